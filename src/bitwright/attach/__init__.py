@@ -1,0 +1,24 @@
+"""prepare() and strip(): the interception layer that puts quantizers on a model and takes them off."""
+
+from bitwright.attach.attachment import CONTAINER, Attachment
+from bitwright.attach.grid import Grid, Layout, grid_from_range
+from bitwright.attach.observer import Observer
+from bitwright.attach.prepare import attachment_of, find_attachment, in_mode, prepare, quantizers, set_mode, strip
+from bitwright.attach.quantizer import Quantizer
+
+__all__ = [
+    "CONTAINER",
+    "Attachment",
+    "Grid",
+    "Layout",
+    "Observer",
+    "Quantizer",
+    "attachment_of",
+    "find_attachment",
+    "grid_from_range",
+    "in_mode",
+    "prepare",
+    "quantizers",
+    "set_mode",
+    "strip",
+]

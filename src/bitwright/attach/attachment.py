@@ -1,0 +1,164 @@
+"""The attached state of a prepared model: which quantizers stand at which operator, and what runs at each call."""
+
+from __future__ import annotations
+
+from types import MethodWrapperType
+from typing import Any
+
+from torch import Tensor, nn
+
+from bitwright.attach.folding import Fold
+from bitwright.attach.markers import site_marker
+from bitwright.attach.quantizer import Quantizer
+from bitwright.graph.functions import KINDS, locate, put
+from bitwright.graph.intercept import Interceptor
+from bitwright.plan import Plan
+
+CONTAINER = "bitwright"  # the child of the model that holds all quantizers: keys are `bitwright.<site>.scale`
+
+
+class Alias:
+    """A second site of a quantizer: same grid, own name."""
+
+    def __init__(self, owner: Quantizer, site: str) -> None:
+        self.owner = owner
+        self.site = site
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.owner.marking:
+            return site_marker(x, self.site)
+        result: Tensor = self.owner(x)
+        return result
+
+
+class OpHooks:
+    """What happens at one operator call."""
+
+    def __init__(self) -> None:
+        self.inputs: dict[str, Quantizer | Alias] = {}
+        self.output: Quantizer | Alias | None = None
+        self.fold: Fold | None = None
+        self.skipped_norm: nn.Module | None = None  # this operator is a norm that another one has folded in
+
+
+# path → per call of that module → kind → per occurrence
+Table = dict[str, list[OpHooks]]
+
+
+class Container(nn.Module):
+    """Holds the quantizers, as a tree along the site names. An identity, since nn.Sequential runs all its children."""
+
+    def forward(self, x: Any = None) -> Any:
+        """Give back what came."""
+        return x
+
+    def add(self, site: str, quantizer: Quantizer) -> None:
+        """Put a quantizer at the end of its path; `_modules` directly, as site names may be any attribute's name."""
+        *branches, leaf = site.split(".")
+        here: nn.Module = self
+        for branch in branches:
+            if branch not in here._modules:
+                here._modules[branch] = Container()
+            child = here._modules[branch]
+            assert child is not None
+            here = child
+        here._modules[leaf] = quantizer
+
+
+class Attachment(Interceptor):
+    """Runs quantizers at the operators of one prepared model. All state is here: nothing is process-wide."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__()
+        self.plan = plan
+        self.quantizers: dict[str, Quantizer] = {}
+        self.shared: dict[str, str] = {}  # site → the site whose quantizer it uses
+        self.folds: dict[str, Fold] = {}  # by the site of the folded bias
+        self.tables: dict[str, list[Table]] = {}
+        self.calls: dict[str, int] = {}
+        self.frame: tuple[Table, dict[str, int]] | None = None
+
+    def begin(self) -> None:
+        """A forward starts: nothing was called yet."""
+        self.calls = {}
+        self.frame = None
+
+    def enter(self, path: str) -> Any:
+        """The operators of this module come next."""
+        before = self.frame
+        tables = self.tables.get(path)
+        if tables is None:
+            self.frame = None
+            return before
+        call = 0
+        if len(tables) > 1:
+            call = self.calls.get(path, 0)
+            self.calls[path] = call + 1
+            # More calls than were recorded (a longer sequence): the last known one stands for the rest.
+            call = min(call, len(tables) - 1)
+        self.frame = (tables[call], {})
+        return before
+
+    def leave(self, token: Any) -> None:
+        """Back to the caller's operators."""
+        self.frame = token
+
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a torch function, with quantizers if the plan has any here."""
+        frame = self.frame
+        if frame is None:
+            return func(*args, **kwargs)
+        known = None if isinstance(func, MethodWrapperType) else KINDS.get(func)
+        if known is None:
+            return func(*args, **kwargs)
+        kind, writes = known
+        hooks = frame[0].get(kind)
+        if hooks is None:
+            return func(*args, **kwargs)
+        index = frame[1].get(kind, 0)
+        frame[1][kind] = index + 1
+        if index >= len(hooks):
+            return func(*args, **kwargs)
+        return _run(hooks[index], kind, writes, func, args, kwargs)
+
+
+def _run(
+    hooks: OpHooks, kind: str, writes: bool, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    norm = hooks.skipped_norm
+    if norm is not None and not norm.training:
+        return args[0] if hooks.output is None else hooks.output(args[0])
+    new_args, new_kwargs = list(args), dict(kwargs)
+    if hooks.inputs:
+        for port, place, tensor in locate(kind, func, args, kwargs):
+            quantizer = hooks.inputs.get(port)
+            # A folded weight is quantized after folding.
+            if quantizer is not None and not (hooks.fold is not None and port == "weight"):
+                put(new_args, new_kwargs, place, quantizer(tensor))
+    writes = writes or kwargs.get("inplace") is True
+    if writes and hooks.output is not None and new_args[0] is args[0]:
+        # What the operator writes, autograd may need as it is: let it write into a copy.
+        new_args[0] = args[0].clone()
+    if hooks.fold is not None:
+        result = hooks.fold.run(func, new_args, new_kwargs, hooks.inputs.get("weight", _same))
+    else:
+        result = func(*new_args, **new_kwargs)
+    if hooks.output is not None:
+        result = _quantize_output(hooks.output, result)
+    if writes and isinstance(result, Tensor) and result is not args[0]:
+        # The caller may go on with its own tensor instead of the result: it must hold the same numbers.
+        args[0].copy_(result)
+        return args[0]
+    return result
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+def _quantize_output(quantizer: Quantizer | Alias, result: Any) -> Any:
+    if isinstance(result, Tensor):
+        return quantizer(result)
+    if isinstance(result, tuple) and result and isinstance(result[0], Tensor):
+        return (quantizer(result[0]), *result[1:])
+    return result

@@ -1,0 +1,85 @@
+"""Batch norm folded into the operator before it, on the fly: the float model keeps its parameters and keys.
+
+In eval mode the operator runs with w·γ/σ and the matching bias, and the norm passes its input on: what a deployed
+graph does. In training the weight is quantized as it will be deployed, w·γ/σ with running statistics, the output is
+divided by γ/σ again and the norm runs on the batch: gradients and statistics are those of training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bitwright.attach.markers import site_marker
+from bitwright.graph.functions import channel_axis
+
+_SMALLEST = 1e-12  # a dead channel (γ = 0) must not divide by zero
+
+
+class Fold:
+    """A norm and the kind of operator that it is folded into."""
+
+    def __init__(self, norm: nn.Module, kind: str, site: str) -> None:
+        self.norm = norm
+        self.kind = kind
+        self.site = site  # of the folded bias, for the artefact
+        self.axis = channel_axis(kind, "weight")
+        self.marking = False
+        self.bias: Tensor | None = None  # the last folded bias, kept while an artefact is written
+
+    def factor(self) -> Tensor:
+        """γ/σ per output channel, float32."""
+        norm: Any = self.norm
+        factor = torch.rsqrt(norm.running_var.float() + norm.eps)
+        return factor if norm.weight is None else factor * norm.weight.float()
+
+    def run(
+        self,
+        func: Callable[..., Tensor],
+        args: list[Any],
+        kwargs: dict[str, Any],
+        quantize_weight: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        """The operator with the folded, quantized weight."""
+        norm: Any = self.norm
+        weight, bias = _take(args, kwargs, 1, "weight"), _take(args, kwargs, 2, "bias")
+        dtype = weight.dtype
+        factor = self.factor()
+        sizes = [1] * weight.dim()
+        sizes[self.axis] = -1
+        if norm.training:
+            safe = torch.where(factor.abs() < _SMALLEST, torch.ones_like(factor), factor)
+            folded = quantize_weight((weight.float() * safe.reshape(sizes)).to(dtype))
+            _put(args, kwargs, 1, "weight", folded)
+            _put(args, kwargs, 2, "bias", None)
+            result = func(*args, **kwargs)
+            # channels are axis 1 of a convolution's output and the last one of a linear's
+            shape = [-1] if self.kind == "linear" else [-1] + [1] * (result.dim() - 2)
+            result = result / safe.reshape(shape).to(result.dtype)
+            return result if bias is None else result + bias.reshape(shape).to(result.dtype)
+        folded = quantize_weight((weight.float() * factor.reshape(sizes)).to(dtype))
+        start = -norm.running_mean.float() if bias is None else bias.float() - norm.running_mean.float()
+        shift = start * factor
+        if norm.bias is not None:
+            shift = shift + norm.bias.float()
+        if self.marking:
+            shift = site_marker(shift, self.site)
+        elif not torch.compiler.is_compiling():
+            self.bias = shift.detach()
+        _put(args, kwargs, 1, "weight", folded)
+        _put(args, kwargs, 2, "bias", shift.to(dtype))
+        return func(*args, **kwargs)
+
+
+def _take(args: list[Any], kwargs: dict[str, Any], index: int, name: str) -> Any:
+    return args[index] if index < len(args) else kwargs.get(name)
+
+
+def _put(args: list[Any], kwargs: dict[str, Any], index: int, name: str, value: Any) -> None:
+    if index < len(args):
+        args[index] = value
+    else:
+        kwargs[name] = value

@@ -1,0 +1,89 @@
+"""From a range to a grid (scale, zero point, codes), and how scales lie along a tensor's axes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bitwright.errors import CalibrationError
+from bitwright.formats import Format
+
+EPS = float(torch.finfo(torch.float32).eps)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which elements share a scale: one for all, one per index of `axis`, or one per block of `group` along `axis`."""
+
+    granularity: str
+    axis: int
+    group: int = 0
+
+    def rows(self, x: Tensor) -> Tensor:
+        """`x` as a matrix with one row per scale."""
+        if self.granularity == "tensor":
+            return x.reshape(1, -1)
+        if self.granularity == "channel":
+            return x.movedim(self.axis, 0).reshape(x.shape[self.axis], -1)
+        return x.movedim(self.axis, -1).reshape(-1, self.group)
+
+    def fold(self, per_row: Tensor, shape: torch.Size) -> Tensor:
+        """One value per row (of `rows`) → the shape in which scales are kept: (), (C,) or the blocked shape."""
+        if self.granularity == "tensor":
+            return per_row.reshape(())
+        if self.granularity == "channel":
+            return per_row
+        sizes = list(shape)
+        axis = self.axis % len(sizes)
+        blocks = sizes.pop(axis) // self.group
+        return per_row.reshape(*sizes, blocks).movedim(-1, axis).contiguous()
+
+    def spread(self, kept: Tensor, x: Tensor) -> Tensor:
+        """Scales in their kept shape → a tensor that broadcasts against `x`."""
+        if self.granularity == "tensor":
+            return kept
+        if self.granularity == "channel":
+            sizes = [1] * x.dim()
+            sizes[self.axis] = -1
+            return kept.reshape(sizes)
+        return kept.repeat_interleave(self.group, dim=self.axis)
+
+
+@dataclass(frozen=True)
+class Grid:
+    """scale and zero point (float32; kept shape) and the lowest and highest code."""
+
+    scale: Tensor
+    zero_point: Tensor
+    qmin: int
+    qmax: int
+
+
+def grid_from_range(low: Tensor, high: Tensor, format: Format, *, site: str) -> Grid:
+    """The smallest scale with which `format` covers [low, high] (and 0) without clipping."""
+    low = torch.clamp(low.to(torch.float32), max=0.0)
+    high = torch.clamp(high.to(torch.float32), min=0.0)
+    if format.adasign and bool((low >= 0).all()):
+        format = format.unsigned()
+    qmin, qmax = format.qmin, format.qmax
+    if not format.symmetric:
+        scale = torch.clamp((high - low) / (qmax - qmin), min=EPS)
+        zero_point = torch.clamp(qmin - torch.round(low / scale), qmin, qmax)
+        return Grid(scale, zero_point, qmin, qmax)
+    if format.signed:
+        scale = torch.maximum(high / qmax, low / qmin)
+    else:
+        scale = high / qmax
+        if bool((low < -scale).any()):
+            raise CalibrationError(
+                f"{format} has no codes for negative numbers",
+                where=site,
+                value=float(low.min()),
+                fix=f"use {format.name}/{format.granularity}/asym, or int{format.bits}/…/sym/adasign",
+            )
+    scale = torch.clamp(scale, min=EPS)
+    if format.pot:
+        scale = torch.exp2(torch.round(torch.log2(scale)))
+    return Grid(scale, torch.zeros_like(scale), qmin, qmax)

@@ -1,0 +1,49 @@
+"""Guards: limits on a weight's codes that keep a target's accumulators exact.
+
+`int16-pairs`: x86 without VNNI multiplies 8-bit numbers with an instruction that adds two adjacent products into one
+int16 and saturates. 255·(|a| + |b|) ≤ 32767 holds when two paired codes of one sign add up to at most 128. Halving the
+range (7 bits) would guarantee it everywhere; raising a channel's scale only as far as its own worst pair needs costs
+much less precision.
+
+Which codes are paired was measured: the summed elements in the order kernel position, input channel (fastest), two by two;
+ONNX Runtime pairs over the whole row, OpenVINO within each kernel position. Both are kept in range.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from bitwright.attach.grid import Layout
+
+_PAIR_LIMIT = 128  # 255 · 128 = 32640 ≤ 32767
+# Rounding may add half a code to each of the two.
+_SAFE_SUM = _PAIR_LIMIT - 1
+
+
+def _summed_last(weight: Tensor, kind: str) -> Tensor:
+    """The weight as (output channel, kernel position, input channel)."""
+    if kind.startswith("conv"):
+        return weight.movedim(1, -1).reshape(weight.shape[0], -1, weight.shape[1])
+    if kind in ("matmul", "addmm"):
+        return weight.reshape(-1, *weight.shape[-2:]).transpose(-1, -2).reshape(-1, 1, weight.shape[-2])
+    return weight.reshape(weight.shape[0], 1, -1)
+
+
+def _worst_pair(rows: Tensor) -> Tensor:
+    """The largest |a + b| of one sign over pairs (0, 1), (2, 3), … of the last axis, per first axis."""
+    if rows.shape[-1] % 2:
+        rows = torch.nn.functional.pad(rows, (0, 1))
+    a, b = rows[..., 0::2], rows[..., 1::2]
+    sums = torch.where(a * b > 0, (a + b).abs(), torch.maximum(a.abs(), b.abs()))
+    return sums.flatten(1).amax(dim=1)
+
+
+def guarded_scale(guard: str, scale: Tensor, weight: Tensor, *, kind: str, layout: Layout) -> Tensor:
+    """The scale, raised where the guard needs it."""
+    assert guard == "int16-pairs"  # the plan's validation knows the guards
+    rows = _summed_last(weight, kind)
+    needed = torch.maximum(_worst_pair(rows), _worst_pair(rows.flatten(1))) / _SAFE_SUM
+    if layout.granularity == "channel" and needed.shape == scale.shape:
+        return torch.maximum(scale, needed)
+    return torch.maximum(scale, needed.amax())

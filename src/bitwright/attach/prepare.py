@@ -1,0 +1,239 @@
+"""`prepare(model, plan)` and `strip(model)`: quantizers on, quantizers off; the model stays what it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal, TypeVar
+
+from torch import nn
+
+from bitwright.attach.attachment import CONTAINER, Alias, Attachment, Container, OpHooks
+from bitwright.attach.folding import Fold
+from bitwright.attach.grid import Layout
+from bitwright.attach.quantizer import Quantizer
+from bitwright.errors import BitwrightError, PlanError, Problem, did_you_mean
+from bitwright.graph import Graph, capture
+from bitwright.graph.functions import channel_axis, reduction_axis
+from bitwright.graph.intercept import ForwardShim, install, uninstall
+from bitwright.graph.naming import SiteName, primary_kind, site_name
+from bitwright.plan import Plan, SiteSpec
+from bitwright.registry import QUANTIZERS
+
+Model = TypeVar("Model", bound=nn.Module)
+Mode = Literal["float", "calibrate", "quantize"]
+
+
+def prepare(
+    model: Model, plan: Plan, *, inputs: Any = None, graph: Graph | None = None
+) -> Model:
+    """Put the plan's quantizers onto `model`, in place, and return it.
+
+    Class, forward signature and float state-dict keys stay; quantizer state has keys `bitwright.<site>.…`. A plan
+    with patterns needs a `graph` (or `inputs` to record one); a plan of exact sites doesn't.
+    """
+    if find_attachment(model) is not None:
+        raise BitwrightError("this model is prepared already", fix="strip(model) first")
+    if graph is None and inputs is not None:
+        graph = capture(model, inputs)
+    if plan.has_patterns and graph is None:
+        raise BitwrightError(
+            "the plan has patterns, which only a recorded graph can resolve",
+            fix="prepare(model, plan, inputs=example_batch), or plan.resolve(graph)",
+        )
+    plan = plan.resolve(graph) if graph is not None else plan
+    problems = plan.validate() if graph is None else []
+    builder = _Builder(model, plan)
+    problems += builder.problems
+    if problems:
+        raise PlanError(problems)
+    attachment = builder.attachment
+    if not attachment.quantizers:
+        return model  # an all-float plan is no plan
+    container = Container()
+    for site, quantizer in attachment.quantizers.items():
+        container.add(site, quantizer)
+    install(model, attachment, builder.paths())
+    model._modules[CONTAINER] = container
+    container.to(next((p.device for p in model.parameters()), "cpu"))
+    return model
+
+
+def strip(model: Model) -> Model:
+    """Take everything off again: the float model as it was."""
+    attachment = find_attachment(model)
+    if attachment is not None:
+        uninstall(model, attachment)
+        del model._modules[CONTAINER]
+    return model
+
+
+def find_attachment(model: nn.Module) -> Attachment | None:
+    """The attached state of a prepared model, if it is one."""
+    shim = model.__dict__.get("forward")
+    while isinstance(shim, ForwardShim):
+        if isinstance(shim.interceptor, Attachment):
+            return shim.interceptor
+        shim = shim.inner
+    return None
+
+
+def attachment_of(model: nn.Module) -> Attachment:
+    """The attached state; an error for a model that isn't prepared."""
+    attachment = find_attachment(model)
+    if attachment is None:
+        raise BitwrightError(
+            "this model isn't prepared", value=type(model).__name__, fix="prepare(model, plan) first"
+        )
+    return attachment
+
+
+def quantizers(model: nn.Module) -> dict[str, Quantizer]:
+    """The quantizers of a prepared model by site."""
+    return dict(attachment_of(model).quantizers)
+
+
+def set_mode(model: nn.Module, mode: Mode) -> None:
+    """`float`: as if not prepared; `calibrate`: observe only; `quantize`: the real thing."""
+    attachment = attachment_of(model)
+    attachment.enabled = mode != "float"
+    for quantizer in attachment.quantizers.values():
+        quantizer.observing = mode == "calibrate"
+        quantizer.enabled = mode == "quantize"
+
+
+@contextmanager
+def in_mode(model: nn.Module, mode: Mode) -> Iterator[None]:
+    """`set_mode` for a while."""
+    attachment = attachment_of(model)
+    before = (attachment.enabled, [(q, q.observing, q.enabled) for q in attachment.quantizers.values()])
+    set_mode(model, mode)
+    try:
+        yield
+    finally:
+        attachment.enabled = before[0]
+        for quantizer, observing, enabled in before[1]:
+            quantizer.observing, quantizer.enabled = observing, enabled
+
+
+class _Builder:
+    """Turns a plan of exact sites into tables of hooks, collecting every problem."""
+
+    def __init__(self, model: nn.Module, plan: Plan) -> None:
+        self.attachment = Attachment(plan)
+        self.modules = dict(model.named_modules())
+        self.problems: list[Problem] = []
+        specs = [(site, spec) for site, spec in plan.quantized]
+        for site, spec in specs:
+            if spec.share is None:
+                self._add(site, spec)
+        for site, spec in specs:
+            if spec.share is not None and spec.share in self.attachment.quantizers:
+                self.attachment.shared[site] = spec.share
+                self._hook(site, Alias(self.attachment.quantizers[spec.share], site))
+        for norm, before in plan.fold.items():
+            self._fold(norm, before)
+        self._repeat_weights()
+
+    def _repeat_weights(self) -> None:
+        """A module's later calls use the same weight, so the same quantizer and fold."""
+        for first, *later in self.attachment.tables.values():
+            for kind, entries in first.items():
+                for table in later:
+                    for index, hooks in enumerate(entries):
+                        if "weight" not in hooks.inputs and hooks.fold is None:
+                            continue
+                        others = table.setdefault(kind, [])
+                        while len(others) <= index:
+                            others.append(OpHooks())
+                        if "weight" in hooks.inputs:
+                            others[index].inputs.setdefault("weight", hooks.inputs["weight"])
+                        others[index].fold = hooks.fold
+
+    def _locate(self, site: str) -> tuple[SiteName, str] | None:
+        name = SiteName.parse(site)
+        if name.path not in self.modules:
+            fix = did_you_mean(name.path, self.modules)
+            self.problems.append(Problem(what="the model has no such module", where=site, value=name.path, fix=fix))
+            return None
+        kind = name.kind or primary_kind(self.modules[name.path])
+        if kind is None:
+            self.problems.append(
+                Problem(
+                    what="this module doesn't stand for one operator",
+                    where=site,
+                    value=type(self.modules[name.path]).__name__,
+                    fix=f"name the operator: {name.path}/linear#0:{name.port}",
+                )
+            )
+            return None
+        return name, kind
+
+    def _add(self, site: str, spec: SiteSpec) -> None:
+        located = self._locate(site)
+        if located is None:
+            return
+        name, kind = located
+        format = spec.format
+        axis = (channel_axis if format.granularity == "channel" else reduction_axis)(kind, name.port)
+        quantizer: Quantizer = QUANTIZERS.get(spec.quantizer)(
+            spec,
+            site=site,
+            kind=kind,
+            port=name.port,
+            layout=Layout(format.granularity, axis, format.group),
+            weight=name.port == "weight",
+            **spec.quantizer_options,
+        )
+        self.attachment.quantizers[site] = quantizer
+        self._hook(site, quantizer)
+
+    def _hooks(self, name: SiteName, kind: str) -> OpHooks:
+        calls = self.attachment.tables.setdefault(name.path, [])
+        while len(calls) <= name.call:
+            calls.append({})
+        entries = calls[name.call].setdefault(kind, [])
+        while len(entries) <= name.index:
+            entries.append(OpHooks())
+        return entries[name.index]
+
+    def _hook(self, site: str, quantizer: Quantizer | Alias) -> None:
+        located = self._locate(site)
+        if located is None:
+            return
+        name, kind = located
+        hooks = self._hooks(name, kind)
+        if name.port == "output":
+            hooks.output = quantizer
+        else:
+            hooks.inputs[name.port] = quantizer
+
+    def _fold(self, norm: str, before: str) -> None:
+        located = self._locate(f"{norm}:input"), self._locate(f"{before}:weight")
+        if located[0] is None or located[1] is None:
+            return
+        (norm_name, norm_kind), (name, kind) = located[0], located[1]
+        module = self.modules[norm_name.path]
+        if norm_kind != "batch_norm" or getattr(module, "running_var", None) is None:
+            self.problems.append(
+                Problem(
+                    what="only a batch norm with running statistics can be folded",
+                    where=norm,
+                    value=type(module).__name__,
+                    fix="remove it from `fold`",
+                )
+            )
+            return
+        self._hooks(norm_name, norm_kind).skipped_norm = module
+        fold = Fold(module, kind, site_name(before, "bias"))
+        self._hooks(name, kind).fold = fold
+        self.attachment.folds[fold.site] = fold
+
+    def paths(self) -> set[str]:
+        """Modules that need a shim: those with hooks, all below them (whose operators are not theirs), and the root."""
+        owners = self.attachment.tables
+        return {
+            path
+            for path in self.modules
+            if not path or path in owners or "" in owners or any(path.startswith(f"{owner}.") for owner in owners)
+        }

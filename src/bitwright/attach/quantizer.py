@@ -1,0 +1,197 @@
+"""The base of quantizers: state in float32 whatever the model's dtype, calibration, and the arithmetic's frame."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bitwright.attach.grid import Grid, Layout, grid_from_range
+from bitwright.attach.guards import guarded_scale
+from bitwright.attach.markers import site_marker
+from bitwright.attach.observer import Observer
+from bitwright.errors import CalibrationError, UncalibratedError
+from bitwright.formats import Format
+from bitwright.plan import SiteSpec
+from bitwright.registry import OBSERVERS
+
+
+class Quantizer(nn.Module):
+    """The arithmetic at one site. A subclass says how numbers are rounded (`quantize`) and what is learned.
+
+    State: `scale`, `zero_point` (float32) and `codes` (lowest, highest). Without a range there is no state, and
+    quantizing raises instead of using a silent 1.0.
+    """
+
+    scale: Tensor
+    zero_point: Tensor
+    codes: Tensor
+
+    def __init__(self, spec: SiteSpec, *, site: str, kind: str, port: str, layout: Layout, weight: bool) -> None:
+        super().__init__()
+        self.spec = spec
+        self.site = site
+        self.kind = kind
+        self.port = port
+        self.layout = layout
+        self.weight = weight
+        self.calibrated = False
+        self.observing = False
+        self.enabled = True
+        self.marking = False
+        self.qmin, self.qmax = spec.format.qmin, spec.format.qmax
+        self.observer: Observer | None = None
+        self.register_buffer("zero_point", torch.zeros(()))
+        self.register_buffer("codes", torch.tensor([float(self.qmin), float(self.qmax)]))
+        self._keep_scale(torch.ones(()))
+
+    # -- what a subclass may change ----------------------------------------------------------------------------
+
+    def _keep_scale(self, scale: Tensor) -> None:
+        """Keep the scale; a quantizer that learns it makes it a Parameter."""
+        self.register_buffer("scale", scale)
+
+    def quantize(self, x: Tensor) -> Tensor:
+        """`x` (float32) as the grid can represent it, with the gradient that this quantizer stands for."""
+        raise NotImplementedError
+
+    def grid(self) -> Grid:
+        """The grid that is in force; what is exported."""
+        return Grid(self.scale.detach(), self.zero_point.detach(), self.qmin, self.qmax)
+
+    # -- the frame ---------------------------------------------------------------------------------------------
+
+    @property
+    def format(self) -> Format:
+        """The format in force (an adaptive sign is settled by calibration)."""
+        planned = self.spec.format
+        return planned.unsigned() if planned.adasign and self.qmin == 0 else planned
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Observe, quantize, mark, or pass `x` on."""
+        if self.marking:
+            return site_marker(x, self.site)
+        if self.observing:
+            self.observe(x)
+        if not self.enabled:
+            return x
+        if not self.calibrated:
+            raise UncalibratedError(
+                "this quantizer has no range yet",
+                where=self.site,
+                fix="run bitwright.calibrate(model, batches) with data that reaches this site, or load a checkpoint",
+            )
+        with torch.autocast(x.device.type, enabled=False):
+            return self.quantize(x.to(torch.float32)).to(x.dtype)
+
+    @torch.no_grad()
+    def observe(self, x: Tensor) -> None:
+        """Let the observer see `x`. A weight is seen once: it doesn't change while calibrating."""
+        if self.observer is None:
+            self.observer = OBSERVERS.get(self.spec.observer)(
+                format=self.spec.format, **self.spec.observer_options
+            )
+            self.weight = self.weight or isinstance(x, nn.Parameter)
+        elif self.weight:
+            return
+        x = x.detach().to(torch.float32)
+        if not bool(torch.isfinite(x).all()):
+            kind = "NaN" if bool(torch.isnan(x).any()) else "infinity"
+            raise CalibrationError(
+                f"{kind} in the {'weight' if self.weight else 'calibration data'}",
+                where=self.site,
+                fix="mend the data, or keep this site in float (format: float)",
+            )
+        self._shape = x.shape
+        self._seen = x if self.weight else None
+        assert self.observer is not None
+        self.observer.observe(self.layout.rows(x))
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Turn what was observed into a grid."""
+        if self.observer is None:
+            raise UncalibratedError(
+                "no calibration batch reached this site",
+                where=self.site,
+                fix="calibrate with inputs that take this path, or keep this site in float (format: float)",
+            )
+        low, high = self.observer.range()
+        self.set_range(low, high, self._shape, self._seen)
+        self.observer = None
+        self._seen = None
+
+    @torch.no_grad()
+    def set_range(self, low: Tensor, high: Tensor, shape: torch.Size, values: Tensor | None = None) -> None:
+        """Make the grid for ranges given per row."""
+        grid = grid_from_range(low, high, self.spec.format, site=self.site)
+        scale = self.layout.fold(grid.scale, shape)
+        if self.spec.guard is not None and values is not None:
+            scale = guarded_scale(self.spec.guard, scale, values, kind=self.kind, layout=self.layout)
+        self.set_grid(Grid(scale, self.layout.fold(grid.zero_point, shape), grid.qmin, grid.qmax))
+
+    @torch.no_grad()
+    def set_grid(self, grid: Grid) -> None:
+        """Take this grid as it is."""
+        self._keep_scale(grid.scale.to(torch.float32).clone())
+        self.zero_point = grid.zero_point.to(torch.float32).clone()
+        self.qmin, self.qmax = grid.qmin, grid.qmax
+        self.codes = torch.tensor([float(grid.qmin), float(grid.qmax)], device=grid.scale.device)
+        self.calibrated = True
+
+    @torch.no_grad()
+    def integers(self, x: Tensor) -> Tensor:
+        """The codes of `x` (int32)."""
+        grid = self.grid()
+        x = x.to(torch.float32)
+        scale, zero_point = self.layout.spread(grid.scale, x), self.layout.spread(grid.zero_point, x)
+        return torch.clamp(torch.round(x / scale) + zero_point, grid.qmin, grid.qmax).to(torch.int32)
+
+    # -- float32, always ---------------------------------------------------------------------------------------
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Quantizer:
+        def keep_float32(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            if moved.dtype == tensor.dtype:
+                return moved
+            return tensor.to(moved.device)  # .half() and friends: follow the device, not the dtype
+
+        super()._apply(keep_float32, recurse)
+        return self
+
+    # -- checkpoints: no range, no keys; a float checkpoint has none of ours and loads strictly --------------------
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        if self.calibrated:
+            super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[no-untyped-call]
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        if not any(key.startswith(prefix) for key in state_dict):
+            return
+        scale = state_dict.get(prefix + "scale")
+        if scale is not None and scale.shape != self.scale.shape:  # shapes are known only after calibration
+            self._keep_scale(scale.detach().to(self.scale.device, torch.float32).clone())
+        for name in ("zero_point", "codes"):
+            saved = state_dict.get(prefix + name)
+            if saved is not None:
+                setattr(self, name, saved.detach().to(self.scale.device, torch.float32).clone())
+        super()._load_from_state_dict(  # type: ignore[no-untyped-call]
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        self.qmin, self.qmax = (int(code) for code in self.codes.tolist())
+        self.calibrated = True
+
+    def extra_repr(self) -> str:
+        """For print(model)."""
+        return f"{self.site}, {self.format}, calibrated={self.calibrated}"

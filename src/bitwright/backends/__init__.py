@@ -1,0 +1,7 @@
+"""What a target can run: tables, and the placement that follows from them."""
+
+from bitwright.backends.check import check_plan
+from bitwright.backends.placement import place
+from bitwright.backends.table import BackendTable, backend
+
+__all__ = ["BackendTable", "backend", "check_plan", "place"]

@@ -1,0 +1,265 @@
+"""Where a backend wants its quantizers: from a graph and a table to a plan."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable
+from dataclasses import replace
+
+from bitwright.backends.table import BackendTable, Rule, backend
+from bitwright.errors import PlanError, Problem, did_you_mean
+from bitwright.formats import Format
+from bitwright.graph import Graph, Op, Port, Source
+from bitwright.graph.functions import can_hook
+from bitwright.plan import Plan, SiteSpec
+
+Edge = tuple[str, str]  # (operator, port) that reads a tensor
+
+
+def place(
+    graph: Graph,
+    target: str | BackendTable,
+    *,
+    weights: str | None = None,
+    activations: str | None = None,
+    observer: str | None = None,
+    weight_observer: str | None = None,
+    quantizer: str = "plain",
+    keep_float: Iterable[str] = (),
+    saturating: bool = False,
+    model: str | None = None,
+) -> Plan:
+    """A uniform plan: every operator that the backend has a rule for, in its default (or the given) formats.
+
+    `keep_float` are patterns of operator names. `saturating` says that the target machine's u8 × s8 products saturate.
+    """
+    table = backend(target)
+    weight_format = Format.parse(weights or table.weights.format)
+    activation_format = Format.parse(activations or table.activations.format)
+    keep = list(keep_float)
+    problems = [
+        Problem(
+            what=f"{table.name} can't run this {role} format",
+            where="plan",
+            value=str(format),
+            fix=f"use one of: {', '.join(choice.formats)}",
+        )
+        for role, format, choice in (
+            ("weight", weight_format, table.weights),
+            ("activation", activation_format, table.activations),
+        )
+        if not choice.allows(format)
+    ]
+    problems += [
+        Problem(
+            what="the pattern of keep_float matches no operator",
+            where="plan",
+            value=pattern,
+            fix=did_you_mean(pattern, graph.by_name),
+        )
+        for pattern in keep
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in graph.by_name)
+    ]
+    if problems:
+        raise PlanError(problems)
+    guard = table.guard if table.guard and (table.guard.when == "always" or saturating) else None
+    if weight_format.bits != 8 or not weight_format.signed or activation_format.signed:
+        guard = None  # the limit is one of u8 × s8 products
+    activation = SiteSpec(
+        format=activation_format, observer=observer or table.activations.observer, quantizer=quantizer
+    )
+    weight = SiteSpec(
+        format=weight_format,
+        observer=weight_observer or table.weights.observer,
+        quantizer=quantizer,
+        guard=guard.name if guard else None,
+    )
+    placement = _Placement(graph, table, keep)
+    return placement.plan(activation, weight, guard.why.strip() if guard else "", model)
+
+
+class _Placement:
+    def __init__(self, graph: Graph, table: BackendTable, keep: list[str]) -> None:
+        self.graph = graph
+        self.table = table
+        self.kept = {n for n in graph.by_name if any(fnmatch.fnmatchcase(n, pattern) for pattern in keep)}
+        self.fold = self._folds()
+        self.quantized: dict[str, Rule] = {}
+        self.float: dict[str, str] = {}
+        self.wanted: set[Edge] = set()
+        self.carried: set[str] = set()
+        for op in graph.ops:
+            self._decide(op)
+        for op in reversed(graph.ops):
+            self._carry(op)
+
+    def _only_reader(self, source: Source) -> tuple[Op, Port] | None:
+        readers = self.graph.consumers.get(source, ())
+        return readers[0] if len(readers) == 1 and source not in self.graph.output_sources else None
+
+    def _folds(self) -> dict[str, str]:
+        folds: dict[str, str] = {}
+        for op in self.graph.ops:
+            if op.kind not in self.table.fold or op.name in self.kept:
+                continue
+            reader = self._only_reader(Source("op", op.name))
+            if reader is None or reader[0].kind != "batch_norm" or len(reader[1].sources) != 1:
+                continue
+            weight = op.port("weight")
+            shared = weight is None or len(self.graph.consumers[weight.sources[0]]) > 1
+            if shared or reader[0].port("running_mean") is None or self.graph.partial(op) != self.graph.partial(reader[0]):
+                continue
+            folds[reader[0].name] = op.name
+        return folds
+
+    def _origin(self, source: Source) -> Op | None:
+        """The operator that really made a tensor, behind what only moves it or is fused."""
+        seen = 0
+        while source.kind == "op" and seen < len(self.graph.ops):
+            op = self.graph.by_name[source.name]
+            passing = op.kind in self.table.passing or op.kind in self.table.transparent
+            port = op.port("input") or op.port("input0")
+            if not passing or port is None or len(port.sources) != 1:
+                return op
+            source, seen = port.sources[0], seen + 1
+        return None
+
+    def _is_anchor(self, source: Source) -> bool:
+        origin = self._origin(source)
+        return origin is not None and origin.kind in self.table.anchors and origin.name in self.quantized
+
+    def _decide(self, op: Op) -> None:
+        rule = self.table.operators.get(op.kind)
+        if op.constant:
+            return
+        if rule is None:
+            if op.macs > 0:
+                self.float[op.name] = f"{self.table.name} has no integer rule for {op.kind}"
+            return
+        if op.name in self.kept:
+            self.float[op.name] = "kept in float by request"
+            return
+        ports = [p for name in rule.inputs if (p := op.port(name)) is not None and p.role == "activation"]
+        if not ports or not all(port.is_floating for port in ports):
+            if op.macs > 0:
+                self.float[op.name] = "its input carries no floating-point numbers"
+            return
+        if any((p := op.port(name)) is not None and p.role == "activation" for name in rule.weights if name not in rule.inputs):
+            self.float[op.name] = "its weight is computed from the input"
+            return
+        if rule.when == "between-anchors" and not (
+            len(ports) == len(rule.inputs) and all(self._is_anchor(s) for port in ports for s in port.sources)
+        ):
+            return
+        self.quantized[op.name] = rule
+        fused = 0
+        for port in ports:
+            if fused < rule.float_operands and self._fuses(port):
+                fused += 1
+                continue
+            self.wanted.add((op.name, port.name))
+
+    def _fuses(self, port: Port) -> bool:
+        """Whether the add that reads this port can be fused into the anchor before it."""
+        source = port.sources[0]
+        return len(port.sources) == 1 and self._only_reader(source) is not None and self._is_anchor(source)
+
+    def _carry(self, op: Op) -> None:
+        """A transparent operator all of whose readers want integers gets integers itself."""
+        source = Source("op", op.name)
+        readers = self.graph.consumers.get(source, ())
+        if (
+            op.kind not in self.table.transparent
+            or op.constant
+            or not readers
+            or source in self.graph.output_sources
+            or len(op.outputs) != 1
+            or op.name in self.kept
+        ):
+            return
+        port = op.port("input") or op.port("input0")
+        if port is None or port.role != "activation" or len(port.sources) != 1 or len(op.ports) != 1:
+            return
+        if all((reader.name, p.name) in self.wanted for reader, p in readers):
+            self.wanted.add((op.name, port.name))
+            self.carried.add(op.name)
+
+    def plan(self, activation: SiteSpec, weight: SiteSpec, guard_why: str, model: str | None) -> Plan:
+        """The sites, in the order of the graph."""
+        sites: dict[str, SiteSpec] = {}
+        owner: dict[Source, str] = {}  # tensor → the site whose quantizer it has
+        for op in self.graph.ops:
+            for port in op.ports:
+                site = op.site(port.name)
+                if (op.name, port.name) in self.wanted:
+                    self._place_input(op, port, site, activation, sites, owner)
+                elif op.name in self.quantized and port.name in self.quantized[op.name].weights:
+                    self._place_weight(op, port, site, weight, guard_why, sites)
+            source = Source("op", op.name)
+            if self._at_output(source):
+                if op.name in self.carried:
+                    port = op.port("input") or op.ports[0]
+                    spec = SiteSpec(share=owner[port.sources[0]], why=f"{op.kind} keeps the grid of its input")
+                    owner[source] = owner[port.sources[0]]
+                else:
+                    spec = _because(activation, self._reason(source))
+                    owner[source] = op.site("output")
+                sites[op.site("output")] = spec
+        return Plan(
+            sites=sites, fold=self.fold, float=self.float, backend=self.table.name, model=model
+        )
+
+    def _at_output(self, source: Source) -> bool:
+        """Quantize a tensor once where it is made, if everybody who reads it wants that."""
+        readers = self.graph.consumers.get(source, ())
+        return (
+            bool(readers)
+            and can_hook(self.graph.by_name[source.name].kind)
+            and source not in self.graph.output_sources
+            and len(self.graph.by_name[source.name].outputs) == 1
+            and not self.graph.by_name[source.name].constant
+            and all((op.name, port.name) in self.wanted and len(port.sources) == 1 for op, port in readers)
+        )
+
+    def _reason(self, source: Source) -> str:
+        readers = [op.name for op, _ in self.graph.consumers[source]]
+        shown = ", ".join(readers[:3]) + (", …" if len(readers) > 3 else "")
+        return f"read as integers by {shown}"
+
+    def _place_input(
+        self,
+        op: Op,
+        port: Port,
+        site: str,
+        activation: SiteSpec,
+        sites: dict[str, SiteSpec],
+        owner: dict[Source, str],
+    ) -> None:
+        if len(port.sources) > 1:  # runs differ in where this comes from: a quantizer of its own
+            sites[site] = _because(activation, f"input of {op.kind}; its producer varies")
+            return
+        source = port.sources[0]
+        if source.kind == "op" and self._at_output(source):
+            return
+        known = owner.get(source)
+        if known is None:
+            owner[source] = site
+            sites[site] = _because(activation, f"input of {op.kind}; other readers of this tensor stay float")
+            if len(self.graph.consumers[source]) == 1:
+                sites[site] = _because(activation, f"input of {op.kind}")
+        else:
+            sites[site] = SiteSpec(share=known, why="the same tensor")
+
+    def _place_weight(
+        self, op: Op, port: Port, site: str, weight: SiteSpec, guard_why: str, sites: dict[str, SiteSpec]
+    ) -> None:
+        first = self.graph.weight_owner.get(site, site)
+        if first != site and first in sites:
+            sites[site] = SiteSpec(share=first, why="the same parameter")
+            return
+        rule_why = self.quantized[op.name].why
+        sites[site] = _because(weight, "; ".join(t for t in (rule_why, guard_why if weight.guard else "") if t))
+
+
+def _because(spec: SiteSpec, why: str) -> SiteSpec:
+    return replace(spec, why=why)

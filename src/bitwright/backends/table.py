@@ -1,0 +1,112 @@
+"""A backend is a table: what a target can run, where its compiler wants quantizers, how it fuses. No code per target."""
+
+from __future__ import annotations
+
+import fnmatch
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
+
+from bitwright.errors import BackendError, BitwrightError, PlanError, Problem
+from bitwright.formats import Format
+from bitwright.registry import BACKENDS
+
+TABLE_VERSION = 1
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Choice(_Strict):
+    """The default format of weights or activations, and all that the target can run."""
+
+    format: str
+    formats: tuple[str, ...]
+    observer: str = "minmax"
+
+    @field_validator("format")
+    @classmethod
+    def _readable(cls, text: str) -> str:
+        try:
+            return str(Format.parse(text))
+        except BitwrightError as error:
+            raise ValueError(str(error)) from error
+
+    def allows(self, format: Format) -> bool:
+        """Whether the target can run this format."""
+        return format.is_plain_float or any(fnmatch.fnmatchcase(str(format), p) for p in self.formats)
+
+
+class Rule(_Strict):
+    """Where one kind of operator wants quantizers."""
+
+    inputs: tuple[str, ...] = ()
+    weights: tuple[str, ...] = ()
+    when: Literal["always", "between-anchors"] = Field(
+        "always", description="between-anchors: only where all inputs come from anchors (integer neighbours)."
+    )
+    float_operands: int = Field(
+        0, description="How many operands stay float because the target fuses the add into the operator before."
+    )
+    why: str = ""
+
+
+class Guard(_Strict):
+    """A limit on weight codes, and when it is needed."""
+
+    name: str
+    when: Literal["always", "saturating"]
+    why: str
+
+
+class BackendTable(_Strict):
+    """One target."""
+
+    schema_version: Literal[1] = Field(alias="schema")
+    name: str
+    title: str
+    runtime: str | None = None
+    weights: Choice
+    activations: Choice
+    guard: Guard | None = None
+    bias: Literal["int32", "float"] = "float"
+    fold: tuple[str, ...] = Field((), description="Kinds of operators that take in the batch norm behind them.")
+    operators: dict[str, Rule]
+    transparent: tuple[str, ...] = Field(
+        (), description="Kinds that only move or select values: the grid passes through them."
+    )
+    anchors: tuple[str, ...] = Field((), description="Kinds after which numbers are integers on the target.")
+    passing: tuple[str, ...] = Field(
+        (), description="Kinds that the target fuses behind an anchor (activation functions, the folded norm)."
+    )
+
+
+def load_table(path: Path) -> BackendTable:
+    """Read a table from a YAML file."""
+    try:
+        data: Any = YAML(typ="safe", pure=True).load(path.read_text(encoding="utf-8"))
+        return BackendTable.model_validate(data)
+    except (OSError, UnicodeDecodeError) as error:
+        raise BackendError(f"can't read the backend table: {error}", where=str(path)) from error
+    except YAMLError as error:
+        raise BackendError(f"not valid YAML: {error}", where=str(path), fix="mend the file") from error
+    except ValidationError as error:
+        problems = [
+            Problem(what=e["msg"], where=".".join(str(part) for part in e["loc"]), value=e["input"])
+            for e in error.errors()
+        ]
+        raise PlanError(problems, title=f"the backend table {path} has problems") from error
+
+
+def backend(name: str | BackendTable) -> BackendTable:
+    """A backend by registered name, or from the user's own table file (`path.yaml`)."""
+    if isinstance(name, BackendTable):
+        return name
+    if name.endswith((".yaml", ".yml")):
+        return load_table(Path(name))
+    table: BackendTable = BACKENDS.get(name)()
+    return table

@@ -1,0 +1,291 @@
+"""`export(model, path, inputs)`: the prepared model as QDQ ONNX, weights as integers, nothing lost on the way."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+import onnxscript
+import torch
+from onnx.defs import OpSchema
+from torch import Tensor, nn
+
+from bitwright.attach import Attachment, attachment_of, in_mode
+from bitwright.deploy.qdq import Recorded, write_qdq
+from bitwright.errors import ExportError
+from bitwright.files import replacing
+from bitwright.graph.tree import as_call, map_tensors, tensors_in
+from bitwright.version import __version__
+
+OPSET = 21
+# The marker as ONNX operator; it lives only between torch.onnx and `write_qdq`.
+_SITE = onnxscript.values.Op(
+    onnxscript.values.Opset("bitwright", 1),
+    "Site",
+    OpSchema(
+        "Site",
+        "bitwright",
+        1,
+        inputs=[OpSchema.FormalParameter("x", "T")],
+        outputs=[OpSchema.FormalParameter("y", "T")],
+        type_constraints=[("T", ["tensor(float)", "tensor(float16)", "tensor(bfloat16)"], "")],
+        attributes=[OpSchema.Attribute("site", OpSchema.AttrType.STRING)],
+    ),
+)
+log = logging.getLogger("bitwright")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Artefact:
+    """What was written."""
+
+    path: Path
+    bytes: int
+    activation_pairs: int
+    weights: int
+    int32_biases: int
+    dynamic_batch: bool
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
+def export(
+    model: nn.Module, path: str | Path, inputs: Any, *, dynamic_batch: bool = True, int32_bias: bool = True
+) -> Artefact:
+    """Write a prepared, calibrated model as ONNX (opset 21, Q/DQ form); `inputs` is one example call.
+
+    The number of exported Q/DQ pairs must equal what the plan put onto the model, else nothing is written and an
+    error names the missing sites.
+    """
+    path = Path(path)
+    attachment = attachment_of(model)
+    args, kwargs = as_call(inputs)
+    training = {module: module.training for module in model.modules()}
+    try:
+        model.eval()
+        recorded = _record(model, attachment, args, kwargs)
+        program, dynamic = _program(model, attachment, args, kwargs, dynamic_batch)
+    finally:
+        for module, mode in training.items():
+            module.training = mode
+    _assert_complete(program, recorded)
+    onnx_model = _translate(program)
+    counts = write_qdq(onnx_model, attachment, recorded, int32_bias=int32_bias)
+    onnx_model.producer_name, onnx_model.producer_version = "bitwright", __version__
+    onnx_model.metadata_props["bitwright.plan"] = attachment.plan.to_yaml()
+    with replacing(path) as temporary:
+        ir.save(onnx_model, temporary)
+    return Artefact(
+        path=path,
+        bytes=path.stat().st_size,
+        activation_pairs=counts.activations,
+        weights=counts.weights,
+        int32_biases=counts.biases,
+        dynamic_batch=dynamic,
+        inputs=tuple(str(value.name) for value in onnx_model.graph.inputs),
+        outputs=tuple(str(value.name) for value in onnx_model.graph.outputs),
+    )
+
+
+def export_float(model: nn.Module, path: str | Path, inputs: Any, *, dynamic_batch: bool = True) -> Path:
+    """The float model as ONNX: the reference that sizes, latencies and accuracies are compared with."""
+    path = Path(path)
+    args, kwargs = as_call(inputs)
+    training = {module: module.training for module in model.modules()}
+    try:
+        model.eval()
+        program, _ = _export_program(model, args, kwargs, dynamic_batch)
+    finally:
+        for module, mode in training.items():
+            module.training = mode
+    onnx_model = _translate(program)
+    with replacing(path) as temporary:
+        ir.save(onnx_model, temporary)
+    return path
+
+
+def _record(
+    model: nn.Module, attachment: Attachment, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Recorded:
+    """One real forward: which sites are passed, and the integers of each weight."""
+    recorded = Recorded()
+    handles = []
+
+    def remember(quantizer: Any, values: tuple[Tensor, ...]) -> None:
+        recorded.calls += 1
+        if quantizer.weight:
+            recorded.weights[quantizer.site] = quantizer.integers(values[0])
+
+    for quantizer in attachment.quantizers.values():
+        handles.append(quantizer.register_forward_pre_hook(remember))
+    try:
+        with torch.no_grad(), in_mode(model, "quantize"):
+            model(*args, **kwargs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    for site, fold in attachment.folds.items():
+        if fold.bias is not None:
+            recorded.constants[site] = fold.bias
+            fold.bias = None
+    return recorded
+
+
+@contextlib.contextmanager
+def _marking(attachment: Attachment) -> Iterator[None]:
+    holders = [*attachment.quantizers.values(), *attachment.folds.values()]
+    for holder in holders:
+        holder.marking = True
+    try:
+        yield
+    finally:
+        for holder in holders:
+            holder.marking = False
+
+
+def _program(
+    model: nn.Module, attachment: Attachment, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_batch: bool
+) -> tuple[torch.export.ExportedProgram, bool]:
+    with _marking(attachment), in_mode(model, "quantize"):
+        return _export_program(model, args, kwargs, dynamic_batch)
+
+
+def _export_program(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_batch: bool
+) -> tuple[torch.export.ExportedProgram, bool]:
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own notes about its internals; failures raise
+        if dynamic_batch:
+            try:
+                # A batch of one would be taken for a constant.
+                wide_args, wide_kwargs = _at_least_two(args), _at_least_two(kwargs)
+                shapes = (_dynamic(wide_args), _dynamic(wide_kwargs))
+                program = torch.export.export(
+                    model,
+                    wide_args,
+                    wide_kwargs,
+                    dynamic_shapes=_by_parameter(model, *shapes),
+                    strict=False,
+                )
+                return program, _has_dynamic_inputs(program)
+            except Exception as error:
+                log.warning(
+                    "no dynamic batch: the model's own code fixes it (%s)", str(error).strip().split("\n")[0]
+                )
+        try:
+            return torch.export.export(model, args, kwargs, strict=False), False
+        except Exception as error:
+            raise ExportError(
+                f"torch.export can't follow the model: {type(error).__name__}: {str(error).strip().splitlines()[0]}",
+                fix="data-dependent control flow can't be exported; export the part without it",
+            ) from error
+
+
+def _at_least_two(nest: Any) -> Any:
+    def widen(tensor: Tensor) -> Tensor:
+        if tensor.dim() and tensor.shape[0] == 1:
+            return tensor.repeat(2, *[1] * (tensor.dim() - 1))
+        return tensor
+
+    return map_tensors(nest, widen)
+
+
+def _dynamic(nest: Any) -> Any:
+    def mark(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return {0: torch.export.Dim.AUTO} if value.dim() else None
+        if isinstance(value, dict):
+            return {key: mark(item) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return type(value)(mark(item) for item in value)
+        return None
+
+    return mark(nest)
+
+
+def _by_parameter(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Positional and keyword specs as torch.export wants them: by parameter name if there are keywords."""
+    if not kwargs:
+        return args
+    import inspect
+
+    bound = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
+    flat: dict[str, Any] = {}
+    for name, value in bound.items():
+        parameter = inspect.signature(model.forward).parameters[name]
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            flat[name] = dict(value)
+        else:
+            flat[name] = value
+    return flat
+
+
+def _has_dynamic_inputs(program: torch.export.ExportedProgram) -> bool:
+    names = set(program.graph_signature.user_inputs)
+    for node in program.graph.nodes:
+        if node.op == "placeholder" and node.name in names and isinstance(node.meta.get("val"), Tensor):
+            if any(not isinstance(size, int) for size in node.meta["val"].shape[:1]):
+                return True
+    return False
+
+
+def _assert_complete(program: torch.export.ExportedProgram, recorded: Recorded) -> None:
+    found = [
+        str(node.args[1])
+        for node in program.graph.nodes
+        if node.op == "call_function" and node.target is torch.ops.bitwright.site.default
+    ]
+    quantized = [site for site in found if site not in recorded.constants]
+    if len(quantized) != recorded.calls:
+        raise ExportError(
+            f"the exported program has {len(quantized)} quantizers, the model has {recorded.calls}",
+            value=sorted(set(quantized))[:8],
+            fix="please report this: export must not lose quantizers",
+        )
+
+
+def _translate(program: torch.export.ExportedProgram) -> ir.Model:
+    def site(x: Any, site: str) -> Any:
+        return _SITE(x, site=site)
+
+    with warnings.catch_warnings(), _quiet("torch.onnx", "onnxscript", "onnx_ir"):
+        warnings.simplefilter("ignore")
+        try:
+            exported = torch.onnx.export(
+                program,
+                dynamo=True,
+                opset_version=OPSET,
+                verbose=False,
+                optimize=True,
+                custom_translation_table={torch.ops.bitwright.site.default: site},
+            )
+        except Exception as error:
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            raise ExportError(
+                f"torch.onnx can't translate the program: {lines[0]}", fix="see the cause below with --debug"
+            ) from error
+    assert exported is not None
+    model: ir.Model = exported.model
+    return model
+
+
+@contextlib.contextmanager
+def _quiet(*names: str) -> Iterator[None]:
+    loggers = [logging.getLogger(name) for name in names]
+    before = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, before, strict=True):
+            logger.setLevel(level)
+
+
+__all__ = ["Artefact", "export", "export_float", "tensors_in"]

@@ -1,0 +1,247 @@
+"""Markers in an ONNX graph → QuantizeLinear/DequantizeLinear pairs, and weights as integers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import ml_dtypes
+import numpy as np
+import onnx_ir as ir
+import onnx_ir.passes.common as passes
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from bitwright.attach import Attachment, Quantizer
+from bitwright.deploy.bias import quantize_biases
+from bitwright.errors import ExportError
+
+MARKER = ("bitwright", "Site")
+
+# storage type of codes: the narrowest ONNX type that holds them
+_TYPES: dict[tuple[bool, int], ir.DataType] = {
+    (True, 4): ir.DataType.INT4,
+    (False, 4): ir.DataType.UINT4,
+    (True, 8): ir.DataType.INT8,
+    (False, 8): ir.DataType.UINT8,
+    (True, 16): ir.DataType.INT16,
+    (False, 16): ir.DataType.UINT16,
+}
+_NUMPY = {
+    ir.DataType.INT4: ml_dtypes.int4,
+    ir.DataType.UINT4: ml_dtypes.uint4,
+    ir.DataType.INT8: np.int8,
+    ir.DataType.UINT8: np.uint8,
+    ir.DataType.INT16: np.int16,
+    ir.DataType.UINT16: np.uint16,
+    ir.DataType.INT32: np.int32,
+}
+
+
+@dataclass
+class Recorded:
+    """What one real forward showed: weight codes, folded constants, and how often quantizers were passed."""
+
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    constants: dict[str, Tensor] = field(default_factory=dict)
+    calls: int = 0
+
+
+@dataclass
+class Counts:
+    """What is in the artefact."""
+
+    activations: int = 0
+    weights: int = 0
+    biases: int = 0
+
+
+def storage_type(quantizer: Quantizer) -> ir.DataType:
+    """The ONNX type of a quantizer's codes: 2 and 3 bits are stored in 4, 5 to 7 in 8, 9 to 15 in 16."""
+    signed = quantizer.qmin < 0
+    for bits in (4, 8, 16):
+        low, high = (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) if signed else (0, 2**bits - 1)
+        if low <= quantizer.qmin and quantizer.qmax <= high:
+            # activations of less than 8 bits have no 4-bit kernels anywhere: their codes live in 8-bit types
+            return _TYPES[signed, bits if quantizer.weight or bits > 4 else 8]
+    raise ExportError("no ONNX type holds these codes", where=quantizer.site, value=str(quantizer.format))
+
+
+def fills_type(quantizer: Quantizer) -> bool:
+    """Whether saturation to the storage type clips at this quantizer's own codes."""
+    info = ml_dtypes.iinfo(_NUMPY[storage_type(quantizer)])
+    return int(info.min) == quantizer.qmin and int(info.max) == quantizer.qmax
+
+
+def write_qdq(model: ir.Model, attachment: Attachment, recorded: Recorded, *, int32_bias: bool) -> Counts:
+    """Replace all markers, in place."""
+    writer = _Writer(model, attachment, recorded)
+    writer.run()
+    _fold_weight_transposes(model)
+    if int32_bias:
+        writer.counts.biases = quantize_biases(model)
+    passes.RemoveUnusedNodesPass()(model)
+    passes.RemoveUnusedOpsetsPass()(model)
+    writer.check()
+    return writer.counts
+
+
+class _Writer:
+    def __init__(self, model: ir.Model, attachment: Attachment, recorded: Recorded) -> None:
+        self.model = model
+        self.graph = model.graph
+        self.attachment = attachment
+        self.recorded = recorded
+        self.counts = Counts()
+        self.made: dict[tuple[str, str], ir.Value] = {}  # (input value or "weight", quantizer) → DQ output
+        self.names: dict[str, int] = {}
+        self.parameters: dict[str, tuple[ir.Value, ir.Value]] = {}
+
+    def run(self) -> None:
+        for node in list(self.graph):
+            if (node.domain, node.op_type) == MARKER:
+                site = node.attributes["site"].as_string()
+                replacement = self._replacement(node, site)
+                output, source = node.outputs[0], node.inputs[0]
+                assert source is not None
+                if output.shape is not None:
+                    replacement.shape = output.shape
+                replacement.dtype = output.dtype
+                ir.convenience.replace_all_uses_with(output, replacement, replace_graph_outputs=True)
+                self.graph.remove(node, safe=True)
+
+    def _replacement(self, node: ir.Node, site: str) -> ir.Value:
+        if site in self.recorded.constants:
+            return self._initializer(site, self.recorded.constants[site].cpu().numpy())
+        owner = self.attachment.shared.get(site, site)
+        quantizer = self.attachment.quantizers[owner]
+        source = node.inputs[0]
+        assert source is not None and source.name is not None
+        key = ("weight" if quantizer.weight else source.name, owner)
+        if key not in self.made:
+            if quantizer.weight:
+                self.made[key] = self._weight(node, quantizer)
+                self.counts.weights += 1
+            else:
+                self.made[key] = self._activation(node, source, site, quantizer)
+                self.counts.activations += 1
+        return self.made[key]
+
+    def _unique(self, name: str) -> str:
+        count = self.names.get(name, 0)
+        self.names[name] = count + 1
+        return f"{name}~{count}" if count else name
+
+    def _initializer(self, name: str, array: NDArray[np.generic]) -> ir.Value:
+        value = ir.Value(name=self._unique(name), const_value=ir.tensor(array, name=name))
+        assert value.const_value is not None
+        value.const_value.name = value.name
+        value.shape, value.dtype = ir.Shape(array.shape), value.const_value.dtype
+        self.graph.register_initializer(value)
+        return value
+
+    def _grid(self, quantizer: Quantizer) -> tuple[ir.Value, ir.Value]:
+        if quantizer.site not in self.parameters:
+            grid = quantizer.grid()
+            dtype = _NUMPY[storage_type(quantizer)]
+            self.parameters[quantizer.site] = (
+                self._initializer(f"{quantizer.site}.scale", grid.scale.cpu().numpy()),
+                self._initializer(
+                    f"{quantizer.site}.zero_point", grid.zero_point.cpu().numpy().astype(np.int32).astype(dtype)
+                ),
+            )
+        return self.parameters[quantizer.site]
+
+    def _insert(self, before: ir.Node, op: str, inputs: list[ir.Value], name: str, quantizer: Quantizer) -> ir.Value:
+        attributes: list[ir.Attr] = []
+        if op in ("QuantizeLinear", "DequantizeLinear") and quantizer.layout.granularity != "tensor":
+            attributes.append(ir.AttrInt64("axis", quantizer.layout.axis))
+            if quantizer.layout.group:
+                attributes.append(ir.AttrInt64("block_size", quantizer.layout.group))
+        node = ir.Node("", op, inputs, attributes=attributes, name=self._unique(f"{op}:{name}"))
+        node.outputs[0].name = self._unique(name)
+        self.graph.insert_before(before, node)
+        return node.outputs[0]
+
+    def _weight(self, node: ir.Node, quantizer: Quantizer) -> ir.Value:
+        scale, zero_point = self._grid(quantizer)
+        kind = storage_type(quantizer)
+        codes = self.recorded.weights[quantizer.site].cpu().numpy().astype(_NUMPY[kind])
+        integers = self._initializer(f"{quantizer.site}.codes", codes)
+        return self._insert(node, "DequantizeLinear", [integers, scale, zero_point], quantizer.site, quantizer)
+
+    def _activation(self, node: ir.Node, source: ir.Value, site: str, quantizer: Quantizer) -> ir.Value:
+        scale, zero_point = self._grid(quantizer)
+        if not fills_type(quantizer):
+            source = self._clip(node, source, quantizer)
+        codes = self._insert(node, "QuantizeLinear", [source, scale, zero_point], f"{site}.codes", quantizer)
+        codes.dtype, codes.shape = storage_type(quantizer), source.shape
+        return self._insert(node, "DequantizeLinear", [codes, scale, zero_point], site, quantizer)
+
+    def _clip(self, node: ir.Node, source: ir.Value, quantizer: Quantizer) -> ir.Value:
+        """Fewer codes than the storage type has (±127, 6 bits): clip to what they can represent first."""
+        grid = quantizer.grid()
+        if quantizer.layout.granularity != "tensor":
+            raise ExportError(
+                "activations with fewer codes than their storage type must be per tensor",
+                where=quantizer.site,
+                value=str(quantizer.format),
+                fix="use a per-tensor format",
+            )
+        bounds = [
+            ((code - grid.zero_point) * grid.scale).to(torch.float32).cpu().numpy().reshape(())
+            for code in (grid.qmin, grid.qmax)
+        ]
+        low, high = (
+            self._initializer(f"{quantizer.site}.{end}", bound)
+            for end, bound in zip(("low", "high"), bounds, strict=True)
+        )
+        return self._insert(node, "Clip", [source, low, high], f"{quantizer.site}.clipped", quantizer)
+
+    def check(self) -> None:
+        """The artefact's Q/DQ pairs are the plan's: no pass may have added or dropped one."""
+        quantize = sum(node.op_type == "QuantizeLinear" for node in self.graph)
+        dequantize = sum(node.op_type == "DequantizeLinear" for node in self.graph)
+        wanted = self.counts
+        if (quantize, dequantize) != (wanted.activations, wanted.activations + wanted.weights + wanted.biases):
+            raise ExportError(
+                "the artefact's Q/DQ nodes differ from the plan's",
+                value=f"{quantize} Q and {dequantize} DQ",
+                fix=f"expected {wanted.activations} Q and "
+                f"{wanted.activations + wanted.weights + wanted.biases} DQ: please report this",
+            )
+
+
+def _fold_weight_transposes(model: ir.Model) -> None:
+    """DQ(codes) → Transpose becomes DQ(transposed codes): runtimes fuse only a DQ that feeds the operator itself."""
+    graph = model.graph
+    for node in list(graph):
+        source = node.inputs[0] if node.op_type == "Transpose" and node.inputs else None
+        producer = source.producer() if source is not None else None
+        if source is None or producer is None or producer.op_type != "DequantizeLinear":
+            continue
+        codes = producer.inputs[0]
+        if codes is None or codes.const_value is None or len(source.uses()) != 1:
+            continue
+        array = codes.const_value.numpy()
+        permutation = (
+            list(node.attributes["perm"].as_ints()) if "perm" in node.attributes else list(range(array.ndim))[::-1]
+        )
+        if "axis" in producer.attributes:
+            axis = producer.attributes["axis"].as_int() % array.ndim
+            producer.attributes["axis"] = ir.AttrInt64("axis", permutation.index(axis))
+        if "block_size" in producer.attributes:  # blocked scales have the weight's rank and turn with it
+            for value in (producer.inputs[1], producer.inputs[2]):
+                assert value is not None and value.const_value is not None
+                _set_constant(value, value.const_value.numpy().transpose(permutation))
+        _set_constant(codes, array.transpose(permutation))
+        output = node.outputs[0]
+        source.shape, source.dtype = output.shape, output.dtype
+        ir.convenience.replace_all_uses_with(output, source)
+        graph.remove(node, safe=True)
+
+
+def _set_constant(value: ir.Value, array: NDArray[np.generic]) -> None:
+    kind = value.dtype
+    value.const_value = ir.tensor(np.ascontiguousarray(array), name=value.name, dtype=kind)
+    value.shape = ir.Shape(array.shape)

@@ -1,0 +1,99 @@
+"""Every error says what is wrong, where (the site), the value, and what to do next."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """One thing that is wrong, as data, so that all of them can be listed at once."""
+
+    what: str
+    where: str | None = None
+    value: object = None
+    fix: str | None = None
+
+    def __str__(self) -> str:
+        text = f"{self.where}: {self.what}" if self.where else self.what
+        if self.value is not None:
+            text += f" (got {self.value!r})"
+        if self.fix:
+            text += f"\n    fix: {self.fix}"
+        return text
+
+
+class BitwrightError(Exception):
+    """Base of all errors that a user can act upon; the command line prints it without a traceback."""
+
+    def __init__(
+        self, what: str, *, where: str | None = None, value: object = None, fix: str | None = None
+    ) -> None:
+        self.problems: list[Problem] = [Problem(what=what, where=where, value=value, fix=fix)]
+        super().__init__(str(self.problems[0]))
+
+
+class FormatError(BitwrightError):
+    """A number format that can't be read or can't exist."""
+
+
+class UnknownName(BitwrightError):
+    """A name that no plugin or built-in registered."""
+
+
+class DuplicateName(BitwrightError):
+    """Two plugins want the same name."""
+
+
+class WorkloadError(BitwrightError):
+    """A workload that can't be loaded or whose data can't be used."""
+
+
+class CaptureError(BitwrightError):
+    """A model that can't be recorded."""
+
+
+class CalibrationError(BitwrightError):
+    """Calibration data that gives no usable range."""
+
+
+class UncalibratedError(CalibrationError):
+    """A quantizer was asked to quantize before it had a range."""
+
+
+class BackendError(BitwrightError):
+    """A backend table that can't be read."""
+
+
+class ExportError(BitwrightError):
+    """The artefact would not be what the plan says."""
+
+
+class ArtefactError(BitwrightError):
+    """An artefact that can't be read or run."""
+
+
+class PlanError(BitwrightError):
+    """A plan with problems: all of them, not just the first."""
+
+    def __init__(self, problems: Sequence[Problem], *, title: str = "the plan has problems") -> None:
+        self.problems = list(problems)
+        lines = "\n".join(f"  - {problem}" for problem in self.problems)
+        Exception.__init__(self, f"{title} ({len(self.problems)}):\n{lines}")
+
+
+def nearest(name: str, known: Iterable[str], *, count: int = 3) -> list[str]:
+    """The known names that look most like `name`, best first."""
+    return difflib.get_close_matches(name, sorted(set(known)), n=count, cutoff=0.5)
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A hint for a misspelt name: the nearest ones, or a part of all when nothing is near."""
+    names = sorted(set(known))
+    near = nearest(name, names)
+    if near:
+        return f"did you mean {', '.join(repr(n) for n in near)}?"
+    shown = ", ".join(names[:12]) + (", …" if len(names) > 12 else "")
+    return f"known: {shown}" if names else "nothing is registered under this kind"

@@ -1,0 +1,141 @@
+"""Number formats, written as short text: "int8/channel/sym", "uint4/tensor/asym", "int4/group64/sym", "bf16".
+
+An integer format is `[u]intB/granularity/symmetry[/flag…]`:
+
+- granularity: `tensor`, `channel`, or `groupN` (blocks of N along the reduction axis);
+- symmetry: `sym` (zero point 0, or the middle code when unsigned) or `asym` (any zero point);
+- flags: `pot` (scale is a power of two), `narrow` (drop the lowest code: ±127), `adasign` (an input that is
+  never negative becomes unsigned and uses all 2^B codes).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from bitwright.errors import FormatError, did_you_mean
+
+Granularity = Literal["tensor", "channel", "group"]
+
+# name → (bits, why it is here); formats without an integer grid
+FLOATS: dict[str, int] = {"float": 32, "fp32": 32, "bf16": 16, "fp16": 16, "fp8e4m3": 8, "fp8e5m2": 8}
+FLAGS = ("pot", "narrow", "adasign")
+_INTEGER = re.compile(r"^(u?)int(\d+)$")
+_GROUP = re.compile(r"^group(\d+)$")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Format:
+    """A number format of a site.
+
+    >>> f = Format.parse("int8/channel/sym")
+    >>> f.qmin, f.qmax, str(f)
+    (-128, 127, 'int8/channel/sym')
+    >>> Format.parse("bf16").is_float
+    True
+    """
+
+    name: str
+    bits: int
+    signed: bool = True
+    granularity: Granularity = "tensor"
+    group: int = 0
+    symmetric: bool = True
+    pot: bool = False
+    narrow: bool = False
+    adasign: bool = False
+
+    @property
+    def is_float(self) -> bool:
+        """True for formats without an integer grid."""
+        return self.name in FLOATS
+
+    @property
+    def is_plain_float(self) -> bool:
+        """True when the site is left as the model has it."""
+        return self.name == "float"
+
+    @property
+    def qmin(self) -> int:
+        """The lowest code."""
+        lowest = -(2 ** (self.bits - 1)) if self.signed else 0
+        return lowest + 1 if self.narrow else lowest
+
+    @property
+    def qmax(self) -> int:
+        """The highest code."""
+        return int(2 ** (self.bits - 1) - 1) if self.signed else int(2**self.bits - 1)
+
+    @property
+    def dtype(self) -> str:
+        """The storage type: "int8", "uint4", …"""
+        return self.name
+
+    def unsigned(self) -> Format:
+        """The unsigned format of the same width."""
+        return replace(self, name=f"uint{self.bits}", signed=False)
+
+    def __str__(self) -> str:
+        if self.is_float:
+            return self.name
+        grain = f"group{self.group}" if self.granularity == "group" else self.granularity
+        flags = [flag for flag in FLAGS if getattr(self, flag)]
+        return "/".join([self.name, grain, "sym" if self.symmetric else "asym", *flags])
+
+    @staticmethod
+    def parse(text: str | Format) -> Format:
+        """Read a format; a wrong one raises `FormatError` that says what would be right."""
+        if isinstance(text, Format):
+            return text
+        if not isinstance(text, str):
+            raise FormatError("a format is text", value=text, fix='write for example "int8/tensor/sym"')
+        parts = [part.strip() for part in text.strip().lower().split("/")]
+        if parts[0] in FLOATS:
+            if len(parts) > 1:
+                raise FormatError(
+                    f"the float format {parts[0]!r} takes no options", value=text, fix=f"write {parts[0]!r}"
+                )
+            return Format(name=parts[0], bits=FLOATS[parts[0]])
+        match = _INTEGER.match(parts[0])
+        if not match:
+            known = [*FLOATS, "int8", "uint8", "int4", "uint4", "int16", "uint16", "int2"]
+            raise FormatError("unknown number format", value=text, fix=did_you_mean(parts[0], known))
+        bits, signed = int(match[2]), not match[1]
+        if not (2 <= bits <= 16 or (bits == 32 and signed)):
+            raise FormatError("integer formats have 2 to 16 bits (biases: int32)", value=text, fix="int8")
+        return _with_options(
+            Format(name=f"{match[1]}int{bits}", bits=bits, signed=signed), parts[1:], text
+        )
+
+
+def _with_options(base: Format, options: list[str], text: str) -> Format:
+    seen: dict[str, object] = {}
+    known = ["tensor", "channel", "group64", "sym", "asym", *FLAGS]
+    for option in options:
+        group = _GROUP.match(option)
+        if group and int(group[1]) > 0:
+            new: dict[str, object] = {"granularity": "group", "group": int(group[1])}
+        elif option in ("tensor", "channel"):
+            new = {"granularity": option}
+        elif option in ("sym", "asym"):
+            new = {"symmetric": option == "sym"}
+        elif option in FLAGS:
+            new = {option: True}
+        else:
+            raise FormatError(
+                f"unknown option {option!r} in a format", value=text, fix=did_you_mean(option, known)
+            )
+        if seen.keys() & new.keys():
+            raise FormatError(f"the option {option!r} contradicts an earlier one", value=text, fix="keep one")
+        seen.update(new)
+    result = replace(base, **seen)  # type: ignore[arg-type]  # keys and types come from the branches above
+    if result.adasign and not (result.signed and result.symmetric):
+        raise FormatError(
+            "adasign chooses the sign of a signed symmetric format", value=text, fix="int8/tensor/sym/adasign"
+        )
+    if result.narrow and not result.signed:
+        raise FormatError("narrow drops the lowest signed code", value=text, fix="leave out narrow")
+    if result.pot and not result.symmetric:
+        raise FormatError("power-of-two scales are symmetric", value=text, fix="write sym instead of asym")
+    return result

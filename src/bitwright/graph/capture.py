@@ -1,0 +1,260 @@
+"""`capture(model, inputs)`: run real inputs, record every operator. The model is left exactly as it was."""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bitwright.errors import CaptureError
+from bitwright.graph.functions import is_inplace, kind_of, locate
+from bitwright.graph.graph import Graph, Op, Output, Parameter, Port, Role, Source
+from bitwright.graph.intercept import Interceptor, install, uninstall
+from bitwright.graph.macs import macs
+from bitwright.graph.naming import operator_name, primary_kind
+from bitwright.graph.tree import as_call, tensors_in
+
+
+def capture(model: nn.Module, *inputs: Any, train: bool = False) -> Graph:
+    """Record the operators that `model` calls for `inputs`.
+
+    Each of `inputs` is one example call: a tensor, a tuple of positional arguments or a dict of keywords. Several are
+    merged: operators that only some of them reach are marked (`graph.partial(op)`). The model runs in eval mode
+    unless `train`, without gradients; its mode, buffers, random state and attributes are as before afterwards.
+
+    >>> graph = capture(nn.Sequential(nn.Linear(3, 2), nn.ReLU()), torch.ones(1, 3))
+    >>> [op.name for op in graph.ops]
+    ['0', '1']
+    """
+    if not isinstance(model, nn.Module):
+        raise CaptureError("capture needs a torch.nn.Module", value=type(model).__name__)
+    if not inputs:
+        raise CaptureError("capture needs at least one example input", fix="capture(model, batch)")
+    graph: Graph | None = None
+    for example in inputs:
+        args, kwargs = as_call(example)
+        recorder = _Recorder(model, args, kwargs)
+        with _untouched(model, train=train):
+            install(model, recorder)
+            try:
+                result = model(*args, **kwargs)
+            finally:
+                uninstall(model, recorder)
+        run = recorder.graph(result)
+        graph = run if graph is None else _merge(graph, run)
+    assert graph is not None  # inputs isn't empty
+    return graph
+
+
+@contextmanager
+def _untouched(model: nn.Module, *, train: bool) -> Iterator[None]:
+    modes = {module: module.training for module in model.modules()}
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    try:
+        with torch.random.fork_rng(devices=_cuda_devices(model)), torch.no_grad():
+            model.train(train)
+            yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+
+
+def _cuda_devices(model: nn.Module) -> list[int]:
+    return sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+class _Recorder(Interceptor):
+    """Writes down each call. Tensors are known by identity, held weakly so that memory stays that of a forward."""
+
+    def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        super().__init__()
+        self.primary = {path: primary_kind(module) for path, module in model.named_modules()}
+        self.ops: list[Op] = []
+        self.depths: dict[str, int] = {}
+        self.known: dict[int, tuple[weakref.ref[Tensor], Source, bool]] = {}
+        self.calls: dict[str, int] = {}
+        self.frame: tuple[str, int, dict[str, int]] = ("", 0, {})
+        self.constants = 0
+        names: dict[int, tuple[Tensor, list[str]]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), (parameter, []))[1].append(name)
+        self.parameters = tuple(
+            Parameter(names=tuple(known), shape=tuple(p.shape), dtype=_dtype(p)) for p, known in names.values()
+        )
+        for parameter, known in names.values():
+            self._know(parameter, Source("param", known[0]), constant=True)
+        for name, buffer in model.named_buffers():
+            self._know(buffer, Source("buffer", name), constant=True)
+        self.inputs: list[str] = []
+        for name, tensor in _named_inputs(model, args, kwargs):
+            self.inputs.append(name)
+            self._know(tensor, Source("input", name), constant=False)
+
+    def _know(self, tensor: Tensor, source: Source, *, constant: bool) -> None:
+        self.known[id(tensor)] = (weakref.ref(tensor), source, constant)
+
+    def _source(self, tensor: Tensor) -> tuple[Source, bool]:
+        entry = self.known.get(id(tensor))
+        if entry is not None and entry[0]() is tensor:
+            return entry[1], entry[2]
+        # A tensor that nobody made before our eyes: a plain attribute or a global of the model's code.
+        source = Source("constant", f"constant{self.constants}")
+        self.constants += 1
+        self._know(tensor, source, constant=True)
+        return source, True
+
+    def enter(self, path: str) -> Any:
+        """Count the module's calls."""
+        before = self.frame
+        call = self.calls.get(path, 0)
+        self.calls[path] = call + 1
+        self.frame = (path, call, {})
+        return before
+
+    def leave(self, token: Any) -> None:
+        """Back to the caller's module."""
+        self.frame = token
+
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the call and write it down if it makes a tensor."""
+        kind = kind_of(func)
+        if kind is None:
+            return func(*args, **kwargs)
+        found = [(port, tensor, *self._source(tensor)) for port, _, tensor in locate(kind, func, args, kwargs)]
+        before = [tuple(tensor.shape) for _, tensor, _, _ in found]
+        result = func(*args, **kwargs)
+        made = [tensor for _, tensor in tensors_in(result)]
+        inplace = is_inplace(func) or kwargs.get("inplace") is True
+        if inplace and not made and found:  # x[i] = y returns nothing and changes x
+            made = [found[0][1]]
+        if made:
+            self._record(kind, found, before, made, inplace)
+        return result
+
+    def _record(
+        self,
+        kind: str,
+        found: list[tuple[str, Tensor, Source, bool]],
+        shapes: list[tuple[int, ...]],
+        made: list[Tensor],
+        inplace: bool,
+    ) -> None:
+        path, call, counts = self.frame
+        index = counts.get(kind, 0)
+        counts[kind] = index + 1
+        name = operator_name(path, call, kind, index, self.primary[path])
+        ports = tuple(
+            Port(name=port, sources=(source,), shape=shape, dtype=_dtype(tensor), role=_role(port, constant))
+            for (port, tensor, source, constant), shape in zip(found, shapes, strict=True)
+        )
+        constant = all(constant for _, _, _, constant in found)
+        depth = 1 + max((self.depths.get(s.name, 0) for _, _, s, _ in found if s.kind == "op"), default=0)
+        self.depths[name] = depth
+        self.ops.append(
+            Op(
+                name=name,
+                kind=kind,
+                module=path,
+                call=call,
+                ports=ports,
+                outputs=tuple(Output(shape=tuple(t.shape), dtype=_dtype(t)) for t in made),
+                macs=macs(kind, {p.name: p.shape for p in ports}, tuple(made[0].shape)),
+                depth=depth,
+                constant=constant,
+                inplace=inplace,
+                seen=1,
+            )
+        )
+        for position, tensor in enumerate(made):
+            self._know(tensor, Source("op", name, position), constant=constant)
+
+    def graph(self, result: Any) -> Graph:
+        """What was recorded, with the model's outputs."""
+        outputs = tuple((path, self._source(tensor)[0]) for path, tensor in tensors_in(result))
+        if not outputs:
+            raise CaptureError(
+                "the model returned no tensor",
+                value=type(result).__name__,
+                fix="return a tensor, or tuples, lists, dicts or dataclasses of tensors",
+            )
+        return Graph(
+            ops=tuple(self.ops),
+            inputs=tuple(self.inputs),
+            outputs=outputs,
+            parameters=self.parameters,
+            runs=1,
+        )
+
+
+def _role(port: str, constant: bool) -> Role:
+    if port in ("running_mean", "running_var", "attn_mask"):
+        return "other"
+    if not constant:
+        return "activation"
+    return "bias" if port == "bias" else "weight"
+
+
+def _named_inputs(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Iterator[tuple[str, Tensor]]:
+    try:
+        bound = inspect.signature(model.forward).bind(*args, **kwargs).arguments
+    except (TypeError, ValueError):  # let the model's own call complain, in its own words
+        bound = {**{str(i): value for i, value in enumerate(args)}, **kwargs}
+    yield from tensors_in(bound)
+
+
+def _merge(first: Graph, second: Graph) -> Graph:
+    """Union of two recordings; operators keep the order in which they were first seen, between their neighbours."""
+    merged: dict[str, Op] = dict(first.by_name)
+    order: list[str] = [op.name for op in first.ops]
+    at = 0
+    for op in second.ops:
+        known = merged.get(op.name)
+        if known is None:
+            merged[op.name] = op
+            order.insert(at, op.name)
+            at += 1
+            continue
+        merged[op.name] = _merge_op(known, op)
+        at = max(at, order.index(op.name) + 1)
+    outputs = dict.fromkeys([*first.outputs, *second.outputs])
+    return Graph(
+        ops=tuple(merged[name] for name in order),
+        inputs=tuple(dict.fromkeys([*first.inputs, *second.inputs])),
+        outputs=tuple(outputs),
+        parameters=first.parameters,
+        runs=first.runs + second.runs,
+    )
+
+
+def _merge_op(a: Op, b: Op) -> Op:
+    other = {port.name: port for port in b.ports}
+    ports: Sequence[Port] = [
+        replace(port, sources=tuple(dict.fromkeys([*port.sources, *other[port.name].sources])))
+        if port.name in other
+        else port
+        for port in a.ports
+    ]
+    extra = [port for port in b.ports if a.port(port.name) is None]
+    return replace(
+        a,
+        ports=(*ports, *extra),
+        seen=a.seen + b.seen,
+        macs=max(a.macs, b.macs),
+        depth=max(a.depth, b.depth),
+        constant=a.constant and b.constant,
+    )

@@ -1,0 +1,185 @@
+"""What a torch function call is: its kind ("conv2d", "add"), its ports, and where its channels lie."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from types import MethodWrapperType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# Spellings of one operator. Left: what torch calls it after dunders, in-place and reflected marks are gone.
+_ALIASES = {
+    "truediv": "div",
+    "true_divide": "div",
+    "divide": "div",
+    "multiply": "mul",
+    "subtract": "sub",
+    "rsub": "sub",
+    "mm": "matmul",
+    "bmm": "matmul",
+    "concat": "cat",
+    "concatenate": "cat",
+    "absolute": "abs",
+    "negative": "neg",
+    "swapaxes": "transpose",
+    "_max_pool1d": "max_pool1d",
+    "_max_pool2d": "max_pool2d",
+    "_max_pool3d": "max_pool3d",
+    "max_pool2d_with_indices": "max_pool2d",
+}
+# Dunder operators with a plain twin: __iadd__, __radd__ and __add__ are all "add".
+_BINARY = {"add", "sub", "mul", "truediv", "div", "matmul", "pow", "floordiv", "mod", "and", "or", "xor"}
+# Attribute reads that give a tensor made from the one read: recorded, but never a place for a quantizer.
+_VIEW_ATTRIBUTES = {"T", "mT", "H", "mH", "real", "imag", "data"}
+# Calls that say something about a tensor, or move it, without computing.
+_IGNORED = {"detach", "requires_grad_", "retain_grad", "register_hook", "numpy", "tolist", "item", "size", "dim"}
+
+# kind → {positional index: port}; the port is also the keyword's name in torch.nn.functional.
+_WEIGHTED = {0: "input", 1: "weight", 2: "bias"}
+PORTS: dict[str, dict[int, str]] = {
+    **dict.fromkeys(["conv1d", "conv2d", "conv3d", "linear"], _WEIGHTED),
+    **dict.fromkeys(["conv_transpose1d", "conv_transpose2d", "conv_transpose3d"], _WEIGHTED),
+    "embedding": {0: "input", 1: "weight"},
+    "prelu": {0: "input", 1: "weight"},
+    "batch_norm": {0: "input", 1: "running_mean", 2: "running_var", 3: "weight", 4: "bias"},
+    "layer_norm": {0: "input", 2: "weight", 3: "bias"},
+    "rms_norm": {0: "input", 2: "weight"},
+    "group_norm": {0: "input", 2: "weight", 3: "bias"},
+    "addmm": {0: "bias", 1: "input", 2: "weight"},
+    "scaled_dot_product_attention": {0: "query", 1: "key", 2: "value", 3: "attn_mask"},
+}
+# torch's own keyword names where they differ from the port's name.
+_KEYWORDS = {"addmm": {"input": "bias", "mat1": "input", "mat2": "weight"}}
+# kind → (port, axis of the output channels, axis that is summed over) of the weight.
+_CHANNELS: dict[tuple[str, str], tuple[int, int]] = {
+    **{(kind, "weight"): (0, 1) for kind in ("conv1d", "conv2d", "conv3d", "linear")},
+    **{(f"conv_transpose{n}d", "weight"): (1, 0) for n in (1, 2, 3)},
+    ("embedding", "weight"): (0, 1),
+    ("addmm", "weight"): (1, 0),
+    ("matmul", "input1"): (-1, -2),
+    ("matmul", "input0"): (-2, -1),
+}
+
+_kinds: dict[Any, str | None] = {}
+
+
+def kind_of(func: Callable[..., Any]) -> str | None:
+    """The operator kind of a torch function; None for attribute reads and other calls that compute nothing.
+
+    >>> kind_of(torch.Tensor.__iadd__), kind_of(torch.add), kind_of(torch.Tensor.shape.__get__)
+    ('add', 'add', None)
+    """
+    try:
+        return _kinds[func]
+    except KeyError:
+        _kinds[func] = kind = _kind_of(func)
+        return kind
+
+
+def _kind_of(func: Callable[..., Any]) -> str | None:
+    name = getattr(func, "__name__", type(func).__name__)
+    if name in ("__get__", "__set__", "__delete__"):
+        attribute = str(getattr(func, "__self__", None).__name__)  # type: ignore[union-attr]
+        return f"attribute_{attribute}" if name == "__get__" and attribute in _VIEW_ATTRIBUTES else None
+    if name.startswith("__") and name.endswith("__"):
+        name = name[2:-2]
+        if name[:1] in ("i", "r") and name[1:] in _BINARY:
+            name = name[1:]
+        return _ALIASES.get(name, name)
+    if name in _IGNORED:
+        return None
+    name = name.removesuffix("_") if not name.endswith("__") else name
+    return _ALIASES.get(name, name)
+
+
+def is_inplace(func: Callable[..., Any]) -> bool:
+    """Whether the function writes into its first argument (`inplace=True` is the call's business)."""
+    name = getattr(func, "__name__", "")
+    if name.startswith("__") and name.endswith("__"):
+        return name == "__setitem__" or (name[2:3] == "i" and name[3:-2] in _BINARY)
+    return bool(name.endswith("_"))
+
+
+def _torch_functions() -> dict[Any, tuple[str, bool]]:
+    """torch function → (kind, writes into its first argument): constant, so that torch.compile can look into it."""
+    table: dict[Any, tuple[str, bool]] = {}
+    for space in (torch, torch.Tensor, F, torch._C._VariableFunctions, torch._C._nn):
+        for name in dir(space):
+            function = inspect.getattr_static(space, name) if space is torch.Tensor else getattr(space, name, None)
+            if inspect.isroutine(function) and not isinstance(function, (staticmethod, classmethod, MethodWrapperType)):
+                kind = kind_of(function)
+                if kind is not None:
+                    table[function] = (kind, is_inplace(function))
+    return table
+
+
+KINDS = _torch_functions()
+_HOOKABLE = frozenset(kind for kind, _ in KINDS.values())
+
+
+def can_hook(kind: str) -> bool:
+    """Whether quantizers can stand at operators of this kind (not at attribute reads or foreign custom operators)."""
+    return kind in _HOOKABLE
+
+
+def channel_axis(kind: str, port: str) -> int:
+    """The axis along which a per-channel format has one scale each (activations: axis 1)."""
+    return _CHANNELS.get((kind, port), (1, -1))[0]
+
+
+def reduction_axis(kind: str, port: str) -> int:
+    """The axis along which a grouped format makes its blocks (activations: the last)."""
+    return _CHANNELS.get((kind, port), (1, -1))[1]
+
+
+Place = tuple[str, Any, Any]  # ("args", index, None) or ("args", index, sub-index) or ("kwargs", name, sub)
+
+
+def _spread(head: str, key: Any, value: Any) -> Iterator[tuple[Place, Tensor]]:
+    if isinstance(value, Tensor):
+        yield (head, key, None), value
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            if isinstance(item, Tensor):
+                yield (head, key, index), item
+
+
+def locate(kind: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Place, Tensor]]:
+    """Every tensor that goes into a call: its port, where it stands in the arguments, and itself."""
+    named = PORTS.get(kind)
+    if named is not None:
+        if func is torch.embedding:  # the one function whose arguments stand the other way round
+            named = {0: "weight", 1: "input"}
+        keywords = _KEYWORDS.get(kind, {})
+        found: list[tuple[str, Place, Tensor]] = []
+        for index, value in enumerate(args):
+            if isinstance(value, Tensor):
+                found.append((named.get(index, f"input{index}"), ("args", index, None), value))
+        for name, value in kwargs.items():
+            if isinstance(value, Tensor):
+                found.append((keywords.get(name, name), ("kwargs", name, None), value))
+        return found
+    places: list[tuple[Place, Tensor]] = []
+    for index, value in enumerate(args):
+        places.extend(_spread("args", index, value))
+    for name, value in kwargs.items():
+        places.extend(_spread("kwargs", name, value))
+    if len(places) == 1:
+        return [("input", places[0][0], places[0][1])]
+    return [(f"input{i}", place, tensor) for i, (place, tensor) in enumerate(places)]
+
+
+def put(args: list[Any], kwargs: dict[str, Any], place: Place, value: Tensor) -> None:
+    """Replace the tensor at `place` (inverse of `locate`); nested lists are copied, never written into."""
+    head, key, sub = place
+    target: Any = args if head == "args" else kwargs
+    if sub is None:
+        target[key] = value
+    else:
+        items = list(target[key])
+        items[sub] = value
+        target[key] = type(target[key])(items) if isinstance(target[key], (list, tuple)) else items

@@ -1,0 +1,187 @@
+"""What was recorded of a model: its operators, in order, and where each of their inputs comes from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+from bitwright.graph.functions import can_hook
+from bitwright.graph.naming import site_name
+
+SourceKind = Literal["op", "param", "buffer", "input", "constant"]
+Role = Literal["activation", "weight", "bias", "other"]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a tensor comes from: an operator's output, a parameter, a buffer, a model input, or a constant."""
+
+    kind: SourceKind
+    name: str
+    index: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.name}" + (f"@{self.index}" if self.index else "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Port:
+    """One tensor that goes into an operator. Several sources: runs differed."""
+
+    name: str
+    sources: tuple[Source, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    role: Role
+
+    @property
+    def is_floating(self) -> bool:
+        """Whether there is anything to quantize."""
+        return self.dtype in ("float32", "float16", "bfloat16", "float64")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Output:
+    """One tensor that an operator makes."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def is_floating(self) -> bool:
+        """Whether there is anything to quantize."""
+        return self.dtype in ("float32", "float16", "bfloat16", "float64")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Op:
+    """One operator call of the forward pass."""
+
+    name: str
+    kind: str
+    module: str
+    call: int
+    ports: tuple[Port, ...]
+    outputs: tuple[Output, ...]
+    macs: int
+    depth: int
+    constant: bool
+    inplace: bool
+    seen: int
+
+    def port(self, name: str) -> Port | None:
+        """The port of that name."""
+        return next((port for port in self.ports if port.name == name), None)
+
+    def site(self, port: str) -> str:
+        """The name of one of its sites."""
+        return site_name(self.name, port)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parameter:
+    """A parameter of the model; `names` are all the names under which it is tied."""
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Graph:
+    """The operators of a model as recorded from one or several real inputs."""
+
+    ops: tuple[Op, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[tuple[str, Source], ...]
+    parameters: tuple[Parameter, ...]
+    runs: int
+
+    @cached_property
+    def by_name(self) -> dict[str, Op]:
+        """Operators by name."""
+        return {op.name: op for op in self.ops}
+
+    @cached_property
+    def consumers(self) -> dict[Source, tuple[tuple[Op, Port], ...]]:
+        """Who reads what: each source with the (operator, port) pairs that take it."""
+        readers: dict[Source, list[tuple[Op, Port]]] = {}
+        for op in self.ops:
+            for port in op.ports:
+                for source in port.sources:
+                    readers.setdefault(source, []).append((op, port))
+        return {source: tuple(pairs) for source, pairs in readers.items()}
+
+    @cached_property
+    def output_sources(self) -> frozenset[Source]:
+        """What the model returns."""
+        return frozenset(source for _, source in self.outputs)
+
+    def partial(self, op: Op) -> bool:
+        """Whether the operator was seen only in some of the runs."""
+        return op.seen < self.runs
+
+    def sites(self) -> Iterator[tuple[str, Op, Port | Output]]:
+        """All sites that can have a quantizer and carry floating-point numbers: (name, operator, port or output)."""
+        for op in self.ops:
+            if not can_hook(op.kind):
+                continue
+            for port in op.ports:
+                if port.is_floating:
+                    yield op.site(port.name), op, port
+            if op.outputs and op.outputs[0].is_floating:
+                yield op.site("output"), op, op.outputs[0]
+
+    @cached_property
+    def weight_owner(self) -> dict[str, str]:
+        """For each weight site the one site that owns its quantizer: the first use of that parameter."""
+        first: dict[Source, str] = {}
+        owner: dict[str, str] = {}
+        for op in self.ops:
+            for port in op.ports:
+                if port.role in ("weight", "bias") and len(port.sources) == 1:
+                    site = op.site(port.name)
+                    owner[site] = first.setdefault(port.sources[0], site)
+        return owner
+
+    @property
+    def macs(self) -> int:
+        """Multiply-accumulates of one forward."""
+        return sum(op.macs for op in self.ops)
+
+    def to_json(self) -> str:
+        """A stable JSON text."""
+        return json.dumps(asdict(self), indent=1, sort_keys=True)
+
+    @staticmethod
+    def from_json(text: str) -> Graph:
+        """The inverse of `to_json`."""
+        data = json.loads(text)
+        return Graph(
+            ops=tuple(_op(op) for op in data["ops"]),
+            inputs=tuple(data["inputs"]),
+            outputs=tuple((path, Source(**source)) for path, source in data["outputs"]),
+            parameters=tuple(
+                Parameter(names=tuple(p["names"]), shape=tuple(p["shape"]), dtype=p["dtype"])
+                for p in data["parameters"]
+            ),
+            runs=data["runs"],
+        )
+
+
+def _op(data: dict[str, Any]) -> Op:
+    ports = tuple(
+        Port(
+            **{
+                **port,
+                "sources": tuple(Source(**s) for s in port["sources"]),
+                "shape": tuple(port["shape"]),
+            }
+        )
+        for port in data["ports"]
+    )
+    outputs = tuple(Output(shape=tuple(o["shape"]), dtype=o["dtype"]) for o in data["outputs"])
+    return Op(**{**data, "ports": ports, "outputs": outputs})

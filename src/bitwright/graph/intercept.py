@@ -1,0 +1,144 @@
+"""The one mechanism: see each operator call of a model's own forward, with the module that makes it.
+
+A `TorchFunctionMode` around the forward sees the calls; a thin shim on `module.forward` (an instance attribute: class,
+children and state dict stay as they are) says which module is at work. `capture` and `prepare` both stand on it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+# Python functions of torch that hide operators which we want to see. They ask `has_torch_function…` first, so with
+# the mode on they'd come back to us for ever: we run a twin whose globals answer False.
+_COMPOSITES: tuple[Any, ...] = (F.multi_head_attention_forward,)
+
+
+def _no(*_: Any) -> bool:
+    return False
+
+
+def _twin(func: Any) -> Any:
+    checks = {name: _no for name in func.__globals__ if name.startswith("has_torch_function")}
+    twin = FunctionType(
+        func.__code__, {**func.__globals__, **checks}, func.__name__, func.__defaults__, func.__closure__
+    )
+    twin.__kwdefaults__ = func.__kwdefaults__
+    return twin
+
+
+COMPOSITES: dict[Any, Any] = {func: _twin(func) for func in _COMPOSITES}
+
+
+_UNFLATTEN = torch.Tensor.unflatten
+
+
+class Interceptor:
+    """Told of each module that is entered and each torch function that is called; subclasses act on it."""
+
+    def __init__(self) -> None:
+        self.active = False
+        self.enabled = True
+
+    def begin(self) -> None:
+        """One outermost forward starts."""
+
+    def enter(self, path: str) -> Any:
+        """A module starts; what is returned is given back to `leave`."""
+        raise NotImplementedError
+
+    def leave(self, token: Any) -> None:
+        """The module ended."""
+        raise NotImplementedError
+
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A torch function is called; returns its result."""
+        raise NotImplementedError
+
+
+class _OperatorMode(TorchFunctionMode):
+    def __init__(self, interceptor: Interceptor) -> None:
+        super().__init__()
+        self.interceptor = interceptor
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in COMPOSITES:
+            with self:
+                return COMPOSITES[func](*args, **(kwargs or {}))
+        if func is _UNFLATTEN:
+            func = torch.unflatten
+        return self.interceptor.call(func, args, kwargs or {})
+
+
+class ForwardShim:
+    """Stands in for `module.forward`; picklable and deep-copyable with its module."""
+
+    def __init__(self, module: nn.Module, path: str, interceptor: Interceptor) -> None:
+        self.module = module
+        self.path = path
+        self.interceptor = interceptor
+        self.inner: Callable[..., Any] | None = module.__dict__.get("forward")  # somebody else's override
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.inner is not None:
+            return self.inner(*args, **kwargs)
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        interceptor = self.interceptor
+        if not interceptor.enabled:
+            return self._forward(*args, **kwargs)
+        if interceptor.active:
+            token = interceptor.enter(self.path)
+            try:
+                return self._forward(*args, **kwargs)
+            finally:
+                interceptor.leave(token)
+        # The outermost call: the whole model, or a part of it that the user calls on its own.
+        interceptor.active = True
+        interceptor.begin()
+        token = interceptor.enter(self.path)
+        try:
+            with _OperatorMode(interceptor):
+                return self._forward(*args, **kwargs)
+        finally:
+            interceptor.leave(token)
+            interceptor.active = False
+
+    # torch.export and inspect ask a forward for its code and signature.
+    @property
+    def __code__(self) -> CodeType:
+        code: CodeType = (self.inner or type(self.module).forward).__code__  # type: ignore[attr-defined]
+        return code
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self.inner or type(self.module).forward.__get__(self.module))
+
+
+def install(model: nn.Module, interceptor: Interceptor, paths: Iterable[str] | None = None) -> None:
+    """Put shims on the modules at `paths` (default: all)."""
+    wanted = None if paths is None else set(paths)
+    for path, module in list(model.named_modules()):
+        if wanted is None or path in wanted:
+            module.__dict__["forward"] = ForwardShim(module, path, interceptor)
+
+
+def uninstall(model: nn.Module, interceptor: Interceptor) -> None:
+    """Take the shims of this interceptor away and put back what was there."""
+    for module in model.modules():
+        shim = module.__dict__.get("forward")
+        if isinstance(shim, ForwardShim) and shim.interceptor is interceptor:
+            if shim.inner is None:
+                del module.__dict__["forward"]
+            else:
+                module.__dict__["forward"] = shim.inner

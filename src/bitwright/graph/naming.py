@@ -1,0 +1,129 @@
+"""How operators and sites are named, so that a plan written today still fits tomorrow.
+
+- `layer1.0.conv1`: the operator that a module stands for (a Conv2d's convolution); its k-th further call in one
+  forward is `layer1.0.conv1#k`;
+- `layer1.0/add#0`: the first `add` that the module `layer1.0` itself calls (`layer1.0#1/add#0` in the module's second call);
+- `/add#0`: the same in the model's own forward.
+
+A site is `operator:port`.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from torch import nn
+
+from bitwright.errors import BitwrightError
+
+# The operator that a module of torch.nn stands for. Subclasses count as their base.
+_PRIMARY: dict[type[nn.Module], str] = {
+    nn.Conv1d: "conv1d",
+    nn.Conv2d: "conv2d",
+    nn.Conv3d: "conv3d",
+    nn.ConvTranspose1d: "conv_transpose1d",
+    nn.ConvTranspose2d: "conv_transpose2d",
+    nn.ConvTranspose3d: "conv_transpose3d",
+    nn.Linear: "linear",
+    nn.Bilinear: "bilinear",
+    nn.Embedding: "embedding",
+    nn.EmbeddingBag: "embedding_bag",
+    nn.LayerNorm: "layer_norm",
+    nn.RMSNorm: "rms_norm",
+    nn.GroupNorm: "group_norm",
+    nn.modules.batchnorm._BatchNorm: "batch_norm",
+    nn.modules.instancenorm._InstanceNorm: "instance_norm",
+    nn.LSTM: "lstm",
+    nn.GRU: "gru",
+    nn.LSTMCell: "lstm_cell",
+    nn.GRUCell: "gru_cell",
+    nn.PReLU: "prelu",
+    nn.ReLU6: "hardtanh",
+    nn.Hardtanh: "hardtanh",
+    nn.LeakyReLU: "leaky_relu",
+    nn.Upsample: "interpolate",
+    nn.Dropout: "dropout",
+    nn.Dropout1d: "dropout1d",
+    nn.Dropout2d: "dropout2d",
+    nn.Flatten: "flatten",
+    nn.Unflatten: "unflatten",
+    nn.PixelShuffle: "pixel_shuffle",
+    nn.Softmax: "softmax",
+    nn.LogSoftmax: "log_softmax",
+    nn.AdaptiveAvgPool1d: "adaptive_avg_pool1d",
+    nn.AdaptiveAvgPool2d: "adaptive_avg_pool2d",
+    nn.AdaptiveMaxPool2d: "adaptive_max_pool2d",
+    nn.AvgPool1d: "avg_pool1d",
+    nn.AvgPool2d: "avg_pool2d",
+    nn.MaxPool1d: "max_pool1d",
+    nn.MaxPool2d: "max_pool2d",
+    nn.MaxPool3d: "max_pool3d",
+    nn.ReLU: "relu",
+    nn.GELU: "gelu",
+    nn.SiLU: "silu",
+    nn.Mish: "mish",
+    nn.ELU: "elu",
+    nn.SELU: "selu",
+    nn.CELU: "celu",
+    nn.Softplus: "softplus",
+    nn.Sigmoid: "sigmoid",
+    nn.Tanh: "tanh",
+    nn.Hardswish: "hardswish",
+    nn.Hardsigmoid: "hardsigmoid",
+    nn.ReflectionPad2d: "pad",
+    nn.ZeroPad2d: "pad",
+}
+
+
+def primary_kind(module: nn.Module) -> str | None:
+    """The kind of the operator that this module stands for, if it stands for one."""
+    for base in type(module).__mro__:
+        if base in _PRIMARY:
+            return _PRIMARY[base]
+    return None
+
+
+def operator_name(path: str, call: int, kind: str, index: int, primary: str | None) -> str:
+    """The name of the `index`-th operator of that kind in the `call`-th call of the module at `path`."""
+    scope = f"{path}#{call}" if call else path
+    if kind == primary and index == 0 and path:
+        return scope
+    return f"{scope}/{kind}#{index}"
+
+
+def site_name(operator: str, port: str) -> str:
+    """`operator:port`."""
+    return f"{operator}:{port}"
+
+
+_SITE = re.compile(
+    r"^(?P<path>[^#/:]*)(?:#(?P<call>\d+))?(?:/(?P<kind>[A-Za-z_]\w*)#(?P<index>\d+))?(?::(?P<port>\w+))?$"
+)
+
+
+@dataclass(frozen=True)
+class SiteName:
+    """A site's name, taken apart; `kind` is None for the operator that the module itself stands for."""
+
+    path: str
+    call: int
+    kind: str | None
+    index: int
+    port: str
+
+    @staticmethod
+    def parse(text: str) -> SiteName:
+        """Take a name apart.
+
+        >>> SiteName.parse("layer1.0/add#0:input1")
+        SiteName(path='layer1.0', call=0, kind='add', index=0, port='input1')
+        """
+        match = _SITE.match(text)
+        if match is None or match["port"] is None or (not match["path"] and match["kind"] is None):
+            raise BitwrightError(
+                "not a site's name", value=text, fix="write module.path:port or module.path/kind#n:port"
+            )
+        return SiteName(
+            match["path"], int(match["call"] or 0), match["kind"], int(match["index"] or 0), match["port"]
+        )

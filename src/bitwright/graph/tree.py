@@ -1,0 +1,48 @@
+"""Tensors inside nested inputs and outputs: tuples, lists, mappings, dataclasses."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+
+def tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Each tensor in `value` with its path: "", "0", "logits", "cache.0.key"."""
+    if isinstance(value, Tensor):
+        yield path, value
+        return
+    if isinstance(value, Mapping):
+        items: Iterator[tuple[Any, Any]] = iter(value.items())
+    elif isinstance(value, (list, tuple)):
+        items = iter(enumerate(value))
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        items = ((field.name, getattr(value, field.name)) for field in dataclasses.fields(value))
+    else:
+        return
+    for key, item in items:
+        yield from tensors_in(item, f"{path}.{key}" if path else str(key))
+
+
+def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The same nest with `change` applied to each tensor."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, Mapping):
+        return type(value)({key: map_tensors(item, change) for key, item in value.items()})  # type: ignore[call-arg]
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(map_tensors(item, change) for item in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(map_tensors(item, change) for item in value)
+    return value
+
+
+def as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Read one example call: a dict is keywords, a tuple or list is positional, anything else one argument."""
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    if isinstance(inputs, (tuple, list)):
+        return tuple(inputs), {}
+    return (inputs,), {}

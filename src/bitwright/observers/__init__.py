@@ -1,0 +1,1 @@
+"""Ranges: one file each, found by name through the registry."""

@@ -1,0 +1,70 @@
+"""What observers share that need the distribution, not just its ends: a histogram that grows with the data.
+
+Bins lie on [−R, R]. When a value falls outside, R doubles and neighbouring bins are merged, which is exact: memory stays
+the same however long the calibration stream is, and no earlier batch is needed again.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from bitwright.attach import Observer
+from bitwright.formats import Format
+
+BINS = 8192
+
+
+class HistogramObserver(Observer):
+    """Collects values: as they are while there is one small batch (a weight), as histogram otherwise."""
+
+    def __init__(self, *, format: Format) -> None:
+        super().__init__(format=format)
+        self.low: Tensor | None = None
+        self.high: Tensor | None = None
+        self.reach: Tensor | None = None
+        self.counts: Tensor | None = None
+        self._only: Tensor | None = None
+
+    def observe(self, rows: Tensor) -> None:
+        """Add a batch."""
+        low, high = rows.aminmax(dim=1)
+        first = self.low is None
+        self.low = low if self.low is None else torch.minimum(self.low, low)
+        self.high = high if self.high is None else torch.maximum(self.high, high)
+        if first and rows.shape[1] <= BINS:
+            self._only = rows.clone()
+            return
+        if self._only is not None:
+            kept, self._only = self._only, None
+            self._count(kept)
+        self._count(rows)
+
+    def _count(self, rows: Tensor) -> None:
+        largest = rows.abs().amax(dim=1).clamp(min=torch.finfo(torch.float32).tiny)
+        if self.reach is None or self.counts is None:
+            self.reach = largest.clone()
+            self.counts = torch.zeros(rows.shape[0], BINS, dtype=torch.float64, device=rows.device)
+        while bool((largest > self.reach).any()):
+            grow = largest > self.reach
+            merged = torch.zeros_like(self.counts)
+            merged[:, BINS // 4 : BINS * 3 // 4] = self.counts.reshape(-1, BINS // 2, 2).sum(-1)
+            self.counts = torch.where(grow[:, None], merged, self.counts)
+            self.reach = torch.where(grow, self.reach * 2, self.reach)
+        position = ((rows / self.reach[:, None] + 1) * (BINS / 2)).long().clamp_(0, BINS - 1)
+        ones = torch.ones((), dtype=torch.float64, device=rows.device).expand_as(rows)
+        self.counts.scatter_add_(1, position, ones)
+
+    def samples(self) -> tuple[Tensor, Tensor]:
+        """Values and how often each was seen, per row, sorted."""
+        if self._only is not None:
+            values = self._only.sort(dim=1).values
+            return values, torch.ones_like(values, dtype=torch.float64)
+        assert self.reach is not None and self.counts is not None
+        centres = (torch.arange(BINS, device=self.reach.device) + 0.5) * (2 / BINS) - 1
+        return centres[None, :] * self.reach[:, None], self.counts
+
+    def ends(self) -> tuple[Tensor, Tensor]:
+        """The lowest and highest value ever seen, exactly."""
+        assert self.low is not None and self.high is not None
+        return self.low, self.high

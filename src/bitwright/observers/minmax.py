@@ -1,0 +1,29 @@
+"""The range that covers everything ever seen."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from bitwright.attach import Observer
+from bitwright.formats import Format
+
+
+class MinMax(Observer):
+    """Lowest and highest value over all batches."""
+
+    def __init__(self, *, format: Format) -> None:
+        super().__init__(format=format)
+        self.low: Tensor | None = None
+        self.high: Tensor | None = None
+
+    def observe(self, rows: Tensor) -> None:
+        """Widen the range."""
+        low, high = rows.aminmax(dim=1)
+        self.low = low if self.low is None else torch.minimum(self.low, low)
+        self.high = high if self.high is None else torch.maximum(self.high, high)
+
+    def range(self) -> tuple[Tensor, Tensor]:
+        """What was seen."""
+        assert self.low is not None and self.high is not None
+        return self.low, self.high

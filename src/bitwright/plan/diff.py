@@ -1,0 +1,45 @@
+"""What changes from one plan to another, line by line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from bitwright.plan.files import spec_entry
+from bitwright.plan.plan import Change, Plan, SiteSpec
+
+
+def diff(before: Plan, after: Plan) -> list[Change]:
+    """All changes: the plan's head, folds, floats, sites, and each device's sites."""
+    changes = [
+        Change(key, getattr(before, key), getattr(after, key))
+        for key in ("model", "backend")
+        if getattr(before, key) != getattr(after, key)
+    ]
+    changes += _compare("fold", before.fold, after.fold)
+    changes += _compare("float", before.float, after.float)
+    changes += _compare("", _texts(before.sites), _texts(after.sites))
+    for kind in dict.fromkeys([*before.devices, *after.devices]):
+        a = before.devices[kind].sites if kind in before.devices else {}
+        b = after.devices[kind].sites if kind in after.devices else {}
+        changes += _compare(f"devices.{kind}", _texts(a), _texts(b))
+    return changes
+
+
+def _texts(sites: Mapping[str, SiteSpec]) -> dict[str, str]:
+    return {name: _text(spec_entry(spec)) for name, spec in sites.items()}
+
+
+def _text(entry: Any) -> str:
+    if isinstance(entry, str):
+        return entry
+    return ", ".join(f"{key}={value}" if key != "format" else str(value) for key, value in entry.items())
+
+
+def _compare(prefix: str, before: Mapping[str, str], after: Mapping[str, str]) -> list[Change]:
+    start = f"{prefix} " if prefix else ""
+    return [
+        Change(f"{start}{key}", before.get(key), after.get(key))
+        for key in dict.fromkeys([*before, *after])
+        if before.get(key) != after.get(key)
+    ]

@@ -1,0 +1,186 @@
+"""Plan files: YAML in, YAML out, always whole."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from ruamel.yaml import YAML
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+
+from bitwright.errors import BitwrightError, FormatError, PlanError, Problem, did_you_mean
+from bitwright.files import write_text
+from bitwright.formats import Format
+from bitwright.plan.plan import Device, Plan, SiteSpec
+from bitwright.plan.schema import SCHEMA_VERSION, PlanFile, SiteEntry
+
+
+def load_plan(path: Path) -> Plan:
+    """Read a plan file."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise BitwrightError(
+            f"can't read the plan: {error}", where=str(path), fix="give the path of a plan file (YAML)"
+        ) from error
+    return parse_plan(text, where=str(path))
+
+
+def parse_plan(text: str, *, where: str) -> Plan:
+    """Read a plan from text; every problem that can be seen without the model is listed."""
+    try:
+        data = YAML(typ="safe", pure=True).load(text)
+    except YAMLError as error:
+        mark = error.problem_mark if isinstance(error, MarkedYAMLError) else None
+        line = f"{where}:{mark.line + 1}:{mark.column + 1}" if mark else where
+        what = error.problem if isinstance(error, MarkedYAMLError) else str(error)
+        raise BitwrightError(
+            f"not valid YAML: {what}", where=line, fix="mend the file at this line"
+        ) from error
+    if not isinstance(data, dict):
+        raise BitwrightError(
+            "a plan is a mapping", where=where, value=data, fix=f"begin with `bitwright: {SCHEMA_VERSION}`"
+        )
+    if data.get("bitwright") != SCHEMA_VERSION:
+        raise BitwrightError(
+            "wrong schema version of a plan",
+            where=f"{where}: bitwright",
+            value=data.get("bitwright"),
+            fix=f"this Bitwright reads version {SCHEMA_VERSION}",
+        )
+    try:
+        file = PlanFile.model_validate(data)
+    except ValidationError as error:
+        raise PlanError([_problem(detail) for detail in error.errors()], title=f"{where} has problems") from error
+    problems: list[Problem] = []
+    plan = Plan(
+        sites=_specs(file.sites, "", problems),
+        fold=file.fold,
+        float=file.float,
+        devices={
+            kind: Device(sites=_specs(device.sites, f"devices.{kind} ", problems), why=device.why or "")
+            for kind, device in file.devices.items()
+        },
+        backend=file.backend,
+        model=file.model,
+    )
+    if problems:
+        raise PlanError(problems, title=f"{where} has problems")
+    return plan
+
+
+def _problem(detail: Any) -> Problem:
+    path = [str(part) for part in detail["loc"]]
+    # pydantic names the branch of a union in its path; a user doesn't know our class names
+    path = [part for part in path if part not in ("SiteEntry", "str", "dict[str,any]")]
+    fix = None
+    if detail["type"] == "extra_forbidden":
+        known = SiteEntry.model_fields if len(path) > 1 else PlanFile.model_fields
+        fix = did_you_mean(path[-1], known)
+    return Problem(what=detail["msg"], where=".".join(path), value=detail["input"], fix=fix)
+
+
+def _specs(
+    entries: Mapping[str, SiteEntry | str], prefix: str, problems: list[Problem]
+) -> dict[str, SiteSpec]:
+    specs: dict[str, SiteSpec] = {}
+    for name, entry in entries.items():
+        if isinstance(entry, str):
+            entry = SiteEntry(format=entry)
+        if entry.format is None and entry.share is None:
+            problems.append(
+                Problem(what="a site needs a format", where=prefix + name, fix='add `format: "int8/tensor/sym"`')
+            )
+            continue
+        try:
+            format = Format.parse(entry.format or "float")
+            observer, observer_options = _named(entry.observer, "minmax")
+            quantizer, quantizer_options = _named(entry.quantizer, "plain")
+        except FormatError as error:
+            found = error.problems[0]
+            problems.append(Problem(what=found.what, where=prefix + name, value=found.value, fix=found.fix))
+            continue
+        except KeyError:
+            problems.append(
+                Problem(what="a mapping here needs `name`", where=prefix + name, fix="{name: percentile, …}")
+            )
+            continue
+        specs[name] = SiteSpec(
+            format=format,
+            observer=observer,
+            observer_options=observer_options,
+            quantizer=quantizer,
+            quantizer_options=quantizer_options,
+            guard=entry.guard,
+            share=entry.share,
+            why=entry.why or "",
+        )
+    return specs
+
+
+def _named(value: str | dict[str, Any] | None, default: str) -> tuple[str, dict[str, Any]]:
+    if value is None:
+        return default, {}
+    if isinstance(value, str):
+        return value, {}
+    options = dict(value)
+    return str(options.pop("name")), options
+
+
+def spec_entry(spec: SiteSpec) -> dict[str, Any] | str:
+    """The entry of one site as the file has it: only what differs from the defaults."""
+    entry: dict[str, Any] = {}
+    if spec.share is None or not spec.format.is_plain_float:
+        entry["format"] = str(spec.format)
+    if spec.observer_options:
+        entry["observer"] = {"name": spec.observer, **spec.observer_options}
+    elif spec.observer != "minmax":
+        entry["observer"] = spec.observer
+    if spec.quantizer_options:
+        entry["quantizer"] = {"name": spec.quantizer, **spec.quantizer_options}
+    elif spec.quantizer != "plain":
+        entry["quantizer"] = spec.quantizer
+    for key in ("guard", "share"):
+        if getattr(spec, key) is not None:
+            entry[key] = getattr(spec, key)
+    if spec.why:
+        entry["why"] = spec.why
+    return entry["format"] if list(entry) == ["format"] else entry
+
+
+def dump_plan(plan: Plan) -> str:
+    """YAML text; keys in a fixed order, sites in the order of the plan."""
+    data: dict[str, Any] = {"bitwright": SCHEMA_VERSION}
+    if plan.model:
+        data["model"] = plan.model
+    if plan.backend:
+        data["backend"] = plan.backend
+    if plan.sites:
+        data["sites"] = {name: spec_entry(spec) for name, spec in plan.sites.items()}
+    if plan.fold:
+        data["fold"] = dict(plan.fold)
+    if plan.float:
+        data["float"] = dict(plan.float)
+    if plan.devices:
+        data["devices"] = {}
+        for kind, device in plan.devices.items():
+            entry: dict[str, Any] = {"sites": {name: spec_entry(spec) for name, spec in device.sites.items()}}
+            if device.why:
+                entry["why"] = device.why
+            data["devices"][kind] = entry
+    yaml = YAML(typ="safe", pure=True)
+    yaml.default_flow_style = False
+    yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
+    yaml.width = 4096
+    yaml.allow_unicode = True
+    stream = io.StringIO()
+    yaml.dump(data, stream)
+    return stream.getvalue()
+
+
+def save_plan(plan: Plan, path: Path) -> Path:
+    """Write the plan, whole or not at all."""
+    return write_text(path, dump_plan(plan))

@@ -1,0 +1,62 @@
+"""The plan file, version 1, as pydantic models: what the YAML may say. Published as JSON Schema."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+SCHEMA_VERSION = 1
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class SiteEntry(_Strict):
+    """One site's (or pattern's) entry; a bare text is short for `{format: text}`."""
+
+    format: str | None = Field(None, description='Number format, e.g. "int8/channel/sym" or "float".')
+    observer: str | dict[str, Any] | None = Field(
+        None, description="Range observer: a name, or a mapping with `name` and its options."
+    )
+    quantizer: str | dict[str, Any] | None = Field(
+        None, description="Quantizer: a name, or a mapping with `name` and its options."
+    )
+    guard: str | None = Field(None, description="Limit that keeps the target's accumulators exact.")
+    share: str | None = Field(None, description="Use the quantizer of that other site.")
+    why: str | None = Field(None, description="The reason of this choice.")
+
+
+class DeviceEntry(_Strict):
+    """What differs on one kind of device."""
+
+    sites: dict[str, SiteEntry | str] = Field(default_factory=dict)
+    why: str | None = None
+
+
+class PlanFile(_Strict):
+    """A Bitwright plan: for each site of a model its number format, and why."""
+
+    bitwright: Literal[1] = Field(description="Version of this schema.")
+    model: str | None = Field(None, description="Name of the model, for people.")
+    backend: str | None = Field(None, description="The target whose rules placed these quantizers.")
+    sites: dict[str, SiteEntry | str] = Field(
+        default_factory=dict,
+        description="Sites by name or pattern (*, ?). An exact name beats patterns; a later pattern beats an earlier one.",
+    )
+    fold: dict[str, str] = Field(
+        default_factory=dict, description="Batch norms that are folded: norm operator → the operator before it."
+    )
+    float: dict[str, str] = Field(
+        default_factory=dict, description="Operators that stay in float, with the reason."
+    )
+    devices: dict[str, DeviceEntry] = Field(
+        default_factory=dict, description="Differences per kind of device, for clusters of unequal machines."
+    )
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON Schema of a plan file."""
+    schema = PlanFile.model_json_schema()
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "$id": "bitwright-plan-1", **schema}

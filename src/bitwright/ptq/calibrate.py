@@ -1,0 +1,54 @@
+"""`calibrate(model, batches)`: let real data pass and give every quantizer its range."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from bitwright.attach import attachment_of, in_mode
+from bitwright.errors import CalibrationError, PlanError, Problem, UncalibratedError
+from bitwright.graph.tree import as_call
+
+
+def calibrate(
+    model: nn.Module, batches: Iterable[Any], *, progress: Callable[[int], None] | None = None
+) -> int:
+    """Run `batches` through a prepared model (eval mode, float arithmetic), then settle all ranges.
+
+    Each batch is a tensor, a tuple of positional arguments or a dict of keywords. Data streams: nothing but the
+    observers' own statistics is kept. Returns the number of batches. Every quantizer that no batch reached is
+    reported, all at once.
+    """
+    attachment = attachment_of(model)
+    training = {module: module.training for module in model.modules()}
+    seen = 0
+    for quantizer in attachment.quantizers.values():
+        quantizer.observer = None
+    try:
+        model.eval()
+        with torch.no_grad(), in_mode(model, "calibrate"):
+            for batch in batches:
+                args, kwargs = as_call(batch)
+                model(*args, **kwargs)
+                seen += 1
+                if progress is not None:
+                    progress(seen)
+    finally:
+        for module, mode in training.items():
+            module.training = mode
+    if seen == 0:
+        raise CalibrationError(
+            "the calibration loader yielded no batch", fix="give a loader (or list) with at least one batch"
+        )
+    problems: list[Problem] = []
+    for quantizer in attachment.quantizers.values():
+        try:
+            quantizer.settle()
+        except UncalibratedError as error:
+            problems += error.problems
+    if problems:
+        raise PlanError(problems, title="calibration left quantizers without a range")
+    return seen

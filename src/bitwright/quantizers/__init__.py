@@ -1,0 +1,1 @@
+"""The arithmetic at one site: one file each, found by name through the registry."""

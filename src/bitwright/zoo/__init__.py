@@ -1,0 +1,16 @@
+"""Reference models and data sets of the examples, the tests and the benchmarks."""
+
+from bitwright.zoo.digits import DigitsNet, train_digits
+from bitwright.zoo.efficientnet_lite import EfficientNetLite0
+from bitwright.zoo.resnet20 import ResNet20
+from bitwright.zoo.workloads import digits, efficientnet_lite0_imagenet, resnet20_cifar10
+
+__all__ = [
+    "DigitsNet",
+    "EfficientNetLite0",
+    "ResNet20",
+    "digits",
+    "efficientnet_lite0_imagenet",
+    "resnet20_cifar10",
+    "train_digits",
+]

@@ -1,0 +1,144 @@
+"""Loaders for a data folder of the user's, found by the environment variable ``BITWRIGHT_DATA``.
+
+The folder holds ``cifar10/`` (``test.npz``, ``train25k.npz``: ``images`` uint8 NHWC and ``labels``) and
+``imagenet-val/`` (``images/NNNN_CCCC.jpg``: image number and class, 224x224), each with its model's
+``*.safetensors``.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from bitwright.errors import WorkloadError
+
+__all__ = ["DATA_VARIABLE", "Images", "data_folder", "image_folder", "load_weights", "npz_images"]
+
+DATA_VARIABLE = "BITWRIGHT_DATA"
+_IMAGE_NAME = re.compile(r"(\d+)_(\d+)\.jpg")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Images:
+    """Labelled images. They stay uint8 in memory, a quarter of what the float batches would take."""
+
+    pixels: Tensor  # uint8 (N, 3, H, W)
+    labels: Tensor  # int64 (N,)
+
+    def __len__(self) -> int:
+        """How many images there are."""
+        return len(self.labels)
+
+    def take(self, count: int, *, seed: int) -> Images:
+        """The first ``count`` images of a seeded shuffle."""
+        order = torch.randperm(len(self), generator=torch.Generator().manual_seed(seed))[:count]
+        return Images(pixels=self.pixels[order], labels=self.labels[order])
+
+    def batches(
+        self, size: int, *, mean: tuple[float, ...], std: tuple[float, ...]
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Batches of (normalised images, labels), in order; ``mean`` and ``std`` are of pixels 0 to 255."""
+        shift, scale = (torch.tensor(v).view(1, -1, 1, 1) for v in (mean, std))
+        for pixels, labels in zip(self.pixels.split(size), self.labels.split(size), strict=True):
+            yield (pixels.float() - shift) / scale, labels
+
+
+def data_folder() -> Path:
+    """The folder that the user names with ``BITWRIGHT_DATA``."""
+    value = os.environ.get(DATA_VARIABLE)
+    if not value:
+        raise WorkloadError(
+            f"the environment variable {DATA_VARIABLE} isn't set",
+            fix=f"set {DATA_VARIABLE} to the folder that holds cifar10/ and imagenet-val/ "
+            "(the workload 'digits' needs none)",
+        )
+    folder = Path(value).expanduser()
+    if not folder.is_dir():
+        raise WorkloadError(
+            f"{DATA_VARIABLE} doesn't name a folder",
+            value=value,
+            fix=f"set {DATA_VARIABLE} to an existing folder",
+        )
+    return folder
+
+
+@lru_cache(maxsize=4)
+def npz_images(path: Path) -> Images:
+    """Read an ``.npz`` of ``images`` uint8 (N, H, W, 3) and ``labels`` (N,)."""
+    with np.load(_existing(path), allow_pickle=False) as archive:
+        if missing := {"images", "labels"} - set(archive.files):
+            raise WorkloadError(
+                f"the archive lacks {' and '.join(sorted(missing))}",
+                where=path.name,
+                value=archive.files,
+                fix="save it with numpy.savez(path, images=..., labels=...)",
+            )
+        pixels, labels = archive["images"], archive["labels"]
+    if pixels.dtype != np.uint8 or pixels.ndim != 4 or len(pixels) != len(labels):
+        raise WorkloadError(
+            "the archive's images are not uint8 (N, H, W, 3) with a label each",
+            where=path.name,
+            value=f"{pixels.dtype} {pixels.shape}, {len(labels)} labels",
+            fix="store the images as they are, without normalising or transposing them",
+        )
+    return Images(
+        pixels=torch.from_numpy(pixels).permute(0, 3, 1, 2).contiguous(),
+        labels=torch.from_numpy(labels.astype(np.int64)),
+    )
+
+
+@lru_cache(maxsize=1)
+def image_folder(path: Path, size: int = 224) -> Images:
+    """Decode a folder of ``NNNN_CCCC.jpg`` images (number, class), once per process."""
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise WorkloadError("images need Pillow", fix='pip install "bitwright[examples]"') from error
+    named = [(f, m) for f in sorted(_existing(path).iterdir()) if (m := _IMAGE_NAME.fullmatch(f.name))]
+    if not named:
+        raise WorkloadError(
+            "the folder has no images",
+            where=path.name,
+            value=str(path),
+            fix="name them NNNN_CCCC.jpg: number, class",
+        )
+    pixels = np.empty((len(named), size, size, 3), dtype=np.uint8)
+    for slot, (file, _) in zip(pixels, named, strict=True):
+        with Image.open(file) as image:
+            if image.size != (size, size):
+                raise WorkloadError(
+                    f"an image is not {size}x{size}",
+                    where=file.name,
+                    value=image.size,
+                    fix=f"resize the shorter side to {size * 8 // 7} and crop the centre",
+                )
+            slot[...] = np.asarray(image.convert("RGB"))
+    return Images(
+        pixels=torch.from_numpy(pixels).permute(0, 3, 1, 2).contiguous(),
+        labels=torch.tensor([int(match[2]) for _, match in named]),
+    )
+
+
+def load_weights(model: nn.Module, path: Path) -> nn.Module:
+    """Load a ``.safetensors`` file strictly, and leave the model in evaluation mode."""
+    model.load_state_dict(load_file(_existing(path)), strict=True)
+    return model.eval()
+
+
+def _existing(path: Path) -> Path:
+    if not path.exists():
+        raise WorkloadError(
+            f"the data folder has no {path.name}",
+            value=str(path),
+            fix=f"put it there, or change {DATA_VARIABLE}",
+        )
+    return path

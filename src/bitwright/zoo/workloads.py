@@ -1,0 +1,88 @@
+"""The built-in workloads, registered as a plugin's are: by entry points of ``bitwright.workloads``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from bitwright.workload import Workload
+from bitwright.zoo.data import Images, data_folder, image_folder, load_weights, npz_images
+from bitwright.zoo.digits import digits_split, train_digits
+from bitwright.zoo.efficientnet_lite import EfficientNetLite0
+from bitwright.zoo.resnet20 import ResNet20
+
+__all__ = ["digits", "efficientnet_lite0_imagenet", "resnet20_cifar10"]
+
+# Per channel, on the scale of 0 to 255.
+_CIFAR_MEAN = (0.485 * 255, 0.456 * 255, 0.406 * 255)
+_CIFAR_STD = (0.229 * 255, 0.224 * 255, 0.225 * 255)
+_LITE_MEAN = (127.0, 127.0, 127.0)
+_LITE_STD = (128.0, 128.0, 128.0)
+
+
+def digits() -> Workload:
+    """Digits of scikit-learn: a network trained on the spot, in seconds; 256 training images calibrate it."""
+    split = digits_split()
+
+    def calibration() -> Iterator[Tensor]:
+        yield from split.train_images[:256].split(64)
+
+    def evaluation() -> Iterator[tuple[Tensor, Tensor]]:
+        yield from zip(split.test_images.split(100), split.test_labels.split(100), strict=True)
+
+    return Workload(
+        name="digits",
+        model=train_digits(),
+        inputs=(split.test_images[:1],),
+        calibration=calibration,
+        evaluation=evaluation,
+        loss=F.cross_entropy,
+    )
+
+
+def resnet20_cifar10(data: Path | None = None) -> Workload:
+    """ResNet-20 on CIFAR-10: calibrated on 512 training images, evaluated on the 10,000 test images."""
+    folder = (data or data_folder()) / "cifar10"
+    test = npz_images(folder / "test.npz")
+    normalised = partial(Images.batches, mean=_CIFAR_MEAN, std=_CIFAR_STD)
+
+    def calibration() -> Iterator[Tensor]:
+        for images, _ in normalised(npz_images(folder / "train25k.npz").take(512, seed=0), 64):
+            yield images
+
+    return Workload(
+        name="resnet20-cifar10",
+        model=load_weights(ResNet20(), folder / "resnet20.safetensors"),
+        inputs=(next(normalised(test, 1))[0],),
+        calibration=calibration,
+        evaluation=lambda: normalised(test, 250),
+        loss=F.cross_entropy,
+    )
+
+
+def efficientnet_lite0_imagenet(data: Path | None = None) -> Workload:
+    """EfficientNet-Lite0 on 1,000 images of the ImageNet validation set.
+
+    There is no training set in the data folder, so calibration uses 100 of the evaluation's own images (the
+    first of a fixed shuffle; inputs only, never labels). Evaluation covers all 1,000, these included.
+    """
+    folder = (data or data_folder()) / "imagenet-val"
+    images = image_folder(folder / "images")
+    normalised = partial(Images.batches, mean=_LITE_MEAN, std=_LITE_STD)
+
+    def calibration() -> Iterator[Tensor]:
+        for batch, _ in normalised(images.take(100, seed=0), 25):
+            yield batch
+
+    return Workload(
+        name="efficientnet-lite0-imagenet",
+        model=load_weights(EfficientNetLite0(), folder / "efficientnet_lite0.safetensors"),
+        inputs=(next(normalised(images, 1))[0],),
+        calibration=calibration,
+        evaluation=lambda: normalised(images, 50),
+        loss=F.cross_entropy,
+    )
