@@ -13,7 +13,7 @@ from bitwright.errors import BitwrightError
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yields a temporary path to write to; it becomes `path` when the block ends well, and vanishes otherwise."""
+    """Yields a temporary path to write to; it becomes `path` if the block ends well, and vanishes otherwise."""
     path = Path(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

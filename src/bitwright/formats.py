@@ -104,9 +104,7 @@ class Format:
         bits, signed = int(match[2]), not match[1]
         if not (2 <= bits <= 16 or (bits == 32 and signed)):
             raise FormatError("integer formats have 2 to 16 bits (biases: int32)", value=text, fix="int8")
-        return _with_options(
-            Format(name=f"{match[1]}int{bits}", bits=bits, signed=signed), parts[1:], text
-        )
+        return _with_options(Format(name=f"{match[1]}int{bits}", bits=bits, signed=signed), parts[1:], text)
 
 
 def _with_options(base: Format, options: list[str], text: str) -> Format:

@@ -25,7 +25,7 @@ class Registry:
             found: dict[str, EntryPoint] = {}
             for point in entry_points(group=self.group):
                 known = found.get(point.name)
-                # The same distribution can be seen twice on sys.path (editable and built): same value, no conflict.
+                # One distribution can be on sys.path twice (editable and built): same value, no conflict.
                 if known is not None and known.value != point.value:
                     raise DuplicateName(
                         f"two packages register the {self.kind} {point.name!r}",
@@ -48,9 +48,7 @@ class Registry:
         if name not in self._objects:
             points = self._entry_points()
             if name not in points:
-                raise UnknownName(
-                    f"unknown {self.kind}", value=name, fix=did_you_mean(name, self.names())
-                )
+                raise UnknownName(f"unknown {self.kind}", value=name, fix=did_you_mean(name, self.names()))
             self._objects[name] = points[name].load()
         return self._objects[name]
 

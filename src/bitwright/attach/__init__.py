@@ -3,7 +3,16 @@
 from bitwright.attach.attachment import CONTAINER, Attachment
 from bitwright.attach.grid import Grid, Layout, grid_from_range
 from bitwright.attach.observer import Observer
-from bitwright.attach.prepare import attachment_of, find_attachment, in_mode, prepare, quantizers, set_mode, strip
+from bitwright.attach.prepare import (
+    attachment_of,
+    find_attachment,
+    in_mode,
+    prepare,
+    quantizers,
+    set_mode,
+    strip,
+    tapped,
+)
 from bitwright.attach.quantizer import Quantizer
 
 __all__ = [
@@ -21,4 +30,5 @@ __all__ = [
     "quantizers",
     "set_mode",
     "strip",
+    "tapped",
 ]

@@ -1,4 +1,4 @@
-"""The attached state of a prepared model: which quantizers stand at which operator, and what runs at each call."""
+"""The attached state of a prepared model: which quantizers stand where, and what runs at each call."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from bitwright.attach.folding import Fold
-from bitwright.attach.markers import site_marker
 from bitwright.attach.quantizer import Quantizer
 from bitwright.graph.functions import KINDS, locate, put
 from bitwright.graph.intercept import Interceptor
@@ -25,9 +24,8 @@ class Alias:
         self.site = site
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self.owner.marking:
-            return site_marker(x, self.site)
-        result: Tensor = self.owner(x)
+        """Run the owner under this site's name."""
+        result: Tensor = self.owner(x, self.site)
         return result
 
 
@@ -46,14 +44,14 @@ Table = dict[str, list[OpHooks]]
 
 
 class Container(nn.Module):
-    """Holds the quantizers, as a tree along the site names. An identity, since nn.Sequential runs all its children."""
+    """Holds the quantizers, as a tree along the site names. An identity: nn.Sequential runs all its children."""
 
     def forward(self, x: Any = None) -> Any:
         """Give back what came."""
         return x
 
     def add(self, site: str, quantizer: Quantizer) -> None:
-        """Put a quantizer at the end of its path; `_modules` directly, as site names may be any attribute's name."""
+        """Put a quantizer at the end of its path, in `_modules`: a site's name may be that of an attribute."""
         *branches, leaf = site.split(".")
         here: nn.Module = self
         for branch in branches:

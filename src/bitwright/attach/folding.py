@@ -1,8 +1,8 @@
 """Batch norm folded into the operator before it, on the fly: the float model keeps its parameters and keys.
 
-In eval mode the operator runs with w·γ/σ and the matching bias, and the norm passes its input on: what a deployed
-graph does. In training the weight is quantized as it will be deployed, w·γ/σ with running statistics, the output is
-divided by γ/σ again and the norm runs on the batch: gradients and statistics are those of training.
+In eval mode the operator runs with w·γ/σ and the matching bias, and the norm passes its input on: what a
+deployed graph does. In training the weight is quantized as it will be deployed, w·γ/σ with running statistics, the
+output is divided by γ/σ again and the norm runs on the batch: gradients and statistics are those of training.
 """
 
 from __future__ import annotations
@@ -36,6 +36,16 @@ class Fold:
         factor = torch.rsqrt(norm.running_var.float() + norm.eps)
         return factor if norm.weight is None else factor * norm.weight.float()
 
+    def _spread(self, factor: Tensor, weight: Tensor) -> Tensor:
+        """The factor as it broadcasts against the weight."""
+        sizes = [1] * weight.dim()
+        groups = factor.numel() // weight.shape[self.axis]
+        if groups > 1:  # a transposed convolution has only the channels of one group on that axis
+            sizes[:2] = weight.shape[:2]
+            return factor.reshape(groups, -1).repeat_interleave(sizes[0] // groups, dim=0).reshape(sizes)
+        sizes[self.axis] = -1
+        return factor.reshape(sizes)
+
     def run(
         self,
         func: Callable[..., Tensor],
@@ -48,11 +58,9 @@ class Fold:
         weight, bias = _take(args, kwargs, 1, "weight"), _take(args, kwargs, 2, "bias")
         dtype = weight.dtype
         factor = self.factor()
-        sizes = [1] * weight.dim()
-        sizes[self.axis] = -1
         if norm.training:
             safe = torch.where(factor.abs() < _SMALLEST, torch.ones_like(factor), factor)
-            folded = quantize_weight((weight.float() * safe.reshape(sizes)).to(dtype))
+            folded = quantize_weight(weight.float() * self._spread(safe, weight)).to(dtype)
             _put(args, kwargs, 1, "weight", folded)
             _put(args, kwargs, 2, "bias", None)
             result = func(*args, **kwargs)
@@ -60,7 +68,7 @@ class Fold:
             shape = [-1] if self.kind == "linear" else [-1] + [1] * (result.dim() - 2)
             result = result / safe.reshape(shape).to(result.dtype)
             return result if bias is None else result + bias.reshape(shape).to(result.dtype)
-        folded = quantize_weight((weight.float() * factor.reshape(sizes)).to(dtype))
+        folded = quantize_weight(weight.float() * self._spread(factor, weight)).to(dtype)
         start = -norm.running_mean.float() if bias is None else bias.float() - norm.running_mean.float()
         shift = start * factor
         if norm.bias is not None:

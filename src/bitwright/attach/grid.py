@@ -15,7 +15,7 @@ EPS = float(torch.finfo(torch.float32).eps)
 
 @dataclass(frozen=True)
 class Layout:
-    """Which elements share a scale: one for all, one per index of `axis`, or one per block of `group` along `axis`."""
+    """Which elements share a scale: all, those of one index of `axis`, or a block of `group` along `axis`."""
 
     granularity: str
     axis: int
@@ -30,7 +30,7 @@ class Layout:
         return x.movedim(self.axis, -1).reshape(-1, self.group)
 
     def fold(self, per_row: Tensor, shape: torch.Size) -> Tensor:
-        """One value per row (of `rows`) → the shape in which scales are kept: (), (C,) or the blocked shape."""
+        """One value per row (of `rows`) → the shape in which scales are kept: (), (C,) or by blocks."""
         if self.granularity == "tensor":
             return per_row.reshape(())
         if self.granularity == "channel":

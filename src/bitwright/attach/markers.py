@@ -1,4 +1,4 @@
-"""A named no-op that marks a site in an exported program; the artefact's writer puts real Q/DQ in its place."""
+"""A named no-op that marks a site in an exported program; the artefact's writer puts real Q/DQ there."""
 
 from __future__ import annotations
 

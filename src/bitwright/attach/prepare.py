@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from bitwright.attach.attachment import CONTAINER, Alias, Attachment, Container, OpHooks
 from bitwright.attach.folding import Fold
@@ -114,6 +114,19 @@ def in_mode(model: nn.Module, mode: Mode) -> Iterator[None]:
         attachment.enabled = before[0]
         for quantizer, observing, enabled in before[1]:
             quantizer.observing, quantizer.enabled = observing, enabled
+
+
+@contextmanager
+def tapped(model: nn.Module, look: Callable[[str, Quantizer, Tensor], None]) -> Iterator[None]:
+    """While this lasts, `look(site, quantizer, x)` is called for every tensor that reaches a quantizer."""
+    attachment = attachment_of(model)
+    for quantizer in attachment.quantizers.values():
+        quantizer.tap = look
+    try:
+        yield
+    finally:
+        for quantizer in attachment.quantizers.values():
+            quantizer.tap = None
 
 
 class _Builder:

@@ -41,6 +41,7 @@ class Quantizer(nn.Module):
         self.observing = False
         self.enabled = True
         self.marking = False
+        self.tap: Callable[[str, Quantizer, Tensor], None] | None = None  # looks on, for checks and reports
         self.qmin, self.qmax = spec.format.qmin, spec.format.qmax
         self.observer: Observer | None = None
         self.register_buffer("zero_point", torch.zeros(()))
@@ -69,10 +70,12 @@ class Quantizer(nn.Module):
         planned = self.spec.format
         return planned.unsigned() if planned.adasign and self.qmin == 0 else planned
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Observe, quantize, mark, or pass `x` on."""
+    def forward(self, x: Tensor, site: str | None = None) -> Tensor:
+        """Observe, quantize, mark, or pass `x` on; `site` is the name of the place when several share this quantizer."""
         if self.marking:
-            return site_marker(x, self.site)
+            return site_marker(x, site or self.site)
+        if self.tap is not None:
+            self.tap(site or self.site, self, x)
         if self.observing:
             self.observe(x)
         if not self.enabled:

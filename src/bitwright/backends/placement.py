@@ -63,8 +63,8 @@ def place(
     if problems:
         raise PlanError(problems)
     guard = table.guard if table.guard and (table.guard.when == "always" or saturating) else None
-    if weight_format.bits != 8 or not weight_format.signed or activation_format.signed:
-        guard = None  # the limit is one of u8 × s8 products
+    if weight_format.bits != 8 or not weight_format.signed or activation_format.bits != 8:
+        guard = None  # the limit is one of 8-bit products
     activation = SiteSpec(
         format=activation_format, observer=observer or table.activations.observer, quantizer=quantizer
     )
@@ -88,6 +88,7 @@ class _Placement:
         self.float: dict[str, str] = {}
         self.wanted: set[Edge] = set()
         self.carried: set[str] = set()
+        self.needed: set[Source] = set()  # tensors that are quantized whoever reads them
         for op in graph.ops:
             self._decide(op)
         for op in reversed(graph.ops):
@@ -158,6 +159,15 @@ class _Placement:
                 fused += 1
                 continue
             self.wanted.add((op.name, port.name))
+        if rule.output:
+            self.needed.add(self._fused_output(op))
+
+    def _fused_output(self, op: Op) -> Source:
+        """The tensor that an operator hands on, behind the norm and activation that the target fuses into it."""
+        source = Source("op", op.name)
+        while (reader := self._only_reader(source)) is not None and reader[0].kind in self.table.passing:
+            source = Source("op", reader[0].name)
+        return source
 
     def _fuses(self, port: Port) -> bool:
         """Whether the add that reads this port can be fused into the anchor before it."""
@@ -165,11 +175,12 @@ class _Placement:
         return len(port.sources) == 1 and self._only_reader(source) is not None and self._is_anchor(source)
 
     def _carry(self, op: Op) -> None:
-        """A transparent operator all of whose readers want integers gets integers itself."""
+        """A transparent operator all of whose readers want integers gets integers itself; an absorbed one instead."""
         source = Source("op", op.name)
         readers = self.graph.consumers.get(source, ())
+        absorbed = op.kind in self.table.absorbed
         if (
-            op.kind not in self.table.transparent
+            not (absorbed or op.kind in self.table.transparent)
             or op.constant
             or not readers
             or source in self.graph.output_sources
@@ -182,7 +193,10 @@ class _Placement:
             return
         if all((reader.name, p.name) in self.wanted for reader, p in readers):
             self.wanted.add((op.name, port.name))
-            self.carried.add(op.name)
+            if absorbed:
+                self.wanted -= {(reader.name, p.name) for reader, p in readers}
+            else:
+                self.carried.add(op.name)
 
     def plan(self, activation: SiteSpec, weight: SiteSpec, guard_why: str, model: str | None) -> Plan:
         """The sites, in the order of the graph."""
@@ -210,19 +224,23 @@ class _Placement:
         )
 
     def _at_output(self, source: Source) -> bool:
-        """Quantize a tensor once where it is made, if everybody who reads it wants that."""
+        """Quantize a tensor once where it is made, if everybody who reads it wants that or the target needs it."""
         readers = self.graph.consumers.get(source, ())
+        op = self.graph.by_name[source.name]
+        if not can_hook(op.kind) or len(op.outputs) != 1 or op.constant:
+            return False
+        if source in self.needed:
+            return True
         return (
             bool(readers)
-            and can_hook(self.graph.by_name[source.name].kind)
             and source not in self.graph.output_sources
-            and len(self.graph.by_name[source.name].outputs) == 1
-            and not self.graph.by_name[source.name].constant
             and all((op.name, port.name) in self.wanted and len(port.sources) == 1 for op, port in readers)
         )
 
     def _reason(self, source: Source) -> str:
-        readers = [op.name for op, _ in self.graph.consumers[source]]
+        readers = [op.name for op, p in self.graph.consumers.get(source, ()) if (op.name, p.name) in self.wanted]
+        if not readers:
+            return f"{self.table.name} runs the operator before it in integers only with an integer output"
         shown = ", ".join(readers[:3]) + (", …" if len(readers) > 3 else "")
         return f"read as integers by {shown}"
 
@@ -258,7 +276,20 @@ class _Placement:
             sites[site] = SiteSpec(share=first, why="the same parameter")
             return
         rule_why = self.quantized[op.name].why
+        if weight.guard and _is_depthwise(op):  # one product per step: nothing is paired
+            weight = replace(weight, guard=None)
         sites[site] = _because(weight, "; ".join(t for t in (rule_why, guard_why if weight.guard else "") if t))
+
+
+def _is_depthwise(op: Op) -> bool:
+    weight, data = op.port("weight"), op.port("input")
+    return (
+        op.kind in ("conv1d", "conv2d", "conv3d")
+        and weight is not None
+        and data is not None
+        and weight.shape[1] == 1
+        and data.shape[1] == weight.shape[0]
+    )
 
 
 def _because(spec: SiteSpec, why: str) -> SiteSpec:

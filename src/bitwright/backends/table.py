@@ -49,6 +49,9 @@ class Rule(_Strict):
     when: Literal["always", "between-anchors"] = Field(
         "always", description="between-anchors: only where all inputs come from anchors (integer neighbours)."
     )
+    output: bool = Field(
+        False, description="Quantize the (fused) output even if its readers are float: the target needs it."
+    )
     float_operands: int = Field(
         0, description="How many operands stay float because the target fuses the add into the operator before."
     )
@@ -78,6 +81,9 @@ class BackendTable(_Strict):
     operators: dict[str, Rule]
     transparent: tuple[str, ...] = Field(
         (), description="Kinds that only move or select values: the grid passes through them."
+    )
+    absorbed: tuple[str, ...] = Field(
+        (), description="Kinds that the target merges into the reader: quantize before them, not after."
     )
     anchors: tuple[str, ...] = Field((), description="Kinds after which numbers are integers on the target.")
     passing: tuple[str, ...] = Field(

@@ -16,7 +16,7 @@ import torch
 from onnx.defs import OpSchema
 from torch import Tensor, nn
 
-from bitwright.attach import Attachment, attachment_of, in_mode
+from bitwright.attach import Attachment, Quantizer, attachment_of, in_mode, tapped
 from bitwright.deploy.qdq import Recorded, write_qdq
 from bitwright.errors import ExportError
 from bitwright.files import replacing
@@ -115,21 +115,14 @@ def _record(
 ) -> Recorded:
     """One real forward: which sites are passed, and the integers of each weight."""
     recorded = Recorded()
-    handles = []
 
-    def remember(quantizer: Any, values: tuple[Tensor, ...]) -> None:
+    def remember(site: str, quantizer: Quantizer, x: Tensor) -> None:
         recorded.calls += 1
         if quantizer.weight:
-            recorded.weights[quantizer.site] = quantizer.integers(values[0])
+            recorded.weights[quantizer.site] = quantizer.integers(x)
 
-    for quantizer in attachment.quantizers.values():
-        handles.append(quantizer.register_forward_pre_hook(remember))
-    try:
-        with torch.no_grad(), in_mode(model, "quantize"):
-            model(*args, **kwargs)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with tapped(model, remember), torch.no_grad(), in_mode(model, "quantize"):
+        model(*args, **kwargs)
     for site, fold in attachment.folds.items():
         if fold.bias is not None:
             recorded.constants[site] = fold.bias
@@ -272,7 +265,21 @@ def _translate(program: torch.export.ExportedProgram) -> ir.Model:
             ) from error
     assert exported is not None
     model: ir.Model = exported.model
+    _drop_traces(model)
     return model
+
+
+def _drop_traces(model: ir.Model) -> None:
+    """torch.onnx notes Python stack traces at every node: more bytes than a small model's weights, and our paths."""
+    model.metadata_props.clear()
+    model.graph.metadata_props.clear()
+    for node in ir.traversal.RecursiveGraphIterator(model.graph):
+        node.metadata_props.clear()
+        node.doc_string = None
+        for value in node.outputs:
+            value.metadata_props.clear()
+    for value in [*model.graph.inputs, *model.graph.initializers.values()]:
+        value.metadata_props.clear()
 
 
 @contextlib.contextmanager

@@ -92,7 +92,8 @@ class _Recorder(Interceptor):
         for name, parameter in model.named_parameters(remove_duplicate=False):
             names.setdefault(id(parameter), (parameter, []))[1].append(name)
         self.parameters = tuple(
-            Parameter(names=tuple(known), shape=tuple(p.shape), dtype=_dtype(p)) for p, known in names.values()
+            Parameter(names=tuple(known), shape=tuple(p.shape), dtype=_dtype(p))
+            for p, known in names.values()
         )
         for parameter, known in names.values():
             self._know(parameter, Source("param", known[0]), constant=True)
@@ -133,7 +134,9 @@ class _Recorder(Interceptor):
         kind = kind_of(func)
         if kind is None:
             return func(*args, **kwargs)
-        found = [(port, tensor, *self._source(tensor)) for port, _, tensor in locate(kind, func, args, kwargs)]
+        found = [
+            (port, tensor, *self._source(tensor)) for port, _, tensor in locate(kind, func, args, kwargs)
+        ]
         before = [tuple(tensor.shape) for _, tensor, _, _ in found]
         result = func(*args, **kwargs)
         made = [tensor for _, tensor in tensors_in(result)]

@@ -29,14 +29,32 @@ _ALIASES = {
     "_max_pool1d": "max_pool1d",
     "_max_pool2d": "max_pool2d",
     "_max_pool3d": "max_pool3d",
+    "max_pool1d_with_indices": "max_pool1d",
     "max_pool2d_with_indices": "max_pool2d",
+    "max_pool3d_with_indices": "max_pool3d",
+    "log_sigmoid": "logsigmoid",
+    "_threshold": "threshold",
+    "rnn_tanh": "rnn",
+    "rnn_relu": "rnn",
+    "rnn_tanh_cell": "rnn_cell",
+    "rnn_relu_cell": "rnn_cell",
 }
 # Dunder operators with a plain twin: __iadd__, __radd__ and __add__ are all "add".
 _BINARY = {"add", "sub", "mul", "truediv", "div", "matmul", "pow", "floordiv", "mod", "and", "or", "xor"}
 # Attribute reads that give a tensor made from the one read: recorded, but never a place for a quantizer.
 _VIEW_ATTRIBUTES = {"T", "mT", "H", "mH", "real", "imag", "data"}
-# Calls that say something about a tensor, or move it, without computing.
-_IGNORED = {"detach", "requires_grad_", "retain_grad", "register_hook", "numpy", "tolist", "item", "size", "dim"}
+# Calls that say something about a tensor without making a new one. Not `detach`: what it gives is still an
+# activation, and a tensor whose making isn't recorded has lost its producer.
+_IGNORED = {
+    "requires_grad_",
+    "retain_grad",
+    "register_hook",
+    "numpy",
+    "tolist",
+    "item",
+    "size",
+    "dim",
+}
 
 # kind → {positional index: port}; the port is also the keyword's name in torch.nn.functional.
 _WEIGHTED = {0: "input", 1: "weight", 2: "bias"}
@@ -104,13 +122,17 @@ def is_inplace(func: Callable[..., Any]) -> bool:
     return bool(name.endswith("_"))
 
 
+_NOT_CALLED: tuple[type, ...] = (staticmethod, classmethod, MethodWrapperType)
+
+
 def _torch_functions() -> dict[Any, tuple[str, bool]]:
-    """torch function → (kind, writes into its first argument): constant, so that torch.compile can look into it."""
+    """torch function → (kind, writes into its first argument): constant, so that torch.compile can read it."""
     table: dict[Any, tuple[str, bool]] = {}
     for space in (torch, torch.Tensor, F, torch._C._VariableFunctions, torch._C._nn):
         for name in dir(space):
-            function = inspect.getattr_static(space, name) if space is torch.Tensor else getattr(space, name, None)
-            if inspect.isroutine(function) and not isinstance(function, (staticmethod, classmethod, MethodWrapperType)):
+            static = space is torch.Tensor
+            function: Any = inspect.getattr_static(space, name) if static else getattr(space, name, None)
+            if inspect.isroutine(function) and not isinstance(function, _NOT_CALLED):
                 kind = kind_of(function)
                 if kind is not None:
                     table[function] = (kind, is_inplace(function))
@@ -122,7 +144,7 @@ _HOOKABLE = frozenset(kind for kind, _ in KINDS.values())
 
 
 def can_hook(kind: str) -> bool:
-    """Whether quantizers can stand at operators of this kind (not at attribute reads or foreign custom operators)."""
+    """Whether quantizers can stand at operators of this kind (not at attribute reads or custom operators)."""
     return kind in _HOOKABLE
 
 
@@ -148,7 +170,9 @@ def _spread(head: str, key: Any, value: Any) -> Iterator[tuple[Place, Tensor]]:
                 yield (head, key, index), item
 
 
-def locate(kind: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Place, Tensor]]:
+def locate(
+    kind: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[tuple[str, Place, Tensor]]:
     """Every tensor that goes into a call: its port, where it stands in the arguments, and itself."""
     named = PORTS.get(kind)
     if named is not None:
@@ -160,14 +184,15 @@ def locate(kind: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
             if isinstance(value, Tensor):
                 found.append((named.get(index, f"input{index}"), ("args", index, None), value))
         for name, value in kwargs.items():
-            if isinstance(value, Tensor):
+            if isinstance(value, Tensor) and name != "out":
                 found.append((keywords.get(name, name), ("kwargs", name, None), value))
         return found
     places: list[tuple[Place, Tensor]] = []
     for index, value in enumerate(args):
         places.extend(_spread("args", index, value))
     for name, value in kwargs.items():
-        places.extend(_spread("kwargs", name, value))
+        if name != "out":  # written, not read
+            places.extend(_spread("kwargs", name, value))
     if len(places) == 1:
         return [("input", places[0][0], places[0][1])]
     return [(f"input{i}", place, tensor) for i, (place, tensor) in enumerate(places)]

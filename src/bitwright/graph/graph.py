@@ -11,13 +11,16 @@ from typing import Any, Literal
 from bitwright.graph.functions import can_hook
 from bitwright.graph.naming import site_name
 
-SourceKind = Literal["op", "param", "buffer", "input", "constant"]
+SourceKind = Literal["op", "param", "buffer", "input", "constant", "unknown"]
 Role = Literal["activation", "weight", "bias", "other"]
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where a tensor comes from: an operator's output, a parameter, a buffer, a model input, or a constant."""
+    """Where a tensor comes from: an operator's output, a parameter, a buffer, an input, a constant attribute.
+
+    `unknown`: made where nobody can look (a scripted function), or a global of the model's code.
+    """
 
     kind: SourceKind
     name: str
@@ -125,7 +128,10 @@ class Graph:
         return op.seen < self.runs
 
     def sites(self) -> Iterator[tuple[str, Op, Port | Output]]:
-        """All sites that can have a quantizer and carry floating-point numbers: (name, operator, port or output)."""
+        """All sites that can have a quantizer and carry floating-point numbers.
+
+        Each as (name, operator, port or output).
+        """
         for op in self.ops:
             if not can_hook(op.kind):
                 continue

@@ -1,7 +1,8 @@
 """The one mechanism: see each operator call of a model's own forward, with the module that makes it.
 
-A `TorchFunctionMode` around the forward sees the calls; a thin shim on `module.forward` (an instance attribute: class,
-children and state dict stay as they are) says which module is at work. `capture` and `prepare` both stand on it.
+A `TorchFunctionMode` around the forward sees the calls; a thin shim on `module.forward` (an instance
+attribute: class, children and state dict stay as they are) says which module is at work. `capture` and `prepare`
+both stand on it.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-# Python functions of torch that hide operators which we want to see. They ask `has_torch_function…` first, so with
-# the mode on they'd come back to us for ever: we run a twin whose globals answer False.
+# Python functions of torch that hide operators which we want to see. They ask `has_torch_function…` first, so
+# with the mode on they'd come back to us for ever: we run a twin whose globals answer False.
 _COMPOSITES: tuple[Any, ...] = (F.multi_head_attention_forward,)
 
 

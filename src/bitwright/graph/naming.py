@@ -1,8 +1,9 @@
 """How operators and sites are named, so that a plan written today still fits tomorrow.
 
-- `layer1.0.conv1`: the operator that a module stands for (a Conv2d's convolution); its k-th further call in one
-  forward is `layer1.0.conv1#k`;
-- `layer1.0/add#0`: the first `add` that the module `layer1.0` itself calls (`layer1.0#1/add#0` in the module's second call);
+- `layer1.0.conv1`: the operator that a module stands for (a Conv2d's convolution); its k-th further call in
+  one forward is `layer1.0.conv1#k`;
+- `layer1.0/add#0`: the first `add` that the module `layer1.0` itself calls (`layer1.0#1/add#0` in the
+  module's second call);
 - `/add#0`: the same in the model's own forward.
 
 A site is `operator:port`.
@@ -36,8 +37,10 @@ _PRIMARY: dict[type[nn.Module], str] = {
     nn.modules.instancenorm._InstanceNorm: "instance_norm",
     nn.LSTM: "lstm",
     nn.GRU: "gru",
+    nn.RNN: "rnn",
     nn.LSTMCell: "lstm_cell",
     nn.GRUCell: "gru_cell",
+    nn.RNNCell: "rnn_cell",
     nn.PReLU: "prelu",
     nn.ReLU6: "hardtanh",
     nn.Hardtanh: "hardtanh",
@@ -46,16 +49,36 @@ _PRIMARY: dict[type[nn.Module], str] = {
     nn.Dropout: "dropout",
     nn.Dropout1d: "dropout1d",
     nn.Dropout2d: "dropout2d",
+    nn.Dropout3d: "dropout3d",
+    nn.AlphaDropout: "alpha_dropout",
+    nn.FeatureAlphaDropout: "feature_alpha_dropout",
     nn.Flatten: "flatten",
     nn.Unflatten: "unflatten",
     nn.PixelShuffle: "pixel_shuffle",
+    nn.PixelUnshuffle: "pixel_unshuffle",
+    nn.ChannelShuffle: "channel_shuffle",
+    nn.Fold: "fold",
+    nn.Unfold: "unfold",
     nn.Softmax: "softmax",
+    nn.Softmax2d: "softmax",
+    nn.Softmin: "softmin",
     nn.LogSoftmax: "log_softmax",
+    nn.LocalResponseNorm: "local_response_norm",
+    nn.CosineSimilarity: "cosine_similarity",
     nn.AdaptiveAvgPool1d: "adaptive_avg_pool1d",
     nn.AdaptiveAvgPool2d: "adaptive_avg_pool2d",
+    nn.AdaptiveAvgPool3d: "adaptive_avg_pool3d",
+    nn.AdaptiveMaxPool1d: "adaptive_max_pool1d",
     nn.AdaptiveMaxPool2d: "adaptive_max_pool2d",
+    nn.AdaptiveMaxPool3d: "adaptive_max_pool3d",
     nn.AvgPool1d: "avg_pool1d",
     nn.AvgPool2d: "avg_pool2d",
+    nn.AvgPool3d: "avg_pool3d",
+    nn.LPPool1d: "lp_pool1d",
+    nn.LPPool2d: "lp_pool2d",
+    nn.LPPool3d: "lp_pool3d",
+    nn.FractionalMaxPool2d: "fractional_max_pool2d",
+    nn.FractionalMaxPool3d: "fractional_max_pool3d",
     nn.MaxPool1d: "max_pool1d",
     nn.MaxPool2d: "max_pool2d",
     nn.MaxPool3d: "max_pool3d",
@@ -71,8 +94,18 @@ _PRIMARY: dict[type[nn.Module], str] = {
     nn.Tanh: "tanh",
     nn.Hardswish: "hardswish",
     nn.Hardsigmoid: "hardsigmoid",
-    nn.ReflectionPad2d: "pad",
-    nn.ZeroPad2d: "pad",
+    nn.Hardshrink: "hardshrink",
+    nn.LogSigmoid: "logsigmoid",
+    nn.Softsign: "softsign",
+    nn.Softshrink: "softshrink",
+    nn.Tanhshrink: "tanhshrink",
+    nn.Threshold: "threshold",
+    nn.RReLU: "rrelu",
+    nn.GLU: "glu",
+    nn.modules.padding._ConstantPadNd: "pad",
+    nn.modules.padding._ReflectionPadNd: "pad",
+    nn.modules.padding._ReplicationPadNd: "pad",
+    nn.modules.padding._CircularPadNd: "pad",
 }
 
 

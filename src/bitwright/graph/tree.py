@@ -40,7 +40,7 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Read one example call: a dict is keywords, a tuple or list is positional, anything else one argument."""
+    """One example call: a dict is keywords, a tuple or list is positional, anything else one argument."""
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
     if isinstance(inputs, (tuple, list)):

@@ -31,5 +31,6 @@ class EmaMinMax(Observer):
 
     def range(self) -> tuple[Tensor, Tensor]:
         """The averages."""
-        assert self.low is not None and self.high is not None
+        assert self.low is not None
+        assert self.high is not None
         return self.low, self.high

@@ -1,7 +1,7 @@
 """What observers share that need the distribution, not just its ends: a histogram that grows with the data.
 
-Bins lie on [−R, R]. When a value falls outside, R doubles and neighbouring bins are merged, which is exact: memory stays
-the same however long the calibration stream is, and no earlier batch is needed again.
+Bins lie on [−R, R]. When a value falls outside, R doubles and neighbouring bins are merged, which is exact:
+memory stays the same however long the calibration stream is, and no earlier batch is needed again.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from bitwright.attach import Observer
 from bitwright.formats import Format
 
 BINS = 8192
+_TINY = torch.finfo(torch.float32).tiny  # the reach of a row of which only zeros were seen
 
 
 class HistogramObserver(Observer):
@@ -41,10 +42,12 @@ class HistogramObserver(Observer):
         self._count(rows)
 
     def _count(self, rows: Tensor) -> None:
-        largest = rows.abs().amax(dim=1).clamp(min=torch.finfo(torch.float32).tiny)
+        largest = rows.abs().amax(dim=1).clamp(min=_TINY)
         if self.reach is None or self.counts is None:
             self.reach = largest.clone()
             self.counts = torch.zeros(rows.shape[0], BINS, dtype=torch.float64, device=rows.device)
+        # Zeros lie in the same bin whatever the reach is: no need to double up to the first other value.
+        self.reach = torch.where(self.reach == _TINY, largest, self.reach)
         while bool((largest > self.reach).any()):
             grow = largest > self.reach
             merged = torch.zeros_like(self.counts)
@@ -60,11 +63,13 @@ class HistogramObserver(Observer):
         if self._only is not None:
             values = self._only.sort(dim=1).values
             return values, torch.ones_like(values, dtype=torch.float64)
-        assert self.reach is not None and self.counts is not None
+        assert self.reach is not None
+        assert self.counts is not None
         centres = (torch.arange(BINS, device=self.reach.device) + 0.5) * (2 / BINS) - 1
         return centres[None, :] * self.reach[:, None], self.counts
 
     def ends(self) -> tuple[Tensor, Tensor]:
         """The lowest and highest value ever seen, exactly."""
-        assert self.low is not None and self.high is not None
+        assert self.low is not None
+        assert self.high is not None
         return self.low, self.high

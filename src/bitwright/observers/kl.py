@@ -1,4 +1,4 @@
-"""The range whose quantized distribution tells most of the original one (least Kullback-Leibler divergence)."""
+"""The range whose quantized distribution tells most of the original (least Kullback-Leibler divergence)."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def _threshold(magnitudes: NDArray[np.floating], counts: NDArray[np.floating], l
     if top == 0.0 or levels >= _BINS:
         return top
     histogram, edges = np.histogram(magnitudes, bins=_BINS, range=(0.0, top), weights=counts)
-    # Exact zeros (after ReLU or padding) cost nothing in any range; counting them would favour small thresholds.
-    histogram[0] = histogram[1] if _BINS > 1 else histogram[0]
+    # Zeros (after ReLU or padding) cost nothing in any range; counting them would favour small thresholds.
+    histogram[0] = histogram[1]
     best, chosen = np.inf, _BINS
-    for used in range(levels, _BINS + 1, 8):
+    for used in [*range(levels, _BINS, 8), _BINS]:
         divergence = _divergence(histogram, used, levels)
         if divergence < best:
             best, chosen = divergence, used

@@ -25,5 +25,6 @@ class MinMax(Observer):
 
     def range(self) -> tuple[Tensor, Tensor]:
         """What was seen."""
-        assert self.low is not None and self.high is not None
+        assert self.low is not None
+        assert self.high is not None
         return self.low, self.high

@@ -29,11 +29,13 @@ class Mse(HistogramObserver):
         if self.format.bits > 10:
             return low, high
         values, counts = self.samples()
+        # Negative numbers at an unsigned symmetric site are reported by the quantizer, which knows the site.
+        bottom = low if self.format.signed or not self.format.symmetric else low.clamp(min=0.0)
         best = torch.full_like(low, float("inf"), dtype=torch.float64)
         chosen = torch.ones_like(low)
         for percent in range(100, 19, -1):
             shrink = percent / 100
-            error = self._error(values, counts, low * shrink, high * shrink)
+            error = self._error(values, counts, bottom * shrink, high * shrink)
             better = error < best
             best = torch.where(better, error, best)
             chosen = torch.where(better, torch.full_like(chosen, shrink), chosen)

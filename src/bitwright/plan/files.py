@@ -54,7 +54,9 @@ def parse_plan(text: str, *, where: str) -> Plan:
     try:
         file = PlanFile.model_validate(data)
     except ValidationError as error:
-        raise PlanError([_problem(detail) for detail in error.errors()], title=f"{where} has problems") from error
+        raise PlanError(
+            [_problem(detail) for detail in error.errors()], title=f"{where} has problems"
+        ) from error
     problems: list[Problem] = []
     plan = Plan(
         sites=_specs(file.sites, "", problems),
@@ -92,7 +94,9 @@ def _specs(
             entry = SiteEntry(format=entry)
         if entry.format is None and entry.share is None:
             problems.append(
-                Problem(what="a site needs a format", where=prefix + name, fix='add `format: "int8/tensor/sym"`')
+                Problem(
+                    what="a site needs a format", where=prefix + name, fix='add `format: "int8/tensor/sym"`'
+                )
             )
             continue
         try:

@@ -46,7 +46,8 @@ class PlanFile(_Strict):
         description="Sites by name or pattern (*, ?). An exact name beats patterns; a later pattern beats an earlier one.",
     )
     fold: dict[str, str] = Field(
-        default_factory=dict, description="Batch norms that are folded: norm operator → the operator before it."
+        default_factory=dict,
+        description="Batch norms that are folded: norm operator → the operator before it.",
     )
     float: dict[str, str] = Field(
         default_factory=dict, description="Operators that stay in float, with the reason."

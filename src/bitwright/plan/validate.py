@@ -63,7 +63,9 @@ def _sites(
                 what="shares the quantizer of a site that has none of its own",
                 where=where,
                 value=spec.share,
-                fix=did_you_mean(spec.share, [n for n, s in known.items() if s.share is None and s.quantizes]),
+                fix=did_you_mean(
+                    spec.share, [n for n, s in known.items() if s.share is None and s.quantizes]
+                ),
             )
         if not is_pattern(key):
             try:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from bitwright.attach import attachment_of, in_mode
-from bitwright.errors import CalibrationError, PlanError, Problem, UncalibratedError
+from bitwright.errors import CalibrationError, PlanError, Problem
 from bitwright.graph.tree import as_call
 
 
@@ -19,8 +19,8 @@ def calibrate(
     """Run `batches` through a prepared model (eval mode, float arithmetic), then settle all ranges.
 
     Each batch is a tensor, a tuple of positional arguments or a dict of keywords. Data streams: nothing but the
-    observers' own statistics is kept. Returns the number of batches. Every quantizer that no batch reached is
-    reported, all at once.
+    observers' own statistics is kept. Returns the number of batches. Every quantizer that gets no usable range
+    (no batch reached it, or its format can't hold what came) is reported, all at once.
     """
     attachment = attachment_of(model)
     training = {module: module.training for module in model.modules()}
@@ -47,7 +47,7 @@ def calibrate(
     for quantizer in attachment.quantizers.values():
         try:
             quantizer.settle()
-        except UncalibratedError as error:
+        except CalibrationError as error:
             problems += error.problems
     if problems:
         raise PlanError(problems, title="calibration left quantizers without a range")

@@ -1,4 +1,4 @@
-"""The plain quantizer: round to the nearest code; the gradient passes straight through where nothing is clipped."""
+"""The plain quantizer: round to the nearest code; the gradient passes where nothing is clipped."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ from bitwright.attach import Quantizer
 
 class _RoundToGrid(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, scale: Tensor, zero_point: Tensor, qmin: int, qmax: int
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, scale: Tensor, zero_point: Tensor, qmin: int, qmax: int) -> Tensor:
         steps = torch.round(x / scale)
         low, high = qmin - zero_point, qmax - zero_point
         ctx.save_for_backward((steps >= low) & (steps <= high))

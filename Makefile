@@ -1,0 +1,43 @@
+# One stamp says that the environment is ready; it is made again when pyproject.toml changes.
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-slow lint bench clean
+
+help:  ## Show the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+# torch comes first and in exactly this spelling: a looser one may resolve to a build with gigabytes of CUDA.
+$(STAMP): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/pip install torch==2.13.0
+	$(BIN)/pip install -e ".[test,lint,openvino]"
+	touch $@
+
+setup: $(STAMP)  ## Make .venv with everything in it
+
+demo: $(STAMP)  ## Quantize, export and check a model, from nothing, with a report in demo-output/
+	$(BIN)/bitwright quickstart --output demo-output
+
+# Two processes with one thread each: threads that spin against each other make tests many times slower.
+test: $(STAMP)  ## Run the tests; those on real data skip themselves where there is none
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m "not slow"
+
+test-slow: $(STAMP)  ## Run the tests that take minutes
+	$(BIN)/pytest -m slow --timeout 1800
+
+lint: $(STAMP)  ## Check style, types and the direction of imports
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(STAMP)  ## Run the benchmarks, one by one
+	@set -e; for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python "$$file"; done
+
+clean:  ## Remove what was made
+	rm -rf .venv build dist demo-output .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+	rm -rf src/*.egg-info

@@ -1,0 +1,84 @@
+"""One interface to all runtimes: load an artefact, call it as the model is called."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from bitwright.errors import ArtefactError
+from bitwright.graph.tree import tensors_in
+from bitwright.registry import RUNTIMES
+
+
+class Runtime(ABC):
+    """An artefact, loaded. Calling it looks like calling the model: tensors in, a tensor or a tuple of them out."""
+
+    name: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+    @staticmethod
+    @abstractmethod
+    def missing() -> str | None:
+        """Why this runtime can't be used here, or None."""
+
+    @abstractmethod
+    def __init__(self, path: Path, *, threads: int | None = None) -> None: ...
+
+    @abstractmethod
+    def run(self, feed: dict[str, NDArray[Any]]) -> list[NDArray[Any]]:
+        """Arrays by input name → output arrays in order."""
+
+    def feed(self, *args: Any, **kwargs: Any) -> dict[str, NDArray[Any]]:
+        """The arrays that a call of the model stands for: keywords by name, the rest in order."""
+        arrays: dict[str, NDArray[Any]] = {}
+        rest: list[Tensor] = [tensor for _, tensor in tensors_in(args)]
+        for path, tensor in tensors_in(kwargs):
+            if path in self.inputs:
+                arrays[path] = tensor.detach().cpu().numpy()
+            else:
+                rest.append(tensor)
+        free = [name for name in self.inputs if name not in arrays]
+        if len(rest) != len(free):
+            raise ArtefactError(
+                f"the artefact takes {len(self.inputs)} tensors",
+                value=f"{len(rest) + len(arrays)} given",
+                fix=f"inputs: {', '.join(self.inputs)}",
+            )
+        arrays.update({name: tensor.detach().cpu().numpy() for name, tensor in zip(free, rest, strict=True)})
+        return arrays
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        results = [torch.from_numpy(np.ascontiguousarray(a)) for a in self.run(self.feed(*args, **kwargs))]
+        return results[0] if len(results) == 1 else tuple(results)
+
+
+def open_runtime(name: str, path: str | Path, *, threads: int | None = None) -> Runtime:
+    """Load an artefact; what can't be loaded is one clear error."""
+    kind: type[Runtime] = RUNTIMES.get(name)
+    reason = kind.missing()
+    if reason is not None:
+        raise ArtefactError(f"{name} can't be used here: {reason}", fix=f"pip install 'bitwright[{name}]'")
+    path = Path(path)
+    if not path.is_file():
+        raise ArtefactError("no such artefact", where=str(path), fix="give the path of an exported .onnx file")
+    try:
+        return kind(path, threads=threads)
+    except ArtefactError:
+        raise
+    except Exception as error:  # each runtime has its own exception types for a broken file
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise ArtefactError(
+            f"{name} can't load the artefact: {lines[0]}", where=str(path), fix="export it again"
+        ) from error
+
+
+def available_runtimes() -> dict[str, str | None]:
+    """Every registered runtime with the reason why it can't be used here, or None."""
+    return {name: RUNTIMES.get(name).missing() for name in RUNTIMES.names()}

@@ -1,0 +1,82 @@
+"""`quantize(model, batches)`: the whole road in one call: capture, plan, prepare, calibrate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from bitwright.attach import find_attachment, prepare
+from bitwright.backends import backend as find_backend
+from bitwright.backends import check_plan
+from bitwright.deploy import Artefact, Check, check, export
+from bitwright.errors import BitwrightError, CalibrationError, PlanError
+from bitwright.graph import Graph, capture
+from bitwright.plan import Plan
+from bitwright.planners import make_plan
+from bitwright.ptq import calibrate
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantized:
+    """A prepared and calibrated model with what was decided about it."""
+
+    model: nn.Module
+    plan: Plan
+    graph: Graph
+    example: Any
+    backend: str
+
+    def export(self, path: str | Path, *, dynamic_batch: bool = True) -> Artefact:
+        """Write the artefact for the backend's runtime."""
+        int32_bias = find_backend(self.backend).bias == "int32"
+        return export(
+            self.model, path, self.example, dynamic_batch=dynamic_batch, int32_bias=int32_bias
+        )
+
+    def check(self, path: str | Path, batches: Iterable[Any] | None = None, **options: Any) -> Check:
+        """Compare an artefact with this model on the real runtime."""
+        return check(self.model, path, [self.example] if batches is None else batches, **options)
+
+
+def quantize(
+    model: nn.Module,
+    batches: Iterable[Any],
+    *,
+    backend: str = "onnxruntime",
+    plan: Plan | None = None,
+    example: Any = None,
+    progress: Callable[[int], None] | None = None,
+    **choices: Any,
+) -> Quantized:
+    """Quantize `model` in place for `backend` with the ranges of `batches` (tensors, tuples or dicts of inputs).
+
+    `example` (default: the first batch) is the call that is recorded and exported. `choices` go to `make_plan`
+    (weights="int4/group32/sym", keep_float=["head*"], observer="mse", …) unless there is a `plan`.
+    """
+    if find_attachment(model) is not None:
+        raise BitwrightError("this model is quantized already", fix="strip(model) first")
+    stream = iter(batches)
+    if example is None:
+        try:
+            example = next(stream)
+        except StopIteration:
+            raise CalibrationError(
+                "the calibration loader yielded no batch", fix="give a loader (or list) with at least one batch"
+            ) from None
+        stream = chain([example], stream)
+    graph = capture(model, example)
+    if plan is None:
+        plan = make_plan(graph, backend, **choices)
+    else:
+        plan = plan.resolve(graph)
+        problems = check_plan(plan, find_backend(backend))
+        if problems:
+            raise PlanError(problems)
+    prepare(model, plan, graph=graph)
+    calibrate(model, stream, progress=progress)
+    return Quantized(model=model, plan=plan, graph=graph, example=example, backend=backend)

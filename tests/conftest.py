@@ -1,0 +1,23 @@
+"""What all tests share."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+# A shared machine makes one example late now and then: pytest-timeout watches over whole tests instead.
+settings.register_profile("bitwright", deadline=None)
+settings.load_profile("bitwright")
+
+
+@pytest.fixture(scope="session")
+def data_dir() -> Path:
+    """The folder of real data: BITWRIGHT_DATA, or the one that developers keep next to the repository."""
+    named = os.environ.get("BITWRIGHT_DATA")
+    folder = Path(named) if named else Path(__file__).parents[2] / "shared" / "data"
+    if not folder.is_dir():
+        pytest.skip(f"no real data: BITWRIGHT_DATA is {named or 'not set'}, and there is no folder {folder}")
+    return folder

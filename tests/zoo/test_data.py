@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from bitwright.errors import WorkloadError
+from bitwright.zoo.data import DATA_VARIABLE, data_folder, image_folder, npz_images
+from bitwright.zoo.workloads import resnet20_cifar10
+
+
+def test_folder_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv(DATA_VARIABLE, raising=False)
+    with pytest.raises(WorkloadError, match=f"set {DATA_VARIABLE} to the folder"):
+        data_folder()
+    monkeypatch.setenv(DATA_VARIABLE, str(tmp_path / "none"))
+    with pytest.raises(WorkloadError, match="existing folder"):
+        data_folder()
+    monkeypatch.setenv(DATA_VARIABLE, str(tmp_path))
+    assert data_folder() == tmp_path
+    with pytest.raises(WorkloadError, match=r"has no test\.npz"):
+        resnet20_cifar10()
+
+
+def test_npz_round_trip_and_normalisation(tmp_path: Path) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (5, 4, 4, 3), dtype=np.uint8)
+    np.savez(tmp_path / "a.npz", images=pixels, labels=np.arange(5, dtype=np.uint8))
+    images = npz_images(tmp_path / "a.npz")
+    found = list(images.batches(2, mean=(1.0, 2.0, 3.0), std=(4.0, 5.0, 6.0)))
+    assert [len(labels) for _, labels in found] == [2, 2, 1]
+    expected = (pixels.astype(np.float32) - [1, 2, 3]) / [4, 5, 6]
+    batch = torch.cat([images for images, _ in found]).permute(0, 2, 3, 1)
+    torch.testing.assert_close(batch, torch.tensor(expected, dtype=torch.float32))
+    assert torch.equal(images.take(3, seed=1).labels, images.take(3, seed=1).labels)
+
+
+def test_npz_that_is_not_what_it_should_be(tmp_path: Path) -> None:
+    np.savez(tmp_path / "lacks.npz", images=np.zeros((1, 2, 2, 3), np.uint8))
+    with pytest.raises(WorkloadError, match="lacks labels"):
+        npz_images(tmp_path / "lacks.npz")
+    np.savez(tmp_path / "floats.npz", images=np.zeros((1, 2, 2, 3)), labels=np.zeros(1))
+    with pytest.raises(WorkloadError, match="float64"):
+        npz_images(tmp_path / "floats.npz")
+
+
+def test_image_folder(tmp_path: Path) -> None:
+    for name, grey in (("0001_0007.jpg", 200), ("0000_0042.jpg", 10)):
+        Image.new("L", (8, 8), grey).save(tmp_path / name)
+    (tmp_path / "README.txt").write_text("not an image")
+    images = image_folder(tmp_path, size=8)
+    assert images.labels.tolist() == [42, 7]
+    assert images.pixels.shape == (2, 3, 8, 8)
+    assert images.pixels.float().mean(dim=(1, 2, 3)).tolist() == [10.0, 200.0]
+    with pytest.raises(WorkloadError, match="is not 9x9"):
+        image_folder(tmp_path, size=9)
+
+
+def test_image_folder_without_images(tmp_path: Path) -> None:
+    with pytest.raises(WorkloadError, match="NNNN_CCCC"):
+        image_folder(tmp_path)
