@@ -1,7 +1,8 @@
 """Bitwright: the precision that every operator of a PyTorch model deserves."""
 
-from bitwright.attach import prepare, quantizers, set_mode, strip
+from bitwright.attach import prepare, set_mode, strip
 from bitwright.backends import backend
+from bitwright.checkpoint import load_checkpoint, save_checkpoint
 from bitwright.deploy import check, export, export_float, measure_latency, open_runtime
 from bitwright.errors import BitwrightError, PlanError, Problem
 from bitwright.formats import Format
@@ -30,6 +31,7 @@ __all__ = [
     "check",
     "export",
     "export_float",
+    "load_checkpoint",
     "load_workload",
     "make_plan",
     "measure",
@@ -37,7 +39,7 @@ __all__ = [
     "open_runtime",
     "prepare",
     "quantize",
-    "quantizers",
+    "save_checkpoint",
     "set_mode",
     "strip",
 ]

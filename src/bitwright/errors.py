@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,13 +77,22 @@ class ArtefactError(BitwrightError):
     """An artefact that can't be read or run."""
 
 
+class CheckpointError(BitwrightError):
+    """A checkpoint that can't be read, or is of another model."""
+
+
 class PlanError(BitwrightError):
     """A plan with problems: all of them, not just the first."""
 
     def __init__(self, problems: Sequence[Problem], *, title: str = "the plan has problems") -> None:
         self.problems = list(problems)
+        self.title = title
         lines = "\n".join(f"  - {problem}" for problem in self.problems)
         Exception.__init__(self, f"{title} ({len(self.problems)}):\n{lines}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Exceptions are pickled by their text alone; a worker's list of problems must reach its parent.
+        return partial(type(self), title=self.title), (self.problems,)
 
 
 def nearest(name: str, known: Iterable[str], *, count: int = 3) -> list[str]:

@@ -6,6 +6,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from errno import EISDIR
 from pathlib import Path
 
 from bitwright.errors import BitwrightError
@@ -13,9 +14,11 @@ from bitwright.errors import BitwrightError
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yields a temporary path to write to; it becomes `path` if the block ends well, and vanishes otherwise."""
+    """Yields a temporary path to write to; it becomes `path` if the block ends well, else it vanishes."""
     path = Path(path)
     try:
+        if path.is_dir():
+            raise IsADirectoryError(EISDIR, os.strerror(EISDIR))
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     except OSError as error:

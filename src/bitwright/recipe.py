@@ -33,10 +33,7 @@ class Quantized:
 
     def export(self, path: str | Path, *, dynamic_batch: bool = True) -> Artefact:
         """Write the artefact for the backend's runtime."""
-        int32_bias = find_backend(self.backend).bias == "int32"
-        return export(
-            self.model, path, self.example, dynamic_batch=dynamic_batch, int32_bias=int32_bias
-        )
+        return export(self.model, path, self.example, dynamic_batch=dynamic_batch)
 
     def check(self, path: str | Path, batches: Iterable[Any] | None = None, **options: Any) -> Check:
         """Compare an artefact with this model on the real runtime."""
@@ -50,6 +47,7 @@ def quantize(
     backend: str = "onnxruntime",
     plan: Plan | None = None,
     example: Any = None,
+    name: str | None = None,
     progress: Callable[[int], None] | None = None,
     **choices: Any,
 ) -> Quantized:
@@ -71,7 +69,7 @@ def quantize(
         stream = chain([example], stream)
     graph = capture(model, example)
     if plan is None:
-        plan = make_plan(graph, backend, **choices)
+        plan = make_plan(graph, backend, model=name, **choices)
     else:
         plan = plan.resolve(graph)
         problems = check_plan(plan, find_backend(backend))

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from bitwright.attach.folding import Fold
 from bitwright.attach.quantizer import Quantizer
-from bitwright.graph.functions import KINDS, locate, put
+from bitwright.graph.functions import KINDS, carries_floats, locate, put
 from bitwright.graph.intercept import Interceptor
 from bitwright.plan import Plan
 
@@ -44,14 +44,14 @@ Table = dict[str, list[OpHooks]]
 
 
 class Container(nn.Module):
-    """Holds the quantizers, as a tree along the site names. An identity: nn.Sequential runs all its children."""
+    """Holds the quantizers as a tree along the site names. An identity: nn.Sequential runs all children."""
 
     def forward(self, x: Any = None) -> Any:
         """Give back what came."""
         return x
 
     def add(self, site: str, quantizer: Quantizer) -> None:
-        """Put a quantizer at the end of its path, in `_modules`: a site's name may be that of an attribute."""
+        """Put a quantizer at the end of its path; in `_modules`, as a site may be named like an attribute."""
         *branches, leaf = site.split(".")
         here: nn.Module = self
         for branch in branches:
@@ -111,7 +111,7 @@ class Attachment(Interceptor):
             return func(*args, **kwargs)
         kind, writes = known
         hooks = frame[0].get(kind)
-        if hooks is None:
+        if hooks is None or not carries_floats(args, kwargs):
             return func(*args, **kwargs)
         index = frame[1].get(kind, 0)
         frame[1][kind] = index + 1
@@ -125,28 +125,34 @@ def _run(
 ) -> Any:
     norm = hooks.skipped_norm
     if norm is not None and not norm.training:
-        return args[0] if hooks.output is None else hooks.output(args[0])
+        x = args[0] if args else kwargs["input"]
+        return x if hooks.output is None else hooks.output(x)
+    writes = writes or kwargs.get("inplace") is True
+    target = args[0] if writes else None
+    if target is not None:
+        # What quantizers and autograd keep of the old numbers must stay as it is: let it write into a copy.
+        args = (target.clone(), *args[1:])
     new_args, new_kwargs = list(args), dict(kwargs)
     if hooks.inputs:
         for port, place, tensor in locate(kind, func, args, kwargs):
             quantizer = hooks.inputs.get(port)
-            # A folded weight is quantized after folding.
-            if quantizer is not None and not (hooks.fold is not None and port == "weight"):
+            # A folded weight and its bias are quantized after folding.
+            if quantizer is not None and not (hooks.fold is not None and port in ("weight", "bias")):
                 put(new_args, new_kwargs, place, quantizer(tensor))
-    writes = writes or kwargs.get("inplace") is True
-    if writes and hooks.output is not None and new_args[0] is args[0]:
-        # What the operator writes, autograd may need as it is: let it write into a copy.
-        new_args[0] = args[0].clone()
     if hooks.fold is not None:
-        result = hooks.fold.run(func, new_args, new_kwargs, hooks.inputs.get("weight", _same))
+        weight, bias = hooks.inputs.get("weight", _same), hooks.inputs.get("bias")
+        result = hooks.fold.run(func, new_args, new_kwargs, weight, bias)
     else:
         result = func(*new_args, **new_kwargs)
+    returned = result is not None
+    if target is not None and not returned:  # x[i] = y
+        result = new_args[0]
     if hooks.output is not None:
         result = _quantize_output(hooks.output, result)
-    if writes and isinstance(result, Tensor) and result is not args[0]:
+    if target is not None:
         # The caller may go on with its own tensor instead of the result: it must hold the same numbers.
-        args[0].copy_(result)
-        return args[0]
+        target.copy_(result)
+        return target if returned else None
     return result
 
 

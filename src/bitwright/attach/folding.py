@@ -1,8 +1,9 @@
 """Batch norm folded into the operator before it, on the fly: the float model keeps its parameters and keys.
 
-In eval mode the operator runs with w·γ/σ and the matching bias, and the norm passes its input on: what a
-deployed graph does. In training the weight is quantized as it will be deployed, w·γ/σ with running statistics, the
-output is divided by γ/σ again and the norm runs on the batch: gradients and statistics are those of training.
+In eval mode the operator runs with w·γ/σ and the matching bias, and the norm passes its input on: what
+a deployed graph does. In training the weight is quantized as it will be deployed, w·γ/σ with running
+statistics, the output is divided by γ/σ again and the norm runs on the batch: gradients and statistics
+are those of training.
 """
 
 from __future__ import annotations
@@ -52,13 +53,16 @@ class Fold:
         args: list[Any],
         kwargs: dict[str, Any],
         quantize_weight: Callable[[Tensor], Tensor],
+        quantize_bias: Callable[[Tensor], Tensor] | None,
     ) -> Tensor:
-        """The operator with the folded, quantized weight."""
+        """The operator with the folded, quantized weight and bias."""
         norm: Any = self.norm
         weight, bias = _take(args, kwargs, 1, "weight"), _take(args, kwargs, 2, "bias")
         dtype = weight.dtype
         factor = self.factor()
         if norm.training:
+            # Multiplied and divided by, γ/σ has no gradient of its own; AOTAutograd gets that wrong.
+            factor = factor.detach()
             safe = torch.where(factor.abs() < _SMALLEST, torch.ones_like(factor), factor)
             folded = quantize_weight(weight.float() * self._spread(safe, weight)).to(dtype)
             _put(args, kwargs, 1, "weight", folded)
@@ -73,7 +77,9 @@ class Fold:
         shift = start * factor
         if norm.bias is not None:
             shift = shift + norm.bias.float()
-        if self.marking:
+        if quantize_bias is not None:
+            shift = quantize_bias(shift)
+        elif self.marking:
             shift = site_marker(shift, self.site)
         elif not torch.compiler.is_compiling():
             self.bias = shift.detach()

@@ -21,6 +21,16 @@ class Layout:
     axis: int
     group: int = 0
 
+    def check(self, shape: torch.Size, *, site: str) -> None:
+        """Blocks must divide their axis: a block that spans two rows would mix their ranges."""
+        if self.granularity == "group" and shape[self.axis] % self.group:
+            raise CalibrationError(
+                f"groups of {self.group} don't divide {shape[self.axis]} elements",
+                where=site,
+                value=tuple(shape),
+                fix="use another group size, or channel",
+            )
+
     def rows(self, x: Tensor) -> Tensor:
         """`x` as a matrix with one row per scale."""
         if self.granularity == "tensor":

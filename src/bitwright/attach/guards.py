@@ -1,12 +1,13 @@
 """Guards: limits on a weight's codes that keep a target's accumulators exact.
 
-`int16-pairs`: x86 without VNNI multiplies 8-bit numbers with an instruction that adds two adjacent products into
-one int16 and saturates. 255·(|a| + |b|) ≤ 32767 holds when two paired codes of one sign add up to at most 128.
-Halving the range (7 bits) would guarantee it everywhere; raising a channel's scale only as far as its own worst
-pair needs costs much less precision.
+`int16-pairs`: x86 without VNNI multiplies 8-bit numbers with an instruction that adds two adjacent
+products into one int16 and saturates. 255·(|a| + |b|) ≤ 32767 holds when two paired codes of one sign
+add up to at most 128. Halving the range (7 bits) would guarantee it everywhere; raising a channel's
+scale only as far as its own worst pair needs costs much less precision.
 
-Which codes are paired was measured: the summed elements in the order kernel position, input channel (fastest), two
-by two; ONNX Runtime pairs over the whole row, OpenVINO within each kernel position. Both are kept in range.
+Which codes are paired was measured: the summed elements in the order kernel position, input channel
+(fastest), two by two; ONNX Runtime pairs over the whole row, OpenVINO within each kernel position. Both
+are kept in range.
 """
 
 from __future__ import annotations

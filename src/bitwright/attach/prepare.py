@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 from torch import Tensor, nn
 
@@ -24,16 +24,22 @@ Model = TypeVar("Model", bound=nn.Module)
 Mode = Literal["float", "calibrate", "quantize"]
 
 
-def prepare(
-    model: Model, plan: Plan, *, inputs: Any = None, graph: Graph | None = None
-) -> Model:
+def prepare(model: Model, plan: Plan, *, inputs: Any = None, graph: Graph | None = None) -> Model:
     """Put the plan's quantizers onto `model`, in place, and return it.
 
-    Class, forward signature and float state-dict keys stay; quantizer state has keys `bitwright.<site>.…`. A plan
-    with patterns needs a `graph` (or `inputs` to record one); a plan of exact sites doesn't.
+    Class, forward signature and float state-dict keys stay; quantizer state has keys
+    `bitwright.<site>.…`. A plan with patterns needs a `graph` (or `inputs` to record one); a plan of
+    exact sites doesn't. A prepared model runs in one thread at a time. Calibration gives learnable
+    scales their shapes: make the optimizer after.
     """
     if find_attachment(model) is not None:
         raise BitwrightError("this model is prepared already", fix="strip(model) first")
+    if hasattr(model, CONTAINER):
+        raise BitwrightError(
+            f"the model has an attribute {CONTAINER!r} of its own",
+            value=type(model).__name__,
+            fix="rename it",
+        )
     if graph is None and inputs is not None:
         graph = capture(model, inputs)
     if plan.has_patterns and graph is None:
@@ -43,7 +49,7 @@ def prepare(
         )
     plan = plan.resolve(graph) if graph is not None else plan
     problems = plan.validate() if graph is None else []
-    builder = _Builder(model, plan)
+    builder = _Builder(model, plan, graph, skip={problem.where for problem in problems})
     problems += builder.problems
     if problems:
         raise PlanError(problems)
@@ -96,6 +102,8 @@ def quantizers(model: nn.Module) -> dict[str, Quantizer]:
 def set_mode(model: nn.Module, mode: Mode) -> None:
     """`float`: as if not prepared; `calibrate`: observe only; `quantize`: the real thing."""
     attachment = attachment_of(model)
+    if mode not in get_args(Mode):
+        raise BitwrightError("unknown mode", value=mode, fix=did_you_mean(mode, get_args(Mode)))
     attachment.enabled = mode != "float"
     for quantizer in attachment.quantizers.values():
         quantizer.observing = mode == "calibrate"
@@ -132,11 +140,12 @@ def tapped(model: nn.Module, look: Callable[[str, Quantizer, Tensor], None]) -> 
 class _Builder:
     """Turns a plan of exact sites into tables of hooks, collecting every problem."""
 
-    def __init__(self, model: nn.Module, plan: Plan) -> None:
+    def __init__(self, model: nn.Module, plan: Plan, graph: Graph | None, skip: set[str | None]) -> None:
         self.attachment = Attachment(plan)
         self.modules = dict(model.named_modules())
         self.problems: list[Problem] = []
-        specs = [(site, spec) for site, spec in plan.quantized]
+        self.sites = {site: spec for site, spec in plan.sites.items() if site not in skip}
+        specs = [(site, spec) for site, spec in self.sites.items() if spec.quantizes]
         for site, spec in specs:
             if spec.share is None:
                 self._add(site, spec)
@@ -144,9 +153,24 @@ class _Builder:
             if spec.share is not None and spec.share in self.attachment.quantizers:
                 self.attachment.shared[site] = spec.share
                 self._hook(site, Alias(self.attachment.quantizers[spec.share], site))
+        for quantizer in self.attachment.quantizers.values():
+            self._link(quantizer)
         for norm, before in plan.fold.items():
             self._fold(norm, before)
+        self._count_calls(graph)
         self._repeat_weights()
+
+    def _count_calls(self, graph: Graph | None) -> None:
+        """Calls that are known, from the plan or the graph, and have no quantizers are float.
+
+        Only calls beyond all known ones take the quantizers of the last.
+        """
+        known = [(op.module, op.call) for op in graph.ops] if graph is not None else []
+        idle = [SiteName.parse(site) for site, spec in self.sites.items() if not spec.quantizes]
+        for path, call in [*known, *((name.path, name.call) for name in idle)]:
+            calls = self.attachment.tables.get(path)
+            while calls is not None and len(calls) <= call:
+                calls.append({})
 
     def _repeat_weights(self) -> None:
         """A module's later calls use the same weight, so the same quantizer and fold."""
@@ -154,7 +178,7 @@ class _Builder:
             for kind, entries in first.items():
                 for table in later:
                     for index, hooks in enumerate(entries):
-                        if "weight" not in hooks.inputs and hooks.fold is None:
+                        if "weight" not in hooks.inputs and hooks.fold is None and hooks.skipped_norm is None:
                             continue
                         others = table.setdefault(kind, [])
                         while len(others) <= index:
@@ -162,12 +186,15 @@ class _Builder:
                         if "weight" in hooks.inputs:
                             others[index].inputs.setdefault("weight", hooks.inputs["weight"])
                         others[index].fold = hooks.fold
+                        others[index].skipped_norm = hooks.skipped_norm
 
     def _locate(self, site: str) -> tuple[SiteName, str] | None:
         name = SiteName.parse(site)
         if name.path not in self.modules:
             fix = did_you_mean(name.path, self.modules)
-            self.problems.append(Problem(what="the model has no such module", where=site, value=name.path, fix=fix))
+            self.problems.append(
+                Problem(what="the model has no such module", where=site, value=name.path, fix=fix)
+            )
             return None
         kind = name.kind or primary_kind(self.modules[name.path])
         if kind is None:
@@ -189,17 +216,37 @@ class _Builder:
         name, kind = located
         format = spec.format
         axis = (channel_axis if format.granularity == "channel" else reduction_axis)(kind, name.port)
-        quantizer: Quantizer = QUANTIZERS.get(spec.quantizer)(
-            spec,
-            site=site,
-            kind=kind,
-            port=name.port,
-            layout=Layout(format.granularity, axis, format.group),
-            weight=name.port == "weight",
-            **spec.quantizer_options,
-        )
+        try:
+            quantizer: Quantizer = QUANTIZERS.get(spec.quantizer)(
+                spec,
+                site=site,
+                kind=kind,
+                port=name.port,
+                layout=Layout(format.granularity, axis, format.group),
+                weight=name.port in ("weight", "bias"),
+                **spec.quantizer_options,
+            )
+        except TypeError as error:
+            what = f"wrong options of the quantizer {spec.quantizer}: {error}"
+            self.problems.append(Problem(what=what, where=site, value=dict(spec.quantizer_options)))
+            return
         self.attachment.quantizers[site] = quantizer
         self._hook(site, quantizer)
+
+    def _link(self, quantizer: Quantizer) -> None:
+        known = self.attachment.quantizers
+        missing = [site for site in quantizer.of if site not in known]
+        for site in missing:
+            self.problems.append(
+                Problem(
+                    what="is made from a site that has no quantizer",
+                    where=quantizer.site,
+                    value=site,
+                    fix=did_you_mean(site, known),
+                )
+            )
+        if not missing:
+            quantizer.parts = tuple(known[site] for site in quantizer.of)
 
     def _hooks(self, name: SiteName, kind: str) -> OpHooks:
         calls = self.attachment.tables.setdefault(name.path, [])
@@ -243,10 +290,10 @@ class _Builder:
         self.attachment.folds[fold.site] = fold
 
     def paths(self) -> set[str]:
-        """Modules that need a shim: those with hooks, all below them (whose operators are not theirs), and the root."""
+        """Modules that need a shim: the root, those with hooks, and all below them."""
         owners = self.attachment.tables
-        return {
-            path
-            for path in self.modules
-            if not path or path in owners or "" in owners or any(path.startswith(f"{owner}.") for owner in owners)
-        }
+        wanted = {""}
+        for path in self.modules:  # parents come before their children
+            if path in owners or "" in owners or (path.rpartition(".")[0] or None) in wanted:
+                wanted.add(path)
+        return wanted

@@ -1,4 +1,4 @@
-"""The base of quantizers: state in float32 whatever the model's dtype, calibration, and the arithmetic's frame."""
+"""The base of quantizers: calibration, the arithmetic's frame, state in float32 in a model of any dtype."""
 
 from __future__ import annotations
 
@@ -21,15 +21,17 @@ from bitwright.registry import OBSERVERS
 class Quantizer(nn.Module):
     """The arithmetic at one site. A subclass says how numbers are rounded (`quantize`) and what is learned.
 
-    State: `scale`, `zero_point` (float32) and `codes` (lowest, highest). Without a range there is no state, and
-    quantizing raises instead of using a silent 1.0.
+    State: `scale`, `zero_point` (float32) and `codes` (lowest, highest). Without a range there is no state,
+    and quantizing raises instead of using a silent 1.0.
     """
 
     scale: Tensor
     zero_point: Tensor
     codes: Tensor
 
-    def __init__(self, spec: SiteSpec, *, site: str, kind: str, port: str, layout: Layout, weight: bool) -> None:
+    def __init__(
+        self, spec: SiteSpec, *, site: str, kind: str, port: str, layout: Layout, weight: bool
+    ) -> None:
         super().__init__()
         self.spec = spec
         self.site = site
@@ -44,11 +46,15 @@ class Quantizer(nn.Module):
         self.tap: Callable[[str, Quantizer, Tensor], None] | None = None  # looks on, for checks and reports
         self.qmin, self.qmax = spec.format.qmin, spec.format.qmax
         self.observer: Observer | None = None
+        self.of: list[str] = []  # sites whose quantizers this one is made from,
+        self.parts: tuple[Quantizer, ...] = ()  # and these, linked by `prepare`
+        self._shape = torch.Size()  # of what was observed
+        self._seen: Tensor | None = None  # the numbers themselves, where a guard looks at them
         self.register_buffer("zero_point", torch.zeros(()))
         self.register_buffer("codes", torch.tensor([float(self.qmin), float(self.qmax)]))
         self._keep_scale(torch.ones(()))
 
-    # -- what a subclass may change ----------------------------------------------------------------------------
+    # -- what a subclass may change ------------------------------------------------------------------------
 
     def _keep_scale(self, scale: Tensor) -> None:
         """Keep the scale; a quantizer that learns it makes it a Parameter."""
@@ -62,7 +68,7 @@ class Quantizer(nn.Module):
         """The grid that is in force; what is exported."""
         return Grid(self.scale.detach(), self.zero_point.detach(), self.qmin, self.qmax)
 
-    # -- the frame ---------------------------------------------------------------------------------------------
+    # -- the frame -----------------------------------------------------------------------------------------
 
     @property
     def format(self) -> Format:
@@ -70,21 +76,27 @@ class Quantizer(nn.Module):
         planned = self.spec.format
         return planned.unsigned() if planned.adasign and self.qmin == 0 else planned
 
+    @property
+    def ready(self) -> bool:
+        """Whether there is a grid."""
+        return self.calibrated
+
     def forward(self, x: Tensor, site: str | None = None) -> Tensor:
-        """Observe, quantize, mark, or pass `x` on; `site` is the name of the place when several share this quantizer."""
+        """Observe, quantize, mark, or pass `x` on; `site` names the place if several share this quantizer."""
         if self.marking:
-            return site_marker(x, site or self.site)
+            marked: Tensor = site_marker(x, site or self.site)
+            return marked
         if self.tap is not None:
             self.tap(site or self.site, self, x)
         if self.observing:
             self.observe(x)
         if not self.enabled:
             return x
-        if not self.calibrated:
+        if not self.ready:
             raise UncalibratedError(
                 "this quantizer has no range yet",
                 where=self.site,
-                fix="run bitwright.calibrate(model, batches) with data that reaches this site, or load a checkpoint",
+                fix="calibrate(model, batches) with data that reaches this site, or load a checkpoint",
             )
         with torch.autocast(x.device.type, enabled=False):
             return self.quantize(x.to(torch.float32)).to(x.dtype)
@@ -92,6 +104,8 @@ class Quantizer(nn.Module):
     @torch.no_grad()
     def observe(self, x: Tensor) -> None:
         """Let the observer see `x`. A weight is seen once: it doesn't change while calibrating."""
+        if x.numel() == 0:  # an input without boxes, tokens, …: says nothing about the range
+            return
         if self.observer is None:
             self.observer = OBSERVERS.get(self.spec.observer)(
                 format=self.spec.format, **self.spec.observer_options
@@ -107,8 +121,9 @@ class Quantizer(nn.Module):
                 where=self.site,
                 fix="mend the data, or keep this site in float (format: float)",
             )
+        self.layout.check(x.shape, site=self.site)
         self._shape = x.shape
-        self._seen = x if self.weight else None
+        self._seen = x if self.spec.guard is not None else None
         assert self.observer is not None
         self.observer.observe(self.layout.rows(x))
 
@@ -152,7 +167,7 @@ class Quantizer(nn.Module):
         scale, zero_point = self.layout.spread(grid.scale, x), self.layout.spread(grid.zero_point, x)
         return torch.clamp(torch.round(x / scale) + zero_point, grid.qmin, grid.qmax).to(torch.int32)
 
-    # -- float32, always ---------------------------------------------------------------------------------------
+    # -- float32, always -----------------------------------------------------------------------------------
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Quantizer:
         def keep_float32(tensor: Tensor) -> Tensor:
@@ -161,14 +176,14 @@ class Quantizer(nn.Module):
                 return moved
             return tensor.to(moved.device)  # .half() and friends: follow the device, not the dtype
 
-        super()._apply(keep_float32, recurse)
+        super()._apply(keep_float32, recurse)  # type: ignore[no-untyped-call]
         return self
 
-    # -- checkpoints: no range, no keys; a float checkpoint has none of ours and loads strictly --------------------
+    # -- checkpoints: no range, no keys; a float checkpoint has none of ours and loads strictly ------------
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         if self.calibrated:
-            super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[no-untyped-call]
+            super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _load_from_state_dict(
         self,
@@ -180,7 +195,7 @@ class Quantizer(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        if not any(key.startswith(prefix) for key in state_dict):
+        if not any(prefix + name in state_dict for name in (*self._parameters, *self._buffers)):
             return
         scale = state_dict.get(prefix + "scale")
         if scale is not None and scale.shape != self.scale.shape:  # shapes are known only after calibration
@@ -189,7 +204,7 @@ class Quantizer(nn.Module):
             saved = state_dict.get(prefix + name)
             if saved is not None:
                 setattr(self, name, saved.detach().to(self.scale.device, torch.float32).clone())
-        super()._load_from_state_dict(  # type: ignore[no-untyped-call]
+        super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
         self.qmin, self.qmax = (int(code) for code in self.codes.tolist())

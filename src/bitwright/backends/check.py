@@ -11,7 +11,7 @@ def check_plan(plan: Plan, table: BackendTable) -> list[Problem]:
     """Every site whose format the target can't run."""
     problems: list[Problem] = []
     for site, spec in plan.quantized:
-        if spec.share is not None:
+        if spec.share is not None or spec.quantizer == "product":
             continue
         # a weight may also stand at an operand's port (x @ w): there either list will do
         if site.endswith(":weight"):

@@ -14,6 +14,7 @@ from bitwright.graph.functions import can_hook
 from bitwright.plan import Plan, SiteSpec
 
 Edge = tuple[str, str]  # (operator, port) that reads a tensor
+_TURNS = ("attribute_T", "attribute_mT", "t")  # a stored weight, seen from another side
 
 
 def place(
@@ -74,8 +75,9 @@ def place(
         quantizer=quantizer,
         guard=guard.name if guard else None,
     )
-    placement = _Placement(graph, table, keep)
-    return placement.plan(activation, weight, guard.why.strip() if guard else "", model)
+    plan = _Placement(graph, table, keep).plan(activation, weight, guard.why.strip() if guard else "")
+    # a plan finds its table again by what the user called it: a registered name, or the path of a file
+    return replace(plan, backend=target if isinstance(target, str) else table.name, model=model)
 
 
 class _Placement:
@@ -88,6 +90,7 @@ class _Placement:
         self.float: dict[str, str] = {}
         self.wanted: set[Edge] = set()
         self.carried: set[str] = set()
+        self.weights: dict[str, str] = {}  # parameter (by its first use) → the site that has its quantizer
         self.needed: set[Source] = set()  # tensors that are quantized whoever reads them
         for op in graph.ops:
             self._decide(op)
@@ -118,7 +121,7 @@ class _Placement:
         seen = 0
         while source.kind == "op" and seen < len(self.graph.ops):
             op = self.graph.by_name[source.name]
-            passing = op.kind in self.table.passing or op.kind in self.table.transparent
+            passing = op.kind in (*self.table.passing, *self.table.transparent, *self.table.absorbed)
             port = op.port("input") or op.port("input0")
             if not passing or port is None or len(port.sources) != 1:
                 return op
@@ -128,6 +131,21 @@ class _Placement:
     def _is_anchor(self, source: Source) -> bool:
         origin = self._origin(source)
         return origin is not None and origin.kind in self.table.anchors and origin.name in self.quantized
+
+    def _is_weight(self, port: Port, rule: Rule) -> bool:
+        """Whether a constant operand is a weight: at a port for nothing else, or a parameter as it is stored.
+
+        Other constants (positions, repeated for each sample) may grow with the input: they count as data.
+        """
+        if port.name not in rule.weights or port.role != "weight" or len(port.sources) != 1:
+            return False
+        source = port.sources[0]
+        while port.name in rule.inputs and source.kind == "op":
+            op = self.graph.by_name[source.name]
+            if len(op.ports) != 1 or op.kind not in (*_TURNS, *self.table.transparent):
+                return False
+            source = op.ports[0].sources[0]
+        return True
 
     def _decide(self, op: Op) -> None:
         rule = self.table.operators.get(op.kind)
@@ -140,16 +158,17 @@ class _Placement:
         if op.name in self.kept:
             self.float[op.name] = "kept in float by request"
             return
-        ports = [p for name in rule.inputs if (p := op.port(name)) is not None and p.role == "activation"]
+        ports = [p for p in op.ports if _named(p, rule.inputs) and not self._is_weight(p, rule)]
         if not ports or not all(port.is_floating for port in ports):
             if op.macs > 0:
                 self.float[op.name] = "its input carries no floating-point numbers"
             return
-        if any((p := op.port(name)) is not None and p.role == "activation" for name in rule.weights if name not in rule.inputs):
+        if any(p.role == "activation" and _named(p, rule.weights) and not _named(p, rule.inputs) for p in op.ports):
             self.float[op.name] = "its weight is computed from the input"
             return
         if rule.when == "between-anchors" and not (
-            len(ports) == len(rule.inputs) and all(self._is_anchor(s) for port in ports for s in port.sources)
+            len(ports) == sum(port.is_floating for port in op.ports)
+            and all(self._is_anchor(source) for port in ports for source in port.sources)
         ):
             return
         self.quantized[op.name] = rule
@@ -178,9 +197,10 @@ class _Placement:
         """A transparent operator all of whose readers want integers gets integers itself; an absorbed one instead."""
         source = Source("op", op.name)
         readers = self.graph.consumers.get(source, ())
-        absorbed = op.kind in self.table.absorbed
+        into = self.table.absorbed.get(op.kind, ())
+        absorbed = bool(readers) and all(reader.kind in into for reader, _ in readers)
         if (
-            not (absorbed or op.kind in self.table.transparent)
+            not (into or op.kind in self.table.transparent)
             or op.constant
             or not readers
             or source in self.graph.output_sources
@@ -198,7 +218,7 @@ class _Placement:
             else:
                 self.carried.add(op.name)
 
-    def plan(self, activation: SiteSpec, weight: SiteSpec, guard_why: str, model: str | None) -> Plan:
+    def plan(self, activation: SiteSpec, weight: SiteSpec, guard_why: str) -> Plan:
         """The sites, in the order of the graph."""
         sites: dict[str, SiteSpec] = {}
         owner: dict[Source, str] = {}  # tensor → the site whose quantizer it has
@@ -209,6 +229,7 @@ class _Placement:
                     self._place_input(op, port, site, activation, sites, owner)
                 elif op.name in self.quantized and port.name in self.quantized[op.name].weights:
                     self._place_weight(op, port, site, weight, guard_why, sites)
+            self._place_bias(op, sites, owner)
             source = Source("op", op.name)
             if self._at_output(source):
                 if op.name in self.carried:
@@ -219,15 +240,14 @@ class _Placement:
                     spec = _because(activation, self._reason(source))
                     owner[source] = op.site("output")
                 sites[op.site("output")] = spec
-        return Plan(
-            sites=sites, fold=self.fold, float=self.float, backend=self.table.name, model=model
-        )
+        return Plan(sites=sites, fold=self.fold, float=self.float)
 
     def _at_output(self, source: Source) -> bool:
         """Quantize a tensor once where it is made, if everybody who reads it wants that or the target needs it."""
         readers = self.graph.consumers.get(source, ())
         op = self.graph.by_name[source.name]
-        if not can_hook(op.kind) or len(op.outputs) != 1 or op.constant:
+        hookable = can_hook(op.kind) and any(port.is_floating for port in op.ports)
+        if not hookable or len(op.outputs) != 1 or op.constant:
             return False
         if source in self.needed:
             return True
@@ -268,17 +288,52 @@ class _Placement:
         else:
             sites[site] = SiteSpec(share=known, why="the same tensor")
 
+    def _feeding(self, op: Op, owner: dict[Source, str]) -> str | None:
+        """The site whose quantizer the operator's input has, also behind what the target absorbs."""
+        port = op.port("input")
+        while port is not None and len(port.sources) == 1:
+            source = port.sources[0]
+            if (op.name, port.name) in self.wanted:
+                return owner.get(source)
+            if source.kind != "op" or self.graph.by_name[source.name].kind not in self.table.absorbed:
+                return None
+            op = self.graph.by_name[source.name]
+            port = op.port("input") or op.port("input0")
+        return None
+
+    def _place_bias(self, op: Op, sites: dict[str, SiteSpec], owner: dict[Source, str]) -> None:
+        weight_site = op.site("weight")
+        if self.table.bias != "int32" or op.name not in self.quantized or weight_site not in sites:
+            return
+        if op.port("bias") is None and op.name not in self.fold.values():
+            return
+        weight_site = sites[weight_site].share or weight_site
+        grain = sites[weight_site].format.granularity
+        feeding = self._feeding(op, owner)
+        if feeding is None or grain == "group" or not sites[weight_site].format.symmetric:
+            return
+        sites[op.site("bias")] = SiteSpec(
+            format=Format.parse(f"int32/{grain}/sym"),
+            quantizer="product",
+            quantizer_options={"of": [feeding, weight_site]},
+            why="added to the integer accumulator",
+        )
+
     def _place_weight(
         self, op: Op, port: Port, site: str, weight: SiteSpec, guard_why: str, sites: dict[str, SiteSpec]
     ) -> None:
-        first = self.graph.weight_owner.get(site, site)
-        if first != site and first in sites:
+        first = self.weights.setdefault(self.graph.weight_owner.get(site, site), site)
+        if first != site:
             sites[site] = SiteSpec(share=first, why="the same parameter")
             return
         rule_why = self.quantized[op.name].why
         if weight.guard and _is_depthwise(op):  # one product per step: nothing is paired
             weight = replace(weight, guard=None)
         sites[site] = _because(weight, "; ".join(t for t in (rule_why, guard_why if weight.guard else "") if t))
+
+
+def _named(port: Port, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatch.fnmatchcase(port.name, pattern) for pattern in patterns)
 
 
 def _is_depthwise(op: Op) -> bool:

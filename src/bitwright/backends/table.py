@@ -82,8 +82,8 @@ class BackendTable(_Strict):
     transparent: tuple[str, ...] = Field(
         (), description="Kinds that only move or select values: the grid passes through them."
     )
-    absorbed: tuple[str, ...] = Field(
-        (), description="Kinds that the target merges into the reader: quantize before them, not after."
+    absorbed: dict[str, tuple[str, ...]] = Field(
+        {}, description="Kinds that the target merges into these readers: quantize before them, not after."
     )
     anchors: tuple[str, ...] = Field((), description="Kinds after which numbers are integers on the target.")
     passing: tuple[str, ...] = Field(

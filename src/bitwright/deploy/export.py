@@ -56,7 +56,7 @@ class Artefact:
 
 
 def export(
-    model: nn.Module, path: str | Path, inputs: Any, *, dynamic_batch: bool = True, int32_bias: bool = True
+    model: nn.Module, path: str | Path, inputs: Any, *, dynamic_batch: bool = True
 ) -> Artefact:
     """Write a prepared, calibrated model as ONNX (opset 21, Q/DQ form); `inputs` is one example call.
 
@@ -69,14 +69,15 @@ def export(
     training = {module: module.training for module in model.modules()}
     try:
         model.eval()
-        recorded = _record(model, attachment, args, kwargs)
         program, dynamic = _program(model, attachment, args, kwargs, dynamic_batch)
+        recorded = _record(model, attachment, args, kwargs, _constant_sites(program))
     finally:
         for module, mode in training.items():
             module.training = mode
     _assert_complete(program, recorded)
     onnx_model = _translate(program)
-    counts = write_qdq(onnx_model, attachment, recorded, int32_bias=int32_bias)
+    counts = write_qdq(onnx_model, attachment, recorded)
+    _drop_inferable(onnx_model)
     onnx_model.producer_name, onnx_model.producer_version = "bitwright", __version__
     onnx_model.metadata_props["bitwright.plan"] = attachment.plan.to_yaml()
     with replacing(path) as temporary:
@@ -105,21 +106,26 @@ def export_float(model: nn.Module, path: str | Path, inputs: Any, *, dynamic_bat
         for module, mode in training.items():
             module.training = mode
     onnx_model = _translate(program)
+    _drop_inferable(onnx_model)
     with replacing(path) as temporary:
         ir.save(onnx_model, temporary)
     return path
 
 
 def _record(
-    model: nn.Module, attachment: Attachment, args: tuple[Any, ...], kwargs: dict[str, Any]
+    model: nn.Module,
+    attachment: Attachment,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    constant: set[str],
 ) -> Recorded:
-    """One real forward: which sites are passed, and the integers of each weight."""
+    """One real forward: which sites are passed, and the integers of those that are constant."""
     recorded = Recorded()
 
     def remember(site: str, quantizer: Quantizer, x: Tensor) -> None:
         recorded.calls += 1
-        if quantizer.weight:
-            recorded.weights[quantizer.site] = quantizer.integers(x)
+        if site in constant:
+            recorded.weights[site] = quantizer.integers(x)
 
     with tapped(model, remember), torch.no_grad(), in_mode(model, "quantize"):
         model(*args, **kwargs)
@@ -228,6 +234,28 @@ def _has_dynamic_inputs(program: torch.export.ExportedProgram) -> bool:
     return False
 
 
+def _constant_sites(program: torch.export.ExportedProgram) -> set[str]:
+    """Sites whose numbers no input can change, not even by its size: weights, stored or computed."""
+    signature = program.graph_signature
+    mutable = set(signature.buffers_to_mutate.values())
+    moving: set[torch.fx.Node] = set()
+    marked: dict[str, set[torch.fx.Node]] = {}
+    for node in program.graph.nodes:
+        if node.op == "placeholder":
+            if node.name in signature.user_inputs or signature.inputs_to_buffers.get(node.name) in mutable:
+                moving.add(node)
+        elif any(source in moving for source in node.all_input_nodes):
+            moving.add(node)
+        if node.op == "call_function" and node.target is torch.ops.bitwright.site.default:
+            marked.setdefault(str(node.args[1]), set()).add(node.args[0])
+    return {
+        site
+        for site, sources in marked.items()
+        # a weight is folded anew at each of its uses; another site that is passed twice sees two tensors
+        if not sources & moving and (len(sources) == 1 or site.endswith((":weight", ":bias")))
+    }
+
+
 def _assert_complete(program: torch.export.ExportedProgram, recorded: Recorded) -> None:
     found = [
         str(node.args[1])
@@ -247,7 +275,8 @@ def _translate(program: torch.export.ExportedProgram) -> ir.Model:
     def site(x: Any, site: str) -> Any:
         return _SITE(x, site=site)
 
-    with warnings.catch_warnings(), _quiet("torch.onnx", "onnxscript", "onnx_ir"):
+    # no_grad: with gradients torch lowers attention with a learned mask to views that don't fit its strides
+    with torch.no_grad(), warnings.catch_warnings(), _quiet("torch.onnx", "onnxscript", "onnx_ir"):
         warnings.simplefilter("ignore")
         try:
             exported = torch.onnx.export(
@@ -267,6 +296,16 @@ def _translate(program: torch.export.ExportedProgram) -> ir.Model:
     model: ir.Model = exported.model
     _drop_traces(model)
     return model
+
+
+def _drop_inferable(model: ir.Model) -> None:
+    """Node names and the types of inner values: every runtime infers them, and a small model is mostly these."""
+    kept = set(model.graph.outputs)
+    for node in model.graph:
+        node.name = None
+        for value in node.outputs:
+            if value not in kept:
+                value.type, value.shape = None, None
 
 
 def _drop_traces(model: ir.Model) -> None:

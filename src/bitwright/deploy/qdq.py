@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bitwright.attach import Attachment, Quantizer
-from bitwright.deploy.bias import quantize_biases
 from bitwright.errors import ExportError
 
 MARKER = ("bitwright", "Site")
@@ -26,6 +25,7 @@ _TYPES: dict[tuple[bool, int], ir.DataType] = {
     (False, 8): ir.DataType.UINT8,
     (True, 16): ir.DataType.INT16,
     (False, 16): ir.DataType.UINT16,
+    (True, 32): ir.DataType.INT32,
 }
 _NUMPY = {
     ir.DataType.INT4: ml_dtypes.int4,
@@ -59,7 +59,7 @@ class Counts:
 def storage_type(quantizer: Quantizer) -> ir.DataType:
     """The ONNX type of a quantizer's codes: 2 and 3 bits are stored in 4, 5 to 7 in 8, 9 to 15 in 16."""
     signed = quantizer.qmin < 0
-    for bits in (4, 8, 16):
+    for bits in (4, 8, 16, 32):
         low, high = (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) if signed else (0, 2**bits - 1)
         if low <= quantizer.qmin and quantizer.qmax <= high:
             # activations of less than 8 bits have no 4-bit kernels anywhere: their codes live in 8-bit types
@@ -73,13 +73,11 @@ def fills_type(quantizer: Quantizer) -> bool:
     return int(info.min) == quantizer.qmin and int(info.max) == quantizer.qmax
 
 
-def write_qdq(model: ir.Model, attachment: Attachment, recorded: Recorded, *, int32_bias: bool) -> Counts:
+def write_qdq(model: ir.Model, attachment: Attachment, recorded: Recorded) -> Counts:
     """Replace all markers, in place."""
     writer = _Writer(model, attachment, recorded)
     writer.run()
     _fold_weight_transposes(model)
-    if int32_bias:
-        writer.counts.biases = quantize_biases(model)
     passes.RemoveUnusedNodesPass()(model)
     passes.RemoveUnusedOpsetsPass()(model)
     writer.check()
@@ -117,11 +115,15 @@ class _Writer:
         quantizer = self.attachment.quantizers[owner]
         source = node.inputs[0]
         assert source is not None and source.name is not None
-        key = ("weight" if quantizer.weight else source.name, owner)
+        constant = site in self.recorded.weights
+        key = ("weight" if constant and quantizer.weight else source.name, owner)
         if key not in self.made:
-            if quantizer.weight:
-                self.made[key] = self._weight(node, quantizer)
-                self.counts.weights += 1
+            if constant:
+                self.made[key] = self._weight(node, site, quantizer)
+                if quantizer.port == "bias":
+                    self.counts.biases += 1
+                else:
+                    self.counts.weights += 1
             else:
                 self.made[key] = self._activation(node, source, site, quantizer)
                 self.counts.activations += 1
@@ -163,12 +165,13 @@ class _Writer:
         self.graph.insert_before(before, node)
         return node.outputs[0]
 
-    def _weight(self, node: ir.Node, quantizer: Quantizer) -> ir.Value:
+    def _weight(self, node: ir.Node, site: str, quantizer: Quantizer) -> ir.Value:
         scale, zero_point = self._grid(quantizer)
         kind = storage_type(quantizer)
-        codes = self.recorded.weights[quantizer.site].cpu().numpy().astype(_NUMPY[kind])
-        integers = self._initializer(f"{quantizer.site}.codes", codes)
-        return self._insert(node, "DequantizeLinear", [integers, scale, zero_point], quantizer.site, quantizer)
+        codes = self.recorded.weights[site].cpu().numpy().astype(_NUMPY[kind])
+        integers = self._initializer(f"{site}.codes", codes)
+        inputs = [integers, scale] if kind == ir.DataType.INT32 else [integers, scale, zero_point]
+        return self._insert(node, "DequantizeLinear", inputs, quantizer.site, quantizer)
 
     def _activation(self, node: ir.Node, source: ir.Value, site: str, quantizer: Quantizer) -> ir.Value:
         scale, zero_point = self._grid(quantizer)

@@ -59,6 +59,15 @@ class Runtime(ABC):
         return results[0] if len(results) == 1 else tuple(results)
 
 
+def refused(runtime: str, error: Exception) -> ArtefactError:
+    """A runtime's own exception for inputs that don't fit, in our words; each runtime has types of its own."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return ArtefactError(
+        f"{runtime} can't run the artefact with these inputs: {lines[0]}",
+        fix="call it with the shapes and the batch that it was exported with",
+    )
+
+
 def open_runtime(name: str, path: str | Path, *, threads: int | None = None) -> Runtime:
     """Load an artefact; what can't be loaded is one clear error."""
     kind: type[Runtime] = RUNTIMES.get(name)

@@ -8,7 +8,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from bitwright.deploy.runtime import Runtime
+from bitwright.deploy.runtime import Runtime, refused
 
 
 class OnnxRuntime(Runtime):
@@ -34,5 +34,8 @@ class OnnxRuntime(Runtime):
 
     def run(self, feed: dict[str, NDArray[Any]]) -> list[NDArray[Any]]:
         """Run once."""
-        results: list[NDArray[Any]] = self.session.run(None, feed)
+        try:
+            results: list[NDArray[Any]] = self.session.run(None, feed)
+        except Exception as error:
+            raise refused(self.name, error) from error
         return results

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bitwright.deploy.runtime import Runtime
+from bitwright.deploy.runtime import Runtime, refused
 
 
 class OpenVino(Runtime):
@@ -36,5 +36,8 @@ class OpenVino(Runtime):
 
     def run(self, feed: dict[str, NDArray[Any]]) -> list[NDArray[Any]]:
         """Run once."""
-        results = self.request.infer(feed)
+        try:
+            results = self.request.infer(feed)
+        except Exception as error:
+            raise refused(self.name, error) from error
         return [np.array(results[port]) for port in self.compiled.outputs]

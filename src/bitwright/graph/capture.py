@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import inspect
+import random
 import weakref
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from bitwright.errors import CaptureError
-from bitwright.graph.functions import is_inplace, kind_of, locate
+from bitwright.graph.functions import carries_floats, is_inplace, kind_of, locate
 from bitwright.graph.graph import Graph, Op, Output, Parameter, Port, Role, Source
 from bitwright.graph.intercept import Interceptor, install, uninstall
 from bitwright.graph.macs import macs
@@ -24,9 +27,10 @@ from bitwright.graph.tree import as_call, tensors_in
 def capture(model: nn.Module, *inputs: Any, train: bool = False) -> Graph:
     """Record the operators that `model` calls for `inputs`.
 
-    Each of `inputs` is one example call: a tensor, a tuple of positional arguments or a dict of keywords. Several are
-    merged: operators that only some of them reach are marked (`graph.partial(op)`). The model runs in eval mode
-    unless `train`, without gradients; its mode, buffers, random state and attributes are as before afterwards.
+    Each of `inputs` is one example call: a tensor, a tuple of positional arguments or a dict of keywords.
+    Several are merged: operators that only some of them reach are marked (`graph.partial(op)`). The model
+    runs in eval mode unless `train`, without gradients; its mode, buffers and attributes, and the random
+    state, are as before afterwards.
 
     >>> graph = capture(nn.Sequential(nn.Linear(3, 2), nn.ReLU()), torch.ones(1, 3))
     >>> [op.name for op in graph.ops]
@@ -41,8 +45,8 @@ def capture(model: nn.Module, *inputs: Any, train: bool = False) -> Graph:
         args, kwargs = as_call(example)
         recorder = _Recorder(model, args, kwargs)
         with _untouched(model, train=train):
-            install(model, recorder)
             try:
+                install(model, recorder)
                 result = model(*args, **kwargs)
             finally:
                 uninstall(model, recorder)
@@ -54,18 +58,45 @@ def capture(model: nn.Module, *inputs: Any, train: bool = False) -> Graph:
 
 @contextmanager
 def _untouched(model: nn.Module, *, train: bool) -> Iterator[None]:
-    modes = {module: module.training for module in model.modules()}
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    modules = list(model.modules())
+    attributes = [(vars(module), dict(vars(module))) for module in modules]
+    # A forward may also replace a buffer, fill a cache or hang up a hook: those live in containers.
+    containers = [
+        (v, v.copy()) for module in modules for v in vars(module).values() if type(v) in _CONTAINERS
+    ]
+    written = [*model.buffers(), *(tensor for module in modules for _, tensor in _plain_tensors(module))]
+    tensors = [
+        (tensor, tensor.detach().clone()) for tensor in written if not isinstance(tensor, nn.Parameter)
+    ]
+    python_state, numpy_state = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices=_cuda_devices(model)), torch.no_grad():
             model.train(train)
             yield
     finally:
-        for module, mode in modes.items():
-            module.training = mode
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        for now, before in [*attributes, *containers]:
+            now.clear()
+            now.extend(before) if isinstance(now, list) else now.update(before)
         with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
+            for tensor, value in tensors:
+                tensor.copy_(value)
+
+
+_CONTAINERS = (dict, OrderedDict, list, set)
+
+
+def _plain_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Tensors that are neither parameters nor buffers: attributes, also in a list, tuple or dict."""
+    for name, value in vars(module).items():
+        if name in ("_parameters", "_buffers", "_modules"):
+            continue
+        if isinstance(value, Tensor):
+            yield name, value
+        elif isinstance(value, (list, tuple, dict)):
+            items = value.items() if isinstance(value, dict) else enumerate(value)
+            yield from ((f"{name}.{key}", item) for key, item in items if isinstance(item, Tensor))
 
 
 def _cuda_devices(model: nn.Module) -> list[int]:
@@ -77,7 +108,7 @@ def _dtype(tensor: Tensor) -> str:
 
 
 class _Recorder(Interceptor):
-    """Writes down each call. Tensors are known by identity, held weakly so that memory stays that of a forward."""
+    """Writes down each call. Tensors are known by identity, and weakly: memory stays that of a forward."""
 
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         super().__init__()
@@ -87,8 +118,11 @@ class _Recorder(Interceptor):
         self.known: dict[int, tuple[weakref.ref[Tensor], Source, bool]] = {}
         self.calls: dict[str, int] = {}
         self.frame: tuple[str, int, dict[str, int]] = ("", 0, {})
-        self.constants = 0
-        names: dict[int, tuple[Tensor, list[str]]] = {}
+        self.unknown = 0
+        self.views: set[str] = (
+            set()
+        )  # operators that write into a view: their last output is the whole tensor
+        names: dict[int, tuple[nn.Parameter, list[str]]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             names.setdefault(id(parameter), (parameter, []))[1].append(name)
         self.parameters = tuple(
@@ -99,6 +133,11 @@ class _Recorder(Interceptor):
             self._know(parameter, Source("param", known[0]), constant=True)
         for name, buffer in model.named_buffers():
             self._know(buffer, Source("buffer", name), constant=True)
+        for path, module in model.named_modules():
+            for name, tensor in _plain_tensors(module):
+                if id(tensor) not in self.known:  # nn.LSTM keeps its parameters in a list, too
+                    name = f"{path}.{name}" if path else name
+                    self._know(tensor, Source("constant", name), constant=True)
         self.inputs: list[str] = []
         for name, tensor in _named_inputs(model, args, kwargs):
             self.inputs.append(name)
@@ -111,11 +150,12 @@ class _Recorder(Interceptor):
         entry = self.known.get(id(tensor))
         if entry is not None and entry[0]() is tensor:
             return entry[1], entry[2]
-        # A tensor that nobody made before our eyes: a plain attribute or a global of the model's code.
-        source = Source("constant", f"constant{self.constants}")
-        self.constants += 1
-        self._know(tensor, source, constant=True)
-        return source, True
+        # Made where we can't look (a scripted function) or a global of the model's code. An activation that
+        # passes for a weight would be quantized wrongly, a constant that passes for an activation would not.
+        source = Source("unknown", f"unknown{self.unknown}")
+        self.unknown += 1
+        self._know(tensor, source, constant=False)
+        return source, False
 
     def enter(self, path: str) -> Any:
         """Count the module's calls."""
@@ -140,11 +180,17 @@ class _Recorder(Interceptor):
         before = [tuple(tensor.shape) for _, tensor, _, _ in found]
         result = func(*args, **kwargs)
         made = [tensor for _, tensor in tensors_in(result)]
-        inplace = is_inplace(func) or kwargs.get("inplace") is True
+        inplace = is_inplace(func) or kwargs.get("inplace") is True or kwargs.get("out") is not None
         if inplace and not made and found:  # x[i] = y returns nothing and changes x
             made = [found[0][1]]
         if made:
-            self._record(kind, found, before, made, inplace)
+            base = made[0]._base if inplace else None
+            equation = args[0] if args and isinstance(args[0], str) else ""
+            name = self._record(
+                kind, found, before, made if base is None else [*made, base], inplace, equation
+            )
+            if base is not None:
+                self.views.add(name)
         return result
 
     def _record(
@@ -154,11 +200,14 @@ class _Recorder(Interceptor):
         shapes: list[tuple[int, ...]],
         made: list[Tensor],
         inplace: bool,
-    ) -> None:
+        equation: str,
+    ) -> str:
         path, call, counts = self.frame
-        index = counts.get(kind, 0)
-        counts[kind] = index + 1
-        name = operator_name(path, call, kind, index, self.primary[path])
+        floats = not found or carries_floats([tensor for _, tensor, _, _ in found], {})
+        counted = kind if floats else f"{kind}_int"
+        index = counts.get(counted, 0)
+        counts[counted] = index + 1
+        name = operator_name(path, call, counted, index, self.primary[path])
         ports = tuple(
             Port(name=port, sources=(source,), shape=shape, dtype=_dtype(tensor), role=_role(port, constant))
             for (port, tensor, source, constant), shape in zip(found, shapes, strict=True)
@@ -174,7 +223,7 @@ class _Recorder(Interceptor):
                 call=call,
                 ports=ports,
                 outputs=tuple(Output(shape=tuple(t.shape), dtype=_dtype(t)) for t in made),
-                macs=macs(kind, {p.name: p.shape for p in ports}, tuple(made[0].shape)),
+                macs=macs(kind, {p.name: p.shape for p in ports}, tuple(made[0].shape), equation),
                 depth=depth,
                 constant=constant,
                 inplace=inplace,
@@ -183,6 +232,7 @@ class _Recorder(Interceptor):
         )
         for position, tensor in enumerate(made):
             self._know(tensor, Source("op", name, position), constant=constant)
+        return name
 
     def graph(self, result: Any) -> Graph:
         """What was recorded, with the model's outputs."""
@@ -194,11 +244,21 @@ class _Recorder(Interceptor):
                 fix="return a tensor, or tuples, lists, dicts or dataclasses of tensors",
             )
         return Graph(
-            ops=tuple(self.ops),
+            ops=self._without_unread_bases({source for _, source in outputs}),
             inputs=tuple(self.inputs),
             outputs=outputs,
             parameters=self.parameters,
             runs=1,
+        )
+
+    def _without_unread_bases(self, read: set[Source]) -> tuple[Op, ...]:
+        """A tensor behind a view counts as an operator's output only if somebody reads it as a whole."""
+        read.update(source for op in self.ops for port in op.ports for source in port.sources)
+        return tuple(
+            replace(op, outputs=op.outputs[:-1])
+            if op.name in self.views and Source("op", op.name, len(op.outputs) - 1) not in read
+            else op
+            for op in self.ops
         )
 
 
@@ -221,7 +281,7 @@ def _named_inputs(
 
 
 def _merge(first: Graph, second: Graph) -> Graph:
-    """Union of two recordings; operators keep the order in which they were first seen, between their neighbours."""
+    """Union of two recordings; operators keep the order in which they were first seen."""
     merged: dict[str, Op] = dict(first.by_name)
     order: list[str] = [op.name for op in first.ops]
     at = 0

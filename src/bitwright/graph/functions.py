@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MethodWrapperType
 from typing import Any
 
@@ -21,6 +21,9 @@ _ALIASES = {
     "rsub": "sub",
     "mm": "matmul",
     "bmm": "matmul",
+    # older names of torch.mm: equal to it as Python objects, so any of the three may be met first
+    "dsmm": "matmul",
+    "spmm": "matmul",
     "concat": "cat",
     "concatenate": "cat",
     "absolute": "abs",
@@ -126,7 +129,7 @@ _NOT_CALLED: tuple[type, ...] = (staticmethod, classmethod, MethodWrapperType)
 
 
 def _torch_functions() -> dict[Any, tuple[str, bool]]:
-    """torch function → (kind, writes into its first argument): constant, so that torch.compile can read it."""
+    """torch function → (kind, writes into its first argument): a constant that torch.compile can read."""
     table: dict[Any, tuple[str, bool]] = {}
     for space in (torch, torch.Tensor, F, torch._C._VariableFunctions, torch._C._nn):
         for name in dir(space):
@@ -150,7 +153,7 @@ def can_hook(kind: str) -> bool:
 
 def channel_axis(kind: str, port: str) -> int:
     """The axis along which a per-channel format has one scale each (activations: axis 1)."""
-    return _CHANNELS.get((kind, port), (1, -1))[0]
+    return 0 if port == "bias" else _CHANNELS.get((kind, port), (1, -1))[0]
 
 
 def reduction_axis(kind: str, port: str) -> int:
@@ -196,6 +199,19 @@ def locate(
     if len(places) == 1:
         return [("input", places[0][0], places[0][1])]
     return [(f"input{i}", place, tensor) for i, (place, tensor) in enumerate(places)]
+
+
+def carries_floats(args: Iterable[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call is given floating-point numbers.
+
+    Calls that aren't (masks, positions, indices) are counted apart, so that sites keep their names where
+    torch.export or another input takes another path through a model's bookkeeping.
+    """
+    for value in (*args, *kwargs.values()):
+        for item in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(item, Tensor) and (item.is_floating_point() or item.is_complex()):
+                return True
+    return False
 
 
 def put(args: list[Any], kwargs: dict[str, Any], place: Place, value: Tensor) -> None:

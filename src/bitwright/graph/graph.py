@@ -133,7 +133,7 @@ class Graph:
         Each as (name, operator, port or output).
         """
         for op in self.ops:
-            if not can_hook(op.kind):
+            if not can_hook(op.kind) or not any(port.is_floating for port in op.ports):
                 continue
             for port in op.ports:
                 if port.is_floating:
@@ -143,12 +143,15 @@ class Graph:
 
     @cached_property
     def weight_owner(self) -> dict[str, str]:
-        """For each weight site the one site that owns its quantizer: the first use of that parameter."""
+        """For each weight site the first use of that parameter.
+
+        Biases are not among them: their scale is the product of the input's and the weight's at each use.
+        """
         first: dict[Source, str] = {}
         owner: dict[str, str] = {}
         for op in self.ops:
             for port in op.ports:
-                if port.role in ("weight", "bias") and len(port.sources) == 1:
+                if port.role == "weight" and len(port.sources) == 1:
                     site = op.site(port.name)
                     owner[site] = first.setdefault(port.sources[0], site)
         return owner

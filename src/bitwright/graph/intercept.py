@@ -1,14 +1,15 @@
 """The one mechanism: see each operator call of a model's own forward, with the module that makes it.
 
 A `TorchFunctionMode` around the forward sees the calls; a thin shim on `module.forward` (an instance
-attribute: class, children and state dict stay as they are) says which module is at work. `capture` and `prepare`
-both stand on it.
+attribute: class, children and state dict stay as they are) says which module is at work. `capture` and
+`prepare` both stand on it.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
+from threading import get_ident
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -16,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
+
+from bitwright.errors import BitwrightError
 
 # Python functions of torch that hide operators which we want to see. They ask `has_torch_function…` first, so
 # with the mode on they'd come back to us for ever: we run a twin whose globals answer False.
@@ -47,6 +50,7 @@ class Interceptor:
     def __init__(self) -> None:
         self.active = False
         self.enabled = True
+        self.thread = 0  # of the forward that is under way
 
     def begin(self) -> None:
         """One outermost forward starts."""
@@ -95,10 +99,19 @@ class ForwardShim:
         return type(self.module).forward(self.module, *args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward, seen by the interceptor."""
         interceptor = self.interceptor
         if not interceptor.enabled:
             return self._forward(*args, **kwargs)
         if interceptor.active:
+            if not torch.compiler.is_compiling() and interceptor.thread != get_ident():
+                # Modes belong to a thread: going on would leave this forward unseen, silently.
+                raise BitwrightError(
+                    "this model is running in another thread",
+                    where=self.path or None,
+                    value=type(self.module).__name__,
+                    fix="give each thread a copy.deepcopy of the model",
+                )
             token = interceptor.enter(self.path)
             try:
                 return self._forward(*args, **kwargs)
@@ -106,6 +119,8 @@ class ForwardShim:
                 interceptor.leave(token)
         # The outermost call: the whole model, or a part of it that the user calls on its own.
         interceptor.active = True
+        if not torch.compiler.is_compiling():
+            interceptor.thread = get_ident()
         interceptor.begin()
         token = interceptor.enter(self.path)
         try:
@@ -118,7 +133,7 @@ class ForwardShim:
     # torch.export and inspect ask a forward for its code and signature.
     @property
     def __code__(self) -> CodeType:
-        code: CodeType = (self.inner or type(self.module).forward).__code__  # type: ignore[attr-defined]
+        code: CodeType = (self.inner or type(self.module).forward).__code__
         return code
 
     @property

@@ -8,8 +8,8 @@ from math import prod
 Shape = tuple[int, ...]
 
 
-def macs(kind: str, inputs: Mapping[str, Shape], output: Shape) -> int:
-    """Multiply-accumulates; 0 for operators that only move or scale numbers.
+def macs(kind: str, inputs: Mapping[str, Shape], output: Shape, equation: str = "") -> int:
+    """Multiply-accumulates; 0 for operators that only move or scale numbers. `equation` is that of einsum.
 
     >>> macs("linear", {"input": (4, 8), "weight": (16, 8)}, (4, 16))
     512
@@ -20,19 +20,23 @@ def macs(kind: str, inputs: Mapping[str, Shape], output: Shape) -> int:
     if kind.startswith("conv"):
         weight = inputs.get("weight", ())  # (out, in / groups, *kernel): each output element needs weight[0]
         return prod(output) * prod(weight[1:]) if weight else 0
-    if kind == "linear":
+    if kind in ("linear", "addmm"):
         return prod(output) * inputs["input"][-1]
-    if kind == "addmm":
-        return prod(output) * inputs["input"][-1]
-    if kind == "matmul":
+    if kind in ("matmul", "mv", "dot", "inner"):
         return prod(output) * inputs["input0"][-1]
-    if kind == "baddbmm":
+    if kind in ("baddbmm", "addmv"):
         return prod(output) * inputs["input1"][-1]
+    if kind == "einsum":
+        return prod(output) * _summed(equation, list(inputs.values()))
     if kind == "scaled_dot_product_attention":
         query, key, value = inputs["query"], inputs["key"], inputs["value"]
         heads = prod(query[:-2])
         return heads * query[-2] * key[-2] * (query[-1] + value[-1])
-    if kind in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
+    if kind in ("lstm_cell", "gru_cell", "rnn_cell"):
+        states = 2 if kind == "lstm_cell" else 1  # they stand between the input and the two weights
+        weights = [inputs.get(f"input{states + i}", ()) for i in (1, 2)]
+        return inputs["input0"][0] * sum(prod(weight) for weight in weights)
+    if kind in ("lstm", "gru", "rnn"):
         first = inputs["input0"]
         steps = prod(first[:-1])
         return steps * sum(prod(shape) for shape in inputs.values() if len(shape) == 2 and shape is not first)
@@ -40,3 +44,15 @@ def macs(kind: str, inputs: Mapping[str, Shape], output: Shape) -> int:
         weight = inputs.get("input2", ())
         return prod(output[:-1]) * prod(weight)
     return 0
+
+
+def _summed(equation: str, shapes: list[Shape]) -> int:
+    """How many products einsum adds up per element of its output; 0 when it adds up none."""
+    left, arrow, right = equation.replace(" ", "").partition("->")
+    sizes: dict[str, int] = {}
+    for term, shape in zip(left.split(","), shapes, strict=False):
+        head, _, tail = term.partition("...")  # letters behind the dots count from the end
+        for letter, size in [*zip(head, shape, strict=False), *zip(tail[::-1], shape[::-1], strict=False)]:
+            sizes[letter] = max(size, sizes.get(letter, 1))
+    summed = [letter for letter in sizes if (letter not in right if arrow else left.count(letter) > 1)]
+    return prod(sizes[letter] for letter in summed) if summed and len(shapes) > 1 else 0

@@ -4,7 +4,8 @@
   one forward is `layer1.0.conv1#k`;
 - `layer1.0/add#0`: the first `add` that the module `layer1.0` itself calls (`layer1.0#1/add#0` in the
   module's second call);
-- `/add#0`: the same in the model's own forward.
+- `/add#0`: the same in the model's own forward;
+- `/add_int#0`: the first of those that are given no floating-point numbers, which are counted apart.
 
 A site is `operator:port`.
 """

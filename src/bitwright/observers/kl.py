@@ -20,7 +20,7 @@ class Kl(HistogramObserver):
         values, counts = self.samples()
         low, high = self.ends()
         limits = [
-            _threshold(np.abs(v), c, 2 ** (self.format.bits - 1))
+            _threshold(np.abs(v.astype(np.float64)), c, 2 ** (self.format.bits - 1))
             for v, c in zip(values.cpu().numpy(), counts.cpu().numpy(), strict=True)
         ]
         limit = torch.tensor(limits, dtype=low.dtype, device=low.device)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from bitwright.plan.files import spec_entry
-from bitwright.plan.plan import Change, Plan, SiteSpec
+from bitwright.plan.plan import Change, Device, Plan, SiteSpec
 
 
 def diff(before: Plan, after: Plan) -> list[Change]:
@@ -20,10 +20,14 @@ def diff(before: Plan, after: Plan) -> list[Change]:
     changes += _compare("float", before.float, after.float)
     changes += _compare("", _texts(before.sites), _texts(after.sites))
     for kind in dict.fromkeys([*before.devices, *after.devices]):
-        a = before.devices[kind].sites if kind in before.devices else {}
-        b = after.devices[kind].sites if kind in after.devices else {}
-        changes += _compare(f"devices.{kind}", _texts(a), _texts(b))
+        a, b = before.devices.get(kind), after.devices.get(kind)
+        changes += _compare("devices", _about(kind, a), _about(kind, b))
+        changes += _compare(f"devices.{kind}", _texts(a.sites if a else {}), _texts(b.sites if b else {}))
     return changes
+
+
+def _about(kind: str, device: Device | None) -> dict[str, str]:
+    return {} if device is None else {kind: f"why={device.why}" if device.why else "present"}
 
 
 def _texts(sites: Mapping[str, SiteSpec]) -> dict[str, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from bitwright.errors import BitwrightError, FormatError, PlanError, Problem, di
 from bitwright.files import write_text
 from bitwright.formats import Format
 from bitwright.plan.plan import Device, Plan, SiteSpec
-from bitwright.plan.schema import SCHEMA_VERSION, PlanFile, SiteEntry
+from bitwright.plan.schema import SCHEMA_VERSION, DeviceEntry, PlanFile, SiteEntry
 
 
 def load_plan(path: Path) -> Plan:
@@ -44,7 +44,7 @@ def parse_plan(text: str, *, where: str) -> Plan:
         raise BitwrightError(
             "a plan is a mapping", where=where, value=data, fix=f"begin with `bitwright: {SCHEMA_VERSION}`"
         )
-    if data.get("bitwright") != SCHEMA_VERSION:
+    if data.get("bitwright") != SCHEMA_VERSION or data["bitwright"] is True:  # True == 1
         raise BitwrightError(
             "wrong schema version of a plan",
             where=f"{where}: bitwright",
@@ -54,9 +54,7 @@ def parse_plan(text: str, *, where: str) -> Plan:
     try:
         file = PlanFile.model_validate(data)
     except ValidationError as error:
-        raise PlanError(
-            [_problem(detail) for detail in error.errors()], title=f"{where} has problems"
-        ) from error
+        raise PlanError(_problems(error), title=f"{where} has problems") from error
     problems: list[Problem] = []
     plan = Plan(
         sites=_specs(file.sites, "", problems),
@@ -74,15 +72,31 @@ def parse_plan(text: str, *, where: str) -> Plan:
     return plan
 
 
-def _problem(detail: Any) -> Problem:
-    path = [str(part) for part in detail["loc"]]
-    # pydantic names the branch of a union in its path; a user doesn't know our class names
-    path = [part for part in path if part not in ("SiteEntry", "str", "dict[str,any]")]
-    fix = None
-    if detail["type"] == "extra_forbidden":
-        known = SiteEntry.model_fields if len(path) > 1 else PlanFile.model_fields
-        fix = did_you_mean(path[-1], known)
-    return Problem(what=detail["msg"], where=".".join(path), value=detail["input"], fix=fix)
+# pydantic names the branch of a union in its paths; a user doesn't know our class names
+_BRANCHES = ("SiteEntry", "str", "dict[str,any]")
+
+
+def _problems(error: ValidationError) -> list[Problem]:
+    """One problem per place: pydantic complains once per branch of a union."""
+    found: dict[tuple[str, ...], Problem] = {}
+    for detail in error.errors():
+        path = tuple(str(part) for part in detail["loc"] if part not in _BRANCHES)
+        what, fix = detail["msg"], f"mend this value (docs/schemas/plan-{SCHEMA_VERSION}.json)"
+        if detail["type"] == "extra_forbidden":
+            what, fix = f"unknown key {path[-1]!r}", did_you_mean(path[-1], _fields(path))
+        elif detail["loc"][-1] in _BRANCHES or detail["type"] == "model_type":
+            what = "neither a text nor a mapping"
+        found.setdefault(path, Problem(what=what, where=".".join(path), value=detail["input"], fix=fix))
+    # where something inside is wrong, "the whole isn't a text" is no news
+    outer = {path[:length] for path in found for length in range(len(path))}
+    return [problem for path, problem in found.items() if path not in outer]
+
+
+def _fields(path: tuple[str, ...]) -> Iterable[str]:
+    """The keys that may stand where the last part of `path` stands."""
+    if len(path) == 1:
+        return PlanFile.model_fields
+    return DeviceEntry.model_fields if path[0] == "devices" and len(path) == 3 else SiteEntry.model_fields
 
 
 def _specs(
@@ -158,9 +172,9 @@ def spec_entry(spec: SiteSpec) -> dict[str, Any] | str:
 def dump_plan(plan: Plan) -> str:
     """YAML text; keys in a fixed order, sites in the order of the plan."""
     data: dict[str, Any] = {"bitwright": SCHEMA_VERSION}
-    if plan.model:
+    if plan.model is not None:
         data["model"] = plan.model
-    if plan.backend:
+    if plan.backend is not None:
         data["backend"] = plan.backend
     if plan.sites:
         data["sites"] = {name: spec_entry(spec) for name, spec in plan.sites.items()}

@@ -12,14 +12,16 @@ from typing import Any
 from bitwright.errors import PlanError, Problem, did_you_mean
 from bitwright.formats import Format
 from bitwright.graph import Graph
-from bitwright.graph.naming import SiteName
+from bitwright.graph.naming import site_name
+
+_FLOAT = Format.parse("float")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SiteSpec:
     """What happens at one site."""
 
-    format: Format = Format.parse("float")
+    format: Format = _FLOAT
     observer: str = "minmax"
     observer_options: Mapping[str, Any] = field(default_factory=dict)
     quantizer: str = "plain"
@@ -51,7 +53,8 @@ class Device:
 class Plan:
     """A set of sites with their formats; immutable, `with_sites` makes a changed one.
 
-    >>> plan = Plan(sites={"conv1:weight": SiteSpec(format=Format.parse("int8/channel/sym"), why="fast here")})
+    >>> spec = SiteSpec(format=Format.parse("int8/channel/sym"), why="fast here")
+    >>> plan = Plan(sites={"conv1:weight": spec})
     >>> print(plan.to_yaml())
     bitwright: 1
     sites:
@@ -111,7 +114,15 @@ class Plan:
                     )
                 ]
             )
-        return replace(self, sites={**self.sites, **self.devices[kind].sites}, devices={})
+        own = self.devices[kind].sites
+        overridden = Lookup(own)
+        common: dict[str, SiteSpec] = {}
+        for key, spec in self.sites.items():
+            if not is_pattern(key) and (overridden(key) is None or key in own):
+                common[key] = own.get(key, spec)  # in its old place
+            elif is_pattern(key) and key not in own:
+                common[key] = spec
+        return replace(self, sites={**common, **own}, devices={})
 
     @cached_property
     def has_patterns(self) -> bool:
@@ -130,15 +141,16 @@ class Plan:
         problems = validate(self, graph)
         if problems:
             raise PlanError(problems)
-        names = [name for name, _, _ in graph.sites()]
-        return replace(
-            self,
-            sites=_resolved(self.sites, names, graph),
-            devices={
-                kind: replace(device, sites=_resolved(device.sites, names, graph))
-                for kind, device in self.devices.items()
-            },
-        )
+        names = site_names(graph, self.fold)
+        common = _resolved(Lookup(self.sites), names, graph)
+        devices: dict[str, Device] = {}
+        for kind, device in self.devices.items():
+            own = Lookup(device.sites)
+            sites = _resolved(Lookup(device.sites, self.sites), names, graph)
+            # also what follows from the device's own sites: a tied weight may have another owner there
+            kept = {n: spec for n, spec in sites.items() if own(n) is not None or spec != common.get(n)}
+            devices[kind] = replace(device, sites=kept)
+        return replace(self, sites=common, devices=devices)
 
     def validate(self, graph: Graph | None = None) -> list[Problem]:
         """All problems, each with site, value and fix; empty when the plan is good."""
@@ -160,22 +172,60 @@ def matching(pattern: str, names: list[str]) -> list[str]:
     return [pattern] if pattern in names else []
 
 
-def _resolved(sites: Mapping[str, SiteSpec], names: list[str], graph: Graph) -> dict[str, SiteSpec]:
-    chosen: dict[str, SiteSpec] = {}
-    for key, spec in sites.items():
-        if is_pattern(key):
-            for name in matching(key, names):
-                # A tied weight has one quantizer, at its first use, which its other uses share.
-                owner = graph.weight_owner.get(name, name)
-                chosen[name] = spec if owner == name or not spec.quantizes else SiteSpec(share=owner)
-    chosen.update({key: spec for key, spec in sites.items() if not is_pattern(key)})
-    chosen = {
-        name: spec
-        for name, spec in chosen.items()
-        if spec.share is None or (spec.share in chosen and chosen[spec.share].quantizes)
+class Lookup:
+    """Which entry counts for a site: exact before patterns, later before earlier, layer by layer."""
+
+    def __init__(self, *layers: Mapping[str, SiteSpec]) -> None:
+        self.layers = [(sites, [key for key in reversed(list(sites)) if is_pattern(key)]) for sites in layers]
+
+    def __call__(self, name: str) -> SiteSpec | None:
+        """The entry of the site of that name, if it has one."""
+        for sites, patterns in self.layers:
+            if name in sites:
+                return sites[name]
+            for pattern in patterns:
+                if fnmatch.fnmatchcase(name, pattern):
+                    return sites[pattern]
+        return None
+
+
+def site_names(graph: Graph, fold: Mapping[str, str]) -> list[str]:
+    """All sites that a plan with these folds may name."""
+    # an operator that takes in a norm has a bias, even if the module has none
+    biases = {site_name(before, "weight"): site_name(before, "bias") for before in fold.values()}
+    names = [name for site, _, _ in graph.sites() for name in (site, biases.get(site)) if name is not None]
+    return list(dict.fromkeys(names))
+
+
+def weight_owners(known: Lookup, graph: Graph) -> dict[str, str]:
+    """The site whose quantizer each quantized weight has: a tied weight's first use that is quantized.
+
+    Other uses may stay float: a backend that multiplies by a tied weight in integers may look its rows up in
+    float.
+    """
+    first: dict[str, str] = {}
+    return {
+        site: first.setdefault(parameter, site)
+        for site, parameter in graph.weight_owner.items()
+        if (spec := known(site)) is not None and spec.share is None and spec.quantizes
     }
-    order = {name: position for position, name in enumerate(names)}
-    return dict(sorted(chosen.items(), key=lambda item: order.get(item[0], len(order))))
+
+
+def _resolved(known: Lookup, names: list[str], graph: Graph) -> dict[str, SiteSpec]:
+    """The sites by exact name, in the order of the graph."""
+    owners = weight_owners(known, graph)
+    chosen: dict[str, SiteSpec] = {}
+    for name in names:
+        spec = known(name)
+        if spec is None:
+            continue
+        if owners.get(name, name) != name:
+            # A pattern met a tied weight: it has one quantizer, which its other uses share.
+            spec = SiteSpec(share=owners[name], why=spec.why)
+        shared = known(spec.share) if spec.share is not None else spec
+        if shared is not None and (shared.quantizes or spec.share is None):
+            chosen[name] = spec
+    return chosen
 
 
 @dataclass(frozen=True)
@@ -194,4 +244,4 @@ class Change:
         return f"~ {self.where}: {self.before} → {self.after}"
 
 
-__all__ = ["Change", "Device", "Plan", "SiteName", "SiteSpec", "is_pattern", "matching"]
+__all__ = ["Change", "Device", "Plan", "SiteSpec"]

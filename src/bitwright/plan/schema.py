@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -16,16 +18,16 @@ class _Strict(BaseModel):
 class SiteEntry(_Strict):
     """One site's (or pattern's) entry; a bare text is short for `{format: text}`."""
 
-    format: str | None = Field(None, description='Number format, e.g. "int8/channel/sym" or "float".')
+    format: str | None = Field(default=None, description='Number format, e.g. "int8/channel/sym" or "float".')
     observer: str | dict[str, Any] | None = Field(
-        None, description="Range observer: a name, or a mapping with `name` and its options."
+        default=None, description="Range observer: a name, or a mapping with `name` and its options."
     )
     quantizer: str | dict[str, Any] | None = Field(
-        None, description="Quantizer: a name, or a mapping with `name` and its options."
+        default=None, description="Quantizer: a name, or a mapping with `name` and its options."
     )
-    guard: str | None = Field(None, description="Limit that keeps the target's accumulators exact.")
-    share: str | None = Field(None, description="Use the quantizer of that other site.")
-    why: str | None = Field(None, description="The reason of this choice.")
+    guard: str | None = Field(default=None, description="Limit that keeps the target's accumulators exact.")
+    share: str | None = Field(default=None, description="Use the quantizer of that other site.")
+    why: str | None = Field(default=None, description="The reason of this choice.")
 
 
 class DeviceEntry(_Strict):
@@ -39,11 +41,12 @@ class PlanFile(_Strict):
     """A Bitwright plan: for each site of a model its number format, and why."""
 
     bitwright: Literal[1] = Field(description="Version of this schema.")
-    model: str | None = Field(None, description="Name of the model, for people.")
-    backend: str | None = Field(None, description="The target whose rules placed these quantizers.")
+    model: str | None = Field(default=None, description="Name of the model, for people.")
+    backend: str | None = Field(default=None, description="The target whose rules placed these quantizers.")
     sites: dict[str, SiteEntry | str] = Field(
         default_factory=dict,
-        description="Sites by name or pattern (*, ?). An exact name beats patterns; a later pattern beats an earlier one.",
+        description="Sites by name or pattern (*, ?, [abc]). "
+        "An exact name beats patterns; a later pattern beats an earlier one.",
     )
     fold: dict[str, str] = Field(
         default_factory=dict,
@@ -61,3 +64,7 @@ def json_schema() -> dict[str, Any]:
     """The JSON Schema of a plan file."""
     schema = PlanFile.model_json_schema()
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "$id": "bitwright-plan-1", **schema}
+
+
+if __name__ == "__main__":  # python -m bitwright.plan.schema > docs/schemas/plan-1.json
+    sys.stdout.write(json.dumps(json_schema(), indent=2, ensure_ascii=False) + "\n")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 
-from bitwright.errors import BitwrightError, Problem, UnknownName, did_you_mean
+from bitwright.errors import BitwrightError, Problem, did_you_mean
 from bitwright.graph import Graph, Op
-from bitwright.graph.functions import reduction_axis
+from bitwright.graph.functions import channel_axis, reduction_axis
 from bitwright.graph.naming import SiteName
-from bitwright.plan.plan import Plan, SiteSpec, is_pattern, matching
+from bitwright.plan.plan import Lookup, Plan, SiteSpec, is_pattern, matching, site_names, weight_owners
 from bitwright.registry import BACKENDS, OBSERVERS, QUANTIZERS, Registry
 
 GUARDS = ("int16-pairs",)
@@ -20,9 +21,14 @@ def validate(plan: Plan, graph: Graph | None = None) -> list[Problem]:
     # a path is a table of the user's own, read (and checked) where it is used
     if plan.backend is not None and not plan.backend.endswith((".yaml", ".yml")):
         problems += _unknown(BACKENDS, plan.backend, "backend")
-    problems += _sites(plan.sites, plan.sites, graph, "")
-    for kind, device in plan.devices.items():
-        problems += _sites(device.sites, {**plan.sites, **device.sites}, graph, f"devices.{kind} ")
+    layers: list[tuple[str, list[Mapping[str, SiteSpec]]]] = [("", [plan.sites])]
+    layers += [(f"devices.{kind} ", [d.sites, plan.sites]) for kind, d in plan.devices.items()]
+    for prefix, sites in layers:
+        for key, spec in sites[0].items():
+            problems += _entry(prefix + key, key, spec)
+            problems += _share(prefix + key, spec, sites)
+        if graph is not None:
+            problems += _against(graph, sites, site_names(graph, plan.fold), prefix)
     if graph is not None:
         problems += _folds(plan, graph)
         for name in plan.float:
@@ -38,49 +44,72 @@ def _unknown(registry: Registry, name: str, where: str) -> Iterator[Problem]:
         )
 
 
-def _sites(
-    sites: Mapping[str, SiteSpec], known: Mapping[str, SiteSpec], graph: Graph | None, prefix: str
+def _entry(where: str, key: str, spec: SiteSpec) -> Iterator[Problem]:
+    """What can be said of one entry alone."""
+    yield from _unknown(OBSERVERS, spec.observer, where)
+    yield from _unknown(QUANTIZERS, spec.quantizer, where)
+    yield from _options(spec, where)
+    if spec.guard is not None and spec.guard not in GUARDS:
+        yield Problem(
+            what="unknown guard", where=where, value=spec.guard, fix=did_you_mean(spec.guard, GUARDS)
+        )
+    if spec.format.is_float and not spec.format.is_plain_float:
+        yield Problem(
+            what="this number format can't be simulated by this version",
+            where=where,
+            value=str(spec.format),
+            fix="use an integer format or float",
+        )
+    if not is_pattern(key) and (wrong := _not_a_site(key)) is not None:
+        yield Problem(what=wrong.what, where=where, value=key, fix=wrong.fix)
+
+
+def _not_a_site(key: str) -> Problem | None:
+    try:
+        SiteName.parse(key)
+    except BitwrightError as error:
+        return error.problems[0]
+    return None
+
+
+def _share(where: str, spec: SiteSpec, layers: list[Mapping[str, SiteSpec]]) -> Iterator[Problem]:
+    if spec.share is None:
+        return
+    shared = Lookup(*layers)(spec.share)
+    if shared is None or shared.share is not None:
+        owners = [n for sites in layers for n, s in sites.items() if s.share is None and s.quantizes]
+        yield Problem(
+            what="shares the quantizer of a site that has none of its own",
+            where=where,
+            value=spec.share,
+            fix=did_you_mean(spec.share, owners),
+        )
+
+
+def _against(
+    graph: Graph, layers: list[Mapping[str, SiteSpec]], names: list[str], prefix: str
 ) -> Iterator[Problem]:
-    names = [name for name, _, _ in graph.sites()] if graph is not None else []
-    for key, spec in sites.items():
+    """What only the model can tell of the first layer's entries."""
+    own, known = Lookup(layers[0]), Lookup(*layers)
+    owners = weight_owners(known, graph)
+    for key, spec in layers[0].items():
         where = prefix + key
-        yield from _unknown(OBSERVERS, spec.observer, where)
-        yield from _unknown(QUANTIZERS, spec.quantizer, where)
-        yield from _options(spec, where)
-        if spec.guard is not None and spec.guard not in GUARDS:
-            yield Problem(
-                what="unknown guard", where=where, value=spec.guard, fix=did_you_mean(spec.guard, GUARDS)
-            )
-        if spec.format.is_float and not spec.format.is_plain_float:
-            yield Problem(
-                what="this number format can't be simulated by this version",
-                where=where,
-                value=str(spec.format),
-                fix="use an integer format or float",
-            )
-        if spec.share is not None and (spec.share not in known or known[spec.share].share is not None):
-            yield Problem(
-                what="shares the quantizer of a site that has none of its own",
-                where=where,
-                value=spec.share,
-                fix=did_you_mean(
-                    spec.share, [n for n, s in known.items() if s.share is None and s.quantizes]
-                ),
-            )
-        if not is_pattern(key):
-            try:
-                SiteName.parse(key)
-            except BitwrightError as error:
-                yield Problem(what=error.problems[0].what, where=where, value=key, fix=error.problems[0].fix)
-                continue
-        if graph is None:
-            continue
         found = matching(key, names)
-        if not found:
+        if not found and (is_pattern(key) or _not_a_site(key) is None):
             what = "the pattern matches no site" if is_pattern(key) else "the model has no such site"
             yield Problem(what=what, where=where, value=key, fix=did_you_mean(key, names))
         for name in found:
+            if own(name) is not spec:  # another entry counts there
+                continue
             yield from _fits(name, spec, graph, prefix)
+            owner = owners.get(name, name)
+            if owner != name and not is_pattern(key):
+                yield Problem(
+                    what="this weight is tied: it has one quantizer, at its first quantized use",
+                    where=where,
+                    value=str(spec.format),
+                    fix=f"put the format at {owner!r} (and `share: {owner}` here)",
+                )
 
 
 def _options(spec: SiteSpec, where: str) -> Iterator[Problem]:
@@ -92,28 +121,39 @@ def _options(spec: SiteSpec, where: str) -> Iterator[Problem]:
                 what=f"wrong options of the observer {spec.observer}: {error}",
                 where=where,
                 value=dict(spec.observer_options),
+                fix="leave out the option, or mend its value",
+            )
+    if spec.quantizer in QUANTIZERS and spec.quantizer_options:
+        try:
+            inspect.signature(QUANTIZERS.get(spec.quantizer)).bind_partial(**spec.quantizer_options)
+        except TypeError as error:
+            yield Problem(
+                what=f"wrong options of the quantizer {spec.quantizer}: {error}",
+                where=where,
+                value=dict(spec.quantizer_options),
+                fix="leave out the option",
             )
 
 
 def _fits(name: str, spec: SiteSpec, graph: Graph, prefix: str) -> Iterator[Problem]:
+    """Whether channels or groups can be made of the tensor at this site."""
+    grain = spec.format.granularity
     op, port_name = _split(name, graph)
-    owner = graph.weight_owner.get(name, name)
-    if owner != name and not is_pattern(name) and spec.share is None and spec.quantizes:
+    port = op.port(port_name) if port_name != "output" else op.outputs[0]
+    if grain == "tensor" or port is None:  # None: the bias that a folded norm brings
+        return
+    axis = (channel_axis if grain == "channel" else reduction_axis)(op.kind, port_name)
+    if not -len(port.shape) <= axis < len(port.shape):
         yield Problem(
-            what="this weight is tied: it has one quantizer, at its first use",
+            what=f"a tensor of shape {list(port.shape)} has no axis for one scale per {grain}",
             where=prefix + name,
             value=str(spec.format),
-            fix=f"put the format at {owner!r} (and `share: {owner}` here)",
+            fix="use tensor",
         )
-    if spec.format.granularity != "group":
-        return
-    port = op.port(port_name)
-    shape = port.shape if port is not None else op.outputs[0].shape
-    length = shape[reduction_axis(op.kind, port_name)] if shape else 1
-    if length % spec.format.group:
-        divisors = [d for d in (16, 32, 64, 128, 256) if length % d == 0]
+    elif grain == "group" and port.shape[axis] % spec.format.group:
+        divisors = [d for d in (16, 32, 64, 128, 256) if port.shape[axis] % d == 0]
         yield Problem(
-            what=f"groups of {spec.format.group} don't divide {length} elements",
+            what=f"groups of {spec.format.group} don't divide {port.shape[axis]} elements",
             where=prefix + name,
             value=str(spec.format),
             fix=f"use group{divisors[-1]}" if divisors else "use channel",
@@ -150,6 +190,3 @@ def _folds(plan: Plan, graph: Graph) -> Iterator[Problem]:
                 value=f"{norm}: {before}",
                 fix="remove this line",
             )
-
-
-__all__ = ["GUARDS", "UnknownName", "validate"]

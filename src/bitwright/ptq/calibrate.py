@@ -18,9 +18,9 @@ def calibrate(
 ) -> int:
     """Run `batches` through a prepared model (eval mode, float arithmetic), then settle all ranges.
 
-    Each batch is a tensor, a tuple of positional arguments or a dict of keywords. Data streams: nothing but the
-    observers' own statistics is kept. Returns the number of batches. Every quantizer that gets no usable range
-    (no batch reached it, or its format can't hold what came) is reported, all at once.
+    Each batch is a tensor, a tuple of positional arguments or a dict of keywords. Data streams: nothing but
+    the observers' own statistics is kept. Returns the number of batches. Every quantizer that gets no usable
+    range (no batch reached it, or its format can't hold what came) is reported, all at once.
     """
     attachment = attachment_of(model)
     training = {module: module.training for module in model.modules()}
@@ -44,7 +44,8 @@ def calibrate(
             "the calibration loader yielded no batch", fix="give a loader (or list) with at least one batch"
         )
     problems: list[Problem] = []
-    for quantizer in attachment.quantizers.values():
+    # those that are made from others come last
+    for quantizer in sorted(attachment.quantizers.values(), key=lambda q: bool(q.of)):
         try:
             quantizer.settle()
         except CalibrationError as error:

@@ -19,7 +19,7 @@ def _with_gradient_of(value: Tensor, x: Tensor, factor: float = 1.0) -> Tensor:
 class Lsq(Quantizer):
     """Learned step size: ∂s = g·{n−z below; p−z above; (x̂−x)/s inside}, g = 1/√(M·p), M elements per scale.
 
-    Where the format wants powers of two, every forward rounds the scale to one, so that training can't lose it.
+    Where the format wants powers of two, every forward rounds the scale to one: training can't lose it.
     """
 
     def _keep_scale(self, scale: Tensor) -> None:

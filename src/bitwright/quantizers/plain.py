@@ -31,5 +31,7 @@ class Plain(Quantizer):
         """Round to the grid."""
         scale = self.layout.spread(self.scale, x)
         zero_point = self.layout.spread(self.zero_point, x)
-        rounded: Tensor = _RoundToGrid.apply(x, scale, zero_point, self.qmin, self.qmax)
+        rounded: Tensor = _RoundToGrid.apply(  # type: ignore[no-untyped-call]
+            x, scale, zero_point, self.qmin, self.qmax
+        )
         return rounded

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -24,8 +24,11 @@ _LITE_MEAN = (127.0, 127.0, 127.0)
 _LITE_STD = (128.0, 128.0, 128.0)
 
 
-def digits() -> Workload:
-    """Digits of scikit-learn: a network trained on the spot, in seconds; 256 training images calibrate it."""
+def digits(on_epoch: Callable[[int, int, float], None] | None = None) -> Workload:
+    """Digits of scikit-learn: a network trained on the spot, in seconds; 256 training images calibrate it.
+
+    ``on_epoch(done, epochs, loss)`` is told of each epoch, for a progress bar.
+    """
     split = digits_split()
 
     def calibration() -> Iterator[Tensor]:
@@ -36,7 +39,7 @@ def digits() -> Workload:
 
     return Workload(
         name="digits",
-        model=train_digits(),
+        model=train_digits(on_epoch=on_epoch),
         inputs=(split.test_images[:1],),
         calibration=calibration,
         evaluation=evaluation,

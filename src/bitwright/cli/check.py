@@ -1,0 +1,99 @@
+"""`bitwright check`: does the real runtime compute what the simulated model computes?"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from bitwright.cli.data import fixed_batch, open_workload, probes, rebatched
+from bitwright.cli.options import SamplesOption, WorkloadArg
+from bitwright.cli.out import Out
+from bitwright.cli.prepared import CheckpointOption, PlanOption, load_prepared, read_plan
+from bitwright.cli.verb import CHECK_FAILED, verb
+from bitwright.deploy import Check, available_runtimes, open_runtime
+from bitwright.deploy import check as check_model
+from bitwright.errors import ArtefactError
+from bitwright.report import words
+
+
+@verb(
+    "check",
+    examples="""
+    bitwright check digits --plan out/plan.yaml --checkpoint out/checkpoint.safetensors out/model.onnx
+    bitwright check digits --plan p.yaml --checkpoint c.safetensors m.onnx --runtime openvino --per-site
+    """,
+)
+def check(
+    out: Out,
+    workload: WorkloadArg,
+    artefact: Annotated[Path, typer.Argument(metavar="ARTEFACT", help="The exported .onnx file.")],
+    plan: PlanOption = None,
+    checkpoint: CheckpointOption = None,
+    runtime: Annotated[str, typer.Option(help="A runtime, or `all` that can be used here.")] = "onnxruntime",
+    per_site: Annotated[
+        bool, typer.Option("--per-site", help="Compare the codes at every site too.")
+    ] = False,
+    samples: SamplesOption = None,
+) -> None:
+    """Run an artefact on the real runtime and compare it with the simulated model.
+
+    Exits with 1 if an output diverges, and names the first site that does.
+    """
+    chosen = read_plan(plan, checkpoint)
+    names = (
+        [n for n, problem in available_runtimes().items() if problem is None]
+        if runtime == "all"
+        else [runtime]
+    )
+    if not names:
+        raise ArtefactError("no runtime can be used here", fix="pip install onnxruntime")
+    for name in names:
+        open_runtime(name, artefact)  # a damaged artefact ends this before the workload is loaded
+    size = fixed_batch(artefact)
+    found = open_workload(out, workload)
+    load_prepared(found, *chosen)
+    results: list[Check] = []
+    for name in names:
+        with out.steps(f"checking on {name}"):
+            data = rebatched(probes(found, samples), size)
+            result = check_model(found.model, artefact, data, runtime=name, per_site=per_site)
+            if not result.passed and not per_site:  # where it begins to go wrong is what one asks next
+                data = rebatched(probes(found, size or 1), size)
+                result = check_model(found.model, artefact, data, runtime=name, per_site=True)
+        results.append(result)
+    _show(out, results, per_site=per_site)
+
+
+def _show(out: Out, results: list[Check], *, per_site: bool) -> None:
+    out.data([{**asdict(r), "passed": r.passed, "first_divergence": r.first_divergence} for r in results])
+    rows = []
+    for result in results:
+        for output in result.outputs:
+            agreement = "" if output.top1_agreement is None else f"{100 * output.top1_agreement:.4g} %"
+            verdict = "agrees" if output.passed else "diverges"
+            sqnr = words.decibels(None if output.sqnr_db == float("inf") else output.sqnr_db)
+            rows.append((result.runtime, output.name, verdict, sqnr, f"{output.max_error:.3g}", agreement))
+    out.table(["runtime", "output", "verdict", "#SQNR", "#largest error", "#same top-1"], rows)
+    if per_site:
+        for result in results:
+            out.table(
+                [f"site ({result.runtime})", "#mean difference of codes", "#off by more than one", ""],
+                [
+                    (
+                        s.site,
+                        f"{s.mean_difference:.4g}",
+                        f"{100 * s.share_off:.3g} %",
+                        "diverges" if s.diverges else "",
+                    )
+                    for s in result.sites
+                ],
+            )
+    failed = [result for result in results if not result.passed]
+    for result in failed:
+        where = result.first_divergence or "no single site: only the output differs"
+        out.stderr.print(f"check failed: {result.runtime} diverges; first diverging site: {where}")
+    if failed:
+        raise typer.Exit(CHECK_FAILED)

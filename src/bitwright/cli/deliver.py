@@ -1,0 +1,133 @@
+"""From a quantized model to a folder: plan, artefact, checkpoint, and a report of what they are worth."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import typer
+
+from bitwright.checkpoint import save_checkpoint
+from bitwright.cli.data import any_batch, can_evaluate, first, fixed_batch, probes, rebatched
+from bitwright.cli.out import Out
+from bitwright.cli.verb import CHECK_FAILED
+from bitwright.deploy import Check, open_runtime
+from bitwright.recipe import Quantized
+from bitwright.report import (
+    Accuracy,
+    Record,
+    Size,
+    Timing,
+    make_record,
+    parity,
+    words,
+    write_html,
+    write_json,
+)
+from bitwright.workload import Workload, measure
+
+_LOOKED_AT = 256  # samples; enough for shares and ratios, quick for large models
+
+
+def evaluate(out: Out, workload: Workload, predict: object, where: str) -> list[Accuracy]:
+    """The workload's metric, or nothing if the workload has none."""
+    if not can_evaluate(workload) or not callable(predict):
+        return []
+    with out.steps(f"evaluating: {where}"):
+        values = measure(workload, predict)
+    samples = int(values["n"]) if "n" in values else None
+    return [Accuracy(where=where, metric=workload.metric, value=values[workload.metric], samples=samples)]
+
+
+def write_artefacts(out: Out, quantized: Quantized, folder: Path) -> Path:
+    """Plan, checkpoint and model."""
+    with out.steps("exporting"):
+        quantized.plan.save(folder / "plan.yaml")
+        save_checkpoint(quantized.model, folder / "checkpoint.safetensors")
+        return quantized.export(folder / "model.onnx").path
+
+
+def write_report(
+    out: Out,
+    workload: Workload,
+    quantized: Quantized,
+    folder: Path,
+    *,
+    runtimes: Iterable[str],
+    accuracies: Iterable[Accuracy],
+    float_size: Size,
+    timings: Iterable[Timing] = (),
+    seed: int | None = None,
+) -> Record:
+    """Check the artefact on real runtimes, evaluate it there, and write report.json and report.html."""
+    artefact = folder / "model.onnx"
+    size = fixed_batch(artefact)
+    scores = [*accuracies, *evaluate(out, workload, quantized.model, "simulated")]
+    checks: list[Check] = []
+    for runtime in runtimes:
+        with out.steps(f"checking on {runtime}"):
+            data = rebatched(probes(workload), size)
+            checks.append(quantized.check(artefact, data, runtime=runtime, per_site=True))
+        scores += evaluate(out, workload, any_batch(open_runtime(runtime, artefact), size), runtime)
+    with out.steps("looking at sites"):
+        record = make_record(
+            quantized,
+            first(probes(workload), _LOOKED_AT),
+            workload=workload.name,
+            seed=seed,
+            accuracies=scores,
+            sizes=[float_size, Size(name="model.onnx", bytes=artefact.stat().st_size)],
+            timings=timings,
+            parities=[parity(check) for check in checks],
+        )
+    write_json(record, folder / "report.json")
+    write_html(record, folder / "report.html")
+    return record
+
+
+def show(out: Out, record: Record, folder: Path) -> None:
+    """The summary, where the files are, and the exit code if a runtime diverged."""
+    files = {name: str(folder / name) for name in sorted(file.name for file in folder.iterdir())}
+    out.data({"files": files, "report": record.model_dump(mode="json")})
+    rows: list[tuple[str, str, str]] = []
+    for accuracy in record.accuracies:
+        rows.append(
+            (
+                f"{accuracy.metric}, {accuracy.where}",
+                words.score(accuracy),
+                "" if accuracy is record.accuracies[0] else words.change(accuracy, record.accuracies[0]),
+            )
+        )
+    sizes = words.float_and_quantized(record)
+    if sizes is not None:
+        share = (
+            f"{100 * sizes[1].bytes / sizes[0].bytes:.0f} % of {words.size(sizes[0].bytes)} ({sizes[0].name})"
+        )
+        rows.append(("size", words.size(sizes[1].bytes), share))
+    for timing in record.timings:
+        if timing.variant == "quantized":
+            where = f"latency, {timing.runtime}, batch {timing.batch}"
+            rows.append((where, f"{timing.median_ms:.3g} ms", words.speed(timing)))
+    for row in record.parities:
+        agreement = "" if row.top1_agreement is None else f"top-1 agrees on {100 * row.top1_agreement:.4g} %"
+        verdict = "agrees" if row.passed else f"diverges, first at {row.first_divergence or 'the output'}"
+        rows.append(
+            (
+                f"parity, {row.runtime}",
+                verdict,
+                f"{words.decibels(row.sqnr_db)} SQNR, {agreement}".rstrip(", "),
+            )
+        )
+    rows.append(
+        ("quantized sites", str(len(record.sites)), f"{len(record.float_operators)} operators left in float")
+    )
+    out.table([record.title, "#", ""], rows)
+    for file in files.values():
+        out.say(f"  {file}")
+    diverged = [row for row in record.parities if not row.passed]
+    if diverged:
+        names = ", ".join(
+            f"{row.runtime} (first at {row.first_divergence or 'the output'})" for row in diverged
+        )
+        out.stderr.print(f"check failed: the artefact diverges from the simulation on {names}")
+        raise typer.Exit(CHECK_FAILED)

@@ -1,0 +1,94 @@
+"""`bitwright doctor`: this machine, this installation, and what follows for plans."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import typer
+
+from bitwright.backends import BackendTable
+from bitwright.backends import backend as find_backend
+from bitwright.cli.out import Out
+from bitwright.cli.verb import CHECK_FAILED, verb
+from bitwright.deploy import available_runtimes, saturates
+from bitwright.registry import BACKENDS
+from bitwright.report import environment
+
+
+@verb(
+    "doctor",
+    examples="""
+    bitwright doctor
+    bitwright doctor --json
+    """,
+)
+def doctor(out: Out) -> None:
+    """Tell what is installed, what this CPU can do, and how exact its 8-bit products are.
+
+    Exits with 1 if no runtime can be used.
+    """
+    found = environment()
+    missing = available_runtimes()
+    with out.steps("probing the runtimes"):
+        runtimes = {name: _runtime(name, reason, found.packages) for name, reason in missing.items()}
+    out.data({"environment": found.model_dump(), "runtimes": runtimes})
+    out.table(
+        ["", ""],
+        [
+            ("bitwright", found.bitwright),
+            ("python", found.python),
+            ("machine", f"{found.cpu} ({found.platform})"),
+            ("CPU features", ", ".join(found.cpu_features) or "none known"),
+            ("cores, threads", f"{found.cores} cores, torch uses {found.threads}"),
+            *found.packages.items(),
+        ],
+        title="Environment",
+    )
+    out.table(
+        ["runtime", "version", "u8 × s8", "what follows"],
+        [
+            (
+                name,
+                str(facts["version"] or facts["problem"]),
+                _exactness(facts["saturates"]),
+                facts["follows"],
+            )
+            for name, facts in runtimes.items()
+        ],
+        title="Runtimes",
+    )
+    if all(reason is not None for reason in missing.values()):
+        out.error("no runtime can be used: artefacts can be made, but not checked", [])
+        raise typer.Exit(CHECK_FAILED)
+
+
+def _exactness(saturating: bool | None) -> str:
+    return "" if saturating is None else "saturates" if saturating else "exact"
+
+
+def _runtime(name: str, problem: str | None, packages: dict[str, str]) -> dict[str, Any]:
+    if problem is not None:
+        return {
+            "version": None,
+            "problem": problem,
+            "saturates": None,
+            "follows": "artefacts aren't checked on it",
+        }
+    lossy = saturates(name)
+    tables = [find_backend(backend) for backend in BACKENDS.names()]
+    return {
+        "version": packages.get(name),
+        "problem": None,
+        "saturates": lossy,
+        "follows": _consequence(lossy, [table for table in tables if table.runtime == name]),
+    }
+
+
+def _consequence(lossy: bool, tables: list[BackendTable]) -> str:
+    guarded = [table for table in tables if table.guard is not None]
+    if not lossy:
+        return "8-bit weights use their full range"
+    if not guarded:
+        return "8-bit sums may saturate: prefer another runtime"
+    names = ", ".join(f"{table.name} ({table.guard.name})" for table in guarded if table.guard is not None)
+    return f"plans guard 8-bit weights for {names}; say --no-saturating if another machine deploys"

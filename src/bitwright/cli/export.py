@@ -1,0 +1,60 @@
+"""`bitwright export`: an artefact from a plan and a checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from bitwright.cli.data import open_workload
+from bitwright.cli.options import WorkloadArg
+from bitwright.cli.out import Out
+from bitwright.cli.prepared import CheckpointOption, PlanOption, load_prepared, read_plan
+from bitwright.cli.verb import verb
+from bitwright.deploy import export as export_model
+from bitwright.deploy import export_float
+from bitwright.files import replacing
+from bitwright.report import words
+
+
+@verb(
+    "export",
+    examples="""
+    bitwright export digits --plan out/plan.yaml --checkpoint out/checkpoint.safetensors -o model.onnx
+    bitwright export digits --float -o model-float.onnx
+    """,
+)
+def export(
+    out: Out,
+    workload: WorkloadArg,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="The artefact to write.", show_default=False)
+    ],
+    plan: PlanOption = None,
+    checkpoint: CheckpointOption = None,
+    as_float: Annotated[bool, typer.Option("--float", help="Export the float model: the yardstick.")] = False,
+    static_batch: Annotated[
+        bool, typer.Option("--static-batch", help="Fix the batch to that of the example inputs.")
+    ] = False,
+) -> None:
+    """Write an ONNX artefact (Q/DQ form, weights as integers) of a quantized model, or of the float one."""
+    chosen = None if as_float else read_plan(plan, checkpoint)
+    # The temporary file is opened first: a place that can't be written ends this before any long work.
+    with replacing(output) as temporary:
+        found = open_workload(out, workload)
+        if chosen is None:
+            with out.steps("exporting"):
+                export_float(found.model, temporary, found.inputs, dynamic_batch=not static_batch)
+            facts: dict[str, object] = {"path": str(output), "bytes": temporary.stat().st_size}
+            text = "float"
+        else:
+            load_prepared(found, *chosen)
+            with out.steps("exporting"):
+                artefact = export_model(found.model, temporary, found.inputs, dynamic_batch=not static_batch)
+            facts = {**asdict(artefact), "path": str(output)}
+            batch = "any batch" if artefact.dynamic_batch else "a fixed batch"
+            text = f"{artefact.activation_pairs} Q/DQ pairs, {artefact.weights} integer weights, {batch}"
+    out.data(facts)
+    out.say(f"{output}: {words.size(output.stat().st_size)}, {text}")

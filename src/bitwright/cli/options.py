@@ -1,0 +1,109 @@
+"""Arguments that several verbs have."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from bitwright.errors import BitwrightError
+from bitwright.plan import Plan
+
+WorkloadArg = Annotated[
+    str,
+    typer.Argument(
+        metavar="WORKLOAD", help="file.py:function, or a name that `bitwright list workloads` has."
+    ),
+]
+BackendOption = Annotated[
+    str | None,
+    typer.Option(
+        "--backend",
+        help="The target: a name of `bitwright list backends`, or your own table.yaml "
+        "(default: what the plan file says, else onnxruntime).",
+        show_default=False,
+    ),
+]
+PlanFileOption = Annotated[
+    Path | None,
+    typer.Option("--plan", help="Use this plan file instead of making a plan.", show_default=False),
+]
+WeightsOption = Annotated[
+    str | None,
+    typer.Option(
+        "--weights", metavar="FORMAT", help="Format of weights, e.g. int8/channel/sym.", show_default=False
+    ),
+]
+ActivationsOption = Annotated[
+    str | None,
+    typer.Option(
+        "--activations",
+        metavar="FORMAT",
+        help="Format of activations, e.g. uint8/tensor/asym.",
+        show_default=False,
+    ),
+]
+ObserverOption = Annotated[
+    str | None,
+    typer.Option("--observer", metavar="NAME", help="Range observer of activations.", show_default=False),
+]
+WeightObserverOption = Annotated[
+    str | None,
+    typer.Option("--weight-observer", metavar="NAME", help="Range observer of weights.", show_default=False),
+]
+KeepFloatOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--keep-float", metavar="PATTERN", help="Operators that stay in float; may be given several times."
+    ),
+]
+SaturatingOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--saturating/--no-saturating",
+        help="Whether 8-bit products saturate on the machine that will run the model "
+        "(default: this one is probed).",
+        show_default=False,
+    ),
+]
+SamplesOption = Annotated[
+    int | None, typer.Option("--samples", min=1, help="Use at most this many samples.", show_default=False)
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choices:
+    """What the plan options say."""
+
+    weights: str | None = None
+    activations: str | None = None
+    observer: str | None = None
+    weight_observer: str | None = None
+    keep_float: list[str] | None = None
+    saturating: bool | None = None
+
+    def arguments(self) -> dict[str, Any]:
+        """As `make_plan` takes them; only what was given."""
+        return {name: value for name, value in vars(self).items() if value not in (None, [])}
+
+    def refuse_beside(self, plan: Path | None) -> None:
+        """A plan file has all choices in it: options beside it would be silently without effect."""
+        given = [f"--{name.replace('_', '-')}" for name in self.arguments()]
+        if plan is not None and given:
+            raise BitwrightError(
+                "a plan file and options for making a plan exclude each other",
+                value=", ".join(given),
+                fix="change the plan file, or leave out --plan",
+            )
+
+
+def load_plan(path: Path | None) -> Plan | None:
+    """The plan of a file, if one was given."""
+    return None if path is None else Plan.load(path)
+
+
+def target(backend: str | None, plan: Plan | None) -> str:
+    """The backend that was asked for, else the plan's own."""
+    return backend or (plan.backend if plan is not None else None) or "onnxruntime"

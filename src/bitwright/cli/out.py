@@ -1,0 +1,106 @@
+"""Where words go: results to stdout, progress and errors to stderr."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from math import isfinite
+from typing import Any
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
+from rich.table import Table
+from rich.text import Text
+
+from bitwright.errors import Problem
+
+Step = Callable[[int], None]
+
+
+class Out:
+    """How one verb talks. With `json` stdout has one JSON value; with `quiet` there are only errors."""
+
+    def __init__(self, *, json: bool, quiet: bool) -> None:
+        self.json = json
+        self.quiet = quiet
+        # A file or a pipe has no width: rich would cut tables at 80 columns.
+        wide = None if sys.stdout.isatty() else 160
+        self.stdout = Console(highlight=False, markup=False, emoji=False, width=wide)
+        self.stderr = Console(stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True)
+
+    def say(self, text: str) -> None:
+        """A line for people."""
+        if not (self.json or self.quiet):
+            self.stdout.print(text, soft_wrap=True)
+
+    def table(self, heads: Sequence[str], rows: Iterable[Sequence[str]], *, title: str | None = None) -> None:
+        """A table for people; heads that begin with a hash are columns of numbers."""
+        if self.json or self.quiet:
+            return
+        table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False)
+        for head in heads:
+            table.add_column(
+                head.removeprefix("#"), justify="right" if head.startswith("#") else "left", overflow="fold"
+            )
+        for row in rows:
+            table.add_row(*(Text(cell) for cell in row))
+        self.stdout.print(table)
+
+    def result(self, text: str) -> None:
+        """What was asked for, as it is: neither wrapped nor silenced."""
+        typer.echo(text, nl=not text.endswith("\n"))
+
+    def data(self, value: Any) -> None:
+        """The one JSON value, if JSON is wanted."""
+        if self.json:
+            self.result(json.dumps(_finite(value), indent=1, ensure_ascii=False))
+
+    def note(self, text: str) -> None:
+        """Something that the user should know, beside the result."""
+        if not self.quiet:
+            self.stderr.print(f"note: {text}")
+
+    def error(self, text: str, problems: Sequence[Problem]) -> None:
+        """Why the verb ends here."""
+        self.stderr.print(Text.assemble(("error: ", "bold red"), text))
+        details = [
+            {
+                "what": p.what,
+                "where": p.where,
+                "value": None if p.value is None else str(p.value),
+                "fix": p.fix,
+            }
+            for p in problems
+        ]
+        self.data({"error": text, "problems": details})
+
+    @contextmanager
+    def steps(self, title: str, total: int | None = None) -> Iterator[Step]:
+        """A progress bar, or a spinner without a total; call what it gives with the number of steps done."""
+        shown = not (self.json or self.quiet) and self.stderr.is_terminal
+        columns = [SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()]
+        if total is not None:
+            columns.insert(3, MofNCompleteColumn())
+        with Progress(*columns, console=self.stderr, disable=not shown, transient=True) as progress:
+            task = progress.add_task(title, total=total)
+            yield lambda done: progress.update(task, completed=done)
+
+
+def _finite(value: Any) -> Any:
+    """JSON has neither infinity nor NaN."""
+    if isinstance(value, float):
+        return value if isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(key): _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value

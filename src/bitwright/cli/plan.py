@@ -1,0 +1,122 @@
+"""`bitwright plan`: make, validate and compare plans."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from bitwright.backends import backend as find_backend
+from bitwright.backends import check_plan
+from bitwright.cli.data import open_workload
+from bitwright.cli.options import (
+    ActivationsOption,
+    BackendOption,
+    Choices,
+    KeepFloatOption,
+    ObserverOption,
+    PlanFileOption,
+    SaturatingOption,
+    WeightObserverOption,
+    WeightsOption,
+    load_plan,
+    target,
+)
+from bitwright.cli.out import Out
+from bitwright.cli.verb import verb
+from bitwright.errors import BitwrightError, PlanError
+from bitwright.graph import capture
+from bitwright.plan import Plan, json_schema
+from bitwright.planners import make_plan
+
+
+@verb(
+    "plan",
+    examples="""
+    bitwright plan digits -o plan.yaml
+    bitwright plan digits --weights int4/group8/sym --keep-float head
+    bitwright plan digits --plan edited.yaml --against plan.yaml
+    bitwright plan --schema > plan.schema.json
+    """,
+)
+def plan(
+    out: Out,
+    workload: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="WORKLOAD", help="file.py:function, or a registered name.", show_default=False
+        ),
+    ] = None,
+    backend: BackendOption = None,
+    plan: PlanFileOption = None,
+    weights: WeightsOption = None,
+    activations: ActivationsOption = None,
+    observer: ObserverOption = None,
+    weight_observer: WeightObserverOption = None,
+    keep_float: KeepFloatOption = None,
+    saturating: SaturatingOption = None,
+    against: Annotated[
+        Path | None,
+        typer.Option(help="Show what changes from this plan to the one here.", show_default=False),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write here, not to stdout.", show_default=False)
+    ] = None,
+    schema: Annotated[bool, typer.Option("--schema", help="Print the JSON Schema of plan files.")] = False,
+) -> None:
+    """Decide the number format of every site, and say why.
+
+    With --plan an existing plan is validated for the workload instead of making one.
+    """
+    if schema:
+        out.result(json.dumps(json_schema(), indent=1))
+        return
+    if workload is None:
+        raise BitwrightError("there is no workload to plan for", fix="bitwright plan WORKLOAD, or --schema")
+    choices = Choices(
+        weights=weights,
+        activations=activations,
+        observer=observer,
+        weight_observer=weight_observer,
+        keep_float=keep_float,
+        saturating=saturating,
+    )
+    choices.refuse_beside(plan)
+    given, other = load_plan(plan), load_plan(against)
+    table = find_backend(target(backend, given))
+    found = open_workload(out, workload)
+    graph = capture(found.model, found.inputs)
+    if given is None:
+        made = make_plan(graph, table, model=found.name, **choices.arguments())
+    else:
+        made = given.resolve(graph)
+        problems = check_plan(made, table)
+        if problems:
+            raise PlanError(problems)
+    if output is not None:
+        made.save(output)
+    _show(out, made, other.resolve(graph) if other is not None else None, output)
+
+
+def _show(out: Out, plan: Plan, other: Plan | None, output: Path | None) -> None:
+    quantized = len(list(plan.quantized))
+    changes = other.diff(plan) if other is not None else []
+    out.data(
+        {
+            "output": None if output is None else str(output),
+            "quantized_sites": quantized,
+            "float_operators": dict(plan.float),
+            "changes": [vars(change) for change in changes],
+            "plan": plan.to_yaml(),
+        }
+    )
+    if out.json:
+        return
+    if other is not None:
+        out.result("\n".join(str(change) for change in changes) or "no changes")
+    elif output is None:
+        out.result(plan.to_yaml())
+    if output is not None:
+        out.say(f"{output}: {quantized} quantized sites, {len(plan.float)} operators left in float")

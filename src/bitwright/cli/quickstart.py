@@ -1,0 +1,88 @@
+"""`bitwright quickstart`: from nothing to a checked INT8 artefact and a page, in about a minute."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from bitwright.cli.data import calibration
+from bitwright.cli.deliver import evaluate, show, write_artefacts, write_report
+from bitwright.cli.out import Out
+from bitwright.cli.staging import filling
+from bitwright.cli.verb import verb
+from bitwright.deploy import available_runtimes, export_float, measure_latency, open_runtime
+from bitwright.recipe import quantize
+from bitwright.report import Size, Timing, timings
+
+_BATCHES, _RUNS, _SEED, _EPOCHS = (1, 64), 100, 0, 10
+_THREADS = 1  # on so small a model a second thread only adds noise
+
+
+@verb(
+    "quickstart",
+    examples="""
+    bitwright quickstart
+    bitwright quickstart --output demo-output
+    """,
+)
+def quickstart(
+    out: Out,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for what is made.")] = Path(
+        "bitwright-quickstart"
+    ),
+) -> None:
+    """Train a small CNN on scikit-learn's digits, quantize, export, check and time it. Needs no download."""
+    # scikit-learn takes a second to import, and no other verb needs it.
+    from bitwright.zoo.workloads import digits
+
+    runtimes = [name for name, problem in available_runtimes().items() if problem is None]
+    with filling(output) as folder:
+        with out.steps("training on digits", _EPOCHS) as step:
+            workload = digits(on_epoch=lambda done, total, loss: step(done))
+        before = evaluate(out, workload, workload.model, "float")
+        with out.steps("exporting the float model"):
+            reference = export_float(workload.model, folder / "model-float.onnx", workload.inputs)
+        with out.steps("calibrating") as step:
+            quantized = quantize(
+                workload.model,
+                calibration(workload),
+                backend="onnxruntime",
+                example=workload.inputs,
+                progress=step,
+                name=workload.name,
+            )
+        artefact = write_artefacts(out, quantized, folder)
+        measured = [row for name in runtimes for row in _latencies(out, name, reference, artefact)]
+        record = write_report(
+            out,
+            workload,
+            quantized,
+            folder,
+            runtimes=runtimes,
+            accuracies=before,
+            float_size=Size(name="model-float.onnx", bytes=reference.stat().st_size),
+            timings=measured,
+            seed=_SEED,
+        )
+    show(out, record, output)
+    out.say(f"open {output / 'report.html'} for the whole picture")
+
+
+def _latencies(out: Out, runtime: str, reference: Path, artefact: Path) -> list[Timing]:
+    """Float and quantized in turns, so that a busy machine disturbs both alike."""
+    plain, fast = (open_runtime(runtime, path, threads=_THREADS) for path in (reference, artefact))
+    rows: list[Timing] = []
+    for batch in _BATCHES:
+        x = torch.rand(batch, 1, 8, 8, generator=torch.Generator().manual_seed(_SEED))
+        with out.steps(f"timing on {runtime}, batch {batch}", _RUNS) as step:
+            measured = measure_latency(
+                {"float": partial(plain.run, plain.feed(x)), "quantized": partial(fast.run, fast.feed(x))},
+                runs=_RUNS,
+                progress=step,
+            )
+        rows += timings(runtime, batch, _THREADS, float=measured["float"], quantized=measured["quantized"])
+    return rows

@@ -1,0 +1,101 @@
+"""What all verbs share: --json, --quiet, --debug, and how errors end."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import typer
+
+from bitwright.cli.app import app
+from bitwright.cli.out import Out
+from bitwright.errors import BitwrightError
+
+Verb = Callable[..., None]
+
+CHECK_FAILED, USAGE, INTERNAL, INTERRUPTED = 1, 2, 70, 130
+
+_COMMON: dict[str, tuple[str, str]] = {
+    "json": ("--json", "Print machine-readable JSON to stdout, and nothing else there."),
+    "quiet": ("--quiet", "Print nothing but errors and what was asked for."),
+    "debug": ("--debug", "Show the traceback of an error."),
+}
+
+
+def verb(name: str, *, examples: str) -> Callable[[Verb], Verb]:
+    """Register a function whose first argument is an `Out`; the rest are its command-line arguments."""
+
+    def register(function: Verb) -> Verb:
+        own = list(inspect.signature(function, eval_str=True).parameters.values())[1:]
+        common = [
+            inspect.Parameter(
+                key,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=False,
+                annotation=Annotated[bool, typer.Option(flag, help=text)],
+            )
+            for key, (flag, text) in _COMMON.items()
+        ]
+
+        @functools.wraps(function)
+        def run(*, json: bool, quiet: bool, debug: bool, **arguments: Any) -> None:
+            out = Out(json=json, quiet=quiet)
+            with _telling(out, debug=debug):
+                function(out, **arguments)
+
+        keywords = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own]
+        parameters = [*keywords, *common]
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        lines = "\n".join(f"  {line.strip()}" for line in examples.strip().splitlines())
+        text = f"{inspect.getdoc(function)}\n\n\b\nExamples:\n{lines}"
+        app.command(name, help=text)(run)
+        return function
+
+    return register
+
+
+@contextmanager
+def _telling(out: Out, *, debug: bool) -> Iterator[None]:
+    """End every error with one clear message and the right exit code."""
+    handler = _Notes(out)
+    log = logging.getLogger("bitwright")
+    log.addHandler(handler)
+    try:
+        yield
+    except (typer.Exit, typer.Abort, BrokenPipeError):
+        raise
+    except KeyboardInterrupt:
+        out.error("interrupted: nothing was written", [])
+        raise typer.Exit(INTERRUPTED) from None
+    except (Exception, SystemExit) as error:
+        if debug:
+            out.stderr.print(traceback.format_exc(), end="")
+        if isinstance(error, BitwrightError):
+            out.error(str(error), error.problems)
+            raise typer.Exit(USAGE) from None
+        if isinstance(error, OSError) and error.filename is not None:
+            out.error(f"{error.filename}: {error.strerror}", [])
+            raise typer.Exit(USAGE) from None
+        words = " ".join(str(error).split())
+        hint = "" if debug else "; run with --debug for the traceback"
+        out.error(f"internal error: {type(error).__name__}: {words}{hint}", [])
+        raise typer.Exit(INTERNAL) from None
+    finally:
+        log.removeHandler(handler)
+
+
+class _Notes(logging.Handler):
+    """Log lines of the library, as notes."""
+
+    def __init__(self, out: Out) -> None:
+        super().__init__(logging.WARNING)
+        self.out = out
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.out.note(record.getMessage())

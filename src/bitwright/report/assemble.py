@@ -1,0 +1,48 @@
+"""`make_record`: a quantized model and what was measured of it, put together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from hashlib import sha256
+from typing import Any
+
+from bitwright.recipe import Quantized
+from bitwright.report.environment import environment
+from bitwright.report.record import Accuracy, FloatOperator, Parity, Record, Size, Timing
+from bitwright.report.sites import site_rows
+
+
+def make_record(
+    quantized: Quantized,
+    batches: Iterable[Any],
+    *,
+    workload: str,
+    title: str | None = None,
+    seed: int | None = None,
+    accuracies: Iterable[Accuracy] = (),
+    sizes: Iterable[Size] = (),
+    timings: Iterable[Timing] = (),
+    parities: Iterable[Parity] = (),
+) -> Record:
+    """The record of one run; the sites are looked at with `batches` of inputs."""
+    plan, graph = quantized.plan, quantized.graph
+    return Record(
+        title=title or f"{workload} for {quantized.backend}",
+        workload=workload,
+        backend=quantized.backend,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        seed=seed,
+        plan_sha256=sha256(plan.to_yaml().encode()).hexdigest(),
+        environment=environment(),
+        accuracies=tuple(accuracies),
+        sizes=tuple(sizes),
+        timings=tuple(timings),
+        parities=tuple(parities),
+        sites=site_rows(quantized.model, batches),
+        float_operators=tuple(
+            FloatOperator(operator=name, kind=graph.by_name[name].kind, why=why)
+            for name, why in plan.float.items()
+        ),
+        folds=dict(plan.fold),
+    )

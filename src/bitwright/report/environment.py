@@ -1,0 +1,64 @@
+"""Versions and machine: what a figure means nothing without."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from bitwright.report.record import Environment
+from bitwright.version import __version__
+
+#: What computes, converts or runs; an absent one is left out.
+PACKAGES = (
+    "torch",
+    "numpy",
+    "onnx",
+    "onnxscript",
+    "onnx-ir",
+    "onnxruntime",
+    "openvino",
+    "safetensors",
+    "pydantic",
+    "scikit-learn",
+)
+# Those that decide how fast and how exact 8-bit products are.
+_FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx_vnni", "amx_int8", "amx_bf16", "asimddp", "i8mm", "sve")
+
+
+def environment() -> Environment:
+    """This machine and this installation."""
+    name, flags = _cpu()
+    return Environment(
+        bitwright=__version__,
+        python=platform.python_version(),
+        platform=f"{platform.system()} {platform.machine()}",
+        cpu=name,
+        cpu_features=tuple(feature for feature in _FEATURES if feature in flags),
+        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        threads=torch.get_num_threads(),
+        packages={package: found for package in PACKAGES if (found := _version(package)) is not None},
+    )
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _cpu() -> tuple[str, set[str]]:
+    """The processor's name and flags; only Linux tells them to everybody."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        text = ""
+    names = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    flags = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", text, re.MULTILINE)
+    name = names[1].strip() if names else platform.processor() or platform.machine()
+    return name, set(flags[1].split()) if flags else set()

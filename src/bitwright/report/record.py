@@ -1,0 +1,140 @@
+"""`Record`: everything that one run found, versioned, as JSON."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from bitwright.errors import BitwrightError
+from bitwright.files import write_text
+
+RECORD_VERSION: Literal[1] = 1
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Environment(_Frozen):
+    """Where it was measured."""
+
+    bitwright: str
+    python: str
+    platform: str
+    cpu: str
+    cpu_features: tuple[str, ...]
+    cores: int
+    threads: int = Field(description="Threads of torch.")
+    packages: dict[str, str]
+
+
+class Accuracy(_Frozen):
+    """The workload's metric for one way to run the model."""
+
+    where: str = Field(description='"float", "simulated", or the name of a runtime.')
+    metric: str
+    value: float
+    samples: int | None = None
+
+
+class Size(_Frozen):
+    """Bytes of one form of the model."""
+
+    name: str
+    bytes: int
+
+
+class Timing(_Frozen):
+    """Latency of one artefact; both variants of a runtime were measured in turns."""
+
+    runtime: str
+    variant: Literal["float", "quantized"]
+    batch: int
+    threads: int
+    median_ms: float
+    p10_ms: float
+    p90_ms: float
+    runs: int
+    ratio: float = Field(description="Median relative to the float variant in the same run.")
+
+
+class Parity(_Frozen):
+    """What a runtime computes against what the simulated model computes."""
+
+    runtime: str
+    passed: bool
+    samples: int
+    sqnr_db: float | None = Field(description="None: no deviation at all.")
+    max_error: float
+    top1_agreement: float | None
+    first_divergence: str | None
+
+
+class SiteRow(_Frozen):
+    """One quantizer at one site."""
+
+    site: str
+    format: str
+    observer: str
+    quantizer: str
+    guard: str | None
+    share: str | None
+    scales: int = Field(description="How many scales there are: one, or one per channel or group.")
+    scale_min: float
+    scale_max: float
+    zero_point_min: int
+    zero_point_max: int
+    low: float = Field(description="The lowest number that the grid has.")
+    high: float
+    clipped: float | None = Field(description="Share of numbers beyond the grid's ends. None: never reached.")
+    sqnr_db: float | None = Field(
+        description="The cost of this quantizer alone. None: nothing, or never reached."
+    )
+    why: str
+
+
+class FloatOperator(_Frozen):
+    """An operator that stayed in float, and the reason."""
+
+    operator: str
+    kind: str
+    why: str
+
+
+class Record(_Frozen):
+    """One run."""
+
+    version: Literal[1] = RECORD_VERSION
+    title: str
+    workload: str
+    backend: str
+    created: str
+    seed: int | None = None
+    plan_sha256: str
+    environment: Environment
+    accuracies: tuple[Accuracy, ...] = ()
+    sizes: tuple[Size, ...] = ()
+    timings: tuple[Timing, ...] = ()
+    parities: tuple[Parity, ...] = ()
+    sites: tuple[SiteRow, ...] = ()
+    float_operators: tuple[FloatOperator, ...] = ()
+    folds: dict[str, str] = Field(default_factory=dict)
+
+
+def write_json(record: Record, path: str | Path) -> Path:
+    """Write the record, whole or not at all."""
+    return write_text(Path(path), record.model_dump_json(indent=1) + "\n")
+
+
+def read_json(path: str | Path) -> Record:
+    """Read what `write_json` wrote."""
+    try:
+        return Record.model_validate_json(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, ValidationError) as error:
+        raise BitwrightError(
+            f"can't read the report: {error}",
+            where=str(path),
+            fix=f"give a report.json of version {RECORD_VERSION}",
+        ) from error

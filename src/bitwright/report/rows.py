@@ -1,0 +1,46 @@
+"""From what `deploy` measured to rows of a record."""
+
+from __future__ import annotations
+
+from math import isfinite
+from typing import Literal
+
+from bitwright.deploy import Check, Latency
+from bitwright.report.record import Parity, Timing
+
+
+def parity(check: Check) -> Parity:
+    """One row for all outputs: the worst of them."""
+    sqnr = min((output.sqnr_db for output in check.outputs), default=float("inf"))
+    agreements = [output.top1_agreement for output in check.outputs if output.top1_agreement is not None]
+    return Parity(
+        runtime=check.runtime,
+        passed=check.passed,
+        samples=check.samples,
+        sqnr_db=sqnr if isfinite(sqnr) else None,
+        max_error=max((output.max_error for output in check.outputs), default=0.0),
+        top1_agreement=min(agreements, default=None),
+        first_divergence=check.first_divergence,
+    )
+
+
+def timings(runtime: str, batch: int, threads: int, *, float: Latency, quantized: Latency) -> list[Timing]:
+    """Rows of one run in which the float artefact was the yardstick."""
+    measured: tuple[tuple[Literal["float", "quantized"], Latency], ...] = (
+        ("float", float),
+        ("quantized", quantized),
+    )
+    return [
+        Timing(
+            runtime=runtime,
+            variant=variant,
+            batch=batch,
+            threads=threads,
+            median_ms=latency.median_ms,
+            p10_ms=latency.p10_ms,
+            p90_ms=latency.p90_ms,
+            runs=latency.runs,
+            ratio=latency.median_ms / float.median_ms,
+        )
+        for variant, latency in measured
+    ]

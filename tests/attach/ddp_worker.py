@@ -1,0 +1,52 @@
+"""One process of test_ddp: trains learnable scales on data of its own and writes down what it ends with."""
+
+from __future__ import annotations
+
+import sys
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from bitwright.attach import prepare, quantizers
+from bitwright.backends import place
+from bitwright.graph import capture
+from bitwright.ptq import calibrate
+
+
+def main(rank: int, port: int, result: str) -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"tcp://127.0.0.1:{port}",
+        rank=rank,
+        world_size=2,
+        timeout=timedelta(seconds=60),
+    )
+    model = nn.Sequential(
+        nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 16, 3)
+    )
+    example = torch.randn(8, 2, 6, 6)
+    prepare(model, place(capture(model, example), "onnxruntime", weights="int4/channel/sym", quantizer="lsq"))
+    calibrate(model, [example])
+    parallel = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.01)
+    before = {
+        site: q.scale.detach().clone() for site, q in quantizers(model).items() if q.scale.requires_grad
+    }
+    torch.manual_seed(100 + rank)  # each rank sees other data
+    parallel.train()
+    for _ in range(4):
+        optimizer.zero_grad()
+        parallel(torch.randn(8, 2, 6, 6)).square().mean().backward()
+        optimizer.step()
+    after = {site: quantizers(model)[site].scale.detach().clone() for site in before}
+    torch.save({"before": before, "after": after, "state": model.state_dict()}, result)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

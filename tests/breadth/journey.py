@@ -1,0 +1,120 @@
+"""The whole road of one architecture: capture, plan, prepare, calibrate, backward, export, run, strip.
+
+Each step asserts what must hold; what is measured on the way is returned. The tests and `benchmarks/breadth.py` share it.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import inf, log10
+from pathlib import Path
+from typing import Any
+
+import torch
+from breadth.architectures import Architecture, fresh_inputs
+from torch import Tensor, nn
+
+import bitwright
+from bitwright.graph.tree import tensors_in
+
+CALIBRATION_BATCHES, CHECK_BATCHES = 4, 2
+# Kinds whose cost an INT8 runtime can save. Fused attention isn't among them: no backend has a rule for it yet.
+MULTIPLYING = ("linear", "matmul", "addmm", "baddbmm", "bilinear", "einsum", "conv")
+ATTENTION = "scaled_dot_product_attention"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Journey:
+    """What was measured."""
+
+    name: str
+    family: str
+    share: float
+    """Multiply-accumulates of linears, convolutions and matrix products that the plan quantizes."""
+    share_of_all: float
+    """The same, of all multiply-accumulates including fused attention."""
+    left_float: dict[str, str]
+    simulated_db: float
+    """Simulated against float, the worst floating-point output."""
+    runtime_db: float
+    """ONNX Runtime against simulated, the worst output."""
+    runtime_share: float
+    """The runtime's deviation relative to the error of quantization itself, at the worst output."""
+    dynamic_batch: bool
+    weights: int
+    activations: int
+    biases: int
+    seconds: float
+
+
+def travel(architecture: Architecture, folder: Path) -> Journey:
+    """Walk the road; an AssertionError or a BitwrightError says where it ends."""
+    start = time.perf_counter()
+    model, example = architecture.build()
+    fresh = [fresh_inputs(example, seed) for seed in range(1, 1 + CALIBRATION_BATCHES + CHECK_BATCHES)]
+    calibration, checked = [example, *fresh[:CALIBRATION_BATCHES]], [example, *fresh[CALIBRATION_BATCHES:]]
+    before = _outputs(model, checked)
+    learning = _gradients(model, example)
+
+    graph = bitwright.capture(model, example)
+    plan = bitwright.make_plan(graph, "onnxruntime")
+    bitwright.prepare(model, plan, graph=graph)
+    bitwright.calibrate(model, calibration)
+    quantized = _outputs(model, checked)
+    simulated = [_sqnr(f, q) for f, q in zip(before, quantized, strict=True) if f.is_floating_point()]
+    gradients = _gradients(model, example)
+    assert {name for name in gradients if not name.startswith("bitwright.")} == set(learning), (
+        "other parameters have gradients"
+    )
+    assert all(bool(gradient.isfinite().all()) for gradient in gradients.values()), "gradients aren't finite"
+
+    artefact = bitwright.export(model, folder / "model.onnx", example)
+    assert artefact.weights and artefact.activation_pairs, "nothing is quantized"
+    check = bitwright.check(model, artefact.path, checked)
+    assert check.passed, f"ONNX Runtime differs: {[o for o in check.outputs if not o.passed]}"
+
+    bitwright.strip(model)
+    after = _outputs(model, checked)
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True)), "strip changed the model"
+    multiplying = [op for op in graph.ops if op.kind.startswith(MULTIPLYING) and not op.constant]
+    done = sum(op.macs for op in multiplying if op.name not in plan.float)
+    return Journey(
+        name=architecture.name,
+        family=architecture.family,
+        share=done / max(1, sum(op.macs for op in multiplying)),
+        share_of_all=done / max(1, graph.macs),
+        left_float=dict(plan.float),
+        simulated_db=min(simulated),
+        runtime_db=min(output.sqnr_db for output in check.outputs),
+        runtime_share=max(output.quantization_share for output in check.outputs),
+        dynamic_batch=artefact.dynamic_batch,
+        weights=artefact.weights,
+        activations=artefact.activation_pairs,
+        biases=artefact.int32_biases,
+        seconds=time.perf_counter() - start,
+    )
+
+
+@torch.no_grad()
+def _outputs(model: nn.Module, batches: list[dict[str, Tensor]]) -> list[Tensor]:
+    """Each output over all batches, one tensor each."""
+    runs = [[tensor for _, tensor in tensors_in(model(**batch))] for batch in batches]
+    return [torch.stack(tensors) for tensors in zip(*runs, strict=True)]
+
+
+def _gradients(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Gradients of the sum of all floating-point outputs in train mode; of a copy: norms and caches change there."""
+    model = copy.deepcopy(model).train()
+    torch.manual_seed(0)
+    loss = sum(tensor.sum() for _, tensor in tensors_in(model(**batch)) if tensor.requires_grad)
+    assert isinstance(loss, Tensor)
+    loss.backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def _sqnr(exact: Tensor, other: Tensor) -> float:
+    signal, noise = (float(t.double().pow(2).sum()) for t in (exact, exact - other))
+    return inf if noise == 0 else 10 * log10(max(signal, 1e-300) / noise)

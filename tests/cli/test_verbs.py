@@ -1,0 +1,208 @@
+"""Every verb on a tiny model: what it prints, what it writes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jsonschema
+import onnx
+import pytest
+import torch
+
+import bitwright
+from bitwright.plan import Plan
+from bitwright.report import read_json
+
+FILES = ["checkpoint.safetensors", "model.onnx", "plan.yaml", "report.html", "report.json"]
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(file.name for file in folder.iterdir())
+
+
+def test_version_and_help(run):
+    assert run("--version").out == f"bitwright {bitwright.__version__}\n"
+    for verb in ("inspect", "plan", "quantize", "export", "check", "list", "doctor", "quickstart"):
+        ran = run(verb, "--help")
+        assert ran.code == 0
+        assert "Examples:\n" in ran.out
+        assert f"bitwright {verb}" in ran.out
+        assert "--json" in ran.out
+
+
+def test_inspect(run, small):
+    ran = run("inspect", small)
+    assert ran.code == 0
+    assert "conv2d" in ran.out
+    assert "5 operators" in ran.out
+    assert "195 parameters" in ran.out  # 8·2·9 + 8, twice 8 of the norm, 3·8 + 3
+    graph = bitwright.Graph.from_json(run("inspect", small, "--json").out)
+    assert [op.kind for op in graph.ops] == ["conv2d", "batch_norm", "relu", "mean", "linear"]
+    assert run("inspect", small, "--batches", 2, "--quiet").out == ""
+
+
+def test_inspect_marks_operators_that_only_some_runs_reach(run, tmp_path):
+    path = tmp_path / "branch.py"
+    path.write_text(
+        "import torch\nfrom torch import nn\nfrom bitwright import Workload\n"
+        "class Net(nn.Module):\n"
+        "    def forward(self, x):\n        return torch.relu(x) if x.sum() > 0 else torch.tanh(x)\n"
+        "def build():\n"
+        "    return Workload(name='b', model=Net(), inputs=(torch.ones(1, 2),),\n"
+        "                    calibration=lambda: [-torch.ones(1, 2)])\n"
+    )
+    assert "1 of 2 runs" in run("inspect", f"{path}:build", "--batches", 1).out
+
+
+def test_plan(run, small, tmp_path):
+    path = tmp_path / "plan.yaml"
+    ran = run("plan", small, "-o", path, "--keep-float", "head", "--no-saturating", "--observer", "mse")
+    assert ran.code == 0, ran.err
+    plan = Plan.load(path)
+    assert plan.model == "small"
+    assert "head" in plan.float
+    assert not any(spec.guard for _, spec in plan.quantized)
+    assert run("plan", small, "--no-saturating").out == run("plan", small, "--no-saturating", "--quiet").out
+    guarded = run("plan", small, "--saturating", "--json").json
+    assert "int16-pairs" in guarded["plan"]
+
+
+def test_plan_against_another(run, small, tmp_path):
+    before, after = tmp_path / "before.yaml", tmp_path / "after.yaml"
+    run("plan", small, "-o", before)
+    after.write_text(before.read_text().replace("int8/channel/sym", "int8/tensor/sym"))
+    ran = run("plan", small, "--plan", after, "--against", before)
+    assert ran.code == 0, ran.err
+    assert "~ conv:weight: int8/channel/sym" in ran.out
+    assert run("plan", small, "--plan", before, "--against", before).out == "no changes\n"
+
+
+def test_plan_schema(run, small, tmp_path):
+    schema = run("plan", "--schema").json
+    jsonschema.validate({"bitwright": 1, "sites": {"conv:weight": "int8"}}, schema)
+
+
+def test_quantize_writes_everything(made):
+    assert names(made) == FILES
+    record = read_json(made / "report.json")
+    assert [accuracy.where for accuracy in record.accuracies] == ["float", "simulated", "onnxruntime"]
+    assert record.parities[0].passed
+    assert record.parities[0].samples == 32
+    assert {row.site for row in record.sites} >= {"conv:input", "conv:weight", "head:weight"}
+    assert record.folds == {"bn": "conv"}
+    assert onnx.load(made / "model.onnx").producer_name == "bitwright"
+
+
+def test_quantize_prints_a_summary(run, workloads, tmp_path):
+    ran = run("quantize", f"{workloads}:no_metric", "-o", tmp_path / "out", "--samples", 12)
+    assert ran.code == 0, ran.err
+    assert "small for onnxruntime" in ran.out
+    assert "parity, onnxruntime" in ran.out
+    assert str(tmp_path / "out" / "model.onnx") in ran.out
+    assert "top1" not in ran.out
+
+
+def test_quantize_with_a_plan_and_json(run, small, made, tmp_path):
+    ran = run("quantize", small, "--plan", made / "plan.yaml", "-o", tmp_path / "again", "--json")
+    assert ran.code == 0, ran.err
+    assert ran.json["report"]["backend"] == "onnxruntime"
+    assert Path(ran.json["files"]["plan.yaml"]).read_text() == (made / "plan.yaml").read_text()
+
+
+def test_export_repeats_what_quantize_wrote(run, small, made, tmp_path):
+    path = tmp_path / "model.onnx"
+    sources = ["--plan", made / "plan.yaml", "--checkpoint", made / "checkpoint.safetensors"]
+    ran = run("export", small, *sources, "-o", path)
+    assert ran.code == 0, ran.err
+    assert path.read_bytes() == (made / "model.onnx").read_bytes()
+
+
+def test_export_with_a_fixed_batch_can_be_checked(run, small, made, tmp_path):
+    path = tmp_path / "fixed.onnx"
+    sources = ["--plan", made / "plan.yaml", "--checkpoint", made / "checkpoint.safetensors"]
+    facts = run("export", small, *sources, "-o", path, "--static-batch", "--json").json
+    assert facts["dynamic_batch"] is False
+    ran = run("check", small, path, *sources, "--json")
+    assert ran.code == 0, ran.err
+    assert ran.json[0]["samples"] == 32
+
+
+def test_export_float(run, small, tmp_path):
+    path = tmp_path / "float.onnx"
+    assert run("export", small, "--float", "-o", path).code == 0
+    runtime = bitwright.open_runtime("onnxruntime", path)
+    workload = bitwright.load_workload(small)
+    torch.testing.assert_close(runtime(*workload.inputs), workload.model(*workload.inputs))
+
+
+def test_check(run, small, made):
+    sources = ["--plan", made / "plan.yaml", "--checkpoint", made / "checkpoint.safetensors"]
+    ran = run("check", small, made / "model.onnx", *sources, "--runtime", "all", "--per-site", "--samples", 5)
+    assert ran.code == 0, ran.err
+    assert "agrees" in ran.out
+    assert "conv:input" in ran.out
+
+
+def test_check_names_the_first_site_that_diverges(run, small, made, tmp_path):
+    model = onnx.load(made / "model.onnx")
+    weights = next(i for i in model.graph.initializer if i.name.startswith("conv:weight.codes"))
+    weights.raw_data = bytes(len(weights.raw_data))  # all zero
+    path = tmp_path / "wrong.onnx"
+    onnx.save(model, path)
+    sources = ["--plan", made / "plan.yaml", "--checkpoint", made / "checkpoint.safetensors"]
+    ran = run("check", small, path, *sources)
+    assert ran.code == 1
+    assert "first diverging site: " in ran.err
+    assert "conv" in ran.err or "relu" in ran.err
+    assert "Traceback" not in ran.err
+
+
+@pytest.mark.parametrize("kind", ["observers", "quantizers", "backends", "runtimes", "workloads", "formats"])
+def test_list(run, kind):
+    entries = run("list", kind, "--json").json[kind]
+    assert entries
+    assert all(entry["name"] and entry["about"] for entry in entries)
+    assert entries[0]["name"] in run("list").out
+
+
+def test_doctor(run):
+    ran = run("doctor")
+    assert ran.code == 0
+    assert "onnxruntime" in ran.out
+    facts = run("doctor", "--json").json
+    assert facts["environment"]["packages"]["torch"] == torch.__version__
+    assert facts["runtimes"]["onnxruntime"]["saturates"] in (True, False)
+
+
+def test_quickstart(quickstart):
+    ran, folder = quickstart
+    assert ran.code == 0, ran.err
+    assert names(folder) == sorted([*FILES, "model-float.onnx"])
+    record = read_json(folder / "report.json")
+    assert json.loads(record.model_dump_json()) == ran.json["report"]
+    accuracy = {row.where: row.value for row in record.accuracies}
+    assert accuracy["float"] - accuracy["onnxruntime"] <= 0.5
+    assert accuracy["simulated"] == accuracy["onnxruntime"]
+    assert all(parity.passed and parity.top1_agreement == 1.0 for parity in record.parities)
+    assert {timing.batch for timing in record.timings} == {1, 64}
+    html = (folder / "report.html").read_text()
+    assert "conv1:weight" in html
+    assert f"{accuracy['float']:.2f} %" in html
+
+
+def test_internal_errors(run, small, monkeypatch):
+    def boom(*arguments: object) -> None:
+        raise ZeroDivisionError("on the way")
+
+    monkeypatch.setattr("bitwright.cli.inspecting.capture", boom)
+    plain, debug = run("inspect", small), run("inspect", small, "--debug")
+    assert plain.code == debug.code == 70
+    assert plain.err == (
+        "error: internal error: ZeroDivisionError: on the way; run with --debug for the traceback\n"
+    )
+    assert "Traceback" in debug.err
+
+
+def test_progress_is_for_terminals_only(run, small):
+    assert run("inspect", small).err == ""

@@ -1,0 +1,325 @@
+"""Plan files: what goes out comes in again, and what is wrong in a file is said with its place."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ruamel.yaml import YAML
+
+from bitwright.errors import BitwrightError, PlanError
+from bitwright.formats import Format
+from bitwright.plan import SCHEMA_VERSION, Device, Plan, SiteSpec, json_schema
+
+PUBLISHED = Path(__file__).parents[2] / "docs" / "schemas" / f"plan-{SCHEMA_VERSION}.json"
+
+# -- random plans --------------------------------------------------------------------------------------------
+
+names = st.one_of(
+    st.from_regex(
+        r"[a-z0-9_]{1,8}(\.[a-z0-9_]{1,8}){0,2}(/[a-z_]{1,6}#[0-9])?:(input|weight|output)", fullmatch=True
+    ),
+    st.sampled_from(["*:weight", "layer?.*:input", "[ab]:output", "0:input", "/add#0:input1"]),
+)
+words = st.one_of(
+    st.text(max_size=30),
+    st.sampled_from(
+        ["yes", "null", "1", "1.0", "0x1f", "# no", "a: b", "- x", "two\nlines\n", " ", "'\"", "{}", "~"]
+    ),
+)
+formats = st.sampled_from(
+    [
+        "float",
+        "int8/channel/sym",
+        "uint8/tensor/asym",
+        "int4/group64/sym",
+        "int8/tensor/sym/pot/adasign",
+        "bf16",
+    ]
+).map(Format.parse)
+scalars = st.one_of(st.integers(-(10**12), 10**12), st.floats(allow_nan=False), st.booleans(), words)
+options = st.dictionaries(st.sampled_from(["percentile", "bins", "mode"]), scalars, max_size=2)
+specs = st.builds(
+    SiteSpec,
+    format=formats,
+    observer=st.sampled_from(["minmax", "percentile", "yes"]),
+    observer_options=options,
+    quantizer=st.sampled_from(["plain", "lsq"]),
+    quantizer_options=options,
+    guard=st.none() | st.just("int16-pairs"),
+    share=st.none() | names,
+    why=words,
+)
+sites = st.dictionaries(names, specs, max_size=4)
+plans = st.builds(
+    Plan,
+    sites=sites,
+    fold=st.dictionaries(names, names, max_size=2),
+    float=st.dictionaries(names, words, max_size=2),
+    devices=st.dictionaries(words, st.builds(Device, sites=sites, why=words), max_size=2),
+    backend=st.none() | words,
+    model=st.none() | words,
+)
+
+
+@given(plans)
+@settings(max_examples=60)
+def test_round_trip(plan: Plan) -> None:
+    text = plan.to_yaml()
+    again = Plan.from_yaml(text)
+    assert again == plan
+    assert list(again.sites) == list(plan.sites), "the order of patterns has a meaning"
+    assert again.to_yaml() == text
+
+
+@given(plans)
+@settings(max_examples=15)
+def test_what_is_written_keeps_to_the_schema(plan: Plan) -> None:
+    jsonschema.validate(YAML(typ="safe", pure=True).load(plan.to_yaml()), json_schema())
+
+
+def test_the_text_is_for_people() -> None:
+    plan = Plan(
+        model="tiny",
+        backend="onnxruntime",
+        sites={
+            "*:input": SiteSpec(format=Format.parse("uint8/tensor/asym")),
+            "conv1:weight": SiteSpec(
+                format=Format.parse("int8/channel/sym"),
+                observer="percentile",
+                observer_options={"percentile": 99.9},
+                guard="int16-pairs",
+                why="first layer: outliers",
+            ),
+            "conv2:input": SiteSpec(share="conv1:output", why="the same tensor"),
+        },
+        fold={"bn1": "conv1"},
+        float={"softmax": "no integer rule"},
+        devices={"t4": Device(sites={"conv1:weight": SiteSpec()}, why="slow int8 here")},
+    )
+    assert plan.to_yaml() == (
+        "bitwright: 1\n"
+        "model: tiny\n"
+        "backend: onnxruntime\n"
+        "sites:\n"
+        "  '*:input': uint8/tensor/asym\n"
+        "  conv1:weight:\n"
+        "    format: int8/channel/sym\n"
+        "    observer:\n"
+        "      name: percentile\n"
+        "      percentile: 99.9\n"
+        "    guard: int16-pairs\n"
+        "    why: 'first layer: outliers'\n"
+        "  conv2:input:\n"
+        "    share: conv1:output\n"
+        "    why: the same tensor\n"
+        "fold:\n"
+        "  bn1: conv1\n"
+        "float:\n"
+        "  softmax: no integer rule\n"
+        "devices:\n"
+        "  t4:\n"
+        "    sites:\n"
+        "      conv1:weight: float\n"
+        "    why: slow int8 here\n"
+    )
+
+
+def test_files(tmp_path: Path) -> None:
+    plan = Plan(sites={"conv1:weight": SiteSpec(format=Format.parse("int8"), why="größer\nals")})
+    path = plan.save(tmp_path / "deep" / "plan.yaml")
+    assert Plan.load(path) == plan
+    assert Plan.load(str(path)).to_yaml() == path.read_text(encoding="utf-8")
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_comments_of_a_hand_edited_file_do_no_harm() -> None:
+    plan = Plan.from_yaml("# mine\nbitwright: 1  # one\nsites:\n  # first\n  a:weight: int8 # short\n")
+    assert str(plan.sites["a:weight"].format) == "int8/tensor/sym"
+
+
+# -- wrong files ---------------------------------------------------------------------------------------------
+
+
+def problems_of(text: str) -> list[Any]:
+    with pytest.raises(BitwrightError) as caught:
+        Plan.from_yaml(text, where="my.yaml")
+    assert "my.yaml" in str(caught.value)
+    return caught.value.problems
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("bitwright: 1\nsites: {a: b\n", 3),
+        ("bitwright: 1\n  sites: x\n", 2),
+        ("bitwright: 1\nsites:\n\t- x\n", 3),
+        ("bitwright: 1\nsites:\n  a:input: int8\n  a:input: int4\n", 4),
+        ("bitwright: 1\nmodel: a\nmodel: b\n", 3),
+        ("bitwright: 1\nmodel: !!python/object:os.system x\n", 2),
+    ],
+)
+def test_malformed_yaml_has_a_line(text: str, line: int) -> None:
+    (problem,) = problems_of(text)
+    assert problem.where.startswith(f"my.yaml:{line}:"), problem
+    assert "not valid YAML" in problem.what
+    assert problem.fix
+
+
+def test_duplicate_keys_are_named() -> None:
+    (problem,) = problems_of("bitwright: 1\nsites:\n  a:input: int8\n  a:input: int4\n")
+    assert "duplicate key" in problem.what
+    assert "a:input" in problem.what
+
+
+@pytest.mark.parametrize("text", ["", "just text", "- a\n- b\n", "null"])
+def test_not_a_mapping(text: str) -> None:
+    (problem,) = problems_of(text)
+    assert "mapping" in problem.what
+    assert "bitwright: 1" in problem.fix
+
+
+@pytest.mark.parametrize("version", ["2", "0", '"1"', "true", "null", "1.5", "[1]"])
+def test_wrong_schema_version(version: str) -> None:
+    (problem,) = problems_of(f"bitwright: {version}\nsites: {{}}\n")
+    assert "schema version" in problem.what
+    assert "version 1" in problem.fix
+
+
+def test_no_schema_version() -> None:
+    assert "schema version" in problems_of("sites: {}\n")[0].what
+
+
+@pytest.mark.parametrize(
+    ("text", "where", "near"),
+    [
+        ("bitwright: 1\nsite: {}\n", "site", "'sites'"),
+        ("bitwright: 1\nsites: {a:input: {fromat: int8}}\n", "sites.a:input.fromat", "'format'"),
+        ("bitwright: 1\ndevices: {t4: {site: {}}}\n", "devices.t4.site", "'sites'"),
+        (
+            "bitwright: 1\ndevices: {t4: {sites: {a:input: {shar: x}}}}\n",
+            "devices.t4.sites.a:input.shar",
+            "'share'",
+        ),
+    ],
+)
+def test_unknown_keys_give_the_nearest(text: str, where: str, near: str) -> None:
+    (problem,) = problems_of(text)
+    assert problem.where == where
+    assert "unknown key" in problem.what
+    assert near in problem.fix
+
+
+@pytest.mark.parametrize(
+    ("text", "where"),
+    [
+        ("bitwright: 1\nsites: {a:input: 8}\n", "sites.a:input"),
+        ("bitwright: 1\nsites: {a:input: [int8]}\n", "sites.a:input"),
+        ("bitwright: 1\nsites: {a:input: {format: 8}}\n", "sites.a:input.format"),
+        ("bitwright: 1\nsites: {a:input: {format: int8, observer: 5}}\n", "sites.a:input.observer"),
+        ("bitwright: 1\nsites: {a:input: {format: int8, why: [x]}}\n", "sites.a:input.why"),
+        ("bitwright: 1\nsites: []\n", "sites"),
+        ("bitwright: 1\nfold: {a: 1}\n", "fold.a"),
+        ("bitwright: 1\ndevices: {t4: 1}\n", "devices.t4"),
+    ],
+)
+def test_wrong_types_are_one_problem_each(text: str, where: str) -> None:
+    (problem,) = problems_of(text)
+    assert problem.where == where
+    assert problem.value is not None
+    assert problem.fix
+
+
+def test_all_problems_of_a_file_at_once() -> None:
+    text = (
+        "bitwright: 1\n"
+        "sites:\n"
+        "  a:input: {why: no format}\n"
+        "  b:input: imt8\n"
+        "  c:input: {format: int8, observer: {percentile: 99}}\n"
+        "  d:input: int8/tensor/sym\n"
+        "devices:\n"
+        "  t4: {sites: {e:input: int99}}\n"
+    )
+    with pytest.raises(PlanError) as caught:
+        Plan.from_yaml(text, where="my.yaml")
+    found = {problem.where: problem for problem in caught.value.problems}
+    assert list(found) == ["a:input", "b:input", "c:input", "devices.t4 e:input"]
+    assert all(problem.fix for problem in found.values())
+    assert found["b:input"].value == "imt8"
+    assert "'int8'" in found["b:input"].fix
+
+
+def test_all_wrong_types_at_once() -> None:
+    found = problems_of("bitwright: 1\nmodle: x\nsites: {a:input: 8, b:input: {formt: x, share: 3}}\n")
+    assert {problem.where for problem in found} == {
+        "modle",
+        "sites.a:input",
+        "sites.b:input.formt",
+        "sites.b:input.share",
+    }
+
+
+@pytest.mark.parametrize(
+    "make", [lambda p: None, lambda p: p.mkdir(), lambda p: p.write_bytes(b"\xff\xfe\x00")]
+)
+def test_unreadable_files(tmp_path: Path, make: Any) -> None:
+    path = tmp_path / "plan.yaml"
+    make(path)
+    with pytest.raises(BitwrightError, match="can't read the plan") as caught:
+        Plan.load(path)
+    assert caught.value.problems[0].where == str(path)
+    assert caught.value.problems[0].fix
+
+
+# -- the published schema ------------------------------------------------------------------------------------
+
+
+def test_the_published_schema_is_the_code() -> None:
+    assert json.loads(PUBLISHED.read_text(encoding="utf-8")) == json_schema(), (
+        "run: python -m bitwright.plan.schema > docs/schemas/plan-1.json"
+    )
+
+
+def test_the_schema_is_a_schema() -> None:
+    jsonschema.Draft202012Validator.check_schema(json_schema())
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"bitwright": 1},
+        {"bitwright": 1, "sites": {"a:input": "int8"}},
+        {"bitwright": 1, "sites": {"a:input": {"format": "int8", "observer": {"name": "kl", "bins": 5}}}},
+        {"bitwright": 1, "devices": {"t4": {"sites": {"*:weight": "float"}, "why": "slow"}}},
+        {"bitwright": 1, "fold": {"bn": "conv"}, "float": {"x": "y"}, "model": None, "backend": "openvino"},
+    ],
+)
+def test_valid_data(data: Any) -> None:
+    jsonschema.validate(data, json_schema())
+    Plan.from_yaml(json.dumps(data))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {},
+        {"bitwright": 2},
+        {"bitwright": 1, "site": {}},
+        {"bitwright": 1, "sites": []},
+        {"bitwright": 1, "sites": {"a:input": 8}},
+        {"bitwright": 1, "sites": {"a:input": {"fromat": "int8"}}},
+        {"bitwright": 1, "devices": {"t4": {"foo": 1}}},
+        {"bitwright": 1, "fold": {"bn": 1}},
+    ],
+)
+def test_invalid_data(data: Any) -> None:
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(data, json_schema())
+    with pytest.raises(BitwrightError):
+        Plan.from_yaml(json.dumps(data))

@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from bitwright import errors
+from bitwright.errors import BitwrightError, PlanError, Problem, did_you_mean, nearest
+
+
+def test_a_problem_says_where_what_value_and_fix() -> None:
+    problem = Problem(what="too wide", where="conv1:weight", value="int99", fix="use int8")
+    assert str(problem) == "conv1:weight: too wide (got 'int99')\n    fix: use int8"
+
+
+@pytest.mark.parametrize(
+    ("problem", "text"),
+    [
+        (Problem(what="too wide"), "too wide"),
+        (Problem(what="too wide", value=0), "too wide (got 0)"),
+        (Problem(what="too wide", fix="less"), "too wide\n    fix: less"),
+    ],
+)
+def test_a_problem_leaves_out_what_it_does_not_know(problem: Problem, text: str) -> None:
+    assert str(problem) == text
+
+
+def test_an_error_carries_its_problem() -> None:
+    error = BitwrightError("wrong", where="a", value=1, fix="b")
+    assert error.problems == [Problem(what="wrong", where="a", value=1, fix="b")]
+    assert str(error) == str(error.problems[0])
+
+
+def test_a_plan_error_lists_all() -> None:
+    error = PlanError(
+        [Problem(what="first"), Problem(what="second", where="x")], title="bad.yaml has problems"
+    )
+    assert str(error) == "bad.yaml has problems (2):\n  - first\n  - x: second"
+    assert len(error.problems) == 2
+
+
+def test_all_errors_are_caught_by_the_base() -> None:
+    kinds = [v for v in vars(errors).values() if isinstance(v, type) and issubclass(v, Exception)]
+    assert len(kinds) > 8
+    assert all(issubclass(kind, BitwrightError) for kind in kinds)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [BitwrightError("wrong", where="a", value=1, fix="b"), PlanError([Problem(what="x"), Problem(what="y")])],
+)
+def test_errors_cross_processes(error: BitwrightError) -> None:
+    # a worker's error reaches its parent by pickle: distributed training and tuning stand on it
+    copy = pickle.loads(pickle.dumps(error))
+    assert type(copy) is type(error)
+    assert copy.problems == error.problems
+    assert str(copy) == str(error)
+
+
+def test_nearest_comes_first() -> None:
+    assert nearest("percentle", ["minmax", "percentile", "mse"])[0] == "percentile"
+
+
+@pytest.mark.parametrize(
+    ("name", "known", "hint"),
+    [
+        ("conv1", ["conv2", "bn"], "did you mean 'conv2'?"),
+        ("zzz", ["conv2", "bn"], "known: bn, conv2"),
+    ],
+)
+def test_did_you_mean(name: str, known: list[str], hint: str) -> None:
+    assert did_you_mean(name, known) == hint
+
+
+def test_did_you_mean_stays_short() -> None:
+    hint = did_you_mean("zzz", [f"module{i:04d}" for i in range(5000)])
+    assert len(hint) < 250
+    assert "…" in hint

@@ -1,0 +1,57 @@
+"""What the README shows works."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from bitwright.plan import Plan
+
+README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+
+
+def block(language: str, containing: str = "") -> str:
+    return next(b for b in re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL) if containing in b)
+
+
+def test_python_block(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    exec(compile(block("python"), "README.md", "exec"), {})
+    assert (tmp_path / "model.onnx").is_file()
+    assert capsys.readouterr().out == "True\n"
+
+
+def test_plan_block_is_a_plan_for_digits(tmp_path: Path) -> None:
+    from bitwright import capture
+    from bitwright.zoo.digits import DigitsNet, digits_split
+
+    plan = Plan.from_yaml(block("yaml"))
+    resolved = plan.resolve(capture(DigitsNet(), digits_split().test_images[:1]))
+    assert str(resolved.sites["head:weight"].format) == "int4/group16/sym"
+    assert str(resolved.sites["conv1:weight"].format) == "int8/channel/sym"
+
+
+def test_own_workload(tmp_path: Path) -> None:
+    from bitwright import load_workload, measure
+
+    (tmp_path / "my_workload.py").write_text(block("", "# my_workload.py"))
+    workload = load_workload(f"{tmp_path / 'my_workload.py'}:small")
+    assert measure(workload, workload.model)["n"] == 256
+
+
+def test_verbs_are_those_of_the_command_line() -> None:
+    from typer.testing import CliRunner
+
+    from bitwright.cli import app
+
+    help_text = CliRunner().invoke(app, ["--help"]).stdout
+    for verb in set(re.findall(r"^bitwright (\w+)", README, re.MULTILINE)):
+        assert re.search(rf"^  {verb} ", help_text, re.MULTILINE), verb
+
+
+def test_no_path_of_a_machine() -> None:
+    assert not re.search(r"/(home|work|tmp|root|Users)/", README)
