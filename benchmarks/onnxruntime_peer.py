@@ -11,6 +11,7 @@ import argparse
 import os
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,7 @@ def compare(name: str, runs: int) -> dict[str, Any]:
             }
             feed = {input_name: example[:batch].numpy()}
             times = bw.measure_latency(
-                {label: (lambda s=session: s.run(feed)) for label, session in sessions.items()},
+                {label: partial(session.run, feed) for label, session in sessions.items()},
                 runs=max(10, runs // batch),
             )
             for label, latency in times.items():

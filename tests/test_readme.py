@@ -13,12 +13,11 @@ README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
 
 
 def block(language: str, containing: str = "") -> str:
-    return next(b for b in re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL) if containing in b)
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
+    return next(text for kind, text in blocks if kind == language and containing in text)
 
 
-def test_python_block(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_python_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     exec(compile(block("python"), "README.md", "exec"), {})
     assert (tmp_path / "model.onnx").is_file()

@@ -69,9 +69,7 @@ def _untied(state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
             continue
         first[view] = name
         # Two different views of one memory become two tensors.
-        tensors[name] = (
-            tensor.detach().clone().contiguous() if memory in storages else tensor.detach().contiguous()
-        )
+        tensors[name] = tensor.detach().clone().contiguous() if memory in storages else tensor.detach().contiguous()
         storages.add(memory)
     return tensors, aliases
 
@@ -120,9 +118,7 @@ def _differences(model: nn.Module, state: dict[str, Tensor]) -> list[Problem]:
             if site not in sites:
                 strange[site] = None
         elif name not in known:
-            problems.append(
-                Problem(what="the model has no such tensor", where=name, fix=did_you_mean(name, known))
-            )
+            problems.append(Problem(what="the model has no such tensor", where=name, fix=did_you_mean(name, known)))
         elif isinstance(known[name], torch.Tensor) and known[name].shape != tensor.shape:
             problems.append(
                 Problem(

@@ -3,7 +3,7 @@
 An integer format is `[u]intB/granularity/symmetry[/flag…]`:
 
 - granularity: `tensor`, `channel`, or `groupN` (blocks of N along the reduction axis);
-- symmetry: `sym` (zero point 0, or the middle code when unsigned) or `asym` (any zero point);
+- symmetry: `sym` (zero point 0; unsigned: only for numbers that are never negative) or `asym` (any zero point);
 - flags: `pot` (scale is a power of two), `narrow` (drop the lowest code: ±127), `adasign` (an input that is
   never negative becomes unsigned and uses all 2^B codes).
 """

@@ -198,9 +198,7 @@ def test_internal_errors(run, small, monkeypatch):
     monkeypatch.setattr("bitwright.cli.inspecting.capture", boom)
     plain, debug = run("inspect", small), run("inspect", small, "--debug")
     assert plain.code == debug.code == 70
-    assert plain.err == (
-        "error: internal error: ZeroDivisionError: on the way; run with --debug for the traceback\n"
-    )
+    assert plain.err == ("error: internal error: ZeroDivisionError: on the way; run with --debug for the traceback\n")
     assert "Traceback" in debug.err
 
 

@@ -1,6 +1,7 @@
 """prepare() and strip(): the interception layer that puts quantizers on a model and takes them off."""
 
 from bitwright.attach.attachment import CONTAINER, Attachment
+from bitwright.attach.folding import Fold
 from bitwright.attach.grid import Grid, Layout, grid_from_range
 from bitwright.attach.observer import Observer
 from bitwright.attach.prepare import (
@@ -18,6 +19,7 @@ from bitwright.attach.quantizer import Quantizer
 __all__ = [
     "CONTAINER",
     "Attachment",
+    "Fold",
     "Grid",
     "Layout",
     "Observer",

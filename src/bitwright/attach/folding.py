@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bitwright.attach.markers import site_marker
+from bitwright.attach.markers import site_marker, snapshot
 from bitwright.graph.functions import channel_axis
 
 _SMALLEST = 1e-12  # a dead channel (γ = 0) must not divide by zero
@@ -34,7 +34,10 @@ class Fold:
     def factor(self) -> Tensor:
         """γ/σ per output channel, float32."""
         norm: Any = self.norm
-        factor = torch.rsqrt(norm.running_var.float() + norm.eps)
+        # In training the norm updates its variance later in the same forward, and a compiled backward that
+        # computes γ/σ again would take the new one: gradients would be wrong. A snapshot can't be recomputed.
+        variance = snapshot(norm.running_var) if norm.training else norm.running_var
+        factor = torch.rsqrt(variance.float() + norm.eps)
         return factor if norm.weight is None else factor * norm.weight.float()
 
     def _spread(self, factor: Tensor, weight: Tensor) -> Tensor:
@@ -61,8 +64,6 @@ class Fold:
         dtype = weight.dtype
         factor = self.factor()
         if norm.training:
-            # Multiplied and divided by, γ/σ has no gradient of its own; AOTAutograd gets that wrong.
-            factor = factor.detach()
             safe = torch.where(factor.abs() < _SMALLEST, torch.ones_like(factor), factor)
             folded = quantize_weight(weight.float() * self._spread(safe, weight)).to(dtype)
             _put(args, kwargs, 1, "weight", folded)

@@ -33,9 +33,7 @@ def check(
     plan: PlanOption = None,
     checkpoint: CheckpointOption = None,
     runtime: Annotated[str, typer.Option(help="A runtime, or `all` that can be used here.")] = "onnxruntime",
-    per_site: Annotated[
-        bool, typer.Option("--per-site", help="Compare the codes at every site too.")
-    ] = False,
+    per_site: Annotated[bool, typer.Option("--per-site", help="Compare the codes at every site too.")] = False,
     samples: SamplesOption = None,
 ) -> None:
     """Run an artefact on the real runtime and compare it with the simulated model.
@@ -43,11 +41,7 @@ def check(
     Exits with 1 if an output diverges, and names the first site that does.
     """
     chosen = read_plan(plan, checkpoint)
-    names = (
-        [n for n, problem in available_runtimes().items() if problem is None]
-        if runtime == "all"
-        else [runtime]
-    )
+    names = [n for n, problem in available_runtimes().items() if problem is None] if runtime == "all" else [runtime]
     if not names:
         raise ArtefactError("no runtime can be used here", fix="pip install onnxruntime")
     for name in names:

@@ -100,9 +100,7 @@ def show(out: Out, record: Record, folder: Path) -> None:
         )
     sizes = words.float_and_quantized(record)
     if sizes is not None:
-        share = (
-            f"{100 * sizes[1].bytes / sizes[0].bytes:.0f} % of {words.size(sizes[0].bytes)} ({sizes[0].name})"
-        )
+        share = f"{100 * sizes[1].bytes / sizes[0].bytes:.0f} % of {words.size(sizes[0].bytes)} ({sizes[0].name})"
         rows.append(("size", words.size(sizes[1].bytes), share))
     for timing in record.timings:
         if timing.variant == "quantized":
@@ -118,16 +116,12 @@ def show(out: Out, record: Record, folder: Path) -> None:
                 f"{words.decibels(row.sqnr_db)} SQNR, {agreement}".rstrip(", "),
             )
         )
-    rows.append(
-        ("quantized sites", str(len(record.sites)), f"{len(record.float_operators)} operators left in float")
-    )
+    rows.append(("quantized sites", str(len(record.sites)), f"{len(record.float_operators)} operators left in float"))
     out.table([record.title, "#", ""], rows)
     for file in files.values():
         out.say(f"  {file}")
     diverged = [row for row in record.parities if not row.passed]
     if diverged:
-        names = ", ".join(
-            f"{row.runtime} (first at {row.first_divergence or 'the output'})" for row in diverged
-        )
+        names = ", ".join(f"{row.runtime} (first at {row.first_divergence or 'the output'})" for row in diverged)
         out.stderr.print(f"check failed: the artefact diverges from the simulation on {names}")
         raise typer.Exit(CHECK_FAILED)

@@ -29,9 +29,7 @@ from bitwright.report import words
 def export(
     out: Out,
     workload: WorkloadArg,
-    output: Annotated[
-        Path, typer.Option("--output", "-o", help="The artefact to write.", show_default=False)
-    ],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The artefact to write.", show_default=False)],
     plan: PlanOption = None,
     checkpoint: CheckpointOption = None,
     as_float: Annotated[bool, typer.Option("--float", help="Export the float model: the yardstick.")] = False,

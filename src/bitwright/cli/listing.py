@@ -52,9 +52,7 @@ def list_(
     rows = {one: list(_formats() if one is Kind.formats else _entries(_REGISTRIES[one])) for one in kinds}
     out.data(
         {
-            one.value: [
-                {"name": name, "about": about, "problem": problem} for name, about, problem in entries
-            ]
+            one.value: [{"name": name, "about": about, "problem": problem} for name, about, problem in entries]
             for one, entries in rows.items()
         }
     )
@@ -87,9 +85,7 @@ def _problem(registry: Registry, found: Any) -> str | None:
         runtime = found().runtime
         if runtime is None:
             return "plans and artefacts only; no runtime to check them on"
-        return (
-            None if runtime in RUNTIMES and RUNTIMES.get(runtime).missing() is None else f"no {runtime} here"
-        )
+        return None if runtime in RUNTIMES and RUNTIMES.get(runtime).missing() is None else f"no {runtime} here"
     return None
 
 

@@ -13,9 +13,7 @@ from bitwright.plan import Plan
 
 WorkloadArg = Annotated[
     str,
-    typer.Argument(
-        metavar="WORKLOAD", help="file.py:function, or a name that `bitwright list workloads` has."
-    ),
+    typer.Argument(metavar="WORKLOAD", help="file.py:function, or a name that `bitwright list workloads` has."),
 ]
 BackendOption = Annotated[
     str | None,
@@ -32,9 +30,7 @@ PlanFileOption = Annotated[
 ]
 WeightsOption = Annotated[
     str | None,
-    typer.Option(
-        "--weights", metavar="FORMAT", help="Format of weights, e.g. int8/channel/sym.", show_default=False
-    ),
+    typer.Option("--weights", metavar="FORMAT", help="Format of weights, e.g. int8/channel/sym.", show_default=False),
 ]
 ActivationsOption = Annotated[
     str | None,
@@ -55,16 +51,13 @@ WeightObserverOption = Annotated[
 ]
 KeepFloatOption = Annotated[
     list[str] | None,
-    typer.Option(
-        "--keep-float", metavar="PATTERN", help="Operators that stay in float; may be given several times."
-    ),
+    typer.Option("--keep-float", metavar="PATTERN", help="Operators that stay in float; may be given several times."),
 ]
 SaturatingOption = Annotated[
     bool | None,
     typer.Option(
         "--saturating/--no-saturating",
-        help="Whether 8-bit products saturate on the machine that will run the model "
-        "(default: this one is probed).",
+        help="Whether 8-bit products saturate on the machine that will run the model (default: this one is probed).",
         show_default=False,
     ),
 ]

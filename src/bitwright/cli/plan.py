@@ -45,9 +45,7 @@ def plan(
     out: Out,
     workload: Annotated[
         str | None,
-        typer.Argument(
-            metavar="WORKLOAD", help="file.py:function, or a registered name.", show_default=False
-        ),
+        typer.Argument(metavar="WORKLOAD", help="file.py:function, or a registered name.", show_default=False),
     ] = None,
     backend: BackendOption = None,
     plan: PlanFileOption = None,

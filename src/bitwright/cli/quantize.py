@@ -44,9 +44,7 @@ from bitwright.report import Size
 def quantize(
     out: Out,
     workload: WorkloadArg,
-    output: Annotated[
-        Path, typer.Option("--output", "-o", help="Folder for what is made.", show_default=False)
-    ],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for what is made.", show_default=False)],
     backend: BackendOption = None,
     plan: PlanFileOption = None,
     weights: WeightsOption = None,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,11 +18,11 @@ import torch
 from onnx.defs import OpSchema
 from torch import Tensor, nn
 
-from bitwright.attach import Attachment, Quantizer, attachment_of, in_mode, tapped
+from bitwright.attach import Attachment, Fold, Quantizer, attachment_of, in_mode, tapped
 from bitwright.deploy.qdq import Recorded, write_qdq
 from bitwright.errors import ExportError
 from bitwright.files import replacing
-from bitwright.graph.tree import as_call, map_tensors, tensors_in
+from bitwright.graph.tree import as_call, map_tensors
 from bitwright.version import __version__
 
 OPSET = 21
@@ -123,7 +125,7 @@ def _record(
     recorded = Recorded()
 
     def remember(site: str, quantizer: Quantizer, x: Tensor) -> None:
-        recorded.calls += 1
+        recorded.passed[site, str(x.dtype), x.dim()] += 1
         if site in constant:
             recorded.weights[site] = quantizer.integers(x)
 
@@ -138,7 +140,7 @@ def _record(
 
 @contextlib.contextmanager
 def _marking(attachment: Attachment) -> Iterator[None]:
-    holders = [*attachment.quantizers.values(), *attachment.folds.values()]
+    holders: list[Quantizer | Fold] = [*attachment.quantizers.values(), *attachment.folds.values()]
     for holder in holders:
         holder.marking = True
     try:
@@ -212,8 +214,6 @@ def _by_parameter(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     """Positional and keyword specs as torch.export wants them: by parameter name if there are keywords."""
     if not kwargs:
         return args
-    import inspect
-
     bound = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
     flat: dict[str, Any] = {}
     for name, value in bound.items():
@@ -228,9 +228,9 @@ def _by_parameter(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 def _has_dynamic_inputs(program: torch.export.ExportedProgram) -> bool:
     names = set(program.graph_signature.user_inputs)
     for node in program.graph.nodes:
-        if node.op == "placeholder" and node.name in names and isinstance(node.meta.get("val"), Tensor):
-            if any(not isinstance(size, int) for size in node.meta["val"].shape[:1]):
-                return True
+        value = node.meta.get("val") if node.op == "placeholder" and node.name in names else None
+        if isinstance(value, Tensor) and any(not isinstance(size, int) for size in value.shape[:1]):
+            return True
     return False
 
 
@@ -257,17 +257,21 @@ def _constant_sites(program: torch.export.ExportedProgram) -> set[str]:
 
 
 def _assert_complete(program: torch.export.ExportedProgram, recorded: Recorded) -> None:
-    found = [
-        str(node.args[1])
+    """The program passes the quantizers that the model passes, with tensors of the same kind."""
+    markers = [
+        (str(node.args[1]), node.args[0].meta["val"])
         for node in program.graph.nodes
         if node.op == "call_function" and node.target is torch.ops.bitwright.site.default
     ]
-    quantized = [site for site in found if site not in recorded.constants]
-    if len(quantized) != recorded.calls:
+    found = Counter(
+        (site, str(x.dtype), x.dim()) for site, x in markers if site not in recorded.constants
+    )
+    if found != recorded.passed:
+        differ = {site for site, _, _ in (found - recorded.passed) + (recorded.passed - found)}
         raise ExportError(
-            f"the exported program has {len(quantized)} quantizers, the model has {recorded.calls}",
-            value=sorted(set(quantized))[:8],
-            fix="please report this: export must not lose quantizers",
+            f"the exported program passes {found.total()} quantizers, the model {recorded.passed.total()}",
+            value=sorted(differ)[:8],
+            fix="under torch.export the model's code takes another path there: keep these sites in float",
         )
 
 
@@ -332,6 +336,3 @@ def _quiet(*names: str) -> Iterator[None]:
     finally:
         for logger, level in zip(loggers, before, strict=True):
             logger.setLevel(level)
-
-
-__all__ = ["Artefact", "export", "export_float", "tensors_in"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 import ml_dtypes
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from bitwright.attach import Attachment, Quantizer
 from bitwright.errors import ExportError
+from bitwright.formats import Format
 
 MARKER = ("bitwright", "Site")
 
@@ -40,11 +42,12 @@ _NUMPY = {
 
 @dataclass
 class Recorded:
-    """What one real forward showed: weight codes, folded constants, and how often quantizers were passed."""
+    """What one real forward showed: weight codes, folded constants, and which quantizers were passed."""
 
     weights: dict[str, Tensor] = field(default_factory=dict)
     constants: dict[str, Tensor] = field(default_factory=dict)
-    calls: int = 0
+    passed: Counter[tuple[str, str, int]] = field(default_factory=Counter)
+    """How often each site was passed, by the data type and rank of what passed."""
 
 
 @dataclass
@@ -69,8 +72,9 @@ def storage_type(quantizer: Quantizer) -> ir.DataType:
 
 def fills_type(quantizer: Quantizer) -> bool:
     """Whether saturation to the storage type clips at this quantizer's own codes."""
-    info = ml_dtypes.iinfo(_NUMPY[storage_type(quantizer)])
-    return int(info.min) == quantizer.qmin and int(info.max) == quantizer.qmax
+    signed, bits = next(key for key, kind in _TYPES.items() if kind == storage_type(quantizer))
+    full = Format(name="", bits=bits, signed=signed)
+    return (full.qmin, full.qmax) == (quantizer.qmin, quantizer.qmax)
 
 
 def write_qdq(model: ir.Model, attachment: Attachment, recorded: Recorded) -> Counts:
@@ -102,9 +106,7 @@ class _Writer:
                 replacement = self._replacement(node, site)
                 output, source = node.outputs[0], node.inputs[0]
                 assert source is not None
-                if output.shape is not None:
-                    replacement.shape = output.shape
-                replacement.dtype = output.dtype
+                replacement.type, replacement.shape = output.type, output.shape
                 ir.convenience.replace_all_uses_with(output, replacement, replace_graph_outputs=True)
                 self.graph.remove(node, safe=True)
 
@@ -239,7 +241,7 @@ def _fold_weight_transposes(model: ir.Model) -> None:
                 _set_constant(value, value.const_value.numpy().transpose(permutation))
         _set_constant(codes, array.transpose(permutation))
         output = node.outputs[0]
-        source.shape, source.dtype = output.shape, output.dtype
+        source.shape, source.type = output.shape, output.type
         ir.convenience.replace_all_uses_with(output, source)
         graph.remove(node, safe=True)
 

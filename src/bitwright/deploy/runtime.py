@@ -29,7 +29,8 @@ class Runtime(ABC):
         """Why this runtime can't be used here, or None."""
 
     @abstractmethod
-    def __init__(self, path: Path, *, threads: int | None = None) -> None: ...
+    def __init__(self, path: Path, *, threads: int | None = None) -> None:
+        """Load the artefact."""
 
     @abstractmethod
     def run(self, feed: dict[str, NDArray[Any]]) -> list[NDArray[Any]]:
@@ -55,6 +56,7 @@ class Runtime(ABC):
         return arrays
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run once, as the model is called."""
         results = [torch.from_numpy(np.ascontiguousarray(a)) for a in self.run(self.feed(*args, **kwargs))]
         return results[0] if len(results) == 1 else tuple(results)
 

@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.representer import SafeRepresenter
 
 from bitwright.errors import BitwrightError, FormatError, PlanError, Problem, did_you_mean
 from bitwright.files import write_text
@@ -169,6 +170,19 @@ def spec_entry(spec: SiteSpec) -> dict[str, Any] | str:
     return entry["format"] if list(entry) == ["format"] else entry
 
 
+class _Representer(SafeRepresenter):
+    """Of our own, so that nobody else's YAML changes."""
+
+
+def _represent_text(representer: Any, text: str) -> Any:
+    # YAML takes these for line breaks unless they are escaped, and only double quotes escape
+    style = '"' if any(mark in text for mark in "\x85\u2028\u2029") else None
+    return representer.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Representer.add_representer(str, _represent_text)
+
+
 def dump_plan(plan: Plan) -> str:
     """YAML text; keys in a fixed order, sites in the order of the plan."""
     data: dict[str, Any] = {"bitwright": SCHEMA_VERSION}
@@ -190,6 +204,7 @@ def dump_plan(plan: Plan) -> str:
                 entry["why"] = device.why
             data["devices"][kind] = entry
     yaml = YAML(typ="safe", pure=True)
+    yaml.Representer = _Representer
     yaml.default_flow_style = False
     yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
     yaml.width = 4096

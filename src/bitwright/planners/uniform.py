@@ -32,9 +32,7 @@ def make_plan(
     table = backend(target)
     # Once for each name, here; the plan's own validation would say it for each site.
     problems = [
-        Problem(
-            what=f"unknown {registry.kind}", where=where, value=name, fix=did_you_mean(name, registry.names())
-        )
+        Problem(what=f"unknown {registry.kind}", where=where, value=name, fix=did_you_mean(name, registry.names()))
         for where, name, registry in (
             ("observer", observer, OBSERVERS),
             ("weight_observer", weight_observer, OBSERVERS),

@@ -41,8 +41,7 @@ def make_record(
         parities=tuple(parities),
         sites=site_rows(quantized.model, batches),
         float_operators=tuple(
-            FloatOperator(operator=name, kind=graph.by_name[name].kind, why=why)
-            for name, why in plan.float.items()
+            FloatOperator(operator=name, kind=graph.by_name[name].kind, why=why) for name, why in plan.float.items()
         ),
         folds=dict(plan.fold),
     )

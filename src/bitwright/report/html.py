@@ -114,9 +114,7 @@ def _cell(text: str, *, value: float | None = None, code: bool = False) -> str:
 
 def _table(heads: Iterable[str], rows: Iterable[str]) -> str:
     """Heads that begin with a hash are columns of numbers."""
-    head = "".join(
-        f'<th class="n">{escape(h[1:])}</th>' if h[0] == "#" else f"<th>{escape(h)}</th>" for h in heads
-    )
+    head = "".join(f'<th class="n">{escape(h[1:])}</th>' if h[0] == "#" else f"<th>{escape(h)}</th>" for h in heads)
     body = "".join(rows)
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
@@ -192,7 +190,8 @@ def _sites(record: Record) -> str:
 
 
 def _site(row: SiteRow) -> str:
-    how = row.observer if row.share is None else f"grid of {row.share}"
+    how = row.observer if row.quantizer == "plain" else row.quantizer
+    how = how if row.share is None else f"grid of {row.share}"
     how += f", guard {row.guard}" if row.guard else ""
     scale = words.span(words.number(row.scale_min), words.number(row.scale_max))
     zero = words.span(str(row.zero_point_min), str(row.zero_point_max))

@@ -89,9 +89,7 @@ class SiteRow(_Frozen):
     low: float = Field(description="The lowest number that the grid has.")
     high: float
     clipped: float | None = Field(description="Share of numbers beyond the grid's ends. None: never reached.")
-    sqnr_db: float | None = Field(
-        description="The cost of this quantizer alone. None: nothing, or never reached."
-    )
+    sqnr_db: float | None = Field(description="The cost of this quantizer alone. None: nothing, or never reached.")
     why: str
 
 

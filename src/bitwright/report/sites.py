@@ -66,9 +66,7 @@ def site_rows(model: nn.Module, batches: Iterable[Any]) -> tuple[SiteRow, ...]:
     finally:
         for module, mode in modes.items():
             module.training = mode
-    return tuple(
-        _row(site, spec, attachment, sums.get(site, _Sums())) for site, spec in attachment.plan.quantized
-    )
+    return tuple(_row(site, spec, attachment, sums.get(site, _Sums())) for site, spec in attachment.plan.quantized)
 
 
 def _row(site: str, spec: SiteSpec, attachment: Attachment, sums: _Sums) -> SiteRow:

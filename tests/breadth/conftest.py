@@ -1,0 +1,8 @@
+"""Makes `breadth.architectures` and `breadth.journey` importable, as `benchmarks/breadth.py` does."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))

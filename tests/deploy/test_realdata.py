@@ -1,0 +1,35 @@
+"""The accuracy of INT8 artefacts on real data, on the real runtime."""
+
+from __future__ import annotations
+
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+import bitwright as bw
+from bitwright.zoo.workloads import efficientnet_lite0_imagenet, resnet20_cifar10
+
+pytestmark = [pytest.mark.realdata, pytest.mark.timeout(600)]
+
+
+@pytest.mark.parametrize(
+    ("build", "reference", "allowed", "samples"),
+    [(resnet20_cifar10, 91.73, 0.3, 10_000), (efficientnet_lite0_imagenet, 73.7, 1.0, 1_000)],
+    ids=["resnet20", "efficientnet-lite0"],
+)
+def test_int8_keeps_the_accuracy(
+    build: object, reference: float, allowed: float, samples: int, data_dir: Path, tmp_path: Path
+) -> None:
+    workload: bw.Workload = build(data_dir)  # type: ignore[operator]
+    assert workload.calibration is not None and workload.evaluation is not None  # noqa: PT018
+    size = bw.export_float(workload.model, tmp_path / "float.onnx", workload.inputs).stat().st_size
+    quantized = bw.quantize(workload.model, workload.calibration(), example=workload.inputs)
+    artefact = quantized.export(tmp_path / "int8.onnx")
+    assert artefact.bytes <= 0.30 * size
+    result = bw.measure(workload, bw.open_runtime("onnxruntime", artefact.path))
+    assert result["n"] == samples
+    assert result["top1"] >= reference - allowed
+    check = quantized.check(artefact.path, [x for x, _ in islice(workload.evaluation(), 1)], per_site=True)
+    assert check.passed
+    assert check.first_divergence is None
