@@ -1,7 +1,7 @@
 """The whole road on every architecture of tests/breadth: `python benchmarks/breadth.py [name …]`.
 
-Each architecture runs in a process of its own, two at a time, one thread each. With names only those run anew; the
-others' rows stay as they were in results/breadth.json.
+Each architecture runs in a process of its own, two at a time, one thread each. With names only those run
+anew; the others' rows stay as they were in results/breadth.json.
 """
 
 from __future__ import annotations
@@ -12,18 +12,19 @@ import sys
 import tempfile
 from collections import Counter
 from dataclasses import asdict
+from math import inf
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "tests")]
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "tests/breadth")]
 
 import onnx
 import onnxruntime
 import torch
 import transformers
-from breadth.architectures import ARCHITECTURES
-from breadth.journey import travel
+from architectures import ARCHITECTURES
 from common import RESULTS, environment, save
+from journey import travel
 
 JOBS, MINUTES = 2, 10
 KNOWN = RESULTS / "breadth.json"
@@ -35,7 +36,8 @@ def run(name: str) -> dict[str, Any]:
     architecture = next(a for a in ARCHITECTURES if a.name == name)
     with tempfile.TemporaryDirectory() as folder:
         try:
-            return asdict(travel(architecture, Path(folder)))
+            row = asdict(travel(architecture, Path(folder)))
+            return {key: None if value == inf else value for key, value in row.items()}  # JSON has no infinity
         except Exception as error:  # what fails is a row of the table, too
             why = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
             return {"name": name, "family": architecture.family, "error": why}
@@ -56,7 +58,7 @@ def line(row: dict[str, Any]) -> str:
         return f"| {row['name']} | {row['family']} | fails | | | | | | {row['error']} |"
     return (
         f"| {row['name']} | {row['family']} | {row['share']:.1%} | {row['simulated_db']:.1f} "
-        f"| {row['runtime_db']:.1f} | {row['integer_kernels']} of {row['planned_kernels']} "
+        f"| {'exact' if row['runtime_db'] is None else format(row['runtime_db'], '.1f')} | {row['integer_kernels']} of {row['planned_kernels']} "
         f"| {'yes' if row['dynamic_batch'] else 'no'} | {row['seconds']:.0f} | {remark(row)} |"
     )
 
@@ -83,10 +85,11 @@ def main() -> None:
         + ", ".join(f"{count} {family}" for family, count in passed.items())
         + ". Capture, plan, prepare, calibrate, backward, export, parity on ONNX Runtime, strip.",
         "",
-        "MACs: of linears, convolutions and matrix products, what the plan quantizes. simulated: against float, the worst "
-        "output. runtime: ONNX Runtime against simulated, the worst output. kernels: integer kernels in ONNX Runtime's "
-        "optimized graph, of the convolutions and matrix products that the artefact quantizes. Models are random: their "
-        "SQNR says that the arithmetic is right, not what a trained model would lose. Seconds are of a shared machine.",
+        "MACs: of linears, convolutions and matrix products, what the plan quantizes. simulated: against "
+        "float, the worst output. runtime: ONNX Runtime against simulated, the worst output. kernels: integer "
+        "kernels in ONNX Runtime's optimized graph, of the convolutions and matrix products that the artefact "
+        "quantizes. Models are random: their SQNR says that the arithmetic is right, not what a trained model "
+        "would lose. Seconds are of a shared machine.",
         "",
         "| name | family | MACs | simulated dB | runtime dB | kernels | dynamic batch | seconds | remark |",
         "|---|---|---:|---:|---:|---:|---|---:|---|",

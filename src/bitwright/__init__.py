@@ -1,18 +1,86 @@
 """Bitwright: the precision that every operator of a PyTorch model deserves."""
 
-from bitwright.attach import prepare, set_mode, strip
-from bitwright.backends import backend
-from bitwright.checkpoint import load_checkpoint, save_checkpoint
-from bitwright.deploy import check, export, export_float, measure_latency, open_runtime
-from bitwright.errors import BitwrightError, PlanError, Problem
-from bitwright.formats import Format
-from bitwright.graph import Graph, capture
-from bitwright.plan import Plan, SiteSpec
-from bitwright.planners import make_plan
-from bitwright.ptq import calibrate
-from bitwright.recipe import Quantized, quantize
-from bitwright.version import __version__
-from bitwright.workload import Workload, load_workload, measure
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from bitwright.attach import prepare, quantizers_of, set_mode, strip
+    from bitwright.backends import backend
+    from bitwright.checkpoint import load_checkpoint, save_checkpoint
+    from bitwright.deploy import check, export, export_float, measure_latency, open_runtime
+    from bitwright.errors import BitwrightError, PlanError, Problem
+    from bitwright.formats import Format
+    from bitwright.graph import Graph, capture
+    from bitwright.plan import Plan, SiteSpec
+    from bitwright.planners import make_plan
+    from bitwright.ptq import calibrate
+    from bitwright.recipe import Quantized, quantize
+    from bitwright.version import __version__
+    from bitwright.workload import Workload, load_workload, measure
+
+# Names are fetched when they are first used: `bitwright --help` shouldn't wait seconds for torch.
+_HOMES = {
+    "bitwright.attach": (
+        "prepare",
+        "quantizers_of",
+        "set_mode",
+        "strip",
+    ),
+    "bitwright.backends": ("backend",),
+    "bitwright.checkpoint": (
+        "load_checkpoint",
+        "save_checkpoint",
+    ),
+    "bitwright.deploy": (
+        "check",
+        "export",
+        "export_float",
+        "measure_latency",
+        "open_runtime",
+    ),
+    "bitwright.errors": (
+        "BitwrightError",
+        "PlanError",
+        "Problem",
+    ),
+    "bitwright.formats": ("Format",),
+    "bitwright.graph": (
+        "Graph",
+        "capture",
+    ),
+    "bitwright.plan": (
+        "Plan",
+        "SiteSpec",
+    ),
+    "bitwright.planners": ("make_plan",),
+    "bitwright.ptq": ("calibrate",),
+    "bitwright.recipe": (
+        "Quantized",
+        "quantize",
+    ),
+    "bitwright.version": ("__version__",),
+    "bitwright.workload": (
+        "Workload",
+        "load_workload",
+        "measure",
+    ),
+}
+_HOME = {name: home for home, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'bitwright' has no attribute {name!r}")
+    value = getattr(import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME})
+
 
 __all__ = [
     "BitwrightError",
@@ -39,6 +107,7 @@ __all__ = [
     "open_runtime",
     "prepare",
     "quantize",
+    "quantizers_of",
     "save_checkpoint",
     "set_mode",
     "strip",

@@ -30,9 +30,7 @@ class Problem:
 class BitwrightError(Exception):
     """Base of all errors that a user can act upon; the command line prints it without a traceback."""
 
-    def __init__(
-        self, what: str, *, where: str | None = None, value: object = None, fix: str | None = None
-    ) -> None:
+    def __init__(self, what: str, *, where: str | None = None, value: object = None, fix: str | None = None) -> None:
         self.problems: list[Problem] = [Problem(what=what, where=where, value=value, fix=fix)]
         super().__init__(str(self.problems[0]))
 

@@ -121,9 +121,7 @@ def _with_options(base: Format, options: list[str], text: str) -> Format:
         elif option in FLAGS:
             new = {option: True}
         else:
-            raise FormatError(
-                f"unknown option {option!r} in a format", value=text, fix=did_you_mean(option, known)
-            )
+            raise FormatError(f"unknown option {option!r} in a format", value=text, fix=did_you_mean(option, known))
         if seen.keys() & new.keys():
             raise FormatError(f"the option {option!r} contradicts an earlier one", value=text, fix="keep one")
         seen.update(new)

@@ -56,9 +56,7 @@ class Workload:
                 "the model is not an nn.Module",
                 where=where,
                 value=type(self.model).__name__,
-                fix="pass an instance (Net(), not Net)"
-                if isinstance(self.model, type)
-                else "pass an nn.Module",
+                fix="pass an instance (Net(), not Net)" if isinstance(self.model, type) else "pass an nn.Module",
             )
         if not isinstance(self.inputs, tuple | dict):
             raise WorkloadError(
@@ -118,9 +116,7 @@ def batches(loader: Callable[[], Iterable[Any]] | None, limit: int | None = None
             fix="give Workload(calibration=...) a function that yields batches of inputs",
         )
     if limit is not None and limit < 1:
-        raise WorkloadError(
-            "the number of calibration batches is not positive", value=limit, fix="use 1 or more"
-        )
+        raise WorkloadError("the number of calibration batches is not positive", value=limit, fix="use 1 or more")
     return _checked(loader, limit)
 
 
@@ -235,11 +231,7 @@ def load_workload(ref: str) -> Workload:
         module = _import_file(file)
         build = getattr(module, function, None)
         if not callable(build):
-            own = [
-                n
-                for n, v in vars(module).items()
-                if inspect.isfunction(v) and v.__module__ == module.__name__
-            ]
+            own = [n for n, v in vars(module).items() if inspect.isfunction(v) and v.__module__ == module.__name__]
             raise WorkloadError(
                 f"{file.name} has no function {function!r}",
                 value=ref,
@@ -270,14 +262,10 @@ def _build(function: Callable[[], object], ref: str) -> Workload:
 
 def _import_file(file: Path) -> ModuleType:
     """Import a file under a name of its own, so that no other module can stand in for it."""
-    name = next(
-        n for i in itertools.count() if (n := f"bitwright_workload_{file.stem}_{i}") not in sys.modules
-    )
+    name = next(n for i in itertools.count() if (n := f"bitwright_workload_{file.stem}_{i}") not in sys.modules)
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
-        raise WorkloadError(
-            "the workload file is not a Python file", value=file.name, fix="give it the suffix .py"
-        )
+        raise WorkloadError("the workload file is not a Python file", value=file.name, fix="give it the suffix .py")
     module = importlib.util.module_from_spec(spec)
     # It stays there: torch.compile, pickle and inspect look a model's module up by its name.
     sys.modules[name] = module

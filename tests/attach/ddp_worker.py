@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from bitwright.attach import prepare, quantizers
+from bitwright.attach import prepare, quantizers_of
 from bitwright.backends import place
 from bitwright.graph import capture
 from bitwright.ptq import calibrate
@@ -35,7 +35,7 @@ def main(rank: int, port: int, result: str) -> None:
     parallel = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(parallel.parameters(), lr=0.01)
     before = {
-        site: q.scale.detach().clone() for site, q in quantizers(model).items() if q.scale.requires_grad
+        site: q.scale.detach().clone() for site, q in quantizers_of(model).items() if q.scale.requires_grad
     }
     torch.manual_seed(100 + rank)  # each rank sees other data
     parallel.train()
@@ -43,7 +43,7 @@ def main(rank: int, port: int, result: str) -> None:
         optimizer.zero_grad()
         parallel(torch.randn(8, 2, 6, 6)).square().mean().backward()
         optimizer.step()
-    after = {site: quantizers(model)[site].scale.detach().clone() for site in before}
+    after = {site: quantizers_of(model)[site].scale.detach().clone() for site in before}
     torch.save({"before": before, "after": after, "state": model.state_dict()}, result)
     dist.destroy_process_group()
 

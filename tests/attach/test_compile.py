@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bitwright.attach import quantizers, set_mode
+from bitwright.attach import quantizers_of, set_mode
 
 # torch 2.13's own tracer of autograd functions makes one in a way that torch deprecates.
 pytestmark = pytest.mark.filterwarnings(
@@ -95,7 +95,7 @@ def test_non_strict_export(any_model: nn.Module, zoo: SimpleNamespace) -> None:
         part.graph for part in exported.graph_module.modules() if isinstance(part, torch.fx.GraphModule)
     ]
     rounds = sum(node.target is torch.ops.aten.round.default for graph in graphs for node in graph.nodes)
-    assert rounds >= len(quantizers(model))
+    assert rounds >= len(quantizers_of(model))
 
 
 def test_export_with_a_dynamic_batch(any_model: nn.Module, zoo: SimpleNamespace) -> None:

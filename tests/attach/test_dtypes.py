@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from bitwright.attach import prepare, quantizers
+from bitwright.attach import prepare, quantizers_of
 from bitwright.formats import Format
 from bitwright.plan import Plan, SiteSpec
 from bitwright.ptq import calibrate
@@ -41,17 +41,17 @@ def test_state_stays_float32(change: str, quantizer: str) -> None:
     model = linear("int8/channel/sym", quantizer)
     state = {
         name: (q.scale.clone(), q.zero_point.clone(), q.codes.clone())
-        for name, q in quantizers(model).items()
+        for name, q in quantizers_of(model).items()
     }
     with torch.no_grad():
-        quantizers(model)["0:weight"].scale[0] = 1e-6
+        quantizers_of(model)["0:weight"].scale[0] = 1e-6
         state["0:weight"][0][0] = 1e-6
     if change == "to":
         model.to("cpu", torch.float16)
     else:
         getattr(model, change)()
     assert model[0].weight.dtype != torch.float32
-    for name, q in quantizers(model).items():
+    for name, q in quantizers_of(model).items():
         for tensor, before in zip((q.scale, q.zero_point, q.codes), state[name], strict=True):
             assert tensor.dtype == torch.float32
             assert torch.equal(tensor, before)
@@ -63,7 +63,7 @@ def test_state_stays_float32(change: str, quantizer: str) -> None:
 def test_arithmetic_of_a_low_precision_model_is_float32(dtype: torch.dtype) -> None:
     model = linear("int8/channel/sym").to(dtype)
     x = torch.randn(32, 8).to(dtype)
-    weight, data = quantizers(model)["0:weight"], quantizers(model)["0:input"]
+    weight, data = quantizers_of(model)["0:weight"], quantizers_of(model)["0:input"]
     w = (
         torch.clamp(torch.round(model[0].weight.float() / weight.scale[:, None]), -128, 127)
         * weight.scale[:, None]
@@ -77,7 +77,7 @@ def test_arithmetic_of_a_low_precision_model_is_float32(dtype: torch.dtype) -> N
 def test_autocast_changes_the_operator_not_the_quantizers(weights: str) -> None:
     model = linear(weights)
     x = torch.randn(32, 8)
-    q = quantizers(model)
+    q = quantizers_of(model)
     w, d = q["0:weight"](model[0].weight), q["0:input"](x)
     scales = q["0:weight"].scale.clone()
     with torch.autocast("cpu", torch.bfloat16):
@@ -96,10 +96,10 @@ def test_calibration_under_autocast_gives_the_ranges_of_float32() -> None:
     model = linear("int8/channel/sym")
     x = torch.randn(32, 8)
     calibrate(model, [x])
-    expected = {name: q.scale.clone() for name, q in quantizers(model).items()}
+    expected = {name: q.scale.clone() for name, q in quantizers_of(model).items()}
     with torch.autocast("cpu", torch.bfloat16):
         calibrate(model, [x])
-    for name, q in quantizers(model).items():
+    for name, q in quantizers_of(model).items():
         assert torch.equal(q.scale, expected[name])
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bitwright.attach import prepare, quantizers
+from bitwright.attach import prepare, quantizers_of
 from bitwright.backends import place
 from bitwright.formats import Format
 from bitwright.graph import capture
@@ -51,7 +51,7 @@ def test_the_weight_quantizer_sees_the_folded_weight(zoo: SimpleNamespace) -> No
     model = zoo.quantized(zoo.seeded(zoo.Residual).eval())
     factor = model.bn1.weight / torch.sqrt(model.bn1.running_var + model.bn1.eps)
     folded = model.conv1.weight * factor[:, None, None, None]
-    scale = quantizers(model)["conv1:weight"].scale
+    scale = quantizers_of(model)["conv1:weight"].scale
     low, high = folded.flatten(1).amin(1), folded.flatten(1).amax(1)
     assert torch.allclose(scale, torch.maximum(high / 127, low / -128).detach())
 
@@ -187,7 +187,7 @@ def test_a_low_precision_model_folds_in_float32(dtype: torch.dtype, zoo: SimpleN
     x = zoo.example(model).to(dtype)
     prepare(model, place(capture(model, x), "onnxruntime"))
     calibrate(model, [x])
-    scale = quantizers(model)["conv1:weight"].scale
+    scale = quantizers_of(model)["conv1:weight"].scale
     low, high = folded.flatten(1).amin(1), folded.flatten(1).amax(1)
     assert scale.dtype == torch.float32
     assert torch.allclose(scale, torch.maximum(high / 127, low / -128).detach(), rtol=1e-5)

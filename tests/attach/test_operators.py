@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from bitwright.attach import prepare, quantizers
+from bitwright.attach import prepare, quantizers_of
 from bitwright.backends import place
 from bitwright.errors import BitwrightError
 from bitwright.formats import Format
@@ -101,7 +101,7 @@ def test_writing_in_place(
     prepare(model, Plan(sites={site: spec(COARSE, quantizer=quantizer) for site in sites.values()}))
     x, y = torch.randn(3, 4), torch.randn(3, 4, requires_grad=True)
     calibrate(model, [(x, y)])
-    found = quantizers(model)
+    found = quantizers_of(model)
     use = SimpleNamespace(**{port: found.get(sites.get(port, ""), lambda x: x) for port in names})
 
     given = x.clone()
@@ -146,7 +146,7 @@ def test_a_module_called_twice_has_two_inputs_and_one_weight() -> None:
     )
     prepare(model, plan)
     calibrate(model, [x])
-    q = quantizers(model)
+    q = quantizers_of(model)
     assert set(q) == {"linear:input", "linear#1:input", "linear:weight"}
     assert q["linear#1:input"].scale > 2 * q["linear:input"].scale
     w, b = q["linear:weight"](model.linear.weight), model.linear.bias
@@ -165,7 +165,7 @@ def test_a_call_that_the_plan_leaves_out_is_float_when_the_graph_knows_it() -> N
     prepare(explicit, Plan(sites={**site, "relu#1:output": SiteSpec()}))
     for prepared in (model, explicit):
         calibrate(prepared, [x])
-        hidden = quantizers(prepared)["relu:output"](F.relu(prepared.linear(x)))
+        hidden = quantizers_of(prepared)["relu:output"](F.relu(prepared.linear(x)))
         assert torch.equal(prepared(x), F.relu(prepared.linear(hidden * 10)))
 
 
@@ -200,7 +200,7 @@ def test_more_calls_than_recorded_take_the_last_known_quantizers() -> None:
     names = ["cell:input", "cell#1:input"]
     prepare(model, Plan(sites=dict.fromkeys([*names, "cell:weight"], spec(COARSE))))
     calibrate(model, [(x, 2)])
-    q = quantizers(model)
+    q = quantizers_of(model)
     w = q["cell:weight"](model.cell.weight)
     out = x
     for step in range(5):
@@ -227,8 +227,8 @@ def test_tied_weights_have_one_quantizer() -> None:
     tokens = torch.tensor([[0, 1, 2, 3, 4, 5, 6]])
     prepare(model, Plan(sites={"*:weight": spec("int4/channel/sym")}), inputs=tokens)
     calibrate(model, [tokens])
-    assert list(quantizers(model)) == ["table:weight"]
-    w = quantizers(model)["table:weight"](model.table.weight)
+    assert list(quantizers_of(model)) == ["table:weight"]
+    w = quantizers_of(model)["table:weight"](model.table.weight)
     assert torch.equal(model(tokens), F.linear(F.embedding(tokens, w), w))
     tokens_loss = model(tokens).square().sum()
     tokens_loss.backward()
@@ -291,7 +291,7 @@ def test_keyword_weights_are_found() -> None:
     x = torch.randn(2, 4)
     prepare(model, Plan(sites={"/linear#0:weight": spec(COARSE), "/linear#0:input": spec(COARSE)}))
     calibrate(model, [x])
-    q = quantizers(model)
+    q = quantizers_of(model)
     expected = F.linear(q["/linear#0:input"](x), q["/linear#0:weight"](model.w))
     assert torch.equal(model(x), expected)
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import has_torch_function
 
-from bitwright.attach import CONTAINER, prepare, quantizers, set_mode, strip
+from bitwright.attach import CONTAINER, prepare, quantizers_of, set_mode, strip
 from bitwright.errors import BitwrightError, PlanError, UncalibratedError
 from bitwright.formats import Format
 from bitwright.graph import capture
@@ -42,7 +42,7 @@ def test_class_signature_and_float_keys_stay(any_model: nn.Module, zoo: SimpleNa
     parameters = dict(any_model.named_parameters())
     zoo.quantized(any_model)
     after = any_model.state_dict()
-    assert quantizers(any_model)
+    assert quantizers_of(any_model)
     assert type(any_model) is before[0]
     assert inspect.signature(any_model.forward) == before[1]
     assert [key for key in after if not key.startswith(f"{CONTAINER}.")] == before[2]
@@ -95,7 +95,7 @@ def test_prepared_checkpoint_reloads_bit_exact(weights: str, quantizer: str, zoo
     fresh.load_state_dict(torch.load(file, weights_only=True), strict=True)
     assert same(fresh.state_dict(), model.state_dict())
     assert torch.equal(fresh(x), model(x))
-    assert quantizers(fresh)["2:input"].qmin == 0  # the sign that calibration chose
+    assert quantizers_of(fresh)["2:input"].qmin == 0  # the sign that calibration chose
     assert same(grads(fresh, x), grads(model, x))
 
 
@@ -125,7 +125,7 @@ def test_copies_are_equal_and_independent(any_model: nn.Module, twin_of: Any, zo
     assert torch.equal(model(x), expected)
     strip(twin)
     assert torch.equal(model(x), expected)
-    for name, quantizer in quantizers(model).items():
+    for name, quantizer in quantizers_of(model).items():
         quantizer.scale.data.mul_(1.5)
         assert torch.isfinite(quantizer.scale).all(), name
     assert not torch.equal(model(x), expected)
@@ -158,8 +158,8 @@ def test_prepared_model_inside_another_prepared_model() -> None:
     prepare(outer, Plan(sites={"1:weight": spec("int3/tensor/sym")}))
     calibrate(outer, [x])
     weight = outer[1].weight
-    codes = quantizers(outer)["1:weight"].integers(weight)
-    rounded = codes * quantizers(outer)["1:weight"].scale
+    codes = quantizers_of(outer)["1:weight"].integers(weight)
+    rounded = codes * quantizers_of(outer)["1:weight"].scale
     assert torch.equal(outer(x), nn.functional.linear(inner(x), rounded, outer[1].bias))
     strip(outer)
     assert torch.equal(outer(x), expected)
@@ -255,7 +255,7 @@ def test_submodule_on_its_own_is_quantized(zoo: SimpleNamespace) -> None:
     )
     calibrate(model, [zoo.example(model)])
     x = torch.randn(4, 8)
-    q = quantizers(model)
+    q = quantizers_of(model)
     by_hand = nn.functional.linear(q["out:input"](x), q["out:weight"](model.out.weight), model.out.bias)
     assert torch.equal(model.out(x), by_hand)
     assert not torch.equal(model.out(x), plain(x))
@@ -334,7 +334,7 @@ def test_patterns_need_a_graph(zoo: SimpleNamespace) -> None:
     with pytest.raises(BitwrightError, match="patterns"):
         prepare(model, plan)
     prepare(model, plan, inputs=zoo.example(model))
-    assert set(quantizers(model)) == {"conv1:weight", "conv2:weight"}
+    assert set(quantizers_of(model)) == {"conv1:weight", "conv2:weight"}
 
 
 def test_all_problems_at_once(zoo: SimpleNamespace) -> None:

@@ -208,15 +208,11 @@ def _encoder(
     return Architecture(name, "encoder", partial(_build, model, inputs, {**base, **config}))
 
 
-def _decoder(
-    name: str, model: str, base: Mapping[str, Any] = _DECODER, **config: Any
-) -> Architecture:
+def _decoder(name: str, model: str, base: Mapping[str, Any] = _DECODER, **config: Any) -> Architecture:
     return Architecture(name, "decoder", partial(_build, model, _text, {**base, **config}))
 
 
-def _seq2seq(
-    name: str, model: str, base: Mapping[str, Any] = _SEQ2SEQ, **config: Any
-) -> Architecture:
+def _seq2seq(name: str, model: str, base: Mapping[str, Any] = _SEQ2SEQ, **config: Any) -> Architecture:
     build = partial(_build, model, _text_pair, {**base, **config})
     return Architecture(name, "encoder-decoder", build)
 
@@ -234,9 +230,7 @@ def _features(name: str, model: str, inputs: Callable[[], Inputs], **config: Any
     return Architecture(name, "audio", partial(_build, model, inputs, config))
 
 
-def _multimodal(
-    name: str, model: str, inputs: Callable[[], Inputs] = _caption, **config: Any
-) -> Architecture:
+def _multimodal(name: str, model: str, inputs: Callable[[], Inputs] = _caption, **config: Any) -> Architecture:
     return Architecture(name, "multimodal", partial(_build, model, inputs, config))
 
 
@@ -292,9 +286,7 @@ ARCHITECTURES: list[Architecture] = [
     ),
     _encoder("squeezebert", "SqueezeBertModel", embedding_size=32),
     _encoder("roformer", "RoFormerModel", embedding_size=32),
-    _encoder(
-        "modernbert", "ModernBertForMaskedLM", local_attention=4, cls_token_id=1, sep_token_id=2
-    ),
+    _encoder("modernbert", "ModernBertForMaskedLM", local_attention=4, cls_token_id=1, sep_token_id=2),
     _encoder("xlm-roberta", "XLMRobertaForTokenClassification"),
     _encoder("mobilebert", "MobileBertModel", embedding_size=16, intra_bottleneck_size=16),
     _encoder("camembert", "CamembertForQuestionAnswering"),
@@ -334,9 +326,7 @@ ARCHITECTURES: list[Architecture] = [
     _decoder("bloom", "BloomForCausalLM", n_layer=2, n_head=4),
     _decoder("mpt", "MptForCausalLM", d_model=32, n_heads=4, n_layers=2, max_seq_len=64),
     _decoder("stablelm", "StableLmForCausalLM"),
-    _decoder(
-        "mixtral", "MixtralForCausalLM", num_local_experts=4, experts_implementation="batched_mm"
-    ),
+    _decoder("mixtral", "MixtralForCausalLM", num_local_experts=4, experts_implementation="batched_mm"),
     _decoder("olmo2", "Olmo2ForCausalLM"),
     _decoder("cohere", "CohereForCausalLM"),
     _decoder("mamba", "MambaForCausalLM", state_size=8, time_step_rank=4),

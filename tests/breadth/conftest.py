@@ -1,8 +1,8 @@
-"""Makes `breadth.architectures` and `breadth.journey` importable, as `benchmarks/breadth.py` does."""
+"""Makes `architectures` and `journey` importable, as `benchmarks/breadth.py` does."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parent))

@@ -16,7 +16,7 @@ from typing import Any
 import onnx
 import onnxruntime
 import torch
-from breadth.architectures import Architecture, fresh_inputs
+from architectures import Architecture, fresh_inputs
 from torch import Tensor, nn
 
 import bitwright

@@ -13,7 +13,7 @@ from onnx import numpy_helper
 from torch import Tensor, nn
 
 import bitwright as bw
-from bitwright.attach import quantizers
+from bitwright.attach import quantizers_of
 from bitwright.errors import ArtefactError, ExportError, UncalibratedError
 
 
@@ -152,7 +152,7 @@ def test_codes_are_those_of_the_quantizer(model: nn.Module, batches: list[Tensor
     quantized = bw.quantize(model, batches)
     artefact = quantized.export(tmp_path / "model.onnx")
     arrays = {i.name: numpy_helper.to_array(i) for i in onnx.load(artefact.path).graph.initializer}
-    quantizer = quantizers(model)["head:weight"]
+    quantizer = quantizers_of(model)["head:weight"]
     assert np.array_equal(arrays["head:weight.codes"], quantizer.integers(model.head.weight).numpy())
     assert np.array_equal(arrays["head:weight.scale"], quantizer.grid().scale.numpy())
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bitwright.attach import prepare, quantizers, set_mode
+from bitwright.attach import prepare, quantizers_of, set_mode
 from bitwright.errors import BitwrightError, CalibrationError, PlanError
 from bitwright.formats import Format
 from bitwright.plan import Plan, SiteSpec
@@ -53,7 +53,7 @@ def test_all_sites_that_were_never_reached_are_listed() -> None:
         calibrate(model, [torch.randn(3, 4)])
     assert [problem.where for problem in caught.value.problems] == ["right:input", "right:weight"]
     assert calibrate(model, [torch.randn(3, 4), {"x": torch.randn(3, 4), "mirror": True}]) == 2
-    assert all(q.calibrated for q in quantizers(model).values())
+    assert all(q.calibrated for q in quantizers_of(model).values())
 
 
 @pytest.mark.parametrize("wrap", [lambda x: x, lambda x: (x,), lambda x: [x], lambda x: {"x": x}])
@@ -61,13 +61,13 @@ def test_batches_as_tensor_tuple_list_or_dict(wrap: Any) -> None:
     model = prepared("left:input")
     model.norm.eps = 0.0
     assert calibrate(model, [wrap(torch.full((2, 4), 127.0))]) == 1
-    assert quantizers(model)["left:input"].scale == 1.0
+    assert quantizers_of(model)["left:input"].scale == 1.0
 
 
 def test_extra_arguments_reach_the_model() -> None:
     model = prepared("/add#0:input1")
     calibrate(model, [{"x": torch.ones(2, 4), "bias": torch.full((4,), -12.8)}])
-    assert torch.isclose(quantizers(model)["/add#0:input1"].scale, torch.tensor(0.1))
+    assert torch.isclose(quantizers_of(model)["/add#0:input1"].scale, torch.tensor(0.1))
 
 
 def test_batches_stream() -> None:
@@ -107,7 +107,7 @@ def test_mode_and_statistics_are_as_before(fails: bool) -> None:
         calibrate(model, batches)
     assert [module.training for module in model.modules()] == modes
     assert torch.equal(model.norm.running_mean, mean)
-    assert all(q.enabled and not q.observing for q in quantizers(model).values())
+    assert all(q.enabled and not q.observing for q in quantizers_of(model).values())
 
 
 def test_switched_off_model_stays_off() -> None:
@@ -167,6 +167,6 @@ def test_an_empty_batch_says_nothing() -> None:
 def test_calibrating_again_forgets_the_first_time() -> None:
     model = prepared("left:input").eval()
     calibrate(model, [torch.full((2, 4), 100.0)])
-    wide = quantizers(model)["left:input"].scale.clone()
+    wide = quantizers_of(model)["left:input"].scale.clone()
     calibrate(model, [torch.full((2, 4), 1.0)])
-    assert torch.isclose(quantizers(model)["left:input"].scale * 100, wide)
+    assert torch.isclose(quantizers_of(model)["left:input"].scale * 100, wide)

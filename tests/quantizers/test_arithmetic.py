@@ -14,7 +14,7 @@ from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from bitwright.attach import Quantizer, prepare, quantizers
+from bitwright.attach import Quantizer, prepare, quantizers_of
 from bitwright.errors import BitwrightError, PlanError
 from bitwright.formats import Format
 from bitwright.plan import Plan, SiteSpec
@@ -45,7 +45,7 @@ def quantizer_of(values: Array, format: str, *, port: str = "weight", **options:
     model = Weighted(weight)
     prepare(model, Plan(sites={site: SiteSpec(format=Format.parse(format), **options)}))
     calibrate(model, [x])
-    return quantizers(model)[site]
+    return quantizers_of(model)[site]
 
 
 def blocks(values: Array, format: Format) -> Array:

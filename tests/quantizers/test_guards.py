@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from bitwright.attach import Quantizer, prepare, quantizers
+from bitwright.attach import Quantizer, prepare, quantizers_of
 from bitwright.formats import Format
 from bitwright.plan import Plan, SiteSpec
 from bitwright.ptq import calibrate
@@ -39,7 +39,7 @@ def guarded(kind: str, weight: Tensor, x: Tensor, format: str, guard: str | None
     site = "/matmul#0:input1" if kind.startswith("matmul") else f"/{kind}#0:weight"
     prepare(model, Plan(sites={site: SiteSpec(format=Format.parse(format), guard=guard)}))
     calibrate(model, [x])
-    return quantizers(model)[site]
+    return quantizers_of(model)[site]
 
 
 def worst_pair(rows: Tensor) -> int:

@@ -9,7 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from bitwright.attach import Grid, Quantizer, prepare, quantizers
+from bitwright.attach import Grid, Quantizer, prepare, quantizers_of
 from bitwright.formats import Format
 from bitwright.plan import Plan, SiteSpec
 from bitwright.ptq import calibrate
@@ -22,7 +22,7 @@ def lsq(format: str, weight: torch.Tensor) -> Quantizer:
     root = nn.Sequential(model)
     prepare(root, Plan(sites={"0:weight": SiteSpec(format=Format.parse(format), quantizer="lsq")}))
     calibrate(root, [torch.ones(1, weight.shape[1])])
-    return quantizers(root)["0:weight"]
+    return quantizers_of(root)["0:weight"]
 
 
 @settings(max_examples=60)
@@ -95,12 +95,12 @@ def test_calibrating_again_keeps_the_parameter_that_the_optimizer_holds() -> Non
         root, Plan(sites={"0:weight": SiteSpec(format=Format.parse("int8/channel/sym"), quantizer="lsq")})
     )
     calibrate(root, [torch.ones(1, 4)])
-    scale = quantizers(root)["0:weight"].scale
+    scale = quantizers_of(root)["0:weight"].scale
     with torch.no_grad():
         root[0].weight.mul_(2)
     before = scale.detach().clone()
     calibrate(root, [torch.ones(1, 4)])
-    assert quantizers(root)["0:weight"].scale is scale
+    assert quantizers_of(root)["0:weight"].scale is scale
     assert torch.equal(scale.detach(), before * 2)
 
 

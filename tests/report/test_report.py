@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import bitwright
-from bitwright.attach import quantizers
+from bitwright.attach import quantizers_of
 from bitwright.deploy import Latency
 from bitwright.report import (
     Accuracy,
@@ -171,7 +171,7 @@ def test_sites_against_numpy() -> None:
     quantized = bitwright.quantize(model, [calibration], saturating=False)
     rows = {row.site: row for row in site_rows(model, [batch])}
     row = rows["0:input"]
-    grid = quantizers(model)["0:input"].grid()
+    grid = quantizers_of(model)["0:input"].grid()
     x = batch.numpy().astype(np.float64)
     codes = np.rint(x / float(grid.scale)) + float(grid.zero_point)
     near = (np.clip(codes, grid.qmin, grid.qmax) - float(grid.zero_point)) * float(grid.scale)

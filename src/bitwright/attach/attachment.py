@@ -120,9 +120,7 @@ class Attachment(Interceptor):
         return _run(hooks[index], kind, writes, func, args, kwargs)
 
 
-def _run(
-    hooks: OpHooks, kind: str, writes: bool, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _run(hooks: OpHooks, kind: str, writes: bool, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     norm = hooks.skipped_norm
     if norm is not None and not norm.training:
         x = args[0] if args else kwargs["input"]

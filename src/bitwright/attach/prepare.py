@@ -88,13 +88,11 @@ def attachment_of(model: nn.Module) -> Attachment:
     """The attached state; an error for a model that isn't prepared."""
     attachment = find_attachment(model)
     if attachment is None:
-        raise BitwrightError(
-            "this model isn't prepared", value=type(model).__name__, fix="prepare(model, plan) first"
-        )
+        raise BitwrightError("this model isn't prepared", value=type(model).__name__, fix="prepare(model, plan) first")
     return attachment
 
 
-def quantizers(model: nn.Module) -> dict[str, Quantizer]:
+def quantizers_of(model: nn.Module) -> dict[str, Quantizer]:
     """The quantizers of a prepared model by site."""
     return dict(attachment_of(model).quantizers)
 
@@ -192,9 +190,7 @@ class _Builder:
         name = SiteName.parse(site)
         if name.path not in self.modules:
             fix = did_you_mean(name.path, self.modules)
-            self.problems.append(
-                Problem(what="the model has no such module", where=site, value=name.path, fix=fix)
-            )
+            self.problems.append(Problem(what="the model has no such module", where=site, value=name.path, fix=fix))
             return None
         kind = name.kind or primary_kind(self.modules[name.path])
         if kind is None:

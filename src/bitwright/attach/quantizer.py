@@ -29,9 +29,7 @@ class Quantizer(nn.Module):
     zero_point: Tensor
     codes: Tensor
 
-    def __init__(
-        self, spec: SiteSpec, *, site: str, kind: str, port: str, layout: Layout, weight: bool
-    ) -> None:
+    def __init__(self, spec: SiteSpec, *, site: str, kind: str, port: str, layout: Layout, weight: bool) -> None:
         super().__init__()
         self.spec = spec
         self.site = site
@@ -107,9 +105,7 @@ class Quantizer(nn.Module):
         if x.numel() == 0:  # an input without boxes, tokens, …: says nothing about the range
             return
         if self.observer is None:
-            self.observer = OBSERVERS.get(self.spec.observer)(
-                format=self.spec.format, **self.spec.observer_options
-            )
+            self.observer = OBSERVERS.get(self.spec.observer)(format=self.spec.format, **self.spec.observer_options)
             self.weight = self.weight or isinstance(x, nn.Parameter)
         elif self.weight:
             return

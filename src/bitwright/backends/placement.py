@@ -111,7 +111,11 @@ class _Placement:
                 continue
             weight = op.port("weight")
             shared = weight is None or len(self.graph.consumers[weight.sources[0]]) > 1
-            if shared or reader[0].port("running_mean") is None or self.graph.partial(op) != self.graph.partial(reader[0]):
+            if (
+                shared
+                or reader[0].port("running_mean") is None
+                or self.graph.partial(op) != self.graph.partial(reader[0])
+            ):
                 continue
             folds[reader[0].name] = op.name
         return folds

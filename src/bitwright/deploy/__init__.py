@@ -1,9 +1,9 @@
 """Export to an artefact, run it, check it against the simulation, measure it."""
 
-from bitwright.deploy.parity import Check, OutputCheck, SiteCheck, check
 from bitwright.deploy.export import Artefact, export, export_float
 from bitwright.deploy.machine import saturates
 from bitwright.deploy.measure import Latency, measure_latency
+from bitwright.deploy.parity import Check, OutputCheck, SiteCheck, check
 from bitwright.deploy.runtime import Runtime, available_runtimes, open_runtime
 
 __all__ = [

@@ -57,9 +57,7 @@ class Artefact:
     outputs: tuple[str, ...]
 
 
-def export(
-    model: nn.Module, path: str | Path, inputs: Any, *, dynamic_batch: bool = True
-) -> Artefact:
+def export(model: nn.Module, path: str | Path, inputs: Any, *, dynamic_batch: bool = True) -> Artefact:
     """Write a prepared, calibrated model as ONNX (opset 21, Q/DQ form); `inputs` is one example call.
 
     The number of exported Q/DQ pairs must equal what the plan put onto the model, else nothing is written and an
@@ -176,9 +174,7 @@ def _export_program(
                 )
                 return program, _has_dynamic_inputs(program)
             except Exception as error:
-                log.warning(
-                    "no dynamic batch: the model's own code fixes it (%s)", str(error).strip().split("\n")[0]
-                )
+                log.warning("no dynamic batch: the model's own code fixes it (%s)", str(error).strip().split("\n")[0])
         try:
             return torch.export.export(model, args, kwargs, strict=False), False
         except Exception as error:
@@ -263,9 +259,7 @@ def _assert_complete(program: torch.export.ExportedProgram, recorded: Recorded) 
         for node in program.graph.nodes
         if node.op == "call_function" and node.target is torch.ops.bitwright.site.default
     ]
-    found = Counter(
-        (site, str(x.dtype), x.dim()) for site, x in markers if site not in recorded.constants
-    )
+    found = Counter((site, str(x.dtype), x.dim()) for site, x in markers if site not in recorded.constants)
     if found != recorded.passed:
         differ = {site for site, _, _ in (found - recorded.passed) + (recorded.passed - found)}
         raise ExportError(

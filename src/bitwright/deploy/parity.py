@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from bitwright.attach import Quantizer, in_mode, quantizers, tapped
+from bitwright.attach import Quantizer, in_mode, quantizers_of, tapped
 from bitwright.deploy.runtime import Runtime, open_runtime
 from bitwright.errors import ArtefactError, WorkloadError
 from bitwright.graph.tree import as_call, tensors_in
@@ -212,7 +212,7 @@ def _check_sites(
         with in_mode(model, "quantize"):
             model(*args, **kwargs)
         with in_mode(model, "quantize"):
-            for quantizer in quantizers(model).values():
+            for quantizer in quantizers_of(model).values():
                 quantizer.enabled = False
             model(*args, **kwargs)
     with tempfile.TemporaryDirectory() as folder:

@@ -220,18 +220,16 @@ class _Writer:
 def _fold_weight_transposes(model: ir.Model) -> None:
     """DQ(codes) → Transpose becomes DQ(transposed codes): runtimes fuse only a DQ that feeds the operator itself."""
     graph = model.graph
-    for node in list(graph):
-        source = node.inputs[0] if node.op_type == "Transpose" and node.inputs else None
-        producer = source.producer() if source is not None else None
-        if source is None or producer is None or producer.op_type != "DequantizeLinear":
-            continue
-        codes = producer.inputs[0]
-        if codes is None or codes.const_value is None or len(source.uses()) != 1:
+    for producer in [node for node in graph if node.op_type == "DequantizeLinear"]:
+        source, codes = producer.outputs[0], producer.inputs[0]
+        users = [use.node for use in source.uses()]  # several: a weight that is used more than once
+        if codes is None or codes.const_value is None or source.is_graph_output():
             continue
         array = codes.const_value.numpy()
-        permutation = (
-            list(node.attributes["perm"].as_ints()) if "perm" in node.attributes else list(range(array.ndim))[::-1]
-        )
+        permutations = [_permutation(node, array.ndim) for node in users]
+        permutation = permutations[0] if permutations else None
+        if permutation is None or any(other != permutation for other in permutations):
+            continue
         if "axis" in producer.attributes:
             axis = producer.attributes["axis"].as_int() % array.ndim
             producer.attributes["axis"] = ir.AttrInt64("axis", permutation.index(axis))
@@ -240,10 +238,18 @@ def _fold_weight_transposes(model: ir.Model) -> None:
                 assert value is not None and value.const_value is not None
                 _set_constant(value, value.const_value.numpy().transpose(permutation))
         _set_constant(codes, array.transpose(permutation))
-        output = node.outputs[0]
-        source.shape, source.type = output.shape, output.type
-        ir.convenience.replace_all_uses_with(output, source)
-        graph.remove(node, safe=True)
+        for node in users:
+            output = node.outputs[0]
+            source.shape, source.type = output.shape, output.type
+            ir.convenience.replace_all_uses_with(output, source)
+            graph.remove(node, safe=True)
+
+
+def _permutation(node: ir.Node, rank: int) -> list[int] | None:
+    """How a Transpose turns its input; None for other operators."""
+    if node.op_type != "Transpose":
+        return None
+    return list(node.attributes["perm"].as_ints()) if "perm" in node.attributes else list(range(rank))[::-1]
 
 
 def _set_constant(value: ir.Value, array: NDArray[np.generic]) -> None:

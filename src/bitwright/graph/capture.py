@@ -61,13 +61,9 @@ def _untouched(model: nn.Module, *, train: bool) -> Iterator[None]:
     modules = list(model.modules())
     attributes = [(vars(module), dict(vars(module))) for module in modules]
     # A forward may also replace a buffer, fill a cache or hang up a hook: those live in containers.
-    containers = [
-        (v, v.copy()) for module in modules for v in vars(module).values() if type(v) in _CONTAINERS
-    ]
+    containers = [(v, v.copy()) for module in modules for v in vars(module).values() if type(v) in _CONTAINERS]
     written = [*model.buffers(), *(tensor for module in modules for _, tensor in _plain_tensors(module))]
-    tensors = [
-        (tensor, tensor.detach().clone()) for tensor in written if not isinstance(tensor, nn.Parameter)
-    ]
+    tensors = [(tensor, tensor.detach().clone()) for tensor in written if not isinstance(tensor, nn.Parameter)]
     python_state, numpy_state = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices=_cuda_devices(model)), torch.no_grad():
@@ -119,15 +115,12 @@ class _Recorder(Interceptor):
         self.calls: dict[str, int] = {}
         self.frame: tuple[str, int, dict[str, int]] = ("", 0, {})
         self.unknown = 0
-        self.views: set[str] = (
-            set()
-        )  # operators that write into a view: their last output is the whole tensor
+        self.views: set[str] = set()  # operators that write into a view: their last output is the whole tensor
         names: dict[int, tuple[nn.Parameter, list[str]]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             names.setdefault(id(parameter), (parameter, []))[1].append(name)
         self.parameters = tuple(
-            Parameter(names=tuple(known), shape=tuple(p.shape), dtype=_dtype(p))
-            for p, known in names.values()
+            Parameter(names=tuple(known), shape=tuple(p.shape), dtype=_dtype(p)) for p, known in names.values()
         )
         for parameter, known in names.values():
             self._know(parameter, Source("param", known[0]), constant=True)
@@ -174,9 +167,7 @@ class _Recorder(Interceptor):
         kind = kind_of(func)
         if kind is None:
             return func(*args, **kwargs)
-        found = [
-            (port, tensor, *self._source(tensor)) for port, _, tensor in locate(kind, func, args, kwargs)
-        ]
+        found = [(port, tensor, *self._source(tensor)) for port, _, tensor in locate(kind, func, args, kwargs)]
         before = [tuple(tensor.shape) for _, tensor, _, _ in found]
         result = func(*args, **kwargs)
         made = [tensor for _, tensor in tensors_in(result)]
@@ -186,9 +177,7 @@ class _Recorder(Interceptor):
         if made:
             base = made[0]._base if inplace else None
             equation = args[0] if args and isinstance(args[0], str) else ""
-            name = self._record(
-                kind, found, before, made if base is None else [*made, base], inplace, equation
-            )
+            name = self._record(kind, found, before, made if base is None else [*made, base], inplace, equation)
             if base is not None:
                 self.views.add(name)
         return result
@@ -270,9 +259,7 @@ def _role(port: str, constant: bool) -> Role:
     return "bias" if port == "bias" else "weight"
 
 
-def _named_inputs(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Iterator[tuple[str, Tensor]]:
+def _named_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
     try:
         bound = inspect.signature(model.forward).bind(*args, **kwargs).arguments
     except (TypeError, ValueError):  # let the model's own call complain, in its own words

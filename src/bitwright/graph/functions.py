@@ -173,9 +173,7 @@ def _spread(head: str, key: Any, value: Any) -> Iterator[tuple[Place, Tensor]]:
                 yield (head, key, index), item
 
 
-def locate(
-    kind: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> list[tuple[str, Place, Tensor]]:
+def locate(kind: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Place, Tensor]]:
     """Every tensor that goes into a call: its port, where it stands in the arguments, and itself."""
     named = PORTS.get(kind)
     if named is not None:

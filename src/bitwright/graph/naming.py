@@ -158,6 +158,4 @@ class SiteName:
             raise BitwrightError(
                 "not a site's name", value=text, fix="write module.path:port or module.path/kind#n:port"
             )
-        return SiteName(
-            match["path"], int(match["call"] or 0), match["kind"], int(match["index"] or 0), match["port"]
-        )
+        return SiteName(match["path"], int(match["call"] or 0), match["kind"], int(match["index"] or 0), match["port"])

@@ -38,9 +38,7 @@ def parse_plan(text: str, *, where: str) -> Plan:
         mark = error.problem_mark if isinstance(error, MarkedYAMLError) else None
         line = f"{where}:{mark.line + 1}:{mark.column + 1}" if mark else where
         what = error.problem if isinstance(error, MarkedYAMLError) else str(error)
-        raise BitwrightError(
-            f"not valid YAML: {what}", where=line, fix="mend the file at this line"
-        ) from error
+        raise BitwrightError(f"not valid YAML: {what}", where=line, fix="mend the file at this line") from error
     if not isinstance(data, dict):
         raise BitwrightError(
             "a plan is a mapping", where=where, value=data, fix=f"begin with `bitwright: {SCHEMA_VERSION}`"
@@ -100,18 +98,14 @@ def _fields(path: tuple[str, ...]) -> Iterable[str]:
     return DeviceEntry.model_fields if path[0] == "devices" and len(path) == 3 else SiteEntry.model_fields
 
 
-def _specs(
-    entries: Mapping[str, SiteEntry | str], prefix: str, problems: list[Problem]
-) -> dict[str, SiteSpec]:
+def _specs(entries: Mapping[str, SiteEntry | str], prefix: str, problems: list[Problem]) -> dict[str, SiteSpec]:
     specs: dict[str, SiteSpec] = {}
     for name, entry in entries.items():
         if isinstance(entry, str):
             entry = SiteEntry(format=entry)
         if entry.format is None and entry.share is None:
             problems.append(
-                Problem(
-                    what="a site needs a format", where=prefix + name, fix='add `format: "int8/tensor/sym"`'
-                )
+                Problem(what="a site needs a format", where=prefix + name, fix='add `format: "int8/tensor/sym"`')
             )
             continue
         try:

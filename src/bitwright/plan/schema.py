@@ -52,9 +52,7 @@ class PlanFile(_Strict):
         default_factory=dict,
         description="Batch norms that are folded: norm operator → the operator before it.",
     )
-    float: dict[str, str] = Field(
-        default_factory=dict, description="Operators that stay in float, with the reason."
-    )
+    float: dict[str, str] = Field(default_factory=dict, description="Operators that stay in float, with the reason.")
     devices: dict[str, DeviceEntry] = Field(
         default_factory=dict, description="Differences per kind of device, for clusters of unequal machines."
     )

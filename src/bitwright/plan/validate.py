@@ -50,9 +50,7 @@ def _entry(where: str, key: str, spec: SiteSpec) -> Iterator[Problem]:
     yield from _unknown(QUANTIZERS, spec.quantizer, where)
     yield from _options(spec, where)
     if spec.guard is not None and spec.guard not in GUARDS:
-        yield Problem(
-            what="unknown guard", where=where, value=spec.guard, fix=did_you_mean(spec.guard, GUARDS)
-        )
+        yield Problem(what="unknown guard", where=where, value=spec.guard, fix=did_you_mean(spec.guard, GUARDS))
     if spec.format.is_float and not spec.format.is_plain_float:
         yield Problem(
             what="this number format can't be simulated by this version",
@@ -86,9 +84,7 @@ def _share(where: str, spec: SiteSpec, layers: list[Mapping[str, SiteSpec]]) -> 
         )
 
 
-def _against(
-    graph: Graph, layers: list[Mapping[str, SiteSpec]], names: list[str], prefix: str
-) -> Iterator[Problem]:
+def _against(graph: Graph, layers: list[Mapping[str, SiteSpec]], names: list[str], prefix: str) -> Iterator[Problem]:
     """What only the model can tell of the first layer's entries."""
     own, known = Lookup(layers[0]), Lookup(*layers)
     owners = weight_owners(known, graph)

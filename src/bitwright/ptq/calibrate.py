@@ -13,9 +13,7 @@ from bitwright.errors import CalibrationError, PlanError, Problem
 from bitwright.graph.tree import as_call
 
 
-def calibrate(
-    model: nn.Module, batches: Iterable[Any], *, progress: Callable[[int], None] | None = None
-) -> int:
+def calibrate(model: nn.Module, batches: Iterable[Any], *, progress: Callable[[int], None] | None = None) -> int:
     """Run `batches` through a prepared model (eval mode, float arithmetic), then settle all ranges.
 
     Each batch is a tensor, a tuple of positional arguments or a dict of keywords. Data streams: nothing but

@@ -43,9 +43,7 @@ class Images:
         order = torch.randperm(len(self), generator=torch.Generator().manual_seed(seed))[:count]
         return Images(pixels=self.pixels[order], labels=self.labels[order])
 
-    def batches(
-        self, size: int, *, mean: tuple[float, ...], std: tuple[float, ...]
-    ) -> Iterator[tuple[Tensor, Tensor]]:
+    def batches(self, size: int, *, mean: tuple[float, ...], std: tuple[float, ...]) -> Iterator[tuple[Tensor, Tensor]]:
         """Batches of (normalised images, labels), in order; ``mean`` and ``std`` are of pixels 0 to 255."""
         shift, scale = (torch.tensor(v).view(1, -1, 1, 1) for v in (mean, std))
         for pixels, labels in zip(self.pixels.split(size), self.labels.split(size), strict=True):

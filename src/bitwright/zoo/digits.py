@@ -42,7 +42,7 @@ def digits_split(seed: int = 0) -> DigitsSplit:
 class DigitsNet(nn.Module):
     """A stem, a residual block, a depthwise-separable convolution, and a linear head on pooled channels."""
 
-    def __init__(self, width: int = 24, classes: int = 10) -> None:
+    def __init__(self, width: int = 64, classes: int = 10) -> None:
         super().__init__()
         self.stem = nn.Conv2d(1, width, 3, padding=1, bias=False)
         self.stem_bn = nn.BatchNorm2d(width)
@@ -70,7 +70,7 @@ class DigitsNet(nn.Module):
 
 
 def train_digits(
-    seed: int = 0, epochs: int = 10, on_epoch: Callable[[int, int, float], None] | None = None
+    seed: int = 0, epochs: int = 6, on_epoch: Callable[[int, int, float], None] | None = None
 ) -> DigitsNet:
     """Train a DigitsNet to about 98 % or more on the test images; the same seed gives the same weights.
 

@@ -44,9 +44,7 @@ def _padding_and_conv(
     before, after = same_padding(size, kernel, stride)
     even = before == after
     pad = nn.Identity() if even else nn.ZeroPad2d((before, after, before, after))
-    conv = nn.Conv2d(
-        channels_in, channels, kernel, stride, padding=before if even else 0, groups=groups, bias=False
-    )
+    conv = nn.Conv2d(channels_in, channels, kernel, stride, padding=before if even else 0, groups=groups, bias=False)
     return pad, conv
 
 
@@ -57,9 +55,7 @@ def _bn(channels: int) -> nn.BatchNorm2d:
 class Block(nn.Module):
     """Expand, filter each channel by itself, project; with a shortcut where the shape stays."""
 
-    def __init__(
-        self, channels_in: int, channels: int, kernel: int, stride: int, expansion: int, size: int
-    ) -> None:
+    def __init__(self, channels_in: int, channels: int, kernel: int, stride: int, expansion: int, size: int) -> None:
         super().__init__()
         wide = channels_in * expansion
         self._expand_conv: nn.Conv2d | None = None

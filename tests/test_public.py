@@ -1,0 +1,32 @@
+"""The public names: all there, and cheap to look at."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import bitwright
+
+
+def test_every_public_name_is_there() -> None:
+    assert sorted(bitwright._HOME) == sorted(bitwright.__all__)
+    for name in bitwright.__all__:
+        assert getattr(bitwright, name) is not None
+    assert set(bitwright.__all__) <= set(dir(bitwright))
+
+
+def test_a_function_stays_a_function_when_plugins_are_loaded() -> None:
+    # a subpackage of the same name would take its place as soon as it is imported
+    code = (
+        "import bitwright, pkgutil, importlib\n"
+        "for m in pkgutil.walk_packages(bitwright.__path__, 'bitwright.'):\n"
+        "    importlib.import_module(m.name) if '__main__' not in m.name else None\n"
+        "import types\n"
+        "assert not [n for n in bitwright.__all__ if isinstance(getattr(bitwright, n), types.ModuleType)]\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_importing_the_package_does_not_load_torch() -> None:
+    code = "import sys, bitwright; assert 'torch' not in sys.modules"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
