@@ -16,14 +16,14 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "tests/breadth")]
-
 import onnx
 import onnxruntime
 import torch
 import transformers
-from architectures import ARCHITECTURES
 from common import RESULTS, environment, save
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests/breadth"))
+from architectures import ARCHITECTURES
 from journey import travel
 
 JOBS, MINUTES = 2, 10
@@ -56,10 +56,11 @@ def remark(row: dict[str, Any]) -> str:
 def line(row: dict[str, Any]) -> str:
     if "error" in row:
         return f"| {row['name']} | {row['family']} | fails | | | | | | {row['error']} |"
+    exact = "exact" if row["runtime_db"] is None else f"{row['runtime_db']:.1f}"
     return (
-        f"| {row['name']} | {row['family']} | {row['share']:.1%} | {row['simulated_db']:.1f} "
-        f"| {'exact' if row['runtime_db'] is None else format(row['runtime_db'], '.1f')} | {row['integer_kernels']} of {row['planned_kernels']} "
-        f"| {'yes' if row['dynamic_batch'] else 'no'} | {row['seconds']:.0f} | {remark(row)} |"
+        f"| {row['name']} | {row['family']} | {row['share']:.1%} | {row['simulated_db']:.1f} | {exact} "
+        f"| {row['integer_kernels']} of {row['planned_kernels']} | {'yes' if row['dynamic_batch'] else 'no'} "
+        f"| {row['seconds']:.0f} | {remark(row)} |"
     )
 
 

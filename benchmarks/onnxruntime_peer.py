@@ -69,9 +69,7 @@ def compare(name: str, runs: int) -> dict[str, Any]:
         }
         example = batches[0]
         for batch, threads in ((1, 1), (1, 2), (len(example), 1), (len(example), 2)):
-            sessions = {
-                label: bw.open_runtime("onnxruntime", path, threads=threads) for label, path in files.items()
-            }
+            sessions = {label: bw.open_runtime("onnxruntime", path, threads=threads) for label, path in files.items()}
             feed = {input_name: example[:batch].numpy()}
             times = bw.measure_latency(
                 {label: partial(session.run, feed) for label, session in sessions.items()},

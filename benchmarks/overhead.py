@@ -69,17 +69,13 @@ def main(rounds: int, seed: int) -> dict[str, object]:
     calibrate(prepared, [many])
     figures: dict[str, dict[str, float]] = {}
     with torch.no_grad():
-        figures["quantizing_b64"] = interleaved(
-            lambda: plain(many), lambda: prepared(many), max(rounds // 3, 5)
-        )
+        figures["quantizing_b64"] = interleaved(lambda: plain(many), lambda: prepared(many), max(rounds // 3, 5))
         set_mode(prepared, "float")
         assert torch.equal(plain(many), prepared(many))
         figures["switched_off_b1"] = interleaved(lambda: plain(one), lambda: prepared(one), rounds * 5)
         figures["switched_off_b64"] = interleaved(lambda: plain(many), lambda: prepared(many), rounds)
         figures["capture_b1"] = interleaved(lambda: plain(one), lambda: capture(plain, one), rounds)
-        figures["capture_b64"] = interleaved(
-            lambda: plain(many), lambda: capture(plain, many), max(rounds // 2, 5)
-        )
+        figures["capture_b64"] = interleaved(lambda: plain(many), lambda: capture(plain, many), max(rounds // 2, 5))
     plain.train()
     prepared.train()
     figures["switched_off_train_b64"] = interleaved(
@@ -101,9 +97,7 @@ def main(rounds: int, seed: int) -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=31)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()

@@ -32,9 +32,7 @@ def test_an_error_carries_its_problem() -> None:
 
 
 def test_a_plan_error_lists_all() -> None:
-    error = PlanError(
-        [Problem(what="first"), Problem(what="second", where="x")], title="bad.yaml has problems"
-    )
+    error = PlanError([Problem(what="first"), Problem(what="second", where="x")], title="bad.yaml has problems")
     assert str(error) == "bad.yaml has problems (2):\n  - first\n  - x: second"
     assert len(error.problems) == 2
 

@@ -35,9 +35,7 @@ def test_readable_as_any_new_file_is(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
 @pytest.mark.parametrize("old", [None, "old"])
-def test_an_exception_leaves_the_old_file(
-    tmp_path: Path, error: type[BaseException], old: str | None
-) -> None:
+def test_an_exception_leaves_the_old_file(tmp_path: Path, error: type[BaseException], old: str | None) -> None:
     path = tmp_path / "artefact.onnx"
     if old is not None:
         path.write_text(old)
@@ -60,9 +58,7 @@ def test_a_killed_process_leaves_the_old_file(tmp_path: Path) -> None:
         "with replacing(Path(sys.argv[1])) as temporary:\n"
         "    temporary.write_text('half')\n    print('written', flush=True)\n    time.sleep(60)\n"
     )
-    with subprocess.Popen(
-        [sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE, text=True
-    ) as process:
+    with subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "written\n"
         process.send_signal(signal.SIGKILL)

@@ -106,9 +106,7 @@ def test_text_round_trip(bits: int, unsigned: bool, options: tuple[str, str, set
         format = Format.parse(text)
     except FormatError:
         # only these can't exist
-        assert (flags & {"narrow", "adasign"} and unsigned) or (
-            flags & {"pot", "adasign"} and symmetry == "asym"
-        )
+        assert (flags & {"narrow", "adasign"} and unsigned) or (flags & {"pot", "adasign"} and symmetry == "asym")
         return
     assert Format.parse(str(format)) == format
     assert format.qmax - format.qmin == 2**bits - 1 - ("narrow" in flags)

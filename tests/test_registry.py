@@ -67,9 +67,7 @@ def test_a_plugin_is_found(distribution: Distribution) -> None:
 
 
 def test_a_plugin_is_not_imported_before_it_is_asked_for(distribution: Distribution) -> None:
-    distribution(
-        "bw_plugin_b", "[bitwright.observers]\nbroken = bw_plugin_b:X\n", "raise RuntimeError('boom')\n"
-    )
+    distribution("bw_plugin_b", "[bitwright.observers]\nbroken = bw_plugin_b:X\n", "raise RuntimeError('boom')\n")
     registry = Registry("observer", "bitwright.observers")
     assert "broken" in registry.names()
     assert registry.get("minmax").__name__ == "MinMax"
@@ -93,9 +91,7 @@ def test_a_plugin_may_not_take_a_built_in_name(distribution: Distribution) -> No
         Registry("observer", "bitwright.observers").get("mse")
 
 
-def test_the_same_package_twice_on_the_path_is_no_conflict(
-    distribution: Distribution, tmp_path: Path
-) -> None:
+def test_the_same_package_twice_on_the_path_is_no_conflict(distribution: Distribution, tmp_path: Path) -> None:
     points = "[bitwright.observers]\ntwice = bw_plugin_f:A\n"
     distribution("bw_plugin_f", points, "A = 1\n")
     (tmp_path / "bw_plugin_f").rename(tmp_path / "first")

@@ -53,9 +53,7 @@ def test_neighbours_of_two_workloads_keep_apart(tmp_path: Path) -> None:
     for folder in (tmp_path / "a", tmp_path / "b"):
         folder.mkdir()
         (folder / "my_neighbour.py").write_text(f"NAME = {folder.name!r}")
-        (folder / "main.py").write_text(
-            "from my_neighbour import NAME\n" + GOOD_FILE.replace('"tiny"', "NAME")
-        )
+        (folder / "main.py").write_text("from my_neighbour import NAME\n" + GOOD_FILE.replace('"tiny"', "NAME"))
         names.append(load_workload(f"{folder / 'main.py'}:tiny").name)
     assert names == ["a", "b"]
 
@@ -189,9 +187,7 @@ def test_measure_leaves_the_module_as_it_was() -> None:
 
 
 def test_measure_uses_the_owners_metric() -> None:
-    workload = linear_workload(
-        evaluate=lambda predict: {"f1": float(predict(torch.ones(1, 3)).sum())}, metric="f1"
-    )
+    workload = linear_workload(evaluate=lambda predict: {"f1": float(predict(torch.ones(1, 3)).sum())}, metric="f1")
     assert measure(workload, workload.model) == {"f1": 3.0}
 
 

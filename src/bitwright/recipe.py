@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from bitwright.attach import find_attachment, prepare
+from bitwright.attach import find_attachment, prepare, strip
 from bitwright.backends import backend as find_backend
 from bitwright.backends import check_plan
 from bitwright.deploy import Artefact, Check, check, export
@@ -19,6 +19,8 @@ from bitwright.graph import Graph, capture
 from bitwright.plan import Plan
 from bitwright.planners import make_plan
 from bitwright.ptq import calibrate
+
+_RECORDED = 4  # batches that are recorded to find paths that only some inputs take
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,28 +55,31 @@ def quantize(
 ) -> Quantized:
     """Quantize `model` in place for `backend` with the ranges of `batches` (tensors, tuples or dicts of inputs).
 
-    `example` (default: the first batch) is the call that is recorded and exported. `choices` go to `make_plan`
+    `example` (default: the first batch) is the call that is exported; it and the first batches are recorded, so that
+    paths which only some inputs take are found. If anything fails, the model is float again. `choices` go to `make_plan`
     (weights="int4/group32/sym", keep_float=["head*"], observer="mse", …) unless there is a `plan`.
     """
     if find_attachment(model) is not None:
         raise BitwrightError("this model is quantized already", fix="strip(model) first")
     stream = iter(batches)
-    if example is None:
-        try:
-            example = next(stream)
-        except StopIteration:
-            raise CalibrationError(
-                "the calibration loader yielded no batch", fix="give a loader (or list) with at least one batch"
-            ) from None
-        stream = chain([example], stream)
-    graph = capture(model, example)
+    first = list(islice(stream, _RECORDED))
+    if not first:
+        raise CalibrationError(
+            "the calibration loader yielded no batch", fix="give a loader (or list) with at least one batch"
+        )
+    graph = capture(model, *(first if example is None else [example, *first]))
+    example = first[0] if example is None else example
     if plan is None:
         plan = make_plan(graph, backend, model=name, **choices)
     else:
         plan = plan.resolve(graph)
-        problems = check_plan(plan, find_backend(backend))
+        problems = check_plan(plan, find_backend(backend), graph)
         if problems:
             raise PlanError(problems)
     prepare(model, plan, graph=graph)
-    calibrate(model, stream, progress=progress)
+    try:
+        calibrate(model, chain(first, stream), progress=progress)
+    except BaseException:
+        strip(model)
+        raise
     return Quantized(model=model, plan=plan, graph=graph, example=example, backend=backend)

@@ -26,17 +26,13 @@ def main(rank: int, port: int, result: str) -> None:
         world_size=2,
         timeout=timedelta(seconds=60),
     )
-    model = nn.Sequential(
-        nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 16, 3)
-    )
+    model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 16, 3))
     example = torch.randn(8, 2, 6, 6)
     prepare(model, place(capture(model, example), "onnxruntime", weights="int4/channel/sym", quantizer="lsq"))
     calibrate(model, [example])
     parallel = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(parallel.parameters(), lr=0.01)
-    before = {
-        site: q.scale.detach().clone() for site, q in quantizers_of(model).items() if q.scale.requires_grad
-    }
+    before = {site: q.scale.detach().clone() for site, q in quantizers_of(model).items() if q.scale.requires_grad}
     torch.manual_seed(100 + rank)  # each rank sees other data
     parallel.train()
     for _ in range(4):

@@ -91,9 +91,7 @@ def test_non_strict_export(any_model: nn.Module, zoo: SimpleNamespace) -> None:
     expected = model(x)
     exported = torch.export.export(model, (x,), strict=False)
     assert torch.allclose(exported.module()(x), expected, atol=1e-6)
-    graphs = [
-        part.graph for part in exported.graph_module.modules() if isinstance(part, torch.fx.GraphModule)
-    ]
+    graphs = [part.graph for part in exported.graph_module.modules() if isinstance(part, torch.fx.GraphModule)]
     rounds = sum(node.target is torch.ops.aten.round.default for graph in graphs for node in graph.nodes)
     assert rounds >= len(quantizers_of(model))
 

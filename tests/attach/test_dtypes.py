@@ -39,10 +39,7 @@ def linear(weights: str, quantizer: str = "plain") -> nn.Sequential:
 @pytest.mark.parametrize("change", ["half", "bfloat16", "double", "to"])
 def test_state_stays_float32(change: str, quantizer: str) -> None:
     model = linear("int8/channel/sym", quantizer)
-    state = {
-        name: (q.scale.clone(), q.zero_point.clone(), q.codes.clone())
-        for name, q in quantizers_of(model).items()
-    }
+    state = {name: (q.scale.clone(), q.zero_point.clone(), q.codes.clone()) for name, q in quantizers_of(model).items()}
     with torch.no_grad():
         quantizers_of(model)["0:weight"].scale[0] = 1e-6
         state["0:weight"][0][0] = 1e-6
@@ -64,10 +61,7 @@ def test_arithmetic_of_a_low_precision_model_is_float32(dtype: torch.dtype) -> N
     model = linear("int8/channel/sym").to(dtype)
     x = torch.randn(32, 8).to(dtype)
     weight, data = quantizers_of(model)["0:weight"], quantizers_of(model)["0:input"]
-    w = (
-        torch.clamp(torch.round(model[0].weight.float() / weight.scale[:, None]), -128, 127)
-        * weight.scale[:, None]
-    )
+    w = torch.clamp(torch.round(model[0].weight.float() / weight.scale[:, None]), -128, 127) * weight.scale[:, None]
     z = data.zero_point
     d = (torch.clamp(torch.round(x.float() / data.scale) + z, 0, 255) - z) * data.scale
     assert torch.equal(model(x), F.linear(d.to(dtype), w.to(dtype), model[0].bias))

@@ -133,9 +133,7 @@ OPERATORS: list[tuple[str, Any, Any, tuple[int, ...]]] = [
 
 @pytest.mark.parametrize(("name", "operator", "norm", "shape"), OPERATORS, ids=[o[0] for o in OPERATORS])
 @pytest.mark.parametrize("training", [False, True])
-def test_every_operator_that_can_be_folded(
-    name: str, operator: Any, norm: Any, shape: Any, training: bool
-) -> None:
+def test_every_operator_that_can_be_folded(name: str, operator: Any, norm: Any, shape: Any, training: bool) -> None:
     torch.manual_seed(0)
     torch.set_num_threads(1)
     model = nn.Sequential(copy.deepcopy(operator), copy.deepcopy(norm))

@@ -81,14 +81,10 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("write", "kind", "by_hand"), CASES, ids=lambda value: getattr(value, "__name__", "")
-)
+@pytest.mark.parametrize(("write", "kind", "by_hand"), CASES, ids=lambda value: getattr(value, "__name__", ""))
 @pytest.mark.parametrize("ports", [("i0",), ("i1",), ("o",), ("i0", "i1", "o")], ids="-".join)
 @pytest.mark.parametrize("quantizer", ["plain", "lsq"])
-def test_writing_in_place(
-    write: Any, kind: str, by_hand: Any, ports: tuple[str, ...], quantizer: str
-) -> None:
+def test_writing_in_place(write: Any, kind: str, by_hand: Any, ports: tuple[str, ...], quantizer: str) -> None:
     torch.manual_seed(0)
     model = Writes(write)
     index = 1 if kind == "mul" else 0  # the first mul is the gain
@@ -243,9 +239,7 @@ def test_channels_last(zoo: SimpleNamespace) -> None:
     out = model(x.to(memory_format=torch.channels_last))
     # one code may fall on the other side of a half: that is a step of the output's grid, not an error
     assert torch.allclose(out, expected, atol=0.05 * expected.detach().abs().max().item())
-    fine = zoo.quantized(
-        zoo.seeded(zoo.Residual).eval(), weights="int16/channel/sym", activations="uint16/tensor/asym"
-    )
+    fine = zoo.quantized(zoo.seeded(zoo.Residual).eval(), weights="int16/channel/sym", activations="uint16/tensor/asym")
     last = copy.deepcopy(fine).to(memory_format=torch.channels_last)
     assert torch.allclose(last(x.to(memory_format=torch.channels_last)), fine(x), rtol=1e-3, atol=1e-3)
 

@@ -167,8 +167,7 @@ def test_prepared_model_inside_another_prepared_model() -> None:
 
 def snapshot(model: nn.Module) -> dict[str, Any]:
     return {
-        path: (set(module.__dict__), list(module._modules), module.training)
-        for path, module in model.named_modules()
+        path: (set(module.__dict__), list(module._modules), module.training) for path, module in model.named_modules()
     }
 
 
@@ -250,9 +249,7 @@ def test_sequential_root_runs_its_own_children_only() -> None:
 def test_submodule_on_its_own_is_quantized(zoo: SimpleNamespace) -> None:
     model = zoo.seeded(zoo.Attention).eval()
     plain = copy.deepcopy(model.out)
-    prepare(
-        model, Plan(sites={"out:input": spec("uint4/tensor/asym"), "out:weight": spec("int3/tensor/sym")})
-    )
+    prepare(model, Plan(sites={"out:input": spec("uint4/tensor/asym"), "out:weight": spec("int3/tensor/sym")}))
     calibrate(model, [zoo.example(model)])
     x = torch.randn(4, 8)
     q = quantizers_of(model)

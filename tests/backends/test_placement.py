@@ -378,9 +378,7 @@ def test_keep_float(name: str) -> None:
 @pytest.mark.parametrize("name", ["onnxruntime", "openvino"])
 def test_the_guard_stands_only_where_it_is_needed(name: str) -> None:
     graph = graph_of(Separable)
-    guards = {
-        site: spec.guard for site, spec in place(graph, name, saturating=True).sites.items() if spec.guard
-    }
+    guards = {site: spec.guard for site, spec in place(graph, name, saturating=True).sites.items() if spec.guard}
     # a depthwise convolution adds no pairs
     assert guards == dict.fromkeys(["conv:weight", "point:weight", "fc:weight"], "int16-pairs")
     for plan in (

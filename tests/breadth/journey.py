@@ -1,6 +1,7 @@
 """The whole road of one architecture: capture, plan, prepare, calibrate, backward, export, run, strip.
 
-Each step asserts what must hold; what is measured on the way is returned. The tests and `benchmarks/breadth.py` share it.
+Each step asserts what must hold; what is measured on the way is returned. The tests and
+`benchmarks/breadth.py` share it.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def travel(architecture: Architecture, folder: Path) -> Journey:
     assert all(bool(gradient.isfinite().all()) for gradient in gradients.values()), "gradients aren't finite"
 
     artefact = bitwright.export(model, folder / "model.onnx", example)
-    assert artefact.weights and artefact.activation_pairs, "nothing is quantized"
+    assert min(artefact.weights, artefact.activation_pairs) > 0, "nothing is quantized"
     check = bitwright.check(model, artefact.path, checked)
     assert check.passed, f"ONNX Runtime differs: {[o for o in check.outputs if not o.passed]}"
 

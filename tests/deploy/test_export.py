@@ -60,9 +60,7 @@ def test_count_and_contents(model: nn.Module, batches: list[Tensor], tmp_path: P
     artefact = quantized.export(tmp_path / "model.onnx")
     onnx.checker.check_model(onnx.load(artefact.path), full_check=True)
     found = nodes(artefact.path)
-    activations = [
-        site for site, spec in quantized.plan.quantized if site.rpartition(":")[2] in ("input", "output")
-    ]
+    activations = [site for site, spec in quantized.plan.quantized if site.rpartition(":")[2] in ("input", "output")]
     assert found["QuantizeLinear"] == artefact.activation_pairs == len(activations)
     assert artefact.weights == 4
     assert artefact.int32_biases == 4
@@ -88,9 +86,7 @@ def test_float_model_is_untouched_by_folding(model: nn.Module, batches: list[Ten
 
 
 @pytest.mark.parametrize("runtime", ["onnxruntime", "openvino"])
-def test_parity_and_dynamic_batch(
-    model: nn.Module, batches: list[Tensor], tmp_path: Path, runtime: str
-) -> None:
+def test_parity_and_dynamic_batch(model: nn.Module, batches: list[Tensor], tmp_path: Path, runtime: str) -> None:
     quantized = bw.quantize(model, batches, backend=runtime)
     artefact = quantized.export(tmp_path / "model.onnx")
     assert artefact.dynamic_batch
@@ -208,9 +204,7 @@ def test_lost_quantizers_are_an_error(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_check_names_the_first_site_that_diverges(
-    model: nn.Module, batches: list[Tensor], tmp_path: Path
-) -> None:
+def test_check_names_the_first_site_that_diverges(model: nn.Module, batches: list[Tensor], tmp_path: Path) -> None:
     quantized = bw.quantize(model, batches)
     artefact = quantized.export(tmp_path / "model.onnx")
     file = onnx.load(artefact.path)
@@ -278,3 +272,14 @@ def test_keyword_inputs_and_nested_outputs(tmp_path: Path) -> None:
     result = quantized.check(artefact.path, batches)
     assert [output.name for output in result.outputs] == ["sum", "parts.0"]
     assert all(output.sqnr_db > 40 for output in result.outputs)
+
+
+def test_a_guard_that_training_broke_is_noticed(tmp_path: Path) -> None:
+    net, batches = saturating_net()
+    quantized = bw.quantize(net, batches, saturating=True)
+    with torch.no_grad():
+        net[0].weight.mul_(1.5)
+    with pytest.raises(ExportError, match=r"0:weight.*guard"):
+        quantized.export(tmp_path / "model.onnx")
+    bw.calibrate(net, batches)
+    quantized.export(tmp_path / "model.onnx")

@@ -528,9 +528,7 @@ def test_scaled_dot_product_attention_by_keyword() -> None:
     assert producers(graph.ops[-1]) == {"query": "op:fc", "key": "op:fc", "value": "op:fc"}
 
 
-@pytest.mark.parametrize(
-    ("module", "kind", "gates"), [(nn.LSTM, "lstm", 4), (nn.GRU, "gru", 3), (nn.RNN, "rnn", 1)]
-)
+@pytest.mark.parametrize(("module", "kind", "gates"), [(nn.LSTM, "lstm", 4), (nn.GRU, "gru", 3), (nn.RNN, "rnn", 1)])
 @pytest.mark.parametrize("bidirectional", [False, True])
 def test_recurrent_modules(module: Any, kind: str, gates: int, bidirectional: bool) -> None:
     class Net(nn.Module):
@@ -629,9 +627,7 @@ def test_shapes_and_dtypes() -> None:
 
 
 def test_every_input_of_every_operator_has_a_known_producer() -> None:
-    graph = capture(
-        nn.Transformer(8, 2, 1, 1, 16, batch_first=True), (torch.randn(2, 5, 8), torch.randn(2, 4, 8))
-    )
+    graph = capture(nn.Transformer(8, 2, 1, 1, 16, batch_first=True), (torch.randn(2, 5, 8), torch.randn(2, 4, 8)))
     seen: set[str] = set()
     for op in graph.ops:
         for port in op.ports:

@@ -112,9 +112,7 @@ def test_names_can_be_taken_apart(parts: tuple[str, int, str, int, str | None], 
     assert site.kind == (None if kind == primary and index == 0 and path else kind)
 
 
-@pytest.mark.parametrize(
-    "text", ["", ":", "conv1", ":input", "conv1/add:input", "a#x:input", "a:b:c", "/add#:x"]
-)
+@pytest.mark.parametrize("text", ["", ":", "conv1", ":input", "conv1/add:input", "a#x:input", "a:b:c", "/add#:x"])
 def test_what_is_no_site(text: str) -> None:
     with pytest.raises(BitwrightError, match="not a site's name") as caught:
         SiteName.parse(text)

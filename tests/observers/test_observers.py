@@ -21,9 +21,7 @@ F32 = np.float32
 ALL = ["minmax", "ema-minmax", "percentile", "mse", "kl"]
 
 
-def seen_range(
-    name: str, batches: list[Array], format: str = "int8/tensor/sym", **options: Any
-) -> tuple[Array, Array]:
+def seen_range(name: str, batches: list[Array], format: str = "int8/tensor/sym", **options: Any) -> tuple[Array, Array]:
     torch.set_num_threads(1)
     observer = OBSERVERS.get(name)(format=Format.parse(format), **options)
     for batch in batches:
@@ -203,9 +201,7 @@ def test_range_grows_by_doubling_without_losing_a_count() -> None:
     seen = []
     for reach in (1.0, 0.5, 8.0, 2.0, 64.0):
         inside = generator.integers(-4096, 4096, size=5000)
-        batch = ((inside + 0.5) / 4096 * reach).astype(
-            F32
-        )  # the middle of a bin, so that rounding can't matter
+        batch = ((inside + 0.5) / 4096 * reach).astype(F32)  # the middle of a bin, so that rounding can't matter
         batch[0] = reach
         observer.observe(torch.from_numpy(batch[None]))
         exact = batch.astype(np.float64)

@@ -21,16 +21,12 @@ PUBLISHED = Path(__file__).parents[2] / "docs" / "schemas" / f"plan-{SCHEMA_VERS
 # -- random plans --------------------------------------------------------------------------------------------
 
 names = st.one_of(
-    st.from_regex(
-        r"[a-z0-9_]{1,8}(\.[a-z0-9_]{1,8}){0,2}(/[a-z_]{1,6}#[0-9])?:(input|weight|output)", fullmatch=True
-    ),
+    st.from_regex(r"[a-z0-9_]{1,8}(\.[a-z0-9_]{1,8}){0,2}(/[a-z_]{1,6}#[0-9])?:(input|weight|output)", fullmatch=True),
     st.sampled_from(["*:weight", "layer?.*:input", "[ab]:output", "0:input", "/add#0:input1"]),
 )
 words = st.one_of(
     st.text(max_size=30),
-    st.sampled_from(
-        ["yes", "null", "1", "1.0", "0x1f", "# no", "a: b", "- x", "two\nlines\n", " ", "'\"", "{}", "~"]
-    ),
+    st.sampled_from(["yes", "null", "1", "1.0", "0x1f", "# no", "a: b", "- x", "two\nlines\n", " ", "'\"", "{}", "~"]),
 )
 formats = st.sampled_from(
     [
@@ -265,9 +261,7 @@ def test_all_wrong_types_at_once() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    "make", [lambda p: None, lambda p: p.mkdir(), lambda p: p.write_bytes(b"\xff\xfe\x00")]
-)
+@pytest.mark.parametrize("make", [lambda p: None, lambda p: p.mkdir(), lambda p: p.write_bytes(b"\xff\xfe\x00")])
 def test_unreadable_files(tmp_path: Path, make: Any) -> None:
     path = tmp_path / "plan.yaml"
     make(path)

@@ -101,7 +101,7 @@ def test_mode_and_statistics_are_as_before(fails: bool) -> None:
     mean = model.norm.running_mean.clone()
     batches = [torch.randn(5, 4), torch.randn(5, 3 if fails else 4)]
     if fails:
-        with pytest.raises(RuntimeError):
+        with pytest.raises(CalibrationError, match="calibration batch 1"):
             calibrate(model, batches)
     else:
         calibrate(model, batches)

@@ -60,9 +60,7 @@ def test_forward_and_gradients_follow_the_formula(seed: int, format: str, shrink
     assert x.grad is not None
     assert np.allclose(x.grad.numpy(), np.where(below | above, 0, upstream), atol=1e-6, rtol=1e-6)
     assert quantizer.scale.grad is not None
-    assert np.allclose(
-        quantizer.scale.grad.numpy().ravel(), ds, atol=2e-6 * max(1.0, np.abs(ds).max()), rtol=1e-5
-    )
+    assert np.allclose(quantizer.scale.grad.numpy().ravel(), ds, atol=2e-6 * max(1.0, np.abs(ds).max()), rtol=1e-5)
 
 
 def test_values_lie_exactly_on_the_grid_that_is_exported() -> None:
@@ -91,9 +89,7 @@ def test_the_scale_is_a_parameter_that_learns() -> None:
 
 def test_calibrating_again_keeps_the_parameter_that_the_optimizer_holds() -> None:
     root = nn.Sequential(nn.Linear(4, 3))
-    prepare(
-        root, Plan(sites={"0:weight": SiteSpec(format=Format.parse("int8/channel/sym"), quantizer="lsq")})
-    )
+    prepare(root, Plan(sites={"0:weight": SiteSpec(format=Format.parse("int8/channel/sym"), quantizer="lsq")}))
     calibrate(root, [torch.ones(1, 4)])
     scale = quantizers_of(root)["0:weight"].scale
     with torch.no_grad():

@@ -48,9 +48,7 @@ def head(workload: Workload, count: int) -> Workload:
     """The workload with only the first batches of its evaluation."""
     assert workload.evaluation is not None
     first = [pair for pair, _ in zip(workload.evaluation(), range(count), strict=False)]
-    return Workload(
-        name=workload.name, model=workload.model, inputs=workload.inputs, evaluation=lambda: first
-    )
+    return Workload(name=workload.name, model=workload.model, inputs=workload.inputs, evaluation=lambda: first)
 
 
 @pytest.mark.realdata

@@ -50,3 +50,10 @@ def guarded_scale(guard: str, scale: Tensor, weight: Tensor, *, kind: str, layou
     if layout.granularity == "channel" and needed.shape == scale.shape:
         return torch.maximum(scale, needed)
     return torch.maximum(scale, needed.amax())
+
+
+def holds(guard: str, codes: Tensor, *, kind: str) -> bool:
+    """Whether a weight's codes keep to the guard: training may have moved them since calibration."""
+    assert guard == "int16-pairs"
+    rows = _summed_last(codes.double(), kind)
+    return bool((torch.maximum(_worst_pair(rows), _worst_pair(rows.flatten(1))) <= _PAIR_LIMIT).all())

@@ -4,29 +4,28 @@ from __future__ import annotations
 
 from bitwright.backends.table import BackendTable
 from bitwright.errors import Problem
+from bitwright.graph import Graph
 from bitwright.plan import Plan
 
 
-def check_plan(plan: Plan, table: BackendTable) -> list[Problem]:
-    """Every site whose format the target can't run."""
+def check_plan(plan: Plan, table: BackendTable, graph: Graph | None = None) -> list[Problem]:
+    """Every site whose format the target can't run; a graph tells which operands are weights."""
+    roles = {} if graph is None else {op.site(port.name): port.role for op in graph.ops for port in op.ports}
     problems: list[Problem] = []
     for site, spec in plan.quantized:
         if spec.share is not None or spec.quantizer == "product":
             continue
-        # a weight may also stand at an operand's port (x @ w): there either list will do
-        if site.endswith(":weight"):
-            choices = [table.weights]
-        elif site.rpartition(":")[2].startswith("input"):
-            choices = [table.activations, table.weights]
-        else:
-            choices = [table.activations]
-        if not any(choice.allows(spec.format) for choice in choices):
+        weight = roles.get(site) == "weight" or site.endswith(":weight")
+        choice = table.weights if weight else table.activations
+        # without a graph nobody knows whether an operand is a weight (x @ w): then either list will do
+        unsure = not weight and site not in roles and site.rpartition(":")[2].startswith("input")
+        if not choice.allows(spec.format) and not (unsure and table.weights.allows(spec.format)):
             problems.append(
                 Problem(
                     what=f"{table.name} can't run this format here",
                     where=site,
                     value=str(spec.format),
-                    fix=f"use one of: {', '.join(choices[0].formats)}, float",
+                    fix=f"use one of: {', '.join(choice.formats)}, float",
                 )
             )
     return problems

@@ -11,6 +11,7 @@ from bitwright.errors import PlanError, Problem, did_you_mean
 from bitwright.formats import Format
 from bitwright.graph import Graph, Op, Port, Source
 from bitwright.graph.functions import can_hook
+from bitwright.graph.naming import SiteName
 from bitwright.plan import Plan, SiteSpec
 
 Edge = tuple[str, str]  # (operator, port) that reads a tensor
@@ -244,7 +245,20 @@ class _Placement:
                     spec = _because(activation, self._reason(source))
                     owner[source] = op.site("output")
                 sites[op.site("output")] = spec
+        sites.update(self._idle_calls(sites))
         return Plan(sites=sites, fold=self.fold, float=self.float)
+
+    def _idle_calls(self, sites: dict[str, SiteSpec]) -> dict[str, SiteSpec]:
+        """A shared module's later calls that stay float say so: calls that a plan doesn't know take the last one's."""
+        last: dict[str, int] = {}
+        for site in sites:
+            name = SiteName.parse(site)
+            last[name.path] = max(last.get(name.path, 0), name.call)
+        idle: dict[tuple[str, int], str] = {}
+        for op in self.graph.ops:
+            if op.module in last and op.call > last[op.module] and can_hook(op.kind) and op.outputs[0].is_floating:
+                idle.setdefault((op.module, op.call), op.site("output"))
+        return {site: SiteSpec(why="this call of the shared module stays float") for site in idle.values()}
 
     def _at_output(self, source: Source) -> bool:
         """Quantize a tensor once where it is made, if everybody who reads it wants that or the target needs it."""

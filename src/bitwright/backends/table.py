@@ -1,4 +1,4 @@
-"""A backend is a table: what a target can run, where its compiler wants quantizers, how it fuses. No code per target."""
+"""A backend is a table: what a target can run, where its compiler wants quantizers, how it fuses."""
 
 from __future__ import annotations
 

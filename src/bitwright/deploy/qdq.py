@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bitwright.attach import Attachment, Quantizer
+from bitwright.attach.guards import holds as guard_holds
 from bitwright.errors import ExportError
 from bitwright.formats import Format
 
@@ -170,7 +171,15 @@ class _Writer:
     def _weight(self, node: ir.Node, site: str, quantizer: Quantizer) -> ir.Value:
         scale, zero_point = self._grid(quantizer)
         kind = storage_type(quantizer)
-        codes = self.recorded.weights[site].cpu().numpy().astype(_NUMPY[kind])
+        recorded = self.recorded.weights[site]
+        guard = quantizer.spec.guard
+        if guard is not None and not guard_holds(guard, recorded, kind=quantizer.kind):
+            raise ExportError(
+                f"the weight no longer keeps to its guard {guard}: it moved since calibration",
+                where=quantizer.site,
+                fix="calibrate(model, batches) again after training, then export",
+            )
+        codes = recorded.cpu().numpy().astype(_NUMPY[kind])
         integers = self._initializer(f"{site}.codes", codes)
         inputs = [integers, scale] if kind == ir.DataType.INT32 else [integers, scale, zero_point]
         return self._insert(node, "DequantizeLinear", inputs, quantizer.site, quantizer)

@@ -92,4 +92,12 @@ def open_runtime(name: str, path: str | Path, *, threads: int | None = None) -> 
 
 def available_runtimes() -> dict[str, str | None]:
     """Every registered runtime with the reason why it can't be used here, or None."""
-    return {name: RUNTIMES.get(name).missing() for name in RUNTIMES.names()}
+    return {name: _missing(name) for name in RUNTIMES.names()}
+
+
+def _missing(name: str) -> str | None:
+    try:
+        reason: str | None = RUNTIMES.get(name).missing()
+    except Exception as error:  # somebody's plugin that can't be imported must not stop the others
+        return f"its plugin can't be loaded: {error}"
+    return reason

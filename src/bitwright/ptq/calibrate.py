@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from bitwright.attach import attachment_of, in_mode
-from bitwright.errors import CalibrationError, PlanError, Problem
+from bitwright.errors import BitwrightError, CalibrationError, PlanError, Problem
 from bitwright.graph.tree import as_call
 
 
@@ -30,7 +30,16 @@ def calibrate(model: nn.Module, batches: Iterable[Any], *, progress: Callable[[i
         with torch.no_grad(), in_mode(model, "calibrate"):
             for batch in batches:
                 args, kwargs = as_call(batch)
-                model(*args, **kwargs)
+                try:
+                    model(*args, **kwargs)
+                except BitwrightError:
+                    raise
+                except Exception as error:
+                    raise CalibrationError(
+                        f"the model failed: {type(error).__name__}: {error}",
+                        where=f"calibration batch {seen}",
+                        fix="give batches that the model takes: a tensor, a tuple of arguments or a dict of keywords",
+                    ) from error
                 seen += 1
                 if progress is not None:
                     progress(seen)

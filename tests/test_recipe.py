@@ -1,0 +1,76 @@
+"""quantize(): the whole road in one call."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import bitwright as bw
+from bitwright.errors import CalibrationError, PlanError
+
+
+class Fork(nn.Module):
+    """Takes the other path for negative inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(x) if x.sum() > 0 else self.down(x)
+
+
+def test_paths_that_only_later_batches_take_are_quantized() -> None:
+    model = Fork().eval()
+    bw.quantize(model, [torch.ones(2, 4), -torch.ones(2, 4)])
+    assert {"up:weight", "down:weight"} <= set(bw.quantizers_of(model))
+
+
+class Shared(nn.Module):
+    """One ReLU, called twice; only the first result goes to a convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.relu, self.first, self.second = nn.ReLU(), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.relu(self.second(self.relu(self.first(x))))
+
+
+def test_a_call_that_stays_float_says_so_in_the_plan() -> None:
+    torch.manual_seed(0)
+    model, x = Shared().eval(), torch.randn(8, 4)
+    plan = bw.quantize(model, [x]).plan
+    assert plan.sites["relu:output"].quantizes
+    assert not plan.sites["relu#1:output"].quantizes
+    expected = model(x)
+    state = model.state_dict()
+    bw.strip(model)
+    bw.prepare(model, plan)  # without a graph: the plan must say it all
+    model.load_state_dict(state)
+    assert torch.equal(model(x), expected)
+
+
+def test_a_failure_leaves_the_model_float() -> None:
+    model = nn.Sequential(nn.Linear(4, 4)).eval()
+    before = set(model.state_dict())
+    with pytest.raises(CalibrationError, match="calibration batch 5"):
+        bw.quantize(model, [*[torch.ones(1, 4)] * 5, torch.ones(1, 3)])
+    with pytest.raises(CalibrationError, match="0:input: NaN"):
+        bw.quantize(model, [torch.ones(1, 4), torch.full((1, 4), torch.nan)])
+    assert set(model.state_dict()) == before
+    bw.quantize(model, [torch.ones(1, 4)])
+
+
+def test_no_batches() -> None:
+    with pytest.raises(CalibrationError, match="no batch"):
+        bw.quantize(nn.Linear(2, 2), [])
+
+
+def test_a_plan_must_fit_the_backend() -> None:
+    model = nn.Sequential(nn.Linear(4, 4)).eval()
+    plan = bw.Plan.from_yaml("bitwright: 1\nsites:\n  0:input: uint8/channel/asym\n  0:weight: int8/channel/asym\n")
+    with pytest.raises(PlanError) as error:
+        bw.quantize(model, [torch.ones(1, 4)], plan=plan)
+    assert {problem.where for problem in error.value.problems} == {"0:input", "0:weight"}
