@@ -56,8 +56,8 @@ def quantize(
     """Quantize `model` in place for `backend` with the ranges of `batches` (tensors, tuples or dicts of inputs).
 
     `example` (default: the first batch) is the call that is exported; it and the first batches are recorded, so that
-    paths which only some inputs take are found. If anything fails, the model is float again. `choices` go to `make_plan`
-    (weights="int4/group32/sym", keep_float=["head*"], observer="mse", …) unless there is a `plan`.
+    paths which only some inputs take are found. If anything fails, the model is float again. `choices` go to
+    `make_plan` (weights="int4/group32/sym", keep_float=["head*"], observer="mse", …) unless there is a `plan`.
     """
     if find_attachment(model) is not None:
         raise BitwrightError("this model is quantized already", fix="strip(model) first")
