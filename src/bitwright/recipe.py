@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from torch import nn
 
 from bitwright.attach import find_attachment, prepare, strip
+from bitwright.backends import Choices, check_plan
 from bitwright.backends import backend as find_backend
-from bitwright.backends import check_plan
 from bitwright.deploy import Artefact, Check, check, export
 from bitwright.errors import BitwrightError, CalibrationError, PlanError
 from bitwright.graph import Graph, capture
@@ -51,7 +51,7 @@ def quantize(
     example: Any = None,
     name: str | None = None,
     progress: Callable[[int], None] | None = None,
-    **choices: Any,
+    **choices: Unpack[Choices],
 ) -> Quantized:
     """Quantize `model` in place for `backend` with the ranges of `batches` (tensors, tuples or dicts of inputs).
 

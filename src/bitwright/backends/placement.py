@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable
 from dataclasses import replace
+from typing import Unpack
 
+from bitwright.backends.choices import Choices
 from bitwright.backends.table import BackendTable, Rule, backend
 from bitwright.errors import PlanError, Problem, did_you_mean
 from bitwright.formats import Format
@@ -18,27 +19,12 @@ Edge = tuple[str, str]  # (operator, port) that reads a tensor
 _TURNS = ("attribute_T", "attribute_mT", "t")  # a stored weight, seen from another side
 
 
-def place(
-    graph: Graph,
-    target: str | BackendTable,
-    *,
-    weights: str | None = None,
-    activations: str | None = None,
-    observer: str | None = None,
-    weight_observer: str | None = None,
-    quantizer: str = "plain",
-    keep_float: Iterable[str] = (),
-    saturating: bool = False,
-    model: str | None = None,
-) -> Plan:
-    """A uniform plan: every operator that the backend has a rule for, in its default (or the given) formats.
-
-    `keep_float` are patterns of operator names. `saturating` says that the target machine's u8 × s8 products saturate.
-    """
+def place(graph: Graph, target: str | BackendTable, *, model: str | None = None, **choices: Unpack[Choices]) -> Plan:
+    """A uniform plan: every operator that the backend has a rule for, in its default (or the chosen) formats."""
     table = backend(target)
-    weight_format = Format.parse(weights or table.weights.format)
-    activation_format = Format.parse(activations or table.activations.format)
-    keep = list(keep_float)
+    weight_format = Format.parse(choices.get("weights") or table.weights.format)
+    activation_format = Format.parse(choices.get("activations") or table.activations.format)
+    keep = list(choices.get("keep_float", ()))
     problems = [
         Problem(
             what=f"{table.name} can't run this {role} format",
@@ -64,15 +50,18 @@ def place(
     ]
     if problems:
         raise PlanError(problems)
-    guard = table.guard if table.guard and (table.guard.when == "always" or saturating) else None
+    guard = table.guard if table.guard and (table.guard.when == "always" or choices.get("saturating")) else None
     if weight_format.bits != 8 or not weight_format.signed or activation_format.bits != 8:
         guard = None  # the limit is one of 8-bit products
+    quantizer = choices.get("quantizer", "plain")
     activation = SiteSpec(
-        format=activation_format, observer=observer or table.activations.observer, quantizer=quantizer
+        format=activation_format,
+        observer=choices.get("observer") or table.activations.observer,
+        quantizer=quantizer,
     )
     weight = SiteSpec(
         format=weight_format,
-        observer=weight_observer or table.weights.observer,
+        observer=choices.get("weight_observer") or table.weights.observer,
         quantizer=quantizer,
         guard=guard.name if guard else None,
     )

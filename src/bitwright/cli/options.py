@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Unpack, cast
 
 import typer
 
+from bitwright.backends import Choices
 from bitwright.errors import BitwrightError
 from bitwright.plan import Plan
 
@@ -66,30 +66,16 @@ SamplesOption = Annotated[
 ]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Choices:
-    """What the plan options say."""
-
-    weights: str | None = None
-    activations: str | None = None
-    observer: str | None = None
-    weight_observer: str | None = None
-    keep_float: list[str] | None = None
-    saturating: bool | None = None
-
-    def arguments(self) -> dict[str, Any]:
-        """As `make_plan` takes them; only what was given."""
-        return {name: value for name, value in vars(self).items() if value not in (None, [])}
-
-    def refuse_beside(self, plan: Path | None) -> None:
-        """A plan file has all choices in it: options beside it would be silently without effect."""
-        given = [f"--{name.replace('_', '-')}" for name in self.arguments()]
-        if plan is not None and given:
-            raise BitwrightError(
-                "a plan file and options for making a plan exclude each other",
-                value=", ".join(given),
-                fix="change the plan file, or leave out --plan",
-            )
+def chosen(plan: Path | None, **options: Unpack[Choices]) -> Choices:
+    """The plan options that were given. A plan file has all choices in it: options beside it would do nothing."""
+    given = {name: value for name, value in options.items() if value not in (None, [])}
+    if plan is not None and given:
+        raise BitwrightError(
+            "a plan file and options for making a plan exclude each other",
+            value=", ".join(f"--{name.replace('_', '-')}" for name in given),
+            fix="change the plan file, or leave out --plan",
+        )
+    return cast(Choices, given)
 
 
 def load_plan(path: Path | None) -> Plan | None:

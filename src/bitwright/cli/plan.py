@@ -14,13 +14,13 @@ from bitwright.cli.data import open_workload
 from bitwright.cli.options import (
     ActivationsOption,
     BackendOption,
-    Choices,
     KeepFloatOption,
     ObserverOption,
     PlanFileOption,
     SaturatingOption,
     WeightObserverOption,
     WeightsOption,
+    chosen,
     load_plan,
     target,
 )
@@ -73,24 +73,25 @@ def plan(
         return
     if workload is None:
         raise BitwrightError("there is no workload to plan for", fix="bitwright plan WORKLOAD, or --schema")
-    choices = Choices(
+    choices = chosen(
+        plan,
         weights=weights,
         activations=activations,
         observer=observer,
         weight_observer=weight_observer,
-        keep_float=keep_float,
+        keep_float=keep_float or [],
         saturating=saturating,
     )
-    choices.refuse_beside(plan)
     given, other = load_plan(plan), load_plan(against)
-    table = find_backend(target(backend, given))
+    name = target(backend, given)
+    table = find_backend(name)  # before the workload is opened: a wrong name is found at once
     found = open_workload(out, workload)
     graph = capture(found.model, found.inputs)
     if given is None:
-        made = make_plan(graph, table, model=found.name, **choices.arguments())
+        made = make_plan(graph, name, model=found.name, **choices)
     else:
         made = given.resolve(graph)
-        problems = check_plan(made, table)
+        problems = check_plan(made, table, graph)
         if problems:
             raise PlanError(problems)
     if output is not None:

@@ -13,7 +13,6 @@ from bitwright.cli.deliver import evaluate, show, write_artefacts, write_report
 from bitwright.cli.options import (
     ActivationsOption,
     BackendOption,
-    Choices,
     KeepFloatOption,
     ObserverOption,
     PlanFileOption,
@@ -22,6 +21,7 @@ from bitwright.cli.options import (
     WeightObserverOption,
     WeightsOption,
     WorkloadArg,
+    chosen,
     load_plan,
     target,
 )
@@ -59,15 +59,15 @@ def quantize(
 
     Accuracy is measured before and after, simulated and on the real runtime, if the workload says how.
     """
-    choices = Choices(
+    choices = chosen(
+        plan,
         weights=weights,
         activations=activations,
         observer=observer,
         weight_observer=weight_observer,
-        keep_float=keep_float,
+        keep_float=keep_float or [],
         saturating=saturating,
     )
-    choices.refuse_beside(plan)
     given = load_plan(plan)
     name = target(backend, given)
     runtimes = _runtimes(out, name)
@@ -84,7 +84,7 @@ def quantize(
                 example=found.inputs,
                 progress=step,
                 name=found.name,
-                **choices.arguments(),
+                **choices,
             )
         write_artefacts(out, quantized, folder)
         record = write_report(

@@ -1,0 +1,25 @@
+"""What a user may choose about a uniform plan; what isn't chosen is the backend's default."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TypedDict
+
+
+class Choices(TypedDict, total=False):
+    """Keywords of `make_plan`, `place` and `quantize`."""
+
+    weights: str | None
+    """Format of weights, e.g. "int4/group32/sym"."""
+    activations: str | None
+    """Format of activations, e.g. "uint8/tensor/asym"."""
+    observer: str | None
+    """How activation ranges are found."""
+    weight_observer: str | None
+    """How weight ranges are found."""
+    quantizer: str
+    """The arithmetic at all sites; "plain" if not said."""
+    keep_float: Iterable[str]
+    """Patterns of operators that stay float."""
+    saturating: bool | None
+    """Whether the deploying machine's 8-bit products saturate; None asks this one."""
