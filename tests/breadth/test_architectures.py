@@ -10,6 +10,9 @@ from journey import finer, travel
 
 from bitwright.errors import ExportError
 
+# Their code is not ours: what transformers warns about (torch.jit.script in deberta-v2) is no error here.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
 # One or two of each family, and what is special: a transposed weight (falcon), a weight computed by weight norm
 # (wav2vec2), attention with a learned bias (t5), folded norms (resnet), two towers (clip).
 FAST = {"bert", "llama", "falcon", "t5", "vit", "resnet", "wav2vec2", "clip"}
