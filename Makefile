@@ -26,7 +26,7 @@ test: $(STAMP)  ## Run the tests; those on real data skip themselves where there
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m "not slow"
 
 test-slow: $(STAMP)  ## Run the tests that take minutes
-	$(BIN)/pytest -m slow --timeout 1800
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m slow --timeout 1800
 
 lint: $(STAMP)  ## Check style, types and the direction of imports
 	$(BIN)/ruff check

@@ -73,7 +73,7 @@ def compare(name: str, runs: int) -> dict[str, Any]:
             feed = {input_name: example[:batch].numpy()}
             times = bw.measure_latency(
                 {label: partial(session.run, feed) for label, session in sessions.items()},
-                runs=max(10, runs // batch),
+                runs=max(30, runs // batch),
             )
             for label, latency in times.items():
                 rows[label][f"ms batch {batch} threads {threads}"] = round(latency.median_ms, 4)

@@ -26,13 +26,18 @@ def measure_latency(
     warmup: int = 5,
     progress: Callable[[int], None] | None = None,
 ) -> dict[str, Latency]:
-    """Time each of `calls` `runs` times, taking turns."""
+    """Time each of `calls` `runs` times, taking turns; the order rotates.
+
+    Who comes right after whom matters: the threads of a session go on spinning for a while after its run.
+    """
     for call in calls.values():
         for _ in range(warmup):
             call()
     times: dict[str, list[float]] = {name: [] for name in calls}
+    order = list(calls.items())
     for done in range(runs):
-        for name, call in calls.items():
+        first = done % len(order)
+        for name, call in (*order[first:], *order[:first]):
             start = time.perf_counter()
             call()
             times[name].append((time.perf_counter() - start) * 1e3)
