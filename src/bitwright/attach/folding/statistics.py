@@ -59,7 +59,7 @@ def update_running(norm: Any, mean: Tensor, variance: Tensor, count: Tensor | in
     """Take a batch into the running statistics, as the norm itself would have done."""
     momentum = norm.momentum
     if momentum is None:  # the average of all batches; the norm's own forward counts this one later in the step
-        momentum = 1.0 / (norm.num_batches_tracked + 1)
+        momentum = 1.0 / (norm.num_batches_tracked.double() + 1)
     unbiased = variance.detach() * (count / (count - 1))
     with torch.no_grad():
         for running, new in ((norm.running_mean, mean.detach()), (norm.running_var, unbiased)):

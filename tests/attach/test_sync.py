@@ -1,0 +1,62 @@
+"""Folding with the statistics of all processes: two ranks train as one process does on the joint batch."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+from sync_worker import CASES, SHARES, build, train
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """What each of two real processes ended with."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    results = [tmp_path_factory.mktemp("sync") / f"{rank}.pt" for rank in (0, 1)]
+    worker = str(Path(__file__).with_name("sync_worker.py"))
+    processes = [
+        subprocess.Popen(
+            [sys.executable, worker, str(rank), str(port), str(result)],
+            env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank, result in enumerate(results)
+    ]
+    try:
+        for process in processes:
+            _, errors = process.communicate(timeout=90)
+            assert process.returncode == 0, errors
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+    return [torch.load(result, weights_only=True) for result in results]
+
+
+@pytest.mark.parametrize(("strategy", "norm", "rounding"), CASES)
+def test_two_ranks_are_one_process_on_the_joint_batch(
+    strategy: int, norm: str, rounding: bool, ranks: list[Any]
+) -> None:
+    torch.set_num_threads(1)
+    model, x, weights = build(strategy, norm, rounding)
+    joint = train(model, model.train(), x, weights)
+    first, second = (rank[f"{strategy} {norm} {rounding}"] for rank in ranks)
+    tolerance = 1e-5 if rounding else 1e-10  # quantizers compute in float32
+    out = torch.cat([first.pop("out"), second.pop("out")])
+    assert torch.allclose(out, joint.pop("out"), rtol=tolerance, atol=tolerance)
+    assert first["1.num_batches_tracked"] == (0 if strategy < 2 else 2)
+    assert len(set(SHARES)) == 2
+    for name, value in joint.items():
+        assert torch.equal(first[name], second[name]), name
+        assert torch.allclose(first[name], value, rtol=tolerance, atol=tolerance), name
