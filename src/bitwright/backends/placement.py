@@ -52,6 +52,9 @@ def place(graph: Graph, target: str | BackendTable, *, model: str | None = None,
     if bn != NO_FOLDING and bn not in STRATEGIES:
         fix = known_strategies(none=True)
         problems.append(Problem(what="unknown folding strategy", where="bn", value=bn, fix=fix))
+    elif asked is not None and bn != NO_FOLDING and not table.fold:
+        what = f"{table.name} runs batch norms as they are: none would be folded"
+        problems.append(Problem(what=what, where="bn", value=bn, fix="leave bn out, or use another backend"))
     if problems:
         raise PlanError(problems)
     guard = table.guard if table.guard and (table.guard.when == "always" or choices.get("saturating")) else None
@@ -108,6 +111,7 @@ class _Placement:
             shared = weight is None or len(self.graph.consumers[weight.sources[0]]) > 1
             if (
                 shared
+                or (op.kind == "linear" and len(op.outputs[0].shape) != 2)  # the norm's channels are another axis
                 or reader[0].port("running_mean") is None
                 or self.graph.partial(op) != self.graph.partial(reader[0])
             ):
