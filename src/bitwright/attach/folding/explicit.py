@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bitwright.attach.folding.collective import syncs
 from bitwright.attach.folding.fold import Call, Fold
-from bitwright.attach.folding.statistics import batch_statistics, syncs, update_running
+from bitwright.attach.folding.statistics import batch_statistics, update_running
 from bitwright.attach.markers import snapshot
 
 _SMALLEST = 1e-12  # a dead channel (γ = 0) must not divide by zero

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bitwright.attach.folding.collective import remember_group
 from bitwright.attach.markers import site_marker
 from bitwright.graph.functions import channel_axis
 
@@ -78,6 +79,7 @@ class Fold:
 
     def attached(self) -> None:
         """The model was prepared."""
+        remember_group(self.norm)
 
     def detached(self) -> None:
         """The model was stripped: leave the norm as it came."""

@@ -21,6 +21,7 @@ class Once(Frozen):
 
     def attached(self) -> None:
         """Tell optimizers and DDP, which waits for the gradient of every parameter that wants one."""
+        super().attached()
         self.trained = [p for p in self._own() if p.requires_grad]
         for parameter in self.trained:
             parameter.requires_grad_(False)

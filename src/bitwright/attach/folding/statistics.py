@@ -5,22 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.nn.functional import all_reduce
 
+from bitwright.attach.folding.collective import over_ranks, syncs
 from bitwright.attach.folding.fold import wide
 from bitwright.errors import BitwrightError
-
-
-def syncs(norm: nn.Module) -> bool:
-    """Whether there are other processes to share statistics with."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size(_group(norm)) > 1
-
-
-def _group(norm: nn.Module) -> Any:
-    # asked at each call: a process group can be neither copied nor saved with the model
-    return getattr(norm, "process_group", None) or dist.group.WORLD
 
 
 def batch_statistics(norm: nn.Module, x: Tensor, *, sync: bool) -> tuple[Tensor, Tensor, Tensor | int]:
@@ -44,14 +33,13 @@ def _over_processes(norm: nn.Module, x: Tensor, axes: list[int], count: int) -> 
 
     Sums first, then squares around the joint mean: E[x²] − E[x]² would cancel in float32.
     """
-    group = _group(norm)
     own = torch.cat([x.sum(axes), x.new_full((1,), float(count))])
-    total = all_reduce(own, group=group)
+    total = over_ranks(norm, own)
     joint = total[-1].detach()
     mean = total[:-1] / joint
     shape = [-1] + [1] * (x.dim() - 2)
     squares = (x - mean.reshape(shape)).square().sum(axes)
-    variance = all_reduce(squares, group=group) / joint
+    variance = over_ranks(norm, squares) / joint
     return mean, variance, joint
 
 
