@@ -25,12 +25,13 @@ CASES = [
 ]
 
 
-def build(strategy: int, norm: str, rounding: bool) -> tuple[nn.Sequential, Tensor, Tensor]:
+def build(strategy: int, norm: str, rounding: bool, group: Any = None) -> tuple[nn.Sequential, Tensor, Tensor]:
     """The prepared model, the joint batch and a weight for each output."""
     torch.manual_seed(0)
     kind: Any = getattr(nn, norm)
     model = nn.Sequential(nn.Conv2d(3, 4, 3), kind(4), nn.Tanh()).double()
     nn.init.normal_(model[1].weight)
+    model[1].process_group = group
     x = torch.randn(sum(SHARES), 3, 6, 6, dtype=torch.float64)
     x[: SHARES[0]] += 2.0  # the ranks' statistics differ much
     sites = {"0:weight": SiteSpec(format=Format.parse("int8/channel/sym"))}
@@ -80,6 +81,14 @@ def main(rank: int, port: int, result: str) -> None:
             run = DistributedDataParallel(model, forward_sync_buffers=False)
         # with twice the loss, the mean over ranks is the joint batch's gradient
         results[f"{strategy} {norm} {rounding}"] = train(model, run.train(), x[own], 2 * weights[own])
+    group: Any = dist.new_group([0, 1])
+    for strategy in (2, 3, 4):
+        model, x, weights = build(strategy, "SyncBatchNorm", False, group)
+        for parameter in model.parameters():
+            parameter.register_hook(mean_over_ranks)
+        torch._dynamo.reset()
+        compiled: Any = torch.compile(model.train(), fullgraph=True, backend="aot_eager")
+        results[f"{strategy} compiled"] = train(model, compiled, x[own], 2 * weights[own])
     torch.save(results, result)
     dist.destroy_process_group()
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))
 from sync_worker import CASES, SHARES, build, train
@@ -52,11 +53,23 @@ def test_two_ranks_are_one_process_on_the_joint_batch(
     model, x, weights = build(strategy, norm, rounding)
     joint = train(model, model.train(), x, weights)
     first, second = (rank[f"{strategy} {norm} {rounding}"] for rank in ranks)
-    tolerance = 1e-5 if rounding else 1e-10  # quantizers compute in float32
-    out = torch.cat([first.pop("out"), second.pop("out")])
-    assert torch.allclose(out, joint.pop("out"), rtol=tolerance, atol=tolerance)
+    compare(first, second, joint, 1e-5 if rounding else 1e-10)  # quantizers compute in float32
     assert first["1.num_batches_tracked"] == (0 if strategy < 2 else 2)
+
+
+@pytest.mark.parametrize("strategy", [2, 3, 4])
+def test_compiled_and_in_a_group_of_its_own(strategy: int, ranks: list[Any]) -> None:
+    torch.set_num_threads(1)
+    model, x, weights = build(strategy, "SyncBatchNorm", False)
+    joint = train(model, model.train(), x, weights)
+    compare(*(rank[f"{strategy} compiled"] for rank in ranks), joint, 1e-10)
+
+
+def compare(first: dict[str, Tensor], second: dict[str, Tensor], joint: dict[str, Tensor], tolerance: float) -> None:
+    """Both ranks' outputs are the joint ones; all else is equal on both, and the joint one."""
     assert len(set(SHARES)) == 2
-    for name, value in joint.items():
+    out = torch.cat([first["out"], second["out"]])
+    assert torch.allclose(out, joint["out"], rtol=tolerance, atol=tolerance)
+    for name in joint.keys() - {"out"}:
         assert torch.equal(first[name], second[name]), name
-        assert torch.allclose(first[name], value, rtol=tolerance, atol=tolerance), name
+        assert torch.allclose(first[name], joint[name], rtol=tolerance, atol=tolerance), name
