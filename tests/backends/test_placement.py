@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from bitwright.backends import backend, check_plan, place
 from bitwright.errors import PlanError
 from bitwright.graph import Graph, capture
-from bitwright.plan import Plan
+from bitwright.plan import FoldSpec, Plan
 
 torch.set_num_threads(1)
 
@@ -273,6 +273,28 @@ def test_what_stays_float_says_why() -> None:
 )
 def test_norms_are_folded(name: str, fold: dict[str, str]) -> None:
     assert place(graph_of(Residual), name).fold == fold
+
+
+def test_a_strategy_of_folding_may_be_chosen() -> None:
+    graph = graph_of(Residual)
+    usual = place(graph, "onnxruntime")
+    assert place(graph, "onnxruntime", bn=4) == place(graph, "onnxruntime", bn=None) == usual
+    for strategy in range(4):
+        plan = place(graph, "onnxruntime", bn=strategy)
+        assert plan.fold == {f"bn{i}": FoldSpec(into=f"conv{i}", strategy=strategy) for i in (1, 2)}
+        assert plan.sites == usual.sites
+    assert place(graph, "onnxruntime", bn=-1).fold == {}
+    assert place(graph, "academic", bn=-1) == place(graph, "academic")
+    with pytest.raises(PlanError, match=r"unknown folding strategy(.|\n)*-1 \(no folding\)"):
+        place(graph, "onnxruntime", bn=5)
+    with pytest.raises(PlanError, match="none would be folded"):
+        place(graph, "academic", bn=2)
+
+
+def test_a_norm_over_another_axis_is_not_folded() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    assert place(capture(model, torch.randn(5, 3)), "onnxruntime").fold == {"1": "0"}
+    assert place(capture(model, torch.randn(5, 4, 3)), "onnxruntime").fold == {}
 
 
 @pytest.mark.parametrize(

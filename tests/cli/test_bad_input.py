@@ -87,6 +87,7 @@ def test_all_problems_of_a_plan_are_listed(run, small, tmp_path, output):
         (["--activations", "uint8/tensr"], ["did you mean 'tensor'"]),
         (["--observer", "minmaxx"], ["unknown observer", "did you mean 'minmax'"]),
         (["--weight-observer", "mze"], ["unknown observer", "did you mean 'mse'"]),
+        (["--bn", "9"], ["unknown folding strategy", "-1 (no folding)", "4 (folded for rounding"]),
         (["--keep-float", "hed"], ["matches no operator", "did you mean 'head'"]),
     ],
 )

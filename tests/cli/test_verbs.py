@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import bitwright
-from bitwright.plan import Plan
+from bitwright.plan import FoldSpec, Plan
 from bitwright.report import read_json
 
 FILES = ["checkpoint.safetensors", "model.onnx", "plan.yaml", "report.html", "report.json"]
@@ -66,6 +66,17 @@ def test_plan(run, small, tmp_path):
     assert run("plan", small, "--no-saturating").out == run("plan", small, "--no-saturating", "--quiet").out
     guarded = run("plan", small, "--saturating", "--json").json
     assert "int16-pairs" in guarded["plan"]
+
+
+@pytest.mark.parametrize(("strategy", "fold"), [(-1, {}), (0, 0), (2, 2), (4, "conv")])
+def test_how_norms_are_folded(run, small, tmp_path, strategy, fold):
+    path = tmp_path / "plan.yaml"
+    expected = {"bn": FoldSpec(into="conv", strategy=fold)} if isinstance(fold, int) else fold and {"bn": fold}
+    assert run("plan", small, "--bn", strategy, "-o", path).code == 0
+    assert Plan.load(path).fold == expected
+    ran = run("quantize", small, "--bn", strategy, "-o", tmp_path / "out")
+    assert ran.code == 0, ran.err
+    assert Plan.load(tmp_path / "out" / "plan.yaml").fold == expected
 
 
 def test_plan_against_another(run, small, tmp_path):

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import bitwright as bw
 from bitwright.attach import quantizers_of
 from bitwright.errors import ArtefactError, ExportError, UncalibratedError
+from bitwright.ptq import calibrate
 
 
 class Residual(nn.Module):
@@ -53,6 +54,21 @@ def batches() -> list[Tensor]:
 
 def nodes(path: Path) -> Counter[str]:
     return Counter(node.op_type for node in onnx.load(path).graph.node)
+
+
+@pytest.mark.parametrize("strategy", [-1, 0, 1, 2, 3])
+def test_every_way_to_fold_is_deployed(strategy: int, model: nn.Module, batches: list[Tensor], tmp_path: Path) -> None:
+    quantized = bw.quantize(model, batches, bn=strategy)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    model.train()
+    for batch in batches:
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        optimizer.step()
+    calibrate(model.eval(), batches)  # weights and statistics have moved
+    artefact = quantized.export(tmp_path / "model.onnx")
+    assert nodes(artefact.path)["BatchNormalization"] == (2 if strategy == -1 else 0)
+    assert quantized.check(artefact.path, batches).passed
 
 
 def test_count_and_contents(model: nn.Module, batches: list[Tensor], tmp_path: Path) -> None:

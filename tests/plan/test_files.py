@@ -14,7 +14,7 @@ from ruamel.yaml import YAML
 
 from bitwright.errors import BitwrightError, PlanError
 from bitwright.formats import Format
-from bitwright.plan import SCHEMA_VERSION, Device, Plan, SiteSpec, json_schema
+from bitwright.plan import SCHEMA_VERSION, Device, FoldSpec, Plan, SiteSpec, json_schema
 
 PUBLISHED = Path(__file__).parents[2] / "docs" / "schemas" / f"plan-{SCHEMA_VERSION}.json"
 
@@ -52,10 +52,11 @@ specs = st.builds(
     why=words,
 )
 sites = st.dictionaries(names, specs, max_size=4)
+folds = st.builds(FoldSpec, into=names, strategy=st.integers(0, 4), sync=st.booleans())
 plans = st.builds(
     Plan,
     sites=sites,
-    fold=st.dictionaries(names, names, max_size=2),
+    fold=st.dictionaries(names, names | folds, max_size=3),
     float=st.dictionaries(names, words, max_size=2),
     devices=st.dictionaries(words, st.builds(Device, sites=sites, why=words), max_size=2),
     backend=st.none() | words,
@@ -94,7 +95,7 @@ def test_the_text_is_for_people() -> None:
             ),
             "conv2:input": SiteSpec(share="conv1:output", why="the same tensor"),
         },
-        fold={"bn1": "conv1"},
+        fold={"bn1": "conv1", "bn2": FoldSpec(into="conv2", strategy=2), "bn3": FoldSpec(into="conv3", sync=True)},
         float={"softmax": "no integer rule"},
         devices={"t4": Device(sites={"conv1:weight": SiteSpec()}, why="slow int8 here")},
     )
@@ -116,6 +117,12 @@ def test_the_text_is_for_people() -> None:
         "    why: the same tensor\n"
         "fold:\n"
         "  bn1: conv1\n"
+        "  bn2:\n"
+        "    into: conv2\n"
+        "    strategy: 2\n"
+        "  bn3:\n"
+        "    into: conv3\n"
+        "    sync: true\n"
         "float:\n"
         "  softmax: no integer rule\n"
         "devices:\n"
@@ -221,6 +228,11 @@ def test_unknown_keys_give_the_nearest(text: str, where: str, near: str) -> None
         ("bitwright: 1\nsites: {a:input: {format: int8, why: [x]}}\n", "sites.a:input.why"),
         ("bitwright: 1\nsites: []\n", "sites"),
         ("bitwright: 1\nfold: {a: 1}\n", "fold.a"),
+        ("bitwright: 1\nfold: {a: [b]}\n", "fold.a"),
+        ("bitwright: 1\nfold: {a: {into: 1}}\n", "fold.a.into"),
+        ("bitwright: 1\nfold: {a: {strategy: 1}}\n", "fold.a.into"),
+        ("bitwright: 1\nfold: {a: {into: b, strategy: two}}\n", "fold.a.strategy"),
+        ("bitwright: 1\nfold: {a: {into: b, sync: 1}}\n", "fold.a.sync"),
         ("bitwright: 1\ndevices: {t4: 1}\n", "devices.t4"),
     ],
 )
@@ -229,6 +241,17 @@ def test_wrong_types_are_one_problem_each(text: str, where: str) -> None:
     assert problem.where == where
     assert problem.value is not None
     assert problem.fix
+
+
+def test_an_unknown_folding_strategy_lists_the_known_ones() -> None:
+    (problem,) = problems_of("bitwright: 1\nfold: {bn: {into: conv, strategy: 7}}\n")
+    assert (problem.what, problem.value) == ("unknown folding strategy", 7)
+    assert problem.fix is not None
+    assert all(f"{number} (" in problem.fix for number in range(5))
+    (problem,) = problems_of("bitwright: 1\nfold: {bn: {into: conv, strategy: -1}}\n")
+    assert problem.fix == "remove bn from `fold`"
+    (problem,) = problems_of("bitwright: 1\nfold: {bn: {into: conv, stratgy: 2}}\n")
+    assert "strategy" in str(problem.fix)
 
 
 def test_all_problems_of_a_file_at_once() -> None:
@@ -291,6 +314,7 @@ def test_the_schema_is_a_schema() -> None:
         {"bitwright": 1, "sites": {"a:input": "int8"}},
         {"bitwright": 1, "sites": {"a:input": {"format": "int8", "observer": {"name": "kl", "bins": 5}}}},
         {"bitwright": 1, "devices": {"t4": {"sites": {"*:weight": "float"}, "why": "slow"}}},
+        {"bitwright": 1, "fold": {"bn": {"into": "conv", "strategy": 0}, "bn2": {"into": "x", "sync": True}}},
         {"bitwright": 1, "fold": {"bn": "conv"}, "float": {"x": "y"}, "model": None, "backend": "openvino"},
     ],
 )
@@ -310,6 +334,11 @@ def test_valid_data(data: Any) -> None:
         {"bitwright": 1, "sites": {"a:input": {"fromat": "int8"}}},
         {"bitwright": 1, "devices": {"t4": {"foo": 1}}},
         {"bitwright": 1, "fold": {"bn": 1}},
+        {"bitwright": 1, "fold": {"bn": {"into": "conv", "strategy": 5}}},
+        {"bitwright": 1, "fold": {"bn": {"into": "conv", "strategy": -1}}},
+        {"bitwright": 1, "fold": {"bn": {"into": "conv", "strategy": True}}},
+        {"bitwright": 1, "fold": {"bn": {"into": "conv", "stratgy": 1}}},
+        {"bitwright": 1, "fold": {"bn": {"strategy": 1}}},
     ],
 )
 def test_invalid_data(data: Any) -> None:

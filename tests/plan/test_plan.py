@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from bitwright.errors import PlanError
 from bitwright.formats import Format
 from bitwright.graph import Graph, capture
-from bitwright.plan import Device, Plan, SiteSpec
+from bitwright.plan import Device, FoldSpec, Plan, SiteSpec
 
 torch.set_num_threads(1)
 
@@ -301,6 +301,20 @@ def test_a_folded_norm(graph: Graph) -> None:
     assert Plan(sites=bias).validate(graph) != []
 
 
+def test_how_a_norm_is_folded(graph: Graph) -> None:
+    plan = Plan(fold={"bn1": FoldSpec(into="conv1", strategy=2, sync=True)})
+    assert plan.validate(graph) == []
+    assert plan.resolve(graph) == plan
+    assert Plan(fold={"bn1": FoldSpec(into="conv1")}) == Plan(fold={"bn1": "conv1"})
+    assert Plan(fold={"bn1": "conv1"}).folds == {"bn1": FoldSpec(into="conv1", strategy=4)}
+    wrong = {"bn1": FoldSpec(into="conv1", strategy=-1), "bn2": FoldSpec(into="conv2", strategy=1, sync=True)}
+    unknown, nothing = Plan(fold=wrong).validate()
+    assert (unknown.where, unknown.value) == ("fold.bn1", -1)
+    assert "4 (folded for rounding" in str(unknown.fix)
+    assert nothing.where == "fold.bn2"
+    assert "nothing to synchronise" in nothing.what
+
+
 def test_a_backend_may_be_a_file_of_the_users_own() -> None:
     assert Plan(backend="mine.yaml").validate() == []
     assert [problem.where for problem in Plan(backend="mine").validate()] == ["backend"]
@@ -313,6 +327,16 @@ def test_a_good_plan_has_no_problems(graph: Graph) -> None:
 
 
 # -- differences ---------------------------------------------------------------------------------------------
+
+
+def test_diff_of_folds() -> None:
+    before = Plan(fold={"a": "conv", "b": FoldSpec(into="conv2", strategy=1)})
+    after = Plan(fold={"a": FoldSpec(into="conv", strategy=2, sync=True), "b": "conv2"})
+    assert [str(change) for change in before.diff(after)] == [
+        "~ fold a: conv → conv, strategy=2, sync",
+        "~ fold b: conv2, strategy=1 → conv2",
+    ]
+    assert before.diff(before) == []
 
 
 def test_diff() -> None:

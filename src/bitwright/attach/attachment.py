@@ -36,7 +36,7 @@ class OpHooks:
         self.inputs: dict[str, Quantizer | Alias] = {}
         self.output: Quantizer | Alias | None = None
         self.fold: Fold | None = None
-        self.skipped_norm: nn.Module | None = None  # this operator is a norm that another one has folded in
+        self.folded: Fold | None = None  # this operator is a norm that another one has folded in
 
 
 # path → per call of that module → kind → per occurrence
@@ -121,10 +121,10 @@ class Attachment(Interceptor):
 
 
 def _run(hooks: OpHooks, kind: str, writes: bool, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    norm = hooks.skipped_norm
-    if norm is not None and not norm.training:
-        x = args[0] if args else kwargs["input"]
-        return x if hooks.output is None else hooks.output(x)
+    if hooks.folded is not None:
+        x = hooks.folded.norm_output(args[0] if args else kwargs["input"])
+        if x is not None:
+            return x if hooks.output is None else hooks.output(x)
     writes = writes or kwargs.get("inplace") is True
     target = args[0] if writes else None
     if target is not None:

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar, get_args
 from torch import Tensor, nn
 
 from bitwright.attach.attachment import CONTAINER, Alias, Attachment, Container, OpHooks
-from bitwright.attach.folding import Fold
+from bitwright.attach.folding import make_fold
 from bitwright.attach.grid import Layout
 from bitwright.attach.quantizer import Quantizer
 from bitwright.errors import BitwrightError, PlanError, Problem, did_you_mean
@@ -17,7 +17,7 @@ from bitwright.graph import Graph, capture
 from bitwright.graph.functions import channel_axis, reduction_axis
 from bitwright.graph.intercept import ForwardShim, install, uninstall
 from bitwright.graph.naming import SiteName, primary_kind, site_name
-from bitwright.plan import Plan, SiteSpec
+from bitwright.plan import FoldSpec, Plan, SiteSpec
 from bitwright.registry import QUANTIZERS
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -60,6 +60,12 @@ def prepare(model: Model, plan: Plan, *, inputs: Any = None, graph: Graph | None
     for site, quantizer in attachment.quantizers.items():
         container.add(site, quantizer)
     install(model, attachment, builder.paths())
+    for fold in attachment.folds.values():
+        fold.attached()
+        if type(fold.norm).forward is nn.SyncBatchNorm.forward:
+            # Its kernels are one autograd function that no mode sees, and on a CPU it refuses to train. The forward
+            # that it overrides calls one operator, in whose place the fold does the same.
+            fold.norm.__dict__["forward"].stand_in = nn.modules.batchnorm._BatchNorm
     model._modules[CONTAINER] = container
     container.to(next((p.device for p in model.parameters()), "cpu"))
     return model
@@ -70,6 +76,8 @@ def strip(model: Model) -> Model:
     attachment = find_attachment(model)
     if attachment is not None:
         uninstall(model, attachment)
+        for fold in attachment.folds.values():
+            fold.detached()
         del model._modules[CONTAINER]
     return model
 
@@ -153,8 +161,9 @@ class _Builder:
                 self._hook(site, Alias(self.attachment.quantizers[spec.share], site))
         for quantizer in self.attachment.quantizers.values():
             self._link(quantizer)
-        for norm, before in plan.fold.items():
-            self._fold(norm, before)
+        for norm, fold in plan.folds.items():
+            if f"fold.{norm}" not in skip:
+                self._fold(norm, fold)
         self._count_calls(graph)
         self._repeat_weights()
 
@@ -176,7 +185,7 @@ class _Builder:
             for kind, entries in first.items():
                 for table in later:
                     for index, hooks in enumerate(entries):
-                        if "weight" not in hooks.inputs and hooks.fold is None and hooks.skipped_norm is None:
+                        if "weight" not in hooks.inputs and hooks.fold is None and hooks.folded is None:
                             continue
                         others = table.setdefault(kind, [])
                         while len(others) <= index:
@@ -184,7 +193,7 @@ class _Builder:
                         if "weight" in hooks.inputs:
                             others[index].inputs.setdefault("weight", hooks.inputs["weight"])
                         others[index].fold = hooks.fold
-                        others[index].skipped_norm = hooks.skipped_norm
+                        others[index].folded = hooks.folded
 
     def _locate(self, site: str) -> tuple[SiteName, str] | None:
         name = SiteName.parse(site)
@@ -264,8 +273,8 @@ class _Builder:
         else:
             hooks.inputs[name.port] = quantizer
 
-    def _fold(self, norm: str, before: str) -> None:
-        located = self._locate(f"{norm}:input"), self._locate(f"{before}:weight")
+    def _fold(self, norm: str, spec: FoldSpec) -> None:
+        located = self._locate(f"{norm}:input"), self._locate(f"{spec.into}:weight")
         if located[0] is None or located[1] is None:
             return
         (norm_name, norm_kind), (name, kind) = located[0], located[1]
@@ -280,8 +289,8 @@ class _Builder:
                 )
             )
             return
-        self._hooks(norm_name, norm_kind).skipped_norm = module
-        fold = Fold(module, kind, site_name(before, "bias"))
+        fold = make_fold(spec, module, kind, site_name(spec.into, "bias"))
+        self._hooks(norm_name, norm_kind).folded = fold
         self._hooks(name, kind).fold = fold
         self.attachment.folds[fold.site] = fold
 

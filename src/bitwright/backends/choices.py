@@ -21,5 +21,7 @@ class Choices(TypedDict, total=False):
     """The arithmetic at all sites; "plain" if not said."""
     keep_float: Iterable[str]
     """Patterns of operators that stay float."""
+    bn: int | None
+    """How batch norms are folded: -1 not at all, 0 to 4 by that strategy (docs/folding.md); 4 if not said."""
     saturating: bool | None
     """Whether the deploying machine's 8-bit products saturate; None asks this one."""

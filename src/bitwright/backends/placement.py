@@ -13,7 +13,7 @@ from bitwright.formats import Format
 from bitwright.graph import Graph, Op, Port, Source
 from bitwright.graph.functions import can_hook
 from bitwright.graph.naming import SiteName
-from bitwright.plan import Plan, SiteSpec
+from bitwright.plan import DEFAULT_STRATEGY, NO_FOLDING, STRATEGIES, FoldSpec, Plan, SiteSpec, known_strategies
 
 Edge = tuple[str, str]  # (operator, port) that reads a tensor
 _TURNS = ("attribute_T", "attribute_mT", "t")  # a stored weight, seen from another side
@@ -48,6 +48,13 @@ def place(graph: Graph, target: str | BackendTable, *, model: str | None = None,
         for pattern in keep
         if not any(fnmatch.fnmatchcase(name, pattern) for name in graph.by_name)
     ]
+    bn = DEFAULT_STRATEGY if (asked := choices.get("bn")) is None else asked
+    if bn != NO_FOLDING and bn not in STRATEGIES:
+        fix = known_strategies(none=True)
+        problems.append(Problem(what="unknown folding strategy", where="bn", value=bn, fix=fix))
+    elif asked is not None and bn != NO_FOLDING and not table.fold:
+        what = f"{table.name} runs batch norms as they are: none would be folded"
+        problems.append(Problem(what=what, where="bn", value=bn, fix="leave bn out, or use another backend"))
     if problems:
         raise PlanError(problems)
     guard = table.guard if table.guard and (table.guard.when == "always" or choices.get("saturating")) else None
@@ -65,17 +72,18 @@ def place(graph: Graph, target: str | BackendTable, *, model: str | None = None,
         quantizer=quantizer,
         guard=guard.name if guard else None,
     )
-    plan = _Placement(graph, table, keep).plan(activation, weight, guard.why.strip() if guard else "")
+    plan = _Placement(graph, table, keep, bn).plan(activation, weight, guard.why.strip() if guard else "")
     # a plan finds its table again by what the user called it: a registered name, or the path of a file
     return replace(plan, backend=target if isinstance(target, str) else table.name, model=model)
 
 
 class _Placement:
-    def __init__(self, graph: Graph, table: BackendTable, keep: list[str]) -> None:
+    def __init__(self, graph: Graph, table: BackendTable, keep: list[str], bn: int) -> None:
         self.graph = graph
         self.table = table
         self.kept = {n for n in graph.by_name if any(fnmatch.fnmatchcase(n, pattern) for pattern in keep)}
-        self.fold = self._folds()
+        self.bn = bn
+        self.fold = {} if bn == NO_FOLDING else self._folds()
         self.quantized: dict[str, Rule] = {}
         self.float: dict[str, str] = {}
         self.wanted: set[Edge] = set()
@@ -103,6 +111,7 @@ class _Placement:
             shared = weight is None or len(self.graph.consumers[weight.sources[0]]) > 1
             if (
                 shared
+                or (op.kind == "linear" and len(op.outputs[0].shape) != 2)  # the norm's channels are another axis
                 or reader[0].port("running_mean") is None
                 or self.graph.partial(op) != self.graph.partial(reader[0])
             ):
@@ -235,7 +244,8 @@ class _Placement:
                     owner[source] = op.site("output")
                 sites[op.site("output")] = spec
         sites.update(self._idle_calls(sites))
-        return Plan(sites=sites, fold=self.fold, float=self.float)
+        fold = {norm: FoldSpec(into=before, strategy=self.bn) for norm, before in self.fold.items()}
+        return Plan(sites=sites, fold=fold, float=self.float)
 
     def _idle_calls(self, sites: dict[str, SiteSpec]) -> dict[str, SiteSpec]:
         """A shared module's later calls that stay float say so: calls that a plan doesn't know take the last one's."""

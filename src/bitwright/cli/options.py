@@ -53,6 +53,15 @@ KeepFloatOption = Annotated[
     list[str] | None,
     typer.Option("--keep-float", metavar="PATTERN", help="Operators that stay in float; may be given several times."),
 ]
+FoldingOption = Annotated[
+    int | None,
+    typer.Option(
+        "--bn",
+        metavar="STRATEGY",
+        help="How batch norms are folded: -1 not at all, 0 to 4 by that strategy (default: 4).",
+        show_default=False,
+    ),
+]
 SaturatingOption = Annotated[
     bool | None,
     typer.Option(

@@ -14,6 +14,7 @@ from bitwright.cli.data import open_workload
 from bitwright.cli.options import (
     ActivationsOption,
     BackendOption,
+    FoldingOption,
     KeepFloatOption,
     ObserverOption,
     PlanFileOption,
@@ -54,6 +55,7 @@ def plan(
     observer: ObserverOption = None,
     weight_observer: WeightObserverOption = None,
     keep_float: KeepFloatOption = None,
+    bn: FoldingOption = None,
     saturating: SaturatingOption = None,
     against: Annotated[
         Path | None,
@@ -80,6 +82,7 @@ def plan(
         observer=observer,
         weight_observer=weight_observer,
         keep_float=keep_float or [],
+        bn=bn,
         saturating=saturating,
     )
     given, other = load_plan(plan), load_plan(against)

@@ -13,6 +13,7 @@ from bitwright.cli.deliver import evaluate, show, write_artefacts, write_report
 from bitwright.cli.options import (
     ActivationsOption,
     BackendOption,
+    FoldingOption,
     KeepFloatOption,
     ObserverOption,
     PlanFileOption,
@@ -52,6 +53,7 @@ def quantize(
     observer: ObserverOption = None,
     weight_observer: WeightObserverOption = None,
     keep_float: KeepFloatOption = None,
+    bn: FoldingOption = None,
     saturating: SaturatingOption = None,
     samples: SamplesOption = None,
 ) -> None:
@@ -66,6 +68,7 @@ def quantize(
         observer=observer,
         weight_observer=weight_observer,
         keep_float=keep_float or [],
+        bn=bn,
         saturating=saturating,
     )
     given = load_plan(plan)

@@ -1,6 +1,19 @@
 """Plan: load, save, validate, diff."""
 
-from bitwright.plan.plan import Change, Device, Plan, SiteSpec
+from bitwright.plan.plan import Change, Device, FoldSpec, Plan, SiteSpec
 from bitwright.plan.schema import SCHEMA_VERSION, json_schema
+from bitwright.plan.strategies import DEFAULT_STRATEGY, NO_FOLDING, STRATEGIES, known_strategies
 
-__all__ = ["SCHEMA_VERSION", "Change", "Device", "Plan", "SiteSpec", "json_schema"]
+__all__ = [
+    "DEFAULT_STRATEGY",
+    "NO_FOLDING",
+    "SCHEMA_VERSION",
+    "STRATEGIES",
+    "Change",
+    "Device",
+    "FoldSpec",
+    "Plan",
+    "SiteSpec",
+    "json_schema",
+    "known_strategies",
+]

@@ -16,7 +16,7 @@ def diff(before: Plan, after: Plan) -> list[Change]:
         for key in ("model", "backend")
         if getattr(before, key) != getattr(after, key)
     ]
-    changes += _compare("fold", before.fold, after.fold)
+    changes += _compare("fold", *({norm: str(fold) for norm, fold in plan.fold.items()} for plan in (before, after)))
     changes += _compare("float", before.float, after.float)
     changes += _compare("", _texts(before.sites), _texts(after.sites))
     for kind in dict.fromkeys([*before.devices, *after.devices]):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterable, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ from ruamel.yaml.representer import SafeRepresenter
 from bitwright.errors import BitwrightError, FormatError, PlanError, Problem, did_you_mean
 from bitwright.files import write_text
 from bitwright.formats import Format
-from bitwright.plan.plan import Device, Plan, SiteSpec
-from bitwright.plan.schema import SCHEMA_VERSION, DeviceEntry, PlanFile, SiteEntry
+from bitwright.plan.plan import Device, FoldSpec, Plan, SiteSpec
+from bitwright.plan.schema import SCHEMA_VERSION, DeviceEntry, FoldEntry, PlanFile, SiteEntry
+from bitwright.plan.strategies import NO_FOLDING, known_strategies
 
 
 def load_plan(path: Path) -> Plan:
@@ -57,7 +59,7 @@ def parse_plan(text: str, *, where: str) -> Plan:
     problems: list[Problem] = []
     plan = Plan(
         sites=_specs(file.sites, "", problems),
-        fold=file.fold,
+        fold={n: e if isinstance(e, str) else FoldSpec(**e.model_dump()) for n, e in file.fold.items()},
         float=file.float,
         devices={
             kind: Device(sites=_specs(device.sites, f"devices.{kind} ", problems), why=device.why or "")
@@ -72,7 +74,7 @@ def parse_plan(text: str, *, where: str) -> Plan:
 
 
 # pydantic names the branch of a union in its paths; a user doesn't know our class names
-_BRANCHES = ("SiteEntry", "str", "dict[str,any]")
+_BRANCHES = ("SiteEntry", "FoldEntry", "str", "dict[str,any]")
 
 
 def _problems(error: ValidationError) -> list[Problem]:
@@ -85,6 +87,10 @@ def _problems(error: ValidationError) -> list[Problem]:
             what, fix = f"unknown key {path[-1]!r}", did_you_mean(path[-1], _fields(path))
         elif detail["loc"][-1] in _BRANCHES or detail["type"] == "model_type":
             what = "neither a text nor a mapping"
+        elif path[0] == "fold" and path[-1] == "strategy" and len(path) == 3:
+            what, fix = "unknown folding strategy", known_strategies()
+            if detail["input"] == NO_FOLDING:
+                what, fix = "a norm that isn't folded isn't in `fold`", f"remove {path[1]} from `fold`"
         found.setdefault(path, Problem(what=what, where=".".join(path), value=detail["input"], fix=fix))
     # where something inside is wrong, "the whole isn't a text" is no news
     outer = {path[:length] for path in found for length in range(len(path))}
@@ -95,6 +101,8 @@ def _fields(path: tuple[str, ...]) -> Iterable[str]:
     """The keys that may stand where the last part of `path` stands."""
     if len(path) == 1:
         return PlanFile.model_fields
+    if path[0] == "fold":
+        return FoldEntry.model_fields
     return DeviceEntry.model_fields if path[0] == "devices" and len(path) == 3 else SiteEntry.model_fields
 
 
@@ -164,6 +172,14 @@ def spec_entry(spec: SiteSpec) -> dict[str, Any] | str:
     return entry["format"] if list(entry) == ["format"] else entry
 
 
+def fold_entry(fold: str | FoldSpec) -> dict[str, Any] | str:
+    """The entry of one folded norm as the file has it."""
+    if isinstance(fold, str):
+        return fold
+    changed = {f.name: getattr(fold, f.name) for f in fields(fold) if getattr(fold, f.name) != f.default}
+    return {"into": fold.into, **changed}
+
+
 class _Representer(SafeRepresenter):
     """Of our own, so that nobody else's YAML changes."""
 
@@ -187,7 +203,7 @@ def dump_plan(plan: Plan) -> str:
     if plan.sites:
         data["sites"] = {name: spec_entry(spec) for name, spec in plan.sites.items()}
     if plan.fold:
-        data["fold"] = dict(plan.fold)
+        data["fold"] = {norm: fold_entry(fold) for norm, fold in plan.fold.items()}
     if plan.float:
         data["float"] = dict(plan.float)
     if plan.devices:

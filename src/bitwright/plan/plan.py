@@ -13,6 +13,7 @@ from bitwright.errors import PlanError, Problem, did_you_mean
 from bitwright.formats import Format
 from bitwright.graph import Graph
 from bitwright.graph.naming import site_name
+from bitwright.plan.strategies import DEFAULT_STRATEGY
 
 _FLOAT = Format.parse("float")
 
@@ -42,6 +43,24 @@ def is_pattern(name: str) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
+class FoldSpec:
+    """How one batch norm is folded: into which operator, by which strategy, with whose statistics."""
+
+    into: str
+    strategy: int = DEFAULT_STRATEGY
+    sync: bool = False
+
+    @property
+    def short(self) -> str | FoldSpec:
+        """The operator's name alone, if that says it all."""
+        return self.into if self == FoldSpec(into=self.into) else self
+
+    def __str__(self) -> str:
+        strategy = "" if self.strategy == DEFAULT_STRATEGY else f", strategy={self.strategy}"
+        return self.into + strategy + (", sync" if self.sync else "")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Device:
     """What differs on one kind of device."""
 
@@ -65,11 +84,21 @@ class Plan:
     """
 
     sites: Mapping[str, SiteSpec] = field(default_factory=dict)
-    fold: Mapping[str, str] = field(default_factory=dict)
+    fold: Mapping[str, str | FoldSpec] = field(default_factory=dict)
     float: Mapping[str, str] = field(default_factory=dict)
     devices: Mapping[str, Device] = field(default_factory=dict)
     backend: str | None = None
     model: str | None = None
+
+    def __post_init__(self) -> None:
+        # one spelling for one meaning: plans that say the same are equal
+        short = {norm: spec if isinstance(spec, str) else spec.short for norm, spec in self.fold.items()}
+        object.__setattr__(self, "fold", short)
+
+    @cached_property
+    def folds(self) -> Mapping[str, FoldSpec]:
+        """`fold` with all defaults filled in."""
+        return {n: FoldSpec(into=spec) if isinstance(spec, str) else spec for n, spec in self.fold.items()}
 
     @staticmethod
     def load(path: str | Path) -> Plan:
@@ -141,7 +170,7 @@ class Plan:
         problems = validate(self, graph)
         if problems:
             raise PlanError(problems)
-        names = site_names(graph, self.fold)
+        names = site_names(graph, self.folds)
         common = _resolved(Lookup(self.sites), names, graph)
         devices: dict[str, Device] = {}
         for kind, device in self.devices.items():
@@ -189,10 +218,10 @@ class Lookup:
         return None
 
 
-def site_names(graph: Graph, fold: Mapping[str, str]) -> list[str]:
+def site_names(graph: Graph, folds: Mapping[str, FoldSpec]) -> list[str]:
     """All sites that a plan with these folds may name."""
     # an operator that takes in a norm has a bias, even if the module has none
-    biases = {site_name(before, "weight"): site_name(before, "bias") for before in fold.values()}
+    biases = {site_name(fold.into, "weight"): site_name(fold.into, "bias") for fold in folds.values()}
     names = [name for site, _, _ in graph.sites() for name in (site, biases.get(site)) if name is not None]
     return list(dict.fromkeys(names))
 
@@ -244,4 +273,4 @@ class Change:
         return f"~ {self.where}: {self.before} → {self.after}"
 
 
-__all__ = ["Change", "Device", "Plan", "SiteSpec"]
+__all__ = ["Change", "Device", "FoldSpec", "Plan", "SiteSpec"]

@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from bitwright.plan.strategies import DEFAULT_STRATEGY, STRATEGIES
+
 SCHEMA_VERSION = 1
 
 
@@ -30,6 +32,26 @@ class SiteEntry(_Strict):
     why: str | None = Field(default=None, description="The reason of this choice.")
 
 
+class FoldEntry(_Strict):
+    """How one batch norm is folded; a bare text is short for `{into: text}`."""
+
+    into: str = Field(description="The operator that takes in the norm.")
+    strategy: int = Field(
+        default=DEFAULT_STRATEGY,
+        ge=min(STRATEGIES),
+        le=max(STRATEGIES),
+        strict=True,  # true isn't 1
+        description="What happens in training: "
+        + "; ".join(f"{number} {meaning}" for number, meaning in STRATEGIES.items())
+        + ".",
+    )
+    sync: bool = Field(
+        default=False,
+        strict=True,
+        description="Take batch statistics over all processes; nn.SyncBatchNorm always does.",
+    )
+
+
 class DeviceEntry(_Strict):
     """What differs on one kind of device."""
 
@@ -48,9 +70,10 @@ class PlanFile(_Strict):
         description="Sites by name or pattern (*, ?, [abc]). "
         "An exact name beats patterns; a later pattern beats an earlier one.",
     )
-    fold: dict[str, str] = Field(
+    fold: dict[str, FoldEntry | str] = Field(
         default_factory=dict,
-        description="Batch norms that are folded: norm operator → the operator before it.",
+        description="Batch norms that are folded: norm operator → the operator before it, "
+        "or a mapping with `into` and `strategy`.",
     )
     float: dict[str, str] = Field(default_factory=dict, description="Operators that stay in float, with the reason.")
     devices: dict[str, DeviceEntry] = Field(

@@ -10,6 +10,7 @@ from bitwright.graph import Graph, Op
 from bitwright.graph.functions import channel_axis, reduction_axis
 from bitwright.graph.naming import SiteName
 from bitwright.plan.plan import Lookup, Plan, SiteSpec, is_pattern, matching, site_names, weight_owners
+from bitwright.plan.strategies import STRATEGIES, WITHOUT_BATCH, known_strategies
 from bitwright.registry import BACKENDS, OBSERVERS, QUANTIZERS, Registry
 
 GUARDS = ("int16-pairs",)
@@ -28,7 +29,8 @@ def validate(plan: Plan, graph: Graph | None = None) -> list[Problem]:
             problems += _entry(prefix + key, key, spec)
             problems += _share(prefix + key, spec, sites)
         if graph is not None:
-            problems += _against(graph, sites, site_names(graph, plan.fold), prefix)
+            problems += _against(graph, sites, site_names(graph, plan.folds), prefix)
+    problems += _strategies(plan)
     if graph is not None:
         problems += _folds(plan, graph)
         for name in plan.float:
@@ -170,8 +172,24 @@ def _no_operator(where: str, name: str, graph: Graph) -> Problem:
     )
 
 
+def _strategies(plan: Plan) -> Iterator[Problem]:
+    for norm, fold in plan.folds.items():
+        if fold.strategy not in STRATEGIES:
+            yield Problem(
+                what="unknown folding strategy", where=f"fold.{norm}", value=fold.strategy, fix=known_strategies()
+            )
+        elif fold.sync and fold.strategy in WITHOUT_BATCH:
+            yield Problem(
+                what="this folding strategy takes no statistics of the batch: there is nothing to synchronise",
+                where=f"fold.{norm}",
+                value=fold.strategy,
+                fix="remove `sync`, or use strategy 2, 3 or 4",
+            )
+
+
 def _folds(plan: Plan, graph: Graph) -> Iterator[Problem]:
-    for norm, before in plan.fold.items():
+    for norm, fold in plan.folds.items():
+        before = fold.into
         missing = [name for name in (norm, before) if name not in graph.by_name]
         if missing:
             for name in missing:

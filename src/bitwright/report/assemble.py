@@ -43,5 +43,5 @@ def make_record(
         float_operators=tuple(
             FloatOperator(operator=name, kind=graph.by_name[name].kind, why=why) for name, why in plan.float.items()
         ),
-        folds=dict(plan.fold),
+        folds={norm: str(fold) for norm, fold in plan.fold.items()},
     )

@@ -1,0 +1,44 @@
+"""Strategy 4: quantize w·γ/σ_run, convolve, divide by γ/σ_run, and let the norm itself run on the batch.
+
+One convolution, the rounding of deployment, and gradients and statistics that are those of training.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bitwright.attach.folding.collective import syncs
+from bitwright.attach.folding.fold import Call, Fold
+from bitwright.attach.folding.statistics import batch_statistics, update_running
+from bitwright.attach.markers import snapshot
+
+_SMALLEST = 1e-12  # a dead channel (γ = 0) must not divide by zero
+
+
+class Explicit(Fold):
+    """Fold for rounding only."""
+
+    def train(self, call: Call) -> Tensor:
+        """The operator's own output, but for the rounding."""
+        norm: Any = self.norm
+        # The norm updates its variance later in the same forward, and a compiled backward that computes γ/σ again
+        # would take the new one: gradients would be wrong. A snapshot can't be recomputed.
+        factor = self.factor(snapshot(norm.running_var))
+        safe = torch.where(factor.abs() < _SMALLEST, torch.ones_like(factor), factor)
+        result = call(self.quantized_weight(call, safe), None)
+        result = result / self.over_output(safe, result)
+        return result if call.bias is None else result + self.over_output(call.bias, result)
+
+    def norm_in_training(self, x: Tensor) -> Tensor | None:
+        """The norm itself; where statistics are shared, the same with those of all processes."""
+        if not (self.sync and syncs(self.norm)):
+            return None
+        mean, variance, count = batch_statistics(self.norm, x, sync=True)
+        update_running(self.norm, mean, variance, count)
+        factor = self.factor(variance)
+        _, beta = self.affine()
+        shift = -mean * factor if beta is None else beta - mean * factor
+        return x * self.over_output(factor, x) + self.over_output(shift, x)
