@@ -226,6 +226,9 @@ class _Builder:
             what = f"wrong options of the quantizer {spec.quantizer}: {error}"
             self.problems.append(Problem(what=what, where=site, value=dict(spec.quantizer_options)))
             return
+        except BitwrightError as error:  # a format that this quantizer has no levels for, a value out of range
+            self.problems += error.problems
+            return
         self.attachment.quantizers[site] = quantizer
         self._hook(site, quantizer)
 

@@ -17,8 +17,10 @@ from bitwright.cli.options import (
     KeepFloatOption,
     ObserverOption,
     PlanFileOption,
+    QuantizerOption,
     SaturatingOption,
     WeightObserverOption,
+    WeightQuantizerOption,
     WeightsOption,
     chosen,
     load_plan,
@@ -53,6 +55,8 @@ def plan(
     activations: ActivationsOption = None,
     observer: ObserverOption = None,
     weight_observer: WeightObserverOption = None,
+    quantizer: QuantizerOption = None,
+    weight_quantizer: WeightQuantizerOption = None,
     keep_float: KeepFloatOption = None,
     saturating: SaturatingOption = None,
     against: Annotated[
@@ -79,6 +83,8 @@ def plan(
         activations=activations,
         observer=observer,
         weight_observer=weight_observer,
+        quantizer=quantizer,
+        weight_quantizer=weight_quantizer,
         keep_float=keep_float or [],
         saturating=saturating,
     )
