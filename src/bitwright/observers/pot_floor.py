@@ -1,4 +1,7 @@
-"""The power-of-two scale of least error, from the one just below the full range's downwards."""
+"""The power-of-two scale of least error, from the one that covers everything downwards.
+
+"Floor" is that of the fractional bits, −log2 s: the first scale that is tried clips nothing.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +19,10 @@ _TRIED = 5  # exponents
 
 
 def best_exponent(values: Tensor, counts: Tensor, low: Tensor, high: Tensor, format: Format) -> Tensor:
-    """The e per row, ⌊log2 s⌋ … ⌊log2 s⌋ − 4, whose scale 2^e has the least squared error; s covers everything."""
+    """The e per row, ⌈log2 s⌉ … ⌈log2 s⌉ − 4, whose scale 2^e has the least squared error; s covers everything."""
     # Negative numbers at an unsigned symmetric site are reported by the quantizer, which knows the site.
     low = low if format.signed or not format.symmetric else low.clamp(min=0.0)
-    top = torch.floor(torch.log2(grid_from_range(low, high, replace(format, pot=False), site="pot observer").scale))
+    top = torch.ceil(torch.log2(grid_from_range(low, high, replace(format, pot=False), site="pot observer").scale))
     best, chosen = torch.full_like(top, float("inf"), dtype=torch.float64), top
     for exponent in (top - down for down in range(_TRIED)):
         bottom, end = range_of_scale(torch.exp2(exponent), low, format)

@@ -12,7 +12,7 @@ from bitwright.observers.scaled import range_of_scale
 
 
 class PotMode(MinMax):
-    """Each batch votes for its exponent; the most votes win, the smaller exponent where two have as many."""
+    """Each batch votes for its exponent; the most votes win, the wider range where two have as many."""
 
     def __init__(self, *, format: Format) -> None:
         super().__init__(format=format)
@@ -28,4 +28,5 @@ class PotMode(MinMax):
     def range(self) -> tuple[Tensor, Tensor]:
         """The range of the winner's scale."""
         low, _ = super().range()
-        return range_of_scale(torch.exp2(torch.stack(self.votes).mode(dim=0).values), low, self.format)
+        finest = (-torch.stack(self.votes)).mode(dim=0).values  # of several, `mode` gives the lowest
+        return range_of_scale(torch.exp2(-finest), low, self.format)
