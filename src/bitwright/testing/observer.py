@@ -53,7 +53,7 @@ def _seen(cls: type[Observer], format: Format, options: dict[str, Any], batches:
         demand(torch.equal(shown, batch), cls.__name__, "observe changes the data")
     first = observer.range()
     second = observer.range()
-    demand(torch.equal(first[0], second[0]), cls.__name__, "asking for the range changes it")
+    demand(torch.equal(torch.stack(first), torch.stack(second)), cls.__name__, "asking for the range changes it")
     return first
 
 

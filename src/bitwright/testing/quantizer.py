@@ -44,7 +44,7 @@ class _Case:
         )
 
     def numbers(self, seed: int = 0) -> Tensor:
-        return numbers(6, 32, seed=seed, positive=self.format.adasign)
+        return numbers(6, 64, seed=seed, positive=self.format.adasign)
 
     def calibrated(self, x: Tensor | None = None) -> Quantizer:
         quantizer = self.make()
@@ -184,19 +184,27 @@ def _state(case: _Case) -> None:
 
 def _copies(case: _Case) -> None:
     quantizer, x = case.calibrated(), case.numbers(seed=1)
-    for how, other in (("deepcopy", copy.deepcopy(quantizer)), ("pickle", pickle.loads(pickle.dumps(quantizer)))):
+    for how, made in (("deepcopy", copy.deepcopy), ("pickle", _pickled)):
+        try:
+            other = made(quantizer)
+        except Exception as error:
+            raise AssertionError(f"{case.who}: can't be copied by {how}: {error}") from error
         case.demand(torch.equal(other(x), quantizer(x)), f"a copy by {how} computes other numbers")
 
 
+def _pickled(quantizer: Quantizer) -> Any:
+    return pickle.loads(pickle.dumps(quantizer))
+
+
 def _odd_numbers(case: _Case) -> None:
-    for name, seen in (("zeros", torch.zeros(6, 32)), ("tiny numbers", case.numbers() * 1e-30)):
+    for name, seen in (("zeros", torch.zeros(6, 64)), ("tiny numbers", case.numbers() * 1e-30)):
         x = seen.clone().requires_grad_()
         out = case.calibrated(seen)(x)
         out.sum().backward()
         finite = bool(torch.isfinite(out).all()) and x.grad is not None and bool(torch.isfinite(x.grad).all())
         case.demand(finite, f"isn't finite when calibrated with {name}")
     quantizer = case.calibrated()
-    quantizer.observe(torch.empty(0, 32))  # a batch without anything in it says nothing
+    quantizer.observe(torch.empty(0, 64))  # a batch without anything in it says nothing
     case.demand(bool(torch.isfinite(quantizer(case.numbers() * 1e4)).all()), "isn't finite far outside its range")
 
 
@@ -205,7 +213,10 @@ def _compiles(case: _Case) -> None:
     torch._dynamo.reset()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own notes about its internals; failures raise
-        compiled = torch.compile(quantizer, fullgraph=True, backend="aot_eager")
-        case.demand(torch.allclose(compiled(x), quantizer(x), atol=1e-6), "computes other numbers when compiled")
-        program = torch.export.export(quantizer, (x,), strict=False).module()
-        case.demand(torch.allclose(program(x), quantizer(x), atol=1e-6), "computes other numbers when exported")
+        try:
+            compiled = torch.compile(quantizer, fullgraph=True, backend="aot_eager")(x)
+            exported = torch.export.export(quantizer, (x,), strict=False).module()(x)
+        except Exception as error:
+            raise AssertionError(f"{case.who}: can't be compiled in one graph, or exported: {error}") from error
+    case.demand(torch.allclose(compiled, quantizer(x), atol=1e-6), "computes other numbers when compiled")
+    case.demand(torch.allclose(exported, quantizer(x), atol=1e-6), "computes other numbers when exported")
