@@ -87,6 +87,9 @@ def test_all_problems_of_a_plan_are_listed(run, small, tmp_path, output):
         (["--activations", "uint8/tensr"], ["did you mean 'tensor'"]),
         (["--observer", "minmaxx"], ["unknown observer", "did you mean 'minmax'"]),
         (["--weight-observer", "mze"], ["unknown observer", "did you mean 'mse'"]),
+        (["--quantizer", "lsqq"], ["unknown quantizer", "did you mean 'lsq'"]),
+        (["--weight-quantizer", "dorefaa"], ["unknown quantizer", "did you mean 'dorefa'"]),
+        (["--quantizer", "apot"], ["Apot is symmetric", "use int8/tensor/sym"]),
         (["--keep-float", "hed"], ["matches no operator", "did you mean 'head'"]),
     ],
 )
@@ -95,6 +98,11 @@ def test_plan_options(run, small, output, verb, options, words):
     ran = run(verb, small, *options, "-o", output)
     fails(ran, *words)
     assert ran.err.count("fix: ") <= 1, "one problem, not one for each site"
+
+
+def test_a_quantizer_whose_levels_no_artefact_has(run, small, output):
+    ran = run("quantize", small, "--quantizer", "nnie", "--activations", "int8/tensor/sym", "-o", output)
+    fails(ran, "QuantizeLinear", "keep these sites in float")
 
 
 def test_plan_options_beside_a_plan(run, small, made, output):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -164,14 +165,21 @@ def test_levels_that_no_artefact_has(name: str, tmp_path: Path) -> None:
     assert not path.exists()
 
 
-def test_asymmetric_formats_are_refused_all_at_once_before_calibration() -> None:
+@pytest.mark.parametrize("name", ["tqt", *OTHERS])
+def test_asymmetric_formats_are_refused_all_at_once_before_calibration(name: str) -> None:
     x, _ = problem(8)
     model = network().eval()
-    plan = bw.make_plan(bw.capture(model, x), "onnxruntime", quantizer="tqt", saturating=False)
-    with pytest.raises(PlanError, match="TQT is symmetric") as caught:
+    graph = bw.capture(model, x)
+    with pytest.raises(PlanError, match="is symmetric") as caught:
+        bw.make_plan(graph, "onnxruntime", quantizer=name, saturating=False)
+    assert len(caught.value.problems) == 1  # activations; not once for each site
+    plan = bw.make_plan(graph, "onnxruntime", saturating=False)
+    inputs = [site for site, spec in plan.quantized if not spec.format.symmetric and spec.share is None]
+    plan = plan.with_sites({site: replace(plan.sites[site], quantizer=name) for site in inputs})
+    with pytest.raises(PlanError, match="is symmetric") as caught:  # a plan that was edited by hand
         bw.prepare(model, plan)
-    assert len(caught.value.problems) > 1
-    assert all("sym" in str(found.fix) for found in caught.value.problems)
+    assert sorted(str(found.where) for found in caught.value.problems) == sorted(inputs)
+    assert all("int8/tensor/sym/adasign" in str(found.fix) for found in caught.value.problems)
 
 
 @pytest.mark.parametrize("name", [*UNIFORM, *OTHERS])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -12,7 +13,7 @@ from bitwright.attach.grid import Grid, Layout, grid_from_range
 from bitwright.attach.guards import guarded_scale
 from bitwright.attach.markers import site_marker
 from bitwright.attach.observer import Observer
-from bitwright.errors import CalibrationError, UncalibratedError
+from bitwright.errors import CalibrationError, FormatError, Problem, UncalibratedError
 from bitwright.formats import Format
 from bitwright.plan import SiteSpec
 from bitwright.registry import OBSERVERS
@@ -31,6 +32,9 @@ class Quantizer(nn.Module):
 
     def __init__(self, spec: SiteSpec, *, site: str, kind: str, port: str, layout: Layout, weight: bool) -> None:
         super().__init__()
+        if self.symmetric_only and not spec.format.symmetric:
+            problem = self.refusal(spec.format, where=site)
+            raise FormatError(problem.what, where=site, value=problem.value, fix=problem.fix)
         self.spec = spec
         self.site = site
         self.kind = kind
@@ -60,6 +64,16 @@ class Quantizer(nn.Module):
 
     weight_partner: ClassVar[str | None] = None
     """The quantizer of weights that goes with this one, where it is made for activations only."""
+
+    symmetric_only: ClassVar[bool] = False
+    """Whether its levels lie around zero: then formats with a zero point are refused before any work."""
+
+    @classmethod
+    def refusal(cls, format: Format, *, where: str) -> Problem:
+        """What to say about an asymmetric format, with one that will do."""
+        near = replace(format, name=f"int{format.bits}", signed=True, symmetric=True)
+        fix = f"use {near}, or {replace(near, adasign=True)}"
+        return Problem(what=f"{cls.__name__} is symmetric", where=where, value=str(format), fix=fix)
 
     def learns(self, name: str) -> bool:
         """Whether this piece of state is trained at this site."""

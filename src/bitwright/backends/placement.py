@@ -39,6 +39,13 @@ def place(graph: Graph, target: str | BackendTable, *, model: str | None = None,
         )
         if not choice.allows(format)
     ]
+    quantizer = choices.get("quantizer") or "plain"
+    weight_quantizer = choices.get("weight_quantizer") or _partner(quantizer)
+    problems += [
+        QUANTIZERS.get(name).refusal(format, where="plan")
+        for name, format in ((quantizer, activation_format), (weight_quantizer, weight_format))
+        if QUANTIZERS.get(name).symmetric_only and not format.symmetric
+    ]
     problems += [
         Problem(
             what="the pattern of keep_float matches no operator",
@@ -54,7 +61,6 @@ def place(graph: Graph, target: str | BackendTable, *, model: str | None = None,
     guard = table.guard if table.guard and (table.guard.when == "always" or choices.get("saturating")) else None
     if weight_format.bits != 8 or not weight_format.signed or activation_format.bits != 8:
         guard = None  # the limit is one of 8-bit products
-    quantizer = choices.get("quantizer") or "plain"
     activation = SiteSpec(
         format=activation_format,
         observer=choices.get("observer") or table.activations.observer,
@@ -63,7 +69,7 @@ def place(graph: Graph, target: str | BackendTable, *, model: str | None = None,
     weight = SiteSpec(
         format=weight_format,
         observer=choices.get("weight_observer") or table.weights.observer,
-        quantizer=choices.get("weight_quantizer") or _partner(quantizer),
+        quantizer=weight_quantizer,
         guard=guard.name if guard else None,
     )
     plan = _Placement(graph, table, keep).plan(activation, weight, guard.why.strip() if guard else "")

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from bitwright.attach import Grid, Quantizer, usable_scale, with_gradient_of
-from bitwright.quantizers.symmetric import symmetric_only
 
 
 def levels(bits: int) -> list[float]:
@@ -32,10 +31,10 @@ class Apot(Quantizer):
 
     learned = ("scale",)
     exportable = False
+    symmetric_only = True
 
     def __init__(self, *args: Any, alpha: float | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        symmetric_only(self, "APoT")
         self.alpha = alpha if alpha is not None else 3.0 if self.weight else 6.0
 
     def set_grid(self, grid: Grid) -> None:

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from bitwright.attach import Grid, Quantizer, with_gradient_of
-from bitwright.quantizers.symmetric import symmetric_only
 
 _TINY = 1e-30
 
@@ -22,10 +21,10 @@ class Nnie(Quantizer):
     """
 
     exportable = False
+    symmetric_only = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        symmetric_only(self, "NNIE")
         self.per_octave = 2.0 ** (self.spec.format.bits - 4)
         self.highest = 2 ** (self.spec.format.bits - 1) - 1
 

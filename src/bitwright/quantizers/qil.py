@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from math import sqrt
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from bitwright.attach import Grid, Quantizer, grid_from_range, round_to_grid, with_gradient_of
 from bitwright.attach.grid import EPS
-from bitwright.quantizers.symmetric import symmetric_only
 
 
 class Qil(Quantizer):
@@ -21,12 +19,9 @@ class Qil(Quantizer):
     """
 
     learned = ("centre", "half_width")
+    symmetric_only = True
     centre: Tensor
     half_width: Tensor
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        symmetric_only(self, "QIL")
 
     @property
     def exportable(self) -> bool:

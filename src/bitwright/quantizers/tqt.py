@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from bitwright.attach import Grid, Quantizer, round_to_grid, with_gradient_of
-from bitwright.quantizers.symmetric import symmetric_only
 
 
 class Tqt(Quantizer):
@@ -18,11 +15,8 @@ class Tqt(Quantizer):
     """
 
     learned = ("log2_threshold",)
+    symmetric_only = True
     log2_threshold: Tensor
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        symmetric_only(self, "TQT")
 
     def keep_more(self) -> None:
         """The threshold's logarithm."""
