@@ -88,6 +88,9 @@ def test_all_problems_of_a_plan_are_listed(run, small, tmp_path, output):
         (["--observer", "minmaxx"], ["unknown observer", "did you mean 'minmax'"]),
         (["--weight-observer", "mze"], ["unknown observer", "did you mean 'mse'"]),
         (["--bn", "9"], ["unknown folding strategy", "-1 (no folding)", "4 (folded for rounding"]),
+        (["--quantizer", "lsqq"], ["unknown quantizer", "did you mean 'lsq'"]),
+        (["--weight-quantizer", "dorefaa"], ["unknown quantizer", "did you mean 'dorefa'"]),
+        (["--quantizer", "apot"], ["Apot is symmetric", "use int8/tensor/sym"]),
         (["--keep-float", "hed"], ["matches no operator", "did you mean 'head'"]),
     ],
 )
@@ -96,6 +99,11 @@ def test_plan_options(run, small, output, verb, options, words):
     ran = run(verb, small, *options, "-o", output)
     fails(ran, *words)
     assert ran.err.count("fix: ") <= 1, "one problem, not one for each site"
+
+
+def test_a_quantizer_whose_levels_no_artefact_has(run, small, output):
+    ran = run("quantize", small, "--quantizer", "nnie", "--activations", "int8/tensor/sym", "-o", output)
+    fails(ran, "QuantizeLinear", "keep these sites in float")
 
 
 def test_plan_options_beside_a_plan(run, small, made, output):

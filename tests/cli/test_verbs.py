@@ -55,6 +55,19 @@ def test_inspect_marks_operators_that_only_some_runs_reach(run, tmp_path):
     assert "1 of 2 runs" in run("inspect", f"{path}:build", "--batches", 1).out
 
 
+def test_quantizers_are_chosen_apart(run, small, tmp_path):
+    path = tmp_path / "plan.yaml"
+    assert run("plan", small, "-o", path, "--quantizer", "pact", "--weight-quantizer", "lsq").code == 0
+    chosen = {site.rpartition(":")[2]: spec.quantizer for site, spec in Plan.load(path).quantized}
+    assert chosen == {"input": "pact", "output": "pact", "weight": "lsq", "bias": "product"}
+    assert run("plan", small, "-o", path, "--quantizer", "pact").code == 0
+    assert {spec.quantizer for _, spec in Plan.load(path).quantized} == {"pact", "dorefa", "product"}
+    output = tmp_path / "out"
+    assert run("quantize", small, "--quantizer", "lsqplus", "--weight-quantizer", "tqt", "-o", output).code == 0
+    used = {row.quantizer for row in read_json(output / "report.json").sites}
+    assert used == {"lsqplus", "tqt", "product"}
+
+
 def test_plan(run, small, tmp_path):
     path = tmp_path / "plan.yaml"
     ran = run("plan", small, "-o", path, "--keep-float", "head", "--no-saturating", "--observer", "mse")

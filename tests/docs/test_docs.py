@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -20,9 +22,11 @@ def blocks(page: Path, language: str) -> list[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    space: dict[str, object] = {}
+    # a module that can be imported: what a page defines can be pickled
+    space = ModuleType("page_" + re.sub(r"\W", "_", page.stem))
+    monkeypatch.setitem(sys.modules, space.__name__, space)
     for block in blocks(page, "python"):
-        exec(compile(block, str(page), "exec"), space)
+        exec(compile(block, str(page), "exec"), space.__dict__)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

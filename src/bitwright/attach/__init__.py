@@ -2,6 +2,7 @@
 
 from bitwright.attach.attachment import CONTAINER, Attachment
 from bitwright.attach.folding import Fold
+from bitwright.attach.gradients import round_to_grid, usable_scale, with_gradient_of
 from bitwright.attach.grid import Grid, Layout, grid_from_range
 from bitwright.attach.observer import Observer
 from bitwright.attach.prepare import (
@@ -30,7 +31,10 @@ __all__ = [
     "in_mode",
     "prepare",
     "quantizers_of",
+    "round_to_grid",
     "set_mode",
     "strip",
     "tapped",
+    "usable_scale",
+    "with_gradient_of",
 ]

@@ -150,6 +150,7 @@ class _Builder:
         self.attachment = Attachment(plan)
         self.modules = dict(model.named_modules())
         self.problems: list[Problem] = []
+        self.refused: set[str] = set()
         self.sites = {site: spec for site, spec in plan.sites.items() if site not in skip}
         specs = [(site, spec) for site, spec in self.sites.items() if spec.quantizes]
         for site, spec in specs:
@@ -235,13 +236,17 @@ class _Builder:
             what = f"wrong options of the quantizer {spec.quantizer}: {error}"
             self.problems.append(Problem(what=what, where=site, value=dict(spec.quantizer_options)))
             return
+        except BitwrightError as error:  # a format that this quantizer has no levels for, a value out of range
+            self.problems += error.problems
+            self.refused.add(site)
+            return
         self.attachment.quantizers[site] = quantizer
         self._hook(site, quantizer)
 
     def _link(self, quantizer: Quantizer) -> None:
         known = self.attachment.quantizers
         missing = [site for site in quantizer.of if site not in known]
-        for site in missing:
+        for site in (site for site in missing if site not in self.refused):  # those have a problem of their own
             self.problems.append(
                 Problem(
                     what="is made from a site that has no quantizer",

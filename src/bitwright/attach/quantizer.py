@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from bitwright.attach.grid import Grid, Layout, grid_from_range
 from bitwright.attach.guards import guarded_scale
 from bitwright.attach.markers import site_marker
 from bitwright.attach.observer import Observer
-from bitwright.errors import CalibrationError, UncalibratedError
+from bitwright.errors import CalibrationError, FormatError, Problem, UncalibratedError
 from bitwright.formats import Format
 from bitwright.plan import SiteSpec
 from bitwright.registry import OBSERVERS
@@ -31,6 +32,9 @@ class Quantizer(nn.Module):
 
     def __init__(self, spec: SiteSpec, *, site: str, kind: str, port: str, layout: Layout, weight: bool) -> None:
         super().__init__()
+        if self.symmetric_only and not spec.format.symmetric:
+            problem = self.refusal(spec.format, where=site)
+            raise FormatError(problem.what, where=site, value=problem.value, fix=problem.fix)
         self.spec = spec
         self.site = site
         self.kind = kind
@@ -48,25 +52,66 @@ class Quantizer(nn.Module):
         self.parts: tuple[Quantizer, ...] = ()  # and these, linked by `prepare`
         self._shape = torch.Size()  # of what was observed
         self._seen: Tensor | None = None  # the numbers themselves, where a guard looks at them
-        self.register_buffer("zero_point", torch.zeros(()))
         self.register_buffer("codes", torch.tensor([float(self.qmin), float(self.qmax)]))
-        self._keep_scale(torch.ones(()))
+        self.keep("zero_point", torch.zeros(()))
+        self.keep("scale", torch.ones(()))
+        self.keep_more()
 
     # -- what a subclass may change ------------------------------------------------------------------------
 
-    def _keep_scale(self, scale: Tensor) -> None:
-        """Keep the scale; a quantizer that learns it makes it a Parameter."""
-        self.register_buffer("scale", scale)
+    learned: ClassVar[tuple[str, ...]] = ()
+    """The names of the state that an optimizer trains: Parameters; all else is buffers."""
+
+    weight_partner: ClassVar[str | None] = None
+    """The quantizer of weights that goes with this one, where it is made for activations only."""
+
+    symmetric_only: ClassVar[bool] = False
+    """Whether its levels lie around zero: then formats with a zero point are refused before any work."""
+
+    @classmethod
+    def refusal(cls, format: Format, *, where: str) -> Problem:
+        """What to say about an asymmetric format, with one that will do."""
+        near = replace(format, name=f"int{format.bits}", signed=True, symmetric=True)
+        fix = f"use {near}, or {replace(near, adasign=True)}"
+        return Problem(what=f"{cls.__name__} is symmetric", where=where, value=str(format), fix=fix)
+
+    def learns(self, name: str) -> bool:
+        """Whether this piece of state is trained at this site."""
+        return name in self.learned
+
+    def keep_more(self) -> None:
+        """`keep` what this quantizer has beside scale and zero point; a range gives it its values later."""
 
     def quantize(self, x: Tensor) -> Tensor:
         """`x` (float32) as the grid can represent it, with the gradient that this quantizer stands for."""
         raise NotImplementedError
+
+    def transform(self, x: Tensor) -> Tensor:
+        """What is rounded to the grid: `x` itself, or what the quantizer makes of a weight first."""
+        return x
+
+    @property
+    def exportable(self) -> bool:
+        """Whether QuantizeLinear and DequantizeLinear with `grid()` compute what `quantize` does."""
+        return True
 
     def grid(self) -> Grid:
         """The grid that is in force; what is exported."""
         return Grid(self.scale.detach(), self.zero_point.detach(), self.qmin, self.qmax)
 
     # -- the frame -----------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def keep(self, name: str, value: Tensor) -> None:
+        """Keep state in float32. What is learned stays the Parameter that an optimizer may hold already."""
+        value = value.detach().to(torch.float32).clone()
+        known = self._parameters.get(name)
+        if not self.learns(name):
+            self.register_buffer(name, value)
+        elif known is not None and known.shape == value.shape:
+            known.copy_(value)
+        else:
+            self.register_parameter(name, nn.Parameter(value))
 
     @property
     def format(self) -> Format:
@@ -143,14 +188,15 @@ class Quantizer(nn.Module):
         grid = grid_from_range(low, high, self.spec.format, site=self.site)
         scale = self.layout.fold(grid.scale, shape)
         if self.spec.guard is not None and values is not None:
-            scale = guarded_scale(self.spec.guard, scale, values, kind=self.kind, layout=self.layout)
+            rounded = self.transform(values)
+            scale = guarded_scale(self.spec.guard, scale, rounded, kind=self.kind, layout=self.layout)
         self.set_grid(Grid(scale, self.layout.fold(grid.zero_point, shape), grid.qmin, grid.qmax))
 
     @torch.no_grad()
     def set_grid(self, grid: Grid) -> None:
         """Take this grid as it is."""
-        self._keep_scale(grid.scale.to(torch.float32).clone())
-        self.zero_point = grid.zero_point.to(torch.float32).clone()
+        self.keep("scale", grid.scale)
+        self.keep("zero_point", grid.zero_point)
         self.qmin, self.qmax = grid.qmin, grid.qmax
         self.codes = torch.tensor([float(grid.qmin), float(grid.qmax)], device=grid.scale.device)
         self.calibrated = True
@@ -159,7 +205,7 @@ class Quantizer(nn.Module):
     def integers(self, x: Tensor) -> Tensor:
         """The codes of `x` (int32)."""
         grid = self.grid()
-        x = x.to(torch.float32)
+        x = self.transform(x.to(torch.float32))
         scale, zero_point = self.layout.spread(grid.scale, x), self.layout.spread(grid.zero_point, x)
         return torch.clamp(torch.round(x / scale) + zero_point, grid.qmin, grid.qmax).to(torch.int32)
 
@@ -193,13 +239,10 @@ class Quantizer(nn.Module):
     ) -> None:
         if not any(prefix + name in state_dict for name in (*self._parameters, *self._buffers)):
             return
-        scale = state_dict.get(prefix + "scale")
-        if scale is not None and scale.shape != self.scale.shape:  # shapes are known only after calibration
-            self._keep_scale(scale.detach().to(self.scale.device, torch.float32).clone())
-        for name in ("zero_point", "codes"):
+        for name, ours in [*self._parameters.items(), *self._buffers.items()]:
             saved = state_dict.get(prefix + name)
-            if saved is not None:
-                setattr(self, name, saved.detach().to(self.scale.device, torch.float32).clone())
+            if saved is not None and ours is not None and saved.shape != ours.shape:
+                self.keep(name, saved.to(ours.device))  # shapes are known only after calibration
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )

@@ -17,8 +17,10 @@ class Choices(TypedDict, total=False):
     """How activation ranges are found."""
     weight_observer: str | None
     """How weight ranges are found."""
-    quantizer: str
-    """The arithmetic at all sites; "plain" if not said."""
+    quantizer: str | None
+    """The arithmetic at activations, and at weights if nothing else is said; "plain" if not said."""
+    weight_quantizer: str | None
+    """The arithmetic at weights; if not said, what goes with `quantizer` (pact: dorefa)."""
     keep_float: Iterable[str]
     """Patterns of operators that stay float."""
     bn: int | None

@@ -14,6 +14,7 @@ from bitwright.graph import Graph, Op, Port, Source
 from bitwright.graph.functions import can_hook
 from bitwright.graph.naming import SiteName
 from bitwright.plan import DEFAULT_STRATEGY, NO_FOLDING, STRATEGIES, FoldSpec, Plan, SiteSpec, known_strategies
+from bitwright.registry import QUANTIZERS
 
 Edge = tuple[str, str]  # (operator, port) that reads a tensor
 _TURNS = ("attribute_T", "attribute_mT", "t")  # a stored weight, seen from another side
@@ -38,6 +39,13 @@ def place(graph: Graph, target: str | BackendTable, *, model: str | None = None,
         )
         if not choice.allows(format)
     ]
+    quantizer = choices.get("quantizer") or "plain"
+    weight_quantizer = choices.get("weight_quantizer") or _partner(quantizer)
+    problems += [
+        QUANTIZERS.get(name).refusal(format, where="plan")
+        for name, format in ((quantizer, activation_format), (weight_quantizer, weight_format))
+        if QUANTIZERS.get(name).symmetric_only and not format.symmetric
+    ]
     problems += [
         Problem(
             what="the pattern of keep_float matches no operator",
@@ -60,7 +68,6 @@ def place(graph: Graph, target: str | BackendTable, *, model: str | None = None,
     guard = table.guard if table.guard and (table.guard.when == "always" or choices.get("saturating")) else None
     if weight_format.bits != 8 or not weight_format.signed or activation_format.bits != 8:
         guard = None  # the limit is one of 8-bit products
-    quantizer = choices.get("quantizer", "plain")
     activation = SiteSpec(
         format=activation_format,
         observer=choices.get("observer") or table.activations.observer,
@@ -69,7 +76,7 @@ def place(graph: Graph, target: str | BackendTable, *, model: str | None = None,
     weight = SiteSpec(
         format=weight_format,
         observer=choices.get("weight_observer") or table.weights.observer,
-        quantizer=quantizer,
+        quantizer=weight_quantizer,
         guard=guard.name if guard else None,
     )
     plan = _Placement(graph, table, keep, bn).plan(activation, weight, guard.why.strip() if guard else "")
@@ -347,6 +354,12 @@ class _Placement:
         if weight.guard and _is_depthwise(op):  # one product per step: nothing is paired
             weight = replace(weight, guard=None)
         sites[site] = _because(weight, "; ".join(t for t in (rule_why, guard_why if weight.guard else "") if t))
+
+
+def _partner(quantizer: str) -> str:
+    """The quantizer of weights that goes with one of activations: mostly the same."""
+    found: str | None = QUANTIZERS.get(quantizer).weight_partner
+    return found or quantizer
 
 
 def _named(port: Port, patterns: tuple[str, ...]) -> bool:

@@ -49,6 +49,20 @@ WeightObserverOption = Annotated[
     str | None,
     typer.Option("--weight-observer", metavar="NAME", help="Range observer of weights.", show_default=False),
 ]
+QuantizerOption = Annotated[
+    str | None,
+    typer.Option(
+        "--quantizer",
+        metavar="NAME",
+        help="Arithmetic of activations, and of weights if nothing else is said: plain, lsq, … "
+        "(see `bitwright list quantizers`).",
+        show_default=False,
+    ),
+]
+WeightQuantizerOption = Annotated[
+    str | None,
+    typer.Option("--weight-quantizer", metavar="NAME", help="Arithmetic of weights.", show_default=False),
+]
 KeepFloatOption = Annotated[
     list[str] | None,
     typer.Option("--keep-float", metavar="PATTERN", help="Operators that stay in float; may be given several times."),

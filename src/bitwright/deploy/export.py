@@ -65,6 +65,7 @@ def export(model: nn.Module, path: str | Path, inputs: Any, *, dynamic_batch: bo
     """
     path = Path(path)
     attachment = attachment_of(model)
+    _assert_exportable(attachment)
     args, kwargs = as_call(inputs)
     training = {module: module.training for module in model.modules()}
     try:
@@ -110,6 +111,19 @@ def export_float(model: nn.Module, path: str | Path, inputs: Any, *, dynamic_bat
     with replacing(path) as temporary:
         ir.save(onnx_model, temporary)
     return path
+
+
+def _assert_exportable(attachment: Attachment) -> None:
+    """Q/DQ pairs have evenly spaced levels: what computes with others is said before any work."""
+    others = [quantizer for quantizer in attachment.quantizers.values() if not quantizer.exportable]
+    if others:
+        first, more = others[0], f"; so do {len(others) - 1} more sites" if len(others) > 1 else ""
+        raise ExportError(
+            f"this quantizer has levels that QuantizeLinear can't write{more}",
+            where=first.site,
+            value=first.spec.quantizer,
+            fix="train with evenly spaced levels (lsq, lsqplus, pact, dsq, tqt), or keep these sites in float",
+        )
 
 
 def _record(

@@ -31,6 +31,7 @@ def make_plan(
             ("observer", choices.get("observer"), OBSERVERS),
             ("weight_observer", choices.get("weight_observer"), OBSERVERS),
             ("quantizer", choices.get("quantizer"), QUANTIZERS),
+            ("weight_quantizer", choices.get("weight_quantizer"), QUANTIZERS),
         )
         if name is not None and name not in registry
     ]

@@ -3,43 +3,31 @@
 from __future__ import annotations
 
 from math import sqrt
+from typing import ClassVar
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from bitwright.attach import Grid, Quantizer
-from bitwright.attach.grid import EPS
-
-
-def _with_gradient_of(value: Tensor, x: Tensor, factor: float = 1.0) -> Tensor:
-    """`value`, to the last bit, with `factor` times the gradient of `x`."""
-    return value.detach() + (x - x.detach()) * factor
+from bitwright.attach import Grid, Quantizer, round_to_grid, usable_scale, with_gradient_of
 
 
 class Lsq(Quantizer):
     """Learned step size: ∂s = g·{n−z below; p−z above; (x̂−x)/s inside}, g = 1/√(M·p), M elements per scale.
 
     Where the format wants powers of two, every forward rounds the scale to one: training can't lose it.
+    The published start, s = 2·mean|x|/√p, is the observer `lsq`.
     """
 
-    def _keep_scale(self, scale: Tensor) -> None:
-        if "scale" in self._parameters and self.scale.shape == scale.shape:
-            self.scale.data.copy_(scale)
-        else:
-            self.scale = nn.Parameter(scale)
+    learned: ClassVar[tuple[str, ...]] = ("scale",)
 
     def quantize(self, x: Tensor) -> Tensor:
-        """Round to the grid of the learned scale."""
+        """Round to the grid of the learned scale (and zero point, if that is learned too)."""
         factor = 1.0 / sqrt(x.numel() / self.scale.numel() * self.qmax)
-        scale = self.layout.spread(_with_gradient_of(self._step(), self.scale.abs(), factor), x)
-        zero_point = self.layout.spread(self.zero_point, x)
-        steps = torch.clamp(x / scale, self.qmin - zero_point, self.qmax - zero_point)
-        return _with_gradient_of(torch.round(steps), steps) * scale
-
-    def _step(self) -> Tensor:
-        scale = torch.clamp(self.scale.detach().abs(), min=EPS)
-        return torch.exp2(torch.round(torch.log2(scale))) if self.spec.format.pot else scale
+        grid = self.grid()
+        scale = self.layout.spread(with_gradient_of(grid.scale, self.scale.abs(), factor), x)
+        zero_point = self.layout.spread(with_gradient_of(grid.zero_point, self.zero_point, factor), x)
+        return round_to_grid(x, scale, zero_point, self.qmin, self.qmax)
 
     def grid(self) -> Grid:
         """The grid with the scale as the arithmetic uses it."""
-        return Grid(self._step(), self.zero_point.detach(), self.qmin, self.qmax)
+        scale = usable_scale(self.scale, pot=self.spec.format.pot)
+        return Grid(scale, self.zero_point.detach(), self.qmin, self.qmax)

@@ -31,7 +31,7 @@ class _Sums:
             quantizer.layout.spread(grid.scale, x),
             quantizer.layout.spread(grid.zero_point, x),
         )
-        codes = torch.round(x / scale) + zero_point
+        codes = torch.round(quantizer.transform(x) / scale) + zero_point
         self.clipped += int(((codes < grid.qmin) | (codes > grid.qmax)).sum())
         self.count += x.numel()
         self.signal += float(x.double().square().sum())

@@ -1,0 +1,32 @@
+"""The power-of-two scale that is the best for most batches."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from bitwright.formats import Format
+from bitwright.observers.minmax import MinMax
+from bitwright.observers.pot_floor import best_exponent
+from bitwright.observers.scaled import range_of_scale
+
+
+class PotMode(MinMax):
+    """Each batch votes for its exponent; the most votes win, the wider range where two have as many."""
+
+    def __init__(self, *, format: Format) -> None:
+        super().__init__(format=format)
+        self.votes: list[Tensor] = []
+
+    def observe(self, rows: Tensor) -> None:
+        """One vote per row."""
+        super().observe(rows)
+        low, high = rows.aminmax(dim=1)
+        ones = torch.ones_like(rows, dtype=torch.float64)
+        self.votes.append(best_exponent(rows, ones, low, high, self.format))
+
+    def range(self) -> tuple[Tensor, Tensor]:
+        """The range of the winner's scale."""
+        low, _ = super().range()
+        finest = (-torch.stack(self.votes)).mode(dim=0).values  # of several, `mode` gives the lowest
+        return range_of_scale(torch.exp2(-finest), low, self.format)

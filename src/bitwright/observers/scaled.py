@@ -1,0 +1,24 @@
+"""What observers share that find a scale, not a range: the range from which that scale follows."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from bitwright.formats import Format
+
+
+def settled(format: Format, low: Tensor) -> Format:
+    """The format that a grid will have: an adaptive sign is settled by the lowest value."""
+    return format.unsigned() if format.adasign and bool((low >= 0).all()) else format
+
+
+def range_of_scale(scale: Tensor, low: Tensor, format: Format) -> tuple[Tensor, Tensor]:
+    """[n·s, p·s], or for an asymmetric format as many steps from the lowest value on."""
+    format = settled(format, low)
+    if not format.symmetric:
+        span = scale * (format.qmax - format.qmin)
+        bottom = torch.maximum(torch.round(low.clamp(max=0.0) / scale) * scale, -span)
+        return bottom, bottom + span
+    # Negative numbers at an unsigned site are reported by the quantizer, which knows the site.
+    return scale * format.qmin if format.signed else low.clamp(max=0.0), scale * format.qmax

@@ -1,0 +1,28 @@
+"""LSQ+: the zero point is learned beside the scale."""
+
+from __future__ import annotations
+
+import torch
+
+from bitwright.attach import Grid
+from bitwright.quantizers.lsq import Lsq
+
+
+class LsqPlus(Lsq):
+    """LSQ with ∂z = g·{−s where clipped; 0 inside}. A symmetric format has no zero point to learn.
+
+    The parameter is a real number; every forward, and the artefact, use the integer code next to it.
+    The published start, from |μ ± 3σ|, is the observer `lsqplus`.
+    """
+
+    learned = ("scale", "zero_point")
+
+    def learns(self, name: str) -> bool:
+        """The zero point only where the format has one."""
+        return name in self.learned and not (name == "zero_point" and self.spec.format.symmetric)
+
+    def grid(self) -> Grid:
+        """The grid with the zero point rounded to a code."""
+        grid = super().grid()
+        zero_point = torch.clamp(torch.round(grid.zero_point), grid.qmin, grid.qmax)
+        return Grid(grid.scale, zero_point, grid.qmin, grid.qmax)
