@@ -117,7 +117,6 @@ def test_a_network_learns_at_w4a4(name: str) -> None:
         optimizer.step()
     model.eval()
     correct = float((model(x).argmax(1) == y).float().mean())
-    print(f"W4A4 {name}: loss {loss.item():.3f}, accuracy {correct:.3f}")  # noqa: T201
     assert correct > 0.85
 
 
