@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import time
 from functools import partial
+from itertools import pairwise
 
 from bitwright.deploy import measure_latency
 
 
-def test_turns_rotate() -> None:
+def test_all_take_turns_with_changing_neighbours() -> None:
     calls: list[str] = []
-    result = measure_latency({name: partial(calls.append, name) for name in "abc"}, runs=3, warmup=1)
-    assert "".join(calls) == "abc" + "abc" + "bca" + "cab"
-    assert all(latency.runs == 3 for latency in result.values())
+    result = measure_latency({name: partial(calls.append, name) for name in "abc"}, runs=20, warmup=1)
+    rounds = [calls[i : i + 3] for i in range(3, len(calls), 3)]
+    assert len(rounds) == 20
+    assert all(sorted(turn) == ["a", "b", "c"] for turn in rounds)
+    assert {(one, two) for turn in rounds for one, two in pairwise(turn)} >= {("a", "b"), ("b", "a"), ("c", "a")}
+    assert all(latency.runs == 20 for latency in result.values())
 
 
 def test_medians_tell_slow_from_fast() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ def measure_latency(
     warmup: int = 5,
     progress: Callable[[int], None] | None = None,
 ) -> dict[str, Latency]:
-    """Time each of `calls` `runs` times, taking turns; the order rotates.
+    """Time each of `calls` `runs` times, taking turns in a shuffled (seeded) order.
 
     Who comes right after whom matters: the threads of a session go on spinning for a while after its run.
     """
@@ -34,10 +35,10 @@ def measure_latency(
         for _ in range(warmup):
             call()
     times: dict[str, list[float]] = {name: [] for name in calls}
-    order = list(calls.items())
+    order, shuffler = list(calls.items()), random.Random(0)
     for done in range(runs):
-        first = done % len(order)
-        for name, call in (*order[first:], *order[:first]):
+        shuffler.shuffle(order)
+        for name, call in order:
             start = time.perf_counter()
             call()
             times[name].append((time.perf_counter() - start) * 1e3)
