@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from bitwright.errors import BitwrightError, WorkloadError, did_you_mean
+from bitwright.modes import evaluating
 from bitwright.registry import WORKLOADS
 
 __all__ = ["Workload", "batches", "call", "load_workload", "measure"]
@@ -145,7 +146,7 @@ def measure(workload: Workload, predict: Callable[..., Any]) -> dict[str, float]
     samples ``n``. A module is scored in evaluation mode, and left in the modes that it had.
     """
     where = f"workload {workload.name!r}"
-    with torch.no_grad(), _evaluating(predict):
+    with torch.no_grad(), evaluating(predict):
         if workload.evaluate is not None:
             values = dict(workload.evaluate(predict))
         elif workload.evaluation is not None:
@@ -164,19 +165,6 @@ def measure(workload: Workload, predict: Callable[..., Any]) -> dict[str, float]
             fix="set metric= to one of these, or give an evaluate= that returns it",
         )
     return values
-
-
-@contextlib.contextmanager
-def _evaluating(predict: object) -> Iterator[None]:
-    """Hold a module in evaluation mode: else a mere measurement would move its batch-norm statistics."""
-    modes = {m: m.training for m in predict.modules()} if isinstance(predict, nn.Module) else {}
-    for module in modes:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module, training in modes.items():
-            module.training = training
 
 
 def _top1(data: Iterable[tuple[Any, Tensor]], predict: Callable[..., Any], where: str) -> dict[str, float]:

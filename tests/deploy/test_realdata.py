@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 
@@ -19,10 +20,11 @@ pytestmark = [pytest.mark.realdata, pytest.mark.timeout(600)]
     ids=["resnet20", "efficientnet-lite0"],
 )
 def test_int8_keeps_the_accuracy(
-    build: object, reference: float, allowed: float, samples: int, data_dir: Path, tmp_path: Path
+    build: Callable[[Path], bw.Workload], reference: float, allowed: float, samples: int, data_dir: Path, tmp_path: Path
 ) -> None:
-    workload: bw.Workload = build(data_dir)  # type: ignore[operator]
-    assert workload.calibration is not None and workload.evaluation is not None  # noqa: PT018
+    workload = build(data_dir)
+    assert workload.calibration is not None
+    assert workload.evaluation is not None
     size = bw.export_float(workload.model, tmp_path / "float.onnx", workload.inputs).stat().st_size
     quantized = bw.quantize(workload.model, workload.calibration(), example=workload.inputs)
     artefact = quantized.export(tmp_path / "int8.onnx")

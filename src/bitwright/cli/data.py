@@ -13,6 +13,7 @@ from torch import Tensor
 from bitwright.cli.out import Out
 from bitwright.errors import BitwrightError, WorkloadError
 from bitwright.graph.tree import map_tensors, tensors_in
+from bitwright.modes import evaluating
 from bitwright.workload import Workload, batches, call, load_workload
 
 
@@ -20,10 +21,8 @@ def open_workload(out: Out, ref: str) -> Workload:
     """Load a workload and call its model once: a model that fails by itself isn't an error of ours."""
     with out.steps(f"loading {ref}"):
         workload = load_workload(ref)
-        modes = {module: module.training for module in workload.model.modules()}
         try:
-            workload.model.eval()
-            with torch.no_grad():
+            with evaluating(workload.model), torch.no_grad():
                 result = call(workload.model, workload.inputs)
         except BitwrightError:
             raise
@@ -33,9 +32,6 @@ def open_workload(out: Out, ref: str) -> Workload:
                 where=f"workload {workload.name!r}",
                 fix="call model(*inputs) in Python, and mend the model or the inputs",
             ) from error
-        finally:
-            for module, mode in modes.items():
-                module.training = mode
     if not any(True for _ in tensors_in(result)):
         raise WorkloadError(
             "the model returned no tensor",

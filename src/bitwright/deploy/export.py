@@ -23,6 +23,7 @@ from bitwright.deploy.qdq import Recorded, write_qdq
 from bitwright.errors import ExportError
 from bitwright.files import replacing
 from bitwright.graph.tree import as_call, map_tensors
+from bitwright.modes import evaluating
 from bitwright.version import __version__
 
 OPSET = 21
@@ -67,14 +68,9 @@ def export(model: nn.Module, path: str | Path, inputs: Any, *, dynamic_batch: bo
     attachment = attachment_of(model)
     _assert_exportable(attachment)
     args, kwargs = as_call(inputs)
-    training = {module: module.training for module in model.modules()}
-    try:
-        model.eval()
+    with evaluating(model):
         program, dynamic = _program(model, attachment, args, kwargs, dynamic_batch)
         recorded = _record(model, attachment, args, kwargs, _constant_sites(program))
-    finally:
-        for module, mode in training.items():
-            module.training = mode
     _assert_complete(program, recorded)
     onnx_model = _translate(program)
     counts = write_qdq(onnx_model, attachment, recorded)
@@ -99,13 +95,8 @@ def export_float(model: nn.Module, path: str | Path, inputs: Any, *, dynamic_bat
     """The float model as ONNX: the reference that sizes, latencies and accuracies are compared with."""
     path = Path(path)
     args, kwargs = as_call(inputs)
-    training = {module: module.training for module in model.modules()}
-    try:
-        model.eval()
+    with evaluating(model):
         program, _ = _export_program(model, args, kwargs, dynamic_batch)
-    finally:
-        for module, mode in training.items():
-            module.training = mode
     onnx_model = _translate(program)
     _drop_inferable(onnx_model)
     with replacing(path) as temporary:

@@ -19,6 +19,7 @@ from bitwright.attach import Quantizer, in_mode, quantizers_of, tapped
 from bitwright.deploy.runtime import Runtime, open_runtime
 from bitwright.errors import ArtefactError, WorkloadError
 from bitwright.graph.tree import as_call, tensors_in
+from bitwright.modes import evaluating
 
 MIN_SQNR = 30.0
 # Codes may differ by one where a sum falls next to a rounding boundary, and such flips spread through a deep network.
@@ -138,12 +139,10 @@ def check(
     """Run `batches` through the prepared model and through the artefact on the real runtime, and compare."""
     artefact = Path(artefact)
     real = open_runtime(runtime, artefact, threads=threads)
-    training = {module: module.training for module in model.modules()}
     sums: dict[str, _Sums] = {}
     samples = 0
     first: tuple[tuple[Any, ...], dict[str, Any]] | None = None
-    try:
-        model.eval()
+    with evaluating(model):
         for batch in batches:
             args, kwargs = as_call(batch)
             first = first or (args, kwargs)
@@ -152,9 +151,6 @@ def check(
         if first is None:
             raise WorkloadError("there is no batch to check with", fix="give at least one batch")
         sites = _check_sites(model, artefact, runtime, first) if per_site else ()
-    finally:
-        for module, mode in training.items():
-            module.training = mode
     return Check(
         runtime=runtime,
         samples=samples,

@@ -11,6 +11,7 @@ from torch import nn
 from bitwright.attach import attachment_of, in_mode
 from bitwright.errors import BitwrightError, CalibrationError, PlanError, Problem
 from bitwright.graph.tree import as_call
+from bitwright.modes import evaluating
 
 
 def calibrate(model: nn.Module, batches: Iterable[Any], *, progress: Callable[[int], None] | None = None) -> int:
@@ -21,31 +22,25 @@ def calibrate(model: nn.Module, batches: Iterable[Any], *, progress: Callable[[i
     range (no batch reached it, or its format can't hold what came) is reported, all at once.
     """
     attachment = attachment_of(model)
-    training = {module: module.training for module in model.modules()}
     seen = 0
     for quantizer in attachment.quantizers.values():
         quantizer.observer = None
-    try:
-        model.eval()
-        with torch.no_grad(), in_mode(model, "calibrate"):
-            for batch in batches:
-                args, kwargs = as_call(batch)
-                try:
-                    model(*args, **kwargs)
-                except BitwrightError:
-                    raise
-                except Exception as error:
-                    raise CalibrationError(
-                        f"the model failed: {type(error).__name__}: {error}",
-                        where=f"calibration batch {seen}",
-                        fix="give batches that the model takes: a tensor, a tuple of arguments or a dict of keywords",
-                    ) from error
-                seen += 1
-                if progress is not None:
-                    progress(seen)
-    finally:
-        for module, mode in training.items():
-            module.training = mode
+    with evaluating(model), torch.no_grad(), in_mode(model, "calibrate"):
+        for batch in batches:
+            args, kwargs = as_call(batch)
+            try:
+                model(*args, **kwargs)
+            except BitwrightError:
+                raise
+            except Exception as error:
+                raise CalibrationError(
+                    f"the model failed: {type(error).__name__}: {error}",
+                    where=f"calibration batch {seen}",
+                    fix="give batches that the model takes: a tensor, a tuple of arguments or a dict of keywords",
+                ) from error
+            seen += 1
+            if progress is not None:
+                progress(seen)
     if seen == 0:
         raise CalibrationError(
             "the calibration loader yielded no batch", fix="give a loader (or list) with at least one batch"

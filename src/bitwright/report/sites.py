@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from bitwright.attach import Attachment, Quantizer, attachment_of, in_mode, tapped
+from bitwright.modes import evaluating
 from bitwright.plan import SiteSpec
 from bitwright.report.record import SiteRow
 from bitwright.workload import call
@@ -57,15 +58,9 @@ def site_rows(model: nn.Module, batches: Iterable[Any]) -> tuple[SiteRow, ...]:
             return  # a weight is the same in each batch
         sums.setdefault(site, _Sums()).add(quantizer, x)
 
-    modes = {module: module.training for module in model.modules()}
-    try:
-        model.eval()
-        with torch.no_grad(), in_mode(model, "quantize"), tapped(model, look):
-            for batch in batches:
-                call(model, batch)
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
+    with evaluating(model), torch.no_grad(), in_mode(model, "quantize"), tapped(model, look):
+        for batch in batches:
+            call(model, batch)
     return tuple(_row(site, spec, attachment, sums.get(site, _Sums())) for site, spec in attachment.plan.quantized)
 
 
