@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from bitwright.planners import make_plan
     from bitwright.ptq import calibrate
     from bitwright.recipe import Quantized, quantize
+    from bitwright.train import Qat, TrainConfig, Trainer
     from bitwright.version import __version__
     from bitwright.workload import Workload, load_workload, measure
 
@@ -60,6 +61,11 @@ _HOMES = {
         "Quantized",
         "quantize",
     ),
+    "bitwright.train": (
+        "Qat",
+        "TrainConfig",
+        "Trainer",
+    ),
     "bitwright.version": ("__version__",),
     "bitwright.workload": (
         "Workload",
@@ -89,8 +95,11 @@ __all__ = [
     "Plan",
     "PlanError",
     "Problem",
+    "Qat",
     "Quantized",
     "SiteSpec",
+    "TrainConfig",
+    "Trainer",
     "Workload",
     "__version__",
     "backend",

@@ -93,6 +93,21 @@ class PlanError(BitwrightError):
         return partial(type(self), title=self.title), (self.problems,)
 
 
+class TrainError(PlanError):
+    """A training run that can't start or go on."""
+
+    def __init__(self, problems: Sequence[Problem], *, title: str = "the training has problems") -> None:
+        super().__init__(problems, title=title)
+
+    @classmethod
+    def single(cls, what: str, *, where: str | None = None, value: object = None, fix: str | None = None) -> TrainError:
+        """The error of one problem, without a list's words."""
+        problem = Problem(what=what, where=where, value=value, fix=fix)
+        error = cls([problem])
+        error.args = (str(problem),)
+        return error
+
+
 def nearest(name: str, known: Iterable[str], *, count: int = 3) -> list[str]:
     """The known names that look most like `name`, best first."""
     return difflib.get_close_matches(name, sorted(set(known)), n=count, cutoff=0.5)

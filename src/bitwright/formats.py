@@ -76,6 +76,14 @@ class Format:
         """The unsigned format of the same width."""
         return replace(self, name=f"uint{self.bits}", signed=False)
 
+    def with_bits(self, bits: int) -> Format:
+        """The same format with another width.
+
+        >>> str(Format.parse("uint8/tensor/asym").with_bits(4))
+        'uint4/tensor/asym'
+        """
+        return Format.parse(str(replace(self, name=f"{'' if self.signed else 'u'}int{bits}", bits=bits)))
+
     def __str__(self) -> str:
         if self.is_float:
             return self.name

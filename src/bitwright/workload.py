@@ -45,7 +45,13 @@ class Workload:
     evaluation: Callable[[], Iterable[tuple[Any, Tensor]]] | None = None
     #: The owner's own metric: gets a function that is called as the model is, gives ``{"top1": 91.7}``.
     evaluate: Callable[[Callable[..., Any]], dict[str, float]] | None = None
-    loss: Callable[[Any, Tensor], Tensor] | None = None
+    #: Gives what is trained on: a map-style data set of (inputs, target), or a DataLoader of one. The trainer
+    #: shuffles, shards and batches by itself.
+    training: Callable[[], Any] | None = None
+    #: Makes a batch (inputs, target) of samples; torch's ``default_collate`` if not given. A data set with
+    #: ``__getitems__(indices)`` may give whole batches: then this is ``lambda batch: batch``.
+    collate: Callable[[Any], tuple[Any, Any]] | None = None
+    loss: Callable[[Any, Any], Tensor] | None = None
     #: The key of the measured values on which goals are set; more is better.
     metric: str = "top1"
 
@@ -66,14 +72,16 @@ class Workload:
                 value=type(self.inputs).__name__,
                 fix="write inputs=(x,) for model(x), or inputs={'name': x} for model(name=x)",
             )
-        for field in ("calibration", "evaluation", "evaluate", "loss"):
+        for field in ("calibration", "evaluation", "evaluate", "training", "collate", "loss"):
             value = getattr(self, field)
             if value is not None and not callable(value):
                 raise WorkloadError(
                     f"{field} is not a function",
                     where=where,
                     value=type(value).__name__,
-                    fix=f"write {field}=lambda: loader, so that each use starts afresh",
+                    fix=f"write {field}=lambda: loader, so that each use starts afresh"
+                    if field in ("calibration", "evaluation", "training")
+                    else f"give {field}= a function",
                 )
 
 

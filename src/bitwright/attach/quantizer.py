@@ -43,6 +43,7 @@ class Quantizer(nn.Module):
         self.weight = weight
         self.calibrated = False
         self.observing = False
+        self.following = False  # ranges go on being observed in training, see `bitwright.train`
         self.enabled = True
         self.marking = False
         self.tap: Callable[[str, Quantizer, Tensor], None] | None = None  # looks on, for checks and reports
@@ -50,6 +51,7 @@ class Quantizer(nn.Module):
         self.observer: Observer | None = None
         self.of: list[str] = []  # sites whose quantizers this one is made from,
         self.parts: tuple[Quantizer, ...] = ()  # and these, linked by `prepare`
+        self.saw = False  # whether something came by since the last range
         self._shape = torch.Size()  # of what was observed
         self._seen: Tensor | None = None  # the numbers themselves, where a guard looks at them
         self.register_buffer("codes", torch.tensor([float(self.qmin), float(self.qmax)]))
@@ -103,13 +105,14 @@ class Quantizer(nn.Module):
 
     @torch.no_grad()
     def keep(self, name: str, value: Tensor) -> None:
-        """Keep state in float32. What is learned stays the Parameter that an optimizer may hold already."""
+        """Keep state in float32, in the tensor that an optimizer, DDP or a compiled graph may hold already."""
         value = value.detach().to(torch.float32).clone()
-        known = self._parameters.get(name)
-        if not self.learns(name):
-            self.register_buffer(name, value)
-        elif known is not None and known.shape == value.shape:
+        learns = self.learns(name)
+        known = (self._parameters if learns else self._buffers).get(name)
+        if known is not None and known.shape == value.shape:
             known.copy_(value)
+        elif not learns:
+            self.register_buffer(name, value)
         else:
             self.register_parameter(name, nn.Parameter(value))
 
@@ -133,6 +136,8 @@ class Quantizer(nn.Module):
             self.tap(site or self.site, self, x)
         if self.observing:
             self.observe(x)
+        elif self.following and self.training:
+            self.follow(x)
         if not self.enabled:
             return x
         if not self.ready:
@@ -150,7 +155,7 @@ class Quantizer(nn.Module):
         if x.numel() == 0:  # an input without boxes, tokens, …: says nothing about the range
             return
         if self.observer is None:
-            self.observer = OBSERVERS.get(self.spec.observer)(format=self.spec.format, **self.spec.observer_options)
+            self.observer = self.new_observer()
             self.weight = self.weight or isinstance(x, nn.Parameter)
         elif self.weight:
             return
@@ -169,6 +174,37 @@ class Quantizer(nn.Module):
         self.observer.observe(self.layout.rows(x))
 
     @torch.no_grad()
+    def follow(self, x: Tensor) -> None:
+        """Observe in a training step: nothing that a compiler can't trace; `settle` looks at the result later."""
+        assert self.observer is not None
+        if x.numel() == 0:
+            return
+        x = x.detach().to(torch.float32)
+        self.saw = True
+        self._shape = x.shape
+        self._seen = x if self.spec.guard is not None else None
+        self.observer.observe(self.layout.rows(x))
+
+    def new_observer(self) -> Observer:
+        """The observer that the plan names for this site."""
+        observer: Observer = OBSERVERS.get(self.spec.observer)(format=self.spec.format, **self.spec.observer_options)
+        return observer
+
+    @torch.no_grad()
+    def keep_guard(self, values: Tensor) -> bool:
+        """Raise the scale where training has moved a weight beyond its guard; says whether it had to."""
+        if self.spec.guard is None:
+            return False
+        grid = self.grid()
+        scale = guarded_scale(
+            self.spec.guard, grid.scale, self.transform(values.to(torch.float32)), kind=self.kind, layout=self.layout
+        )
+        moved = bool((scale > grid.scale).any())
+        if moved:
+            self.set_grid(Grid(scale, grid.zero_point, grid.qmin, grid.qmax))
+        return moved
+
+    @torch.no_grad()
     def settle(self) -> None:
         """Turn what was observed into a grid."""
         if self.observer is None:
@@ -178,8 +214,16 @@ class Quantizer(nn.Module):
                 fix="calibrate with inputs that take this path, or keep this site in float (format: float)",
             )
         low, high = self.observer.range()
+        if self.following and not bool((low.isfinite() & high.isfinite()).all()):
+            raise CalibrationError(
+                "what reaches this site in training isn't finite",
+                where=self.site,
+                fix="lower the learning rate, clip gradients, or keep this site in float (format: float)",
+            )
         self.set_range(low, high, self._shape, self._seen)
-        self.observer = None
+        self.saw = False
+        if self.weight and self.following:
+            self.observer = self.new_observer()  # a weight's range is that of the weight as it is now
         self._seen = None
 
     @torch.no_grad()
@@ -198,7 +242,7 @@ class Quantizer(nn.Module):
         self.keep("scale", grid.scale)
         self.keep("zero_point", grid.zero_point)
         self.qmin, self.qmax = grid.qmin, grid.qmax
-        self.codes = torch.tensor([float(grid.qmin), float(grid.qmax)], device=grid.scale.device)
+        self.codes.copy_(torch.tensor([float(grid.qmin), float(grid.qmax)]))
         self.calibrated = True
 
     @torch.no_grad()

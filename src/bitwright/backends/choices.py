@@ -21,6 +21,8 @@ class Choices(TypedDict, total=False):
     """The arithmetic at activations, and at weights if nothing else is said; "plain" if not said."""
     weight_quantizer: str | None
     """The arithmetic at weights; if not said, what goes with `quantizer` (pact: dorefa)."""
+    edges: int | None
+    """Bits of the first and the last operator that has a weight, and of what they read; as all others if not said."""
     keep_float: Iterable[str]
     """Patterns of operators that stay float."""
     bn: int | None

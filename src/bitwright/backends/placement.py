@@ -79,7 +79,25 @@ def place(graph: Graph, target: str | BackendTable, *, model: str | None = None,
         quantizer=weight_quantizer,
         guard=guard.name if guard else None,
     )
-    plan = _Placement(graph, table, keep, bn).plan(activation, weight, guard.why.strip() if guard else "")
+    edges = choices.get("edges")
+    if edges is not None:
+        problems = [
+            Problem(
+                what=f"{table.name} can't run this {role} format at the first and last operator",
+                where="edges",
+                value=str(format.with_bits(edges)),
+                fix=f"use one of: {', '.join(choice.formats)}",
+            )
+            for role, format, choice in (
+                ("weight", weight_format, table.weights),
+                ("activation", activation_format, table.activations),
+            )
+            if not choice.allows(format.with_bits(edges))
+        ]
+        if problems:
+            raise PlanError(problems)
+    placement = _Placement(graph, table, keep, bn)
+    plan = placement.plan(activation, weight, guard.why.strip() if guard else "", edges)
     # a plan finds its table again by what the user called it: a registered name, or the path of a file
     return replace(plan, backend=target if isinstance(target, str) else table.name, model=model)
 
@@ -228,7 +246,7 @@ class _Placement:
             else:
                 self.carried.add(op.name)
 
-    def plan(self, activation: SiteSpec, weight: SiteSpec, guard_why: str) -> Plan:
+    def plan(self, activation: SiteSpec, weight: SiteSpec, guard_why: str, edges: int | None) -> Plan:
         """The sites, in the order of the graph."""
         sites: dict[str, SiteSpec] = {}
         owner: dict[Source, str] = {}  # tensor → the site whose quantizer it has
@@ -251,8 +269,22 @@ class _Placement:
                     owner[source] = op.site("output")
                 sites[op.site("output")] = spec
         sites.update(self._idle_calls(sites))
+        if edges is not None:
+            self._widen_edges(edges, sites, owner)
         fold = {norm: FoldSpec(into=before, strategy=self.bn) for norm, before in self.fold.items()}
         return Plan(sites=sites, fold=fold, float=self.float)
+
+    def _widen_edges(self, bits: int, sites: dict[str, SiteSpec], owner: dict[Source, str]) -> None:
+        """Other bits for the first and the last operator with a weight: what all low-bit papers do."""
+        weighted = [op for op in self.graph.ops if op.site("weight") in sites]
+        for op in {op.name: op for op in (*weighted[:1], *weighted[-1:])}.values():
+            feeding = self._feeding(op, owner)
+            for site in (op.site("weight"), feeding):
+                site = sites[site].share or site if site in sites else None
+                if site is not None and sites[site].format.bits != bits:
+                    spec = sites[site]
+                    why = "; ".join(t for t in (spec.why, f"{bits} bits at the first and last operator") if t)
+                    sites[site] = replace(spec, format=spec.format.with_bits(bits), why=why)
 
     def _idle_calls(self, sites: dict[str, SiteSpec]) -> dict[str, SiteSpec]:
         """A shared module's later calls that stay float say so: calls that a plan doesn't know take the last one's."""

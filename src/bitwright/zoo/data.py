@@ -21,7 +21,16 @@ from torch import Tensor, nn
 
 from bitwright.errors import WorkloadError
 
-__all__ = ["DATA_VARIABLE", "Images", "data_folder", "image_folder", "load_weights", "npz_images"]
+__all__ = [
+    "DATA_VARIABLE",
+    "Augmented",
+    "Images",
+    "data_folder",
+    "image_folder",
+    "load_weights",
+    "npz_images",
+    "whole",
+]
 
 DATA_VARIABLE = "BITWRIGHT_DATA"
 _IMAGE_NAME = re.compile(r"(\d+)_(\d+)\.jpg")
@@ -48,6 +57,48 @@ class Images:
         shift, scale = (torch.tensor(v).view(1, -1, 1, 1) for v in (mean, std))
         for pixels, labels in zip(self.pixels.split(size), self.labels.split(size), strict=True):
             yield (pixels.float() - shift) / scale, labels
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Augmented:
+    """Training images, each time shifted by up to `shift` pixels (zeros move in) and mirrored or not.
+
+    A data set for `Workload(training=..., collate=whole)`: it makes whole batches, which is many times faster than
+    one image after the other. It draws from torch's generator, which the trainer seeds for each batch.
+    """
+
+    images: Images
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    shift: int = 4
+    mirror: bool = True
+
+    def __len__(self) -> int:
+        """How many images there are."""
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        """One image and its label."""
+        pixels, labels = self.__getitems__([index])
+        return pixels[0], labels[0]
+
+    def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
+        """A batch of images and labels."""
+        mean, std = (torch.tensor(v).view(1, -1, 1, 1) for v in (self.mean, self.std))
+        images = (self.images.pixels[indices].float() - mean) / std
+        n, _, height, width = images.shape
+        padded = torch.nn.functional.pad(images, [self.shift] * 4)
+        top, left = torch.randint(2 * self.shift + 1, (2, n, 1))
+        rows, columns = top + torch.arange(height), left + torch.arange(width)
+        if self.mirror:
+            columns = torch.where(torch.rand(n, 1) < 0.5, columns.flip(1), columns)
+        picked = padded.permute(0, 2, 3, 1)[torch.arange(n)[:, None, None], rows[:, :, None], columns[:, None, :]]
+        return picked.permute(0, 3, 1, 2).contiguous(), self.images.labels[indices]
+
+
+def whole(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """The `collate` of data sets that make whole batches."""
+    return batch
 
 
 def data_folder() -> Path:

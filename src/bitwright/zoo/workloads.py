@@ -6,16 +6,18 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.data import TensorDataset
 
 from bitwright.workload import Workload
-from bitwright.zoo.data import Images, data_folder, image_folder, load_weights, npz_images
-from bitwright.zoo.digits import digits_split, train_digits
+from bitwright.zoo.data import Augmented, Images, data_folder, image_folder, load_weights, npz_images, whole
+from bitwright.zoo.digits import DigitsNet, digits_split, train_digits
 from bitwright.zoo.efficientnet_lite import EfficientNetLite0
 from bitwright.zoo.resnet20 import ResNet20
 
-__all__ = ["digits", "efficientnet_lite0_imagenet", "resnet20_cifar10"]
+__all__ = ["digits", "digits_untrained", "efficientnet_lite0_imagenet", "resnet20_cifar10"]
 
 # Per channel, on the scale of 0 to 255.
 _CIFAR_MEAN = (0.485 * 255, 0.456 * 255, 0.406 * 255)
@@ -29,6 +31,17 @@ def digits(on_epoch: Callable[[int, int, float], None] | None = None) -> Workloa
 
     ``on_epoch(done, epochs, loss)`` is told of each epoch, for a progress bar.
     """
+    return _digits("digits", train_digits(on_epoch=on_epoch))
+
+
+def digits_untrained() -> Workload:
+    """The same network and data, untrained: for ``bitwright train`` to begin with."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return _digits("digits-untrained", DigitsNet())
+
+
+def _digits(name: str, model: DigitsNet) -> Workload:
     split = digits_split()
 
     def calibration() -> Iterator[Tensor]:
@@ -38,17 +51,21 @@ def digits(on_epoch: Callable[[int, int, float], None] | None = None) -> Workloa
         yield from zip(split.test_images.split(100), split.test_labels.split(100), strict=True)
 
     return Workload(
-        name="digits",
-        model=train_digits(on_epoch=on_epoch),
+        name=name,
+        model=model,
         inputs=(split.test_images[:1],),
         calibration=calibration,
         evaluation=evaluation,
+        training=lambda: TensorDataset(split.train_images, split.train_labels),
         loss=F.cross_entropy,
     )
 
 
 def resnet20_cifar10(data: Path | None = None) -> Workload:
-    """ResNet-20 on CIFAR-10: calibrated on 512 training images, evaluated on the 10,000 test images."""
+    """ResNet-20 on CIFAR-10: calibrated on 512 training images, evaluated on the 10,000 test images.
+
+    It trains on 25,000 images, shifted and mirrored.
+    """
     folder = (data or data_folder()) / "cifar10"
     test = npz_images(folder / "test.npz")
     normalised = partial(Images.batches, mean=_CIFAR_MEAN, std=_CIFAR_STD)
@@ -63,6 +80,8 @@ def resnet20_cifar10(data: Path | None = None) -> Workload:
         inputs=(next(normalised(test, 1))[0],),
         calibration=calibration,
         evaluation=lambda: normalised(test, 250),
+        training=lambda: Augmented(images=npz_images(folder / "train25k.npz"), mean=_CIFAR_MEAN, std=_CIFAR_STD),
+        collate=whole,
         loss=F.cross_entropy,
     )
 

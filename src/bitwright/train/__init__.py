@@ -1,0 +1,19 @@
+"""Training with one flag: the trainer, quantization within other people's loops, checkpoints."""
+
+from bitwright.train.callbacks import Callback
+from bitwright.train.config import TrainConfig
+from bitwright.train.qat import Qat
+from bitwright.train.signals import Interrupted
+from bitwright.train.tensorboard import TensorBoard, tensorboard_problem
+from bitwright.train.trainer import Trainer, TrainResult
+
+__all__ = [
+    "Callback",
+    "Interrupted",
+    "Qat",
+    "TensorBoard",
+    "TrainConfig",
+    "TrainResult",
+    "Trainer",
+    "tensorboard_problem",
+]

@@ -1,0 +1,64 @@
+"""What can look on while a run goes: each event is one method."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bitwright.files import write_text
+
+if TYPE_CHECKING:
+    from bitwright.train.run import Run
+
+
+class Callback:
+    """Look on at a run. On ranks other than 0 nothing is called."""
+
+    def on_start(self, run: Run) -> None:
+        """Everything is in place, no step was made (or the run goes on at `run.step`)."""
+
+    def on_step(self, run: Run) -> None:
+        """A step was made; `run.loss` is that of the last logged one."""
+
+    def on_log(self, run: Run, values: dict[str, float]) -> None:
+        """Every `log_steps` steps: loss, lr, and the norm of gradients where it is known."""
+
+    def on_epoch(self, run: Run, values: dict[str, float]) -> None:
+        """An epoch was finished and measured; `values` has the workload's metrics."""
+
+    def on_end(self, run: Run) -> None:
+        """The run is over, or was interrupted."""
+
+
+class History(Callback):
+    """`history.jsonl`: one line for each logged step and each epoch; what a resumed run repeats is cut off first."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "history.jsonl"
+
+    def on_start(self, run: Run) -> None:
+        """Keep what was before the step at which this run begins."""
+        lines = self.path.read_text(encoding="utf-8").splitlines() if self.path.is_file() else []
+        kept = [line for line in lines if (row := _row(line)) is not None and row["step"] <= run.step]
+        write_text(self.path, "".join(f"{line}\n" for line in kept))
+
+    def on_log(self, run: Run, values: dict[str, float]) -> None:
+        """A step's line."""
+        self._add({"step": run.step, "epoch": run.epoch, **values})
+
+    def on_epoch(self, run: Run, values: dict[str, float]) -> None:
+        """An epoch's line."""
+        self._add({"step": run.step, "epoch": run.epoch, "metrics": values})
+
+    def _add(self, row: dict[str, Any]) -> None:
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+def _row(line: str) -> dict[str, Any] | None:
+    try:
+        row: dict[str, Any] = json.loads(line)
+    except ValueError:  # cut off by a kill
+        return None
+    return row

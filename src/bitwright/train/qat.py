@@ -1,0 +1,229 @@
+"""Quantization within anybody's training loop: quantizers before the optimizer, two calls within the loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from itertools import chain, islice
+from logging import getLogger
+from pathlib import Path
+from typing import Any, Unpack
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from bitwright.attach import attachment_of, find_attachment, prepare
+from bitwright.backends import Choices
+from bitwright.deploy import Artefact
+from bitwright.errors import CalibrationError, TrainError
+from bitwright.graph import capture
+from bitwright.plan import Plan
+from bitwright.planners import make_plan
+from bitwright.ptq import settle_ranges, settle_weights
+from bitwright.recipe import Quantized, quantize
+from bitwright.train.precision import Precision, resolve
+from bitwright.train.ranks import Ranks
+
+log = getLogger(__name__)
+_RECORDED = 4
+
+
+class Qat:
+    """A model that trains with quantizers in it.
+
+    Make it before the optimizer, DDP and torch.compile; call `after_step()` after each step of the optimizer,
+    `after_epoch()` at the end of each epoch, and `finish()` at the end of all. With a process group each rank gives
+    its own calibration batches, and ranges are reduced over all.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batches: Iterable[Any],
+        *,
+        quantize: Precision = "int8",
+        backend: str | None = None,
+        example: Any = None,
+        name: str | None = None,
+        freeze_observers: int | None = None,
+        freeze_bn: int | None = None,
+        progress: Callable[[int], None] | None = None,
+        **choices: Unpack[Choices],
+    ) -> None:
+        plan, target, made, self.notes = resolve(quantize, backend, choices)
+        self.quantized = _quantized(model, iter(batches), plan, target, example, name, progress, made)
+        self._begin(freeze_observers, freeze_bn)
+
+    @classmethod
+    def resumed(
+        cls,
+        model: nn.Module,
+        plan: Plan,
+        example: Any,
+        *,
+        freeze_observers: int | None = None,
+        freeze_bn: int | None = None,
+    ) -> Qat:
+        """Quantizers without ranges: a checkpoint is about to bring them."""
+        self = cls.__new__(cls)
+        self.notes = []
+        graph = capture(model, example)
+        prepare(model, plan, graph=graph)
+        backend = plan.backend or "onnxruntime"
+        self.quantized = Quantized(model=model, plan=plan, graph=graph, example=example, backend=backend)
+        self._begin(freeze_observers, freeze_bn)
+        return self
+
+    def _begin(self, freeze_observers: int | None, freeze_bn: int | None) -> None:
+        if find_attachment(self.model) is None:
+            raise TrainError.single(
+                "the plan quantizes nothing", fix="give at least one site a format, or train without quantize"
+            )
+        self.epochs = 0
+        self.freeze_observers = freeze_observers
+        self.freeze_bn = freeze_bn
+        self.raised: set[str] = set()
+        self.following = [q for q in attachment_of(self.model).quantizers.values() if not (q.learned or q.of)]
+        for quantizer in self.following:
+            quantizer.following = True
+            if quantizer.observer is None or quantizer.weight:  # else calibration's goes on
+                quantizer.observer = quantizer.new_observer()
+        self._freeze_when_due()
+
+    # -- in the loop ---------------------------------------------------------------------------------------
+
+    def after_step(self) -> None:
+        """Ranges that aren't learned follow what this step has seen."""
+        if self.following:
+            settle_ranges(self.following)
+
+    def after_epoch(self) -> None:
+        """Make the model what would be deployed now, and freeze what is due."""
+        self.epochs += 1
+        self.settle()
+        self._freeze_when_due()
+
+    def settle(self) -> None:
+        """Ranges of weights as they are now; guards that training has broken hold again."""
+        raised = set(settle_weights(self.model, self.quantized.example))
+        if raised - self.raised:
+            log.info("%d weight scales were raised: training had moved them beyond their guard", len(raised))
+        self.raised |= raised
+
+    def finish(self) -> Quantized:
+        """No more training: what is exported is what was trained."""
+        self.stop_following()
+        self.settle()
+        return self.quantized
+
+    def export(self, path: str | Path, *, dynamic_batch: bool = True) -> Artefact:
+        """Write the artefact for the backend's runtime."""
+        return self.quantized.export(path, dynamic_batch=dynamic_batch)
+
+    # -- what a trainer asks -------------------------------------------------------------------------------
+
+    @property
+    def model(self) -> nn.Module:
+        """The prepared model."""
+        return self.quantized.model
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that is trained under."""
+        return self.quantized.plan
+
+    def parameter_groups(self, *, weight_decay: float, lr: float | None = None) -> list[dict[str, Any]]:
+        """Groups for an optimizer: weights; norms and biases, and quantizer state, without decay (`lr` is theirs)."""
+        return parameter_groups(self.model, weight_decay=weight_decay, quantizer_lr=lr)
+
+    def stop_following(self) -> None:
+        """Ranges stand still from now on."""
+        for quantizer in self.following:
+            quantizer.following, quantizer.observer = False, None
+        self.following = []
+
+    def observer_state(self) -> dict[str, dict[str, Any]]:
+        """What observers have seen so far, for a checkpoint."""
+        return {q.site: dict(vars(q.observer)) for q in self.following if q.observer is not None}
+
+    def load_observer_state(self, state: dict[str, dict[str, Any]], epochs: int) -> None:
+        """Go on after so many epochs."""
+        self.epochs = epochs
+        self._freeze_when_due()
+        for quantizer in self.following:
+            assert quantizer.observer is not None
+            vars(quantizer.observer).update(state.get(quantizer.site, {}), format=quantizer.spec.format)
+
+    def _freeze_when_due(self) -> None:
+        if self.freeze_observers is not None and self.epochs >= self.freeze_observers:
+            self.stop_following()
+        if self.freeze_bn is not None and self.epochs >= self.freeze_bn:
+            freeze_norms(self.model)
+
+
+def parameter_groups(
+    model: nn.Module, *, weight_decay: float, quantizer_lr: float | None = None
+) -> list[dict[str, Any]]:
+    """Weights decay; norms, biases and quantizer state don't: decay would pull a scale to zero, not to a better one."""
+    attachment = find_attachment(model)
+    own: set[Tensor] = set()
+    for quantizer in attachment.quantizers.values() if attachment is not None else ():
+        own.update(quantizer.parameters())
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups: list[dict[str, Any]] = [
+        {
+            "name": "weights",
+            "params": [p for p in trained if p not in own and p.dim() > 1],
+            "weight_decay": weight_decay,
+        },
+        {
+            "name": "norms and biases",
+            "params": [p for p in trained if p not in own and p.dim() <= 1],
+            "weight_decay": 0.0,
+        },
+        {"name": "quantizers", "params": [p for p in trained if p in own], "weight_decay": 0.0},
+    ]
+    if quantizer_lr is not None:
+        groups[2]["lr"] = quantizer_lr
+    return [group for group in groups if group["params"]]
+
+
+def freeze_norms(model: nn.Module) -> None:
+    """Batch norms use running statistics from now on, whatever mode the model is put into; γ and β train on."""
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            module.eval()
+            module.__dict__["train"] = partial(_stay, module)
+
+
+def _stay(module: nn.Module, mode: bool = True) -> nn.Module:
+    return module
+
+
+def _quantized(
+    model: nn.Module,
+    batches: Iterator[Any],
+    plan: Plan | None,
+    backend: str,
+    example: Any,
+    name: str | None,
+    progress: Callable[[int], None] | None,
+    choices: Choices,
+) -> Quantized:
+    """As `bitwright.quantize`; with several ranks, rank 0's plan is everybody's, as hosts may differ."""
+    if plan is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        first = list(islice(batches, _RECORDED))
+        if not first:
+            raise CalibrationError(
+                "this rank has no calibration batch",
+                where=f"rank {dist.get_rank()}",
+                fix="give at least as many batches as there are processes",
+            )
+        graph = capture(model, *(first if example is None else [example, *first]))
+        ranks = Ranks(rank=dist.get_rank(), world=dist.get_world_size())
+        text = make_plan(graph, backend, model=name, **choices).to_yaml() if ranks.first else None
+        plan = Plan.from_yaml(ranks.tell(text), where="rank 0's plan")
+        batches = chain(first, batches)
+    if plan is not None:
+        return quantize(model, batches, backend=backend, plan=plan, example=example, progress=progress)
+    return quantize(model, batches, backend=backend, example=example, name=name, progress=progress, **choices)

@@ -1,0 +1,87 @@
+"""Who else trains: ranks from the process group, and the few words that they exchange."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from bitwright.errors import TrainError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranks:
+    """This process among all that train the model."""
+
+    rank: int = 0
+    world: int = 1
+    local: int = 0  # among those of this host: which accelerator it takes
+
+    @property
+    def first(self) -> bool:
+        """Whether this process writes files and speaks."""
+        return self.rank == 0
+
+    @property
+    def several(self) -> bool:
+        """Whether there are others."""
+        return self.world > 1
+
+    def tell(self, value: Any) -> Any:
+        """Rank 0's value (anything that JSON can hold), on all ranks."""
+        if not self.several:
+            return value
+        box = [json.dumps(value) if self.first else None]
+        dist.broadcast_object_list(box, src=0)
+        return json.loads(str(box[0]))
+
+    def agree(self, model: nn.Module) -> None:
+        """Raise if ranks have different quantizer state or weights: replicas that drift apart train nonsense."""
+        if not self.several:
+            return
+        digests: list[Any] = [None] * self.world
+        dist.all_gather_object(digests, _digests(model))
+        wrong = [key for key, value in digests[0].items() if any(other.get(key) != value for other in digests[1:])]
+        if wrong:
+            raise TrainError.single(
+                "ranks have different numbers",
+                where=wrong[0] + (f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""),
+                fix="change parameters only through the optimizer, on all ranks alike",
+            )
+
+
+def _digests(model: nn.Module) -> dict[str, str]:
+    """Of each parameter and of quantizer buffers; norms keep statistics of their own until the next forward."""
+    kept = {**dict(model.named_parameters()), **{n: b for n, b in model.named_buffers() if n.startswith("bitwright.")}}
+    return {
+        name: hashlib.sha256(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+        for name, tensor in kept.items()
+    }
+
+
+@contextmanager
+def joined() -> Iterator[Ranks]:
+    """The process group that there is, or torchrun's (which is left again), or nobody but this process."""
+    if not dist.is_available():
+        yield Ranks()
+        return
+    made = not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1
+    if made:
+        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    try:
+        if dist.is_initialized():
+            local = int(os.environ.get("LOCAL_RANK", "0"))
+            yield Ranks(rank=dist.get_rank(), world=dist.get_world_size(), local=local)
+        else:
+            yield Ranks()
+    finally:
+        if made:
+            dist.destroy_process_group()

@@ -1,0 +1,496 @@
+"""One run from its first step, or from a checkpoint, to its end."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from itertools import islice
+from logging import getLogger
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from bitwright.backends import Choices
+from bitwright.checkpoint import load_checkpoint, save_checkpoint
+from bitwright.errors import Problem, TrainError
+from bitwright.files import write_text
+from bitwright.graph.tree import map_tensors
+from bitwright.modes import evaluating
+from bitwright.plan import Plan
+from bitwright.report import SiteRow, site_rows
+from bitwright.train.callbacks import Callback
+from bitwright.train.checkpoints import STATE, Checkpoints, Saved
+from bitwright.train.config import TrainConfig
+from bitwright.train.data import TrainingData
+from bitwright.train.ema import Ema
+from bitwright.train.objective import Objective
+from bitwright.train.packing import pack, unpack
+from bitwright.train.precision import Precision
+from bitwright.train.qat import Qat, parameter_groups
+from bitwright.train.ranks import Ranks
+from bitwright.train.schedule import rate
+from bitwright.train.seeding import seed_all
+from bitwright.train.signals import Interrupted, Stop
+from bitwright.version import __version__
+from bitwright.workload import Workload, batches, call, measure
+
+log = getLogger("bitwright.train")
+_VERSION = 1
+_CALIBRATION_BATCHES = 8  # of the training data, where the workload has no calibration data
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+# Settings that change nothing about the numbers: a resumed run may have others.
+_FREE = {"save_steps", "log_steps", "workers"}
+
+
+class Run:
+    """The state of a training run, and its loop. Made by `Trainer.fit`; callbacks look at it."""
+
+    def __init__(
+        self,
+        *,
+        workload: Workload,
+        config: TrainConfig,
+        ranks: Ranks,
+        precision: Precision | None,
+        backend: str | None,
+        choices: Choices,
+        out: Path | None,
+        init: Path | None,
+        device: torch.device,
+        callbacks: Sequence[Callback],
+        resume: Saved | None,
+        stop: Stop,
+    ) -> None:
+        self.workload = workload
+        self.config = config
+        self.ranks = ranks
+        self.device = device
+        self.out = out
+        self.callbacks = callbacks if ranks.first else ()
+        self.stop = stop
+        self.precision = precision
+        self.data = TrainingData(workload, batch=config.batch, seed=config.seed, ranks=ranks, workers=config.workers)
+        self.steps_per_epoch = self.data.batches // config.accumulate
+        if self.steps_per_epoch == 0:
+            raise TrainError.single(
+                "an epoch has fewer batches than one step accumulates",
+                where="accumulate",
+                value=f"{config.accumulate} of {self.data.batches}",
+                fix=f"use at most {self.data.batches}",
+            )
+        self.steps = config.epochs * self.steps_per_epoch
+        self.epoch = self.step = self.stale = 0
+        self.loss: float | None = None
+        self.metrics: list[dict[str, float]] = []
+        self.best: dict[str, float] | None = None
+        self.stopped_early = False
+        self.notes: list[str] = []
+        self.checkpoints = Checkpoints(out) if out is not None else None
+        self._losses: list[Tensor] = []
+        self._norms: list[Tensor] = []
+        state = self._checked(resume) if resume is not None else None
+        self._set_up(backend, choices, init, resume)
+        if resume is not None and state is not None:
+            self._go_on(resume, state)
+
+    # -- set-up: quantizers, then DDP, then optimizer and compiler -----------------------------------------
+
+    def _set_up(self, backend: str | None, choices: Choices, init: Path | None, resume: Saved | None) -> None:
+        config, model = self.config, self.workload.model
+        self.model = model.to(self.device)
+        if config.channels_last:
+            self.model = self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        if init is not None:
+            load_checkpoint(model, init / "checkpoint.safetensors" if init.is_dir() else init)
+        seed_all(config.seed, "start")
+        self.objective = Objective(self.workload, config, copy.deepcopy(model) if config.distill > 0 else None)
+        self.qat: Qat | None = None
+        if self.precision is not None:
+            self.qat = self._quantize(backend, choices, resume)
+            for note in self.qat.notes:
+                self.note(note)
+        if resume is not None:  # before anybody holds parameters: a checkpoint gives scales their shapes
+            load_checkpoint(model, resume.folder / "model.safetensors")
+        self.ema = Ema(model, config.ema) if config.ema is not None else None
+        self.net: nn.Module = model
+        self.parallel: DistributedDataParallel | None = None
+        if self.ranks.several:
+            ids = [self.device.index] if self.device.type == "cuda" else None
+            self.parallel = DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
+            self.net = self.parallel
+        self.optimizer = self._make_optimizer()
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.amp == "fp16")
+        if config.compile:
+            self.net = torch.compile(self.net)  # type: ignore[assignment]
+        world = self.ranks.world
+        whole = self.data.batch * world * config.accumulate
+        self.note(
+            f"{self.data.size} samples, {self.steps_per_epoch} steps of {whole} samples per epoch"
+            + (f" ({self.data.batch} on each of {world} processes; the learning rate is as given)" if world > 1 else "")
+        )
+
+    def _quantize(self, backend: str | None, choices: Choices, resume: Saved | None) -> Qat:
+        assert self.precision is not None
+        if resume is not None:
+            plan = Plan.load(resume.folder / "plan.yaml")
+            return Qat.resumed(self.model, plan, self._example(), **self._freezing())
+        source = batches(self.workload.calibration) if self.workload.calibration is not None else self._first_inputs()
+        own = (self._move(batch) for batch in islice(source, self.ranks.rank, None, self.ranks.world))
+        return Qat(
+            self.model,
+            own,
+            quantize=self.precision,
+            backend=backend,
+            example=self._example(),
+            name=self.workload.name,
+            **self._freezing(),
+            **choices,
+        )
+
+    def _freezing(self) -> dict[str, int | None]:
+        return {"freeze_observers": self.config.freeze_observers, "freeze_bn": self.config.freeze_bn}
+
+    def _example(self) -> Any:
+        return self._move(self.workload.inputs)
+
+    def _first_inputs(self) -> Iterator[Any]:
+        self.note(f"the workload has no calibration data: ranges start from {_CALIBRATION_BATCHES} training batches")
+        for inputs, _ in islice(self.data.epoch(0), _CALIBRATION_BATCHES * self.ranks.world):
+            yield inputs
+
+    def _make_optimizer(self) -> torch.optim.Optimizer:
+        config = self.config
+        groups = parameter_groups(self.model, weight_decay=config.weight_decay, quantizer_lr=config.quantizer_lr)
+        if config.optimizer == "adamw":
+            made: torch.optim.Optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(config.momentum, 0.999))
+        else:
+            nesterov = config.momentum > 0
+            made = torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=nesterov)
+        for group in made.param_groups:
+            group["peak"] = group["lr"]
+        return made
+
+    def note(self, text: str) -> None:
+        """Something that was decided for the user: logged once, kept for the report."""
+        self.notes.append(text)
+        if self.ranks.first:
+            log.info(text)
+
+    def _move(self, value: Any) -> Any:
+        if self.device.type == "cpu" and not self.config.channels_last:
+            return value
+        return map_tensors(value, self._move_tensor)
+
+    def _move_tensor(self, tensor: Tensor) -> Tensor:
+        tensor = tensor.to(self.device, non_blocking=True)
+        if self.config.channels_last and tensor.dim() == 4:
+            tensor = tensor.contiguous(memory_format=torch.channels_last)
+        return tensor
+
+    # -- the loop ------------------------------------------------------------------------------------------
+
+    def go(self) -> None:
+        """Train to the end."""
+        for callback in self.callbacks:
+            callback.on_start(self)
+        try:
+            while self.epoch < self.config.epochs and not self.stopped_early:
+                self._train_epoch()
+                self._finish_epoch()
+            self._finish()
+        finally:
+            for callback in self.callbacks:
+                callback.on_end(self)
+
+    def _train_epoch(self) -> None:
+        self.model.train()
+        done = self.step - self.epoch * self.steps_per_epoch
+        data = self.data.epoch(self.epoch, skip=done * self.config.accumulate)
+        for _ in range(done, self.steps_per_epoch):
+            self._train_step(data)
+            last = self.step % self.steps_per_epoch == 0
+            if self.step % self.config.log_steps == 0 or last:
+                self._log()
+            for callback in self.callbacks:
+                callback.on_step(self)
+            if last:
+                break  # the epoch's own checkpoint comes with its metrics
+            if self.config.save_steps is not None and self.step % self.config.save_steps == 0:
+                self.save()
+            self._obey()
+
+    def _train_step(self, data: Iterator[tuple[Any, Any]]) -> None:
+        config = self.config
+        share = rate(config, self.step, self.steps_per_epoch)
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["peak"] * share
+        self.optimizer.zero_grad(set_to_none=True)
+        total = torch.zeros((), device=self.device)
+        for part in range(config.accumulate):
+            inputs, target = (self._move(value) for value in next(data))
+            seed_all(config.seed, "step", self.step, part, self.ranks.rank)
+            with self._synchronised(part == config.accumulate - 1):
+                with self._autocast():
+                    loss = self.objective(call(self.net, inputs), inputs, target)
+                self.scaler.scale(loss / config.accumulate).backward()
+            total += loss.detach().float() / config.accumulate
+        if config.clip is not None:
+            self.scaler.unscale_(self.optimizer)
+            self._norms.append(torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.clip))
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.step += 1
+        self._losses.append(total)
+        if self.qat is not None:
+            self.qat.after_step()
+        if self.ema is not None:
+            self.ema.update(self.model, self.step)
+
+    def _synchronised(self, wanted: bool) -> AbstractContextManager[Any]:
+        return nullcontext() if wanted or self.parallel is None else self.parallel.no_sync()
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        if self.config.amp is None:
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=_DTYPES[self.config.amp])
+
+    def _log(self) -> None:
+        """The mean loss since the last time, over all ranks; a number that isn't one ends the run here."""
+        if not self._losses:
+            return
+        mean = torch.stack(self._losses).mean()
+        if self.ranks.several:
+            dist.all_reduce(mean)
+            mean /= self.ranks.world
+        self.loss = float(mean)
+        values = {"loss": self.loss, "lr": self.optimizer.param_groups[0]["lr"]}
+        if self._norms:
+            values["gradient_norm"] = float(torch.stack(self._norms).mean())
+        self._losses, self._norms = [], []
+        if not isfinite(self.loss):
+            saved = self.checkpoints.latest() if self.checkpoints is not None else None
+            raise TrainError.single(
+                "the loss is not finite",
+                where=f"step {self.step}",
+                value=self.loss,
+                fix="lower the learning rate, clip gradients (clip), or warm up"
+                + (f"; {saved.folder.name} is the last sound checkpoint" if saved is not None else ""),
+            )
+        for callback in self.callbacks:
+            callback.on_log(self, values)
+
+    def _finish_epoch(self) -> None:
+        self.epoch += 1
+        self._share_buffers()
+        if self.qat is not None:
+            self.qat.after_epoch()
+        self.ranks.agree(self.model)
+        better = self._measure()
+        for callback in self.callbacks:
+            callback.on_epoch(self, self.metrics[-1])
+        patience = self.config.patience
+        self.stale = 0 if better else self.stale + 1
+        if patience is not None and self.stale >= patience:
+            self.stopped_early = True
+        self.save(best=better)
+        if self.epoch < self.config.epochs and not self.stopped_early:
+            self._obey()
+
+    def _measure(self) -> bool:
+        """The workload's metrics on rank 0, told to all; gives whether they are the best so far."""
+        values: dict[str, float] = {}
+        if self.ranks.first and can_measure(self.workload):
+            with self.ema.shown(self.model) if self.ema is not None else nullcontext():
+                if self.ema is not None and self.qat is not None:
+                    self.qat.settle()
+                values = measure(self.workload, self.predict)
+        values = self.ranks.tell(values)
+        self.metrics.append(values)
+        score = values.get(self.workload.metric)
+        if score is None or (self.best is not None and score <= self.best[self.workload.metric]):
+            return score is None
+        self.best = {**values, "epoch": float(self.epoch)}
+        return True
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model in evaluation mode on the run's device, with inputs and outputs on the CPU."""
+        with evaluating(self.model), torch.no_grad():
+            args, kwargs = self._move((args, kwargs))
+            return map_tensors(self.model(*args, **kwargs), lambda t: t.to("cpu"))
+
+    @torch.no_grad()
+    def _share_buffers(self) -> None:
+        """Rank 0's statistics are everybody's: folded weights, and so their ranges, depend on them."""
+        if self.ranks.several:
+            for buffer in self.model.buffers():
+                dist.broadcast(buffer, src=0)
+
+    def _obey(self) -> None:
+        if self.stop.asked is None:
+            return
+        words = f"interrupted by {self.stop.asked} after step {self.step} of {self.steps}"
+        if self.checkpoints is None:
+            raise Interrupted(f"{words}; the run has no folder to be saved in")
+        self.save()
+        raise Interrupted(f"{words}; the run is saved, --resume goes on from here")
+
+    def _finish(self) -> None:
+        if self.ema is not None:
+            self.ema.put(self.model)
+        best = self.checkpoints.best() if self.checkpoints is not None else None
+        if self.config.patience is not None and best is not None and self.best is not None:
+            self._load_best(best)
+            self.note(f"the result is that of epoch {int(self.best['epoch'])}, the best one")
+        if self.qat is not None:
+            self.qat.finish()
+        self.model.eval()
+        if self.out is None or not self.ranks.first:
+            return
+        if self.qat is not None:
+            self.qat.plan.save(self.out / "plan.yaml")
+        save_checkpoint(self.model, self.out / "checkpoint.safetensors")
+        write_text(self.out / "result.json", json.dumps(self.facts(), indent=1) + "\n")
+
+    def facts(self) -> dict[str, Any]:
+        """What was run, and how it ended."""
+        return {
+            "bitwright": __version__,
+            "torch": torch.__version__,
+            "workload": self.workload.name,
+            "quantize": _word(self.precision),
+            "backend": self.qat.quantized.backend if self.qat is not None else None,
+            "processes": self.ranks.world,
+            "config": self.config.model_dump(),
+            "config_hash": self.config.digest,
+            "steps": self.step,
+            "epochs": self.epoch,
+            "stopped_early": self.stopped_early,
+            "metric": self.workload.metric,
+            "metrics": self.metrics,
+            "best": self.best,
+            "notes": self.notes,
+        }
+
+    def sites(self) -> tuple[SiteRow, ...]:
+        """Scales, ranges and clipped shares per site on the example; nothing for a float run."""
+        if self.qat is None:
+            return ()
+        return site_rows(self.model, [self._probe()])
+
+    def _probe(self) -> Any:
+        """A real batch to look at sites with: always the same one."""
+        if not hasattr(self, "_kept_probe"):
+            self._kept_probe = self._move(next(iter(self.data.epoch(0)))[0])
+        return self._kept_probe
+
+    # -- checkpoints ---------------------------------------------------------------------------------------
+
+    def save(self, *, best: bool = False) -> None:
+        """Write a checkpoint, once: on rank 0."""
+        self._log()
+        if self.checkpoints is not None and self.ranks.first:
+            self.checkpoints.save(self.step, self._write, best=best)
+
+    def _write(self, folder: Path) -> None:
+        save_checkpoint(self.model, folder / "model.safetensors")
+        if self.qat is not None:
+            self.qat.plan.save(folder / "plan.yaml")
+        tensors: dict[str, Tensor] = {}
+        state = {
+            "version": _VERSION,
+            "identity": self.identity(),
+            "step": self.step,
+            "epoch": self.epoch,
+            "stale": self.stale,
+            "stopped_early": self.stopped_early,
+            "best": self.best,
+            "metrics": self.metrics,
+            "scaler": self.scaler.state_dict(),
+            "optimizer": pack(self.optimizer.state_dict()["state"], tensors, "optimizer"),
+            "ema": pack(self.ema.average, tensors, "ema") if self.ema is not None else None,
+            "observers": pack(_plain(self.qat.observer_state()), tensors, "observers") if self.qat else None,
+        }
+        save_file({name: tensor.cpu() for name, tensor in tensors.items()}, folder / "state.safetensors")
+        write_text(folder / STATE, json.dumps(state, indent=1) + "\n")
+
+    def identity(self) -> dict[str, Any]:
+        """What must be the same for a run to go on."""
+        fixed = {key: value for key, value in self.config.model_dump().items() if key not in _FREE}
+        return {
+            "workload": self.workload.name,
+            "quantize": _word(self.precision),
+            "samples": self.data.size,
+            "batch per process": self.data.batch,
+            "processes": self.ranks.world,
+            **fixed,
+        }
+
+    def _checked(self, saved: Saved) -> dict[str, Any]:
+        """The state of a checkpoint; one of another run is refused, with every difference."""
+        state = saved.state()
+        before, now = state["identity"], self.identity()
+        problems = [
+            Problem(
+                what=f"was {before.get(key)!r} when this run was saved",
+                where=key,
+                value=now.get(key),
+                fix="resume with the same settings, or start another run (init takes its weights)",
+            )
+            for key in sorted({*before, *now})
+            if before.get(key) != now.get(key)
+        ]
+        if problems:
+            raise TrainError(problems, title=f"can't resume {saved.folder.name}: this is another run")
+        return state
+
+    def _go_on(self, saved: Saved, state: dict[str, Any]) -> None:
+        tensors = self._tensors(saved)
+        packed = unpack(state["optimizer"], tensors)
+        whole = self.optimizer.state_dict()
+        self.optimizer.load_state_dict({**whole, "state": {int(key): value for key, value in packed.items()}})
+        if self.ema is not None:
+            self.ema.average = unpack(state["ema"], tensors)
+        if self.qat is not None:
+            self.qat.load_observer_state(unpack(state["observers"], tensors), state["epoch"])
+        if state["scaler"]:
+            self.scaler.load_state_dict(state["scaler"])
+        self.step, self.epoch, self.stale = state["step"], state["epoch"], state["stale"]
+        self.stopped_early, self.best, self.metrics = state["stopped_early"], state["best"], state["metrics"]
+        self.note(f"resumed {saved.folder.name}: {self.step} of {self.steps} steps are done")
+
+    def _tensors(self, saved: Saved) -> dict[str, Tensor]:
+        return {name: t.to(self.device) for name, t in load_file(saved.folder / "state.safetensors").items()}
+
+    def _load_best(self, saved: Saved) -> None:
+        load_checkpoint(self.model, saved.folder / "model.safetensors")
+        if self.ema is not None:
+            self.ema.average = unpack(saved.state()["ema"], self._tensors(saved))
+            self.ema.put(self.model)
+
+
+def can_measure(workload: Workload) -> bool:
+    """Whether the workload says how good a model is."""
+    return workload.evaluation is not None or workload.evaluate is not None
+
+
+def _plain(observers: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Without what the plan says already."""
+    return {site: {k: v for k, v in state.items() if k != "format"} for site, state in observers.items()}
+
+
+def _word(precision: Precision | None) -> str | None:
+    return precision.to_yaml() if isinstance(precision, Plan) else None if precision is None else str(precision)
+
+
+def restarted() -> bool:
+    """Whether torchrun has started this process again after a failure."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0

@@ -1,0 +1,171 @@
+"""`Trainer(workload, quantize="int8").fit()`: one flag between a float run and a quantized one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Unpack
+
+import torch
+from torch import nn
+
+from bitwright.backends import Choices
+from bitwright.errors import Problem, TrainError
+from bitwright.recipe import Quantized
+from bitwright.train.callbacks import Callback, History
+from bitwright.train.checkpoints import Checkpoints, Saved
+from bitwright.train.config import TrainConfig
+from bitwright.train.precision import Precision, resolve
+from bitwright.train.ranks import Ranks, joined
+from bitwright.train.run import Run, can_measure
+from bitwright.train.signals import stoppable
+from bitwright.workload import Workload
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainResult:
+    """A trained model, and how it came about."""
+
+    model: nn.Module
+    quantized: Quantized | None  # None after a float run
+    metrics: list[dict[str, float]]  # of each epoch
+    best: dict[str, float] | None
+    steps: int
+    epochs: int
+    stopped_early: bool
+    notes: list[str]
+    out: Path | None
+
+
+class Trainer:
+    """Trains a workload, in float or (with `quantize`) with quantizers in place from before the first step.
+
+    `quantize` is "int8", "int4", "w4a8", a Plan or the path of one. Processes come from the process group or from
+    torchrun. `out` gets checkpoints, history.jsonl, and at the end checkpoint.safetensors, plan.yaml and result.json.
+    `init` is a float checkpoint (or the folder of a run) to start from; `resume` goes on with the run in `out`, if one
+    has begun there. `choices` go to the planner, as in `bitwright.quantize`.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        *,
+        quantize: Precision | None = None,
+        backend: str | None = None,
+        config: TrainConfig | None = None,
+        out: str | Path | None = None,
+        init: str | Path | None = None,
+        resume: bool = False,
+        callbacks: Sequence[Callback] = (),
+        device: str | None = None,
+        **choices: Unpack[Choices],
+    ) -> None:
+        self.workload = workload
+        self.precision = quantize
+        self.backend = backend
+        self.config = config or TrainConfig()
+        self.out = Path(out) if out is not None else None
+        self.init = Path(init) if init is not None else None
+        # torchrun starts all processes again when one dies: they go on where the run was saved
+        self.resume = resume or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+        self.callbacks = list(callbacks)
+        self.device = device
+        self.choices = choices
+        problems = list(self._problems())
+        if problems:
+            raise TrainError(problems)
+
+    def _problems(self) -> Any:
+        """What can be seen to be wrong before anything is loaded."""
+        config, workload = self.config, self.workload
+        where = f"workload {workload.name!r}"
+        if workload.training is None:
+            fix = "give Workload(training=...) a function that returns a data set of (inputs, target)"
+            yield Problem(what="the workload has no training data", where=where, fix=fix)
+        if workload.loss is None:
+            fix = "give Workload(loss=F.cross_entropy), or your own"
+            yield Problem(what="the workload has no loss", where=where, fix=fix)
+        if config.patience is not None:
+            if not can_measure(workload):
+                fix = "give the Workload evaluation= or evaluate="
+                yield Problem(what="stopping early needs a metric", where="patience", value=config.patience, fix=fix)
+            if self.out is None:
+                fix = "give out=, a folder"
+                yield Problem(what="stopping early keeps the best checkpoint", where="patience", fix=fix)
+        if config.save_steps is not None and self.out is None:
+            yield Problem(what="checkpoints need a folder", where="save_steps", fix="give out=")
+        if config.warmup >= config.epochs:
+            what = "the learning rate would only ever rise"
+            yield Problem(what=what, where="warmup", value=config.warmup, fix=f"use less than {config.epochs} epochs")
+        if self.init is not None and not self.init.exists():
+            yield Problem(what="there is no such checkpoint", where="init", value=str(self.init))
+        if self.resume and self.out is None:
+            yield Problem(what="there is no folder to resume", where="resume", fix="give out=")
+        if self.precision is None:
+            given = [key for key, value in {**self.choices, "backend": self.backend}.items() if value]
+            for key in given:
+                yield Problem(what="a float run has no use for this", where=key, fix='add quantize="int8"')
+            for key in ("quantizer_lr", "freeze_observers"):
+                if getattr(config, key) is not None:
+                    yield Problem(what="a float run has no quantizers", where=key, fix='add quantize="int8"')
+        else:
+            try:
+                resolve(self.precision, self.backend, self.choices)
+            except TrainError as error:
+                yield from error.problems
+
+    def fit(self) -> TrainResult:
+        """Train."""
+        with joined() as ranks, stoppable() as stop:
+            saved = self._saved(ranks)
+            callbacks = [*self.callbacks, *([History(self.out)] if self.out is not None else [])]
+            run = Run(
+                workload=self.workload,
+                config=self.config,
+                ranks=ranks,
+                precision=self.precision,
+                backend=self.backend,
+                choices=self.choices,
+                out=self.out,
+                init=self.init,
+                device=self._device(ranks),
+                callbacks=callbacks,
+                resume=saved,
+                stop=stop,
+            )
+            run.go()
+        return TrainResult(
+            model=run.model,
+            quantized=run.qat.quantized if run.qat is not None else None,
+            metrics=run.metrics,
+            best=run.best,
+            steps=run.step,
+            epochs=run.epoch,
+            stopped_early=run.stopped_early,
+            notes=run.notes,
+            out=self.out,
+        )
+
+    def _device(self, ranks: Ranks) -> torch.device:
+        if self.device is not None:
+            return torch.device(self.device)
+        return torch.device("cuda", ranks.local) if torch.cuda.is_available() else torch.device("cpu")
+
+    def _saved(self, ranks: Ranks) -> Saved | None:
+        """The checkpoint to go on from; rank 0 says which. A used folder is never overwritten by surprise."""
+        if self.out is None:
+            return None
+        checkpoints = Checkpoints(self.out)
+        latest = checkpoints.latest()
+        step = ranks.tell(None if latest is None else latest.step)
+        if step is None:
+            return None
+        if not self.resume:
+            raise TrainError.single(
+                f"a run was saved here already, at step {step}",
+                where=str(self.out),
+                fix="go on with resume (--resume), or choose another folder",
+            )
+        return next((saved for saved in checkpoints.all() if saved.step == step), None)
