@@ -126,6 +126,33 @@ def rebatched(stream: Iterable[Any], size: int | None) -> Iterator[Any]:
             yield _part(batch, whole, start, start + size)
 
 
+def regrouped(stream: Iterable[Any], size: int) -> Iterator[Any]:
+    """Small batches put together until they have at least `size` samples; the last one is filled by repeating."""
+    kept: list[Any] = []
+    for batch in stream:
+        kept.append(batch)
+        if sum(batch_size(part) for part in kept) >= size:
+            yield _joined(kept)
+            kept = []
+    if kept:
+        count = batch_size(kept[0])
+        yield _joined((kept * -(-size // count))[: -(-size // count) + len(kept)])
+
+
+def _joined(parts: list[Any]) -> Any:
+    if len(parts) == 1:
+        return parts[0]
+    columns = [[tensor for _, tensor in tensors_in(part)] for part in parts]
+    sizes = [batch_size(part) for part in parts]
+    whole = iter([_cat(same, sizes) for same in zip(*columns, strict=True)])
+    return map_tensors(parts[0], lambda tensor: next(whole))
+
+
+def _cat(tensors: tuple[Tensor, ...], sizes: list[int]) -> Tensor:
+    batched = all(t.dim() and t.shape[0] == size for t, size in zip(tensors, sizes, strict=True))
+    return torch.cat(tensors) if batched else tensors[0]
+
+
 def any_batch(predict: Callable[..., Any], size: int | None) -> Callable[..., Any]:
     """Let a runtime with a fixed batch take any number of samples: piece by piece, the last one filled up."""
     if size is None:

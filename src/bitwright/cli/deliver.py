@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 
 import typer
 
 from bitwright.checkpoint import save_checkpoint
-from bitwright.cli.data import any_batch, can_evaluate, first, fixed_batch, probes, rebatched
+from bitwright.cli.data import any_batch, can_evaluate, first, fixed_batch, probes, rebatched, regrouped
 from bitwright.cli.out import Out
 from bitwright.cli.verb import CHECK_FAILED
-from bitwright.deploy import Check, open_runtime
+from bitwright.deploy import Check, measure_latency, open_runtime
+from bitwright.graph.tree import as_call
 from bitwright.recipe import Quantized
 from bitwright.report import (
     Accuracy,
@@ -20,12 +22,15 @@ from bitwright.report import (
     Timing,
     make_record,
     parity,
+    timings,
     words,
     write_html,
     write_json,
 )
 from bitwright.workload import Workload, measure
 
+_BATCHES, _RUNS = (1, 64), 100
+_THREADS = 1  # on a small model a second thread only adds noise
 _LOOKED_AT = 256  # samples; enough for shares and ratios, quick for large models
 
 
@@ -45,6 +50,26 @@ def write_artefacts(out: Out, quantized: Quantized, folder: Path) -> Path:
         quantized.plan.save(folder / "plan.yaml")
         save_checkpoint(quantized.model, folder / "checkpoint.safetensors")
         return quantized.export(folder / "model.onnx").path
+
+
+def latencies(out: Out, workload: Workload, runtime: str, reference: Path, artefact: Path) -> list[Timing]:
+    """Float and quantized in turns on real samples, so that a busy machine disturbs both alike."""
+    plain, fast = (open_runtime(runtime, path, threads=_THREADS) for path in (reference, artefact))
+    fixed = fixed_batch(artefact)
+    rows: list[Timing] = []
+    for batch in _BATCHES if fixed is None else (fixed,):
+        args, kwargs = as_call(next(rebatched(regrouped(probes(workload), batch), batch)))
+        with out.steps(f"timing on {runtime}, batch {batch}", _RUNS) as step:
+            measured = measure_latency(
+                {
+                    "float": partial(plain.run, plain.feed(*args, **kwargs)),
+                    "quantized": partial(fast.run, fast.feed(*args, **kwargs)),
+                },
+                runs=_RUNS,
+                progress=step,
+            )
+        rows += timings(runtime, batch, _THREADS, float=measured["float"], quantized=measured["quantized"])
+    return rows
 
 
 def write_report(
@@ -105,7 +130,7 @@ def show(out: Out, record: Record, folder: Path) -> None:
     for timing in record.timings:
         if timing.variant == "quantized":
             where = f"latency, {timing.runtime}, batch {timing.batch}"
-            rows.append((where, f"{timing.median_ms:.3g} ms", words.speed(timing)))
+            rows.append((where, f"{timing.median_ms:.3g} ms", f"{words.rate(timing)}, {words.speed(timing)}"))
     for row in record.parities:
         agreement = "" if row.top1_agreement is None else f"top-1 agrees on {100 * row.top1_agreement:.4g} %"
         verdict = "agrees" if row.passed else f"diverges, first at {row.first_divergence or 'the output'}"

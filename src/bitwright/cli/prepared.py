@@ -12,6 +12,7 @@ from bitwright.checkpoint import load_checkpoint
 from bitwright.errors import BitwrightError, PlanError, Problem
 from bitwright.graph import capture
 from bitwright.plan import Plan
+from bitwright.recipe import Quantized
 from bitwright.workload import Workload
 
 PlanOption = Annotated[Path | None, typer.Option("--plan", help="The plan file.", show_default=False)]
@@ -36,9 +37,10 @@ def read_plan(plan: Path | None, checkpoint: Path | None) -> tuple[Plan, Path]:
     return Plan.load(plan), checkpoint
 
 
-def load_prepared(workload: Workload, plan: Plan, checkpoint: Path) -> None:
+def load_prepared(workload: Workload, plan: Plan, checkpoint: Path) -> Quantized:
     """Prepare the workload's model in place, and load its state."""
-    prepare(workload.model, plan, graph=capture(workload.model, workload.inputs))
+    graph = capture(workload.model, workload.inputs)
+    prepare(workload.model, plan, graph=graph)
     attachment = find_attachment(workload.model)
     if attachment is None:
         raise BitwrightError(
@@ -52,3 +54,10 @@ def load_prepared(workload: Workload, plan: Plan, checkpoint: Path) -> None:
     ]
     if problems:
         raise PlanError(problems, title=f"{checkpoint} doesn't have all ranges of the plan")
+    return Quantized(
+        model=workload.model,
+        plan=plan,
+        graph=graph,
+        example=workload.inputs,
+        backend=plan.backend or "onnxruntime",
+    )

@@ -79,7 +79,7 @@ def quantize(
     )
     given = load_plan(plan)
     name = target(backend, given)
-    runtimes = _runtimes(out, name)
+    runtimes = usable_runtimes(out, name)
     with filling(output) as folder:
         found = open_workload(out, workload)
         before = evaluate(out, found, found.model, "float")
@@ -108,7 +108,7 @@ def quantize(
     show(out, record, output)
 
 
-def _runtimes(out: Out, backend: str) -> list[str]:
+def usable_runtimes(out: Out, backend: str) -> list[str]:
     """The backend's runtime; artefacts of backends without one here are ONNX too, so ONNX Runtime will do."""
     runtime = find_backend(backend).runtime or "onnxruntime"
     problem = available_runtimes().get(runtime, "nobody registers it")

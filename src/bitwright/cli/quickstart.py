@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 
 from bitwright.cli.data import calibration
-from bitwright.cli.deliver import evaluate, show, write_artefacts, write_report
+from bitwright.cli.deliver import evaluate, latencies, show, write_artefacts, write_report
 from bitwright.cli.out import Out
 from bitwright.cli.staging import filling
 from bitwright.cli.verb import verb
-from bitwright.deploy import available_runtimes, export_float, measure_latency, open_runtime
+from bitwright.deploy import available_runtimes, export_float
 from bitwright.recipe import quantize
-from bitwright.report import Size, Timing, timings
+from bitwright.report import Size
 
-_BATCHES, _RUNS, _SEED, _EPOCHS = (1, 64), 100, 0, 10
-_THREADS = 1  # on so small a model a second thread only adds noise
+_SEED, _EPOCHS = 0, 10
 
 
 @verb(
@@ -56,7 +53,7 @@ def quickstart(
                 name=workload.name,
             )
         artefact = write_artefacts(out, quantized, folder)
-        measured = [row for name in runtimes for row in _latencies(out, name, reference, artefact)]
+        measured = [row for name in runtimes for row in latencies(out, workload, name, reference, artefact)]
         record = write_report(
             out,
             workload,
@@ -70,19 +67,3 @@ def quickstart(
         )
     show(out, record, output)
     out.say(f"open {output / 'report.html'} for the whole picture")
-
-
-def _latencies(out: Out, runtime: str, reference: Path, artefact: Path) -> list[Timing]:
-    """Float and quantized in turns, so that a busy machine disturbs both alike."""
-    plain, fast = (open_runtime(runtime, path, threads=_THREADS) for path in (reference, artefact))
-    rows: list[Timing] = []
-    for batch in _BATCHES:
-        x = torch.rand(batch, 1, 8, 8, generator=torch.Generator().manual_seed(_SEED))
-        with out.steps(f"timing on {runtime}, batch {batch}", _RUNS) as step:
-            measured = measure_latency(
-                {"float": partial(plain.run, plain.feed(x)), "quantized": partial(fast.run, fast.feed(x))},
-                runs=_RUNS,
-                progress=step,
-            )
-        rows += timings(runtime, batch, _THREADS, float=measured["float"], quantized=measured["quantized"])
-    return rows

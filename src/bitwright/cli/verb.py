@@ -65,13 +65,15 @@ def _telling(out: Out, *, debug: bool) -> Iterator[None]:
     """End every error with one clear message and the right exit code."""
     handler = _Notes(out)
     log = logging.getLogger("bitwright")
+    level = log.level
     log.addHandler(handler)
+    log.setLevel(logging.INFO)
     try:
         yield
     except (typer.Exit, typer.Abort, BrokenPipeError):
         raise
-    except KeyboardInterrupt:
-        out.error("interrupted: nothing was written", [])
+    except KeyboardInterrupt as interrupt:
+        out.error(str(interrupt) or "interrupted: nothing was written", [])
         raise typer.Exit(INTERRUPTED) from None
     except (Exception, SystemExit) as error:
         if debug:
@@ -88,13 +90,14 @@ def _telling(out: Out, *, debug: bool) -> Iterator[None]:
         raise typer.Exit(INTERNAL) from None
     finally:
         log.removeHandler(handler)
+        log.setLevel(level)
 
 
 class _Notes(logging.Handler):
     """Log lines of the library, as notes."""
 
     def __init__(self, out: Out) -> None:
-        super().__init__(logging.WARNING)
+        super().__init__(logging.INFO)
         self.out = out
 
     def emit(self, record: logging.LogRecord) -> None:

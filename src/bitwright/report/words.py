@@ -34,6 +34,11 @@ def speed(timing: Timing) -> str:
     return f"{timing.ratio:.2f}× the time of float"
 
 
+def rate(timing: Timing) -> str:
+    """Samples per second."""
+    return f"{timing.batch / timing.median_ms * 1e3:,.0f} samples/s"
+
+
 def decibels(value: float | None) -> str:
     """A ratio of signal and noise."""
     return "exact" if value is None else f"{value:.1f} dB"

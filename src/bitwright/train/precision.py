@@ -20,9 +20,7 @@ _START = "mse"  # where few codes must do, a range that clips the rare is a bett
 
 def resolve(precision: Precision, target: str | None, choices: Choices) -> tuple[Plan | None, str, Choices, list[str]]:
     """A plan if one was given, the backend's name, what to choose if not, and what was decided for the user."""
-    if isinstance(precision, Plan) or (
-        isinstance(precision, Path | str) and str(precision).endswith((".yaml", ".yml"))
-    ):
+    if isinstance(precision, Plan) or str(precision).endswith((".yaml", ".yml")):
         plan = precision if isinstance(precision, Plan) else Plan.load(precision)
         if given := [key for key, value in choices.items() if value not in (None, [], ())]:
             raise BitwrightError("a plan decides this already", where=", ".join(given), fix="leave one of them out")
@@ -54,7 +52,7 @@ def resolve(precision: Precision, target: str | None, choices: Choices) -> tuple
             notes.append(f"the first and the last operator have {_EDGE_BITS} bits")
         for key in ("observer", "weight_observer"):
             if choices.get(key) is None:
-                made[key] = _START  # type: ignore[literal-required]
+                made[key] = _START
     return None, target, made, notes
 
 

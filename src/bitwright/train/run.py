@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
@@ -75,6 +74,7 @@ class Run:
         self.ranks = ranks
         self.device = device
         self.out = out
+        self.init = init
         self.callbacks = callbacks if ranks.first else ()
         self.stop = stop
         self.precision = precision
@@ -142,7 +142,13 @@ class Run:
         assert self.precision is not None
         if resume is not None:
             plan = Plan.load(resume.folder / "plan.yaml")
-            return Qat.resumed(self.model, plan, self._example(), **self._freezing())
+            return Qat.resumed(
+                self.model,
+                plan,
+                self._example(),
+                freeze_observers=self.config.freeze_observers,
+                freeze_bn=self.config.freeze_bn,
+            )
         source = batches(self.workload.calibration) if self.workload.calibration is not None else self._first_inputs()
         own = (self._move(batch) for batch in islice(source, self.ranks.rank, None, self.ranks.world))
         return Qat(
@@ -152,12 +158,10 @@ class Run:
             backend=backend,
             example=self._example(),
             name=self.workload.name,
-            **self._freezing(),
+            freeze_observers=self.config.freeze_observers,
+            freeze_bn=self.config.freeze_bn,
             **choices,
         )
-
-    def _freezing(self) -> dict[str, int | None]:
-        return {"freeze_observers": self.config.freeze_observers, "freeze_bn": self.config.freeze_bn}
 
     def _example(self) -> Any:
         return self._move(self.workload.inputs)
@@ -367,6 +371,7 @@ class Run:
             "torch": torch.__version__,
             "workload": self.workload.name,
             "quantize": _word(self.precision),
+            "init": str(self.init) if self.init is not None else None,
             "backend": self.qat.quantized.backend if self.qat is not None else None,
             "processes": self.ranks.world,
             "config": self.config.model_dump(),
@@ -489,8 +494,3 @@ def _plain(observers: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 def _word(precision: Precision | None) -> str | None:
     return precision.to_yaml() if isinstance(precision, Plan) else None if precision is None else str(precision)
-
-
-def restarted() -> bool:
-    """Whether torchrun has started this process again after a failure."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0

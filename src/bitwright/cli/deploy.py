@@ -1,0 +1,87 @@
+"""`bitwright deploy`: from a trained run to an artefact, measured on the real runtime."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from bitwright.backends import backend as find_backend
+from bitwright.checkpoint import load_checkpoint
+from bitwright.cli.data import open_workload
+from bitwright.cli.deliver import evaluate, latencies, show, write_artefacts, write_report
+from bitwright.cli.options import WorkloadArg
+from bitwright.cli.out import Out
+from bitwright.cli.prepared import load_prepared, read_plan
+from bitwright.cli.quantize import usable_runtimes
+from bitwright.cli.staging import filling
+from bitwright.cli.verb import verb
+from bitwright.deploy import export_float
+from bitwright.errors import BitwrightError
+from bitwright.report import Size
+
+
+@verb(
+    "deploy",
+    examples="""
+    bitwright deploy digits-untrained runs/int8 -o out
+    bitwright deploy my_workload.py:net runs/int8 --float runs/float -o out
+    """,
+)
+def deploy(
+    out: Out,
+    workload: WorkloadArg,
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of `bitwright train --quantize` or `quantize`.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for what is made.", show_default=False)],
+    reference: Annotated[
+        Path | None,
+        typer.Option(
+            "--float",
+            help="Float weights to compare with: a run's folder, or a file (default: what the run began with).",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Export a trained model, check it on the real runtime, and measure accuracy and throughput on real data."""
+    plan, checkpoint = read_plan(run / "plan.yaml", run / "checkpoint.safetensors")
+    backend = plan.backend or "onnxruntime"
+    find_backend(backend)
+    runtimes = usable_runtimes(out, backend)
+    with filling(output) as folder:
+        found = open_workload(out, workload)
+        float_weights = reference or _beginning(run)
+        if float_weights is not None:
+            load_checkpoint(found.model, _file(float_weights))
+        before = evaluate(out, found, found.model, "float")
+        with out.steps("exporting the float model"):
+            yardstick = export_float(found.model, folder / "model-float.onnx", found.inputs)
+        quantized = load_prepared(found, plan, checkpoint)
+        artefact = write_artefacts(out, quantized, folder)
+        measured = [row for name in runtimes for row in latencies(out, found, name, yardstick, artefact)]
+        record = write_report(
+            out,
+            found,
+            quantized,
+            folder,
+            runtimes=runtimes,
+            accuracies=before,
+            float_size=Size(name="model-float.onnx", bytes=yardstick.stat().st_size),
+            timings=measured,
+        )
+    show(out, record, output)
+
+
+def _beginning(run: Path) -> Path | None:
+    """The float weights that a training run has written down as its beginning."""
+    facts = run / "result.json"
+    init = json.loads(facts.read_text(encoding="utf-8")).get("init") if facts.is_file() else None
+    return Path(init) if init is not None and Path(init).exists() else None
+
+
+def _file(path: Path) -> Path:
+    file = path / "checkpoint.safetensors" if path.is_dir() else path
+    if not file.is_file():
+        raise BitwrightError("there is no such checkpoint", where=str(file), fix="give a run's folder, or a file")
+    return file

@@ -1,0 +1,189 @@
+"""`bitwright train`: a float run, or with `--quantize` the same run in low precision."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from bitwright.cli.data import open_workload
+from bitwright.cli.options import (
+    ActivationsOption,
+    KeepFloatOption,
+    ObserverOption,
+    QuantizerOption,
+    WeightObserverOption,
+    WeightQuantizerOption,
+    WeightsOption,
+    WorkloadArg,
+    chosen,
+)
+from bitwright.cli.out import Out
+from bitwright.cli.settings import with_settings
+from bitwright.cli.verb import verb
+from bitwright.train import Callback, TensorBoard, TrainConfig, Trainer, tensorboard_problem
+from bitwright.train.run import Run
+
+
+@verb(
+    "train",
+    examples="""
+    bitwright train digits-untrained --epochs 6 --lr 0.05 -o runs/float
+    bitwright train digits-untrained --epochs 2 --init runs/float --quantize int8 -o runs/int8
+    bitwright train my_workload.py:net --quantize int4 --distill 0.5 --epochs 3 -o runs/int4
+    torchrun --nproc-per-node 2 -m bitwright train my_workload.py:net --quantize int8 -o runs/two
+    """,
+)
+@with_settings(TrainConfig)
+def train(
+    out: Out,
+    workload: WorkloadArg,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder of the run.", show_default=False)],
+    settings: TrainConfig,
+    quantize: Annotated[
+        str | None,
+        typer.Option(
+            "--quantize",
+            metavar="PRECISION",
+            help="int8, int4, w4a8 (weights 4 bits, activations 8), or a plan.yaml; without it the run is float.",
+            show_default=False,
+        ),
+    ] = None,
+    backend: Annotated[
+        str | None,
+        typer.Option(
+            "--backend",
+            help="The target: a name of `bitwright list backends`, or your own table.yaml "
+            "(default: onnxruntime; academic below 8 bits).",
+            show_default=False,
+        ),
+    ] = None,
+    init: Annotated[
+        Path | None,
+        typer.Option("--init", help="Float weights to start from: a run's folder, or a file.", show_default=False),
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in this folder.")] = False,
+    tensorboard: Annotated[
+        bool | None,
+        typer.Option(
+            "--tensorboard/--no-tensorboard",
+            help="Write TensorBoard logs into the folder (default: if it is installed).",
+            show_default=False,
+        ),
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option("--device", help="cpu, cuda, cuda:1, … (default: an accelerator if there is one)."),
+    ] = None,
+    edges: Annotated[
+        int | None,
+        typer.Option("--edges", help="Bits of the first and last operator (default below 8 bits: 8)."),
+    ] = None,
+    weights: WeightsOption = None,
+    activations: ActivationsOption = None,
+    observer: ObserverOption = None,
+    weight_observer: WeightObserverOption = None,
+    quantizer: QuantizerOption = None,
+    weight_quantizer: WeightQuantizerOption = None,
+    keep_float: KeepFloatOption = None,
+    bn: Annotated[
+        int | None,
+        typer.Option("--bn", metavar="STRATEGY", help="How batch norms are folded: -1 to 4 (default: 4)."),
+    ] = None,
+) -> None:
+    """Train a workload, in float or (--quantize) quantized; the flag is the only difference.
+
+    Quantizers are in place before DDP, the optimizer and the compiler. Several processes: start it with torchrun.
+    A run that was interrupted or killed goes on with --resume, to the bit.
+    """
+    choices = chosen(
+        None,
+        weights=weights,
+        activations=activations,
+        observer=observer,
+        weight_observer=weight_observer,
+        quantizer=quantizer,
+        weight_quantizer=weight_quantizer,
+        keep_float=keep_float or [],
+        edges=edges,
+        bn=bn,
+    )
+    found = open_workload(out, workload)
+    callbacks: list[Callback] = []
+    missing = tensorboard_problem()
+    if tensorboard or (tensorboard is None and missing is None):
+        callbacks.append(TensorBoard(output / "tensorboard"))
+    elif tensorboard is None:
+        out.note(f"no TensorBoard logs: {missing}")
+    bar = _Bar(out)
+    result = Trainer(
+        found,
+        quantize=quantize,
+        backend=backend,
+        config=settings,
+        out=output,
+        init=init,
+        resume=resume,
+        callbacks=[*callbacks, bar],
+        device=device,
+        **choices,
+    ).fit()
+    if not bar.spoken:  # rank 0 speaks for all
+        return
+    files = {name: str(output / name) for name in sorted(file.name for file in output.iterdir())}
+    out.data({"files": files, "metrics": result.metrics, "best": result.best, "steps": result.steps})
+    last = result.metrics[-1] if result.metrics else {}
+    if found.metric in last:
+        best = "" if result.best is None else f" (best {result.best[found.metric]:.2f})"
+        out.say(f"{found.metric} {last[found.metric]:.2f} after {result.epochs} epochs, {result.steps} steps{best}")
+    for file in files.values():
+        out.say(f"  {file}")
+
+
+class _Bar(Callback):
+    """A bar with loss, metric and the time that is left; on a pipe, one line for each epoch."""
+
+    def __init__(self, out: Out) -> None:
+        self.out = out
+        self.spoken = False
+        self.progress: Progress | None = None
+
+    def on_start(self, run: Run) -> None:
+        self.spoken = True
+        out = self.out
+        if out.json or out.quiet or not out.stderr.is_terminal:
+            return
+        columns = [
+            TextColumn("training"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.description}"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+        ]
+        self.progress = Progress(*columns, console=out.stderr, transient=True)
+        self.task = self.progress.add_task("", total=run.steps, completed=run.step)
+        self.progress.start()
+
+    def on_step(self, run: Run) -> None:
+        if self.progress is None:
+            return
+        words = [f"epoch {run.epoch + 1}/{run.config.epochs}"]
+        if run.loss is not None:
+            words.append(f"loss {run.loss:.4f}")
+        metric = run.workload.metric
+        if run.metrics and metric in run.metrics[-1]:
+            words.append(f"{metric} {run.metrics[-1][metric]:.2f}")
+        self.progress.update(self.task, completed=run.step, description=", ".join(words))
+
+    def on_epoch(self, run: Run, values: dict[str, float]) -> None:
+        shown = ", ".join(f"{name} {value:.2f}" for name, value in values.items() if name != "n")
+        loss = "" if run.loss is None else f"loss {run.loss:.4f}, "
+        self.out.say(f"epoch {run.epoch}/{run.config.epochs}: {loss}{shown}")
+
+    def on_end(self, run: Run) -> None:
+        if self.progress is not None:
+            self.progress.stop()
