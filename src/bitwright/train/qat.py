@@ -9,7 +9,6 @@ from logging import getLogger
 from pathlib import Path
 from typing import Any, Unpack
 
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from bitwright.attach import attachment_of, find_attachment, prepare
@@ -22,7 +21,7 @@ from bitwright.planners import make_plan
 from bitwright.ptq import settle_ranges, settle_weights
 from bitwright.recipe import Quantized, quantize
 from bitwright.train.precision import Precision, resolve
-from bitwright.train.ranks import Ranks
+from bitwright.train.ranks import here
 
 log = getLogger(__name__)
 _RECORDED = 4
@@ -106,7 +105,7 @@ class Qat:
     def settle(self) -> None:
         """Ranges of weights as they are now; guards that training has broken hold again."""
         raised = set(settle_weights(self.model, self.quantized.example))
-        if raised - self.raised:
+        if raised - self.raised and here().first:
             log.info("%d weight scales were raised: training had moved them beyond their guard", len(raised))
         self.raised |= raised
 
@@ -211,16 +210,16 @@ def _quantized(
     choices: Choices,
 ) -> Quantized:
     """As `bitwright.quantize`; with several ranks, rank 0's plan is everybody's, as hosts may differ."""
-    if plan is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+    ranks = here()
+    if plan is None and ranks.several:
         first = list(islice(batches, _RECORDED))
         if not first:
             raise CalibrationError(
                 "this rank has no calibration batch",
-                where=f"rank {dist.get_rank()}",
+                where=f"rank {ranks.rank}",
                 fix="give at least as many batches as there are processes",
             )
         graph = capture(model, *(first if example is None else [example, *first]))
-        ranks = Ranks(rank=dist.get_rank(), world=dist.get_world_size())
         text = make_plan(graph, backend, model=name, **choices).to_yaml() if ranks.first else None
         plan = Plan.from_yaml(ranks.tell(text), where="rank 0's plan")
         batches = chain(first, batches)

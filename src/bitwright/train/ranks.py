@@ -62,9 +62,16 @@ def _digests(model: nn.Module) -> dict[str, str]:
     """Of each parameter and of quantizer buffers; norms keep statistics of their own until the next forward."""
     kept = {**dict(model.named_parameters()), **{n: b for n, b in model.named_buffers() if n.startswith("bitwright.")}}
     return {
-        name: hashlib.sha256(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+        name: hashlib.sha256(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
         for name, tensor in kept.items()
     }
+
+
+def here() -> Ranks:
+    """This process among those of the process group, if there is one."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return Ranks()
+    return Ranks(rank=dist.get_rank(), world=dist.get_world_size(), local=int(os.environ.get("LOCAL_RANK", "0")))
 
 
 @contextmanager
@@ -77,11 +84,7 @@ def joined() -> Iterator[Ranks]:
     if made:
         dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     try:
-        if dist.is_initialized():
-            local = int(os.environ.get("LOCAL_RANK", "0"))
-            yield Ranks(rank=dist.get_rank(), world=dist.get_world_size(), local=local)
-        else:
-            yield Ranks()
+        yield here()
     finally:
         if made:
             dist.destroy_process_group()

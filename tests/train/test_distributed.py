@@ -1,0 +1,92 @@
+"""The trainer under torchrun: real processes, one of which is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+TINY = f"{Path(__file__).with_name('tiny.py')}:workload"
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+
+
+def launch(out: Path, *options: str, restarts: int = 0, processes: int = 2) -> subprocess.Popen[str]:
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"),
+        *("--nproc-per-node", str(processes), "--max-restarts", str(restarts), "--monitor-interval", "0.2"),
+        *("-m", "bitwright", "train", TINY, "--batch", "10", "--lr", "0.1", "--log-steps", "1", "--no-tensorboard"),
+        *("-o", str(out), *options),
+    ]
+    return subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[str, str]:
+    try:
+        words, errors = process.communicate(timeout=110)
+    finally:
+        process.kill()
+    assert process.returncode == 0, errors
+    return words, errors
+
+
+def history(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "history.jsonl").read_text().splitlines()]
+
+
+def state(out: Path) -> dict[str, torch.Tensor]:
+    return load_file(out / "checkpoint.safetensors")
+
+
+@pytest.mark.parametrize("quantizer", ["lsq", "plain"])
+def test_two_processes_train_one_model(tmp_path: Path, quantizer: str) -> None:
+    # `Ranks.agree` compares every scale and weight bit by bit after each epoch: a difference would end the run
+    options = ("--epochs", "2", "--quantize", "int8", "--quantizer", quantizer, "--observer", "ema-minmax")
+    words, notes = finish(launch(tmp_path, *options))
+    assert words.count("epoch 2/2") == 1  # rank 0 speaks for all
+    assert "12 steps of 20 samples per epoch (10 on each of 2 processes; the learning rate is as given)" in notes
+    rows = history(tmp_path)
+    losses = [row["loss"] for row in rows if "loss" in row]
+    assert len(losses) == 24
+    assert losses[-1] < 0.7 * losses[0]
+    assert rows[0]["lr"] == 0.1
+    assert [path.name for path in sorted((tmp_path / "checkpoints").glob("step-*"))] == [
+        "step-00000012",
+        "step-00000024",
+    ]
+
+
+def test_a_run_whose_worker_is_killed_ends_as_an_unbroken_one(tmp_path: Path) -> None:
+    options = ("--epochs", "2", "--save-steps", "5", "--quantize", "int8")
+    finish(launch(tmp_path / "whole", *options))
+    process = launch(tmp_path / "killed", *options, restarts=1)
+    try:
+        victim = _worker_at_step(process, tmp_path / "killed", 7)
+        os.kill(victim, signal.SIGKILL)
+    finally:
+        _, notes = finish(process)
+    assert re.search(r"resumed step-000000(05|10)", notes)  # in mid-epoch: an epoch has 12 steps
+    ours, theirs = state(tmp_path / "killed"), state(tmp_path / "whole")
+    assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
+    assert history(tmp_path / "killed") == history(tmp_path / "whole")
+
+
+def _worker_at_step(launcher: subprocess.Popen[str], out: Path, step: int) -> int:
+    """A child of torchrun, as soon as the run has logged that step."""
+    for _ in range(900):
+        done = len((out / "history.jsonl").read_text().splitlines()) if (out / "history.jsonl").exists() else 0
+        if done >= step:
+            children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+            return int(children[-1])
+        assert launcher.poll() is None, launcher.communicate()
+        time.sleep(0.05)
+    raise AssertionError("the run didn't get that far")
