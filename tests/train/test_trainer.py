@@ -67,7 +67,7 @@ def test_a_float_run_learns_and_a_quantized_one_differs_by_the_flag_alone(tmp_pa
     assert floating.losses[-1] < 0.5 * floating.losses[0]
     assert result.quantized is None
     assert result.metrics[-1]["top1"] > 80
-    quantized, again = train(out=tmp_path / "int8", quantize="int8", init=tmp_path / "float")
+    _, again = train(out=tmp_path / "int8", quantize="int8", init=tmp_path / "float")
     assert again.metrics[-1]["top1"] > result.metrics[-1]["top1"] - 3
     sites = quantizers_of(again.model)
     assert {q.spec.quantizer for q in sites.values()} == {"lsq", "product"}
@@ -342,15 +342,25 @@ def test_low_bits_keep_eight_at_both_ends() -> None:
     }
 
 
-@pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning", "ignore::FutureWarning"
-)  # inductor imports what torch deprecates
-def test_a_compiled_run_computes_what_an_eager_one_does() -> None:
-    for arguments in ({"quantizer": "lsq"}, {"quantizer": "plain", "observer": "ema-minmax"}):
-        eager, _ = train(quantize="int8", config=settings(epochs=1), **arguments)
-        compiled, _ = train(quantize="int8", config=settings(epochs=1, compile=True), **arguments)
-        assert compiled.losses[0] == pytest.approx(eager.losses[0], rel=1e-4)
-        assert compiled.losses[-1] < 0.8 * compiled.losses[0]
+# inductor imports what torch deprecates
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("quantizer", ["lsq", "plain"])
+def test_a_compiled_run_computes_what_an_eager_one_does(quantizer: str) -> None:
+    losses: dict[bool, list[float]] = {}
+    for compiled in (False, True):
+        work, watch = workload(), Watch()
+        work.model.drop.p = 0.0  # compiled dropout draws other numbers
+        Trainer(
+            work,
+            quantize="int8",
+            quantizer=quantizer,
+            observer="ema-minmax",
+            callbacks=[watch],
+            config=settings(epochs=1, compile=compiled),
+        ).fit()
+        losses[compiled] = watch.losses
+    assert losses[True][:3] == pytest.approx(losses[False][:3], rel=1e-3)
+    assert losses[True][-1] < 0.8 * losses[True][0]
 
 
 def test_result_says_what_was_run(tmp_path: Path) -> None:
