@@ -2,7 +2,7 @@
 
 from bitwright.attach.attachment import CONTAINER, Attachment
 from bitwright.attach.folding import Fold
-from bitwright.attach.gradients import round_to_grid, usable_scale, with_gradient_of
+from bitwright.attach.gradients import usable_scale, with_gradient_of
 from bitwright.attach.grid import Grid, Layout, grid_from_range
 from bitwright.attach.observer import Observer
 from bitwright.attach.prepare import (
@@ -16,6 +16,7 @@ from bitwright.attach.prepare import (
     tapped,
 )
 from bitwright.attach.quantizer import Quantizer
+from bitwright.attach.rounding import round_to_grid
 
 __all__ = [
     "CONTAINER",
