@@ -7,6 +7,7 @@ from bitwright.attach.grid import Grid, Layout, grid_from_range
 from bitwright.attach.observer import Observer
 from bitwright.attach.prepare import (
     attachment_of,
+    compile_arithmetic,
     find_attachment,
     in_mode,
     prepare,
@@ -27,6 +28,7 @@ __all__ = [
     "Observer",
     "Quantizer",
     "attachment_of",
+    "compile_arithmetic",
     "find_attachment",
     "grid_from_range",
     "in_mode",

@@ -16,11 +16,11 @@ class _WithGradientOf(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, x: Tensor, factor: float) -> Tensor:
         ctx.factor = factor
-        return value.view_as(value)
+        return value.detach()  # no view to autograd: the model may go on in place
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, None]:
-        return None, grads[0] if ctx.factor == 1.0 else grads[0] * ctx.factor, None
+        return None, (grads[0] if ctx.factor == 1.0 else grads[0] * ctx.factor), None
 
 
 def with_gradient_of(value: Tensor, x: Tensor, factor: float = 1.0) -> Tensor:

@@ -6,15 +6,19 @@ gradient passes inside the grid; ∂s = round(x/s) − x/s inside, the code at i
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bitwright.attach.compiled import Kernel, wanted
+from bitwright.attach.compiled import Frame, Kernel, dense, worthwhile
+from bitwright.attach.gradients import with_gradient_of
 
 
 def _forward(x: Tensor, scale: Tensor, low: Tensor, high: Tensor) -> Tensor:
+    if torch.compiler.is_compiling():
+        return torch.round(torch.clamp(x / scale, low, high)) * scale
     return torch.div(x, scale).clamp_(low, high).round_().mul_(scale)
 
 
@@ -52,88 +56,116 @@ FORWARD, FORWARD_RELU = Kernel(_forward), Kernel(_forward_relu)
 BACKWARD, BACKWARD_RELU, BACKWARD_ZERO = Kernel(_backward), Kernel(_backward_relu), Kernel(_backward_zero)
 
 
-def _dense(x: Tensor) -> bool:
-    """Whether the elements lie side by side in memory, in an order that is a usual one."""
-    if x.is_contiguous():
-        return True
-    format = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
-    return format is not None and x.is_contiguous(memory_format=format)
+def _plain_backward(x: Tensor, grad: Tensor, scale: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor]:
+    steps = torch.round(x / scale)
+    return (torch.where((steps >= low) & (steps <= high), grad, 0.0),)
 
 
-def _flat(x: Tensor) -> Tensor:
-    return x.as_strided((x.numel(),), (1,))
+def _plain_backward_relu(x: Tensor, grad: Tensor, scale: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor]:
+    (to_x,) = _plain_backward(torch.relu(x), grad, scale, low, high)
+    return (torch.where(x <= 0, 0.0, to_x),)
 
 
-class _Frame:
-    """How tensors of one call look to the kernels: as a row, or as a matrix with one row per scale.
+# by whether a ReLU comes first
+_FORWARD = {False: Kernel(_forward), True: Kernel(_forward_relu)}
+_BACKWARD = {False: Kernel(_backward), True: Kernel(_backward_relu)}
+_BACKWARD_ZERO = Kernel(_backward_zero)
+_PLAIN_BACKWARD = {False: Kernel(_plain_backward), True: Kernel(_plain_backward_relu)}
 
-    With one or two axes whatever the model has, few variants are compiled.
-    """
 
-    def __init__(self, x: Tensor, scale: Tensor) -> None:
-        self.shape, self.stride = x.shape, x.stride()
-        self.rows = 0
-        self.fused = wanted(x.numel())
-        if self.fused and scale.numel() > 1:
-            self.rows = scale.shape[0] if scale.dim() == x.dim() and scale.shape[0] == scale.numel() else 0
-            self.fused = self.rows > 0 and x.is_contiguous()
-        self.fused = self.fused and _dense(x)
+def _frame(x: Tensor, scale: Tensor) -> Frame | None:
+    """How compiled kernels see this call; None where they can't, or where it isn't worth it."""
+    if not worthwhile(x):
+        return None
+    if scale.numel() == 1:
+        return Frame(x) if dense(x) else None
+    first = scale.dim() == x.dim() and scale.shape[0] == scale.numel() and x.is_contiguous()
+    return Frame(x, scale.numel()) if first else None
 
-    def view(self, x: Tensor) -> Tensor:
-        """A tensor of the size of `x`."""
-        if x.stride() != self.stride:
-            x = torch.empty_strided(self.shape, self.stride, dtype=x.dtype, device=x.device).copy_(x)
-        return x.detach().view(self.rows, -1) if self.rows else _flat(x.detach())
 
-    def small(self, value: Tensor) -> Tensor:
-        """A scale, or an end of the grid."""
-        return value.detach().reshape((self.rows, 1) if self.rows and value.numel() > 1 else ())
+def _compiled(kernel: Kernel, frame: Frame, large: tuple[Tensor, ...], small: tuple[Tensor, ...]) -> Any:
+    shape = (frame.rows, 1) if frame.rows else ()
+    return kernel.compiled(
+        *(frame.view(part.detach()) for part in large),
+        *(part.detach().reshape(shape if part.numel() > 1 else ()) for part in small),
+    )
 
-    def back(self, x: Tensor) -> Tensor:
-        """The inverse of `view`."""
-        return x.as_strided(self.shape, self.stride)
+
+@dataclass(frozen=True)
+class _How:
+    relu: bool
+    half: bool
+    fused: bool
+    factor: float
 
 
 class _Round(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, scale: Tensor, zero_point: Tensor, qmin: int, qmax: int, relu: bool) -> Tensor:
-        low, high = qmin - zero_point, qmax - zero_point
-        ctx.save_for_backward(x, scale, low, high)
-        ctx.relu = relu
-        kernel = FORWARD_RELU if relu else FORWARD
-        frame = _Frame(x, scale)
-        ctx.frame = frame
-        if not frame.fused:
-            result: Tensor = kernel.function(x, scale, low, high)
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        scale: Tensor,
+        zero_point: Tensor,
+        learned: Tensor | None,
+        codes: tuple[int, int],
+        how: _How,
+    ) -> Tensor:
+        small = (scale, codes[0] - zero_point, codes[1] - zero_point)
+        ctx.save_for_backward(x, learned, *small)
+        ctx.how = how
+        ctx.frame = _frame(x, scale) if how.fused else None
+        frame: Frame | None = ctx.frame
+        if frame is None:
+            result: Tensor = _FORWARD[how.relu].function(x, *small)
             return result
-        return frame.back(kernel(frame.view(x), *map(frame.small, (scale, low, high)), fused=True))
+        return frame.back(_compiled(_FORWARD[how.relu], frame, (x,), small))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, scale, low, high = ctx.saved_tensors
-        (grad,) = grads
-        frame: _Frame = ctx.frame
-        kernel = BACKWARD_ZERO if ctx.needs_input_grad[2] else BACKWARD
-        if ctx.relu:
-            kernel = BACKWARD_RELU
-        # a gradient of gradients is wanted: compiled kernels have none
-        if not frame.fused or torch.is_grad_enabled():
-            to_x, *rest = kernel.function(x, grad, scale, low, high)
+        x, learned, scale, *ends = ctx.saved_tensors
+        how = ctx.how
+        if how.half:
+            kernel = _PLAIN_BACKWARD[how.relu]
         else:
-            to_x, *rest = kernel(frame.view(x), frame.view(grad), *map(frame.small, (scale, low, high)), fused=True)
-            to_x = frame.back(to_x)
-            rest = [part.reshape(like.shape) for part, like in zip(rest, (scale, low), strict=False)]
-        return to_x, rest[0], (rest[1] if len(rest) > 1 else None), None, None, None
+            kernel = _BACKWARD_ZERO if ctx.needs_input_grad[2] else _BACKWARD[how.relu]
+        again = torch.is_grad_enabled()  # a gradient of gradients is wanted, of which compiled kernels have none
+        if again and learned is not None:
+            scale = with_gradient_of(scale, learned.abs().reshape(scale.shape))
+        if ctx.frame is None or again:
+            to_x, *rest = kernel.function(x, *grads, scale, *ends)
+        else:
+            to_x, *rest = _compiled(kernel, ctx.frame, (x, *grads), (scale, *ends))
+            to_x = ctx.frame.back(to_x)
+            rest = [part.reshape(like.shape) for part, like in zip(rest, (scale, *ends), strict=False)]
+        to_scale, to_zero = (*rest, None, None)[:2]
+        if learned is None:
+            return to_x, to_scale, to_zero, None, None, None
+        return to_x, None, to_zero, to_scale.reshape(learned.shape) * (torch.sgn(learned) * how.factor), None, None
 
 
 def round_to_grid(
-    x: Tensor, scale: Tensor, zero_point: Tensor, qmin: int, qmax: int, *, relu: bool = False
+    x: Tensor,
+    scale: Tensor,
+    zero_point: Tensor,
+    qmin: int,
+    qmax: int,
+    *,
+    learned: Tensor | None = None,
+    factor: float = 1.0,
+    relu: bool = False,
+    half: bool = False,
+    fused: bool = False,
 ) -> Tensor:
     """clamp(round(x/s), n−z, p−z)·s with straight-through rounding; s and z get LSQ's gradients if they learn.
 
-    `relu` rounds relu(x), in the same pass.
+    `learned`: where s = |learned| up to limits, this gets the gradient of s instead, times `factor`. `relu` rounds
+    relu(x) in the same pass. `half` passes gradients half a step beyond the ends, where rounding still ends on the
+    grid, and none to s and z. `fused` runs compiled kernels where that pays.
     """
     if relu and zero_point.requires_grad:
         x, relu = torch.relu(x), False
-    rounded: Tensor = _Round.apply(x, scale, zero_point, qmin, qmax, relu)  # type: ignore[no-untyped-call]
+    how = _How(relu, half, fused, factor)
+    rounded: Tensor = _Round.apply(  # type: ignore[no-untyped-call]
+        x, scale, zero_point, learned, (qmin, qmax), how
+    )
     return rounded
