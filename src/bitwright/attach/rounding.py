@@ -16,54 +16,67 @@ from bitwright.attach.compiled import Frame, Kernel, dense, worthwhile
 from bitwright.attach.gradients import with_gradient_of
 
 
+def _eager() -> bool:
+    """Nobody traces, and no gradient of gradients is wanted: temporaries may be written over."""
+    return not (torch.compiler.is_compiling() or torch.is_grad_enabled())
+
+
+def _equal(a: Tensor, b: Tensor) -> Tensor:
+    """Where they are; eagerly as floats, as torch is ten times slower where floats meet booleans."""
+    return torch.eq(a, b, out=torch.empty_like(a)) if _eager() else a == b
+
+
+def _positive(x: Tensor) -> Tensor:
+    return torch.gt(x, 0.0, out=torch.empty_like(x)) if _eager() else x > 0.0
+
+
+def _only(values: Tensor, where: Tensor) -> Tensor:
+    """The values there, 0 elsewhere."""
+    return values * where if where.is_floating_point() else torch.where(where, values, 0.0)
+
+
 def _forward(x: Tensor, scale: Tensor, low: Tensor, high: Tensor) -> Tensor:
-    if torch.compiler.is_compiling():
-        return torch.round(torch.clamp(x / scale, low, high)) * scale
-    return torch.div(x, scale).clamp_(low, high).round_().mul_(scale)
-
-
-def _parts(x: Tensor, grad: Tensor, scale: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x and of each element's own scale, and where the grid ends clip."""
-    steps = x / scale
-    clamped = torch.clamp(steps, low, high)
-    inside = steps == clamped
-    to_x = torch.where(inside, grad, 0.0)
-    to_scale = grad * (torch.round(clamped) - torch.where(inside, steps, 0.0))
-    return to_x, to_scale, inside
-
-
-def _backward(x: Tensor, grad: Tensor, scale: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-    to_x, to_scale, _ = _parts(x, grad, scale, low, high)
-    return to_x, to_scale.sum_to_size(scale.shape)
-
-
-def _backward_zero(x: Tensor, grad: Tensor, scale: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    to_x, to_scale, inside = _parts(x, grad, scale, low, high)
-    to_zero = torch.where(inside, 0.0, -grad * scale)
-    return to_x, to_scale.sum_to_size(scale.shape), to_zero.sum_to_size(low.shape)
+    if _eager():
+        return torch.div(x, scale).clamp_(low, high).round_().mul_(scale)
+    return torch.round(torch.clamp(x / scale, low, high)) * scale
 
 
 def _forward_relu(x: Tensor, scale: Tensor, low: Tensor, high: Tensor) -> Tensor:
     return _forward(torch.relu(x), scale, low, high)
 
 
+def _parts(x: Tensor, grad: Tensor, scale: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of x and of each element's own scale."""
+    steps = x / scale
+    clamped = torch.clamp(steps, low, high)
+    inside = _equal(steps, clamped)
+    error = torch.round(clamped) - _only(clamped, inside)
+    return _only(grad, inside), grad * error
+
+
+def _backward(x: Tensor, grad: Tensor, scale: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+    to_x, to_scale = _parts(x, grad, scale, low, high)
+    return to_x, to_scale.sum_to_size(scale.shape)
+
+
 def _backward_relu(x: Tensor, grad: Tensor, scale: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
     to_x, to_scale = _backward(torch.relu(x), grad, scale, low, high)
-    return torch.where(x <= 0, 0.0, to_x), to_scale
+    return _only(to_x, _positive(x)), to_scale
 
 
-FORWARD, FORWARD_RELU = Kernel(_forward), Kernel(_forward_relu)
-BACKWARD, BACKWARD_RELU, BACKWARD_ZERO = Kernel(_backward), Kernel(_backward_relu), Kernel(_backward_zero)
+def _backward_zero(x: Tensor, grad: Tensor, scale: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    to_x, to_scale = _parts(x, grad, scale, low, high)
+    return to_x, to_scale.sum_to_size(scale.shape), ((to_x - grad) * scale).sum_to_size(low.shape)
 
 
 def _plain_backward(x: Tensor, grad: Tensor, scale: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor]:
-    steps = torch.round(x / scale)
-    return (torch.where((steps >= low) & (steps <= high), grad, 0.0),)
+    codes = torch.round(x / scale)
+    return (_only(grad, _equal(codes, torch.clamp(codes, low, high))),)
 
 
 def _plain_backward_relu(x: Tensor, grad: Tensor, scale: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor]:
     (to_x,) = _plain_backward(torch.relu(x), grad, scale, low, high)
-    return (torch.where(x <= 0, 0.0, to_x),)
+    return (_only(to_x, _positive(x)),)
 
 
 # by whether a ReLU comes first
