@@ -2,11 +2,12 @@
 
 from bitwright.attach.attachment import CONTAINER, Attachment
 from bitwright.attach.folding import Fold
-from bitwright.attach.gradients import round_to_grid, usable_scale, with_gradient_of
+from bitwright.attach.gradients import usable_scale, with_gradient_of
 from bitwright.attach.grid import Grid, Layout, grid_from_range
 from bitwright.attach.observer import Observer
 from bitwright.attach.prepare import (
     attachment_of,
+    compile_arithmetic,
     find_attachment,
     in_mode,
     prepare,
@@ -16,6 +17,7 @@ from bitwright.attach.prepare import (
     tapped,
 )
 from bitwright.attach.quantizer import Quantizer
+from bitwright.attach.rounding import round_to_grid
 
 __all__ = [
     "CONTAINER",
@@ -26,6 +28,7 @@ __all__ = [
     "Observer",
     "Quantizer",
     "attachment_of",
+    "compile_arithmetic",
     "find_attachment",
     "grid_from_range",
     "in_mode",

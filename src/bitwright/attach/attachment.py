@@ -23,9 +23,9 @@ class Alias:
         self.owner = owner
         self.site = site
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, *, relu: bool = False) -> Tensor:
         """Run the owner under this site's name."""
-        result: Tensor = self.owner(x, self.site)
+        result: Tensor = self.owner(x, self.site, relu=relu)
         return result
 
 
@@ -130,6 +130,10 @@ def _run(hooks: OpHooks, kind: str, writes: bool, func: Any, args: tuple[Any, ..
     if target is not None:
         # What quantizers and autograd keep of the old numbers must stay as it is: let it write into a copy.
         args = (target.clone(), *args[1:])
+    if kind == "relu" and hooks.output is not None and not hooks.inputs:
+        # One pass for both. (`relu` of a module, and in place, comes as F.relu or as torch.relu_.)
+        result = hooks.output(args[0] if args else kwargs["input"], relu=True)
+        return result if target is None else target.copy_(result)
     new_args, new_kwargs = list(args), dict(kwargs)
     if hooks.inputs:
         for port, place, tensor in locate(kind, func, args, kwargs):

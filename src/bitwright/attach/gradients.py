@@ -1,6 +1,8 @@
-"""What quantizers share: values with somebody else's gradient, and the rounding that all uniform ones do."""
+"""What quantizers share: values with somebody else's gradient, and scales that training can't spoil."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -8,15 +10,27 @@ from torch import Tensor
 from bitwright.attach.grid import EPS
 
 
+class _WithGradientOf(torch.autograd.Function):
+    """Reads neither tensor: no pass over memory, forward or backward."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return value.detach()  # no view to autograd: the model may go on in place
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, None]:
+        return None, (grads[0] if ctx.factor == 1.0 else grads[0] * ctx.factor), None
+
+
 def with_gradient_of(value: Tensor, x: Tensor, factor: float = 1.0) -> Tensor:
     """`value`, to the last bit, with `factor` times the gradient of `x` (straight-through)."""
-    return value.detach() + (x - x.detach()) * factor
-
-
-def round_to_grid(x: Tensor, scale: Tensor, zero_point: Tensor, qmin: int, qmax: int) -> Tensor:
-    """clamp(round(x/s), n−z, p−z)·s with straight-through rounding; s and z get LSQ's gradients if they learn."""
-    steps = torch.clamp(x / scale, qmin - zero_point, qmax - zero_point)
-    return with_gradient_of(torch.round(steps), steps) * scale
+    if value.shape != x.shape:
+        return value.detach() + (x - x.detach()) * factor
+    if not x.requires_grad:
+        return value.detach()
+    result: Tensor = _WithGradientOf.apply(value.detach(), x, factor)  # type: ignore[no-untyped-call]
+    return result
 
 
 def usable_scale(scale: Tensor, *, pot: bool) -> Tensor:

@@ -9,6 +9,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from bitwright.attach.arithmetic import quantize_compiled
+from bitwright.attach.compiled import worthwhile
 from bitwright.attach.grid import Grid, Layout, grid_from_range
 from bitwright.attach.guards import guarded_scale
 from bitwright.attach.markers import site_marker
@@ -46,6 +48,7 @@ class Quantizer(nn.Module):
         self.following = False  # ranges go on being observed in training, see `bitwright.train`
         self.enabled = True
         self.marking = False
+        self.compiled = False  # `compile_arithmetic` switches it
         self.tap: Callable[[str, Quantizer, Tensor], None] | None = None  # looks on, for checks and reports
         self.qmin, self.qmax = spec.format.qmin, spec.format.qmax
         self.observer: Observer | None = None
@@ -67,6 +70,9 @@ class Quantizer(nn.Module):
     weight_partner: ClassVar[str | None] = None
     """The quantizer of weights that goes with this one, where it is made for activations only."""
 
+    own_kernels: ClassVar[bool] = False
+    """Whether `quantize` calls compiled kernels itself where `self.compiled` is set; else it is compiled as it is."""
+
     symmetric_only: ClassVar[bool] = False
     """Whether its levels lie around zero: then formats with a zero point are refused before any work."""
 
@@ -87,6 +93,10 @@ class Quantizer(nn.Module):
     def quantize(self, x: Tensor) -> Tensor:
         """`x` (float32) as the grid can represent it, with the gradient that this quantizer stands for."""
         raise NotImplementedError
+
+    def quantize_relu(self, x: Tensor) -> Tensor:
+        """`quantize(relu(x))`; a quantizer whose kernels can do both in one pass says how."""
+        return self.quantize(torch.relu(x))
 
     def transform(self, x: Tensor) -> Tensor:
         """What is rounded to the grid: `x` itself, or what the quantizer makes of a weight first."""
@@ -127,8 +137,13 @@ class Quantizer(nn.Module):
         """Whether there is a grid."""
         return self.calibrated
 
-    def forward(self, x: Tensor, site: str | None = None) -> Tensor:
-        """Observe, quantize, mark, or pass `x` on; `site` names the place if several share this quantizer."""
+    def forward(self, x: Tensor, site: str | None = None, *, relu: bool = False) -> Tensor:
+        """Observe, quantize, mark, or pass `x` on; `site` names the place if several share this quantizer.
+
+        With `relu`, that is done to relu(x).
+        """
+        if relu and (self.marking or self.observing or not self.enabled or self.tap is not None):
+            x, relu = torch.relu(x), False
         if self.marking:
             marked: Tensor = site_marker(x, site or self.site)
             return marked
@@ -146,8 +161,16 @@ class Quantizer(nn.Module):
                 where=self.site,
                 fix="calibrate(model, batches) with data that reaches this site, or load a checkpoint",
             )
-        with torch.autocast(x.device.type, enabled=False):
-            return self.quantize(x.to(torch.float32)).to(x.dtype)
+        if torch.is_autocast_enabled(x.device.type):
+            with torch.autocast(x.device.type, enabled=False):
+                return self._quantize(x, relu=relu)
+        return self._quantize(x, relu=relu)
+
+    def _quantize(self, x: Tensor, *, relu: bool) -> Tensor:
+        wide = x.to(torch.float32)
+        if self.compiled and not self.own_kernels and worthwhile(x):
+            return quantize_compiled(self, wide, relu=relu).to(x.dtype)
+        return (self.quantize_relu(wide) if relu else self.quantize(wide)).to(x.dtype)
 
     @torch.no_grad()
     def observe(self, x: Tensor) -> None:

@@ -18,14 +18,25 @@ class Lsq(Quantizer):
     """
 
     learned: ClassVar[tuple[str, ...]] = ("scale",)
+    own_kernels = True
 
-    def quantize(self, x: Tensor) -> Tensor:
+    def quantize(self, x: Tensor, *, relu: bool = False) -> Tensor:
         """Round to the grid of the learned scale (and zero point, if that is learned too)."""
         factor = 1.0 / sqrt(x.numel() / self.scale.numel() * self.qmax)
-        grid = self.grid()
-        scale = self.layout.spread(with_gradient_of(grid.scale, self.scale.abs(), factor), x)
-        zero_point = self.layout.spread(with_gradient_of(grid.zero_point, self.zero_point, factor), x)
-        return round_to_grid(x, scale, zero_point, self.qmin, self.qmax)
+        grid, spread = self.grid(), self.layout.spread
+        zero_point = spread(with_gradient_of(grid.zero_point, self.zero_point, factor), x)
+        if self.layout.granularity == "group":
+            scale, learned = spread(with_gradient_of(grid.scale, self.scale.abs(), factor), x), None
+        else:
+            scale, learned = spread(grid.scale, x), self.scale
+        ends = (self.qmin, self.qmax)
+        return round_to_grid(
+            x, scale, zero_point, *ends, learned=learned, factor=factor, relu=relu, fused=self.compiled
+        )
+
+    def quantize_relu(self, x: Tensor) -> Tensor:
+        """In one pass."""
+        return self.quantize(x, relu=True)
 
     def grid(self) -> Grid:
         """The grid with the scale as the arithmetic uses it."""

@@ -16,6 +16,7 @@ class Tqt(Quantizer):
 
     learned = ("log2_threshold",)
     symmetric_only = True
+    own_kernels = True
     log2_threshold: Tensor
 
     def keep_more(self) -> None:
@@ -34,8 +35,8 @@ class Tqt(Quantizer):
 
     def quantize(self, x: Tensor) -> Tensor:
         """Round to the grid of the threshold."""
-        zero_point = self.layout.spread(self.zero_point, x)
-        return round_to_grid(x, self.layout.spread(self._scale(), x), zero_point, self.qmin, self.qmax)
+        scale, zero_point = self.layout.spread(self._scale(), x), self.layout.spread(self.zero_point, x)
+        return round_to_grid(x, scale, zero_point, self.qmin, self.qmax, fused=self.compiled)
 
     def grid(self) -> Grid:
         """The grid of the threshold."""

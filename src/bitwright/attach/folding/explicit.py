@@ -26,11 +26,11 @@ class Explicit(Fold):
         norm: Any = self.norm
         # The norm updates its variance later in the same forward, and a compiled backward that computes γ/σ again
         # would take the new one: gradients would be wrong. A snapshot can't be recomputed.
-        factor = self.factor(snapshot(norm.running_var))
-        safe = torch.where(factor.abs() < _SMALLEST, torch.ones_like(factor), factor)
-        result = call(self.quantized_weight(call, safe), None)
-        result = result / self.over_output(safe, result)
-        return result if call.bias is None else result + self.over_output(call.bias, result)
+        compiling = torch.compiler.is_compiling()
+        factor = self.factor(snapshot(norm.running_var) if compiling else norm.running_var)
+        safe = torch.where(factor.abs() < _SMALLEST, 1.0, factor)
+        # Dividing the rounded weight divides the output, which is larger by far.
+        return call(self.quantized_weight(call, safe) / self._spread(safe, call.weight), call.bias)
 
     def norm_in_training(self, x: Tensor) -> Tensor | None:
         """The norm itself; where statistics are shared, the same with those of all processes."""

@@ -1,0 +1,91 @@
+"""Arithmetic as one loop instead of many: torch.compile for small functions of tensors, inside a model that isn't.
+
+A chain of elementwise operators reads and writes its tensor once per operator; compiled, it does so once. Functions
+are compiled when they are first used, with sizes left open, so that few variants serve all models. Where no compiler
+works, that is said once, and the same functions run as they are.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_log = logging.getLogger(__name__)
+
+SMALL = 1 << 14
+"""Tensors with fewer elements aren't worth a call into compiled code."""
+
+_VARIANTS = 64  # per function: ranks, dtypes of devices, with and without gradients, formats
+_broken: list[str] = []  # why compiling was given up in this process
+
+
+def worthwhile(x: Tensor) -> bool:
+    """Whether compiled code is to be called for this tensor, here and now."""
+    # what an outer torch.compile or torch.export traces is inlined there
+    return not torch.compiler.is_compiling() and x.numel() >= SMALL and not _broken
+
+
+class Kernel:
+    """A function of tensors, and its compiled twin."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        self.twin: Callable[..., Any] | None = None
+
+    def compiled(self, *inputs: Any) -> Any:
+        """Run the twin; where that can't be made, the function."""
+        if self.twin is None:
+            # fullgraph: more variants than allowed are an error, which is reported, and no silent eager run
+            self.twin = torch.compile(  # type: ignore[call-overload]  # torch's overloads lack the two limits
+                self.function, dynamic=True, fullgraph=True, recompile_limit=_VARIANTS, isolate_recompiles=True
+            )
+        twin: Any = self.twin
+        if not _broken:
+            try:
+                return twin(*inputs)
+            except Exception as error:  # compilers fail in many ways; what isn't their fault, the function raises too
+                give_up(error)
+        return self.function(*inputs)
+
+
+def give_up(error: Exception) -> None:
+    """No compiled arithmetic from here on, in this process."""
+    if not _broken:
+        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        _broken.append(reason)
+        _log.warning(
+            "the quantizers' arithmetic can't be compiled here; it runs uncompiled: the same numbers, but slower (%s)",
+            reason,
+        )
+
+
+def dense(x: Tensor) -> bool:
+    """Whether the elements lie side by side in memory, in one of the usual orders."""
+    if x.is_contiguous():
+        return True
+    format = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
+    return format is not None and x.is_contiguous(memory_format=format)
+
+
+class Frame:
+    """How compiled code sees a tensor: as one row, or as a matrix with one row per scale (`rows` of them).
+
+    With one or two axes, whatever the model has, few variants are compiled.
+    """
+
+    def __init__(self, x: Tensor, rows: int = 0) -> None:
+        self.shape, self.stride, self.rows = x.shape, x.stride(), rows
+
+    def view(self, x: Tensor) -> Tensor:
+        """`x`, or another tensor of its shape."""
+        if x.stride() != self.stride:
+            x = torch.empty_strided(self.shape, self.stride, dtype=x.dtype, device=x.device).copy_(x)
+        return x.view(self.rows, -1) if self.rows else x.as_strided((x.numel(),), (1,))
+
+    def back(self, x: Tensor) -> Tensor:
+        """The inverse of `view`."""
+        return x.as_strided(self.shape, self.stride)
