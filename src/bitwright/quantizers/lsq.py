@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from math import sqrt
 from typing import ClassVar
 
 from torch import Tensor
@@ -21,8 +20,7 @@ class Lsq(Quantizer):
 
     def quantize(self, x: Tensor) -> Tensor:
         """Round to the grid of the learned scale (and zero point, if that is learned too)."""
-        factor = 1.0 / sqrt(x.numel() / self.scale.numel() * self.qmax)
-        grid = self.grid()
+        factor, grid = self.gradient_scale(x), self.grid()
         scale = self.layout.spread(with_gradient_of(grid.scale, self.scale.abs(), factor), x)
         zero_point = self.layout.spread(with_gradient_of(grid.zero_point, self.zero_point, factor), x)
         return round_to_grid(x, scale, zero_point, self.qmin, self.qmax)
