@@ -74,3 +74,14 @@ def test_a_plan_must_fit_the_backend() -> None:
     with pytest.raises(PlanError) as error:
         bw.quantize(model, [torch.ones(1, 4)], plan=plan)
     assert {problem.where for problem in error.value.problems} == {"0:input", "0:weight"}
+
+
+def test_levels_that_no_artefact_has_can_be_simulated() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 4)).eval(), torch.randn(8, 4)
+    choices = {"quantizer": "nnie", "activations": "int8/tensor/sym"}
+    with pytest.raises(PlanError, match=r"0:input, 0:weight: .* can't write \(got 'nnie'\)"):
+        bw.quantize(model, [x], artefact=True, **choices)
+    assert "forward" not in model.__dict__, "the model must be float again"
+    quantized = bw.quantize(model, [x], **choices)
+    assert not torch.equal(model(x), bw.strip(quantized.model)(x))

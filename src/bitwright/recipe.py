@@ -13,7 +13,7 @@ from torch import nn
 from bitwright.attach import find_attachment, prepare, strip
 from bitwright.backends import Choices, check_plan
 from bitwright.backends import backend as find_backend
-from bitwright.deploy import Artefact, Check, check, export
+from bitwright.deploy import Artefact, Check, check, export, unexportable
 from bitwright.errors import BitwrightError, CalibrationError, PlanError
 from bitwright.graph import Graph, capture
 from bitwright.plan import Plan
@@ -50,6 +50,7 @@ def quantize(
     plan: Plan | None = None,
     example: Any = None,
     name: str | None = None,
+    artefact: bool = False,
     progress: Callable[[int], None] | None = None,
     **choices: Unpack[Choices],
 ) -> Quantized:
@@ -58,6 +59,7 @@ def quantize(
     `example` (default: the first batch) is the call that is exported; it and the first batches are recorded, so that
     paths which only some inputs take are found. If anything fails, the model is float again. `choices` go to
     `make_plan` (weights="int4/group32/sym", keep_float=["head*"], observer="mse", …) unless there is a `plan`.
+    With `artefact`, what could be simulated and trained but not exported is refused before calibration.
     """
     if find_attachment(model) is not None:
         raise BitwrightError("this model is quantized already", fix="strip(model) first")
@@ -78,6 +80,9 @@ def quantize(
             raise PlanError(problems)
     prepare(model, plan, graph=graph)
     try:
+        problems = unexportable(model) if artefact and find_attachment(model) is not None else []
+        if problems:
+            raise PlanError(problems, title="no artefact can have these levels")
         calibrate(model, chain(first, stream), progress=progress)
     except BaseException:
         strip(model)

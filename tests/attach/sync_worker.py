@@ -23,19 +23,21 @@ CASES = [
     for norm in ("BatchNorm2d", "SyncBatchNorm")
     for rounding in (True, False)
 ]
+CASES += [(strategy, "cumulative", False) for strategy in (2, 3, 4)]  # running statistics are means of all batches
 
 
 def build(strategy: int, norm: str, rounding: bool, group: Any = None) -> tuple[nn.Sequential, Tensor, Tensor]:
     """The prepared model, the joint batch and a weight for each output."""
     torch.manual_seed(0)
-    kind: Any = getattr(nn, norm)
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), kind(4), nn.Tanh()).double()
+    kind: Any = nn.SyncBatchNorm if norm == "SyncBatchNorm" else nn.BatchNorm2d
+    momentum = None if norm == "cumulative" else 0.1
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), kind(4, momentum=momentum), nn.Tanh()).double()
     nn.init.normal_(model[1].weight)
     model[1].process_group = group
     x = torch.randn(sum(SHARES), 3, 6, 6, dtype=torch.float64)
     x[: SHARES[0]] += 2.0  # the ranks' statistics differ much
     sites = {"0:weight": SiteSpec(format=Format.parse("int8/channel/sym"))}
-    sync = norm == "BatchNorm2d" and strategy > 1  # the other one says so itself
+    sync = norm != "SyncBatchNorm" and strategy > 1  # the other one says so itself
     prepare(model, Plan(sites=sites, fold={"1": FoldSpec(into="0", strategy=strategy, sync=sync)}))
     calibrate(model, [x])
     for quantizer in quantizers_of(model).values():

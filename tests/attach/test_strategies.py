@@ -12,8 +12,10 @@ from torch import Tensor, nn
 
 from bitwright.attach import attachment_of, prepare, quantizers_of, set_mode, strip
 from bitwright.attach.folding import BY_STRATEGY
+from bitwright.backends import place
 from bitwright.errors import BitwrightError, PlanError
 from bitwright.formats import Format
+from bitwright.graph import capture
 from bitwright.plan import STRATEGIES, FoldSpec, Plan, SiteSpec
 from bitwright.ptq import calibrate
 
@@ -212,8 +214,9 @@ def test_channels_last(strategy: int) -> None:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize("strategy", ALL)
-def test_compiled_training(strategy: int) -> None:
-    model, x = build("conv2d with bias", torch.float32)
+@pytest.mark.parametrize("pair", ["conv2d with bias", "cumulative"])
+def test_compiled_training(strategy: int, pair: str) -> None:
+    model, x = build(pair, torch.float32)
     eager = folded(model, x, strategy, bits=8).train()
     twin = copy.deepcopy(eager)
     torch._dynamo.reset()
@@ -290,6 +293,60 @@ def test_an_unknown_strategy_is_found_before_anything_happens() -> None:
         with pytest.raises(PlanError, match=r"unknown folding strategy(.|\n)*4 \(folded for rounding"):
             prepare(model, plan, **options)
     assert "forward" not in model.__dict__
+
+
+# torch's own SyncBatchNorm doesn't train on a CPU
+@pytest.mark.parametrize("pair", [pair for pair in PAIRS if pair != "sync"])
+def test_a_norm_that_is_not_folded_trains_as_it_is(pair: str) -> None:
+    model, x = build(pair)
+    plan = Plan(sites={"0:weight": SiteSpec(format=Format.parse("int8/channel/sym"))})
+    ours = prepare(copy.deepcopy(model), plan)
+    calibrate(ours, [x])
+    without_rounding(ours).train()
+    model.train()
+    for batch in (x, x * 1.5 + 0.3):
+        model.zero_grad()
+        ours.zero_grad()
+        assert torch.equal(step(ours, batch), step(model, batch))
+    for name, parameter in model.named_parameters():
+        grad = ours.get_parameter(name).grad
+        assert grad is not None, name
+        assert parameter.grad is not None, name
+        assert torch.equal(grad, parameter.grad), name
+    for name, statistic in model[1].named_buffers():
+        assert torch.equal(ours[1].get_buffer(name), statistic), name
+
+
+def test_training_without_folding_learns_and_deploys_norm_and_rounded_weight() -> None:
+    model, x = build("conv2d with bias", torch.float32)
+    target = torch.tanh(torch.randn(4, 6, 4, 4))
+    plan = place(capture(model, x), "onnxruntime", weights="int4/channel/sym", bn=-1)
+    assert not plan.fold
+    ours = prepare(copy.deepcopy(model), plan)
+    calibrate(ours, [x])
+    ours.train()
+    before = copy.deepcopy(ours.state_dict())
+    optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
+    losses = []
+    for _ in range(40):
+        loss = nn.functional.mse_loss(ours(x), target)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.8 * losses[0]
+    for key in ("0.weight", "1.weight", "1.bias", "1.running_mean", "1.running_var"):
+        assert not torch.equal(ours.state_dict()[key], before[key]), key
+    ours.eval()
+    sites = quantizers_of(ours)
+    weight = sites["0:weight"](ours[0].weight)  # the weight itself is rounded, not w·γ/σ
+    convolved = nn.functional.conv2d(sites["0:input"](x), weight, ours[0].bias)
+    expected = nn.functional.batch_norm(
+        convolved, ours[1].running_mean, ours[1].running_var, ours[1].weight, ours[1].bias, eps=ours[1].eps
+    )
+    assert sites.keys() == {"0:weight", "0:input", "0:bias", "1:output"}
+    sites["0:bias"].enabled = False  # a bias on its int32 grid: as good as float
+    assert torch.equal(ours(x), torch.tanh(sites["1:output"](expected)))
 
 
 def test_a_synchronised_norm_always_synchronises() -> None:

@@ -101,9 +101,34 @@ def test_plan_options(run, small, output, verb, options, words):
     assert ran.err.count("fix: ") <= 1, "one problem, not one for each site"
 
 
-def test_a_quantizer_whose_levels_no_artefact_has(run, small, output):
-    ran = run("quantize", small, "--quantizer", "nnie", "--activations", "int8/tensor/sym", "-o", output)
-    fails(ran, "QuantizeLinear", "keep these sites in float")
+NO_PAIRS = ["this quantizer has levels that QuantizeLinear can't write", "keep these sites in float"]
+
+
+@pytest.mark.parametrize(
+    ("options", "sites"),
+    [
+        (["--quantizer", "nnie"], ["conv:input, conv:weight, ", ", head:weight: ", "(got 'nnie')"]),
+        (["--weight-quantizer", "apot"], ["conv:weight, head:weight: ", "(got 'apot')"]),
+        (["--quantizer", "qil"], ["conv:input, /relu#0:output, /mean#0:output: ", "(got 'qil')"]),
+        (["--quantizer", "nnie", "--weight-quantizer", "apot"], ["(got 'nnie')", "(got 'apot')"]),
+    ],
+)
+def test_levels_that_no_artefact_has_are_found_before_calibration(run, small, output, monkeypatch, options, sites):
+    def never(*args, **kwargs):
+        raise AssertionError("this is long work")
+
+    monkeypatch.setattr("bitwright.recipe.calibrate", never)
+    monkeypatch.setattr("bitwright.cli.quantize.evaluate", never)
+    ran = run("quantize", small, *options, "--activations", "int8/tensor/sym", "-o", output)
+    fails(ran, *NO_PAIRS, *sites)
+    assert ran.err.count("fix: ") == sum(option.endswith("quantizer") for option in options)
+
+
+def test_levels_that_no_artefact_has_can_be_planned(run, small, tmp_path, output):
+    plan = tmp_path / "plan.yaml"
+    ran = run("plan", small, "--quantizer", "nnie", "--activations", "int8/tensor/sym", "-o", plan)
+    assert ran.code == 0, ran.err
+    fails(run("quantize", small, "--plan", plan, "-o", output), *NO_PAIRS)
 
 
 def test_plan_options_beside_a_plan(run, small, made, output):

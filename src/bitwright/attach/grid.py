@@ -60,6 +60,15 @@ class Layout:
             return kept.reshape(sizes)
         return kept.repeat_interleave(self.group, dim=self.axis)
 
+    def over(self, per_row: Tensor, x: Tensor) -> Tensor:
+        """One value per row (of `rows`) → a tensor that broadcasts against `x`."""
+        return self.spread(self.fold(per_row, x.shape), x)
+
+    def standardised(self, x: Tensor) -> Tensor:
+        """(x − mean)/deviation of its row; neither of them gets a gradient."""
+        std, mean = torch.std_mean(self.rows(x.detach()), dim=1, correction=0)
+        return (x - self.over(mean, x)) / self.over(std.clamp(min=1e-12), x)
+
 
 @dataclass(frozen=True)
 class Grid:

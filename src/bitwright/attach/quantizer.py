@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from math import sqrt
 from typing import Any, ClassVar
 
 import torch
@@ -60,12 +61,20 @@ class Quantizer(nn.Module):
         self.register_buffer("codes", torch.tensor([float(self.qmin), float(self.qmax)]))
         self.keep("zero_point", torch.zeros(()))
         self.keep("scale", torch.ones(()))
-        self.keep_more()
+        for name in (*self.learned, *self.learned_if_asymmetric):
+            if name not in ("scale", "zero_point"):
+                self.keep(name, torch.ones(()))  # a range gives it its value later
 
     # -- what a subclass may change ------------------------------------------------------------------------
 
     learned: ClassVar[tuple[str, ...]] = ()
     """The names of the state that an optimizer trains: Parameters; all else is buffers."""
+
+    learned_if_asymmetric: ClassVar[tuple[str, ...]] = ()
+    """State that is trained only where the format has a zero point, and is a buffer elsewhere."""
+
+    balanced: ClassVar[bool] = False
+    """Whether symmetric signed codes end at −p as they do at p."""
 
     weight_partner: ClassVar[str | None] = None
     """The quantizer of weights that goes with this one, where it is made for activations only."""
@@ -85,10 +94,7 @@ class Quantizer(nn.Module):
 
     def learns(self, name: str) -> bool:
         """Whether this piece of state is trained at this site."""
-        return name in self.learned
-
-    def keep_more(self) -> None:
-        """`keep` what this quantizer has beside scale and zero point; a range gives it its values later."""
+        return name in self.learned or (name in self.learned_if_asymmetric and not self.spec.format.symmetric)
 
     def quantize(self, x: Tensor) -> Tensor:
         """`x` (float32) as the grid can represent it, with the gradient that this quantizer stands for."""
@@ -265,8 +271,14 @@ class Quantizer(nn.Module):
         self.keep("scale", grid.scale)
         self.keep("zero_point", grid.zero_point)
         self.qmin, self.qmax = grid.qmin, grid.qmax
-        self.codes.copy_(torch.tensor([float(grid.qmin), float(grid.qmax)]))
+        if self.balanced and self.spec.format.symmetric:
+            self.qmin = max(self.qmin, -self.qmax)
+        self.codes.copy_(torch.tensor([float(self.qmin), float(self.qmax)]))
         self.calibrated = True
+
+    def gradient_scale(self, x: Tensor) -> float:
+        """LSQ's 1/√(M·p), M elements of `x` per scale: what is learned per scale then moves as weights do."""
+        return 1.0 / sqrt(x.numel() / self.scale.numel() * self.qmax)
 
     @torch.no_grad()
     def integers(self, x: Tensor) -> Tensor:

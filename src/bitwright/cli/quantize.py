@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from bitwright.attach import in_mode
 from bitwright.backends import backend as find_backend
 from bitwright.cli.data import calibration, open_workload
 from bitwright.cli.deliver import evaluate, show, write_artefacts, write_report
@@ -82,7 +83,6 @@ def quantize(
     runtimes = usable_runtimes(out, name)
     with filling(output) as folder:
         found = open_workload(out, workload)
-        before = evaluate(out, found, found.model, "float")
         float_size = sum(t.numel() * t.element_size() for t in found.model.state_dict().values())
         with out.steps("calibrating") as step:
             quantized = quantize_model(
@@ -93,8 +93,12 @@ def quantize(
                 example=found.inputs,
                 progress=step,
                 name=found.name,
+                artefact=True,
                 **choices,
             )
+        # Only now: whatever is wrong with the plan or the data is known before the first long evaluation.
+        with in_mode(quantized.model, "float"):
+            before = evaluate(out, found, quantized.model, "float")
         write_artefacts(out, quantized, folder)
         record = write_report(
             out,

@@ -1,6 +1,6 @@
 """Export to an artefact, run it, check it against the simulation, measure it."""
 
-from bitwright.deploy.export import Artefact, export, export_float
+from bitwright.deploy.export import Artefact, export, export_float, unexportable
 from bitwright.deploy.machine import saturates
 from bitwright.deploy.measure import Latency, measure_latency
 from bitwright.deploy.parity import Check, OutputCheck, SiteCheck, check
@@ -20,4 +20,5 @@ __all__ = [
     "measure_latency",
     "open_runtime",
     "saturates",
+    "unexportable",
 ]

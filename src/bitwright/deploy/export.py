@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from bitwright.attach import Attachment, Fold, Quantizer, attachment_of, in_mode, tapped
 from bitwright.deploy.qdq import Recorded, write_qdq
-from bitwright.errors import ExportError
+from bitwright.errors import ExportError, Problem
 from bitwright.files import replacing
 from bitwright.graph.tree import as_call, map_tensors
 from bitwright.modes import evaluating
@@ -66,7 +66,8 @@ def export(model: nn.Module, path: str | Path, inputs: Any, *, dynamic_batch: bo
     """
     path = Path(path)
     attachment = attachment_of(model)
-    _assert_exportable(attachment)
+    for problem in unexportable(model):
+        raise ExportError(problem.what, where=problem.where, value=problem.value, fix=problem.fix)
     args, kwargs = as_call(inputs)
     with evaluating(model):
         program, dynamic = _program(model, attachment, args, kwargs, dynamic_batch)
@@ -104,17 +105,21 @@ def export_float(model: nn.Module, path: str | Path, inputs: Any, *, dynamic_bat
     return path
 
 
-def _assert_exportable(attachment: Attachment) -> None:
-    """Q/DQ pairs have evenly spaced levels: what computes with others is said before any work."""
-    others = [quantizer for quantizer in attachment.quantizers.values() if not quantizer.exportable]
-    if others:
-        first, more = others[0], f"; so do {len(others) - 1} more sites" if len(others) > 1 else ""
-        raise ExportError(
-            f"this quantizer has levels that QuantizeLinear can't write{more}",
-            where=first.site,
-            value=first.spec.quantizer,
-            fix="train with evenly spaced levels (lsq, lsqplus, pact, dsq, tqt), or keep these sites in float",
+def unexportable(model: nn.Module) -> list[Problem]:
+    """Quantizers whose levels no artefact can have, with all their sites; known as soon as a model is prepared."""
+    sites: dict[str, list[str]] = {}
+    for site, quantizer in attachment_of(model).quantizers.items():
+        if not quantizer.exportable:
+            sites.setdefault(quantizer.spec.quantizer, []).append(site)
+    return [
+        Problem(
+            what="this quantizer has levels that QuantizeLinear can't write",
+            where=", ".join(where),
+            value=name,
+            fix="use evenly spaced levels here (plain, lsq, lsqplus, pact, dsq, tqt), or keep these sites in float",
         )
+        for name, where in sites.items()
+    ]
 
 
 def _record(

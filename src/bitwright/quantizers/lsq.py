@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from math import sqrt
 from typing import ClassVar
 
 from torch import Tensor
@@ -22,7 +21,7 @@ class Lsq(Quantizer):
 
     def quantize(self, x: Tensor, *, relu: bool = False) -> Tensor:
         """Round to the grid of the learned scale (and zero point, if that is learned too)."""
-        factor = 1.0 / sqrt(x.numel() / self.scale.numel() * self.qmax)
+        factor = self.gradient_scale(x)
         grid, spread = self.grid(), self.layout.spread
         zero_point = spread(with_gradient_of(grid.zero_point, self.zero_point, factor), x)
         if self.layout.granularity == "group":

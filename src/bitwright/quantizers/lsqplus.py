@@ -15,11 +15,7 @@ class LsqPlus(Lsq):
     The published start, from |μ ± 3σ|, is the observer `lsqplus`.
     """
 
-    learned = ("scale", "zero_point")
-
-    def learns(self, name: str) -> bool:
-        """The zero point only where the format has one."""
-        return name in self.learned and not (name == "zero_point" and self.spec.format.symmetric)
+    learned_if_asymmetric = ("zero_point",)
 
     def grid(self) -> Grid:
         """The grid with the zero point rounded to a code."""

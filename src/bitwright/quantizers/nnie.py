@@ -7,30 +7,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bitwright.attach import Grid, Quantizer, with_gradient_of
+from bitwright.attach import with_gradient_of
+from bitwright.quantizers.uneven import Uneven
 
 _TINY = 1e-30
 
 
-class Nnie(Quantizer):
+class Nnie(Uneven):
     """±2^((clamp(round(k·log2|x|) − z, 0⁺ or 1⁻, q) + z)/k), z = round(k·log2 c) − q, with an identity gradient.
 
     8 bits: k = 16 levels per octave, q = 127, as on the chip; other widths keep the octaves (k = 2^(B−4)). What is
-    more than an octave below the lowest level is 0. c, the largest value, is kept as `scale`. No Q/DQ pair has
-    these levels.
+    more than an octave below the lowest level is 0. c, the largest value, is kept as `scale`.
     """
-
-    exportable = False
-    symmetric_only = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.per_octave = 2.0 ** (self.spec.format.bits - 4)
         self.highest = 2 ** (self.spec.format.bits - 1) - 1
-
-    def set_grid(self, grid: Grid) -> None:
-        """c is the upper end."""
-        super().set_grid(Grid(grid.scale * grid.qmax, grid.zero_point, grid.qmin, grid.qmax))
 
     def quantize(self, x: Tensor) -> Tensor:
         """The nearest level in the log domain."""
@@ -40,7 +33,3 @@ class Nnie(Quantizer):
         level = torch.exp2((torch.maximum(exponent, lowest).clamp(max=self.highest) + z) / self.per_octave)
         alive = x.detach().abs() > torch.exp2((z + lowest) / self.per_octave - 1)
         return with_gradient_of(torch.where(alive, level * torch.sign(x.detach()), 0.0), x)
-
-    def grid(self) -> Grid:
-        """A uniform grid over the same span, for reports."""
-        return Grid(self.scale / self.qmax, self.zero_point, self.qmin, self.qmax)

@@ -19,10 +19,6 @@ class Tqt(Quantizer):
     own_kernels = True
     log2_threshold: Tensor
 
-    def keep_more(self) -> None:
-        """The threshold's logarithm."""
-        self.keep("log2_threshold", torch.zeros(()))
-
     @torch.no_grad()
     def set_grid(self, grid: Grid) -> None:
         """The threshold from which this grid follows; a scale that is no power of two is raised to one."""

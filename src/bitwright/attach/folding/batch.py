@@ -33,5 +33,5 @@ class Batch(Fold):
         if call.bias is not None:
             # it cancels in the output, but the running mean has it, and DDP waits for its gradient (zero)
             mean = mean + call.bias
-        update_running(norm, mean, variance, count)
+        update_running(norm, mean, variance, count, counted=False)
         return mean, variance

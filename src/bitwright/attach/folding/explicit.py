@@ -33,11 +33,13 @@ class Explicit(Fold):
         return call(self.quantized_weight(call, safe) / self._spread(safe, call.weight), call.bias)
 
     def norm_in_training(self, x: Tensor) -> Tensor | None:
-        """The norm itself; where statistics are shared, the same with those of all processes."""
-        if not (self.sync and syncs(self.norm)):
+        """The norm itself, or its formulas: where processes share statistics, and where torch can't compile it."""
+        norm: Any = self.norm
+        # Without a momentum the norm hands its operator a number that a compiler doesn't know: 1/(batches so far).
+        if norm.momentum is not None and not (self.sync and syncs(norm)):
             return None
-        mean, variance, count = batch_statistics(self.norm, x, sync=True)
-        update_running(self.norm, mean, variance, count)
+        mean, variance, count = batch_statistics(norm, x, sync=self.sync)
+        update_running(norm, mean, variance, count, counted=True)
         factor = self.factor(variance)
         _, beta = self.affine()
         shift = -mean * factor if beta is None else beta - mean * factor

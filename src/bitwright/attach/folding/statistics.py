@@ -43,11 +43,14 @@ def _over_processes(norm: nn.Module, x: Tensor, axes: list[int], count: int) -> 
     return mean, variance, joint
 
 
-def update_running(norm: Any, mean: Tensor, variance: Tensor, count: Tensor | int) -> None:
-    """Take a batch into the running statistics, as the norm itself would have done."""
+def update_running(norm: Any, mean: Tensor, variance: Tensor, count: Tensor | int, *, counted: bool) -> None:
+    """Take a batch into the running statistics, as the norm itself would have done.
+
+    `counted`: whether this batch is in `num_batches_tracked` already, which the norm's own forward sees to.
+    """
     momentum = norm.momentum
-    if momentum is None:  # the average of all batches; the norm's own forward counts this one later in the step
-        momentum = 1.0 / (norm.num_batches_tracked.double() + 1)
+    if momentum is None:  # the average of all batches
+        momentum = 1.0 / (norm.num_batches_tracked.double() + (0 if counted else 1))
     unbiased = variance.detach() * (count / (count - 1))
     with torch.no_grad():
         for running, new in ((norm.running_mean, mean.detach()), (norm.running_var, unbiased)):
