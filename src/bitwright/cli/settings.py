@@ -39,6 +39,8 @@ def with_settings(model: type[BaseModel]) -> Callable[[Function], Function]:
 def _option(name: str, field: FieldInfo) -> inspect.Parameter:
     kind = _without_none(field.annotation)
     flag = f"--{name.replace('_', '-')}"
+    if kind is bool:
+        flag += f"/--no-{name.replace('_', '-')}"
     words: dict[str, Any] = {"help": f"{field.description} {_default(field)}".strip(), "show_default": False}
     option = typer.Option(flag, **words)
     return inspect.Parameter(
@@ -53,4 +55,6 @@ def _without_none(annotation: Any) -> Any:
 
 
 def _default(field: FieldInfo) -> str:
-    return "" if field.default is None or field.default is False else f"[default: {field.default}]"
+    if isinstance(field.default, bool):
+        return f"[default: {'yes' if field.default else 'no'}]"
+    return "" if field.default is None else f"[default: {field.default}]"

@@ -47,6 +47,7 @@ class TrainConfig(BaseModel):
         default=None, ge=0, description="Batch-norm statistics stand still after so many epochs."
     )
     compile: bool = Field(default=False, description="torch.compile the whole model.")
+    fuse: bool = Field(default=True, description="Compile the quantizers' arithmetic on its own.")
     channels_last: bool = Field(default=False, description="Keep images as NHWC in memory.")
     seed: int = Field(default=0, ge=0, description="Of data order, augmentation and dropout.")
     workers: int = Field(default=0, ge=0, description="Processes that load data.")

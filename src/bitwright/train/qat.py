@@ -11,7 +11,7 @@ from typing import Any, Unpack
 
 from torch import Tensor, nn
 
-from bitwright.attach import attachment_of, find_attachment, prepare
+from bitwright.attach import attachment_of, compile_arithmetic, find_attachment, prepare
 from bitwright.backends import Choices
 from bitwright.deploy import Artefact
 from bitwright.errors import CalibrationError, TrainError
@@ -32,7 +32,8 @@ class Qat:
 
     Make it before the optimizer, DDP and torch.compile; call `after_step()` after each step of the optimizer,
     `after_epoch()` at the end of each epoch, and `finish()` at the end of all. With a process group each rank gives
-    its own calibration batches, and ranges are reduced over all.
+    its own calibration batches, and ranges are reduced over all. `fuse` compiles the quantizers' arithmetic, in a model
+    that isn't compiled itself.
     """
 
     def __init__(
@@ -46,12 +47,13 @@ class Qat:
         name: str | None = None,
         freeze_observers: int | None = None,
         freeze_bn: int | None = None,
+        fuse: bool = True,
         progress: Callable[[int], None] | None = None,
         **choices: Unpack[Choices],
     ) -> None:
         plan, target, made, self.notes = resolve(quantize, backend, choices)
         self.quantized = _quantized(model, iter(batches), plan, target, example, name, progress, made)
-        self._begin(freeze_observers, freeze_bn)
+        self._begin(freeze_observers, freeze_bn, fuse)
 
     @classmethod
     def resumed(
@@ -62,6 +64,7 @@ class Qat:
         *,
         freeze_observers: int | None = None,
         freeze_bn: int | None = None,
+        fuse: bool = True,
     ) -> Qat:
         """Quantizers without ranges: a checkpoint is about to bring them."""
         self = cls.__new__(cls)
@@ -70,14 +73,15 @@ class Qat:
         prepare(model, plan, graph=graph)
         backend = plan.backend or "onnxruntime"
         self.quantized = Quantized(model=model, plan=plan, graph=graph, example=example, backend=backend)
-        self._begin(freeze_observers, freeze_bn)
+        self._begin(freeze_observers, freeze_bn, fuse)
         return self
 
-    def _begin(self, freeze_observers: int | None, freeze_bn: int | None) -> None:
+    def _begin(self, freeze_observers: int | None, freeze_bn: int | None, fuse: bool) -> None:
         if find_attachment(self.model) is None:
             raise TrainError.single(
                 "the plan quantizes nothing", fix="give at least one site a format, or train without quantize"
             )
+        compile_arithmetic(self.model, fuse)
         self.epochs = 0
         self.freeze_observers = freeze_observers
         self.freeze_bn = freeze_bn
@@ -112,6 +116,7 @@ class Qat:
     def finish(self) -> Quantized:
         """No more training: what is exported is what was trained."""
         self.stop_following()
+        compile_arithmetic(self.model, False)
         self.settle()
         return self.quantized
 

@@ -148,6 +148,7 @@ class Run:
                 self._example(),
                 freeze_observers=self.config.freeze_observers,
                 freeze_bn=self.config.freeze_bn,
+                fuse=self.config.fuse,
             )
         source = batches(self.workload.calibration) if self.workload.calibration is not None else self._first_inputs()
         own = (self._move(batch) for batch in islice(source, self.ranks.rank, None, self.ranks.world))
@@ -160,6 +161,7 @@ class Run:
             name=self.workload.name,
             freeze_observers=self.config.freeze_observers,
             freeze_bn=self.config.freeze_bn,
+            fuse=self.config.fuse,
             **choices,
         )
 
