@@ -15,7 +15,7 @@ from bitwright.attach import CONTAINER, find_attachment
 from bitwright.errors import CheckpointError, PlanError, Problem, did_you_mean
 from bitwright.files import replacing
 
-__all__ = ["load_checkpoint", "save_checkpoint"]
+__all__ = ["load_checkpoint", "read_state", "save_checkpoint", "save_state"]
 
 _VERSION = "1"
 _PREFIX = f"{CONTAINER}."
@@ -26,8 +26,13 @@ def save_checkpoint(model: nn.Module, path: str | Path) -> Path:
 
     Tied tensors are stored once: safetensors refuses shared storage, so the other names go into the metadata.
     """
+    return save_state(model.state_dict(), path)
+
+
+def save_state(state: dict[str, Any], path: str | Path) -> Path:
+    """Write a state dict as `save_checkpoint` does."""
     path = Path(path)
-    tensors, aliases = _untied(model.state_dict())
+    tensors, aliases = _untied(state)
     metadata = {"format": "pt", "bitwright": _VERSION, "aliases": json.dumps(aliases, sort_keys=True)}
     with replacing(path) as temporary:
         save_file(tensors, temporary, metadata=metadata)
@@ -41,7 +46,7 @@ def load_checkpoint(model: nn.Module, path: str | Path) -> None:
     first: either all of it is loaded, or nothing is and the error lists every difference.
     """
     path = Path(path)
-    state = _read(path)
+    state = read_state(path)
     problems = _differences(model, state)
     if problems:
         raise PlanError(problems, title=f"{path} doesn't fit the model")
@@ -74,7 +79,8 @@ def _untied(state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
     return tensors, aliases
 
 
-def _read(path: Path) -> dict[str, Tensor]:
+def read_state(path: Path) -> dict[str, Tensor]:
+    """What `save_state` was given."""
     if not path.is_file():
         raise CheckpointError(
             "there is no such checkpoint", where=str(path), fix="give the path of a .safetensors file"

@@ -65,6 +65,31 @@ def test_two_processes_train_one_model(tmp_path: Path, quantizer: str) -> None:
     ]
 
 
+def test_shards_train_as_replicas_do(tmp_path: Path) -> None:
+    common = ("--epochs", "2", "--quantize", "int8", "--clip", "5", "--ema", "0.9", "--accumulate", "2")
+    runs = {kind: launch(tmp_path / kind, *common, "--parallel", kind) for kind in ("ddp", "fsdp")}
+    for process in runs.values():
+        finish(process)
+    ours, theirs = state(tmp_path / "fsdp"), state(tmp_path / "ddp")
+    assert ours.keys() == theirs.keys()
+    losses = [[row["loss"] for row in history(tmp_path / kind) if "loss" in row] for kind in ("fsdp", "ddp")]
+    assert losses[0][:4] == pytest.approx(losses[1][:4], rel=1e-4)  # sums differ in their order
+    assert losses[0][-1] == pytest.approx(losses[1][-1], rel=0.2)
+
+
+def test_shards_go_on_to_the_bit(tmp_path: Path) -> None:
+    options = ("--epochs", "2", "--quantize", "int8", "--parallel", "fsdp", "--ema", "0.9", "--save-steps", "5")
+    finish(launch(tmp_path / "whole", *options))
+    process = launch(tmp_path / "killed", *options, restarts=1)
+    try:
+        os.kill(_worker_at_step(process, tmp_path / "killed", 7), signal.SIGKILL)
+    finally:
+        _, notes = finish(process)
+    assert re.search(r"resumed step-000000(05|10)", notes)
+    ours, theirs = state(tmp_path / "killed"), state(tmp_path / "whole")
+    assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
+
+
 def test_a_run_whose_worker_is_killed_ends_as_an_unbroken_one(tmp_path: Path) -> None:
     options = ("--epochs", "2", "--save-steps", "5", "--quantize", "int8")
     finish(launch(tmp_path / "whole", *options))

@@ -46,6 +46,9 @@ class TrainConfig(BaseModel):
     freeze_bn: int | None = Field(
         default=None, ge=0, description="Batch-norm statistics stand still after so many epochs."
     )
+    parallel: Literal["ddp", "fsdp"] = Field(
+        default="ddp", description="Several processes have replicas (DDP) or shards (FSDP2) of the model."
+    )
     compile: bool = Field(default=False, description="torch.compile the whole model.")
     fuse: bool = Field(default=True, description="Compile the quantizers' arithmetic on its own.")
     channels_last: bool = Field(default=False, description="Keep images as NHWC in memory.")

@@ -58,3 +58,10 @@ def resolve(precision: Precision, target: str | None, choices: Choices) -> tuple
 
 def _widths(format: str, bits: int) -> str:
     return str(Format.parse(format).with_bits(bits))
+
+
+def word(precision: Precision | None) -> str | None:
+    """A precision as a file can hold it."""
+    if precision is None:
+        return None
+    return precision.to_yaml() if isinstance(precision, Plan) else str(precision)

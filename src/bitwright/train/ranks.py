@@ -59,11 +59,15 @@ class Ranks:
 
 
 def _digests(model: nn.Module) -> dict[str, str]:
-    """Of each parameter and of quantizer buffers; norms keep statistics of their own until the next forward."""
+    """Of each parameter and of quantizer buffers; norms keep statistics of their own until the next forward.
+
+    Shards are different by nature.
+    """
     kept = {**dict(model.named_parameters()), **{n: b for n, b in model.named_buffers() if n.startswith("bitwright.")}}
     return {
         name: hashlib.sha256(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
         for name, tensor in kept.items()
+        if not hasattr(tensor, "full_tensor")
     }
 
 

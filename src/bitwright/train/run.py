@@ -6,6 +6,7 @@ import copy
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from itertools import islice
 from logging import getLogger
 from math import isfinite
@@ -14,40 +15,36 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from bitwright.backends import Choices
 from bitwright.checkpoint import load_checkpoint, save_checkpoint
-from bitwright.errors import Problem, TrainError
+from bitwright.errors import TrainError
 from bitwright.files import write_text
 from bitwright.graph.tree import map_tensors
 from bitwright.modes import evaluating
 from bitwright.plan import Plan
 from bitwright.report import SiteRow, site_rows
 from bitwright.train.callbacks import Callback
-from bitwright.train.checkpoints import STATE, Checkpoints, Saved
+from bitwright.train.checkpoints import Checkpoints, Saved
 from bitwright.train.config import TrainConfig
 from bitwright.train.data import TrainingData
 from bitwright.train.ema import Ema
 from bitwright.train.objective import Objective
-from bitwright.train.packing import pack, unpack
-from bitwright.train.precision import Precision
+from bitwright.train.parallel import Alone, Replicated, Sharded, share_buffers
+from bitwright.train.precision import Precision, word
 from bitwright.train.qat import Qat, parameter_groups
 from bitwright.train.ranks import Ranks
 from bitwright.train.schedule import rate
 from bitwright.train.seeding import seed_all
 from bitwright.train.signals import Interrupted, Stop
+from bitwright.train.state import checked, load_best, restore, whole_state, writer
 from bitwright.version import __version__
 from bitwright.workload import Workload, batches, call, measure
 
 log = getLogger("bitwright.train")
-_VERSION = 1
 _CALIBRATION_BATCHES = 8  # of the training data, where the workload has no calibration data
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-# Settings that change nothing about the numbers: a resumed run may have others.
-_FREE = {"save_steps", "log_steps", "workers"}
 
 
 class Run:
@@ -97,10 +94,10 @@ class Run:
         self.checkpoints = Checkpoints(out) if out is not None else None
         self._losses: list[Tensor] = []
         self._norms: list[Tensor] = []
-        state = self._checked(resume) if resume is not None else None
+        state = checked(self, resume) if resume is not None else None
         self._set_up(backend, choices, init, resume)
         if resume is not None and state is not None:
-            self._go_on(resume, state)
+            restore(self, resume, state)
 
     # -- set-up: quantizers, then DDP, then optimizer and compiler -----------------------------------------
 
@@ -114,29 +111,34 @@ class Run:
         seed_all(config.seed, "start")
         self.objective = Objective(self.workload, config, copy.deepcopy(model) if config.distill > 0 else None)
         self.qat: Qat | None = None
+        self.whole_model: nn.Module | None = None
         if self.precision is not None:
             self.qat = self._quantize(backend, choices, resume)
             for note in self.qat.notes:
                 self.note(note)
         if resume is not None:  # before anybody holds parameters: a checkpoint gives scales their shapes
             load_checkpoint(model, resume.folder / "model.safetensors")
+        self.parallel = self._share()
+        self.net: Any = self.parallel.net
         self.ema = Ema(model, config.ema) if config.ema is not None else None
-        self.net: nn.Module = model
-        self.parallel: DistributedDataParallel | None = None
-        if self.ranks.several:
-            ids = [self.device.index] if self.device.type == "cuda" else None
-            self.parallel = DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
-            self.net = self.parallel
         self.optimizer = self._make_optimizer()
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.amp == "fp16")
         if config.compile:
-            self.net = torch.compile(self.net)  # type: ignore[assignment]
+            self.net = torch.compile(self.net)
         world = self.ranks.world
         whole = self.data.batch * world * config.accumulate
         self.note(
             f"{self.data.size} samples, {self.steps_per_epoch} steps of {whole} samples per epoch"
             + (f" ({self.data.batch} on each of {world} processes; the learning rate is as given)" if world > 1 else "")
         )
+
+    def _share(self) -> Alone:
+        if not self.ranks.several:
+            return Alone(self.model)
+        if self.config.parallel == "ddp":
+            return Replicated(self.model, self.device)
+        self.whole_model = copy.deepcopy(self.model)  # a sharded model can't be put together again in place
+        return Sharded(self.model, self.device, self.ranks)
 
     def _quantize(self, backend: str | None, choices: Choices, resume: Saved | None) -> Qat:
         assert self.precision is not None
@@ -240,18 +242,20 @@ class Run:
         for group in self.optimizer.param_groups:
             group["lr"] = group["peak"] * share
         self.optimizer.zero_grad(set_to_none=True)
+        self.parallel.begin_step()
         total = torch.zeros((), device=self.device)
         for part in range(config.accumulate):
             inputs, target = (self._move(value) for value in next(data))
             seed_all(config.seed, "step", self.step, part, self.ranks.rank)
-            with self._synchronised(part == config.accumulate - 1):
+            with self.parallel.accumulating(part == config.accumulate - 1):
                 with self._autocast():
                     loss = self.objective(call(self.net, inputs), inputs, target)
                 self.scaler.scale(loss / config.accumulate).backward()
             total += loss.detach().float() / config.accumulate
+        self.parallel.end_backward()
         if config.clip is not None:
             self.scaler.unscale_(self.optimizer)
-            self._norms.append(torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.clip))
+            self._norms.append(self.parallel.clip(config.clip))
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.step += 1
@@ -260,9 +264,6 @@ class Run:
             self.qat.after_step()
         if self.ema is not None:
             self.ema.update(self.model, self.step)
-
-    def _synchronised(self, wanted: bool) -> AbstractContextManager[Any]:
-        return nullcontext() if wanted or self.parallel is None else self.parallel.no_sync()
 
     def _autocast(self) -> AbstractContextManager[Any]:
         if self.config.amp is None:
@@ -296,10 +297,12 @@ class Run:
 
     def _finish_epoch(self) -> None:
         self.epoch += 1
-        self._share_buffers()
+        self.ranks.agree(self.model)
+        if self.ranks.several:  # statistics of norms are each rank's own until here, and folded weights depend on them
+            share_buffers(self.model)
         if self.qat is not None:
             self.qat.after_epoch()
-        self.ranks.agree(self.model)
+            self.ranks.agree(self.model)
         better = self._measure()
         for callback in self.callbacks:
             callback.on_epoch(self, self.metrics[-1])
@@ -314,7 +317,7 @@ class Run:
     def _measure(self) -> bool:
         """The workload's metrics on rank 0, told to all; gives whether they are the best so far."""
         values: dict[str, float] = {}
-        if self.ranks.first and can_measure(self.workload):
+        if can_measure(self.workload) and (self.ranks.first or self.parallel.measures_together):
             with self.ema.shown(self.model) if self.ema is not None else nullcontext():
                 if self.ema is not None and self.qat is not None:
                     self.qat.settle()
@@ -333,17 +336,12 @@ class Run:
             args, kwargs = self._move((args, kwargs))
             return map_tensors(self.model(*args, **kwargs), lambda t: t.to("cpu"))
 
-    @torch.no_grad()
-    def _share_buffers(self) -> None:
-        """Rank 0's statistics are everybody's: folded weights, and so their ranges, depend on them."""
-        if self.ranks.several:
-            for buffer in self.model.buffers():
-                dist.broadcast(buffer, src=0)
-
     def _obey(self) -> None:
-        if self.stop.asked is None:
+        if not self.parallel.stopping(self.stop.asked is not None):
             return
-        words = f"interrupted by {self.stop.asked} after step {self.step} of {self.steps}"
+        words = (
+            f"interrupted{f' by {self.stop.asked}' if self.stop.asked else ''} after step {self.step} of {self.steps}"
+        )
         if self.checkpoints is None:
             raise Interrupted(f"{words}; the run has no folder to be saved in")
         self.save()
@@ -354,10 +352,15 @@ class Run:
             self.ema.put(self.model)
         best = self.checkpoints.best() if self.checkpoints is not None else None
         if self.config.patience is not None and best is not None and self.best is not None:
-            self._load_best(best)
+            load_best(self, best)
             self.note(f"the result is that of epoch {int(self.best['epoch'])}, the best one")
         if self.qat is not None:
             self.qat.finish()
+        if self.whole_model is not None:
+            self.whole_model.load_state_dict(whole_state(self))
+            self.model = self.whole_model
+            if self.qat is not None:
+                self.qat.quantized = replace(self.qat.quantized, model=self.model)
         self.model.eval()
         if self.out is None or not self.ranks.first:
             return
@@ -372,7 +375,7 @@ class Run:
             "bitwright": __version__,
             "torch": torch.__version__,
             "workload": self.workload.name,
-            "quantize": _word(self.precision),
+            "quantize": word(self.precision),
             "init": str(self.init) if self.init is not None else None,
             "backend": self.qat.quantized.backend if self.qat is not None else None,
             "processes": self.ranks.world,
@@ -399,100 +402,16 @@ class Run:
             self._kept_probe = self._move(next(iter(self.data.epoch(0)))[0])
         return self._kept_probe
 
-    # -- checkpoints ---------------------------------------------------------------------------------------
-
     def save(self, *, best: bool = False) -> None:
         """Write a checkpoint, once: on rank 0."""
         self._log()
-        if self.checkpoints is not None and self.ranks.first:
-            self.checkpoints.save(self.step, self._write, best=best)
-
-    def _write(self, folder: Path) -> None:
-        save_checkpoint(self.model, folder / "model.safetensors")
-        if self.qat is not None:
-            self.qat.plan.save(folder / "plan.yaml")
-        tensors: dict[str, Tensor] = {}
-        state = {
-            "version": _VERSION,
-            "identity": self.identity(),
-            "step": self.step,
-            "epoch": self.epoch,
-            "stale": self.stale,
-            "stopped_early": self.stopped_early,
-            "best": self.best,
-            "metrics": self.metrics,
-            "scaler": self.scaler.state_dict(),
-            "optimizer": pack(self.optimizer.state_dict()["state"], tensors, "optimizer"),
-            "ema": pack(self.ema.average, tensors, "ema") if self.ema is not None else None,
-            "observers": pack(_plain(self.qat.observer_state()), tensors, "observers") if self.qat else None,
-        }
-        save_file({name: tensor.cpu() for name, tensor in tensors.items()}, folder / "state.safetensors")
-        write_text(folder / STATE, json.dumps(state, indent=1) + "\n")
-
-    def identity(self) -> dict[str, Any]:
-        """What must be the same for a run to go on."""
-        fixed = {key: value for key, value in self.config.model_dump().items() if key not in _FREE}
-        return {
-            "workload": self.workload.name,
-            "quantize": _word(self.precision),
-            "samples": self.data.size,
-            "batch per process": self.data.batch,
-            "processes": self.ranks.world,
-            **fixed,
-        }
-
-    def _checked(self, saved: Saved) -> dict[str, Any]:
-        """The state of a checkpoint; one of another run is refused, with every difference."""
-        state = saved.state()
-        before, now = state["identity"], self.identity()
-        problems = [
-            Problem(
-                what=f"was {before.get(key)!r} when this run was saved",
-                where=key,
-                value=now.get(key),
-                fix="resume with the same settings, or start another run (init takes its weights)",
-            )
-            for key in sorted({*before, *now})
-            if before.get(key) != now.get(key)
-        ]
-        if problems:
-            raise TrainError(problems, title=f"can't resume {saved.folder.name}: this is another run")
-        return state
-
-    def _go_on(self, saved: Saved, state: dict[str, Any]) -> None:
-        tensors = self._tensors(saved)
-        packed = unpack(state["optimizer"], tensors)
-        whole = self.optimizer.state_dict()
-        self.optimizer.load_state_dict({**whole, "state": {int(key): value for key, value in packed.items()}})
-        if self.ema is not None:
-            self.ema.average = unpack(state["ema"], tensors)
-        if self.qat is not None:
-            self.qat.load_observer_state(unpack(state["observers"], tensors), state["epoch"])
-        if state["scaler"]:
-            self.scaler.load_state_dict(state["scaler"])
-        self.step, self.epoch, self.stale = state["step"], state["epoch"], state["stale"]
-        self.stopped_early, self.best, self.metrics = state["stopped_early"], state["best"], state["metrics"]
-        self.note(f"resumed {saved.folder.name}: {self.step} of {self.steps} steps are done")
-
-    def _tensors(self, saved: Saved) -> dict[str, Tensor]:
-        return {name: t.to(self.device) for name, t in load_file(saved.folder / "state.safetensors").items()}
-
-    def _load_best(self, saved: Saved) -> None:
-        load_checkpoint(self.model, saved.folder / "model.safetensors")
-        if self.ema is not None:
-            self.ema.average = unpack(saved.state()["ema"], self._tensors(saved))
-            self.ema.put(self.model)
+        if self.checkpoints is None:
+            return
+        write = writer(self)
+        if self.ranks.first:
+            self.checkpoints.save(self.step, write, best=best)
 
 
 def can_measure(workload: Workload) -> bool:
     """Whether the workload says how good a model is."""
     return workload.evaluation is not None or workload.evaluate is not None
-
-
-def _plain(observers: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Without what the plan says already."""
-    return {site: {k: v for k, v in state.items() if k != "format"} for site, state in observers.items()}
-
-
-def _word(precision: Precision | None) -> str | None:
-    return precision.to_yaml() if isinstance(precision, Plan) else None if precision is None else str(precision)
