@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+sys.path.insert(0, str(Path(__file__).parent))  # makes `two_ranks` importable
 
 # A shared machine makes one example late now and then: pytest-timeout watches over whole tests instead.
 settings.register_profile("bitwright", deadline=None)

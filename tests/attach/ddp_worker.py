@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from datetime import timedelta
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -14,18 +12,11 @@ from bitwright.attach import prepare, quantizers_of
 from bitwright.backends import place
 from bitwright.graph import capture
 from bitwright.ptq import calibrate
+from two_ranks import work
 
 
-def main(rank: int, port: int, result: str) -> None:
-    torch.set_num_threads(1)
+def main(rank: int) -> dict[str, Any]:
     torch.manual_seed(0)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"tcp://127.0.0.1:{port}",
-        rank=rank,
-        world_size=2,
-        timeout=timedelta(seconds=60),
-    )
     model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 16, 3))
     example = torch.randn(8, 2, 6, 6)
     prepare(model, place(capture(model, example), "onnxruntime", weights="int4/channel/sym", quantizer="lsq"))
@@ -40,9 +31,8 @@ def main(rank: int, port: int, result: str) -> None:
         parallel(torch.randn(8, 2, 6, 6)).square().mean().backward()
         optimizer.step()
     after = {site: quantizers_of(model)[site].scale.detach().clone() for site in before}
-    torch.save({"before": before, "after": after, "state": model.state_dict()}, result)
-    dist.destroy_process_group()
+    return {"before": before, "after": after, "state": model.state_dict()}
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    work(main)

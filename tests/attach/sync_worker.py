@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -15,6 +13,7 @@ from bitwright.attach import prepare, quantizers_of
 from bitwright.formats import Format
 from bitwright.plan import FoldSpec, Plan, SiteSpec
 from bitwright.ptq import calibrate
+from two_ranks import work
 
 SHARES = (5, 3)  # samples of each rank: unequal ones must weigh as they should
 CASES = [
@@ -64,11 +63,7 @@ def mean_over_ranks(grad: Tensor) -> Tensor:
     return grad / 2
 
 
-def main(rank: int, port: int, result: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2, timeout=timedelta(seconds=60)
-    )
+def main(rank: int) -> dict[str, dict[str, Tensor]]:
     start = sum(SHARES[:rank])
     own = slice(start, start + SHARES[rank])
     results = {}
@@ -91,9 +86,8 @@ def main(rank: int, port: int, result: str) -> None:
         torch._dynamo.reset()
         compiled: Any = torch.compile(model.train(), fullgraph=True, backend="aot_eager")
         results[f"{strategy} compiled"] = train(model, compiled, x[own], 2 * weights[own])
-    torch.save(results, result)
-    dist.destroy_process_group()
+    return results
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    work(main)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+import two_ranks
+
 sys.path.insert(0, str(Path(__file__).parent))
 from sync_worker import CASES, SHARES, build, train
 
@@ -20,29 +19,7 @@ from sync_worker import CASES, SHARES, build, train
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """What each of two real processes ended with."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    results = [tmp_path_factory.mktemp("sync") / f"{rank}.pt" for rank in (0, 1)]
-    worker = str(Path(__file__).with_name("sync_worker.py"))
-    processes = [
-        subprocess.Popen(
-            [sys.executable, worker, str(rank), str(port), str(result)],
-            env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank, result in enumerate(results)
-    ]
-    try:
-        for process in processes:
-            _, errors = process.communicate(timeout=90)
-            assert process.returncode == 0, errors
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
-    return [torch.load(result, weights_only=True) for result in results]
+    return two_ranks.run(Path(__file__).with_name("sync_worker.py"), tmp_path_factory.mktemp("sync"))
 
 
 @pytest.mark.parametrize(("strategy", "norm", "rounding"), CASES)

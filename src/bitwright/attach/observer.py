@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar, Literal
+
 from torch import Tensor
 
 from bitwright.formats import Format
@@ -9,6 +11,11 @@ from bitwright.formats import Format
 
 class Observer:
     """Finds the range of a site from what passes there. A subclass is one short file."""
+
+    # A range that leaves something out on purpose (outliers, what costs more than it is worth) is an estimate, and the
+    # mean of several processes' estimates is a better one; their extremes would bring back what was left out.
+    merge: ClassVar[Literal["extremes", "mean"]] = "mean"
+    """How ranges that several processes found become one."""
 
     def __init__(self, *, format: Format) -> None:
         self.format = format

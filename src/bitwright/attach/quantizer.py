@@ -56,7 +56,7 @@ class Quantizer(nn.Module):
         self.of: list[str] = []  # sites whose quantizers this one is made from,
         self.parts: tuple[Quantizer, ...] = ()  # and these, linked by `prepare`
         self.saw = False  # whether something came by since the last range
-        self._shape = torch.Size()  # of what was observed
+        self.observed_shape = torch.Size()
         self._seen: Tensor | None = None  # the numbers themselves, where a guard looks at them
         self.register_buffer("codes", torch.tensor([float(self.qmin), float(self.qmax)]))
         self.keep("zero_point", torch.zeros(()))
@@ -197,7 +197,7 @@ class Quantizer(nn.Module):
                 fix="mend the data, or keep this site in float (format: float)",
             )
         self.layout.check(x.shape, site=self.site)
-        self._shape = x.shape
+        self.observed_shape = x.shape
         self._seen = x if self.spec.guard is not None else None
         assert self.observer is not None
         self.observer.observe(self.layout.rows(x))
@@ -210,7 +210,7 @@ class Quantizer(nn.Module):
             return
         x = x.detach().to(torch.float32)
         self.saw = True
-        self._shape = x.shape
+        self.observed_shape = x.shape
         self._seen = x if self.spec.guard is not None else None
         self.observer.observe(self.layout.rows(x))
 
@@ -242,14 +242,18 @@ class Quantizer(nn.Module):
                 where=self.site,
                 fix="calibrate with inputs that take this path, or keep this site in float (format: float)",
             )
-        low, high = self.observer.range()
+        self.settle_to(*self.observer.range(), self.observed_shape)
+
+    @torch.no_grad()
+    def settle_to(self, low: Tensor, high: Tensor, shape: torch.Size) -> None:
+        """Make the grid of a range that was seen here, or merged from what several processes saw."""
         if self.following and not bool((low.isfinite() & high.isfinite()).all()):
             raise CalibrationError(
                 "what reaches this site in training isn't finite",
                 where=self.site,
                 fix="lower the learning rate, clip gradients, or keep this site in float (format: float)",
             )
-        self.set_range(low, high, self._shape, self._seen)
+        self.set_range(low, high, shape, self._seen)
         self.saw = False
         if self.weight and self.following:
             self.observer = self.new_observer()  # a weight's range is that of the weight as it is now

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar, Literal
+
 import torch
 from torch import Tensor
 
@@ -11,6 +13,8 @@ from bitwright.formats import Format
 
 class MinMax(Observer):
     """Lowest and highest value over all batches."""
+
+    merge: ClassVar[Literal["extremes", "mean"]] = "extremes"  # what one process has seen, all must cover
 
     def __init__(self, *, format: Format) -> None:
         super().__init__(format=format)

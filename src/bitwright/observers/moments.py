@@ -12,6 +12,8 @@ from bitwright.observers.minmax import MinMax
 class MomentsObserver(MinMax):
     """Lowest and highest value, and the sums of |x|, x and x²."""
 
+    merge = "mean"  # ranges follow from means, not from the ends
+
     def __init__(self, *, format: Format) -> None:
         super().__init__(format=format)
         self.count = 0

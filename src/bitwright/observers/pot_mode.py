@@ -14,6 +14,8 @@ from bitwright.observers.scaled import range_of_scale
 class PotMode(MinMax):
     """Each batch votes for its exponent; the most votes win, the wider range where two have as many."""
 
+    merge = "mean"  # a power of two is made of it again where the format wants one
+
     def __init__(self, *, format: Format) -> None:
         super().__init__(format=format)
         self.votes: list[Tensor] = []

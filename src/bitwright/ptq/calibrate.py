@@ -8,23 +8,58 @@ from typing import Any
 import torch
 from torch import nn
 
-from bitwright.attach import attachment_of, in_mode
+from bitwright.attach import Quantizer, attachment_of, in_mode
 from bitwright.errors import BitwrightError, CalibrationError, PlanError, Problem
 from bitwright.graph.tree import as_call
 from bitwright.modes import evaluating
+from bitwright.ptq.ranks import describe, exchange, give_up, own_ranges, settle_together, several
 
 
-def calibrate(model: nn.Module, batches: Iterable[Any], *, progress: Callable[[int], None] | None = None) -> int:
+def calibrate(
+    model: nn.Module,
+    batches: Iterable[Any],
+    *,
+    progress: Callable[[int], None] | None = None,
+    group: Any = None,
+) -> int:
     """Run `batches` through a prepared model (eval mode, float arithmetic), then settle all ranges.
 
     Each batch is a tensor, a tuple of positional arguments or a dict of keywords. Data streams: nothing but
     the observers' own statistics is kept. Returns the number of batches. Every quantizer that gets no usable
     range (no batch reached it, or its format can't hold what came) is reported, all at once.
+
+    Where `torch.distributed` is initialised, all processes of `group` (default: all) must call this, each with batches
+    of its own (or none): ranges are merged, and all end with the same grids, or the same problems. A rank that should
+    calibrate alone gives a group of its own, `dist.new_group([rank])`.
     """
     attachment = attachment_of(model)
-    seen = 0
-    for quantizer in attachment.quantizers.values():
+    # those that are made from others come last
+    quantizers = sorted(attachment.quantizers.values(), key=lambda q: bool(q.of))
+    for quantizer in quantizers:
         quantizer.observer = None
+    if several(group):
+        try:
+            seen = _observe(model, batches, progress)
+            own = own_ranges(quantizers)
+        except Exception as error:
+            give_up(error, group)
+            raise
+        reports = exchange(describe(quantizers, seen), group)
+        total = sum(report.batches for report in reports)
+    else:
+        total = seen = _observe(model, batches, progress)
+    if total == 0:
+        raise CalibrationError(
+            "the calibration loader yielded no batch", fix="give a loader (or list) with at least one batch"
+        )
+    problems = settle_together(quantizers, reports, own, group) if several(group) else _settle(quantizers)
+    if problems:
+        raise PlanError(problems, title="calibration left quantizers without a range")
+    return seen
+
+
+def _observe(model: nn.Module, batches: Iterable[Any], progress: Callable[[int], None] | None) -> int:
+    seen = 0
     with evaluating(model), torch.no_grad(), in_mode(model, "calibrate"):
         for batch in batches:
             args, kwargs = as_call(batch)
@@ -41,17 +76,14 @@ def calibrate(model: nn.Module, batches: Iterable[Any], *, progress: Callable[[i
             seen += 1
             if progress is not None:
                 progress(seen)
-    if seen == 0:
-        raise CalibrationError(
-            "the calibration loader yielded no batch", fix="give a loader (or list) with at least one batch"
-        )
+    return seen
+
+
+def _settle(quantizers: Iterable[Quantizer]) -> list[Problem]:
     problems: list[Problem] = []
-    # those that are made from others come last
-    for quantizer in sorted(attachment.quantizers.values(), key=lambda q: bool(q.of)):
+    for quantizer in quantizers:
         try:
             quantizer.settle()
         except CalibrationError as error:
             problems += error.problems
-    if problems:
-        raise PlanError(problems, title="calibration left quantizers without a range")
-    return seen
+    return problems

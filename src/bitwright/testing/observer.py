@@ -19,6 +19,7 @@ _FORMATS = ("int8/channel/sym", "int4/channel/sym/adasign", "uint8/channel/asym"
 
 def check_observer(cls: type[Observer], **options: Any) -> None:
     """Raise AssertionError, with what is wrong, unless `cls(format=…, **options)` behaves as an observer must."""
+    demand(cls.merge in ("extremes", "mean"), cls.__name__, "doesn't say how ranges of processes are merged")
     for format in map(Format.parse, _FORMATS):
         who = f"{cls.__name__} at {format}"
         batches = [numbers(3, length, seed=length) for length in (400, 64, 1)]
