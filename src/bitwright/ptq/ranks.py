@@ -106,7 +106,7 @@ def settle_together(
 
 
 def merge_ranges(quantizers: list[Quantizer], widths: list[int], own: dict[str, Range], group: Any) -> dict[str, Range]:
-    """Ranges of `widths` rows, merged by one collective: every process fills a row of its own, and adds zeros to others.
+    """Ranges of `widths` rows, merged by one collective: every process fills its row and adds zeros to others.
 
     A site that no process has in `own` isn't in the result.
     """

@@ -23,7 +23,8 @@ class Ema:
         """Take in the state after `step` (from 1)."""
         decay = min(self.decay, (1 + step) / (10 + step))
         now = model.state_dict()
-        torch._foreach_lerp_(list(self.average.values()), [now[name] for name in self.average], 1 - decay)
+        for name, average in self.average.items():
+            average.lerp_(now[name], 1 - decay)
 
     @torch.no_grad()
     def put(self, model: nn.Module) -> None:

@@ -112,7 +112,7 @@ class Sharded(Alone):
         """Sharded and replicated gradients don't mix in torch's own function."""
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         norms = [self.whole(torch.linalg.vector_norm(gradient)) for gradient in gradients]
-        norm = torch.linalg.vector_norm(torch.stack(norms))
+        norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
         factor = torch.clamp(largest / (norm + 1e-6), max=1.0)
         for gradient in gradients:
             gradient.mul_(factor)

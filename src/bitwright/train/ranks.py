@@ -61,11 +61,11 @@ class Ranks:
 def _digests(model: nn.Module) -> dict[str, str]:
     """Of each parameter and of quantizer buffers; norms keep statistics of their own until the next forward.
 
-    Shards are different by nature.
+    Shards are different by nature. Of copies: memory that NumPy has seen can't be resized any more, as FSDP2 must.
     """
     kept = {**dict(model.named_parameters()), **{n: b for n, b in model.named_buffers() if n.startswith("bitwright.")}}
     return {
-        name: hashlib.sha256(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+        name: hashlib.sha256(tensor.detach().cpu().clone().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
         for name, tensor in kept.items()
         if not hasattr(tensor, "full_tensor")
     }
