@@ -99,7 +99,7 @@ def _frame(x: Tensor, scale: Tensor) -> Frame | None:
 def _compiled(kernel: Kernel, frame: Frame, large: tuple[Tensor, ...], small: tuple[Tensor, ...]) -> Any:
     shape = (frame.rows, 1) if frame.rows else ()
     return kernel.compiled(
-        *(frame.view(part.detach()) for part in large),
+        *map(frame.view, large),
         *(part.detach().reshape(shape if part.numel() > 1 else ()) for part in small),
     )
 
