@@ -47,6 +47,7 @@ def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(1)
     torch._dynamo.reset()
     monkeypatch.setattr(compiled, "_broken", [])
+    monkeypatch.setattr(compiled, "SMALL", 1 << 14)
     yield
     torch._dynamo.reset()
 
@@ -309,7 +310,7 @@ import bitwright as bw
 from bitwright.attach import compile_arithmetic
 logging.basicConfig()
 model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 16, 3))
-x = torch.randn(8, 3, 32, 32)
+x = torch.randn(16, 3, 32, 32)
 bw.quantize(model, [x], quantizer="lsq")
 expected = model(x).detach()
 compile_arithmetic(model)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 _log = logging.getLogger(__name__)
 
-SMALL = 1 << 14
+SMALL = 1 << 16
 """Tensors with fewer elements aren't worth a call into compiled code."""
 
 _VARIANTS = 64  # per function: ranks, dtypes of devices, with and without gradients, formats
