@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from bitwright.attach import prepare, quantizers_of, set_mode, strip
+    from bitwright.attach import compile_arithmetic, prepare, quantizers_of, set_mode, strip
     from bitwright.backends import backend
     from bitwright.checkpoint import load_checkpoint, save_checkpoint
     from bitwright.deploy import check, export, export_float, measure_latency, open_runtime
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 # Names are fetched when they are first used: `bitwright --help` shouldn't wait seconds for torch.
 _HOMES = {
     "bitwright.attach": (
+        "compile_arithmetic",
         "prepare",
         "quantizers_of",
         "set_mode",
@@ -106,6 +107,7 @@ __all__ = [
     "calibrate",
     "capture",
     "check",
+    "compile_arithmetic",
     "export",
     "export_float",
     "load_checkpoint",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -42,7 +42,30 @@ def quantize_compiled(quantizer: Quantizer, x: Tensor, *, relu: bool) -> Tensor:
     if frame is None:
         result: Tensor = kernel.compiled(quantizer, x)
         return result
-    return frame.back(kernel.compiled(quantizer, frame.view(x)))
+    result = kernel.compiled(quantizer, _Viewed.apply(x, frame))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _ViewedBack.apply(result, frame))  # type: ignore[no-untyped-call]
+
+
+class _Viewed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, frame: Frame) -> Tensor:
+        ctx.frame = frame
+        return frame.view(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return _ViewedBack.apply(grads[0], ctx.frame), None  # type: ignore[no-untyped-call]
+
+
+class _ViewedBack(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, frame: Frame) -> Tensor:
+        ctx.frame = frame
+        return frame.back(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return _Viewed.apply(grads[0], ctx.frame), None  # type: ignore[no-untyped-call]
 
 
 def _frame(quantizer: Quantizer, x: Tensor) -> Frame | None:

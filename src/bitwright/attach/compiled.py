@@ -16,7 +16,7 @@ from torch import Tensor
 
 _log = logging.getLogger(__name__)
 
-SMALL = 1 << 14
+SMALL = 1 << 16
 """Tensors with fewer elements aren't worth a call into compiled code."""
 
 _VARIANTS = 64  # per function: ranks, dtypes of devices, with and without gradients, formats
@@ -74,7 +74,8 @@ def dense(x: Tensor) -> bool:
 class Frame:
     """How compiled code sees a tensor: as one row, or as a matrix with one row per scale (`rows` of them).
 
-    With one or two axes, whatever the model has, few variants are compiled.
+    With one or two axes, whatever the model has, few variants are compiled. No tensor that is made here is a view to
+    autograd: compiled code would have variants by what it is a view of, and models couldn't go on in place.
     """
 
     def __init__(self, x: Tensor, rows: int = 0) -> None:
@@ -84,8 +85,8 @@ class Frame:
         """`x`, or another tensor of its shape."""
         if x.stride() != self.stride:
             x = torch.empty_strided(self.shape, self.stride, dtype=x.dtype, device=x.device).copy_(x)
-        return x.view(self.rows, -1) if self.rows else x.as_strided((x.numel(),), (1,))
+        return (x.view(self.rows, -1) if self.rows else x.as_strided((x.numel(),), (1,))).detach()
 
     def back(self, x: Tensor) -> Tensor:
         """The inverse of `view`."""
-        return x.as_strided(self.shape, self.stride)
+        return x.as_strided(self.shape, self.stride).detach()

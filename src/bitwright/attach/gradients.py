@@ -25,7 +25,7 @@ class _WithGradientOf(torch.autograd.Function):
 
 def with_gradient_of(value: Tensor, x: Tensor, factor: float = 1.0) -> Tensor:
     """`value`, to the last bit, with `factor` times the gradient of `x` (straight-through)."""
-    if value.shape != x.shape:
+    if value.shape != x.shape or torch.compiler.is_compiling():  # compilers make one pass of it in any case
         return value.detach() + (x - x.detach()) * factor
     if not x.requires_grad:
         return value.detach()

@@ -6,8 +6,7 @@ gradient passes inside the grid; ∂s = round(x/s) − x/s inside, the code at i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -98,14 +97,11 @@ def _frame(x: Tensor, scale: Tensor) -> Frame | None:
 
 def _compiled(kernel: Kernel, frame: Frame, large: tuple[Tensor, ...], small: tuple[Tensor, ...]) -> Any:
     shape = (frame.rows, 1) if frame.rows else ()
-    return kernel.compiled(
-        *(frame.view(part.detach()) for part in large),
-        *(part.detach().reshape(shape if part.numel() > 1 else ()) for part in small),
-    )
+    flat = (part if part.dim() == 0 else part.reshape(shape if part.numel() > 1 else ()) for part in small)
+    return kernel.compiled(*map(frame.view, large), *(part.detach() for part in flat))
 
 
-@dataclass(frozen=True)
-class _How:
+class _How(NamedTuple):
     relu: bool
     half: bool
     fused: bool
