@@ -387,3 +387,25 @@ def test_tensorboard_has_losses_ranges_scales_and_clipped_shares(tmp_path: Path)
     values = [event.value for event in events.Scalars("scale/conv:weight")]
     assert values[0] != values[-1]
     assert all(0 <= event.value <= 1 for event in events.Scalars("clipped/conv:input"))
+
+
+@pytest.mark.realdata
+def test_a_few_steps_of_qat_keep_resnet20(data_dir: Path, tmp_path: Path) -> None:
+    from bitwright.zoo.data import npz_images
+    from bitwright.zoo.workloads import resnet20_cifar10
+
+    work = resnet20_cifar10(data_dir)
+    test = npz_images(data_dir / "cifar10" / "test.npz").take(1000, seed=0)
+    base = work.training()
+    work = replace(
+        work,
+        training=lambda: replace(base, images=base.images.take(640, seed=0)),
+        evaluation=lambda: test.batches(250, mean=base.mean, std=base.std),
+    )
+    floating = measure(work, work.model)["top1"]
+    result = Trainer(work, quantize="int8", config=TrainConfig(lr=2e-4, batch=64), out=tmp_path).fit()
+    assert result.metrics[-1]["top1"] >= floating - 0.7  # of 1,000 images
+    artefact = result.quantized.export(tmp_path / "model.onnx").path
+    parity = result.quantized.check(artefact, [images for images, _ in work.evaluation()])
+    assert parity.passed
+    assert parity.outputs[0].top1_agreement >= 0.999

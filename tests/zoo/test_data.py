@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 
 from bitwright.errors import WorkloadError
-from bitwright.zoo.data import DATA_VARIABLE, data_folder, image_folder, npz_images
+from bitwright.zoo.data import DATA_VARIABLE, Augmented, Images, data_folder, image_folder, npz_images
 from bitwright.zoo.workloads import resnet20_cifar10
 
 
@@ -61,3 +61,32 @@ def test_image_folder(tmp_path: Path) -> None:
 def test_image_folder_without_images(tmp_path: Path) -> None:
     with pytest.raises(WorkloadError, match="NNNN_CCCC"):
         image_folder(tmp_path)
+
+
+def test_augmented_images_are_shifted_and_mirrored_and_nothing_else() -> None:
+    pixels = torch.randint(0, 256, (3, 3, 6, 5), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    images = Images(pixels=pixels, labels=torch.arange(3))
+    mean, std = (1.0, 2.0, 3.0), (4.0, 5.0, 6.0)
+    data = Augmented(images=images, mean=mean, std=std, shift=2)
+    shift, scale = (torch.tensor(v).view(-1, 1, 1) for v in (mean, std))
+    padded = torch.nn.functional.pad((pixels.float() - shift) / scale, [2] * 4)
+    torch.manual_seed(0)
+    kinds = set()
+    for _ in range(40):
+        batch, labels = data.__getitems__([2, 0])
+        assert labels.tolist() == [2, 0]
+        for image, index in zip(batch, (2, 0), strict=True):
+            found = [
+                (top, left, mirrored)
+                for top in range(5)
+                for left in range(5)
+                for mirrored in (False, True)
+                for window in [padded[index, :, top : top + 6, left : left + 5]]
+                if torch.equal(image, window.flip(2) if mirrored else window)
+            ]
+            assert found
+            kinds.update(found)
+    assert {top for top, _, _ in kinds} == set(range(5))
+    assert {mirrored for _, _, mirrored in kinds} == {False, True}
+    still = Augmented(images=images, mean=mean, std=std, shift=0, mirror=False)
+    torch.testing.assert_close(still[1][0], padded[1, :, 2:-2, 2:-2])

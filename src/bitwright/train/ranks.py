@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.rendezvous import rendezvous
 
 from bitwright.errors import TrainError
 
@@ -86,9 +87,21 @@ def joined() -> Iterator[Ranks]:
         return
     made = not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1
     if made:
-        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+        _join()
     try:
         yield here()
     finally:
         if made:
             dist.destroy_process_group()
+
+
+def _join() -> None:
+    """Join torchrun's group, at each restart under another name.
+
+    torchrun's store outlives a restart (torch 2.13): a process that comes back early would find the address of a dead
+    one there, and wait for it in vain.
+    """
+    store, rank, world = next(iter(rendezvous("env://")))
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, store=dist.PrefixStore(f"bitwright/{attempt}", store), rank=rank, world_size=world)

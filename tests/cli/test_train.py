@@ -1,0 +1,102 @@
+"""`bitwright train` and `bitwright deploy`: three commands to a measured INT8 artefact; Ctrl-C and kill."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from bitwright.cli import app
+from bitwright.cli.data import regrouped
+
+TINY = f"{Path(__file__).parents[1] / 'train' / 'tiny.py'}:workload"
+COMMON = ("--batch", "25", "--lr", "0.1", "--epochs", "2", "--log-steps", "1")
+
+
+def run(*arguments: object, code: int = 0) -> Any:
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert result.exit_code == code, result.output
+    return result
+
+
+def test_three_commands_from_amp_to_a_measured_artefact(tmp_path: Path) -> None:
+    amp, qat, out = tmp_path / "amp", tmp_path / "qat", tmp_path / "out"
+    words = run("train", TINY, *COMMON, "--amp", "bf16", "-o", amp).stdout
+    assert "epoch 2/2: loss" in words
+    run("train", TINY, *COMMON, "--amp", "bf16", "--init", amp, "--quantize", "int8", "-o", qat)
+    assert json.loads((qat / "result.json").read_text())["init"] == str(amp)
+    assert (qat / "tensorboard").is_dir()
+    facts = json.loads(run("deploy", TINY, qat, "-o", out, "--json").stdout)
+    scores = {row["where"]: row["value"] for row in facts["report"]["accuracies"]}
+    assert scores["float"] == json.loads((amp / "result.json").read_text())["metrics"][-1]["top1"]
+    assert scores["onnxruntime"] == scores["simulated"] > 60
+    assert {row["batch"] for row in facts["report"]["timings"]} == {1, 64}
+    assert all(row["passed"] for row in facts["report"]["parities"])
+    assert {"model.onnx", "model-float.onnx", "report.html"} <= set(facts["files"])
+    shown = run("deploy", TINY, qat, "--float", amp, "-o", tmp_path / "again").stdout
+    assert "samples/s" in shown
+
+
+def test_what_is_wrong_is_said_before_anything_is_trained(tmp_path: Path) -> None:
+    result = run("train", TINY, "--epochs", "0", "--lr", "-1", "-o", tmp_path / "a", code=2)
+    assert "epochs" in result.stderr
+    assert "lr" in result.stderr
+    result = run("train", TINY, "--weights", "int4/channel/sym", "-o", tmp_path / "b", code=2)
+    assert 'add quantize="int8"' in result.stderr
+    result = run("train", TINY, "--quantize", "int7x", "-o", tmp_path / "c", code=2)
+    assert "unknown precision" in result.stderr
+    result = run("train", TINY, "--quantize", "int12", "--backend", "onnxruntime", "-o", tmp_path / "d", code=2)
+    assert "can't run this activation format" in result.stderr
+    result = run("deploy", TINY, tmp_path / "nothing", "-o", tmp_path / "e", code=2)
+    assert "no such checkpoint" in result.stderr
+    result = run("train", TINY, "--amp", "int8", "-o", tmp_path / "f", code=2)
+    assert "bf16" in result.stderr
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_an_interrupted_run_loses_nothing(tmp_path: Path, number: signal.Signals) -> None:
+    options = ["train", TINY, *COMMON, "--save-steps", "3", "--quantize", "int8", "--no-tensorboard"]
+    run(*options, "-o", tmp_path / "whole")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "bitwright", *options, "-o", str(tmp_path / "parts")],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    history = tmp_path / "parts" / "history.jsonl"
+    for _ in range(1200):
+        if (history.exists() and len(history.read_text().splitlines()) >= 5) or process.poll() is not None:
+            break
+        time.sleep(0.02)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=60)
+    if number != signal.SIGKILL:
+        assert process.returncode == 130, errors
+        assert f"interrupted by {number.name}" in errors
+        assert "--resume" in errors
+    run(*options, "-o", tmp_path / "parts", "--resume")
+    ours, theirs = (load_file(tmp_path / name / "checkpoint.safetensors") for name in ("parts", "whole"))
+    assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
+    assert history.read_text() == (tmp_path / "whole" / "history.jsonl").read_text()
+
+
+def test_batches_are_put_together_for_timing() -> None:
+    small = [{"x": torch.full((3, 2), float(i)), "k": torch.tensor(1)} for i in range(3)]
+    first, second = regrouped(small, 5)
+    assert first["x"][:, 0].tolist() == [0, 0, 0, 1, 1, 1]
+    assert first["k"].tolist() == 1
+    assert len(second["x"]) >= 5
+    assert [len(x) for x in regrouped([torch.ones(8, 1)], 4)] == [8]
