@@ -105,4 +105,5 @@ def _join() -> None:
     store, rank, world = next(iter(rendezvous("env://")))
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     backend = "nccl" if torch.cuda.is_available() else "gloo"
-    dist.init_process_group(backend, store=dist.PrefixStore(f"bitwright/{attempt}", store), rank=rank, world_size=world)
+    fresh = PrefixStore(f"bitwright/{attempt}", store)
+    dist.init_process_group(backend, store=fresh, rank=rank, world_size=world)
