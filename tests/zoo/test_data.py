@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gzip
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +9,7 @@ import torch
 from PIL import Image
 
 from bitwright.errors import WorkloadError
-from bitwright.zoo.data import DATA_VARIABLE, Augmented, Images, data_folder, image_folder, npz_images
+from bitwright.zoo.data import DATA_VARIABLE, Augmented, Images, data_folder, idx_images, image_folder, npz_images
 from bitwright.zoo.workloads import resnet20_cifar10
 
 
@@ -90,3 +91,21 @@ def test_augmented_images_are_shifted_and_mirrored_and_nothing_else() -> None:
     assert {mirrored for _, _, mirrored in kinds} == {False, True}
     still = Augmented(images=images, mean=mean, std=std, shift=0, mirror=False)
     torch.testing.assert_close(still[1][0], padded[1, :, 2:-2, 2:-2])
+
+
+def test_idx_files(tmp_path: Path) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (4, 3, 2), dtype=np.uint8)
+    header = b"\0\0\x08\x03" + np.array([4, 3, 2], ">u4").tobytes()
+    with gzip.open(tmp_path / "i.gz", "wb") as file:
+        file.write(header + pixels.tobytes())
+    with gzip.open(tmp_path / "l.gz", "wb") as file:
+        file.write(b"\0\0\x08\x01" + np.array([4], ">u4").tobytes() + bytes([3, 1, 2, 0]))
+    images = idx_images(tmp_path / "i.gz", tmp_path / "l.gz")
+    assert torch.equal(images.pixels[:, 0], torch.from_numpy(pixels))
+    assert images.labels.tolist() == [3, 1, 2, 0]
+    with pytest.raises(WorkloadError, match="with a label each"):
+        idx_images(tmp_path / "l.gz", tmp_path / "i.gz")
+    with gzip.open(tmp_path / "short.gz", "wb") as file:
+        file.write(header + pixels.tobytes()[:-1])
+    with pytest.raises(WorkloadError, match="not an IDX file"):
+        idx_images(tmp_path / "short.gz", tmp_path / "l.gz")

@@ -26,6 +26,7 @@ class TrainConfig(BaseModel):
     )
     momentum: float = Field(default=0.9, ge=0, lt=1, description="SGD's momentum, or AdamW's first beta.")
     weight_decay: float = Field(default=1e-4, ge=0, description="Not applied to quantizer state, norms and biases.")
+    quantizer_decay: float = Field(default=0.0, ge=0, description="Weight decay of quantizer state: PACT wants some.")
     schedule: Literal["cosine", "constant"] = Field(default="cosine", description="How the learning rate goes down.")
     warmup: float = Field(default=0.0, ge=0, description="Epochs, or a part of one, in which it goes up.")
     accumulate: int = Field(default=1, ge=1, description="Batches whose gradients make one step.")

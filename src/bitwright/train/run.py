@@ -178,6 +178,9 @@ class Run:
     def _make_optimizer(self) -> torch.optim.Optimizer:
         config = self.config
         groups = parameter_groups(self.model, weight_decay=config.weight_decay, quantizer_lr=config.quantizer_lr)
+        for group in groups:
+            if group["name"] == "quantizers":
+                group["weight_decay"] = config.quantizer_decay
         if config.optimizer == "adamw":
             made: torch.optim.Optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(config.momentum, 0.999))
         else:

@@ -2,11 +2,12 @@
 
 The folder holds ``cifar10/`` (``test.npz``, ``train25k.npz``: ``images`` uint8 NHWC and ``labels``) and
 ``imagenet-val/`` (``images/NNNN_CCCC.jpg``: image number and class, 224x224), each with its model's
-``*.safetensors``.
+``*.safetensors``, and ``fashion-mnist/`` (IDX files, gzipped).
 """
 
 from __future__ import annotations
 
+import gzip
 import os
 import re
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ __all__ = [
     "Augmented",
     "Images",
     "data_folder",
+    "idx_images",
     "image_folder",
     "load_weights",
     "npz_images",
@@ -40,7 +42,7 @@ _IMAGE_NAME = re.compile(r"(\d+)_(\d+)\.jpg")
 class Images:
     """Labelled images. They stay uint8 in memory, a quarter of what the float batches would take."""
 
-    pixels: Tensor  # uint8 (N, 3, H, W)
+    pixels: Tensor  # uint8 (N, C, H, W)
     labels: Tensor  # int64 (N,)
 
     def __len__(self) -> int:
@@ -143,6 +145,33 @@ def npz_images(path: Path) -> Images:
         pixels=torch.from_numpy(pixels).permute(0, 3, 1, 2).contiguous(),
         labels=torch.from_numpy(labels.astype(np.int64)),
     )
+
+
+@lru_cache(maxsize=4)
+def idx_images(images: Path, labels: Path) -> Images:
+    """Read a pair of gzipped IDX files, as MNIST and Fashion-MNIST have them: grey images, one channel."""
+    pixels, classes = _idx(images), _idx(labels)
+    if pixels.dim() != 3 or classes.dim() != 1 or len(pixels) != len(classes):
+        raise WorkloadError(
+            "the IDX files are not images (N, H, W) with a label each",
+            where=f"{images.name}, {labels.name}",
+            value=f"{tuple(pixels.shape)}, {tuple(classes.shape)}",
+            fix="give the file of images first, then that of labels of the same set",
+        )
+    return Images(pixels=pixels.unsqueeze(1), labels=classes.long())
+
+
+def _idx(path: Path) -> Tensor:
+    with gzip.open(_existing(path)) as file:
+        raw = file.read()
+    axes = raw[3] if len(raw) > 3 else 0
+    shape = np.frombuffer(raw, ">u4", count=axes, offset=4) if len(raw) >= 4 + 4 * axes else np.zeros(0)
+    if raw[:3] != b"\0\0\x08" or len(raw) != 4 + 4 * axes + int(np.prod(shape)):
+        raise WorkloadError(
+            "not an IDX file of bytes", where=path.name, fix="use the file as it is published (idx1/idx3, .gz)"
+        )
+    values = np.frombuffer(raw, np.uint8, offset=4 + 4 * axes).reshape(shape)
+    return torch.from_numpy(values.copy())
 
 
 @lru_cache(maxsize=1)
