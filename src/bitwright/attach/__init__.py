@@ -12,9 +12,11 @@ from bitwright.attach.prepare import (
     in_mode,
     prepare,
     quantizers_of,
+    replaced_modules,
     set_mode,
     strip,
     tapped,
+    unwrap_forward,
 )
 from bitwright.attach.quantizer import Quantizer
 from bitwright.attach.rounding import round_to_grid
@@ -34,10 +36,12 @@ __all__ = [
     "in_mode",
     "prepare",
     "quantizers_of",
+    "replaced_modules",
     "round_to_grid",
     "set_mode",
     "strip",
     "tapped",
+    "unwrap_forward",
     "usable_scale",
     "with_gradient_of",
 ]

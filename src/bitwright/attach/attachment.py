@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from bitwright.attach.folding import Fold
 from bitwright.attach.quantizer import Quantizer
 from bitwright.graph.functions import KINDS, carries_floats, locate, put
-from bitwright.graph.intercept import Interceptor
+from bitwright.graph.intercept import ForwardShim, Interceptor
 from bitwright.plan import Plan
 
 CONTAINER = "bitwright"  # the child of the model that holds all quantizers: keys are `bitwright.<site>.scale`
@@ -46,6 +46,10 @@ Table = dict[str, list[OpHooks]]
 class Container(nn.Module):
     """Holds the quantizers as a tree along the site names. An identity: nn.Sequential runs all children."""
 
+    def __init__(self, attachment: Attachment | None = None) -> None:
+        super().__init__()
+        self.attachment = attachment  # at the root of the tree: trainers may hide the model's forward behind their own
+
     def forward(self, x: Any = None) -> Any:
         """Give back what came."""
         return x
@@ -73,6 +77,7 @@ class Attachment(Interceptor):
         self.shared: dict[str, str] = {}  # site → the site whose quantizer it uses
         self.folds: dict[str, Fold] = {}  # by the site of the folded bias
         self.tables: dict[str, list[Table]] = {}
+        self.root: ForwardShim | None = None  # the model's own, whatever a trainer wraps around it
         self.calls: dict[str, int] = {}
         self.frame: tuple[Table, dict[str, int]] | None = None
 

@@ -56,10 +56,11 @@ def prepare(model: Model, plan: Plan, *, inputs: Any = None, graph: Graph | None
     attachment = builder.attachment
     if not attachment.quantizers:
         return model  # an all-float plan is no plan
-    container = Container()
+    container = Container(attachment)
     for site, quantizer in attachment.quantizers.items():
         container.add(site, quantizer)
     install(model, attachment, builder.paths())
+    attachment.root = model.__dict__["forward"]
     for fold in attachment.folds.values():
         fold.attached()
         if type(fold.norm).forward is nn.SyncBatchNorm.forward:
@@ -68,6 +69,7 @@ def prepare(model: Model, plan: Plan, *, inputs: Any = None, graph: Graph | None
             fold.norm.__dict__["forward"].stand_in = nn.modules.batchnorm._BatchNorm
     model._modules[CONTAINER] = container
     container.to(next((p.device for p in model.parameters()), "cpu"))
+    container.train(model.training)
     return model
 
 
@@ -75,6 +77,7 @@ def strip(model: Model) -> Model:
     """Take everything off again: the float model as it was."""
     attachment = find_attachment(model)
     if attachment is not None:
+        unwrap_forward(model)
         uninstall(model, attachment)
         for fold in attachment.folds.values():
             fold.detached()
@@ -84,12 +87,33 @@ def strip(model: Model) -> Model:
 
 def find_attachment(model: nn.Module) -> Attachment | None:
     """The attached state of a prepared model, if it is one."""
-    shim = model.__dict__.get("forward")
-    while isinstance(shim, ForwardShim):
-        if isinstance(shim.interceptor, Attachment):
-            return shim.interceptor
-        shim = shim.inner
-    return None
+    container = model._modules.get(CONTAINER)
+    return container.attachment if isinstance(container, Container) else None
+
+
+def unwrap_forward(model: nn.Module) -> None:
+    """Take off what a trainer has put around a prepared model's forward (Accelerate: autocast): deploy without it."""
+    root = attachment_of(model).root
+    wrapped: Any = model.__dict__.get("forward")
+    while wrapped is not None and not isinstance(wrapped, ForwardShim):
+        wrapped = getattr(wrapped, "__wrapped__", None) or getattr(wrapped, "__func__", None)
+    if wrapped is root and root is not None:
+        model.__dict__["forward"] = root
+        model.__dict__.pop("_original_forward", None)
+
+
+def replaced_modules(model: nn.Module) -> list[str]:
+    """Paths at which another module stands now than when the model was prepared: its operators would go unseen."""
+    attachment = attachment_of(model)
+    modules = dict(model.named_modules())
+    return [path for path in attachment.tables if path and not _is_ours(modules.get(path), attachment)]
+
+
+def _is_ours(module: nn.Module | None, attachment: Attachment) -> bool:
+    shim: Any = None if module is None else module.__dict__.get("forward")
+    while shim is not None and not (isinstance(shim, ForwardShim) and shim.interceptor is attachment):
+        shim = shim.inner if isinstance(shim, ForwardShim) else getattr(shim, "__wrapped__", None)
+    return shim is not None and shim.module is module
 
 
 def attachment_of(model: nn.Module) -> Attachment:

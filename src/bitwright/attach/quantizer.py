@@ -302,6 +302,9 @@ class Quantizer(nn.Module):
             return tensor.to(moved.device)  # .half() and friends: follow the device, not the dtype
 
         super()._apply(keep_float32, recurse)  # type: ignore[no-untyped-call]
+        if self.observer is not None:  # it goes where the model goes
+            seen = vars(self.observer)
+            seen.update({name: keep_float32(value) for name, value in seen.items() if isinstance(value, Tensor)})
         return self
 
     # -- checkpoints: no range, no keys; a float checkpoint has none of ours and loads strictly ------------

@@ -104,6 +104,8 @@ class ForwardShim:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward, seen by the interceptor."""
         interceptor = self.interceptor
+        if args and args[0] is self.module:  # somebody has bound us as if we were a method: Accelerate's unwrap_model
+            args = args[1:]
         if not interceptor.enabled:
             return self._forward(*args, **kwargs)
         if interceptor.active:

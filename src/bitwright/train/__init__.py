@@ -2,7 +2,7 @@
 
 from bitwright.train.callbacks import Callback
 from bitwright.train.config import TrainConfig
-from bitwright.train.qat import Qat
+from bitwright.train.qat import Qat, parameter_groups
 from bitwright.train.signals import Interrupted
 from bitwright.train.tensorboard import TensorBoard, tensorboard_problem
 from bitwright.train.trainer import Trainer, TrainResult
@@ -15,5 +15,6 @@ __all__ = [
     "TrainConfig",
     "TrainResult",
     "Trainer",
+    "parameter_groups",
     "tensorboard_problem",
 ]

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from itertools import chain, islice
 from logging import getLogger
 from pathlib import Path
 from typing import Any, Unpack
 
+import torch
 from torch import Tensor, nn
 
-from bitwright.attach import attachment_of, compile_arithmetic, find_attachment, prepare
+from bitwright.attach import (
+    Quantizer,
+    attachment_of,
+    compile_arithmetic,
+    find_attachment,
+    prepare,
+    replaced_modules,
+    unwrap_forward,
+)
 from bitwright.backends import Choices
 from bitwright.deploy import Artefact
-from bitwright.errors import CalibrationError, TrainError
+from bitwright.errors import CalibrationError, Problem, TrainError
 from bitwright.graph import capture
+from bitwright.graph.tree import map_tensors, tensors_in
 from bitwright.plan import Plan
 from bitwright.planners import make_plan
 from bitwright.ptq import settle_ranges, settle_weights
@@ -34,6 +45,9 @@ class Qat:
     `after_epoch()` at the end of each epoch, and `finish()` at the end of all. With a process group each rank gives
     its own calibration batches, and ranges are reduced over all. `fuse` compiles the quantizers' arithmetic, in a model
     that isn't compiled itself.
+
+    `state_dict()` is what the model's and the optimizer's checkpoints lack: to resume, make the same Qat again, then
+    load all three.
     """
 
     def __init__(
@@ -102,21 +116,28 @@ class Qat:
 
     def after_epoch(self) -> None:
         """Make the model what would be deployed now, and freeze what is due."""
-        self.epochs += 1
         self.settle()
+        self.at_epoch(self.epochs + 1)
+
+    def at_epoch(self, epochs: int) -> None:
+        """So many epochs are behind us: freeze what is due. A trainer that resumes says so by itself."""
+        self.epochs = epochs
         self._freeze_when_due()
 
     def settle(self) -> None:
         """Ranges of weights as they are now; guards that training has broken hold again."""
+        self._find_replaced()
+        self._follow_device()
         raised = set(settle_weights(self.model, self.quantized.example))
         if raised - self.raised and here().first:
             log.info("%d weight scales were raised: training had moved them beyond their guard", len(raised))
         self.raised |= raised
 
     def finish(self) -> Quantized:
-        """No more training: what is exported is what was trained."""
+        """No more training: what is exported is what was trained, without a trainer's autocast around it."""
         self.stop_following()
         compile_arithmetic(self.model, False)
+        unwrap_forward(self.model)
         self.settle()
         return self.quantized
 
@@ -140,6 +161,49 @@ class Qat:
         """Groups for an optimizer: weights; norms and biases, and quantizer state, without decay (`lr` is theirs)."""
         return parameter_groups(self.model, weight_decay=weight_decay, quantizer_lr=lr)
 
+    def check_optimizer(self, *optimizers: torch.optim.Optimizer) -> None:
+        """Raise if the optimizers don't train what is learned here, or would let it decay; call it before a step."""
+        self._find_replaced()
+        decay = {
+            parameter: float(group.get("weight_decay", 0.0))
+            for optimizer in optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }
+        learned = [(q.site, p) for q in attachment_of(self.model).quantizers.values() for p in q.parameters()]
+        absent = [site for site, p in learned if p.requires_grad and p not in decay]
+        decaying = [site for site, p in learned if decay.get(p, 0.0) > 0.0]
+        problems = []
+        if absent:
+            fix = "make the optimizer after Qat(...), of all parameters of the model"
+            problems.append(Problem(what="what is learned here isn't in the optimizer", where=_some(absent), fix=fix))
+        if decaying:
+            fix = "make the optimizer of parameter_groups(model, weight_decay=...), which spares quantizers"
+            problems.append(Problem(what="weight decay would pull scales to zero", where=_some(decaying), fix=fix))
+        if problems:
+            raise TrainError(problems)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plan, epochs, and what observers have seen: plain values and tensors."""
+        observers = {
+            site: {name: value for name, value in state.items() if name != "format"}
+            for site, state in self.observer_state().items()
+        }
+        return {"plan": self.plan.to_yaml(), "epochs": self.epochs, "observers": observers}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was taken; a state of another plan is refused: its scales are of other sites."""
+        changes = Plan.from_yaml(state["plan"], where="the checkpoint's plan").diff(self.plan)
+        if changes:
+            first, more = changes[0], f"; {len(changes) - 1} more differ" if len(changes) > 1 else ""
+            raise TrainError.single(
+                f"the checkpoint was trained under another plan{more}",
+                where=first.where,
+                value=first.after,
+                fix="save qat.plan with the first run, and resume with quantize=Plan.load(...)",
+            )
+        self.load_observer_state(state["observers"], state["epochs"])
+
     def stop_following(self) -> None:
         """Ranges stand still from now on."""
         for quantizer in self.following:
@@ -152,11 +216,30 @@ class Qat:
 
     def load_observer_state(self, state: dict[str, dict[str, Any]], epochs: int) -> None:
         """Go on after so many epochs."""
-        self.epochs = epochs
-        self._freeze_when_due()
+        self.at_epoch(epochs)
         for quantizer in self.following:
             assert quantizer.observer is not None
-            vars(quantizer.observer).update(state.get(quantizer.site, {}), format=quantizer.spec.format)
+            device = quantizer.scale.device
+            seen = {
+                key: value.to(device) if isinstance(value, Tensor) else value
+                for key, value in state.get(quantizer.site, {}).items()
+            }
+            vars(quantizer.observer).update(seen, format=quantizer.spec.format)
+
+    def _find_replaced(self) -> None:
+        if replaced := replaced_modules(self.model):
+            raise TrainError.single(
+                "modules were replaced after quantizers were put on: these would run in float",
+                where=_some(replaced),
+                fix="change the model first (convert_sync_batchnorm, adapters, …), then make Qat",
+            )
+
+    def _follow_device(self) -> None:
+        """Trainers move the model after Qat was made: the example call goes with it."""
+        device = next((p.device for p in self.model.parameters()), None)
+        example = self.quantized.example
+        if device is not None and any(tensor.device != device for _, tensor in tensors_in(example)):
+            self.quantized = replace(self.quantized, example=map_tensors(example, lambda t: t.to(device)))
 
     def _freeze_when_due(self) -> None:
         if self.freeze_observers is not None and self.epochs >= self.freeze_observers:
@@ -169,10 +252,7 @@ def parameter_groups(
     model: nn.Module, *, weight_decay: float, quantizer_lr: float | None = None
 ) -> list[dict[str, Any]]:
     """Weights decay; norms, biases and quantizer state don't: decay would pull a scale to zero, not to a better one."""
-    attachment = find_attachment(model)
-    own: set[Tensor] = set()
-    for quantizer in attachment.quantizers.values() if attachment is not None else ():
-        own.update(quantizer.parameters())
+    own = {p for module in model.modules() if isinstance(module, Quantizer) for p in module.parameters()}
     trained = [p for p in model.parameters() if p.requires_grad]
     groups: list[dict[str, Any]] = [
         {
@@ -198,6 +278,10 @@ def freeze_norms(model: nn.Module) -> None:
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             module.eval()
             module.__dict__["train"] = partial(_stay, module)
+
+
+def _some(names: list[str]) -> str:
+    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
 def _stay(module: nn.Module, mode: bool = True) -> nn.Module:
