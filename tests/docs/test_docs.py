@@ -33,3 +33,10 @@ def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.Monke
 def test_yaml_blocks_are_plans(page: Path) -> None:
     for block in blocks(page, "yaml"):
         assert bw.Plan.from_yaml(block).validate() == []
+
+
+def test_other_peoples_loops_take_at_most_five_lines() -> None:
+    loops = [block for block in blocks(ROOT / "docs" / "training.md", "python") if "# +" in block]
+    assert len(loops) == 4
+    for block in loops:
+        assert 3 <= sum(line.endswith("# +") for line in block.splitlines()) <= 5, block
