@@ -22,7 +22,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "W8A8": {
         "quantize": "int8",
         "backend": "onnxruntime",
-        "config": {"epochs": 1, "lr": 0.0002, "distill": 0.5},
+        "config": {"epochs": 2, "lr": 0.0005, "distill": 0.5, "freeze_bn": 0},
     },
     "W4A4": {
         "quantize": "int4",

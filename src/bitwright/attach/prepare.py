@@ -333,6 +333,9 @@ class _Builder:
         self._hooks(norm_name, norm_kind).folded = fold
         self._hooks(name, kind).fold = fold
         self.attachment.folds[fold.site] = fold
+        weight = self.attachment.quantizers.get(site_name(spec.into, "weight"))
+        if weight is not None:
+            weight.fold = fold
 
     def paths(self) -> set[str]:
         """Modules that need a shim: the root, those with hooks, and all below them."""

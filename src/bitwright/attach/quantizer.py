@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from bitwright.attach.arithmetic import quantize_compiled
 from bitwright.attach.compiled import worthwhile
+from bitwright.attach.folding import Fold
 from bitwright.attach.grid import Grid, Layout, grid_from_range
 from bitwright.attach.guards import guarded_scale
 from bitwright.attach.markers import site_marker
@@ -53,6 +54,7 @@ class Quantizer(nn.Module):
         self.tap: Callable[[str, Quantizer, Tensor], None] | None = None  # looks on, for checks and reports
         self.qmin, self.qmax = spec.format.qmin, spec.format.qmax
         self.observer: Observer | None = None
+        self.fold: Fold | None = None  # what this weight is multiplied with before it comes here
         self.of: list[str] = []  # sites whose quantizers this one is made from,
         self.parts: tuple[Quantizer, ...] = ()  # and these, linked by `prepare`
         self.saw = False  # whether something came by since the last range
@@ -75,6 +77,9 @@ class Quantizer(nn.Module):
 
     balanced: ClassVar[bool] = False
     """Whether symmetric signed codes end at −p as they do at p."""
+
+    lengths: ClassVar[tuple[str, ...]] = ()
+    """Of what is learned, what is as large as the numbers are (a scale, an end of the range)."""
 
     weight_partner: ClassVar[str | None] = None
     """The quantizer of weights that goes with this one, where it is made for activations only."""
@@ -117,6 +122,19 @@ class Quantizer(nn.Module):
         """The grid that is in force; what is exported."""
         return Grid(self.scale.detach(), self.zero_point.detach(), self.qmin, self.qmax)
 
+    def grid_for(self, x: Tensor) -> Grid:
+        """The grid for these numbers: a weight that training has moved beyond its guard gets a coarser one at once.
+
+        Were it coarser only when the model is deployed, norms would have learned the statistics of another weight.
+        """
+        grid = self.grid()
+        if self.spec.guard is None:
+            return grid
+        with torch.no_grad():
+            weight = self.transform(x.detach())
+            scale = guarded_scale(self.spec.guard, grid.scale, weight, kind=self.kind, layout=self.layout)
+        return replace(grid, scale=scale)
+
     # -- the frame -----------------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -131,6 +149,29 @@ class Quantizer(nn.Module):
             self.register_buffer(name, value)
         else:
             self.register_parameter(name, nn.Parameter(value))
+            self._hook(name)
+
+    def _hook(self, name: str) -> None:
+        parameter = self._parameters.get(name)
+        if name in self.lengths and parameter is not None:
+            parameter.register_hook(self._in_units)
+
+    def _in_units(self, gradient: Tensor) -> Tensor:
+        """The gradient of a length on a folded weight w·f, as if it were one on w.
+
+        A scale s of w·f goes with f, its gradient against it: channels with a small γ/σ would leap, those with a large
+        one would hardly move. With u = s/f, the scale of w itself: Δs = f·Δu = −η·f²·∂L/∂s.
+        """
+        if self.fold is None:
+            return gradient
+        squares = self.fold.unit().to(gradient.dtype).square()
+        return gradient * (squares if squares.shape == gradient.shape else squares.mean())
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy's parameters are others: hooks don't come with them."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        for name in self._parameters:
+            self._hook(name)
 
     @property
     def format(self) -> Format:

@@ -13,6 +13,7 @@ class LearnedRange(Quantizer):
 
     learned = ("high",)
     learned_if_asymmetric = ("low",)
+    lengths = ("high", "low")
     balanced = True
     high: Tensor
     low: Tensor

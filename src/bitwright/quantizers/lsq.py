@@ -17,12 +17,13 @@ class Lsq(Quantizer):
     """
 
     learned: ClassVar[tuple[str, ...]] = ("scale",)
+    lengths = ("scale",)
     own_kernels = True
 
     def quantize(self, x: Tensor, *, relu: bool = False) -> Tensor:
         """Round to the grid of the learned scale (and zero point, if that is learned too)."""
         factor = self.gradient_scale(x)
-        grid, spread = self.grid(), self.layout.spread
+        grid, spread = self.grid_for(x), self.layout.spread
         zero_point = spread(with_gradient_of(grid.zero_point, self.zero_point, factor), x)
         if self.layout.granularity == "group":
             scale, learned = spread(with_gradient_of(grid.scale, self.scale.abs(), factor), x), None

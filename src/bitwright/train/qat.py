@@ -31,6 +31,7 @@ from bitwright.plan import Plan
 from bitwright.planners import make_plan
 from bitwright.ptq import settle_ranges, settle_weights
 from bitwright.recipe import Quantized, quantize
+from bitwright.train.parallel import share_buffers
 from bitwright.train.precision import Precision, resolve
 from bitwright.train.ranks import here
 
@@ -124,10 +125,16 @@ class Qat:
         self.epochs = epochs
         self._freeze_when_due()
 
-    def settle(self) -> None:
-        """Ranges of weights as they are now; guards that training has broken hold again."""
+    def settle(self, *, alone: bool = False) -> None:
+        """Ranges of weights as they are now; guards that training has broken hold again.
+
+        All ranks call it: in DDP the statistics of norms are each rank's own, and folded weights depend on them, so
+        rank 0's are given to all first. `alone`: this rank only looks, the others don't take part.
+        """
         self._find_replaced()
         self._follow_device()
+        if here().several and not alone:
+            share_buffers(self.model)
         raised = set(settle_weights(self.model, self.quantized.example))
         if raised - self.raised and here().first:
             log.info("%d weight scales were raised: training had moved them beyond their guard", len(raised))

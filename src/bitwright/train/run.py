@@ -323,7 +323,7 @@ class Run:
         if can_measure(self.workload) and (self.ranks.first or self.parallel.measures_together):
             with self.ema.shown(self.model) if self.ema is not None else nullcontext():
                 if self.ema is not None and self.qat is not None:
-                    self.qat.settle()
+                    self.qat.settle(alone=True)  # buffers were shared already
                 values = measure(self.workload, self.predict)
         values = self.ranks.tell(values)
         self.metrics.append(values)

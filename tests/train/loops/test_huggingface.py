@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -166,3 +169,16 @@ def test_gradient_checkpointing_changes_nothing() -> None:
     for name, gradient in gradients[0].items():
         torch.testing.assert_close(gradients[1][name], gradient, msg=name)
     assert len(quantizers_of(model)) > 10
+
+
+@pytest.mark.parametrize("quantizer", ["lsq", "plain"])
+def test_two_processes_train_one_model(tmp_path: Path, quantizer: str) -> None:
+    worker = Path(__file__).with_name("ddp_worker.py")
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"),
+        *("--nproc-per-node", "2", str(worker), str(tmp_path), quantizer),
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=110)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "model.onnx").is_file()

@@ -127,6 +127,12 @@ class Fold:
         gamma, _ = self.affine()
         return self.inverse(variance) if gamma is None else self.inverse(variance) * wide(gamma)
 
+    @torch.no_grad()
+    def unit(self) -> Tensor:
+        """γ/σ with running statistics: how much larger the folded weight is than the weight."""
+        norm: Any = self.norm
+        return self.factor(norm.running_var)
+
     def shift(self, call: Call, factor: Tensor, mean: Tensor) -> Tensor:
         """The folded bias β + (b − μ)·γ/σ."""
         _, beta = self.affine()

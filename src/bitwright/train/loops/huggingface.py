@@ -88,7 +88,7 @@ def _refuse(args: TrainingArguments) -> None:
         problems.append(Problem(what=what, value=args.n_gpu, fix="start it with torchrun: one process for each GPU"))
     for name in ("fsdp", "deepspeed"):
         if getattr(args, name, None):
-            fix = "train with DDP (torchrun)"
+            fix = "train with DDP (torchrun), or with bitwright.Trainer, which has FSDP2"
             problems.append(Problem(what="shards parameters, quantizers can't follow them", where=name, fix=fix))
     if args.restore_callback_states_from_checkpoint:
         what = "makes callbacks anew, which this one can't be: it resumes without that"
