@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 
 from bitwright.attach import Grid, Quantizer, prepare, quantizers_of
+from bitwright.backends import place
 from bitwright.formats import Format
+from bitwright.graph import capture
 from bitwright.plan import Plan, SiteSpec
-from bitwright.ptq import calibrate
+from bitwright.ptq import calibrate, settle_weights
 
 
 def lsq(format: str, weight: torch.Tensor) -> Quantizer:
@@ -125,3 +129,59 @@ def test_a_scale_that_training_drove_to_zero_or_below_stays_usable(scale: float)
     assert torch.isfinite(out).all()
     assert torch.isfinite(quantizer.scale.grad).all()
     assert (quantizer.grid().scale > 0).all()
+
+
+def _folded(gamma: float) -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(4, 6, 3, bias=False), nn.BatchNorm2d(6))
+    nn.init.constant_(model[1].weight, gamma)
+    x = torch.randn(8, 4, 8, 8)
+    plan = place(capture(model, x), "onnxruntime", quantizer="lsq", saturating=False)
+    prepare(model, plan)
+    calibrate(model, [x])
+    with torch.no_grad():
+        quantizers_of(model)["0:weight"].scale.mul_(1.05)  # nothing lies on the end of the range, where ∂s leaps
+    return model, x
+
+
+def test_scales_of_folded_weights_move_alike_whatever_the_norm_makes_of_them() -> None:
+    """γ scales the folded weight and with it the scale: its relative step must not depend on γ."""
+    steps = []
+    for gamma in (0.02, 1.0, 5.0):
+        model, x = _folded(gamma)
+        scale = quantizers_of(model)["0:weight"].scale
+        model.train()
+        # the norm's output has the size of γ: so has this loss's gradient, divided out again
+        (model(x) / gamma).square().sum(dim=(0, 2, 3)).mul(torch.arange(1.0, 7.0)).sum().backward()
+        steps.append(scale.grad / scale.detach())
+    torch.testing.assert_close(steps[0], steps[1], rtol=0.05, atol=0.02 * float(steps[1].abs().max()))
+    torch.testing.assert_close(steps[2], steps[1], rtol=0.05, atol=0.02 * float(steps[1].abs().max()))
+
+
+def test_copies_keep_the_units_of_their_gradients() -> None:
+    model, x = _folded(0.02)
+    twin = copy.deepcopy(model)
+    grads = []
+    for each in (model, twin):
+        each.train()
+        each(x).square().sum().backward()
+        grads.append(quantizers_of(each)["0:weight"].scale.grad)
+    assert torch.equal(grads[0], grads[1])
+
+
+def test_a_learned_scale_below_its_guard_quantizes_as_the_guard_wants() -> None:
+    """What is trained is what is deployed: else norms learn the statistics of a weight that is clipped away later."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(4, 6, 3, bias=False))
+    x = torch.randn(2, 4, 8, 8)
+    prepare(model, place(capture(model, x), "onnxruntime", quantizer="lsq", saturating=True))
+    calibrate(model, [x])
+    quantizer = quantizers_of(model)["0:weight"]
+    guarded = quantizer.scale.detach().clone()
+    with torch.no_grad():
+        quantizer.scale.mul_(0.25)  # as training may
+    model.train()
+    before = model(x)
+    settle_weights(model, x)
+    torch.testing.assert_close(quantizer.scale.detach(), guarded)
+    torch.testing.assert_close(model(x), before)
