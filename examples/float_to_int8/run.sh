@@ -15,7 +15,7 @@ digits)
 cifar10)
   # The float checkpoint is given: it comes with the workload. Needs BITWRIGHT_DATA.
   workload=resnet20-cifar10
-  bitwright train $workload --quantize int8 --epochs "${INT8_EPOCHS:-2}" --lr 0.001 --batch 128 -o "$out/int8"
+  bitwright train $workload --quantize int8 --epochs "${INT8_EPOCHS:-2}" --lr 0.0005 --freeze-bn 0 --distill 0.5 -o "$out/int8"
   ;;
 *)
   echo "usage: run.sh [digits|cifar10] [FOLDER]" >&2
