@@ -51,6 +51,7 @@ def main(folder: str, quantizer: str) -> None:
         qat.export(f"{folder}/model.onnx")
         assert qat.quantized.check(f"{folder}/model.onnx").passed
     dist.barrier()
+    dist.destroy_process_group()  # its threads must not outlive the interpreter
 
 
 if __name__ == "__main__":
