@@ -10,19 +10,18 @@ of one variant's time by that of the float model in the same turn.
 - eager: compared with the eager float model; `compiled arithmetic` is `compile_arithmetic(model)`;
 - whole: each model under torch.compile(fullgraph=True), compared with the float model under torch.compile.
 
-Peers come from benchmarks/step_time_peers.py where that is there: `peers()` gives a dict of a name to a function
-without arguments that returns a model ready to train.
+Peers (benchmarks/step_time_peers.py; extra `bench`) train eagerly in the same turns, where they are installed.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import statistics
 import time
 from collections.abc import Callable
 from typing import Any
 
+import step_time_peers
 import torch
 from common import environment, save
 from torch import nn
@@ -59,14 +58,19 @@ def stepper(model: nn.Module) -> Callable[[], None]:
     return step
 
 
-def peers() -> dict[str, Callable[[], nn.Module]]:
-    """Other libraries' models, where they were written and are installed."""
-    try:
-        return dict(importlib.import_module("step_time_peers").peers())
-    except ModuleNotFoundError as error:
-        if error.name != "step_time_peers":
-            raise
-        return {}
+def peers() -> dict[str, nn.Module]:
+    """Other libraries' models, W8A8 and ready to train, where they are installed (extra `bench`)."""
+    found: dict[str, nn.Module] = {}
+    for name, problem in step_time_peers.available().items():
+        if problem is not None:
+            print(f"{name}: {problem}")
+            continue
+        with step_time_peers.quiet():
+            torch.manual_seed(0)
+            model = step_time_peers.PEERS[name](ResNet20(), torch.randn(BATCH))
+            model.train()
+        found[name] = model
+    return found
 
 
 def compare(models: dict[str, nn.Module], steps: int) -> dict[str, dict[str, float]]:
@@ -108,7 +112,7 @@ def figures(steps: int, *, skip_whole: bool) -> dict[str, dict[str, float]]:
         eager[target] = quantized(target)
         eager[f"{target}, compiled arithmetic"] = quantized(target)
         compile_arithmetic(eager[f"{target}, compiled arithmetic"])
-    eager |= {name: make() for name, make in peers().items()}
+    eager |= peers()
     rows = compare(eager, steps)
     if not skip_whole:
         compiled = {"float, whole": whole(ResNet20().train())}
