@@ -68,9 +68,10 @@ class Narrow(nn.Module):
 
 def fashion(seed: int) -> Workload:
     folder = data_folder() / "fashion-mnist"
-    read = partial(idx_images)
-    train = read(folder / "train-images-idx3-ubyte.gz", folder / "train-labels-idx1-ubyte.gz").take(TRAINED_ON, seed=0)
-    test = read(folder / "t10k-images-idx3-ubyte.gz", folder / "t10k-labels-idx1-ubyte.gz")
+    train = idx_images(folder / "train-images-idx3-ubyte.gz", folder / "train-labels-idx1-ubyte.gz").take(
+        TRAINED_ON, seed=0
+    )
+    test = idx_images(folder / "t10k-images-idx3-ubyte.gz", folder / "t10k-labels-idx1-ubyte.gz")
     torch.manual_seed(seed)
     batches = partial(Images.batches, mean=MEAN, std=STD)
     return Workload(

@@ -15,7 +15,7 @@ from bitwright.attach import CONTAINER, find_attachment
 from bitwright.errors import CheckpointError, PlanError, Problem, did_you_mean
 from bitwright.files import replacing
 
-__all__ = ["load_checkpoint", "read_state", "save_checkpoint", "save_state"]
+__all__ = ["checkpoint_file", "load_checkpoint", "read_state", "save_checkpoint", "save_state"]
 
 _VERSION = "1"
 _PREFIX = f"{CONTAINER}."
@@ -27,6 +27,14 @@ def save_checkpoint(model: nn.Module, path: str | Path) -> Path:
     Tied tensors are stored once: safetensors refuses shared storage, so the other names go into the metadata.
     """
     return save_state(model.state_dict(), path)
+
+
+def checkpoint_file(path: Path) -> Path:
+    """The checkpoint that a user means: a file, or the one in a run's folder."""
+    file = path / "checkpoint.safetensors" if path.is_dir() else path
+    if not file.is_file():
+        raise CheckpointError("there is no such checkpoint", where=str(file), fix="give a run's folder, or a file")
+    return file
 
 
 def save_state(state: dict[str, Any], path: str | Path) -> Path:

@@ -25,7 +25,7 @@ from bitwright.errors import BitwrightError, WorkloadError, did_you_mean
 from bitwright.modes import evaluating
 from bitwright.registry import WORKLOADS
 
-__all__ = ["Workload", "batches", "call", "load_workload", "measure"]
+__all__ = ["Workload", "batches", "call", "can_measure", "load_workload", "measure"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,6 +145,11 @@ def _checked(loader: Callable[[], Iterable[Any]], limit: int | None) -> Iterator
             "the calibration loader yields no batch",
             fix="check that its data set isn't empty, and that each call gives a new iterator",
         )
+
+
+def can_measure(workload: Workload) -> bool:
+    """Whether the workload says how good a model is."""
+    return workload.evaluation is not None or workload.evaluate is not None
 
 
 def measure(workload: Workload, predict: Callable[..., Any]) -> dict[str, float]:

@@ -57,11 +57,6 @@ def probes(workload: Workload, samples: int | None = None) -> Iterator[Any]:
     return iter([workload.inputs])
 
 
-def can_evaluate(workload: Workload) -> bool:
-    """Whether the workload says how good a model is."""
-    return workload.evaluation is not None or workload.evaluate is not None
-
-
 def batch_size(batch: Any) -> int:
     """The length of the first tensor's first axis."""
     return next((int(tensor.shape[0]) for _, tensor in tensors_in(batch) if tensor.dim()), 1)
@@ -135,8 +130,10 @@ def regrouped(stream: Iterable[Any], size: int) -> Iterator[Any]:
             yield _joined(kept)
             kept = []
     if kept:
-        count = batch_size(kept[0])
-        yield _joined((kept * -(-size // count))[: -(-size // count) + len(kept)])
+        short = list(kept)
+        while sum(batch_size(part) for part in kept) < size:
+            kept += short
+        yield _joined(kept)
 
 
 def _joined(parts: list[Any]) -> Any:

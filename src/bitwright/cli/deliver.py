@@ -9,7 +9,7 @@ from pathlib import Path
 import typer
 
 from bitwright.checkpoint import save_checkpoint
-from bitwright.cli.data import any_batch, can_evaluate, first, fixed_batch, probes, rebatched, regrouped
+from bitwright.cli.data import any_batch, first, fixed_batch, probes, rebatched, regrouped
 from bitwright.cli.out import Out
 from bitwright.cli.verb import CHECK_FAILED
 from bitwright.deploy import Check, measure_latency, open_runtime
@@ -27,7 +27,7 @@ from bitwright.report import (
     write_html,
     write_json,
 )
-from bitwright.workload import Workload, measure
+from bitwright.workload import Workload, can_measure, measure
 
 _BATCHES, _RUNS = (1, 64), 100
 _THREADS = 1  # on a small model a second thread only adds noise
@@ -36,7 +36,7 @@ _LOOKED_AT = 256  # samples; enough for shares and ratios, quick for large model
 
 def evaluate(out: Out, workload: Workload, predict: object, where: str) -> list[Accuracy]:
     """The workload's metric, or nothing if the workload has none."""
-    if not can_evaluate(workload) or not callable(predict):
+    if not can_measure(workload) or not callable(predict):
         return []
     with out.steps(f"evaluating: {where}"):
         values = measure(workload, predict)

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from bitwright.backends import backend as find_backend
-from bitwright.checkpoint import load_checkpoint
+from bitwright.checkpoint import checkpoint_file, load_checkpoint
 from bitwright.cli.data import open_workload
 from bitwright.cli.deliver import evaluate, latencies, show, write_artefacts, write_report
 from bitwright.cli.options import WorkloadArg
@@ -19,7 +19,6 @@ from bitwright.cli.quantize import usable_runtimes
 from bitwright.cli.staging import filling
 from bitwright.cli.verb import verb
 from bitwright.deploy import export_float
-from bitwright.errors import BitwrightError
 from bitwright.report import Size
 
 
@@ -53,7 +52,7 @@ def deploy(
         found = open_workload(out, workload)
         float_weights = reference or _beginning(run)
         if float_weights is not None:
-            load_checkpoint(found.model, _file(float_weights))
+            load_checkpoint(found.model, checkpoint_file(float_weights))
         before = evaluate(out, found, found.model, "float")
         with out.steps("exporting the float model"):
             yardstick = export_float(found.model, folder / "model-float.onnx", found.inputs)
@@ -78,10 +77,3 @@ def _beginning(run: Path) -> Path | None:
     facts = run / "result.json"
     init = json.loads(facts.read_text(encoding="utf-8")).get("init") if facts.is_file() else None
     return Path(init) if init is not None and Path(init).exists() else None
-
-
-def _file(path: Path) -> Path:
-    file = path / "checkpoint.safetensors" if path.is_dir() else path
-    if not file.is_file():
-        raise BitwrightError("there is no such checkpoint", where=str(file), fix="give a run's folder, or a file")
-    return file

@@ -11,6 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from bitwright.cli.data import open_workload
 from bitwright.cli.options import (
     ActivationsOption,
+    FoldingOption,
     KeepFloatOption,
     ObserverOption,
     QuantizerOption,
@@ -88,10 +89,7 @@ def train(
     quantizer: QuantizerOption = None,
     weight_quantizer: WeightQuantizerOption = None,
     keep_float: KeepFloatOption = None,
-    bn: Annotated[
-        int | None,
-        typer.Option("--bn", metavar="STRATEGY", help="How batch norms are folded: -1 to 4 (default: 4)."),
-    ] = None,
+    bn: FoldingOption = None,
 ) -> None:
     """Train a workload, in float or (--quantize) quantized; the flag is the only difference.
 

@@ -65,15 +65,6 @@ class TrainConfig(BaseModel):
         except ValidationError as error:
             raise TrainError([_problem(detail) for detail in error.errors()]) from None
 
-    def differences(self, other: dict[str, Any]) -> list[str]:
-        """What another run's settings have otherwise, as "key: theirs, now ours"."""
-        ours = self.model_dump()
-        return [
-            f"{key}: {other.get(key)!r}, now {ours.get(key)!r}"
-            for key in sorted(ours.keys() | other.keys())
-            if other.get(key) != ours.get(key)
-        ]
-
     @property
     def digest(self) -> str:
         """A short hash that names these settings."""

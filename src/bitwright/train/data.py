@@ -26,12 +26,7 @@ class TrainingData:
 
     def __init__(self, workload: Workload, *, batch: int | None, seed: int, ranks: Ranks, workers: int) -> None:
         where = f"workload {workload.name!r}"
-        if workload.training is None:
-            raise WorkloadError(
-                "the workload has no training data",
-                where=where,
-                fix="give Workload(training=...) a function that returns a data set of (inputs, target)",
-            )
+        assert workload.training is not None  # the trainer has refused it before
         source = workload.training()
         self.collate = workload.collate or default_collate
         if isinstance(source, DataLoader):

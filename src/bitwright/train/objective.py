@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bitwright.errors import TrainError, WorkloadError
+from bitwright.errors import TrainError
 from bitwright.modes import evaluating
 from bitwright.train.config import TrainConfig
 from bitwright.workload import Workload, call
@@ -53,11 +53,7 @@ def _logits(output: Any) -> Tensor:
 
 def _task(workload: Workload, smoothing: float) -> Loss:
     loss = workload.loss
-    where = f"workload {workload.name!r}"
-    if loss is None:
-        raise WorkloadError(
-            "the workload has no loss", where=where, fix="give Workload(loss=F.cross_entropy), or your own"
-        )
+    assert loss is not None  # the trainer has refused it before
     if smoothing == 0.0:
         return loss
     if loss is F.cross_entropy:

@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import cached_property
 from itertools import islice
 from logging import getLogger
 from math import isfinite
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from bitwright.backends import Choices
-from bitwright.checkpoint import load_checkpoint, save_checkpoint
+from bitwright.checkpoint import checkpoint_file, load_checkpoint, save_checkpoint
 from bitwright.errors import TrainError
 from bitwright.files import write_text
 from bitwright.graph.tree import map_tensors
@@ -31,16 +32,17 @@ from bitwright.train.config import TrainConfig
 from bitwright.train.data import TrainingData
 from bitwright.train.ema import Ema
 from bitwright.train.objective import Objective
+from bitwright.train.optimizer import make_optimizer
 from bitwright.train.parallel import Alone, Replicated, Sharded, share_buffers
 from bitwright.train.precision import Precision, word
-from bitwright.train.qat import Qat, parameter_groups
+from bitwright.train.qat import Qat
 from bitwright.train.ranks import Ranks
 from bitwright.train.schedule import rate
 from bitwright.train.seeding import seed_all
 from bitwright.train.signals import Interrupted, Stop
 from bitwright.train.state import checked, load_best, restore, whole_state, writer
 from bitwright.version import __version__
-from bitwright.workload import Workload, batches, call, measure
+from bitwright.workload import Workload, batches, call, can_measure, measure
 
 log = getLogger("bitwright.train")
 _CALIBRATION_BATCHES = 8  # of the training data, where the workload has no calibration data
@@ -107,7 +109,7 @@ class Run:
         if config.channels_last:
             self.model = self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         if init is not None:
-            load_checkpoint(model, init / "checkpoint.safetensors" if init.is_dir() else init)
+            load_checkpoint(model, checkpoint_file(init))
         seed_all(config.seed, "start")
         self.objective = Objective(self.workload, config, copy.deepcopy(model) if config.distill > 0 else None)
         self.qat: Qat | None = None
@@ -121,7 +123,7 @@ class Run:
         self.parallel = self._share()
         self.net: Any = self.parallel.net
         self.ema = Ema(model, config.ema) if config.ema is not None else None
-        self.optimizer = self._make_optimizer()
+        self.optimizer = make_optimizer(model, config)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.amp == "fp16")
         if config.compile:
             self.net = torch.compile(self.net)
@@ -152,11 +154,9 @@ class Run:
                 freeze_bn=self.config.freeze_bn,
                 fuse=self.config.fuse,
             )
-        source = batches(self.workload.calibration) if self.workload.calibration is not None else self._first_inputs()
-        own = (self._move(batch) for batch in islice(source, self.ranks.rank, None, self.ranks.world))
         return Qat(
             self.model,
-            own,
+            (self._move(batch) for batch in self._calibration()),
             quantize=self.precision,
             backend=backend,
             example=self._example(),
@@ -170,25 +170,14 @@ class Run:
     def _example(self) -> Any:
         return self._move(self.workload.inputs)
 
-    def _first_inputs(self) -> Iterator[Any]:
+    def _calibration(self) -> Iterator[Any]:
+        """This rank's calibration batches; training batches where the workload has none."""
+        if self.workload.calibration is not None:
+            yield from islice(batches(self.workload.calibration), self.ranks.rank, None, self.ranks.world)
+            return
         self.note(f"the workload has no calibration data: ranges start from {_CALIBRATION_BATCHES} training batches")
-        for inputs, _ in islice(self.data.epoch(0), _CALIBRATION_BATCHES * self.ranks.world):
+        for inputs, _ in islice(self.data.epoch(0), _CALIBRATION_BATCHES):
             yield inputs
-
-    def _make_optimizer(self) -> torch.optim.Optimizer:
-        config = self.config
-        groups = parameter_groups(self.model, weight_decay=config.weight_decay, quantizer_lr=config.quantizer_lr)
-        for group in groups:
-            if group["name"] == "quantizers":
-                group["weight_decay"] = config.quantizer_decay
-        if config.optimizer == "adamw":
-            made: torch.optim.Optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(config.momentum, 0.999))
-        else:
-            nesterov = config.momentum > 0
-            made = torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=nesterov)
-        for group in made.param_groups:
-            group["peak"] = group["lr"]
-        return made
 
     def note(self, text: str) -> None:
         """Something that was decided for the user: logged once, kept for the report."""
@@ -397,13 +386,12 @@ class Run:
         """Scales, ranges and clipped shares per site on the example; nothing for a float run."""
         if self.qat is None:
             return ()
-        return site_rows(self.model, [self._probe()])
+        return site_rows(self.model, [self._probe])
 
+    @cached_property
     def _probe(self) -> Any:
         """A real batch to look at sites with: always the same one."""
-        if not hasattr(self, "_kept_probe"):
-            self._kept_probe = self._move(next(iter(self.data.epoch(0)))[0])
-        return self._kept_probe
+        return self._move(next(iter(self.data.epoch(0)))[0])
 
     def save(self, *, best: bool = False) -> None:
         """Write a checkpoint, once: on rank 0."""
@@ -413,8 +401,3 @@ class Run:
         write = writer(self)
         if self.ranks.first:
             self.checkpoints.save(self.step, write, best=best)
-
-
-def can_measure(workload: Workload) -> bool:
-    """Whether the workload says how good a model is."""
-    return workload.evaluation is not None or workload.evaluate is not None

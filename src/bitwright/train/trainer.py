@@ -19,9 +19,9 @@ from bitwright.train.checkpoints import Checkpoints, Saved
 from bitwright.train.config import TrainConfig
 from bitwright.train.precision import Precision, resolve
 from bitwright.train.ranks import Ranks, joined
-from bitwright.train.run import Run, can_measure
+from bitwright.train.run import Run
 from bitwright.train.signals import stoppable
-from bitwright.workload import Workload
+from bitwright.workload import Workload, can_measure
 
 
 @dataclass(frozen=True, kw_only=True)
