@@ -20,7 +20,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bitwright.attach import Layout, Quantizer, arithmetic, compile_arithmetic, compiled, quantizers_of, rounding, strip
+from bitwright.attach import (
+    Layout,
+    Quantizer,
+    arithmetic,
+    compile_arithmetic,
+    compiled,
+    folded,
+    quantizers_of,
+    rounding,
+    strip,
+)
 from bitwright.errors import FormatError
 from bitwright.formats import Format
 from bitwright.plan import SiteSpec
@@ -72,7 +82,8 @@ def counting(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def all_kernels() -> list[compiled.Kernel]:
     by_relu = (rounding._FORWARD, rounding._BACKWARD, rounding._PLAIN_BACKWARD)
-    return [*(kernel for pair in by_relu for kernel in pair.values()), rounding._BACKWARD_ZERO]
+    folds = (*folded._FORWARD.values(), folded._BACKWARD)
+    return [*(kernel for pair in by_relu for kernel in pair.values()), rounding._BACKWARD_ZERO, *folds]
 
 
 def build(name: str, format: str, seen: Tensor, *, weight: bool, axis: int | None = None) -> Quantizer:
@@ -211,6 +222,49 @@ def test_a_gradient_of_gradients(counting: list[int]) -> None:
     for eager, fused in zip(*results, strict=True):
         assert torch.allclose(eager, fused, rtol=1e-4)
     assert results[0][1].abs() > 0
+
+
+def folding(kind: str, weight: Tensor, *, guard: str | None) -> Quantizer:
+    spec = SiteSpec(format=Format.parse("int8/channel/sym"), quantizer="lsq", guard=guard)
+    layout = Layout("channel", 0)
+    lsq: Quantizer = QUANTIZERS.get("lsq")(spec, site="a:weight", kind=kind, port="weight", layout=layout, weight=True)
+    lsq.observe(weight)
+    lsq.settle()
+    with torch.no_grad():
+        lsq.scale.mul_(0.5)  # some numbers are clipped, and the guard has work
+    return lsq
+
+
+FOLDED = {"conv2d": (6, 4, 3, 3), "odd": (6, 3, 3, 3), "depthwise": (6, 1, 3, 3), "conv1d": (6, 4, 5), "linear": (6, 8)}
+
+
+@pytest.mark.parametrize("guard", [None, "int16-pairs"])
+@pytest.mark.parametrize("which", list(FOLDED))
+def test_a_folded_weight_is_rounded_the_same_in_one_pass(which: str, guard: str | None, counting: list[int]) -> None:
+    weight, start = numbers(*FOLDED[which]).requires_grad_(), numbers(6, seed=1)  # some factors are negative
+    lsq = folding(which if which in ("conv1d", "linear") else "conv2d", weight.detach(), guard=guard)
+    factor = start.reshape(-1, *[1] * (weight.dim() - 1)).requires_grad_()
+    results = []
+    for on in (False, True):
+        lsq.compiled = on
+        out = lsq(weight, factor=factor)
+        first = torch.autograd.grad(out.pow(3).sum(), [weight, factor, lsq.scale], create_graph=True)
+        second = torch.autograd.grad(sum(part.square().sum() for part in first), [weight, factor, lsq.scale])
+        plain = torch.autograd.grad(lsq(weight, factor=factor).pow(3).sum(), [weight, factor, lsq.scale])
+        results.append((out.detach(), [*first, *second, *plain]))
+    assert counting != []
+    assert torch.equal(results[0][0], results[1][0])
+    for eager, fused in zip(results[0][1], results[1][1], strict=True):
+        assert eager.abs().max() > 0
+        assert torch.allclose(eager, fused, rtol=1e-4, atol=1e-5 * float(eager.detach().abs().max()))
+
+
+def test_generated_code_of_a_folded_weight_is_equal_to_the_bit() -> None:
+    weight, factor = numbers(16, 8, 3, 3), numbers(16, 1, 1, 1, seed=1)
+    lsq = folding("conv2d", weight, guard="int16-pairs")
+    expected = lsq(weight, factor=factor)
+    lsq.compiled = True
+    assert torch.equal(lsq(weight, factor=factor), expected)
 
 
 @pytest.mark.parametrize("name", ["lsq", "plain", "dsq", "pact"])

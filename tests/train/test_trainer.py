@@ -206,6 +206,13 @@ def test_ranges_follow_the_data_until_they_are_frozen() -> None:
     assert not torch.equal(watch.seen[0]["conv:weight"], watch.seen[9]["conv:weight"])
 
 
+def test_what_is_followed_behind_a_relu_is_what_the_relu_gives() -> None:
+    _, result = train(quantize="int8", quantizer="plain", observer="minmax", activations="int8/tensor/sym/adasign")
+    behind = [q for site, q in quantizers_of(result.model).items() if "relu" in site]
+    assert behind
+    assert all(q.qmin == 0 for q in behind)
+
+
 def test_followed_weights_end_with_the_range_that_they_have() -> None:
     _, result = train(quantize="int8", quantizer="plain", saturating=False, bn=-1, backend="academic")
     weight = result.model.second.weight.detach()

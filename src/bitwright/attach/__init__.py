@@ -1,6 +1,7 @@
 """prepare() and strip(): the interception layer that puts quantizers on a model and takes them off."""
 
 from bitwright.attach.attachment import CONTAINER, Attachment
+from bitwright.attach.folded import can_fold, round_folded
 from bitwright.attach.folding import Fold
 from bitwright.attach.gradients import usable_scale, with_gradient_of
 from bitwright.attach.grid import Grid, Layout, grid_from_range
@@ -30,6 +31,7 @@ __all__ = [
     "Observer",
     "Quantizer",
     "attachment_of",
+    "can_fold",
     "compile_arithmetic",
     "find_attachment",
     "grid_from_range",
@@ -37,6 +39,7 @@ __all__ = [
     "prepare",
     "quantizers_of",
     "replaced_modules",
+    "round_folded",
     "round_to_grid",
     "set_mode",
     "strip",

@@ -23,9 +23,9 @@ class Alias:
         self.owner = owner
         self.site = site
 
-    def __call__(self, x: Tensor, *, relu: bool = False) -> Tensor:
+    def __call__(self, x: Tensor, **also: Any) -> Tensor:
         """Run the owner under this site's name."""
-        result: Tensor = self.owner(x, self.site, relu=relu)
+        result: Tensor = self.owner(x, self.site, **also)
         return result
 
 
@@ -163,7 +163,7 @@ def _run(hooks: OpHooks, kind: str, writes: bool, func: Any, args: tuple[Any, ..
     return result
 
 
-def _same(x: Tensor) -> Tensor:
+def _same(x: Tensor, *, factor: Tensor | None = None) -> Tensor:
     return x
 
 

@@ -23,10 +23,15 @@ _VARIANTS = 64  # per function: ranks, dtypes of devices, with and without gradi
 _broken: list[str] = []  # why compiling was given up in this process
 
 
-def worthwhile(x: Tensor) -> bool:
-    """Whether compiled code is to be called for this tensor, here and now."""
+def works_here() -> bool:
+    """Whether compiled code can be called, here and now."""
     # what an outer torch.compile or torch.export traces is inlined there
-    return not torch.compiler.is_compiling() and x.numel() >= SMALL and not _broken
+    return not torch.compiler.is_compiling() and not _broken
+
+
+def worthwhile(x: Tensor) -> bool:
+    """Whether it is to be called for this tensor instead of a few operators."""
+    return x.numel() >= SMALL and works_here()
 
 
 class Kernel:

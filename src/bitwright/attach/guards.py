@@ -42,11 +42,21 @@ def _worst_pair(rows: Tensor) -> Tensor:
     return sums.flatten(1).amax(dim=1)
 
 
+def _worst(rows: Tensor) -> Tensor:
+    """Over both ways to pair, of which an even number of channels makes one."""
+    within = _worst_pair(rows)
+    return within if rows.shape[-1] % 2 == 0 else torch.maximum(within, _worst_pair(rows.flatten(1)))
+
+
+def needed_scale(guard: str, rows: Tensor) -> Tensor:
+    """The smallest scale per output channel that keeps the guard; the weight as (output, position, input channel)."""
+    assert guard == "int16-pairs"  # the plan's validation knows the guards
+    return _worst(rows) / _SAFE_SUM
+
+
 def guarded_scale(guard: str, scale: Tensor, weight: Tensor, *, kind: str, layout: Layout) -> Tensor:
     """The scale, raised where the guard needs it."""
-    assert guard == "int16-pairs"  # the plan's validation knows the guards
-    rows = _summed_last(weight, kind)
-    needed = torch.maximum(_worst_pair(rows), _worst_pair(rows.flatten(1))) / _SAFE_SUM
+    needed = needed_scale(guard, _summed_last(weight, kind))
     if layout.granularity == "channel" and needed.shape == scale.shape:
         return torch.maximum(scale, needed)
     return torch.maximum(scale, needed.amax())
@@ -56,4 +66,4 @@ def holds(guard: str, codes: Tensor, *, kind: str) -> bool:
     """Whether a weight's codes keep to the guard: training may have moved them since calibration."""
     assert guard == "int16-pairs"
     rows = _summed_last(codes.double(), kind)
-    return bool((torch.maximum(_worst_pair(rows), _worst_pair(rows.flatten(1))) <= _PAIR_LIMIT).all())
+    return bool((_worst(rows) <= _PAIR_LIMIT).all())

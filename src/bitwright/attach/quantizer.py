@@ -109,6 +109,10 @@ class Quantizer(nn.Module):
         """`quantize(relu(x))`; a quantizer whose kernels can do both in one pass says how."""
         return self.quantize(torch.relu(x))
 
+    def quantize_folded(self, weight: Tensor, factor: Tensor) -> Tensor | None:
+        """`quantize(weight·factor)/factor` in one pass; None where this quantizer can't."""
+        return None
+
     def transform(self, x: Tensor) -> Tensor:
         """What is rounded to the grid: `x` itself, or what the quantizer makes of a weight first."""
         return x
@@ -184,12 +188,19 @@ class Quantizer(nn.Module):
         """Whether there is a grid."""
         return self.calibrated
 
-    def forward(self, x: Tensor, site: str | None = None, *, relu: bool = False) -> Tensor:
+    def forward(
+        self, x: Tensor, site: str | None = None, *, relu: bool = False, factor: Tensor | None = None
+    ) -> Tensor:
         """Observe, quantize, mark, or pass `x` on; `site` names the place if several share this quantizer.
 
-        With `relu`, that is done to relu(x).
+        With `relu`, that is done to relu(x); with a `factor`, to x·factor, which is then divided by it again.
         """
-        if relu and (self.marking or self.observing or not self.enabled or self.tap is not None):
+        looked_at = self.marking or self.observing or self.following or self.tap is not None
+        whole = self.enabled and not looked_at  # all that is done to `x` may be done in one pass
+        if factor is not None:
+            folded = self.quantize_folded(x, factor) if whole and self.ready else None
+            return self(x * factor, site) / factor if folded is None else folded
+        if relu and not whole:
             x, relu = torch.relu(x), False
         if self.marking:
             marked: Tensor = site_marker(x, site or self.site)

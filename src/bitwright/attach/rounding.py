@@ -13,6 +13,7 @@ from torch import Tensor
 
 from bitwright.attach.compiled import Frame, Kernel, dense, worthwhile
 from bitwright.attach.gradients import with_gradient_of
+from bitwright.attach.grid import Grid, Layout
 
 
 def _eager() -> bool:
@@ -154,10 +155,8 @@ class _Round(torch.autograd.Function):
 
 def round_to_grid(
     x: Tensor,
-    scale: Tensor,
-    zero_point: Tensor,
-    qmin: int,
-    qmax: int,
+    grid: Grid,
+    layout: Layout,
     *,
     learned: Tensor | None = None,
     factor: float = 1.0,
@@ -171,10 +170,13 @@ def round_to_grid(
     relu(x) in the same pass. `half` passes gradients half a step beyond the ends, where rounding still ends on the
     grid, and none to s and z. `fused` runs compiled kernels where that pays.
     """
-    if relu and zero_point.requires_grad:
+    if relu and grid.zero_point.requires_grad:
         x, relu = torch.relu(x), False
+    scale = grid.scale
+    if learned is not None and layout.granularity == "group":  # spread over blocks, a scale has another shape
+        scale, learned = with_gradient_of(scale, learned.abs(), factor), None
     how = _How(relu, half, fused, factor)
     rounded: Tensor = _Round.apply(  # type: ignore[no-untyped-call]
-        x, scale, zero_point, learned, (qmin, qmax), how
+        x, layout.spread(scale, x), layout.spread(grid.zero_point, x), learned, (grid.qmin, grid.qmax), how
     )
     return rounded

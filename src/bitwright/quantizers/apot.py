@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,8 +28,7 @@ class Apot(Uneven):
     def set_grid(self, grid: Grid) -> None:
         """α is the upper end."""
         most = torch.full_like(grid.scale, self.alpha / grid.qmax)
-        step = most if self.weight else torch.minimum(most, grid.scale)
-        super().set_grid(Grid(step, grid.zero_point, grid.qmin, grid.qmax))
+        super().set_grid(replace(grid, scale=most if self.weight else torch.minimum(most, grid.scale)))
 
     def transform(self, x: Tensor) -> Tensor:
         """Standardise a weight; mean and deviation get no gradient."""
@@ -36,7 +36,6 @@ class Apot(Uneven):
 
     def quantize(self, x: Tensor) -> Tensor:
         """The nearest level."""
-        alpha = self.layout.spread(with_gradient_of(self.end(), self.scale.abs()), x)
-        share = torch.clamp(self.transform(x) / alpha, -1.0 if self.qmin < 0 else 0.0, 1.0)
-        found = nearest(share.detach(), levels(self.spec.format.bits - (self.qmin < 0)))
-        return with_gradient_of(found, share) * alpha
+        signed, alpha = self.qmin < 0, self.layout.spread(with_gradient_of(self.end(), self.scale.abs()), x)
+        share = torch.clamp(self.transform(x) / alpha, -1.0 if signed else 0.0, 1.0)
+        return with_gradient_of(nearest(share.detach(), levels(self.spec.format.bits - signed)), share) * alpha

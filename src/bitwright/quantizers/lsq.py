@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from dataclasses import replace
 
 from torch import Tensor
 
-from bitwright.attach import Grid, Quantizer, round_to_grid, usable_scale, with_gradient_of
+from bitwright.attach import Grid, Quantizer, can_fold, round_folded, round_to_grid, usable_scale, with_gradient_of
 
 
 class Lsq(Quantizer):
@@ -16,27 +16,23 @@ class Lsq(Quantizer):
     The published start, s = 2·mean|x|/√p, is the observer `lsq`.
     """
 
-    learned: ClassVar[tuple[str, ...]] = ("scale",)
+    learned = ("scale",)
     lengths = ("scale",)
     own_kernels = True
 
     def quantize(self, x: Tensor, *, relu: bool = False) -> Tensor:
         """Round to the grid of the learned scale (and zero point, if that is learned too)."""
-        factor = self.gradient_scale(x)
-        grid, spread = self.grid_for(x), self.layout.spread
-        zero_point = spread(with_gradient_of(grid.zero_point, self.zero_point, factor), x)
-        if self.layout.granularity == "group":
-            scale, learned = spread(with_gradient_of(grid.scale, self.scale.abs(), factor), x), None
-        else:
-            scale, learned = spread(grid.scale, x), self.scale
-        ends = (self.qmin, self.qmax)
-        return round_to_grid(
-            x, scale, zero_point, *ends, learned=learned, factor=factor, relu=relu, fused=self.compiled
-        )
+        grid, factor = self.grid_for(x), self.gradient_scale(x)
+        grid = replace(grid, zero_point=with_gradient_of(grid.zero_point, self.zero_point, factor))
+        return round_to_grid(x, grid, self.layout, learned=self.scale, factor=factor, relu=relu, fused=self.compiled)
 
     def quantize_relu(self, x: Tensor) -> Tensor:
         """In one pass."""
         return self.quantize(x, relu=True)
+
+    def quantize_folded(self, weight: Tensor, factor: Tensor) -> Tensor | None:
+        """In one pass."""
+        return round_folded(self, weight, factor) if can_fold(self, weight) else None
 
     def grid(self) -> Grid:
         """The grid with the scale as the arithmetic uses it."""

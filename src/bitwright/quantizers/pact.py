@@ -29,7 +29,5 @@ class Pact(LearnedRange):
 
     def quantize(self, x: Tensor) -> Tensor:
         """Round to the grid between the ends; the gradient is that of the clipping."""
-        grid, spread = self.grid(), self.layout.spread
-        low, high = self.ends()
-        value = round_to_grid(x.detach(), spread(grid.scale, x), spread(grid.zero_point, x), grid.qmin, grid.qmax)
-        return with_gradient_of(value, torch.clamp(x, spread(low, x), spread(high, x)))
+        low, high = (self.layout.spread(end, x) for end in self.ends())
+        return with_gradient_of(round_to_grid(x.detach(), self.grid(), self.layout), torch.clamp(x, low, high))

@@ -14,8 +14,7 @@ class Plain(Quantizer):
 
     def quantize(self, x: Tensor, *, relu: bool = False) -> Tensor:
         """Round to the grid."""
-        scale, zero_point = self.layout.spread(self.scale, x), self.layout.spread(self.zero_point, x)
-        return round_to_grid(x, scale, zero_point, self.qmin, self.qmax, relu=relu, half=True, fused=self.compiled)
+        return round_to_grid(x, self.grid(), self.layout, relu=relu, half=True, fused=self.compiled)
 
     def quantize_relu(self, x: Tensor) -> Tensor:
         """In one pass."""

@@ -31,8 +31,8 @@ class Tqt(Quantizer):
 
     def quantize(self, x: Tensor) -> Tensor:
         """Round to the grid of the threshold."""
-        scale, zero_point = self.layout.spread(self._scale(), x), self.layout.spread(self.zero_point, x)
-        return round_to_grid(x, scale, zero_point, self.qmin, self.qmax, fused=self.compiled)
+        grid = Grid(self._scale(), self.zero_point, self.qmin, self.qmax)
+        return round_to_grid(x, grid, self.layout, fused=self.compiled)
 
     def grid(self) -> Grid:
         """The grid of the threshold."""

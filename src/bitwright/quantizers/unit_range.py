@@ -23,5 +23,4 @@ class UnitRange(Quantizer):
     def quantize(self, x: Tensor) -> Tensor:
         """Round; the gradient is that of the transformation."""
         x = self.transform(x)
-        scale, zero_point = self.layout.spread(self.scale, x), self.layout.spread(self.zero_point, x)
-        return with_gradient_of(round_to_grid(x.detach(), scale, zero_point, self.qmin, self.qmax), x)
+        return with_gradient_of(round_to_grid(x.detach(), self.grid(), self.layout), x)

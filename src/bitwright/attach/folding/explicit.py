@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bitwright.attach.folding.collective import syncs
-from bitwright.attach.folding.fold import Call, Fold
+from bitwright.attach.folding.fold import Call, Fold, wide
 from bitwright.attach.folding.statistics import batch_statistics, update_running
 from bitwright.attach.markers import snapshot
 
@@ -30,7 +30,8 @@ class Explicit(Fold):
         factor = self.factor(snapshot(norm.running_var) if compiling else norm.running_var)
         safe = torch.where(factor.abs() < _SMALLEST, 1.0, factor)
         # Dividing the rounded weight divides the output, which is larger by far.
-        return call(self.quantized_weight(call, safe) / self._spread(safe, call.weight), call.bias)
+        weight = call.quantize_weight(wide(call.weight), factor=self._spread(safe, call.weight))
+        return call(weight, call.bias)
 
     def norm_in_training(self, x: Tensor) -> Tensor | None:
         """The norm itself, or its formulas: where processes share statistics, and where torch can't compile it."""

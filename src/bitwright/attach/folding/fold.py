@@ -26,7 +26,7 @@ class Call:
         func: Callable[..., Tensor],
         args: list[Any],
         kwargs: dict[str, Any],
-        quantize_weight: Callable[[Tensor], Tensor],
+        quantize_weight: Callable[..., Tensor],
         quantize_bias: Callable[[Tensor], Tensor] | None,
     ) -> None:
         self.func = func
@@ -91,7 +91,7 @@ class Fold:
         func: Callable[..., Tensor],
         args: list[Any],
         kwargs: dict[str, Any],
-        quantize_weight: Callable[[Tensor], Tensor],
+        quantize_weight: Callable[..., Tensor],
         quantize_bias: Callable[[Tensor], Tensor] | None,
     ) -> Tensor:
         """The operator with the folded, quantized weight and bias."""
