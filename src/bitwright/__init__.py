@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from bitwright.planners import make_plan
     from bitwright.ptq import calibrate
     from bitwright.recipe import Quantized, quantize
+    from bitwright.sensitivity import score, suggest
     from bitwright.train import Qat, TrainConfig, Trainer
     from bitwright.version import __version__
     from bitwright.workload import Workload, load_workload, measure
@@ -61,6 +62,10 @@ _HOMES = {
     "bitwright.recipe": (
         "Quantized",
         "quantize",
+    ),
+    "bitwright.sensitivity": (
+        "score",
+        "suggest",
     ),
     "bitwright.train": (
         "Qat",
@@ -120,6 +125,8 @@ __all__ = [
     "quantize",
     "quantizers_of",
     "save_checkpoint",
+    "score",
     "set_mode",
     "strip",
+    "suggest",
 ]

@@ -23,7 +23,7 @@ def names(folder: Path) -> list[str]:
 
 def test_version_and_help(run):
     assert run("--version").out == f"bitwright {bitwright.__version__}\n"
-    for verb in ("inspect", "plan", "quantize", "export", "check", "list", "doctor", "quickstart"):
+    for verb in ("inspect", "plan", "quantize", "score", "export", "check", "list", "doctor", "quickstart"):
         ran = run(verb, "--help")
         assert ran.code == 0
         assert "Examples:\n" in ran.out
@@ -53,6 +53,31 @@ def test_inspect_marks_operators_that_only_some_runs_reach(run, tmp_path):
         "                    calibration=lambda: [-torch.ones(1, 2)])\n"
     )
     assert "1 of 2 runs" in run("inspect", f"{path}:build", "--batches", 1).out
+
+
+def test_score(run, tmp_path):
+    path = tmp_path / "better.yaml"
+    coarse = ("--backend", "academic", "--weights", "int3/channel/sym", "--activations", "int3/tensor/sym/adasign")
+    ran = run("score", "digits", *coarse, "-o", path, "--samples", 64, "--top", 3)
+    assert ran.code == 0
+    assert "all sites" in ran.out
+    assert "in float: +" in ran.out
+    table = json.loads(run("score", "digits", "--plan", path, "--samples", 64, "--json").out)
+    assert table["samples"] == 64
+    sites = [site["loss_change"] for site in table["sites"]]
+    assert sites == sorted(sites, reverse=True)
+    assert Plan.load(path).float
+    refused = run("score", "digits", "--plan", path, "--weights", "int8/channel/sym")
+    assert refused.code == 2
+    assert "--weights" in refused.err
+
+
+def test_score_without_a_metric(run, small, tmp_path):
+    bare = small.replace(":small", ":no_metric")
+    ran = run("score", bare)
+    assert ran.code == 0
+    assert "no suggestion" in ran.out
+    assert run("score", bare, "-o", tmp_path / "plan.yaml").code == 2
 
 
 def test_quantizers_are_chosen_apart(run, small, tmp_path):

@@ -73,6 +73,20 @@ def first(stream: Iterable[Any], samples: int | None) -> Iterator[Any]:
                 return
 
 
+def in_pieces(stream: Iterable[Any], size: int) -> Iterator[Any]:
+    """Batches of at most `size` samples."""
+    for batch in stream:
+        whole = batch_size(batch)
+        for start in range(0, whole, size):
+            yield batch if whole <= size else _part(batch, whole, start, start + size)
+
+
+def labelled(workload: Workload, samples: int | None = None) -> Iterator[Any]:
+    """Pairs of inputs and targets of the evaluation data, at most so many samples."""
+    assert workload.evaluation is not None
+    return first(_of_owner(workload.evaluation(), "evaluation"), samples)
+
+
 def _part(batch: Any, size: int, start: int, stop: int) -> Any:
     return map_tensors(batch, lambda t: t[start:stop] if t.dim() and t.shape[0] == size else t)
 
