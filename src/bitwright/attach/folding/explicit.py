@@ -30,7 +30,7 @@ class Explicit(Fold):
         factor = self.factor(snapshot(norm.running_var) if compiling else norm.running_var)
         safe = torch.where(factor.abs() < _SMALLEST, 1.0, factor)
         # Dividing the rounded weight divides the output, which is larger by far.
-        return call(self.quantized_weight(call, safe) / self._spread(safe, call.weight), call.bias)
+        return call(self.quantized_weight(call, safe) / self.spread(safe, call.weight), call.bias)
 
     def norm_in_training(self, x: Tensor) -> Tensor | None:
         """The norm itself, or its formulas: where processes share statistics, and where torch can't compile it."""
