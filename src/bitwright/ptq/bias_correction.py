@@ -112,8 +112,7 @@ def _norm_behind(work: Work, op: Op) -> Any:
 
 
 def _correct(work: Work, op: Op, shift: Tensor) -> None:
-    place = _place(work, op)
-    assert place is not None
+    place: Any = _place(work, op)
     fold = work.attachment.folds.get(op.site("bias"))
     if fold is not None and place is getattr(fold.norm, "running_mean", None):
         unit = fold.unit()  # the output has −μ·γ/σ
