@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Unpack
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from bitwright.attach import find_attachment, prepare, strip
+from bitwright.attach import find_attachment, in_mode, prepare, strip
 from bitwright.backends import Choices, check_plan
 from bitwright.backends import backend as find_backend
 from bitwright.deploy import Artefact, Check, check, export, unexportable
@@ -18,7 +19,7 @@ from bitwright.errors import BitwrightError, CalibrationError, PlanError
 from bitwright.graph import Graph, capture
 from bitwright.plan import Plan
 from bitwright.planners import make_plan
-from bitwright.ptq import calibrate
+from bitwright.ptq import MEMORY, Data, Ran, Step, Watch, Work, calibrate, need_data, read_steps, run_steps
 
 _RECORDED = 4  # batches that are recorded to find paths that only some inputs take
 
@@ -32,6 +33,8 @@ class Quantized:
     graph: Graph
     example: Any
     backend: str
+    steps: tuple[Ran, ...] = ()
+    """What the PTQ steps did, and what they left alone."""
 
     def export(self, path: str | Path, *, dynamic_batch: bool = True) -> Artefact:
         """Write the artefact for the backend's runtime."""
@@ -44,7 +47,7 @@ class Quantized:
 
 def quantize(
     model: nn.Module,
-    batches: Iterable[Any],
+    batches: Iterable[Any] | Callable[[], Iterable[Any]],
     *,
     backend: str = "onnxruntime",
     plan: Plan | None = None,
@@ -52,6 +55,12 @@ def quantize(
     name: str | None = None,
     artefact: bool = False,
     progress: Callable[[int], None] | None = None,
+    steps: Sequence[str | Step] = (),
+    seed: int = 0,
+    memory: int = MEMORY,
+    folder: str | Path | None = None,
+    watch: Watch | None = None,
+    on_start: Callable[[nn.Module], None] | None = None,
     **choices: Unpack[Choices],
 ) -> Quantized:
     """Quantize `model` in place for `backend` with the ranges of `batches` (tensors, tuples or dicts of inputs).
@@ -60,10 +69,19 @@ def quantize(
     paths which only some inputs take are found. If anything fails, the model is float again. `choices` go to
     `make_plan` (weights="int4/group32/sym", keep_float=["head*"], observer="mse", …) unless there is a `plan`.
     With `artefact`, what could be simulated and trained but not exported is refused before calibration.
+
+    `steps` are PTQ algorithms, by name ("equalize", "adaround:iterations=500") or as objects. They read the data
+    several times: `batches` is then a list, a loader, or a function that gives a new iterator. `seed` is that of their
+    random numbers, `memory` (MiB) bounds the activations that they keep, `folder` lets a killed run go on, `watch` is
+    told of each unit of work. `on_start` gets the prepared model when nothing was found wrong and nothing changed yet.
     """
+    wanted = read_steps(steps)
+    data = Data(batches)
+    if wanted:
+        need_data(data)
     if find_attachment(model) is not None:
         raise BitwrightError("this model is quantized already", fix="strip(model) first")
-    stream = iter(batches)
+    stream = iter(data)
     first = list(islice(stream, _RECORDED))
     if not first:
         raise CalibrationError(
@@ -78,13 +96,34 @@ def quantize(
         problems = check_plan(plan, find_backend(backend), graph)
         if problems:
             raise PlanError(problems)
+    before = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()} if wanted else {}
     prepare(model, plan, graph=graph)
+    if wanted and find_attachment(model) is None:
+        raise BitwrightError("the plan quantizes nothing, so there is nothing for steps to do", fix="leave them out")
     try:
         problems = unexportable(model) if artefact and find_attachment(model) is not None else []
         if problems:
             raise PlanError(problems, title="no artefact can have these levels")
-        calibrate(model, chain(first, stream), progress=progress)
+        if on_start is not None:
+            with in_mode(model, "float"):
+                on_start(model)
+        ran: tuple[Ran, ...] = ()
+        if wanted:
+            work = Work(model=model, graph=graph, plan=plan, data=data, seed=seed, memory=memory)
+            place = None if folder is None else Path(folder)
+            ran = run_steps(work, wanted, folder=place, calibrating=progress, watch=watch)
+        else:
+            calibrate(model, chain(first, stream), progress=progress)
     except BaseException:
         strip(model)
+        _put_back(model, before)
         raise
-    return Quantized(model=model, plan=plan, graph=graph, example=example, backend=backend)
+    return Quantized(model=model, plan=plan, graph=graph, example=example, backend=backend, steps=ran)
+
+
+@torch.no_grad()
+def _put_back(model: nn.Module, before: dict[str, Tensor]) -> None:
+    """Steps change weights: a run that failed leaves none of it."""
+    for name, tensor in model.state_dict().items():
+        if name in before:
+            tensor.copy_(before[name])

@@ -9,8 +9,10 @@ from torch import Tensor, nn
 
 from bitwright.attach.folding import Fold
 from bitwright.attach.quantizer import Quantizer
+from bitwright.graph import Op
 from bitwright.graph.functions import KINDS, carries_floats, locate, put
 from bitwright.graph.intercept import ForwardShim, Interceptor
+from bitwright.graph.naming import SiteName
 from bitwright.plan import Plan
 
 CONTAINER = "bitwright"  # the child of the model that holds all quantizers: keys are `bitwright.<site>.scale`
@@ -123,6 +125,22 @@ class Attachment(Interceptor):
         if index >= len(hooks):
             return func(*args, **kwargs)
         return _run(hooks[index], kind, writes, func, args, kwargs)
+
+    def hooks_at(self, op: Op) -> OpHooks | None:
+        """What happens at one recorded operator."""
+        name = SiteName.parse(op.site("output"))
+        tables = self.tables.get(name.path)
+        if tables is None or not any(port.is_floating for port in op.ports):
+            return None
+        entries = tables[min(name.call, len(tables) - 1)].get(op.kind, [])
+        return entries[name.index] if name.index < len(entries) else None
+
+    def run(self, op: Op, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one recorded operator by itself, as `call` does within a forward."""
+        hooks = self.hooks_at(op)
+        if hooks is None:
+            return func(*args, **kwargs)
+        return _run(hooks, op.kind, op.inplace, func, args, kwargs)
 
 
 def _run(hooks: OpHooks, kind: str, writes: bool, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

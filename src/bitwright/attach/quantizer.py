@@ -52,6 +52,7 @@ class Quantizer(nn.Module):
         self.marking = False
         self.compiled = False  # `compile_arithmetic` switches it
         self.tap: Callable[[str, Quantizer, Tensor], None] | None = None  # looks on, for checks and reports
+        self.stand_in: Callable[[Tensor], Tensor] | None = None  # quantizes instead, while a PTQ step looks for better
         self.qmin, self.qmax = spec.format.qmin, spec.format.qmax
         self.observer: Observer | None = None
         self.fold: Fold | None = None  # what this weight is multiplied with before it comes here
@@ -196,7 +197,8 @@ class Quantizer(nn.Module):
         With `relu`, that is done to relu(x); with a `factor`, to x·factor, which is then divided by it again.
         """
         looked_at = self.marking or self.observing or self.following or self.tap is not None
-        whole = self.enabled and not looked_at  # all that is done to `x` may be done in one pass
+        # all that is done to `x` may be done in one pass
+        whole = self.enabled and not looked_at and self.stand_in is None
         if factor is not None:
             folded = self.quantize_folded(x, factor) if whole and self.ready else None
             return self(x * factor, site) / factor if folded is None else folded
@@ -226,6 +228,8 @@ class Quantizer(nn.Module):
 
     def _quantize(self, x: Tensor, *, relu: bool) -> Tensor:
         wide = x.to(torch.float32)
+        if self.stand_in is not None:
+            return self.stand_in(torch.relu(wide) if relu else wide).to(x.dtype)
         if self.compiled and not self.own_kernels and worthwhile(x):
             return quantize_compiled(self, wide, relu=relu).to(x.dtype)
         return (self.quantize_relu(wide) if relu else self.quantize(wide)).to(x.dtype)

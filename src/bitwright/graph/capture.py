@@ -43,8 +43,8 @@ def capture(model: nn.Module, *inputs: Any, train: bool = False) -> Graph:
     graph: Graph | None = None
     for example in inputs:
         args, kwargs = as_call(example)
-        recorder = _Recorder(model, args, kwargs)
-        with _untouched(model, train=train):
+        recorder = Recorder(model, args, kwargs)
+        with untouched(model, train=train):
             try:
                 install(model, recorder)
                 result = model(*args, **kwargs)
@@ -57,7 +57,8 @@ def capture(model: nn.Module, *inputs: Any, train: bool = False) -> Graph:
 
 
 @contextmanager
-def _untouched(model: nn.Module, *, train: bool) -> Iterator[None]:
+def untouched(model: nn.Module, *, train: bool) -> Iterator[None]:
+    """While this lasts the model may run; what that changes is put back."""
     modules = list(model.modules())
     attributes = [(vars(module), dict(vars(module))) for module in modules]
     # A forward may also replace a buffer, fill a cache or hang up a hook: those live in containers.
@@ -103,7 +104,7 @@ def _dtype(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-class _Recorder(Interceptor):
+class Recorder(Interceptor):
     """Writes down each call. Tensors are known by identity, and weakly: memory stays that of a forward."""
 
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -132,7 +133,7 @@ class _Recorder(Interceptor):
                     name = f"{path}.{name}" if path else name
                     self._know(tensor, Source("constant", name), constant=True)
         self.inputs: list[str] = []
-        for name, tensor in _named_inputs(model, args, kwargs):
+        for name, tensor in named_inputs(model, args, kwargs):
             self.inputs.append(name)
             self._know(tensor, Source("input", name), constant=False)
 
@@ -259,7 +260,8 @@ def _role(port: str, constant: bool) -> Role:
     return "bias" if port == "bias" else "weight"
 
 
-def _named_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+def named_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """Each tensor of a call by the name of the parameter that takes it."""
     try:
         bound = inspect.signature(model.forward).bind(*args, **kwargs).arguments
     except (TypeError, ValueError):  # let the model's own call complain, in its own words

@@ -2,6 +2,23 @@
 
 from bitwright.ptq.calibrate import calibrate
 from bitwright.ptq.following import settle_ranges
+from bitwright.ptq.run import At, Ran, Watch, run_steps
+from bitwright.ptq.step import Step, read_steps
 from bitwright.ptq.weights import settle_weights
+from bitwright.ptq.work import MEMORY, Data, Work, need_data
 
-__all__ = ["calibrate", "settle_ranges", "settle_weights"]
+__all__ = [
+    "MEMORY",
+    "At",
+    "Data",
+    "Ran",
+    "Step",
+    "Watch",
+    "Work",
+    "calibrate",
+    "need_data",
+    "read_steps",
+    "run_steps",
+    "settle_ranges",
+    "settle_weights",
+]

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 _FIRST = -1  # what was there before the first call: inputs and parameters
 
 
-class Tape(TorchFunctionMode):
+class Recording(TorchFunctionMode):
     """The results of one run, call by call."""
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class Tape(TorchFunctionMode):
                 self._made.setdefault(_storage(made), here)
 
     @contextmanager
-    def recording(self) -> Iterator[None]:
+    def recorded(self) -> Iterator[None]:
         """The run inside is kept."""
         self.results, self._made, self._rewritten = [], {}, []
         self.position = self.cut = 0

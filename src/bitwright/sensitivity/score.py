@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from bitwright.attach import Quantizer, attachment_of, in_mode, tapped
 from bitwright.errors import CalibrationError, PlanError, Problem
 from bitwright.modes import evaluating
-from bitwright.sensitivity.replay import Tape
+from bitwright.sensitivity.replay import Recording
 from bitwright.sensitivity.scores import Scores, SiteScore
 from bitwright.workload import call
 
@@ -100,7 +100,7 @@ class _Site(_Effect):
 
 class _Scoring:
     def __init__(self, model: nn.Module, loss: Loss | None) -> None:
-        self.model, self.loss, self.tape = model, loss, Tape()
+        self.model, self.loss, self.recording = model, loss, Recording()
         self.quantizers = attachment_of(model).quantizers
         self.sites = {site: _Site(q) for site, q in self.quantizers.items() if not q.of}
         unready = [
@@ -121,21 +121,21 @@ class _Scoring:
         self._quantize_only(None)
         for one in self.sites.values():
             one.cut = None
-        with tapped(self.model, self._look), self.tape.recording():
+        with tapped(self.model, self._look), self.recording.recorded():
             wanted, float_loss = self._run(inputs, target, count)
         self.float.add(wanted, wanted, float_loss)
         self.together.add(wanted, *all_quantized)
-        self.kept_bytes = max(self.kept_bytes, self.tape.bytes)
+        self.kept_bytes = max(self.kept_bytes, self.recording.bytes)
         for site, one in self.sites.items():
             if one.cut is None:  # this batch took another path
                 one.add(wanted, wanted, float_loss)
                 continue
             self._quantize_only(site)
             # a tap keeps quantizers from doing several things in one pass: the same calls as in the recording
-            with tapped(self.model, _ignore), self.tape.replaying(one.cut):
+            with tapped(self.model, _ignore), self.recording.replaying(one.cut):
                 one.add(wanted, *self._run(inputs, target, count))
-            self.calls += len(self.tape.results)
-            self.saved += self.tape.usable(one.cut)
+            self.calls += len(self.recording.results)
+            self.saved += self.recording.usable(one.cut)
         for quantizer in self.quantizers.values():
             quantizer.enabled = True
 
@@ -155,7 +155,7 @@ class _Scoring:
         one = self.sites.get(quantizer.site)
         if one is not None:
             with torch._C.DisableTorchFunction():  # nor is what is computed here
-                one.look(x, self.tape.position)
+                one.look(x, self.recording.position)
 
     def result(self) -> Scores:
         """The sites, worst first."""

@@ -30,7 +30,7 @@ class Explicit(Fold):
         factor = self.factor(snapshot(norm.running_var) if compiling else norm.running_var)
         safe = torch.where(factor.abs() < _SMALLEST, 1.0, factor)
         # Dividing the rounded weight divides the output, which is larger by far.
-        weight = call.quantize_weight(wide(call.weight), factor=self._spread(safe, call.weight))
+        weight = call.quantize_weight(wide(call.weight), factor=self.spread(safe, call.weight))
         return call(weight, call.bias)
 
     def norm_in_training(self, x: Tensor) -> Tensor | None:

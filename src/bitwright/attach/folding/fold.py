@@ -141,7 +141,7 @@ class Fold:
 
     def quantized_weight(self, call: Call, factor: Tensor) -> Tensor:
         """The weight times the factor, as it is deployed."""
-        return call.quantize_weight(wide(call.weight) * self._spread(factor, call.weight))
+        return call.quantize_weight(wide(call.weight) * self.spread(factor, call.weight))
 
     def over_output(self, values: Tensor, result: Tensor) -> Tensor:
         """One value per channel as it broadcasts against the operator's output."""
@@ -149,7 +149,7 @@ class Fold:
         shape = [-1] if self.kind == "linear" else [-1] + [1] * (result.dim() - 2)
         return values.reshape(shape).to(result.dtype)
 
-    def _spread(self, factor: Tensor, weight: Tensor) -> Tensor:
+    def spread(self, factor: Tensor, weight: Tensor) -> Tensor:
         """The factor as it broadcasts against the weight."""
         sizes = [1] * weight.dim()
         groups = factor.numel() // weight.shape[self.axis]

@@ -1,0 +1,95 @@
+"""AWQ-like scaling: weights that multiply large activations get larger before rounding, so that they lose less.
+
+s = mean|x|^α per channel, with the α of a small search whose rounded weights change the readers' outputs least.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from bitwright.attach import Quantizer, grid_from_range
+from bitwright.ptq.scaling import Group, find_groups, gather
+from bitwright.ptq.step import Step
+from bitwright.ptq.work import Weight, Work
+
+_SMALLEST = 1e-5
+
+
+class _Sample:
+    """The mean size of each channel, and some rows to try weights on."""
+
+    def __init__(self, rows: int) -> None:
+        self.limit = rows
+        self.rows: list[Tensor] = []
+        self.total: Tensor | None = None
+        self.count = 0
+
+    def see(self, rows: Tensor) -> None:
+        total = rows.abs().sum(dim=0, dtype=torch.float64)
+        self.total = total if self.total is None else self.total + total
+        self.count += rows.shape[0]
+        kept = sum(part.shape[0] for part in self.rows)
+        if kept < self.limit:
+            # spread over the batch: neighbours are alike
+            stride = max(rows.shape[0] // max(self.limit // 4, 1), 1)
+            self.rows.append(rows[::stride][: self.limit - kept].clone())
+
+
+class Awq(Step):
+    """Protect the weights that matter most to outputs before they are rounded; for weight-only formats above all."""
+
+    name: ClassVar[str] = "awq"
+    needs_ranges: ClassVar[bool] = False
+
+    grid: int = Field(default=20, ge=1, description="How many exponents between 0 and 1 are tried.")
+    rows: int = Field(default=512, ge=1, description="Positions (tokens) of activations on which they are tried.")
+    batch: int = Field(default=32, ge=1, description="Samples at a time.")
+
+    def units(self, work: Work) -> Sequence[str]:
+        """One: a single pass shows all of it."""
+        find_groups(work)
+        return ["all norms"]
+
+    @torch.no_grad()
+    def run(self, work: Work, unit: str) -> None:
+        """Look, search, move factors."""
+        groups = find_groups(work)
+        weights = {weight.op.name: weight for weight in work.weights()}
+        samples = {group.maker.name: _Sample(self.rows) for group in groups}
+        gather(work, groups, self.batch, samples)
+        for group in groups:
+            sample = samples[group.maker.name]
+            if sample.total is not None:
+                group.divide(work, self._best(work, group, sample, weights))
+
+    def _best(self, work: Work, group: Group, sample: _Sample, weights: dict[str, Weight]) -> Tensor:
+        assert sample.total is not None
+        size = (sample.total / sample.count).float().clamp(min=_SMALLEST)
+        x = torch.cat(sample.rows)
+        best, least = torch.ones_like(size), float("inf")
+        for step in range(self.grid):
+            by = size ** (step / self.grid)
+            by = by / (by.amax() * by.amin()).sqrt()
+            error = 0.0
+            for reader in group.readers:
+                if reader.name in weights:
+                    weight = weights[reader.name].parameter.detach().float()
+                    change = round_weight(weights[reader.name].quantizer, weight * by) / by - weight
+                    error += float((x @ change.T).double().square().sum())
+            if error < least:
+                best, least = by, error
+        return best
+
+
+def round_weight(quantizer: Quantizer, weight: Tensor) -> Tensor:
+    """A weight as its quantizer would make it after calibration."""
+    observer = quantizer.new_observer()
+    observer.observe(quantizer.layout.rows(weight))
+    grid = grid_from_range(*observer.range(), quantizer.spec.format, site=quantizer.site)
+    scale, zero = (quantizer.layout.over(part, weight) for part in (grid.scale, grid.zero_point))
+    return (torch.clamp(torch.round(weight / scale) + zero, grid.qmin, grid.qmax) - zero) * scale

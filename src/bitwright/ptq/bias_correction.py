@@ -1,0 +1,122 @@
+"""Bias correction: rounding shifts the mean of an operator's outputs; the bias takes the shift back.
+
+From the first operator to the last: δ = E[float output] − E[output of the quantized operator on quantized inputs], per
+channel, goes to the operator's bias, to the β of the norm that is folded into it, or to the mean of the norm behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from bitwright.attach import in_mode
+from bitwright.graph import Op, Source
+from bitwright.modes import evaluating
+from bitwright.ptq.replay import Replay, by_channel
+from bitwright.ptq.step import Step
+from bitwright.ptq.work import Work
+
+
+class BiasCorrection(Step):
+    """Take back what rounding does to the mean of each channel; one pass over the data."""
+
+    name: ClassVar[str] = "bias-correction"
+
+    batch: int = Field(default=32, ge=1, description="Samples at a time.")
+
+    def units(self, work: Work) -> Sequence[str]:
+        """The operators with a quantized weight and a place for the correction."""
+        names: list[str] = []
+        for weight in work.weights():
+            if _place(work, weight.op) is None:
+                work.skipped[weight.op.name] = "there is neither a bias nor a norm to take the correction"
+            else:
+                names.append(weight.op.name)
+        return names
+
+    @torch.no_grad()
+    def run(self, work: Work, unit: str) -> None:
+        """Measure both means, and correct."""
+        replay = work.kept.get("replay")
+        if replay is None:
+            replay = work.kept["replay"] = Replay(work, self.batch)
+        op = work.graph.by_name[unit]
+        norm = next((n for n, fold in work.plan.folds.items() if fold.into == unit), None)
+        measured = unit if norm is None else norm  # with a folded norm, its output is the operator's
+        start, stop = replay.tape.position(unit), replay.tape.position(measured) + 1
+        replay.advance(start)
+        total: Tensor | None = None
+        count = 0
+        source = Source("op", measured)
+        with evaluating(work.model), in_mode(work.model, "quantize"), _raw(work, op, norm):
+            for index in range(len(replay)):
+                exact = by_channel(replay.float(index, stop)[source].double(), op.kind)
+                rounded = by_channel(replay.quantized(index, stop)[source].double(), op.kind)
+                shift = (exact - rounded).sum(dim=1)
+                total = shift if total is None else total + shift
+                count += exact.shape[1]
+        assert total is not None
+        _correct(work, op, (total / count).float())
+
+    def finish(self, work: Work) -> None:
+        """Remove the files."""
+        replay = work.kept.pop("replay", None)
+        if replay is not None:
+            replay.close()
+
+
+class _raw:
+    """The operator's own output, without the quantizer behind it: that would hide a shift by clipping."""
+
+    def __init__(self, work: Work, op: Op, norm: str | None) -> None:
+        ops = [op] if norm is None else [op, work.graph.by_name[norm]]
+        hooks = [work.attachment.hooks_at(one) for one in ops]
+        self.outputs = [(hook, hook.output) for hook in hooks if hook is not None and hook.output is not None]
+
+    def __enter__(self) -> None:
+        for hook, _ in self.outputs:
+            hook.output = None
+
+    def __exit__(self, *_: object) -> None:
+        for hook, output in self.outputs:
+            hook.output = output
+
+
+def _place(work: Work, op: Op) -> Tensor | None:
+    """The tensor that takes the correction."""
+    fold = work.attachment.folds.get(op.site("bias"))
+    if fold is not None:
+        norm: Any = fold.norm
+        found: Tensor = norm.running_mean if norm.bias is None else norm.bias
+        return found
+    bias = op.port("bias")
+    if bias is not None:
+        return work.weight_of(op, "bias") if work.readers[bias.sources[0]] == 1 else None
+    norm = _norm_behind(work, op)
+    if norm is None:
+        return None
+    mean: Tensor = norm.running_mean
+    return mean
+
+
+def _norm_behind(work: Work, op: Op) -> Any:
+    readers = work.graph.consumers.get(Source("op", op.name), ())
+    if len(readers) != 1 or readers[0][0].kind != "batch_norm" or Source("op", op.name) in work.graph.output_sources:
+        return None
+    module = work.model.get_submodule(readers[0][0].module)
+    return module if getattr(module, "running_mean", None) is not None else None
+
+
+def _correct(work: Work, op: Op, shift: Tensor) -> None:
+    place: Any = _place(work, op)
+    fold = work.attachment.folds.get(op.site("bias"))
+    if fold is not None and place is getattr(fold.norm, "running_mean", None):
+        unit = fold.unit()  # the output has −μ·γ/σ
+        shift = torch.where(unit != 0, -shift / torch.where(unit != 0, unit, 1.0), 0.0)
+    elif fold is None and op.port("bias") is None:
+        shift = -shift
+    place.add_(shift.to(place.dtype))

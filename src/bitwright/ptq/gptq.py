@@ -1,0 +1,156 @@
+"""GPTQ: weights are rounded one input after the other, and those that are left make up for the error so far.
+
+With H = Σ x·xᵀ of the operator's inputs, and U the upper Cholesky factor of its inverse: after rounding column i,
+the columns behind it change by −(w_i − ŵ_i)/U_ii · U_i.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor
+
+from bitwright.attach import in_mode
+from bitwright.graph.tape import Call
+from bitwright.modes import evaluating
+from bitwright.ptq.replay import Replay
+from bitwright.ptq.step import Step
+from bitwright.ptq.work import Weight, Work
+
+_KINDS = ("linear", "conv1d", "conv2d")
+
+
+class Gptq(Step):
+    """Round weights one input after the other, with the rest making up for it; one pass over the data."""
+
+    name: ClassVar[str] = "gptq"
+
+    damp: float = Field(default=0.01, gt=0, description="Added to H's diagonal, as a share of its mean.")
+    columns: int = Field(default=128, ge=1, description="How many columns are rounded before the others are told.")
+    batch: int = Field(default=32, ge=1, description="Samples at a time.")
+
+    def units(self, work: Work) -> Sequence[str]:
+        """The weights."""
+        names = []
+        for weight in work.weights():
+            if weight.op.kind not in _KINDS or isinstance(_call(work, weight).argument(4, "padding", 0), str):
+                work.skipped[weight.op.name] = f"GPTQ doesn't unfold the inputs of this {weight.op.kind}"
+            elif weight.quantizer.spec.guard is not None:
+                work.skipped[weight.op.name] = "its guard counts on nearest rounding"
+            else:
+                names.append(weight.op.name)
+        return names
+
+    @torch.no_grad()
+    def run(self, work: Work, unit: str) -> None:
+        """Gather H, round, write the weight."""
+        if "replay" not in work.kept:
+            work.kept["replay"] = Replay(work, self.batch, targets=False)
+        replay: Replay = work.kept["replay"]
+        weight = next(weight for weight in work.weights() if weight.op.name == unit)
+        replay.advance(work.tape.position(unit))
+        folded = work.folded(weight)
+        groups = _groups(weight, folded)
+        hessians = _hessians(work, replay, weight, groups)
+        quantizer = weight.quantizer
+        grid = quantizer.grid()
+        shape = (groups, folded.shape[0] // groups, -1)
+        scale, zero = (
+            quantizer.layout.spread(part, folded).expand_as(folded).reshape(shape)
+            for part in (grid.scale, grid.zero_point)
+        )
+        rows = folded.reshape(shape)
+        done = [
+            _round(rows[g], scale[g], zero[g], (grid.qmin, grid.qmax), hessians[g], self.damp, self.columns)
+            for g in range(groups)
+        ]
+        work.put(weight, torch.stack(done).reshape(folded.shape))
+
+    def finish(self, work: Work) -> None:
+        """Remove the files."""
+        replay = work.kept.pop("replay", None)
+        if replay is not None:
+            replay.close()
+
+
+def _call(work: Work, weight: Weight) -> Call:
+    return work.tape.calls[work.tape.position(weight.op.name)]
+
+
+def _groups(weight: Weight, folded: Tensor) -> int:
+    port = weight.op.port("input")
+    assert port is not None
+    return 1 if weight.op.kind == "linear" else int(port.shape[1]) // int(folded.shape[1])
+
+
+def _hessians(work: Work, replay: Replay, weight: Weight, groups: int) -> Tensor:
+    """Σ x·xᵀ for each group of a convolution."""
+    total: Tensor | None = None
+    call = _call(work, weight)
+    port = call.op.port("input")
+    assert port is not None
+    hooks = work.attachment.hooks_at(call.op)
+    quantizer = None if hooks is None else hooks.inputs.get("input")
+    with evaluating(work.model), in_mode(work.model, "quantize"):
+        for index in range(len(replay)):
+            x = replay.values(index, "quantized")[port.sources[0]]
+            x = (x if quantizer is None else quantizer(x)).float()
+            rows = _unfolded(x, call, weight, groups)
+            product = rows.transpose(1, 2) @ rows
+            total = product if total is None else total + product
+    assert total is not None
+    return total
+
+
+def _unfolded(x: Tensor, call: Call, weight: Weight, groups: int) -> Tensor:
+    """The inputs as (groups, positions, summed elements)."""
+    if call.op.kind == "linear":
+        return x.reshape(1, -1, x.shape[-1])
+    stride, padding, dilation = (
+        call.argument(index, name, default)
+        for index, name, default in ((3, "stride", 1), (4, "padding", 0), (5, "dilation", 1))
+    )
+    size = tuple(weight.parameter.shape[2:])
+    if call.op.kind == "conv1d":
+        x, size = x.unsqueeze(2), (1, *size)
+        stride, padding, dilation = ((1, _one(stride)), (0, _one(padding)), (1, _one(dilation)))
+    columns = F.unfold(x, size, dilation=dilation, padding=padding, stride=stride)
+    summed = int(weight.parameter[0].numel())
+    return columns.reshape(x.shape[0], groups, summed, -1).permute(1, 0, 3, 2).reshape(groups, -1, summed)
+
+
+def _one(value: int | Sequence[int]) -> int:
+    return value if isinstance(value, int) else value[0]
+
+
+def _round(
+    weight: Tensor,
+    scale: Tensor,
+    zero: Tensor,
+    codes: tuple[int, int],
+    hessian: Tensor,
+    damp: float,
+    width: int,
+) -> Tensor:
+    weight, result = weight.clone(), torch.empty_like(weight)
+    dead = hessian.diagonal() == 0
+    hessian = hessian.clone()
+    hessian.diagonal()[dead] = 1.0
+    hessian.diagonal().add_(damp * float(hessian.diagonal().mean()))
+    upper = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(hessian.double())), upper=True).float()
+    for start in range(0, weight.shape[1], width):
+        stop = min(start + width, weight.shape[1])
+        errors = torch.zeros_like(weight[:, start:stop])
+        for i in range(start, stop):
+            low, high = codes[0] - zero[:, i], codes[1] - zero[:, i]
+            rounded = torch.clamp(torch.round(weight[:, i] / scale[:, i]), low, high) * scale[:, i]
+            error = (weight[:, i] - rounded) / upper[i, i]
+            weight[:, i:stop] -= error[:, None] * upper[i, i:stop]
+            errors[:, i - start] = error
+            result[:, i] = rounded
+        weight[:, stop:] -= errors @ upper[start:stop, stop:]
+    return result

@@ -1,0 +1,167 @@
+"""Run a model block by block over the calibration data, quantized and in float side by side, in bounded memory.
+
+Between two blocks only what later ones read is kept, for each piece of the data: in memory up to a limit, beyond it in
+files. So a step that looks at every layer passes the data once, not once for each layer.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from bitwright.attach import in_mode
+from bitwright.errors import BitwrightError
+from bitwright.graph import Source
+from bitwright.graph.tape import Call, Tape, Values, inputs_of, plainly, record
+from bitwright.graph.tree import as_call, tensors_in
+from bitwright.modes import evaluating
+from bitwright.ptq.work import Work
+
+_MIB = 1 << 20
+
+
+class Replay:
+    """Where all pieces of the data stand: at the same call, with what the rest of the model will read."""
+
+    def __init__(self, work: Work, batch: int, *, targets: bool = True) -> None:
+        self.work = work
+        self.position = 0
+        self.targets = targets
+        self.tapes: list[Tape] = []
+        self._files = tempfile.TemporaryDirectory(prefix="bitwright-")
+        self._held: dict[tuple[int, str], Values | Path] = {}
+        self._bytes = 0
+        known: dict[tuple[Any, ...], Tape] = {}
+        for index, piece in enumerate(work.data.pieces(batch)):
+            shape = tuple((path, tuple(t.shape)) for path, t in tensors_in(as_call(piece)))
+            if shape not in known:
+                known[shape] = _checked(work, piece)
+            if known[shape].names != work.tape.names:
+                raise BitwrightError(
+                    "inputs of other shapes take another path through the model: blocks would not be the same",
+                    where=f"calibration batch of {[size for _, size in shape]}",
+                    fix="calibrate with batches of one shape",
+                )
+            self.tapes.append(known[shape])
+            inputs = inputs_of(work.model, piece)
+            self.keep(index, "quantized", inputs)
+            if targets:
+                self.keep(index, "float", inputs)
+
+    def __len__(self) -> int:
+        return len(self.tapes)
+
+    @property
+    def tape(self) -> Tape:
+        """Of the first piece; others differ in sizes only."""
+        return self.tapes[0]
+
+    def values(self, index: int, kind: str) -> Values:
+        """What a piece has at hand here: of the `quantized` or of the `float` model."""
+        held = self._held[index, kind]
+        if isinstance(held, Path):
+            return {_source(name): tensor for name, tensor in load_file(held).items()}
+        return held
+
+    def quantized(self, index: int, stop: int, values: Values | None = None) -> Values:
+        """Run a piece on to `stop` through the quantizers, as they are now."""
+        start = self.values(index, "quantized") if values is None else values
+        tape = self.tapes[index]
+        fixed = {**tape.constants, **self.work.live()}
+        return tape.run(self.position, stop, start, fixed, self._hooked)
+
+    def float(self, index: int, stop: int, values: Values | None = None, start: int | None = None) -> Values:
+        """Run a piece on to `stop` in the float model, as it was before any step that needs ranges."""
+        given = self.values(index, "float") if values is None else values
+        tape = self.tapes[index]
+        fixed = {**tape.constants, **self.work.reference}
+        return tape.run(self.position if start is None else start, stop, given, fixed, plainly)
+
+    @torch.no_grad()
+    def advance(self, stop: int) -> None:
+        """Go on to `stop` with all pieces."""
+        if stop <= self.position:
+            return
+        with evaluating(self.work.model), in_mode(self.work.model, "quantize"):
+            for index in range(len(self)):
+                for kind, run in (("quantized", self.quantized), ("float", self.float)):
+                    if (index, kind) in self._held:
+                        self.keep(index, kind, run(index, stop))
+        self.position = stop
+
+    def forget(self, *kinds: str) -> None:
+        """Let go what was kept of these kinds."""
+        for index, kind in [key for key in self._held if key[1] in kinds]:
+            self._let_go(index, kind)
+
+    def close(self) -> None:
+        """Remove the files."""
+        self._files.cleanup()
+
+    def _hooked(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self.work.attachment.run(call.op, call.func, args, kwargs)
+
+    def keep(self, index: int, kind: str, values: Values) -> None:
+        """Keep tensors of a piece, in memory or in a file."""
+        self._let_go(index, kind)
+        size = _size(values)
+        if self._bytes + size <= self.work.memory * _MIB:
+            self._held[index, kind] = values
+            self._bytes += size
+            return
+        path = Path(self._files.name) / f"{index}-{kind}.safetensors"
+        save_file({_name(s): t.contiguous().clone() for s, t in values.items()}, path)
+        self._held[index, kind] = path
+
+    def _let_go(self, index: int, kind: str) -> None:
+        before = self._held.pop((index, kind), None)
+        if isinstance(before, Path):
+            before.unlink()
+        elif before is not None:
+            self._bytes -= _size(before)
+
+
+def _size(values: Values) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in values.values())
+
+
+def _name(source: Source) -> str:
+    return f"{source.kind}\n{source.name}\n{source.index}"
+
+
+def _source(name: str) -> Source:
+    kind, source, index = name.split("\n")
+    return Source(kind, source, int(index))  # type: ignore[arg-type]  # we wrote it
+
+
+def _checked(work: Work, piece: Any) -> Tape:
+    """A tape of this shape of input; one that doesn't give what the model gives is refused."""
+    args, kwargs = as_call(piece)
+    with evaluating(work.model), torch.no_grad(), in_mode(work.model, "float"):
+        tape, inputs = record(work.model, piece)
+        expected = [tensor for _, tensor in tensors_in(work.model(*args, **kwargs))]
+        fixed = {**tape.constants, **work.live()}
+        values = tape.run(0, len(tape.calls), inputs, fixed, plainly)
+    found = [values.get(source) for source in tape.outputs]
+    if not all(_same(a, b) for a, b in zip(found, expected, strict=True)):
+        raise BitwrightError(
+            "the model can't be run block by block: it writes into views of tensors, or draws random numbers",
+            value=type(work.model).__name__,
+            fix="use steps that need no blocks (equalize), or write those operators without side effects",
+        )
+    return tape
+
+
+def _same(a: Tensor | None, b: Tensor) -> bool:
+    return a is not None and a.shape == b.shape and torch.allclose(a.float(), b.float(), rtol=1e-4, atol=1e-5)
+
+
+def by_channel(values: Tensor, kind: str) -> Tensor:
+    """An operator's output as (channels, everything else)."""
+    axis = -1 if kind in ("linear", "addmm", "matmul") else 1
+    return values.movedim(axis, 0).flatten(1)

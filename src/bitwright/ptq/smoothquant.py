@@ -1,0 +1,58 @@
+"""SmoothQuant: outliers of activations are moved into weights, which bear them better.
+
+s = max|x|^α / max|w|^(1−α) per channel: activations are divided by it, weights multiplied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from bitwright.ptq.scaling import find_groups, gather, weight_columns
+from bitwright.ptq.step import Step
+from bitwright.ptq.work import Work
+
+_SMALLEST = 1e-5
+
+
+class _Peak:
+    def __init__(self) -> None:
+        self.high: Tensor | None = None
+
+    def see(self, rows: Tensor) -> None:
+        high = rows.abs().amax(dim=0)
+        self.high = high if self.high is None else torch.maximum(self.high, high)
+
+
+class SmoothQuant(Step):
+    """Even out the channels of activations that linears read (transformers); one pass over the data."""
+
+    name: ClassVar[str] = "smoothquant"
+    needs_ranges: ClassVar[bool] = False
+
+    alpha: float = Field(
+        default=0.5, ge=0, le=1, description="0 leaves activations as they are, 1 makes them all even."
+    )
+    batch: int = Field(default=32, ge=1, description="Samples at a time.")
+
+    def units(self, work: Work) -> Sequence[str]:
+        """One: a single pass shows all of it."""
+        find_groups(work)
+        return ["all norms"]
+
+    def run(self, work: Work, unit: str) -> None:
+        """Look, then move factors."""
+        groups = find_groups(work)
+        peaks = {group.maker.name: _Peak() for group in groups}
+        gather(work, groups, self.batch, peaks)
+        for group in groups:
+            high = peaks[group.maker.name].high
+            if high is None:
+                continue
+            high = high.clamp(min=_SMALLEST)
+            weights = weight_columns(work, group).abs().amax(dim=0).clamp(min=_SMALLEST)
+            group.divide(work, (high**self.alpha / weights ** (1 - self.alpha)).clamp(min=_SMALLEST))

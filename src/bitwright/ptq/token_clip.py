@@ -1,0 +1,107 @@
+"""Token-wise clipping: a few tokens have values far beyond all others; where to clip is chosen among tokens' own peaks.
+
+The range ends at a quantile of the tokens' highest and lowest values: the one whose rounding changes the outputs of the
+linears that read the activation least.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from bitwright.attach import Quantizer, grid_from_range
+from bitwright.graph import Op, Source
+from bitwright.ptq.replay import Replay
+from bitwright.ptq.step import Step
+from bitwright.ptq.work import Work, even
+
+
+class TokenClip(Step):
+    """Clip activations where only few tokens reach (transformers); one pass over the data."""
+
+    name: ClassVar[str] = "token-clip"
+
+    grid: int = Field(default=20, ge=2, description="How many quantiles are tried.")
+    lowest: float = Field(default=0.7, gt=0, lt=1, description="The lowest of them; the highest is 1, no clipping.")
+    batch: int = Field(default=32, ge=1, description="Samples at a time.")
+
+    def units(self, work: Work) -> Sequence[str]:
+        """Sites of activations with tokens: (batch, tokens, channels), one scale for all."""
+        return list(_sites(work))
+
+    @torch.no_grad()
+    def run(self, work: Work, unit: str) -> None:
+        """Try quantiles, keep the best."""
+        if "replay" not in work.kept:
+            work.kept["replay"] = Replay(work, self.batch, targets=False)
+        replay: Replay = work.kept["replay"]
+        source, position, weights = _sites(work)[unit]
+        replay.advance(position)
+        quantizer = work.attachment.quantizers[unit]
+        peaks = [_peaks(replay.values(index, "quantized")[source]) for index in range(len(replay))]
+        low, high = (torch.cat(part) for part in zip(*peaks, strict=True))
+        best, least = None, float("inf")
+        for share in torch.linspace(1.0, self.lowest, self.grid).tolist():
+            ends = torch.quantile(low, 1 - share), torch.quantile(high, share)
+            grid = grid_from_range(ends[0].reshape(1), ends[1].reshape(1), quantizer.format, site=unit)
+            error = 0.0
+            for index in range(len(replay)):
+                x = replay.values(index, "quantized")[source].float()
+                codes = torch.clamp(torch.round(x / grid.scale) + grid.zero_point, grid.qmin, grid.qmax)
+                change = (codes - grid.zero_point) * grid.scale - x
+                error += sum(float((change @ weight.T).double().square().sum()) for weight in weights)
+            if error < least:
+                best, least = ends, error
+        assert best is not None
+        shape = replay.values(0, "quantized")[source].shape
+        quantizer.set_range(best[0].reshape(1), best[1].reshape(1), shape)
+
+    def finish(self, work: Work) -> None:
+        """Remove the files."""
+        replay = work.kept.pop("replay", None)
+        if replay is not None:
+            replay.close()
+
+
+def _peaks(x: Tensor) -> tuple[Tensor, Tensor]:
+    low, high = x.float().flatten(0, -2).aminmax(dim=1)
+    return low, high
+
+
+def _sites(work: Work) -> dict[str, tuple[Source, int, list[Tensor]]]:
+    """Site → its tensor, the position at which that is at hand, and the weights that multiply it."""
+    found: dict[str, tuple[Source, int, list[Tensor]]] = {}
+    for site, quantizer in work.attachment.quantizers.items():
+        name, _, port = site.rpartition(":")
+        op = work.graph.by_name.get(name)
+        if op is None or not _per_tensor(quantizer) or work.graph.partial(op):
+            continue
+        place = _place(work, op, port)
+        if place is None:
+            continue
+        weights = [_weight(work, reader) for reader, _ in work.graph.consumers.get(place[0], ())]
+        if weights and all(weight is not None for weight in weights):
+            found[site] = (*place, [weight for weight in weights if weight is not None])
+    return dict(sorted(found.items(), key=lambda item: item[1][1]))
+
+
+def _per_tensor(quantizer: Quantizer) -> bool:
+    return not quantizer.weight and even(quantizer) and quantizer.layout.granularity == "tensor"
+
+
+def _place(work: Work, op: Op, port: str) -> tuple[Source, int] | None:
+    position = work.tape.position(op.name)
+    if port == "output":
+        return (Source("op", op.name), position + 1) if len(op.outputs[0].shape) == 3 else None
+    found = op.port(port)
+    if found is None or len(found.sources) != 1 or len(found.shape) != 3 or found.sources[0].kind != "op":
+        return None
+    return found.sources[0], position
+
+
+def _weight(work: Work, op: Op) -> Tensor | None:
+    return work.weight_of(op) if op.kind == "linear" else None

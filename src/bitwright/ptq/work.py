@@ -1,0 +1,162 @@
+"""What every PTQ step is given: the model, what is known about it, and data that can be read again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bitwright.attach import Attachment, Quantizer, attachment_of, in_mode
+from bitwright.errors import CalibrationError
+from bitwright.graph import Graph, Op, Source
+from bitwright.graph.tape import Tape, Values, parameters_of, record
+from bitwright.graph.tree import map_tensors, tensors_in
+from bitwright.plan import Plan
+
+MEMORY = 1024
+"""MiB of activations that steps keep in memory; what is more goes to the disk."""
+
+
+class Data:
+    """Batches that can be walked through again: a list, a loader, or a function that gives a new iterator."""
+
+    def __init__(self, batches: Iterable[Any] | Callable[[], Iterable[Any]]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.batches() if callable(self.batches) else self.batches)
+
+    @property
+    def once(self) -> bool:
+        """Whether it can be walked through only once."""
+        return not callable(self.batches) and iter(self.batches) is self.batches
+
+    def pieces(self, size: int) -> Iterator[Any]:
+        """Batches of at most `size` samples: larger ones are cut, none are joined."""
+        for batch in self:
+            whole = next((int(t.shape[0]) for _, t in tensors_in(batch) if t.dim()), 1)
+            if whole <= size:
+                yield batch
+                continue
+            for start in range(0, whole, size):
+                yield map_tensors(batch, _cut(whole, start, start + size))
+
+
+def _cut(whole: int, start: int, stop: int) -> Callable[[Tensor], Tensor]:
+    return lambda tensor: tensor[start:stop] if tensor.dim() and tensor.shape[0] == whole else tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weight:
+    """A quantized weight and the operator that is its first use."""
+
+    op: Op
+    quantizer: Quantizer
+    parameter: nn.Parameter
+    name: str
+
+
+@dataclass(kw_only=True)
+class Work:
+    """A prepared model on its way through the steps."""
+
+    model: nn.Module
+    graph: Graph
+    plan: Plan
+    data: Data
+    seed: int = 0
+    memory: int = MEMORY
+    reference: Values = field(default_factory=dict)
+    """Parameters and buffers of the float model, as they were before a step that needs ranges changed them."""
+    skipped: dict[str, str] = field(default_factory=dict)
+    """What a step left alone, with the reason."""
+    kept: dict[str, Any] = field(default_factory=dict)
+    """What a step keeps from unit to unit; it must be able to make it again."""
+    generator: torch.Generator = field(default_factory=torch.Generator)
+    """Seeded anew for each unit, so that a resumed run draws the same numbers."""
+
+    @property
+    def attachment(self) -> Attachment:
+        """The quantizers."""
+        return attachment_of(self.model)
+
+    @cached_property
+    def readers(self) -> dict[Source, int]:
+        """How many ports read each source."""
+        return {source: len(pairs) for source, pairs in self.graph.consumers.items()}
+
+    @cached_property
+    def tape(self) -> Tape:
+        """A recording of one small call."""
+        with in_mode(self.model, "float"):
+            return record(self.model, next(self.data.pieces(2)))[0]
+
+    def weight_of(self, op: Op, port: str = "weight") -> nn.Parameter | None:
+        """The parameter at an operator's weight port, if it is one as it is stored."""
+        found = op.port(port)
+        if found is None or len(found.sources) != 1 or found.sources[0].kind != "param":
+            return None
+        return self.model.get_parameter(found.sources[0].name)
+
+    def weights(self) -> list[Weight]:
+        """The quantized weights in the order of their first use; what can't be worked on is noted."""
+        result: list[Weight] = []
+        for op in self.graph.ops:
+            quantizer = self.attachment.quantizers.get(op.site("weight"))
+            if quantizer is None:
+                continue
+            parameter = self.weight_of(op)
+            if parameter is None:
+                self.skipped[quantizer.site] = "the weight is computed from a parameter, not stored as one"
+            elif self.graph.partial(op):
+                self.skipped[quantizer.site] = "only some inputs reach this operator"
+            elif not even(quantizer):
+                self.skipped[quantizer.site] = f"the levels of {quantizer.spec.quantizer} aren't those of a plain grid"
+            else:
+                port = op.port("weight")
+                assert port is not None
+                result.append(Weight(op=op, quantizer=quantizer, parameter=parameter, name=port.sources[0].name))
+        return result
+
+    def fold_factor(self, weight: Weight) -> Tensor | None:
+        """What the folded norm multiplies this weight with, as it broadcasts against it."""
+        fold = weight.quantizer.fold
+        return None if fold is None else fold.spread(fold.unit(), weight.parameter).detach()
+
+    def folded(self, weight: Weight) -> Tensor:
+        """The weight as its quantizer sees it."""
+        factor = self.fold_factor(weight)
+        wide = weight.parameter.detach().float()
+        return wide if factor is None else wide * factor
+
+    @torch.no_grad()
+    def put(self, weight: Weight, folded: Tensor) -> None:
+        """Give a weight the value that its quantizer is to see."""
+        factor = self.fold_factor(weight)
+        if factor is not None:
+            alive = factor.abs() > 0
+            folded = torch.where(alive, folded / torch.where(alive, factor, 1.0), weight.parameter.float())
+        weight.parameter.copy_(folded.to(weight.parameter.dtype))
+
+    def live(self) -> Values:
+        """Parameters and buffers as they are now."""
+        return parameters_of(self.model)
+
+
+def even(quantizer: Quantizer) -> bool:
+    """Whether codes are the nearest points of the grid to the numbers themselves."""
+    return quantizer.exportable and type(quantizer).transform is Quantizer.transform and not quantizer.of
+
+
+def need_data(data: Data) -> None:
+    """Steps read the data more than once."""
+    if data.once:
+        raise CalibrationError(
+            "PTQ steps read the calibration data several times, and this can be read once",
+            value=type(data.batches).__name__,
+            fix="give a list, a DataLoader, or a function that gives a new iterator",
+        )
