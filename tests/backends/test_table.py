@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 import torch
 from ruamel.yaml import YAML
@@ -12,19 +14,43 @@ from torch import nn
 
 from bitwright.backends import BackendTable, backend, check_plan, place
 from bitwright.backends import tables as tables_package
+from bitwright.backends.table import TABLE_VERSION, json_schema
 from bitwright.errors import BitwrightError, UnknownName
 from bitwright.formats import Format
 from bitwright.graph import capture
 from bitwright.graph.functions import can_hook
 from bitwright.plan import Plan, SiteSpec
-from bitwright.registry import BACKENDS, OBSERVERS
+from bitwright.registry import BACKENDS, OBSERVERS, QUANTIZERS
 
 torch.set_num_threads(1)
 
-BUILT_IN = ["academic", "onnxruntime", "openvino", "tensorrt"]
+BUILT_IN = [
+    "academic",
+    "academic_nlp",
+    "acl",
+    "executorch_xnnpack",
+    "fbgemm",
+    "ncnn",
+    "nnie",
+    "onnx_qnn",
+    "onnxruntime",
+    "openvino",
+    "ppl_cuda",
+    "ppl_w8a16",
+    "snpe",
+    "stpu",
+    "tengine_u8",
+    "tensorrt",
+    "tensorrt_nlp",
+    "tflitemicro",
+    "torch_inductor",
+    "tvm",
+    "vitis",
+]
+PUBLISHED = Path(__file__).parents[2] / "docs" / "schemas" / f"backend-{TABLE_VERSION}.json"
 
 MINE: dict[str, Any] = {
-    "schema": 1,
+    "schema": 2,
     "name": "mychip",
     "title": "A chip with a 4-bit unit",
     "weights": {"format": "int4/channel/sym", "formats": ["int4/*", "int8/*"]},
@@ -51,10 +77,29 @@ def test_built_in_tables_make_sense(name: str) -> None:
         assert choice.allows(Format.parse(choice.format))
         assert choice.allows(Format.parse("float"))
         assert choice.observer in OBSERVERS
+        assert choice.quantizer in QUANTIZERS
     absorbed = [kind for kinds in table.absorbed.values() for kind in kinds]
     kinds = {*table.operators, *table.fold, *table.transparent, *table.anchors, *table.passing}
     assert {kind for kind in (*kinds, *table.absorbed, *absorbed) if not can_hook(kind)} == set()
     assert set(table.anchors) <= set(table.operators)
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_tables_keep_to_the_published_schema(name: str) -> None:
+    path = Path(tables_package.__file__).parent / f"{name}.yaml"
+    jsonschema.validate(YAML(typ="safe", pure=True).load(path.read_text(encoding="utf-8")), json_schema())
+
+
+def test_the_published_schema_is_the_code() -> None:
+    jsonschema.Draft202012Validator.check_schema(json_schema())
+    assert json.loads(PUBLISHED.read_text(encoding="utf-8")) == json_schema(), (
+        "run: python -m bitwright.backends.table > docs/schemas/backend-2.json"
+    )
+
+
+def test_tables_of_the_first_version_are_read(tmp_path: Path) -> None:
+    old = backend(str(write(tmp_path / "mine.yaml", {**MINE, "schema": 1})))
+    assert (old.artefacts, old.edges) == (("qdq",), None)
 
 
 def test_every_built_in_is_tested() -> None:
@@ -128,7 +173,7 @@ def test_not_a_table(tmp_path: Path, text: str) -> None:
 def test_all_problems_of_a_table_at_once(tmp_path: Path) -> None:
     wrong = {
         **MINE,
-        "schema": 2,
+        "schema": 3,
         "nmae": "x",
         "bias": "int8",
         "weights": {"format": "imt8", "formats": []},

@@ -15,10 +15,10 @@ def check_plan(plan: Plan, table: BackendTable, graph: Graph | None = None) -> l
     for site, spec in plan.quantized:
         if spec.share is not None or spec.quantizer == "product":
             continue
-        weight = roles.get(site) == "weight" or site.endswith(":weight")
+        weight = site.endswith(":weight")
         choice = table.weights if weight else table.activations
-        # without a graph nobody knows whether an operand is a weight (x @ w): then either list will do
-        unsure = not weight and site not in roles and site.rpartition(":")[2].startswith("input")
+        # an operand may be a weight (x @ w) or a constant that counts as data (positions): then either list will do
+        unsure = roles.get(site, "weight") == "weight" and site.rpartition(":")[2].startswith("input")
         if not choice.allows(spec.format) and not (unsure and table.weights.allows(spec.format)):
             problems.append(
                 Problem(

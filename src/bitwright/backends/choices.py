@@ -22,7 +22,7 @@ class Choices(TypedDict, total=False):
     weight_quantizer: str | None
     """The arithmetic at weights; if not said, what goes with `quantizer` (pact: dorefa)."""
     edges: int | None
-    """Bits of the first and the last operator that has a weight, and of what they read; as all others if not said."""
+    """Bits of the first and the last operator with a weight, and of what they read; by default the backend's."""
     keep_float: Iterable[str]
     """Patterns of operators that stay float."""
     bn: int | None

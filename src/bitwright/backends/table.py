@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import fnmatch
+import json
+import sys
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,7 +16,7 @@ from bitwright.errors import BackendError, BitwrightError, PlanError, Problem
 from bitwright.formats import Format
 from bitwright.registry import BACKENDS
 
-TABLE_VERSION = 1
+TABLE_VERSION = 2
 
 
 class _Strict(BaseModel):
@@ -27,6 +29,7 @@ class Choice(_Strict):
     format: str
     formats: tuple[str, ...]
     observer: str = "minmax"
+    quantizer: str = Field("plain", description="The target's arithmetic, where levels aren't evenly spaced.")
 
     @field_validator("format")
     @classmethod
@@ -46,14 +49,22 @@ class Rule(_Strict):
 
     inputs: tuple[str, ...] = ()
     weights: tuple[str, ...] = ()
-    when: Literal["always", "between-anchors"] = Field(
-        "always", description="between-anchors: only where all inputs come from anchors (integer neighbours)."
+    when: Literal["always", "between-anchors", "fused"] = Field(
+        "always",
+        description="between-anchors: only where all inputs come from anchors (integer neighbours); "
+        "fused: only where the target takes the operator into an anchor before it.",
+    )
+    unless: tuple[Literal["embedding", "broadcast"], ...] = Field(
+        (), description="Float behind an embedding, or where an operand is broadcast (masks of attention)."
     )
     output: bool = Field(
         False, description="Quantize the (fused) output even if its readers are float: the target needs it."
     )
     float_operands: int = Field(
         0, description="How many operands stay float because the target fuses the add into the operator before."
+    )
+    shared: bool = Field(
+        False, description="One grid for the operands and the output: the target moves codes without rescaling."
     )
     why: str = ""
 
@@ -69,12 +80,20 @@ class Guard(_Strict):
 class BackendTable(_Strict):
     """One target."""
 
-    schema_version: Literal[1] = Field(alias="schema")
+    schema_version: Literal[1, 2] = Field(
+        alias="schema", description="2 added quantizer, unless, shared, when: fused, edges and artefacts."
+    )
     name: str
     title: str
     runtime: str | None = None
+    artefacts: tuple[str, ...] = Field(
+        ("qdq",), min_length=1, description="What the target's tools read; the first is what `export` writes."
+    )
     weights: Choice
     activations: Choice
+    edges: int | None = Field(
+        None, description="Bits of the first and the last operator with a weight where the others have fewer."
+    )
     guard: Guard | None = None
     bias: Literal["int32", "float"] = "float"
     fold: tuple[str, ...] = Field((), description="Kinds of operators that take in the batch norm behind them.")
@@ -89,6 +108,13 @@ class BackendTable(_Strict):
     passing: tuple[str, ...] = Field(
         (), description="Kinds that the target fuses behind an anchor (activation functions, the folded norm)."
     )
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON Schema of a table."""
+    schema = BackendTable.model_json_schema()
+    identity = f"bitwright-backend-{TABLE_VERSION}"
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "$id": identity, **schema}
 
 
 def load_table(path: Path) -> BackendTable:
@@ -116,3 +142,7 @@ def backend(name: str | BackendTable) -> BackendTable:
         return load_table(Path(name))
     table: BackendTable = BACKENDS.get(name)()
     return table
+
+
+if __name__ == "__main__":  # python -m bitwright.backends.table > docs/schemas/backend-2.json
+    sys.stdout.write(json.dumps(json_schema(), indent=2, ensure_ascii=False) + "\n")

@@ -69,7 +69,7 @@ def _entries(registry: Registry) -> Iterator[tuple[str, str, str | None]]:
         about = ""
         try:
             found = registry.get(name)
-            about = (inspect.getdoc(found) or "").partition("\n")[0]
+            about = found().title if registry is BACKENDS else (inspect.getdoc(found) or "").partition("\n")[0]
             problem = _problem(registry, found)
         except Exception as error:  # a plugin that can't be imported must not hide the others
             problem = f"{type(error).__name__}: {error}"

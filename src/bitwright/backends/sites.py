@@ -1,0 +1,162 @@
+"""From decisions to the sites of a plan: one quantizer per tensor where all readers agree, with the reason."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from bitwright.backends.decisions import Decisions
+from bitwright.formats import Format
+from bitwright.graph import Op, Port, Source
+from bitwright.graph.functions import can_hook
+from bitwright.graph.naming import SiteName
+from bitwright.plan import FoldSpec, Plan, SiteSpec
+
+
+class Sites:
+    """Writes the sites of one plan."""
+
+    def __init__(self, decisions: Decisions, activation: SiteSpec, weight: SiteSpec, guard_why: str) -> None:
+        self.decisions, self.graph, self.table = decisions, decisions.graph, decisions.table
+        self.activation, self.weight, self.guard_why = activation, weight, guard_why
+        self.sites: dict[str, SiteSpec] = {}
+        self.owner: dict[Source, str] = {}  # grid (by the tensor that stands for it) → the site with its quantizer
+        self.tensor: dict[str, Source] = {}  # that site → the tensor which it quantizes
+        self.weights: dict[str, str] = {}  # parameter (by its first use) → the site that has its quantizer
+
+    def plan(self, edges: int | None, *, narrower: bool) -> Plan:
+        """The sites, in the order of the graph; `edges` as bits also where formats have more already (`narrower`)."""
+        for op in self.graph.ops:
+            for port in op.ports:
+                site = op.site(port.name)
+                if (op.name, port.name) in self.decisions.wanted:
+                    self._place_input(op, port, site)
+                elif op.name in self.decisions.quantized and port.name in self.decisions.quantized[op.name].weights:
+                    self._place_weight(op, port, site)
+            self._place_bias(op)
+            source = Source("op", op.name)
+            if self._at_output(source):
+                self._place(op.site("output"), source, op.kind, self._reason(source))
+        self.sites.update(self._idle_calls())
+        if edges is not None:
+            self._widen_edges(edges, narrower)
+        fold = {norm: FoldSpec(into=into, strategy=self.decisions.bn) for norm, into in self.decisions.fold.items()}
+        return Plan(sites=self.sites, fold=fold, float=self.decisions.float)
+
+    def _place(self, site: str, source: Source, kind: str, why: str) -> None:
+        """A quantizer of its own, or that of the first tensor with this grid."""
+        grid = self.decisions.grid(source)
+        known = self.owner.setdefault(grid, site)
+        if known == site:
+            self.tensor[site] = source
+            self.sites[site] = replace(self.activation, why=why)
+            return
+        if self.tensor[known] == source:
+            why = "the same tensor"
+        elif source.kind == "op" and source.name in self.decisions.carried:
+            why = f"{kind} keeps the grid of its input"
+        else:
+            why = f"{self.table.name} has one grid for these tensors: codes pass without rescaling"
+        self.sites[site] = SiteSpec(share=known, why=why)
+
+    def _widen_edges(self, bits: int, narrower: bool) -> None:
+        """Other bits for the first and the last operator with a weight: what all low-bit papers do."""
+        weighted = [op for op in self.graph.ops if op.site("weight") in self.sites]
+        for op in {op.name: op for op in (*weighted[:1], *weighted[-1:])}.values():
+            for site in (op.site("weight"), self._feeding(op)):
+                site = self.sites[site].share or site if site in self.sites else None
+                if site is None or self.sites[site].format.bits == bits:
+                    continue
+                spec = self.sites[site]
+                if spec.format.bits < bits or narrower:
+                    why = "; ".join(t for t in (spec.why, f"{bits} bits at the first and last operator") if t)
+                    self.sites[site] = replace(spec, format=spec.format.with_bits(bits), why=why)
+
+    def _feeding(self, op: Op) -> str | None:
+        source = self.decisions.feeding(op)
+        return None if source is None else self.owner.get(self.decisions.grid(source))
+
+    def _idle_calls(self) -> dict[str, SiteSpec]:
+        """A shared module's later calls that stay float say so: calls that a plan doesn't know take the last one's."""
+        last: dict[str, int] = {}
+        for site in self.sites:
+            name = SiteName.parse(site)
+            last[name.path] = max(last.get(name.path, 0), name.call)
+        idle: dict[tuple[str, int], str] = {}
+        for op in self.graph.ops:
+            if op.module in last and op.call > last[op.module] and can_hook(op.kind) and op.outputs[0].is_floating:
+                idle.setdefault((op.module, op.call), op.site("output"))
+        return {site: SiteSpec(why="this call of the shared module stays float") for site in idle.values()}
+
+    def _at_output(self, source: Source) -> bool:
+        """Quantize a tensor once where it is made, if everybody who reads it wants that or the target needs it."""
+        readers = self.graph.consumers.get(source, ())
+        op = self.graph.by_name[source.name]
+        hookable = can_hook(op.kind) and any(port.is_floating for port in op.ports)
+        if not hookable or len(op.outputs) != 1 or op.constant:
+            return False
+        if source in self.decisions.needed:
+            return True
+        return (
+            bool(readers)
+            and source not in self.graph.output_sources
+            and all((op.name, port.name) in self.decisions.wanted and len(port.sources) == 1 for op, port in readers)
+        )
+
+    def _reason(self, source: Source) -> str:
+        wanted = self.decisions.wanted
+        readers = [op.name for op, p in self.graph.consumers.get(source, ()) if (op.name, p.name) in wanted]
+        if not readers:
+            return f"{self.table.name} runs the operator before it in integers only with an integer output"
+        shown = ", ".join(readers[:3]) + (", …" if len(readers) > 3 else "")
+        return f"read as integers by {shown}"
+
+    def _place_input(self, op: Op, port: Port, site: str) -> None:
+        if len(port.sources) > 1:  # runs differ in where this comes from: a quantizer of its own
+            self.sites[site] = replace(self.activation, why=f"input of {op.kind}; its producer varies")
+            return
+        source = port.sources[0]
+        if source.kind == "op" and self._at_output(source):
+            return
+        alone = len(self.graph.consumers[source]) == 1
+        why = f"input of {op.kind}" + ("" if alone else "; other readers of this tensor stay float")
+        self._place(site, source, op.kind, why)
+
+    def _place_bias(self, op: Op) -> None:
+        weight_site = op.site("weight")
+        if self.table.bias != "int32" or op.name not in self.decisions.quantized or weight_site not in self.sites:
+            return
+        if op.port("bias") is None and op.name not in self.decisions.fold.values():
+            return
+        weight_site = self.sites[weight_site].share or weight_site
+        grain = self.sites[weight_site].format.granularity
+        feeding = self._feeding(op)
+        if feeding is None or grain == "group" or not self.sites[weight_site].format.symmetric:
+            return
+        self.sites[op.site("bias")] = SiteSpec(
+            format=Format.parse(f"int32/{grain}/sym"),
+            quantizer="product",
+            quantizer_options={"of": [feeding, weight_site]},
+            why="added to the integer accumulator",
+        )
+
+    def _place_weight(self, op: Op, port: Port, site: str) -> None:
+        first = self.weights.setdefault(self.graph.weight_owner.get(site, site), site)
+        if first != site:
+            self.sites[site] = SiteSpec(share=first, why="the same parameter")
+            return
+        weight = self.weight
+        if weight.guard and _is_depthwise(op):  # one product per step: nothing is paired
+            weight = replace(weight, guard=None)
+        reasons = (self.decisions.quantized[op.name].why, self.guard_why if weight.guard else "")
+        self.sites[site] = replace(weight, why="; ".join(reason for reason in reasons if reason))
+
+
+def _is_depthwise(op: Op) -> bool:
+    weight, data = op.port("weight"), op.port("input")
+    return (
+        op.kind in ("conv1d", "conv2d", "conv3d")
+        and weight is not None
+        and data is not None
+        and weight.shape[1] == 1
+        and data.shape[1] == weight.shape[0]
+    )
