@@ -73,21 +73,36 @@ def _show(out: Out, results: list[Check], *, per_site: bool) -> None:
     out.table(["runtime", "output", "verdict", "#SQNR", "#largest error", "#same top-1"], rows)
     if per_site:
         for result in results:
-            out.table(
-                [f"site ({result.runtime})", "#mean difference of codes", "#off by more than one", ""],
-                [
-                    (
-                        s.site,
-                        f"{s.mean_difference:.4g}",
-                        f"{100 * s.share_off:.3g} %",
-                        "diverges" if s.diverges else "",
-                    )
-                    for s in result.sites
-                ],
-            )
+            _show_sites(out, result)
     failed = [result for result in results if not result.passed]
     for result in failed:
         where = result.first_divergence or "no single site: only the output differs"
         out.stderr.print(f"check failed: {result.runtime} diverges; first diverging site: {where}")
     if failed:
         raise typer.Exit(CHECK_FAILED)
+
+
+def _show_sites(out: Out, result: Check) -> None:
+    out.table(
+        [f"site ({result.runtime})", "#codes that differ", "#largest, LSB", "#SQNR", ""],
+        [
+            (
+                site.site,
+                f"{100 * site.differing:.3g} %",
+                str(site.largest),
+                words.decibels(None if site.sqnr_db == float("inf") else site.sqnr_db),
+                site.grid or ("diverges" if site.diverges else ""),
+            )
+            for site in result.sites
+        ],
+    )
+    if result.unseen:
+        out.say(f"no codes of their own in the artefact: {', '.join(result.unseen)}")
+    if result.probe is not None:
+        verdict = (
+            "whose other outputs are the artefact's, bit by bit"
+            if result.probe.undisturbed
+            else "whose other outputs differ from the artefact's: these outputs keep the runtime from fusing as it would"
+        )
+        out.say(f"seen in a copy of the artefact with {result.probe.outputs} more outputs, {verdict}")
+    out.say(f"first diverging site on {result.runtime}: {result.first_divergence or 'none'}")

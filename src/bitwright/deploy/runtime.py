@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,16 @@ class Runtime(ABC):
     def run(self, feed: dict[str, NDArray[Any]]) -> list[NDArray[Any]]:
         """Arrays by input name → output arrays in order."""
 
+    @classmethod
+    def stored(cls, path: Path) -> dict[str, NDArray[Any]]:
+        """What the artefact stores of each site, by name: `<site>.codes` of weights, `<site>.scale`, `.zero_point`."""
+        raise _hidden(cls.name)
+
+    @classmethod
+    def probing(cls, path: Path, sites: Iterable[str]) -> Runtime:
+        """The artefact, opened so that it also returns the codes of these sites, as outputs named `<site>.codes`."""
+        raise _hidden(cls.name)
+
     def feed(self, *args: Any, **kwargs: Any) -> dict[str, NDArray[Any]]:
         """The arrays that a call of the model stands for: keywords by name, the rest in order."""
         arrays: dict[str, NDArray[Any]] = {}
@@ -59,6 +70,10 @@ class Runtime(ABC):
         """Run once, as the model is called."""
         results = [torch.from_numpy(np.ascontiguousarray(a)) for a in self.run(self.feed(*args, **kwargs))]
         return results[0] if len(results) == 1 else tuple(results)
+
+
+def _hidden(runtime: str) -> ArtefactError:
+    return ArtefactError(f"{runtime} doesn't show what is inside its artefacts", fix="check without --per-site")
 
 
 def refused(runtime: str, error: Exception) -> ArtefactError:

@@ -8,10 +8,11 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from bitwright.deploy.runtime import Runtime, refused
+from bitwright.deploy.onnx_reader import OnnxReader
+from bitwright.deploy.runtime import refused
 
 
-class OnnxRuntime(Runtime):
+class OnnxRuntime(OnnxReader):
     """Runs ONNX files; all graph optimizations on, as in deployment."""
 
     name = "onnxruntime"

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bitwright.deploy.runtime import Runtime, refused
+from bitwright.deploy.onnx_reader import OnnxReader
+from bitwright.deploy.runtime import refused
 
 
-class OpenVino(Runtime):
+class OpenVino(OnnxReader):
     """Runs ONNX files on OpenVINO, with float32 wherever it isn't integer (no bf16 behind the user's back)."""
 
     name = "openvino"
