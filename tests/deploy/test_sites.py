@@ -90,9 +90,7 @@ def test_sites_come_in_the_order_of_execution(quantized: bw.Quantized, tmp_path:
 
 
 @pytest.mark.parametrize("runtime", ["onnxruntime", "openvino"])
-def test_the_copy_that_shows_its_sites_computes_the_same(
-    quantized: bw.Quantized, tmp_path: Path, runtime: str
-) -> None:
+def test_the_copy_that_shows_its_sites_computes_the_same(quantized: bw.Quantized, tmp_path: Path, runtime: str) -> None:
     path = quantized.export(tmp_path / "model.onnx").path
     result = quantized.check(path, runtime=runtime, per_site=True)
     assert result.probe is not None

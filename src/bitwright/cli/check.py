@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from bitwright.cli.data import fixed_batch, open_workload, probes, rebatched
+from bitwright.batching import rebatched
+from bitwright.cli.data import open_workload, probes
 from bitwright.cli.options import SamplesOption, WorkloadArg
 from bitwright.cli.out import Out
 from bitwright.cli.prepared import CheckpointOption, PlanOption, load_prepared, read_plan
@@ -44,14 +45,14 @@ def check(
     names = [n for n, problem in available_runtimes().items() if problem is None] if runtime == "all" else [runtime]
     if not names:
         raise ArtefactError("no runtime can be used here", fix="pip install onnxruntime")
-    for name in names:
-        open_runtime(name, artefact)  # a damaged artefact ends this before the workload is loaded
-    size = fixed_batch(artefact)
+    # a damaged artefact ends this before the workload is loaded
+    sizes = {name: open_runtime(name, artefact).batch for name in names}
     found = open_workload(out, workload)
     load_prepared(found, *chosen)
     results: list[Check] = []
     for name in names:
         with out.steps(f"checking on {name}"):
+            size = sizes[name]
             data = rebatched(probes(found, samples), size)
             result = check_model(found.model, artefact, data, runtime=name, per_site=per_site)
             if not result.passed and not per_site:  # where it begins to go wrong is what one asks next
@@ -102,7 +103,7 @@ def _show_sites(out: Out, result: Check) -> None:
         verdict = (
             "whose other outputs are the artefact's, bit by bit"
             if result.probe.undisturbed
-            else "whose other outputs differ from the artefact's: these outputs keep the runtime from fusing as it would"
+            else "whose other outputs differ from the artefact's: the runtime doesn't fuse there as it would"
         )
         out.say(f"seen in a copy of the artefact with {result.probe.outputs} more outputs, {verdict}")
     out.say(f"first diverging site on {result.runtime}: {result.first_divergence or 'none'}")

@@ -5,16 +5,30 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import onnx_ir as ir
 from numpy.typing import NDArray
+from torch import nn
 
+from bitwright.deploy.export import export, export_float
 from bitwright.deploy.runtime import Runtime
 
 
 class OnnxReader(Runtime):
     """A runtime whose artefact is the QDQ ONNX file that `export` writes."""
+
+    suffix: ClassVar[str] = ".onnx"
+
+    @classmethod
+    def write(cls, model: nn.Module, path: Path, inputs: Any) -> None:
+        """QDQ ONNX; the batch is free where the model's own code lets it be."""
+        export(model, path, inputs)
+
+    @classmethod
+    def write_float(cls, model: nn.Module, path: Path, inputs: Any) -> None:
+        """The float model as ONNX."""
+        export_float(model, path, inputs)
 
     @classmethod
     def stored(cls, path: Path) -> dict[str, NDArray[Any]]:
