@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from bitwright.attach import compile_arithmetic, prepare, quantizers_of, set_mode, strip
     from bitwright.backends import backend
+    from bitwright.bench import compare_runtimes
     from bitwright.checkpoint import load_checkpoint, save_checkpoint
     from bitwright.deploy import check, export, export_float, measure_latency, open_runtime
     from bitwright.errors import BitwrightError, PlanError, Problem
@@ -32,6 +33,7 @@ _HOMES = {
         "strip",
     ),
     "bitwright.backends": ("backend",),
+    "bitwright.bench": ("compare_runtimes",),
     "bitwright.checkpoint": (
         "load_checkpoint",
         "save_checkpoint",
@@ -112,6 +114,7 @@ __all__ = [
     "calibrate",
     "capture",
     "check",
+    "compare_runtimes",
     "compile_arithmetic",
     "export",
     "export_float",

@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
+from bitwright.batching import regrouped
 from bitwright.cli import app
-from bitwright.cli.data import regrouped
 
 TINY = f"{Path(__file__).parents[1] / 'train' / 'tiny.py'}:workload"
 COMMON = ("--batch", "25", "--lr", "0.1", "--epochs", "2", "--log-steps", "1")

@@ -253,3 +253,13 @@ def test_internal_errors(run, small, monkeypatch):
 
 def test_progress_is_for_terminals_only(run, small):
     assert run("inspect", small).err == ""
+
+
+def test_bench(run, small, tmp_path):
+    ran = run("bench", small, "--runtimes", "onnxruntime,openvino", "--runs", 3, "-o", tmp_path / "figures.json")
+    assert ran.code == 0, ran.err
+    assert "fastest with batch 1: " in ran.out
+    kept = json.loads((tmp_path / "figures.json").read_text())
+    assert [row["runtime"] for row in kept["runtimes"]] == ["onnxruntime", "openvino"]
+    assert kept["runtimes"][0]["executed"] == {"int8": 2, "float": 0}
+    assert run("bench", small, "--runtimes", "nothing").code == 2

@@ -11,6 +11,7 @@ from bitwright.cli import (  # noqa: I001
     deploy,  # noqa: F401
     export,  # noqa: F401
     check,  # noqa: F401
+    bench,  # noqa: F401
     listing,  # noqa: F401
     doctor,  # noqa: F401
 )

@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from bitwright.cli.data import fixed_batch, open_workload, probes, rebatched
+from bitwright.batching import rebatched
+from bitwright.cli.data import open_workload, probes
 from bitwright.cli.options import SamplesOption, WorkloadArg
 from bitwright.cli.out import Out
 from bitwright.cli.prepared import CheckpointOption, PlanOption, load_prepared, read_plan
@@ -44,14 +45,14 @@ def check(
     names = [n for n, problem in available_runtimes().items() if problem is None] if runtime == "all" else [runtime]
     if not names:
         raise ArtefactError("no runtime can be used here", fix="pip install onnxruntime")
-    for name in names:
-        open_runtime(name, artefact)  # a damaged artefact ends this before the workload is loaded
-    size = fixed_batch(artefact)
+    # a damaged artefact ends this before the workload is loaded
+    sizes = {name: open_runtime(name, artefact).batch for name in names}
     found = open_workload(out, workload)
     load_prepared(found, *chosen)
     results: list[Check] = []
     for name in names:
         with out.steps(f"checking on {name}"):
+            size = sizes[name]
             data = rebatched(probes(found, samples), size)
             result = check_model(found.model, artefact, data, runtime=name, per_site=per_site)
             if not result.passed and not per_site:  # where it begins to go wrong is what one asks next
@@ -73,21 +74,36 @@ def _show(out: Out, results: list[Check], *, per_site: bool) -> None:
     out.table(["runtime", "output", "verdict", "#SQNR", "#largest error", "#same top-1"], rows)
     if per_site:
         for result in results:
-            out.table(
-                [f"site ({result.runtime})", "#mean difference of codes", "#off by more than one", ""],
-                [
-                    (
-                        s.site,
-                        f"{s.mean_difference:.4g}",
-                        f"{100 * s.share_off:.3g} %",
-                        "diverges" if s.diverges else "",
-                    )
-                    for s in result.sites
-                ],
-            )
+            _show_sites(out, result)
     failed = [result for result in results if not result.passed]
     for result in failed:
         where = result.first_divergence or "no single site: only the output differs"
         out.stderr.print(f"check failed: {result.runtime} diverges; first diverging site: {where}")
     if failed:
         raise typer.Exit(CHECK_FAILED)
+
+
+def _show_sites(out: Out, result: Check) -> None:
+    out.table(
+        [f"site ({result.runtime})", "#codes that differ", "#largest, LSB", "#SQNR", ""],
+        [
+            (
+                site.site,
+                f"{100 * site.differing:.3g} %",
+                str(site.largest),
+                words.decibels(None if site.sqnr_db == float("inf") else site.sqnr_db),
+                site.grid or ("diverges" if site.diverges else ""),
+            )
+            for site in result.sites
+        ],
+    )
+    if result.unseen:
+        out.say(f"no codes of their own in the artefact: {', '.join(result.unseen)}")
+    if result.probe is not None:
+        verdict = (
+            "whose other outputs are the artefact's, bit by bit"
+            if result.probe.undisturbed
+            else "whose other outputs differ from the artefact's: the runtime doesn't fuse there as it would"
+        )
+        out.say(f"seen in a copy of the artefact with {result.probe.outputs} more outputs, {verdict}")
+    out.say(f"first diverging site on {result.runtime}: {result.first_divergence or 'none'}")

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import typer
 
+from bitwright.batching import first, rebatched, regrouped
 from bitwright.checkpoint import save_checkpoint
-from bitwright.cli.data import any_batch, first, fixed_batch, probes, rebatched, regrouped
+from bitwright.cli.data import probes
 from bitwright.cli.out import Out
 from bitwright.cli.verb import CHECK_FAILED
 from bitwright.deploy import Check, measure_latency, open_runtime
@@ -55,9 +56,8 @@ def write_artefacts(out: Out, quantized: Quantized, folder: Path) -> Path:
 def latencies(out: Out, workload: Workload, runtime: str, reference: Path, artefact: Path) -> list[Timing]:
     """Float and quantized in turns on real samples, so that a busy machine disturbs both alike."""
     plain, fast = (open_runtime(runtime, path, threads=_THREADS) for path in (reference, artefact))
-    fixed = fixed_batch(artefact)
     rows: list[Timing] = []
-    for batch in _BATCHES if fixed is None else (fixed,):
+    for batch in _BATCHES if fast.batch is None else (fast.batch,):
         args, kwargs = as_call(next(rebatched(regrouped(probes(workload), batch), batch)))
         with out.steps(f"timing on {runtime}, batch {batch}", _RUNS) as step:
             measured = measure_latency(
@@ -86,14 +86,14 @@ def write_report(
 ) -> Record:
     """Check the artefact on real runtimes, evaluate it there, and write report.json and report.html."""
     artefact = folder / "model.onnx"
-    size = fixed_batch(artefact)
     scores = [*accuracies, *evaluate(out, workload, quantized.model, "simulated")]
     checks: list[Check] = []
     for runtime in runtimes:
         with out.steps(f"checking on {runtime}"):
-            data = rebatched(probes(workload), size)
+            opened = open_runtime(runtime, artefact)
+            data = rebatched(probes(workload), opened.batch)
             checks.append(quantized.check(artefact, data, runtime=runtime, per_site=True))
-        scores += evaluate(out, workload, any_batch(open_runtime(runtime, artefact), size), runtime)
+        scores += evaluate(out, workload, opened, runtime)
     with out.steps("looking at sites"):
         record = make_record(
             quantized,

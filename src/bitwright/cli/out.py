@@ -96,6 +96,15 @@ class Out:
             task = progress.add_task(title, total=total)
             yield lambda done: progress.update(task, completed=done)
 
+    @contextmanager
+    def phases(self, title: str) -> Iterator[Callable[[str], None]]:
+        """A spinner beside what is being done now; call what it gives with each new phase."""
+        shown = not (self.json or self.quiet) and self.stderr.is_terminal
+        columns = [SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()]
+        with Progress(*columns, console=self.stderr, disable=not shown, transient=True) as progress:
+            task = progress.add_task(title, total=None)
+            yield lambda text: progress.update(task, description=text)
+
 
 def _finite(value: Any) -> Any:
     """JSON has neither infinity nor NaN."""

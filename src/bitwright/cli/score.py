@@ -10,8 +10,9 @@ import typer
 from torch import nn
 
 from bitwright.backends import Choices
+from bitwright.batching import split
 from bitwright.cli.choosing import with_choices
-from bitwright.cli.data import calibration, in_pieces, labelled, open_workload, probes
+from bitwright.cli.data import calibration, labelled, open_workload, probes
 from bitwright.cli.options import WorkloadArg
 from bitwright.cli.out import Out
 from bitwright.cli.verb import verb
@@ -72,7 +73,7 @@ def score(
     loss = found.loss if found.evaluation is not None else None
     data = probes(found, samples) if loss is None else labelled(found, samples)
     with out.steps("scoring", -(-samples // _BATCH)) as step:
-        scores = score_model(quantized.model, in_pieces(data, _BATCH), loss=loss, progress=step)
+        scores = score_model(quantized.model, split(data, _BATCH), loss=loss, progress=step)
     suggestion = _suggestion(out, found, quantized, scores, most) if can_measure(found) else None
     if suggestion is not None and output is not None:
         suggestion.plan.save(output)

@@ -3,14 +3,16 @@
 from bitwright.deploy.export import Artefact, export, export_float, unexportable
 from bitwright.deploy.machine import saturates
 from bitwright.deploy.measure import Latency, measure_latency
-from bitwright.deploy.parity import Check, OutputCheck, SiteCheck, check
+from bitwright.deploy.parity import Check, OutputCheck, check
 from bitwright.deploy.runtime import Runtime, available_runtimes, open_runtime
+from bitwright.deploy.sites import Probe, SiteCheck
 
 __all__ = [
     "Artefact",
     "Check",
     "Latency",
     "OutputCheck",
+    "Probe",
     "Runtime",
     "SiteCheck",
     "available_runtimes",

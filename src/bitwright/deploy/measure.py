@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from statistics import median, quantiles
-from typing import Any
+from typing import Any, TypeVar
+
+Name = TypeVar("Name", bound=Hashable)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,12 +23,12 @@ class Latency:
 
 
 def measure_latency(
-    calls: Mapping[str, Callable[[], Any]],
+    calls: Mapping[Name, Callable[[], Any]],
     *,
     runs: int = 50,
     warmup: int = 5,
     progress: Callable[[int], None] | None = None,
-) -> dict[str, Latency]:
+) -> dict[Name, Latency]:
     """Time each of `calls` `runs` times, taking turns in a shuffled (seeded) order.
 
     Who comes right after whom matters: the threads of a session go on spinning for a while after its run.
@@ -34,7 +36,7 @@ def measure_latency(
     for call in calls.values():
         for _ in range(warmup):
             call()
-    times: dict[str, list[float]] = {name: [] for name in calls}
+    times: dict[Name, list[float]] = {name: [] for name in calls}
     order, shuffler = list(calls.items()), random.Random(0)
     for done in range(runs):
         shuffler.shuffle(order)

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
-from math import inf, log10
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx_ir as ir
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import nn
 
-from bitwright.attach import Quantizer, in_mode, quantizers_of, tapped
+from bitwright.attach import in_mode
 from bitwright.deploy.runtime import Runtime, open_runtime
+from bitwright.deploy.sites import MIN_SQNR, Probe, SiteCheck, check_sites, decibels, share_of
 from bitwright.errors import ArtefactError, WorkloadError
 from bitwright.graph.tree import as_call, tensors_in
 from bitwright.modes import evaluating
 
-MIN_SQNR = 30.0
 # Codes may differ by one where a sum falls next to a rounding boundary, and such flips spread through a deep network.
 # Arithmetic that really differs (saturation, another scale) is louder than the error that quantization makes anyway.
 MAX_SHARE = 0.5  # of an output; a single site may drift up to that error itself
@@ -46,24 +43,6 @@ class OutputCheck:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SiteCheck:
-    """One site: codes of the runtime against codes of the simulation."""
-
-    site: str
-    sqnr_db: float
-    mean_difference: float
-    share_off: float
-    """Share of codes that differ by more than one."""
-    quantization_share: float
-    """As for outputs."""
-
-    @property
-    def diverges(self) -> bool:
-        """More than rounding."""
-        return self.sqnr_db < MIN_SQNR and self.quantization_share > 1.0
-
-
-@dataclass(frozen=True, kw_only=True)
 class Check:
     """The result: per output and, on demand, per site."""
 
@@ -71,26 +50,20 @@ class Check:
     samples: int
     outputs: tuple[OutputCheck, ...]
     sites: tuple[SiteCheck, ...] = ()
+    unseen: tuple[str, ...] = ()
+    """Sites without codes of their own in the artefact: their tensor passes the same quantizer elsewhere."""
+    probe: Probe | None = None
+    """How the sites were seen."""
 
     @property
     def passed(self) -> bool:
-        """All outputs agree."""
-        return all(output.passed for output in self.outputs)
+        """All outputs agree, and no site that was looked at has other numbers in the artefact than in the model."""
+        return all(output.passed for output in self.outputs) and not any(site.damaged for site in self.sites)
 
     @property
     def first_divergence(self) -> str | None:
         """The first site, in the order of execution, whose codes differ by more than rounding."""
         return next((site.site for site in self.sites if site.diverges), None)
-
-
-def _db(signal: float, error: float) -> float:
-    return inf if error == 0 else 10 * log10(max(signal, 1e-300) / error)
-
-
-def _share(error: float, quantization: float) -> float:
-    if error == 0:
-        return 0.0
-    return (error / quantization) ** 0.5 if quantization else inf
 
 
 @dataclass
@@ -119,11 +92,11 @@ class _Sums:
     def result(self, name: str) -> OutputCheck:
         return OutputCheck(
             name=name,
-            sqnr_db=_db(self.signal, self.error),
+            sqnr_db=decibels(self.signal, self.error),
             max_error=self.largest,
             cosine=self.dot / max((self.signal * self.other) ** 0.5, 1e-300),
             top1_agreement=self.agree / self.rows if self.rows else None,
-            quantization_share=_share(self.error, self.quantization),
+            quantization_share=share_of(self.error, self.quantization),
         )
 
 
@@ -136,7 +109,10 @@ def check(
     per_site: bool = False,
     threads: int | None = None,
 ) -> Check:
-    """Run `batches` through the prepared model and through the artefact on the real runtime, and compare."""
+    """Run `batches` through the prepared model and through the artefact on the real runtime, and compare.
+
+    With `per_site`, the first batch is also compared at every site, in the order of execution.
+    """
     artefact = Path(artefact)
     real = open_runtime(runtime, artefact, threads=threads)
     sums: dict[str, _Sums] = {}
@@ -150,12 +126,14 @@ def check(
             _compare(model, real, args, kwargs, sums)
         if first is None:
             raise WorkloadError("there is no batch to check with", fix="give at least one batch")
-        sites = _check_sites(model, artefact, runtime, first) if per_site else ()
+        sites = check_sites(model, real, artefact, *first) if per_site else None
     return Check(
         runtime=runtime,
         samples=samples,
         outputs=tuple(sum_.result(name) for name, sum_ in sums.items()),
-        sites=sites,
+        sites=() if sites is None else sites.checks,
+        unseen=() if sites is None else sites.unseen,
+        probe=None if sites is None else sites.probe,
     )
 
 
@@ -182,69 +160,3 @@ def _compare(
                 fix="export the artefact from this model",
             )
         sums.setdefault(path or "output", _Sums()).add(tensor.cpu().numpy(), array, truth.cpu().numpy())
-
-
-def _check_sites(
-    model: nn.Module, artefact: Path, runtime: str, call: tuple[tuple[Any, ...], dict[str, Any]]
-) -> tuple[SiteCheck, ...]:
-    args, kwargs = call
-    simulated: dict[str, NDArray[Any]] = {}
-    exact: dict[str, NDArray[Any]] = {}  # float values in units of the site's scale
-    zeros: dict[str, NDArray[Any]] = {}
-
-    def look(site: str, quantizer: Quantizer, x: Tensor) -> None:
-        name = f"{site}.codes"
-        if quantizer.weight or name in (simulated if quantizer.enabled else exact):
-            return
-        grid = quantizer.grid()
-        scale, zero = (quantizer.layout.spread(part, x).cpu().numpy() for part in (grid.scale, grid.zero_point))
-        zeros[name] = zero
-        if quantizer.enabled:
-            simulated[name] = quantizer.integers(x).cpu().numpy()
-        else:
-            exact[name] = x.detach().float().cpu().numpy() / scale + zero
-
-    with tapped(model, look), torch.no_grad():
-        with in_mode(model, "quantize"):
-            model(*args, **kwargs)
-        with in_mode(model, "quantize"):
-            for quantizer in quantizers_of(model).values():
-                quantizer.enabled = False
-            model(*args, **kwargs)
-    with tempfile.TemporaryDirectory() as folder:
-        opened = Path(folder) / "opened.onnx"
-        names = _expose_codes(artefact, opened, set(simulated))
-        real = open_runtime(runtime, opened)
-        results = dict(zip(real.outputs, real.run(real.feed(*args, **kwargs)), strict=True))
-    checks = []
-    for name, codes in simulated.items():
-        if name in names and name in results:
-            difference = np.abs(results[name].astype(np.int64) - codes)
-            error = float((difference.astype(np.float64) ** 2).sum())
-            quantization = float(((codes - exact[name]) ** 2).sum()) if name in exact else 0.0
-            checks.append(
-                SiteCheck(
-                    site=name.removesuffix(".codes"),
-                    sqnr_db=_db(float(((codes - zeros[name]) ** 2).sum()), error),
-                    mean_difference=float(difference.mean()),
-                    share_off=float((difference > 1).mean()),
-                    quantization_share=_share(error, quantization),
-                )
-            )
-    return tuple(checks)
-
-
-def _expose_codes(artefact: Path, opened: Path, wanted: set[str]) -> set[str]:
-    """A copy of the artefact that also returns the codes of its sites: outputs of Q, so fusions stay as they are."""
-    model = ir.load(artefact)
-    names: set[str] = set()
-    for node in model.graph:
-        value = node.outputs[0]
-        if node.op_type == "QuantizeLinear" and value.name in wanted:
-            zero_point = node.inputs[2]
-            assert zero_point is not None and zero_point.dtype is not None  # we wrote it
-            value.dtype = zero_point.dtype
-            model.graph.outputs.append(value)
-            names.add(value.name)
-    ir.save(model, opened)
-    return names

@@ -3,25 +3,36 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
+from bitwright.batching import in_pieces
+from bitwright.deploy.measure import Latency, measure_latency
 from bitwright.errors import ArtefactError
 from bitwright.graph.tree import tensors_in
 from bitwright.registry import RUNTIMES
+from bitwright.workload import Workload, measure
 
 
 class Runtime(ABC):
     """An artefact, loaded. Calling it looks like calling the model: tensors in, a tensor or a tuple of them out."""
 
-    name: str
+    name: ClassVar[str]
+    suffix: ClassVar[str]
+    """How files that it reads are called."""
+    any_batch: ClassVar[bool] = True
+    """Whether one artefact can take batches of any size; else `write` fixes it to that of the example inputs."""
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
+    batch: int | None
+    """The batch size that the artefact is bound to, or None if it takes any."""
 
     @staticmethod
     @abstractmethod
@@ -35,6 +46,33 @@ class Runtime(ABC):
     @abstractmethod
     def run(self, feed: dict[str, NDArray[Any]]) -> list[NDArray[Any]]:
         """Arrays by input name → output arrays in order."""
+
+    @classmethod
+    @abstractmethod
+    def write(cls, model: nn.Module, path: Path, inputs: Any) -> None:
+        """Write the artefact of a prepared, calibrated model; `inputs` is one example call."""
+
+    @classmethod
+    @abstractmethod
+    def write_float(cls, model: nn.Module, path: Path, inputs: Any) -> None:
+        """Write the float model: what the quantized one is compared with."""
+
+    def executed(self) -> dict[str, int] | None:
+        """Convolutions and matrix products by the type in which they really run: {"int8": 20, "float": 1}.
+
+        It is read from the runtime's own optimized program, not from the artefact; None: this runtime doesn't tell.
+        """
+        return None
+
+    @classmethod
+    def stored(cls, path: Path) -> dict[str, NDArray[Any]]:
+        """What the artefact stores of each site, by name: `<site>.codes` of weights, `<site>.scale`, `.zero_point`."""
+        raise _hidden(cls.name)
+
+    @classmethod
+    def probing(cls, path: Path, sites: Iterable[str]) -> Runtime:
+        """The artefact, opened so that it also returns the codes of these sites, as outputs named `<site>.codes`."""
+        raise _hidden(cls.name)
 
     def feed(self, *args: Any, **kwargs: Any) -> dict[str, NDArray[Any]]:
         """The arrays that a call of the model stands for: keywords by name, the rest in order."""
@@ -56,9 +94,24 @@ class Runtime(ABC):
         return arrays
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run once, as the model is called."""
+        """Run as the model is called; an artefact with a fixed batch takes more samples piece by piece."""
+        return in_pieces(self._call, self.batch)(*args, **kwargs)
+
+    def latency(self, *args: Any, runs: int = 50, **kwargs: Any) -> Latency:
+        """Time one call. To compare runtimes, measure them in turns instead: `measure_latency`, `compare_runtimes`."""
+        return measure_latency({self.name: partial(self.run, self.feed(*args, **kwargs))}, runs=runs)[self.name]
+
+    def accuracy(self, workload: Workload) -> dict[str, float]:
+        """What the workload measures, on its evaluation data."""
+        return measure(workload, self)
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
         results = [torch.from_numpy(np.ascontiguousarray(a)) for a in self.run(self.feed(*args, **kwargs))]
         return results[0] if len(results) == 1 else tuple(results)
+
+
+def _hidden(runtime: str) -> ArtefactError:
+    return ArtefactError(f"{runtime} doesn't show what is inside its artefacts", fix="check without --per-site")
 
 
 def refused(runtime: str, error: Exception) -> ArtefactError:
@@ -78,7 +131,7 @@ def open_runtime(name: str, path: str | Path, *, threads: int | None = None) -> 
         raise ArtefactError(f"{name} can't be used here: {reason}", fix=f"pip install 'bitwright[{name}]'")
     path = Path(path)
     if not path.is_file():
-        raise ArtefactError("no such artefact", where=str(path), fix="give the path of an exported .onnx file")
+        raise ArtefactError("no such artefact", where=str(path), fix=f"give the path of an exported {kind.suffix} file")
     try:
         return kind(path, threads=threads)
     except ArtefactError:

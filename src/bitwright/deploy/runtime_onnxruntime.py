@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+import tempfile
+from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import onnx_ir as ir
 from numpy.typing import NDArray
 
-from bitwright.deploy.runtime import Runtime, refused
+from bitwright.deploy.onnx_reader import OnnxReader
+from bitwright.deploy.runtime import refused
+
+_INTEGER = {
+    "QLinearConv",
+    "QLinearMatMul",
+    "QGemm",
+    "MatMulIntegerToFloat",
+    "DynamicQuantizeMatMul",
+    "QLinearConvTranspose",
+}
+_FLOAT = {"Conv", "FusedConv", "Gemm", "FusedGemm", "MatMul", "FusedMatMul", "ConvTranspose", "NhwcFusedConv"}
 
 
-class OnnxRuntime(Runtime):
+class OnnxRuntime(OnnxReader):
     """Runs ONNX files; all graph optimizations on, as in deployment."""
 
     name = "onnxruntime"
@@ -28,9 +42,12 @@ class OnnxRuntime(Runtime):
         options.log_severity_level = 3
         if threads is not None:
             options.intra_op_num_threads = threads
+        self.path = path
         self.session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
         self.inputs = tuple(value.name for value in self.session.get_inputs())
         self.outputs = tuple(value.name for value in self.session.get_outputs())
+        sizes = [value.shape[0] for value in self.session.get_inputs() if value.shape]
+        self.batch = sizes[0] if sizes and all(isinstance(size, int) for size in sizes) else None
 
     def run(self, feed: dict[str, NDArray[Any]]) -> list[NDArray[Any]]:
         """Run once."""
@@ -39,3 +56,19 @@ class OnnxRuntime(Runtime):
         except Exception as error:
             raise refused(self.name, error) from error
         return results
+
+    def executed(self) -> dict[str, int]:
+        """Operators of the graph that ONNX Runtime made of the artefact."""
+        import onnxruntime
+
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = 3
+        with tempfile.TemporaryDirectory() as folder:
+            optimized = Path(folder) / "optimized.onnx"
+            options.optimized_model_filepath = str(optimized)
+            onnxruntime.InferenceSession(str(self.path), options, providers=["CPUExecutionProvider"])
+            kinds = Counter(node.op_type for node in ir.load(optimized).graph)
+        return {
+            "int8": sum(count for kind, count in kinds.items() if kind in _INTEGER),
+            "float": sum(count for kind, count in kinds.items() if kind in _FLOAT),
+        }

@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from math import cos, pi
 from typing import Any, ClassVar
 
@@ -178,9 +179,8 @@ class _Range:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Round to the grid of the scale as it is now."""
-        spread = self.quantizer.layout.spread
-        scale, zero = spread(self.grid.scale * self.log.exp(), x), spread(self.grid.zero_point, x)
-        rounded = round_to_grid(x, scale, zero, self.grid.qmin, self.grid.qmax)
+        grid = replace(self.grid, scale=self.grid.scale * self.log.exp())
+        rounded = round_to_grid(x, grid, self.quantizer.layout)
         return self.step.quantize(x, rounded, self.generator)
 
     @torch.no_grad()

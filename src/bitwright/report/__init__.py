@@ -2,6 +2,7 @@
 
 from bitwright.report import words
 from bitwright.report.assemble import make_record
+from bitwright.report.comparison import Comparison
 from bitwright.report.environment import environment
 from bitwright.report.html import write_html
 from bitwright.report.record import (
@@ -23,6 +24,7 @@ from bitwright.report.sites import site_rows
 __all__ = [
     "RECORD_VERSION",
     "Accuracy",
+    "Comparison",
     "Environment",
     "FloatOperator",
     "Parity",

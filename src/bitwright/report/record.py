@@ -13,11 +13,13 @@ from bitwright.files import write_text
 RECORD_VERSION: Literal[1] = 1
 
 
-class _Frozen(BaseModel):
+class Frozen(BaseModel):
+    """A part of a record: nothing unknown in it, and nothing changes."""
+
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class Environment(_Frozen):
+class Environment(Frozen):
     """Where it was measured."""
 
     bitwright: str
@@ -30,7 +32,7 @@ class Environment(_Frozen):
     packages: dict[str, str]
 
 
-class Accuracy(_Frozen):
+class Accuracy(Frozen):
     """The workload's metric for one way to run the model."""
 
     where: str = Field(description='"float", "simulated", or the name of a runtime.')
@@ -39,14 +41,14 @@ class Accuracy(_Frozen):
     samples: int | None = None
 
 
-class Size(_Frozen):
+class Size(Frozen):
     """Bytes of one form of the model."""
 
     name: str
     bytes: int
 
 
-class Timing(_Frozen):
+class Timing(Frozen):
     """Latency of one artefact; both variants of a runtime were measured in turns."""
 
     runtime: str
@@ -60,7 +62,7 @@ class Timing(_Frozen):
     ratio: float = Field(description="Median relative to the float variant in the same run.")
 
 
-class Parity(_Frozen):
+class Parity(Frozen):
     """What a runtime computes against what the simulated model computes."""
 
     runtime: str
@@ -72,7 +74,7 @@ class Parity(_Frozen):
     first_divergence: str | None
 
 
-class SiteRow(_Frozen):
+class SiteRow(Frozen):
     """One quantizer at one site."""
 
     site: str
@@ -93,7 +95,7 @@ class SiteRow(_Frozen):
     why: str
 
 
-class FloatOperator(_Frozen):
+class FloatOperator(Frozen):
     """An operator that stayed in float, and the reason."""
 
     operator: str
@@ -101,7 +103,7 @@ class FloatOperator(_Frozen):
     why: str
 
 
-class Record(_Frozen):
+class Record(Frozen):
     """One run."""
 
     version: Literal[1] = RECORD_VERSION
