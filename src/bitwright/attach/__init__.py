@@ -4,7 +4,7 @@ from bitwright.attach.attachment import CONTAINER, Attachment
 from bitwright.attach.folded import can_fold, round_folded
 from bitwright.attach.folding import Fold
 from bitwright.attach.gradients import usable_scale, with_gradient_of
-from bitwright.attach.grid import Grid, Layout, grid_from_range
+from bitwright.attach.grid import Grid, Layout, extremes, grid_from_range
 from bitwright.attach.observer import Observer
 from bitwright.attach.prepare import (
     attachment_of,
@@ -33,6 +33,7 @@ __all__ = [
     "attachment_of",
     "can_fold",
     "compile_arithmetic",
+    "extremes",
     "find_attachment",
     "grid_from_range",
     "in_mode",

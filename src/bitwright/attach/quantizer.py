@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from bitwright.attach.arithmetic import quantize_compiled
 from bitwright.attach.compiled import worthwhile
 from bitwright.attach.folding import Fold
-from bitwright.attach.grid import Grid, Layout, grid_from_range
+from bitwright.attach.grid import Grid, Layout, grid_from_range, is_finite
 from bitwright.attach.guards import guarded_scale
 from bitwright.attach.markers import site_marker
 from bitwright.attach.observer import Observer
@@ -245,7 +245,7 @@ class Quantizer(nn.Module):
         elif self.weight:
             return
         x = x.detach().to(torch.float32)
-        if not bool(torch.isfinite(x).all()):
+        if not is_finite(x):
             kind = "NaN" if bool(torch.isnan(x).any()) else "infinity"
             raise CalibrationError(
                 f"{kind} in the {'weight' if self.weight else 'calibration data'}",

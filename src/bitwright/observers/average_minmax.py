@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from bitwright.attach import Observer
+from bitwright.attach import Observer, extremes
 from bitwright.formats import Format
 
 
@@ -19,7 +19,7 @@ class AverageMinMax(Observer):
 
     def observe(self, rows: Tensor) -> None:
         """Move the means."""
-        low, high = rows.aminmax(dim=1)
+        low, high = extremes(rows)
         self.batches += 1
         self.low = low if self.low is None else self.low + (low - self.low) / self.batches
         self.high = high if self.high is None else self.high + (high - self.high) / self.batches

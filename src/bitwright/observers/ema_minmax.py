@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from bitwright.attach import Observer
+from bitwright.attach import Observer, extremes
 from bitwright.errors import BitwrightError
 from bitwright.formats import Format
 
@@ -22,7 +22,7 @@ class EmaMinMax(Observer):
 
     def observe(self, rows: Tensor) -> None:
         """Move the average."""
-        low, high = rows.aminmax(dim=1)
+        low, high = extremes(rows)
         if self.low is None or self.high is None:
             self.low, self.high = low, high
         else:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bitwright.attach import Observer
+from bitwright.attach import Observer, extremes
 from bitwright.formats import Format
 
 BINS = 8192
@@ -29,7 +29,7 @@ class HistogramObserver(Observer):
 
     def observe(self, rows: Tensor) -> None:
         """Add a batch."""
-        low, high = rows.aminmax(dim=1)
+        low, high = extremes(rows)
         first = self.low is None
         self.low = low if self.low is None else torch.minimum(self.low, low)
         self.high = high if self.high is None else torch.maximum(self.high, high)

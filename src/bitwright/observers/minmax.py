@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from bitwright.attach import Observer
+from bitwright.attach import Observer, extremes
 from bitwright.formats import Format
 
 
@@ -23,7 +23,7 @@ class MinMax(Observer):
 
     def observe(self, rows: Tensor) -> None:
         """Widen the range."""
-        low, high = rows.aminmax(dim=1)
+        low, high = extremes(rows)
         self.low = low if self.low is None else torch.minimum(self.low, low)
         self.high = high if self.high is None else torch.maximum(self.high, high)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from bitwright.attach import extremes
 from bitwright.formats import Format
 from bitwright.observers.minmax import MinMax
 from bitwright.observers.pot_floor import best_exponent
@@ -23,7 +24,7 @@ class PotMode(MinMax):
     def observe(self, rows: Tensor) -> None:
         """One vote per row."""
         super().observe(rows)
-        low, high = rows.aminmax(dim=1)
+        low, high = extremes(rows)
         ones = torch.ones_like(rows, dtype=torch.float64)
         self.votes.append(best_exponent(rows, ones, low, high, self.format))
 

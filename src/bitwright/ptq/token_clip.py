@@ -13,7 +13,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from bitwright.attach import Quantizer, grid_from_range
+from bitwright.attach import Quantizer, extremes, grid_from_range
 from bitwright.graph import Op, Source
 from bitwright.ptq.replay import Replay
 from bitwright.ptq.step import Step
@@ -68,7 +68,7 @@ class TokenClip(Step):
 
 
 def _peaks(x: Tensor) -> tuple[Tensor, Tensor]:
-    low, high = x.float().flatten(0, -2).aminmax(dim=1)
+    low, high = extremes(x.float().flatten(0, -2))
     return low, high
 
 
