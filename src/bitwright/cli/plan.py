@@ -8,25 +8,11 @@ from typing import Annotated
 
 import typer
 
+from bitwright.backends import Choices, check_plan
 from bitwright.backends import backend as find_backend
-from bitwright.backends import check_plan
+from bitwright.cli.choosing import with_choices
 from bitwright.cli.data import open_workload
-from bitwright.cli.options import (
-    ActivationsOption,
-    BackendOption,
-    FoldingOption,
-    KeepFloatOption,
-    ObserverOption,
-    PlanFileOption,
-    QuantizerOption,
-    SaturatingOption,
-    WeightObserverOption,
-    WeightQuantizerOption,
-    WeightsOption,
-    chosen,
-    load_plan,
-    target,
-)
+from bitwright.cli.options import load_plan
 from bitwright.cli.out import Out
 from bitwright.cli.verb import verb
 from bitwright.errors import BitwrightError, PlanError
@@ -44,23 +30,17 @@ from bitwright.planners import make_plan
     bitwright plan --schema > plan.schema.json
     """,
 )
+@with_choices
 def plan(
     out: Out,
     workload: Annotated[
         str | None,
         typer.Argument(metavar="WORKLOAD", help="file.py:function, or a registered name.", show_default=False),
     ] = None,
-    backend: BackendOption = None,
-    plan: PlanFileOption = None,
-    weights: WeightsOption = None,
-    activations: ActivationsOption = None,
-    observer: ObserverOption = None,
-    weight_observer: WeightObserverOption = None,
-    quantizer: QuantizerOption = None,
-    weight_quantizer: WeightQuantizerOption = None,
-    keep_float: KeepFloatOption = None,
-    bn: FoldingOption = None,
-    saturating: SaturatingOption = None,
+    *,
+    backend: str,
+    plan: Plan | None,
+    choices: Choices,
     against: Annotated[
         Path | None,
         typer.Option(help="Show what changes from this plan to the one here.", show_default=False),
@@ -79,27 +59,14 @@ def plan(
         return
     if workload is None:
         raise BitwrightError("there is no workload to plan for", fix="bitwright plan WORKLOAD, or --schema")
-    choices = chosen(
-        plan,
-        weights=weights,
-        activations=activations,
-        observer=observer,
-        weight_observer=weight_observer,
-        quantizer=quantizer,
-        weight_quantizer=weight_quantizer,
-        keep_float=keep_float or [],
-        bn=bn,
-        saturating=saturating,
-    )
-    given, other = load_plan(plan), load_plan(against)
-    name = target(backend, given)
-    table = find_backend(name)  # before the workload is opened: a wrong name is found at once
+    other = load_plan(against)
+    table = find_backend(backend)  # before the workload is opened: a wrong name is found at once
     found = open_workload(out, workload)
     graph = capture(found.model, found.inputs)
-    if given is None:
-        made = make_plan(graph, name, model=found.name, **choices)
+    if plan is None:
+        made = make_plan(graph, backend, model=found.name, **choices)
     else:
-        made = given.resolve(graph)
+        made = plan.resolve(graph)
         problems = check_plan(made, table, graph)
         if problems:
             raise PlanError(problems)
