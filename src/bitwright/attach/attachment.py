@@ -165,8 +165,7 @@ def _run(hooks: OpHooks, kind: str, writes: bool, func: Any, args: tuple[Any, ..
             if quantizer is not None and not (hooks.fold is not None and port in ("weight", "bias")):
                 put(new_args, new_kwargs, place, quantizer(tensor))
     if hooks.fold is not None:
-        weight, bias = hooks.inputs.get("weight", _same), hooks.inputs.get("bias")
-        result = hooks.fold.run(func, new_args, new_kwargs, weight, bias)
+        result = hooks.fold.run(func, new_args, new_kwargs, hooks.inputs.get("weight"), hooks.inputs.get("bias"))
     else:
         result = func(*new_args, **new_kwargs)
     returned = result is not None
@@ -179,10 +178,6 @@ def _run(hooks: OpHooks, kind: str, writes: bool, func: Any, args: tuple[Any, ..
         target.copy_(result)
         return target if returned else None
     return result
-
-
-def _same(x: Tensor, *, factor: Tensor | None = None) -> Tensor:
-    return x
 
 
 def _quantize_output(quantizer: Quantizer | Alias, result: Any) -> Any:

@@ -26,13 +26,14 @@ class Call:
         func: Callable[..., Tensor],
         args: list[Any],
         kwargs: dict[str, Any],
-        quantize_weight: Callable[..., Tensor],
+        quantize_weight: Callable[..., Tensor] | None,
         quantize_bias: Callable[[Tensor], Tensor] | None,
     ) -> None:
         self.func = func
         self.args = args
         self.kwargs = kwargs
-        self.quantize_weight = quantize_weight
+        self.quantize_weight = quantize_weight or _same
+        self.quantizes = quantize_weight is not None
         self.quantize_bias = quantize_bias
         self.weight: Tensor = args[1] if len(args) > 1 else kwargs["weight"]
         self.bias: Tensor | None = args[2] if len(args) > 2 else kwargs.get("bias")
@@ -91,7 +92,7 @@ class Fold:
         func: Callable[..., Tensor],
         args: list[Any],
         kwargs: dict[str, Any],
-        quantize_weight: Callable[..., Tensor],
+        quantize_weight: Callable[..., Tensor] | None,
         quantize_bias: Callable[[Tensor], Tensor] | None,
     ) -> Tensor:
         """The operator with the folded, quantized weight and bias."""
@@ -105,15 +106,20 @@ class Fold:
     def deployed(self, call: Call) -> Tensor:
         """w·γ/σ and β + (b − μ)·γ/σ with running statistics: what the artefact computes."""
         norm: Any = self.norm
-        factor = self.factor(norm.running_var)
-        shift = self.shift(call, factor, norm.running_mean)
+        # Artefacts get the numbers of a real forward. What is marked may as well be traced without the arithmetic,
+        # which is most of the operators of a small model, and of the time that torch.export takes.
+        if self.marking and call.quantizes:
+            weight, shift = call.quantize_weight(wide(call.weight)), wide(norm.running_mean)
+        else:
+            factor = self.factor(norm.running_var)
+            weight, shift = self.quantized_weight(call, factor), self.shift(call, factor, norm.running_mean)
         if call.quantize_bias is not None:
             shift = call.quantize_bias(shift)
         elif self.marking:
             shift = site_marker(shift, self.site)
         elif not torch.compiler.is_compiling():
             self.bias = shift.detach()
-        return call(self.quantized_weight(call, factor), shift)
+        return call(weight, shift)
 
     # -- parts of the formulas, in float32 at least --------------------------------------------------------
 
@@ -158,6 +164,10 @@ class Fold:
             return factor.reshape(groups, -1).repeat_interleave(sizes[0] // groups, dim=0).reshape(sizes)
         sizes[self.axis] = -1
         return factor.reshape(sizes)
+
+
+def _same(x: Tensor, *, factor: Tensor | None = None) -> Tensor:
+    return x
 
 
 def wide(x: Tensor) -> Tensor:
