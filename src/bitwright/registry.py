@@ -72,5 +72,6 @@ class Registry:
 OBSERVERS = Registry("observer", "bitwright.observers")
 QUANTIZERS = Registry("quantizer", "bitwright.quantizers")
 BACKENDS = Registry("backend", "bitwright.backends")
+ARTEFACTS = Registry("artefact", "bitwright.artefacts")
 RUNTIMES = Registry("runtime", "bitwright.runtimes")
 WORKLOADS = Registry("workload", "bitwright.workloads")

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from bitwright.attach import Quantizer, in_mode, quantizers_of, tapped
+from bitwright.deploy.artefacts.store import QDQ, kind_of_artefact
 from bitwright.deploy.runtime import Runtime, open_runtime
 from bitwright.errors import ArtefactError, WorkloadError
 from bitwright.graph.tree import as_call, tensors_in
@@ -139,6 +140,13 @@ def check(
     """Run `batches` through the prepared model and through the artefact on the real runtime, and compare."""
     artefact = Path(artefact)
     real = open_runtime(runtime, artefact, threads=threads)
+    if (kind := kind_of_artefact(artefact)) != QDQ:
+        raise ArtefactError(
+            "this artefact is a float model; its grids lie beside it, where no runtime here looks",
+            where=str(artefact),
+            value=kind,
+            fix='export with artefact="qdq" (--artefact qdq) to check the same numbers here',
+        )
     sums: dict[str, _Sums] = {}
     samples = 0
     first: tuple[tuple[Any, ...], dict[str, Any]] | None = None
