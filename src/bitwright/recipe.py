@@ -36,9 +36,9 @@ class Quantized:
     steps: tuple[Ran, ...] = ()
     """What the PTQ steps did, and what they left alone."""
 
-    def export(self, path: str | Path, *, dynamic_batch: bool = True) -> Artefact:
-        """Write the artefact for the backend's runtime."""
-        return export(self.model, path, self.example, dynamic_batch=dynamic_batch)
+    def export(self, path: str | Path, *, dynamic_batch: bool = True, artefact: str | None = None) -> Artefact:
+        """Write what the backend's tools read: the first artefact of its table, or the one that is named."""
+        return export(self.model, path, self.example, dynamic_batch=dynamic_batch, artefact=artefact)
 
     def check(self, path: str | Path, batches: Iterable[Any] | None = None, **options: Any) -> Check:
         """Compare an artefact with this model on the real runtime."""

@@ -72,6 +72,7 @@ class Registry:
 OBSERVERS = Registry("observer", "bitwright.observers")
 QUANTIZERS = Registry("quantizer", "bitwright.quantizers")
 BACKENDS = Registry("backend", "bitwright.backends")
+ARTEFACTS = Registry("artefact", "bitwright.artefacts")
 RUNTIMES = Registry("runtime", "bitwright.runtimes")
 WORKLOADS = Registry("workload", "bitwright.workloads")
 STEPS = Registry("step", "bitwright.steps")

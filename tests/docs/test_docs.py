@@ -1,4 +1,4 @@
-"""Every Python block of the documentation runs, and every plan in it can be read."""
+"""Every Python block of the documentation runs, and every plan and backend table in it can be read."""
 
 from __future__ import annotations
 
@@ -22,6 +22,9 @@ def blocks(page: Path, language: str) -> list[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    for block in blocks(page, "yaml"):  # files that the page tells to write
+        if name := re.match(r"# (\S+\.yaml)\n", block):
+            (tmp_path / name[1]).write_text(block, encoding="utf-8")
     # a module that can be imported: what a page defines can be pickled
     space = ModuleType("page_" + re.sub(r"\W", "_", page.stem))
     monkeypatch.setitem(sys.modules, space.__name__, space)
@@ -30,9 +33,14 @@ def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_yaml_blocks_are_plans(page: Path) -> None:
+def test_yaml_blocks_are_plans_or_tables(page: Path, tmp_path: Path) -> None:
     for block in blocks(page, "yaml"):
-        assert bw.Plan.from_yaml(block).validate() == []
+        if re.search(r"^schema:", block, re.M):
+            path = tmp_path / "table.yaml"
+            path.write_text(block, encoding="utf-8")
+            assert bw.backend(str(path)).title
+        else:
+            assert bw.Plan.from_yaml(block).validate() == []
 
 
 def test_other_peoples_loops_take_at_most_five_lines() -> None:

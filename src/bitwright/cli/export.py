@@ -16,6 +16,7 @@ from bitwright.cli.verb import verb
 from bitwright.deploy import export as export_model
 from bitwright.deploy import export_float
 from bitwright.files import replacing
+from bitwright.registry import ARTEFACTS
 from bitwright.report import words
 
 
@@ -23,6 +24,7 @@ from bitwright.report import words
     "export",
     examples="""
     bitwright export digits --plan out/plan.yaml --checkpoint out/checkpoint.safetensors -o model.onnx
+    bitwright export digits --plan out/plan.yaml --checkpoint out/checkpoint.safetensors --artefact qdq -o model.onnx
     bitwright export digits --float -o model-float.onnx
     """,
 )
@@ -32,12 +34,16 @@ def export(
     output: Annotated[Path, typer.Option("--output", "-o", help="The artefact to write.", show_default=False)],
     plan: PlanOption = None,
     checkpoint: CheckpointOption = None,
+    artefact: Annotated[
+        str | None,
+        typer.Option("--artefact", help="Another artefact than the backend's first.", show_default=False),
+    ] = None,
     as_float: Annotated[bool, typer.Option("--float", help="Export the float model: the yardstick.")] = False,
     static_batch: Annotated[
         bool, typer.Option("--static-batch", help="Fix the batch to that of the example inputs.")
     ] = False,
 ) -> None:
-    """Write an ONNX artefact (Q/DQ form, weights as integers) of a quantized model, or of the float one."""
+    """Write what the backend's tools read of a quantized model: Q/DQ ONNX, or ONNX with grids; or the float model."""
     chosen = None if as_float else read_plan(plan, checkpoint)
     # The temporary file is opened first: a place that can't be written ends this before any long work.
     with replacing(output) as temporary:
@@ -50,9 +56,16 @@ def export(
         else:
             load_prepared(found, *chosen)
             with out.steps("exporting"):
-                artefact = export_model(found.model, temporary, found.inputs, dynamic_batch=not static_batch)
-            facts = {**asdict(artefact), "path": str(output)}
-            batch = "any batch" if artefact.dynamic_batch else "a fixed batch"
-            text = f"{artefact.activation_pairs} Q/DQ pairs, {artefact.weights} integer weights, {batch}"
+                written = export_model(
+                    found.model, temporary, found.inputs, dynamic_batch=not static_batch, artefact=artefact
+                )
+            facts = {**asdict(written), "path": str(output)}
+            batch = "any batch" if written.dynamic_batch else "a fixed batch"
+            text = f"{written.activation_pairs} Q/DQ pairs, {written.weights} integer weights, {batch}"
+            if written.sidecar is not None:
+                beside = ARTEFACTS.get(written.kind)().path(output)
+                written.sidecar.replace(beside)
+                facts["sidecar"] = str(beside)
+                text = f"float with rounded weights, {batch}; its grids: {beside}"
     out.data(facts)
     out.say(f"{output}: {words.size(output.stat().st_size)}, {text}")

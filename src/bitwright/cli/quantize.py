@@ -113,8 +113,12 @@ def quantize(
 
 
 def usable_runtimes(out: Out, backend: str) -> list[str]:
-    """The backend's runtime; artefacts of backends without one here are ONNX too, so ONNX Runtime will do."""
-    runtime = find_backend(backend).runtime or "onnxruntime"
+    """The backend's runtime; Q/DQ pairs of backends without one here are ONNX too, so ONNX Runtime will do."""
+    table = find_backend(backend)
+    if table.artefacts[0] != "qdq":
+        out.note(f"the artefact is not checked: only {table.title} knows what to do with {table.artefacts[0]}")
+        return []
+    runtime = table.runtime or "onnxruntime"
     problem = available_runtimes().get(runtime, "nobody registers it")
     if problem is not None:
         out.note(f"the artefact is not checked: {runtime} can't be used here: {problem}")

@@ -1,5 +1,6 @@
 """Export to an artefact, run it, check it against the simulation, measure it."""
 
+from bitwright.deploy.artefacts import Stored, read_artefact
 from bitwright.deploy.export import Artefact, export, export_float, unexportable
 from bitwright.deploy.machine import saturates
 from bitwright.deploy.measure import Latency, measure_latency
@@ -15,12 +16,14 @@ __all__ = [
     "Probe",
     "Runtime",
     "SiteCheck",
+    "Stored",
     "available_runtimes",
     "check",
     "export",
     "export_float",
     "measure_latency",
     "open_runtime",
+    "read_artefact",
     "saturates",
     "unexportable",
 ]

@@ -1,9 +1,10 @@
-"""`export(model, path, inputs)`: the prepared model as QDQ ONNX, weights as integers, nothing lost on the way."""
+"""`export(model, path, inputs)`: the prepared model as its target's tools read it, nothing lost on the way."""
 
 from __future__ import annotations
 
 import contextlib
 import inspect
+import json
 import logging
 import warnings
 from collections import Counter
@@ -19,11 +20,16 @@ from onnx.defs import OpSchema
 from torch import Tensor, nn
 
 from bitwright.attach import Attachment, Fold, Quantizer, attachment_of, in_mode, tapped
-from bitwright.deploy.qdq import Recorded, write_qdq
+from bitwright.backends import backend
+from bitwright.deploy.artefacts.plain import write_plain
+from bitwright.deploy.artefacts.sidecar import Sidecar
+from bitwright.deploy.artefacts.store import KEYS, KIND, QDQ
+from bitwright.deploy.qdq import Counts, Recorded, write_qdq
 from bitwright.errors import ExportError, Problem
-from bitwright.files import replacing
+from bitwright.files import replacing, write_text
 from bitwright.graph.tree import as_call, map_tensors
 from bitwright.modes import evaluating
+from bitwright.registry import ARTEFACTS
 from bitwright.version import __version__
 
 OPSET = 21
@@ -56,30 +62,39 @@ class Artefact:
     dynamic_batch: bool
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
+    kind: str = QDQ
+    sidecar: Path | None = None
+    """The file of grids beside a model in float."""
 
 
-def export(model: nn.Module, path: str | Path, inputs: Any, *, dynamic_batch: bool = True) -> Artefact:
-    """Write a prepared, calibrated model as ONNX (opset 21, Q/DQ form); `inputs` is one example call.
+def export(
+    model: nn.Module, path: str | Path, inputs: Any, *, dynamic_batch: bool = True, artefact: str | None = None
+) -> Artefact:
+    """Write a prepared, calibrated model as ONNX (opset 21); `inputs` is one example call.
 
-    The number of exported Q/DQ pairs must equal what the plan put onto the model, else nothing is written and an
-    error names the missing sites.
+    Which `artefact` is written says the table of the plan's backend: Q/DQ pairs with integer weights, or a float model
+    with a file of grids beside it (docs/backends/artefacts.md). What is exported must pass the quantizers that the
+    model passes, else nothing is written and an error names the missing sites.
     """
     path = Path(path)
     attachment = attachment_of(model)
-    for problem in unexportable(model):
+    kind = artefact or default_artefact(attachment)
+    sidecar = _sidecar(kind)
+    for problem in unexportable(model, kind):
         raise ExportError(problem.what, where=problem.where, value=problem.value, fix=problem.fix)
     args, kwargs = as_call(inputs)
     with evaluating(model):
         program, dynamic = _program(model, attachment, args, kwargs, dynamic_batch)
-        recorded = _record(model, attachment, args, kwargs, _constant_sites(program))
+        recorded = _record(model, attachment, args, kwargs, _constant_sites(program), codes=sidecar is None)
     _assert_complete(program, recorded)
     onnx_model = _translate(program)
-    counts = write_qdq(onnx_model, attachment, recorded)
-    _drop_inferable(onnx_model)
+    counts, text = _write(onnx_model, attachment, recorded, kind, sidecar)
     onnx_model.producer_name, onnx_model.producer_version = "bitwright", __version__
     onnx_model.metadata_props["bitwright.plan"] = attachment.plan.to_yaml()
     with replacing(path) as temporary:
         ir.save(onnx_model, temporary)
+        if sidecar is not None:
+            write_text(sidecar.path(path), text)
     return Artefact(
         path=path,
         bytes=path.stat().st_size,
@@ -89,7 +104,35 @@ def export(model: nn.Module, path: str | Path, inputs: Any, *, dynamic_batch: bo
         dynamic_batch=dynamic,
         inputs=tuple(str(value.name) for value in onnx_model.graph.inputs),
         outputs=tuple(str(value.name) for value in onnx_model.graph.outputs),
+        kind=kind,
+        sidecar=None if sidecar is None else sidecar.path(path),
     )
+
+
+def default_artefact(attachment: Attachment) -> str:
+    """What the tools of the plan's backend read."""
+    return QDQ if attachment.plan.backend is None else backend(attachment.plan.backend).artefacts[0]
+
+
+def _sidecar(kind: str) -> Sidecar | None:
+    if kind == QDQ:
+        return None
+    found: Sidecar = ARTEFACTS.get(kind)()
+    return found
+
+
+def _write(
+    model: ir.Model, attachment: Attachment, recorded: Recorded, kind: str, sidecar: Sidecar | None
+) -> tuple[Counts, str]:
+    if sidecar is None:
+        counts = write_qdq(model, attachment, recorded)
+        _drop_inferable(model)
+        return counts, ""
+    _drop_inferable(model)  # before operators with a weight get their names
+    grids, keys = write_plain(model, attachment, recorded, sidecar)
+    model.metadata_props[KIND] = kind
+    model.metadata_props[KEYS] = json.dumps(keys)
+    return Counts(weights=sum(grid.weight for grid in grids)), sidecar.write(grids)
 
 
 def export_float(model: nn.Module, path: str | Path, inputs: Any, *, dynamic_batch: bool = True) -> Path:
@@ -105,18 +148,23 @@ def export_float(model: nn.Module, path: str | Path, inputs: Any, *, dynamic_bat
     return path
 
 
-def unexportable(model: nn.Module) -> list[Problem]:
-    """Quantizers whose levels no artefact can have, with all their sites; known as soon as a model is prepared."""
+def unexportable(model: nn.Module, artefact: str | None = None) -> list[Problem]:
+    """Quantizers whose levels the artefact can't have, with all their sites; known as soon as a model is prepared."""
+    attachment = attachment_of(model)
+    kind = artefact or default_artefact(attachment)
+    sidecar = _sidecar(kind)
     sites: dict[str, list[str]] = {}
-    for site, quantizer in attachment_of(model).quantizers.items():
-        if not quantizer.exportable:
+    for site, quantizer in attachment.quantizers.items():
+        if not (quantizer.exportable if sidecar is None else sidecar.carries(quantizer)):
             sites.setdefault(quantizer.spec.quantizer, []).append(site)
     return [
         Problem(
-            what="this quantizer has levels that QuantizeLinear can't write",
+            what=f"this quantizer has levels that {'QuantizeLinear' if sidecar is None else kind} can't write",
             where=", ".join(where),
             value=name,
-            fix="use evenly spaced levels here (plain, lsq, lsqplus, pact, dsq, tqt), or keep these sites in float",
+            fix="use evenly spaced levels here (plain, lsq, lsqplus, pact, dsq, tqt), or keep these sites in float"
+            if name != "plain"
+            else "use the backend's own quantizer here, or keep these sites in float",
         )
         for name, where in sites.items()
     ]
@@ -128,14 +176,18 @@ def _record(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     constant: set[str],
+    *,
+    codes: bool,
 ) -> Recorded:
-    """One real forward: which sites are passed, and the integers of those that are constant."""
+    """One real forward: which sites are passed, and the integers (or rounded numbers) of those that are constant."""
     recorded = Recorded()
 
     def remember(site: str, quantizer: Quantizer, x: Tensor) -> None:
         recorded.passed[site, str(x.dtype), x.dim()] += 1
-        if site in constant:
+        if site in constant and codes:
             recorded.weights[site] = quantizer.integers(x)
+        elif site in constant:
+            recorded.values[site] = quantizer.quantize(x.to(torch.float32)).to(x.dtype)
 
     with tapped(model, remember), torch.no_grad(), in_mode(model, "quantize"):
         model(*args, **kwargs)

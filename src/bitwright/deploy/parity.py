@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from bitwright.attach import in_mode
+from bitwright.deploy.artefacts.store import QDQ, kind_of_artefact
 from bitwright.deploy.runtime import Runtime, open_runtime
 from bitwright.deploy.sites import MIN_SQNR, Probe, SiteCheck, check_sites, decibels, share_of
 from bitwright.errors import ArtefactError, WorkloadError
@@ -115,6 +116,13 @@ def check(
     """
     artefact = Path(artefact)
     real = open_runtime(runtime, artefact, threads=threads)
+    if (kind := kind_of_artefact(artefact)) != QDQ:
+        raise ArtefactError(
+            "this artefact is a float model; its grids lie beside it, where no runtime here looks",
+            where=str(artefact),
+            value=kind,
+            fix='export with artefact="qdq" (--artefact qdq) to check the same numbers here',
+        )
     sums: dict[str, _Sums] = {}
     samples = 0
     first: tuple[tuple[Any, ...], dict[str, Any]] | None = None

@@ -46,6 +46,8 @@ class Recorded:
     """What one real forward showed: weight codes, folded constants, and which quantizers were passed."""
 
     weights: dict[str, Tensor] = field(default_factory=dict)
+    values: dict[str, Tensor] = field(default_factory=dict)
+    """Instead of their codes, the rounded weights themselves: what artefacts in float have."""
     constants: dict[str, Tensor] = field(default_factory=dict)
     passed: Counter[tuple[str, str, int]] = field(default_factory=Counter)
     """How often each site was passed, by the data type and rank of what passed."""
@@ -235,7 +237,7 @@ def _fold_weight_transposes(model: ir.Model) -> None:
         if codes is None or codes.const_value is None or source.is_graph_output():
             continue
         array = codes.const_value.numpy()
-        permutations = [_permutation(node, array.ndim) for node in users]
+        permutations = [permutation_of(node, array.ndim) for node in users]
         permutation = permutations[0] if permutations else None
         if permutation is None or any(other != permutation for other in permutations):
             continue
@@ -245,8 +247,8 @@ def _fold_weight_transposes(model: ir.Model) -> None:
         if "block_size" in producer.attributes:  # blocked scales have the weight's rank and turn with it
             for value in (producer.inputs[1], producer.inputs[2]):
                 assert value is not None and value.const_value is not None
-                _set_constant(value, value.const_value.numpy().transpose(permutation))
-        _set_constant(codes, array.transpose(permutation))
+                set_constant(value, value.const_value.numpy().transpose(permutation))
+        set_constant(codes, array.transpose(permutation))
         for node in users:
             output = node.outputs[0]
             source.shape, source.type = output.shape, output.type
@@ -254,14 +256,15 @@ def _fold_weight_transposes(model: ir.Model) -> None:
             graph.remove(node, safe=True)
 
 
-def _permutation(node: ir.Node, rank: int) -> list[int] | None:
+def permutation_of(node: ir.Node, rank: int) -> list[int] | None:
     """How a Transpose turns its input; None for other operators."""
     if node.op_type != "Transpose":
         return None
     return list(node.attributes["perm"].as_ints()) if "perm" in node.attributes else list(range(rank))[::-1]
 
 
-def _set_constant(value: ir.Value, array: NDArray[np.generic]) -> None:
+def set_constant(value: ir.Value, array: NDArray[np.generic]) -> None:
+    """Other contents for an initializer, of the same type."""
     kind = value.dtype
     value.const_value = ir.tensor(np.ascontiguousarray(array), name=value.name, dtype=kind)
     value.shape = ir.Shape(array.shape)

@@ -29,6 +29,8 @@ class Runtime(ABC):
     """How files that it reads are called."""
     any_batch: ClassVar[bool] = True
     """Whether one artefact can take batches of any size; else `write` fixes it to that of the example inputs."""
+    deploys: ClassVar[bool] = True
+    """False for what only explains: it is used by name, and isn't among the runtimes that are tried and timed."""
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     batch: int | None
@@ -144,13 +146,13 @@ def open_runtime(name: str, path: str | Path, *, threads: int | None = None) -> 
 
 
 def available_runtimes() -> dict[str, str | None]:
-    """Every registered runtime with the reason why it can't be used here, or None."""
-    return {name: _missing(name) for name in RUNTIMES.names()}
-
-
-def _missing(name: str) -> str | None:
-    try:
-        reason: str | None = RUNTIMES.get(name).missing()
-    except Exception as error:  # somebody's plugin that can't be imported must not stop the others
-        return f"its plugin can't be loaded: {error}"
-    return reason
+    """Every registered runtime that deploys, with the reason why it can't be used here, or None."""
+    found: dict[str, str | None] = {}
+    for name in RUNTIMES.names():
+        try:
+            kind: type[Runtime] = RUNTIMES.get(name)
+            if kind.deploys:
+                found[name] = kind.missing()
+        except Exception as error:  # somebody's plugin that can't be imported must not stop the others
+            found[name] = f"its plugin can't be loaded: {error}"
+    return found

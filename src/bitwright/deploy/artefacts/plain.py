@@ -1,0 +1,151 @@
+"""Markers in an ONNX graph → nothing: a float model with rounded weights, and the grids of its tensors."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+import numpy as np
+import onnx_ir as ir
+import onnx_ir.passes.common as passes
+from numpy.typing import NDArray
+
+from bitwright.attach import Attachment, Quantizer
+from bitwright.deploy.artefacts.grids import TensorGrid
+from bitwright.deploy.artefacts.sidecar import Sidecar
+from bitwright.deploy.qdq import MARKER, Recorded, permutation_of, set_constant
+from bitwright.errors import ExportError, PlanError, Problem
+
+Keys = dict[str, tuple[str, str, int | None]]  # site → key in the sidecar, tensor in the model, axis of its channels
+
+
+@dataclass
+class _Quantized:
+    quantizer: Quantizer
+    value: ir.Value
+    weight: bool
+    axis: int | None
+    sites: list[str] = field(default_factory=list)
+
+
+def write_plain(
+    model: ir.Model, attachment: Attachment, recorded: Recorded, sidecar: Sidecar
+) -> tuple[list[TensorGrid], Keys]:
+    """Replace all markers, in place; the grids that the sidecar is to carry, and where each site's is."""
+    writer = _Plain(model, attachment, recorded)
+    writer.run()
+    passes.RemoveUnusedNodesPass()(model)
+    passes.RemoveUnusedOpsetsPass()(model)
+    return writer.grids(sidecar)
+
+
+class _Plain:
+    def __init__(self, model: ir.Model, attachment: Attachment, recorded: Recorded) -> None:
+        self.graph, self.attachment, self.recorded = model.graph, attachment, recorded
+        self.found: dict[ir.Value, _Quantized] = {}
+        self.constants: dict[str, ir.Value] = {}
+
+    def run(self) -> None:
+        for node in list(self.graph):
+            if (node.domain, node.op_type) == MARKER:
+                site, source, output = node.attributes["site"].as_string(), node.inputs[0], node.outputs[0]
+                assert source is not None
+                value = self._value(site, source)
+                if value.type is None:  # the model's outputs keep theirs
+                    value.type, value.shape = output.type, output.shape
+                ir.convenience.replace_all_uses_with(output, value, replace_graph_outputs=True)
+                self.graph.remove(node, safe=True)
+        for found in self.found.values():
+            if found.weight:
+                self._turn(found)
+                self._name_layers(found)
+
+    def _value(self, site: str, source: ir.Value) -> ir.Value:
+        if site in self.recorded.constants:
+            return self._initializer(site, self.recorded.constants[site].cpu().numpy())
+        owner = self.attachment.shared.get(site, site)
+        quantizer = self.attachment.quantizers[owner]
+        if site not in self.recorded.values:
+            self._remember(source, quantizer, site, weight=False)
+            return source
+        key = owner if quantizer.weight else site
+        if key not in self.constants:
+            array = self.recorded.values[site].cpu().numpy()
+            if source.name in self.graph.initializers and len(source.uses()) == 1:
+                set_constant(source, array)  # under the parameter's own name
+                self.constants[key] = source
+            else:
+                self.constants[key] = self._initializer(site, array)
+        if quantizer.port != "bias":  # its grid is the product of two others
+            self._remember(self.constants[key], quantizer, site, weight=True)
+        return self.constants[key]
+
+    def _remember(self, value: ir.Value, quantizer: Quantizer, site: str, *, weight: bool) -> None:
+        axis = quantizer.layout.axis if quantizer.layout.granularity == "channel" else None
+        known = self.found.setdefault(value, _Quantized(quantizer, value, weight, axis))
+        if known.quantizer is not quantizer:
+            raise ExportError(
+                "this artefact has one grid per tensor, and two sites quantize this one differently",
+                where=f"{known.sites[0]} and {site}",
+                fix="let one share the other's quantizer (share: …), or export the artefact qdq",
+            )
+        known.sites.append(site)
+
+    def _initializer(self, name: str, array: NDArray[np.generic]) -> ir.Value:
+        base = name = re.sub(r"[^A-Za-z0-9_.]", "_", name.replace(":", "."))
+        count = 0
+        while name in self.graph.initializers:
+            count += 1
+            name = f"{base}_{count}"
+        value = ir.Value(name=name, const_value=ir.tensor(array, name=name))
+        value.shape, value.dtype = ir.Shape(array.shape), ir.DataType.from_numpy(array.dtype)
+        self.graph.register_initializer(value)
+        return value
+
+    def _turn(self, found: _Quantized) -> None:
+        """Transposes of a weight are done now: tools look for weights at the operator itself."""
+        users = [use.node for use in found.value.uses()]
+        assert found.value.const_value is not None
+        array = found.value.const_value.numpy()
+        turns = [permutation_of(node, array.ndim) for node in users]
+        if not turns or turns[0] is None or any(turn != turns[0] for turn in turns):
+            return
+        set_constant(found.value, array.transpose(turns[0]))
+        if found.axis is not None:
+            found.axis = turns[0].index(found.axis % array.ndim)
+        for node in users:
+            ir.convenience.replace_all_uses_with(node.outputs[0], found.value)
+            self.graph.remove(node, safe=True)
+
+    def _name_layers(self, found: _Quantized) -> None:
+        """Operators with a weight are called as in the plan."""
+        for use, site in zip(found.value.uses(), found.sites, strict=False):
+            use.node.name = site.rpartition(":")[0]
+
+    def grids(self, sidecar: Sidecar) -> tuple[list[TensorGrid], Keys]:
+        """All grids; what the format can't say is refused at once."""
+        grids: list[TensorGrid] = []
+        keys: Keys = {}
+        problems: list[Problem] = []
+        for value, found in self.found.items():
+            grid = TensorGrid(
+                tensor=str(value.name),
+                grid=sidecar.grid(found.quantizer),
+                weight=found.weight,
+                axis=found.axis,
+                layers=tuple(dict.fromkeys(use.node.name for use in value.uses() if use.node.name)),
+                site=found.sites[0],
+                quantizer=found.quantizer.spec.quantizer,
+            )
+            reason = sidecar.refusal(grid)
+            if found.quantizer.layout.granularity == "group":
+                reason = ("no scales per group in this artefact", "use channel or tensor")
+            if reason is not None:
+                format = str(found.quantizer.format)
+                problems.append(Problem(what=reason[0], where=found.sites[0], value=format, fix=reason[1]))
+                continue
+            grids.append(grid)
+            keys.update(dict.fromkeys(found.sites, (sidecar.keys(grid)[0], grid.tensor, grid.axis)))
+        if problems:
+            raise PlanError(problems, title="the artefact can't say these grids")
+        return grids, keys

@@ -1,0 +1,61 @@
+"""Ranges: the lowest and highest number of each tensor, as OpenPPL and STPU read them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+from pydantic import Field
+
+from bitwright.deploy.artefacts.grids import Grid, TensorGrid
+from bitwright.deploy.artefacts.sidecar import Document, Sidecar
+
+Ends = float | list[float]
+
+
+class Range(Document):
+    """From the number of the lowest code to that of the highest; lists have one entry for each channel."""
+
+    min: Ends
+    max: Ends
+    bits: int = Field(ge=2, le=32)
+    qmin: int
+    qmax: int
+    axis: int | None = Field(default=None, description="The axis of the channels, if min and max are lists.")
+
+
+class RangesFile(Document):
+    """Tensors by their name in the ONNX model. Numbers are exact: scale = (max − min)/(qmax − qmin)."""
+
+    format: Literal["bitwright-ranges-1"] = "bitwright-ranges-1"
+    activations: dict[str, Range]
+    weights: dict[str, Range]
+
+
+class Ranges(Sidecar):
+    """ONNX and ranges in JSON."""
+
+    suffix = ".ranges.json"
+    document = RangesFile
+
+    def write(self, grids: Sequence[TensorGrid]) -> str:
+        """Activations and weights apart."""
+        return RangesFile(
+            activations={g.tensor: _range(g) for g in grids if not g.weight},
+            weights={g.tensor: _range(g) for g in grids if g.weight},
+        ).model_dump_json(indent=1, exclude_none=True)
+
+    def read(self, text: str) -> dict[str, Grid]:
+        """Both together."""
+        file: RangesFile = self.parse(text)
+        return {
+            name: Grid.of_ends(np.array(r.min), np.array(r.max), r.qmin, r.qmax)
+            for name, r in (file.activations | file.weights).items()
+        }
+
+
+def _range(tensor: TensorGrid) -> Range:
+    low, high = tensor.grid.ends()
+    grid = tensor.grid
+    return Range(min=low.tolist(), max=high.tolist(), bits=grid.bits, qmin=grid.qmin, qmax=grid.qmax, axis=tensor.axis)

@@ -1,0 +1,5 @@
+"""The integer-only executor: what targets without floats compute, in NumPy."""
+
+from bitwright.deploy.reference.runtime import Reference
+
+__all__ = ["Reference"]
