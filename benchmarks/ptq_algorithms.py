@@ -39,8 +39,8 @@ RESNET = {
     "observer": "mse",
     "edges": 8,
 }
-LIGHT = "batch=8,iterations=120"  # EfficientNet-Lite0: one iteration over all blocks takes seconds here
-FULL = "iterations=500"
+LIGHT = "iterations=60,batch=4,lr=0.05"  # of EfficientNet-Lite0, one iteration over all blocks takes seconds here
+FULL = "iterations=100,lr=0.03"
 SEEDS = 3
 
 # table → row → (choices, steps)
@@ -84,7 +84,7 @@ def run(table: str, choices: dict[str, Any], steps: list[str], seed: int, folder
     work = bw.load_workload("resnet20-cifar10" if small else "efficientnet-lite0-imagenet")
     data = work.calibration
     if small:  # another seed has other images to calibrate with, too
-        data = partial(calibration, npz_images(data_folder() / "cifar10" / "train25k.npz").take(512, seed=seed))
+        data = partial(calibration, npz_images(data_folder() / "cifar10" / "train25k.npz").take(256, seed=seed))
     begin = time.perf_counter()
     quantized = bw.quantize(
         work.model, data, example=work.inputs, steps=steps, seed=seed, folder=folder / "steps", **choices

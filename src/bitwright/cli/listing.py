@@ -12,7 +12,7 @@ import typer
 from bitwright.cli.out import Out
 from bitwright.cli.verb import verb
 from bitwright.formats import FLOATS
-from bitwright.registry import BACKENDS, OBSERVERS, QUANTIZERS, RUNTIMES, WORKLOADS, Registry
+from bitwright.registry import BACKENDS, OBSERVERS, QUANTIZERS, RUNTIMES, STEPS, WORKLOADS, Registry
 
 
 class Kind(StrEnum):
@@ -23,6 +23,7 @@ class Kind(StrEnum):
     backends = "backends"
     runtimes = "runtimes"
     workloads = "workloads"
+    steps = "steps"
     formats = "formats"
 
 
@@ -32,6 +33,7 @@ _REGISTRIES = {
     Kind.backends: BACKENDS,
     Kind.runtimes: RUNTIMES,
     Kind.workloads: WORKLOADS,
+    Kind.steps: STEPS,
 }
 
 

@@ -84,6 +84,17 @@ SaturatingOption = Annotated[
         show_default=False,
     ),
 ]
+StepOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--step",
+        "--algorithm",
+        metavar="NAME[:KEY=VALUE,…]",
+        help="A PTQ algorithm of `bitwright list steps`, e.g. equalize or adaround:iterations=500; "
+        "given several times, they run in this order.",
+        show_default=False,
+    ),
+]
 SamplesOption = Annotated[
     int | None, typer.Option("--samples", min=1, help="Use at most this many samples.", show_default=False)
 ]

@@ -105,6 +105,23 @@ class Out:
             task = progress.add_task(title, total=None)
             yield lambda text: progress.update(task, description=text)
 
+    @contextmanager
+    def units(self) -> Iterator[Callable[[str, int, int], None]]:
+        """A progress bar whose words and total change; it appears when it is first told where the work stands."""
+        shown = not (self.json or self.quiet) and self.stderr.is_terminal
+        columns = [SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()]
+        progress = Progress(*columns, TimeElapsedColumn(), console=self.stderr, disable=not shown, transient=True)
+        task = progress.add_task("", total=None)
+
+        def tell(words: str, done: int, total: int) -> None:
+            progress.start()
+            progress.update(task, description=words, completed=done, total=total)
+
+        try:
+            yield tell
+        finally:
+            progress.stop()
+
 
 def _finite(value: Any) -> Any:
     """JSON has neither infinity nor NaN."""

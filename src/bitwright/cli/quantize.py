@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from torch import nn
 
 from bitwright.attach import in_mode
 from bitwright.backends import backend as find_backend
@@ -21,6 +28,7 @@ from bitwright.cli.options import (
     QuantizerOption,
     SamplesOption,
     SaturatingOption,
+    StepOption,
     WeightObserverOption,
     WeightQuantizerOption,
     WeightsOption,
@@ -33,8 +41,13 @@ from bitwright.cli.out import Out
 from bitwright.cli.staging import filling
 from bitwright.cli.verb import verb
 from bitwright.deploy import available_runtimes
+from bitwright.files import write_text
+from bitwright.ptq import MEMORY, read_steps
+from bitwright.recipe import Quantized
 from bitwright.recipe import quantize as quantize_model
-from bitwright.report import Size
+from bitwright.report import Accuracy, Size
+
+STATE = ".steps"  # where steps keep how far they are, while they run
 
 
 @verb(
@@ -43,6 +56,8 @@ from bitwright.report import Size
     bitwright quantize digits -o digits-int8
     bitwright quantize my_workload.py:small --observer mse --keep-float 'head*' -o out
     bitwright quantize my_workload.py:small --plan plan.yaml --samples 512 -o out
+    bitwright quantize digits --weights int8/tensor/sym --step equalize --step bias-correction -o out
+    bitwright quantize digits --weights int4/channel/sym --algorithm adaround:iterations=500 -o out
     """,
 )
 def quantize(
@@ -61,11 +76,19 @@ def quantize(
     bn: FoldingOption = None,
     saturating: SaturatingOption = None,
     samples: SamplesOption = None,
+    step: StepOption = None,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Of the random numbers that steps draw.")] = 0,
+    memory: Annotated[
+        int, typer.Option("--memory", min=1, help="MiB of activations that steps keep; more go to the disk.")
+    ] = MEMORY,
 ) -> None:
     """Plan, calibrate, export and check a model; write plan, artefact, checkpoint and report.
 
-    Accuracy is measured before and after, simulated and on the real runtime, if the workload says how.
+    Accuracy is measured before and after, simulated and on the real runtime, if the workload says how. Steps are PTQ
+    algorithms that win accuracy back without training; if they are interrupted or killed, the same command goes on from
+    the last layer or block that was finished.
     """
+    steps = read_steps(step or [])  # wrong names and settings are found at once
     choices = chosen(
         plan,
         weights=weights,
@@ -81,25 +104,42 @@ def quantize(
     given = load_plan(plan)
     name = target(backend, given)
     runtimes = usable_runtimes(out, name)
-    with filling(output) as folder:
+    state = output / STATE
+    if state.is_dir():  # a run was killed here, and couldn't clean up
+        for left in output.glob(".bitwright-*"):
+            shutil.rmtree(left, ignore_errors=True)
+    with filling(output) as folder, _resumable(state):
         found = open_workload(out, workload)
         float_size = sum(t.numel() * t.element_size() for t in found.model.state_dict().values())
-        with out.steps("calibrating") as step:
+        before: list[Accuracy] = []
+
+        def measure_float(model: nn.Module) -> None:
+            before.extend(evaluate(out, found, model, "float"))
+
+        with out.units() as tell:
             quantized = quantize_model(
                 found.model,
-                calibration(found, samples),
+                partial(calibration, found, samples),
                 backend=name,
                 plan=given,
                 example=found.inputs,
-                progress=step,
+                progress=lambda done: tell("calibrating", done, done),
                 name=found.name,
                 artefact=True,
+                steps=steps,
+                seed=seed,
+                memory=memory,
+                folder=state,
+                watch=lambda at: tell(f"{at.step}: {at.unit}", at.done, at.total),
+                on_start=measure_float if steps else None,  # they change the float weights
                 **choices,
             )
-        # Only now: whatever is wrong with the plan or the data is known before the first long evaluation.
-        with in_mode(quantized.model, "float"):
-            before = evaluate(out, found, quantized.model, "float")
+        if not steps:
+            # Only now: whatever is wrong with the plan or the data is known before the first long evaluation.
+            with in_mode(quantized.model, "float"):
+                measure_float(quantized.model)
         write_artefacts(out, quantized, folder)
+        _tell_steps(out, quantized, folder)
         record = write_report(
             out,
             found,
@@ -110,6 +150,26 @@ def quantize(
             float_size=Size(name="float weights", bytes=float_size),
         )
     show(out, record, output)
+
+
+@contextmanager
+def _resumable(state: Path) -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:
+        if not state.is_dir():
+            raise
+        raise KeyboardInterrupt("interrupted: the same command goes on from the last finished unit") from None
+
+
+def _tell_steps(out: Out, quantized: Quantized, folder: Path) -> None:
+    """What each step did is a file; here only how much it left alone."""
+    if quantized.steps:
+        ran = [asdict(one) for one in quantized.steps]
+        write_text(folder / "steps.json", json.dumps(ran, indent=1, ensure_ascii=False) + "\n")
+    for one in quantized.steps:
+        if one.skipped:
+            out.note(f"{one.step} left {len(one.skipped)} operators as they were; steps.json has the reasons")
 
 
 def usable_runtimes(out: Out, backend: str) -> list[str]:

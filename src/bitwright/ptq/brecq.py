@@ -7,8 +7,7 @@ from typing import ClassVar
 from pydantic import Field
 
 from bitwright.ptq.blocks import Block, find_blocks
-from bitwright.ptq.reconstruct import Reconstruct, fisher
-from bitwright.ptq.replay import Replay
+from bitwright.ptq.reconstruct import Reconstruct
 from bitwright.ptq.work import Work
 
 
@@ -26,10 +25,9 @@ class Brecq(Reconstruct):
         """Residual blocks, and pieces of chains."""
         return find_blocks(work, self.chain)
 
-    def importance(self, work: Work, replay: Replay, block: Block) -> bool:
-        """Fisher's."""
-        if self.fisher:
-            fisher(work, replay, block)
+    @property
+    def weighs(self) -> bool:
+        """As it was set."""
         return self.fisher
 
     @property

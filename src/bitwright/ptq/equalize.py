@@ -2,15 +2,19 @@
 
 With r₁ and r₂ the ranges of channel i in the first and in the second weight, s = √(r₁/r₂) makes both √(r₁·r₂): the
 first is divided by s, the second multiplied. What lies between passes positive factors on (ReLU, pooling, zeros as
-padding). A ReLU6 doesn't, where it clips: channels that reach the clip in the calibration data keep s = 1, and others
-may grow only as far as they stay below it, with a margin. So the function is kept for all inputs that are no larger
-than `margin` times what was seen, and the clip stays one number, which targets fuse.
+padding). Activations pay for it if that is all that counts: a channel that becomes small beside others is rounded away.
+So s lies between 1 and what lets the channel's peak grow to that of the largest channel: no activation gets coarser.
+As a factor that all channels have in common is free, the one is taken that leaves the least noise in the second
+operator's output, as far as rounding noise can be foreseen from ranges and activations; if none is better, s = 1.
+
+A ReLU6 passes factors on only below its clip. Channels that reach it in the calibration data, with a margin, keep
+s = 1, and others may grow as far as they stay below it. So the function is kept for all inputs that are no larger than
+`margin` times what was seen, and the clip stays one number, which targets fuse.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import inf
 from typing import Any, ClassVar
 
 import torch
@@ -20,12 +24,23 @@ from torch import Tensor
 from bitwright.attach import in_mode
 from bitwright.graph.tape import Call, plainly, record
 from bitwright.modes import evaluating
-from bitwright.ptq.pairs import Pair, divide_outputs, find_pairs, input_ranges, multiply_inputs, output_ranges
+from bitwright.ptq.pairs import (
+    Pair,
+    divide_outputs,
+    find_pairs,
+    input_norms,
+    input_ranges,
+    multiply_inputs,
+    numbers_per_input,
+    output_ranges,
+)
+from bitwright.ptq.replay import by_channel
 from bitwright.ptq.step import Step
 from bitwright.ptq.work import Work
 
 _ENOUGH = 1.01  # a sweep that changes no factor by more than this is the last
 _SMALLEST = 1e-12
+_TRIED = 64
 
 
 class Equalize(Step):
@@ -35,9 +50,9 @@ class Equalize(Step):
     needs_ranges: ClassVar[bool] = False
 
     sweeps: int = Field(default=20, ge=1, description="At most so many times over all pairs; it mostly ends earlier.")
-    largest: float = Field(default=1e4, gt=1, description="No factor beyond this, nor below its inverse.")
+    largest: float = Field(default=1e4, gt=1, description="No channel grows by more than this.")
     margin: float = Field(default=1.25, ge=1, description="How much below a ReLU6's clip counts as below it.")
-    batch: int = Field(default=32, ge=1, description="Samples at a time, where a ReLU6 must be watched.")
+    batch: int = Field(default=32, ge=1, description="Samples at a time.")
 
     def units(self, work: Work) -> Sequence[str]:
         """One: it takes seconds."""
@@ -46,48 +61,94 @@ class Equalize(Step):
     def run(self, work: Work, unit: str) -> None:
         """Sweep until nothing moves."""
         pairs = find_pairs(work)
-        peaks = _peaks(work, pairs, self.batch) if any(pair.clip for pair in pairs) else {}
+        seen = _look(work, pairs, self.batch)
         for _ in range(self.sweeps):
             moved = 1.0
             for pair in pairs:
-                by = self._factors(work, pair, peaks.get(pair.first.name))
+                by = self._factors(work, pair, seen[pair.first.name])
                 divide_outputs(work, pair.first, by)
                 multiply_inputs(work, pair.second, by)
-                if pair.first.name in peaks:
-                    peaks[pair.first.name] /= by
-                moved = max(moved, float(by.max()), float(1 / by.min()))
+                seen[pair.first.name].divide(by)
+                moved = max(moved, float(1 / by.min()))
             if moved < _ENOUGH:
                 break
 
-    def _factors(self, work: Work, pair: Pair, peak: Tensor | None) -> Tensor:
+    def _factors(self, work: Work, pair: Pair, seen: _Seen) -> Tensor:
         first, second = output_ranges(work, pair.first), input_ranges(work, pair.second)
-        by = torch.sqrt(first / second.clamp(min=_SMALLEST))
-        by = torch.where((first < _SMALLEST) | (second < _SMALLEST), 1.0, by).clamp(1 / self.largest, self.largest)
-        if peak is None or pair.ceiling == inf:
-            return by
-        clipped = peak * self.margin >= pair.ceiling
-        if bool(clipped.any()):
-            # those stay as they are, so what counts is how others compare with them
-            by = by / by[clipped].log().mean().exp()
-        by = torch.maximum(by, peak.clamp(min=0.0) * self.margin / pair.ceiling)
-        return torch.where(clipped, 1.0, by).clamp(1 / self.largest, self.largest)
+        dead = (first < _SMALLEST) | (second < _SMALLEST)
+        peak = seen.peak
+        ceiling, margin = (pair.ceiling, self.margin) if pair.clip else (float(peak.max().clamp(min=_SMALLEST)), 1.0)
+        least = (peak * margin / ceiling).clamp(1 / self.largest, 1.0)
+        ideal = torch.where(dead, 1.0, torch.sqrt(first / second.clamp(min=_SMALLEST)))
+        common = torch.logspace(float(ideal.min().log2()) - 1, float(ideal.max().log2()) + 1, _TRIED, base=2.0)
+        tried = torch.maximum((ideal / common[:, None].to(ideal)).clamp(max=1.0), least)
+        tried = torch.cat([torch.ones_like(tried[:1]), torch.where(dead, 1.0, tried)])
+        noise = self._noise(work, pair, seen, first / tried, second * tried, tried)
+        return tried[int(noise.argmin())]
+
+    def _noise(self, work: Work, pair: Pair, seen: _Seen, first: Tensor, second: Tensor, by: Tensor) -> Tensor:
+        """What rounding both weights adds to the second one's output, for each row of factors, up to a constant."""
+        total = torch.zeros_like(by[:, 0])
+        quantizers = [work.attachment.quantizers.get(op.site("weight")) for op in (pair.first, pair.second)]
+        norms = input_norms(work, pair.second)
+        if quantizers[0] is not None:
+            steps = first.square()
+            if quantizers[0].layout.granularity == "tensor":
+                steps = steps.amax(dim=1, keepdim=True)
+            levels = 4.0 ** quantizers[0].format.bits
+            total = total + seen.inflow / levels * (steps * norms * by.square()).sum(dim=1)
+        if quantizers[1] is not None:
+            levels = 4.0 ** quantizers[1].format.bits
+            taps = numbers_per_input(work, pair.second)
+            total = total + taps / levels * second.square().amax(dim=1) * (seen.energy / by.square()).sum(dim=1)
+        return total
+
+
+class _Seen:
+    """What passed between the two operators of a pair."""
+
+    def __init__(self) -> None:
+        self.peak = torch.zeros(())  # of each channel, before its clip
+        self.energy = torch.zeros(())  # mean square of each channel, as the second operator reads it
+        self.inflow = 0.0  # mean square of what the first one reads, times how many of them it adds up
+        self.batches = 0
+
+    def divide(self, by: Tensor) -> None:
+        self.peak = self.peak / by
+        self.energy = self.energy / by.square()
 
 
 @torch.no_grad()
-def _peaks(work: Work, pairs: list[Pair], batch: int) -> dict[str, Tensor]:
-    """The highest value of each channel before its clip, by the operator that makes it."""
-    wanted = {pair.clip.name: pair.first.name for pair in pairs if pair.clip is not None}
-    found: dict[str, Tensor] = {}
+def _look(work: Work, pairs: list[Pair], batch: int) -> dict[str, _Seen]:
+    """One pass over the data for all pairs."""
+    found = {pair.first.name: _Seen() for pair in pairs}
+    firsts = {pair.first.name: pair for pair in pairs}
+    seconds = {pair.second.name: pair for pair in pairs}
+    clips = {pair.clip.name: pair for pair in pairs if pair.clip is not None}
 
     def look(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        name = wanted.get(call.op.name)
-        if name is not None:
-            high = (args[0] if args else kwargs["input"]).transpose(0, 1).flatten(1).amax(dim=1)
-            found[name] = torch.maximum(found[name], high) if name in found else high
+        x = args[0] if args else kwargs.get("input")
+        name = call.op.name
+        if name in firsts:
+            weight = work.weight_of(firsts[name].first)
+            assert weight is not None
+            found[name].inflow += float(x.float().square().mean()) * weight[0].numel()
+        if name in seconds:
+            pair = seconds[name]
+            seen, channels = found[pair.first.name], by_channel(x.float(), pair.first.kind)
+            seen.energy = seen.energy + channels.square().mean(dim=1)
+            seen.batches += 1
+            if pair.clip is None:
+                seen.peak = torch.maximum(seen.peak, channels.abs().amax(dim=1))
+        if name in clips:
+            seen = found[clips[name].first.name]
+            seen.peak = torch.maximum(seen.peak, by_channel(x.float(), clips[name].first.kind).amax(dim=1))
         return plainly(call, args, kwargs)
 
     with evaluating(work.model), in_mode(work.model, "float"):
         for piece in work.data.pieces(batch):
             tape, inputs = record(work.model, piece)
             tape.run(0, len(tape.calls), inputs, {**tape.constants, **work.live()}, look)
+    for seen in found.values():
+        seen.energy, seen.inflow = seen.energy / max(seen.batches, 1), seen.inflow / max(seen.batches, 1)
     return found

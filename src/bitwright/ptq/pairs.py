@@ -179,6 +179,20 @@ def input_ranges(work: Work, op: Op) -> Tensor:
     return grouped.abs().amax(dim=(1, 3)).flatten()
 
 
+def input_norms(work: Work, op: Op) -> Tensor:
+    """Σ w² over all weights that multiply each input channel, the folded norm included."""
+    grouped = _grouped(op, _require(work, op).detach().float())
+    factor = factor_of(work, op)
+    if factor is not None:
+        grouped = grouped * factor.reshape(grouped.shape[0], grouped.shape[1], 1, 1)
+    return grouped.square().sum(dim=(1, 3)).flatten()
+
+
+def numbers_per_input(work: Work, op: Op) -> int:
+    """How many weights multiply one input channel."""
+    return _require(work, op).numel() // _inputs(op)
+
+
 @torch.no_grad()
 def divide_outputs(work: Work, op: Op, by: Tensor) -> None:
     """Make each output channel smaller by its factor: in the norm if there is one, else in weight and bias."""

@@ -47,10 +47,6 @@ class Reconstruct(Step):
     def blocks(self, work: Work) -> list[Block]:
         """What is reconstructed together."""
 
-    def importance(self, work: Work, replay: Replay, block: Block) -> bool:
-        """Keep the importance of each output as `fisher` in the replay; says whether it did."""
-        return False
-
     def given(self, replay: Replay, index: int, generator: torch.Generator) -> Values:
         """What the block is given."""
         return replay.values(index, "quantized")
@@ -70,6 +66,9 @@ class Reconstruct(Step):
             kept["blocks"] = {block.name: block for block in self.blocks(work)}
             kept["ranges"] = _first_passed(work, kept["blocks"].values()) if self.learns_ranges else {}
             kept["replay"] = Replay(work, self.batch)
+            if self.weighs:
+                with evaluating(work.model), _frozen(work.model):
+                    fisher(work, kept["replay"], list(kept["blocks"].values()))
         block: Block = kept["blocks"][unit]
         replay: Replay = kept["replay"]
         replay.advance(block.start)
@@ -79,18 +78,15 @@ class Reconstruct(Step):
             with torch.no_grad():
                 for index in range(len(replay)):
                     replay.keep(index, "target", {block.output: replay.float(index, block.stop)[block.output]})
-            important = self.importance(work, replay, block)
             with _standing_in([*softs, *ranges]), _outputs_off(work, block, off=not self.learns_ranges):
-                self._fit(work, replay, block, softs, ranges, important)
+                self._fit(work, replay, block, softs, ranges)
         for soft in softs:
             soft.harden(work)
         for fitted in ranges:
             fitted.settle()
-        replay.forget("target", "fisher")
+        replay.forget("target", f"fisher {unit}")
 
-    def _fit(
-        self, work: Work, replay: Replay, block: Block, softs: list[_Soft], ranges: list[_Range], important: bool
-    ) -> None:
+    def _fit(self, work: Work, replay: Replay, block: Block, softs: list[_Soft], ranges: list[_Range]) -> None:
         rounding = torch.optim.Adam([soft.v for soft in softs], lr=self.lr)
         scales = torch.optim.Adam([r.log for r in ranges], lr=self.range_lr) if ranges else None
         begin = int(self.warmup * self.iterations)
@@ -99,8 +95,8 @@ class Reconstruct(Step):
             values = self.given(replay, index, work.generator)
             out = replay.quantized(index, block.stop, values)[block.output]
             error = (out - replay.values(index, "target")[block.output]).square()
-            if important:
-                error = error * replay.values(index, "fisher")[block.output]
+            if self.weighs:
+                error = error * replay.values(index, f"fisher {block.name}")[block.output]
             loss = error.sum(dim=1).mean() if error.dim() > 1 else error.mean()
             if step >= begin:
                 share = (step - begin) / max(self.iterations - begin, 1)
@@ -115,6 +111,11 @@ class Reconstruct(Step):
             rounding.step()
             if scales is not None:
                 scales.step()
+
+    @property
+    def weighs(self) -> bool:
+        """Whether errors count as much as the loss feels them."""
+        return False
 
     @property
     def range_lr(self) -> float:
@@ -252,29 +253,38 @@ def _frozen(model: nn.Module) -> Iterator[None]:
             parameter.requires_grad_(True)
 
 
-def fisher(work: Work, replay: Replay, block: Block) -> None:
-    """How much the loss feels each number of a block's output, from gradients of the float model.
+def fisher(work: Work, replay: Replay, blocks: list[Block]) -> None:
+    """How much the loss feels each number of each block's output, from gradients of the float model; one pass.
 
     Of classifiers it is Fisher's information: the squared gradient of the log-likelihood of labels drawn from the
     model's own answer. Of other models: that of a random projection of the output. Half of the weight is spread evenly,
-    as few samples say little about single numbers.
+    as few samples say little about single numbers. Kept in the replay as `fisher <block>`.
     """
-    total, count = 0.0, 0
+    generator = torch.Generator().manual_seed(work.seed)  # not the unit's: a resumed run comes here in another unit
+    totals = [0.0] * len(blocks)
+    counts = [0] * len(blocks)
     for index in range(len(replay)):
-        with torch.no_grad():
-            values = replay.float(index, block.stop)
-        point = values[block.output].detach().requires_grad_()
-        end = len(replay.tapes[index].calls)
-        result = replay.float(index, end, {**values, block.output: point}, start=block.stop)
-        loss = _surprise(result[replay.tapes[index].outputs[0]], work.generator)
-        (gradient,) = torch.autograd.grad(loss, point)
-        squared = gradient.square()
-        total, count = total + float(squared.double().sum()), count + squared.numel()
-        replay.keep(index, "fisher", {block.output: squared})
-    scale = count / max(total, 1e-30)
-    for index in range(len(replay)):
-        squared = replay.values(index, "fisher")[block.output]
-        replay.keep(index, "fisher", {block.output: 0.5 + 0.5 * scale * squared})
+        values, start = replay.values(index, "float"), 0
+        points: list[Tensor] = []
+        for block in blocks:
+            values = replay.float(index, block.stop, values, start=start)
+            start = block.stop
+            if not values[block.output].requires_grad:
+                values[block.output] = values[block.output].detach().requires_grad_()
+            points.append(values[block.output])
+        result = replay.float(index, len(replay.tape.calls), values, start=start)
+        loss = _surprise(result[replay.tape.outputs[0]], generator)
+        gradients = torch.autograd.grad(loss, points)
+        for number, (block, gradient) in enumerate(zip(blocks, gradients, strict=True)):
+            squared = gradient.square()
+            totals[number] += float(squared.double().sum())
+            counts[number] += squared.numel()
+            replay.keep(index, f"fisher {block.name}", {block.output: squared})
+    for block, total, count in zip(blocks, totals, counts, strict=True):
+        scale = count / max(total, 1e-30)
+        for index in range(len(replay)):
+            squared = replay.values(index, f"fisher {block.name}")[block.output]
+            replay.keep(index, f"fisher {block.name}", {block.output: 0.5 + 0.5 * scale * squared})
 
 
 def _surprise(output: Tensor, generator: torch.Generator) -> Tensor:

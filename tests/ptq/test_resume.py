@@ -1,0 +1,110 @@
+"""A run that is killed goes on from its last unit, and ends with the same bits."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import bitwright as bw
+from bitwright.errors import PlanError
+from bitwright.ptq import At
+from ptq_models import Mobile, images
+
+COMMAND = [sys.executable, "-c", "from bitwright.cli import main; main()"]
+STEPS = ["equalize", "bias-correction", "qdrop:iterations=6,batch=8"]
+
+WORKLOAD = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parents[1])!r})
+from bitwright import Workload
+from ptq_models import Mobile, images
+
+
+def build():
+    model = Mobile()
+    return Workload(name="mobile", model=model, inputs=(images()[0][:1],), calibration=images)
+"""
+
+
+def command(folder: Path, output: str) -> list[str]:
+    steps = [part for step in STEPS for part in ("--step", step)]
+    choices = ["--weights", "int4/channel/sym", "--no-saturating", "--json"]
+    return [*COMMAND, "quantize", f"{folder / 'work.py'}:build", "-o", str(folder / output), *choices, *steps]
+
+
+def test_a_killed_process_goes_on_to_the_same_bits(tmp_path: Path) -> None:
+    (tmp_path / "work.py").write_text(WORKLOAD)
+    state = tmp_path / "killed" / ".steps" / "progress.json"
+    process = subprocess.Popen(command(tmp_path, "killed"), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    done = 0
+    while process.poll() is None and done < 8:  # in the middle of the third step
+        time.sleep(0.01)
+        done = json.loads(state.read_text())["done"] if state.is_file() else 0
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL, "it was over too soon"
+    again = subprocess.run(command(tmp_path, "killed"), capture_output=True, text=True, check=True)
+    assert not (tmp_path / "killed" / ".steps").exists()
+    assert not list((tmp_path / "killed").glob(".bitwright-*"))
+    files = json.loads(again.stdout)["files"]
+    assert {"model.onnx", "checkpoint.safetensors", "plan.yaml", "steps.json"} <= set(files)
+
+    model = Mobile()
+    bw.quantize(
+        model,
+        images(),
+        example=(images()[0][:1],),
+        steps=STEPS,
+        weights="int4/channel/sym",
+        saturating=False,
+        name="mobile",
+    )
+    unbroken = model.state_dict()
+    resumed = load_file(tmp_path / "killed" / "checkpoint.safetensors")
+    assert unbroken.keys() == resumed.keys()
+    different = [name for name in resumed if not torch.equal(resumed[name], unbroken[name])]
+    assert different == []
+
+
+@pytest.mark.parametrize("after", [1, 3, 8])
+def test_every_phase_can_be_gone_on_with(after: int, tmp_path: Path) -> None:
+    """Among float steps, in the first step that needs ranges, in a step after it."""
+
+    def stop(at: At) -> None:
+        if at.done == after:
+            raise KeyboardInterrupt
+
+    steps = ["equalize", "equalize:margin=2", "bias-correction", "adaround:iterations=4"]
+    choices = {"weights": "int4/tensor/sym", "saturating": False}
+    broken, whole = Mobile(), Mobile()
+    with pytest.raises(KeyboardInterrupt):
+        bw.quantize(broken, images(), steps=steps, folder=tmp_path / "state", watch=stop, **choices)
+    assert "forward" not in broken.__dict__
+    seen: list[int] = []
+    bw.quantize(
+        broken, images(), steps=steps, folder=tmp_path / "state", watch=lambda at: seen.append(at.done), **choices
+    )
+    assert seen[0] == after
+    bw.quantize(whole, images(), steps=steps, **choices)
+    assert all(torch.equal(tensor, broken.state_dict()[name]) for name, tensor in whole.state_dict().items())
+
+
+def test_another_run_is_refused(tmp_path: Path) -> None:
+    def stop(at: At) -> None:
+        if at.done == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        bw.quantize(Mobile(), images(), steps=["bias-correction"], folder=tmp_path, watch=stop)
+    with pytest.raises(PlanError) as caught:
+        bw.quantize(Mobile(), images(), steps=["bias-correction"], folder=tmp_path, seed=1, weights="int4/channel/sym")
+    assert {problem.where for problem in caught.value.problems} == {"seed", "plan"}
+    assert str(tmp_path) in str(caught.value)
