@@ -15,33 +15,18 @@ import typer
 from torch import nn
 
 from bitwright.attach import in_mode
+from bitwright.backends import Choices
 from bitwright.backends import backend as find_backend
+from bitwright.cli.choosing import with_choices
 from bitwright.cli.data import calibration, open_workload
 from bitwright.cli.deliver import evaluate, show, write_artefacts, write_report
-from bitwright.cli.options import (
-    ActivationsOption,
-    BackendOption,
-    FoldingOption,
-    KeepFloatOption,
-    ObserverOption,
-    PlanFileOption,
-    QuantizerOption,
-    SamplesOption,
-    SaturatingOption,
-    StepOption,
-    WeightObserverOption,
-    WeightQuantizerOption,
-    WeightsOption,
-    WorkloadArg,
-    chosen,
-    load_plan,
-    target,
-)
+from bitwright.cli.options import SamplesOption, StepOption, WorkloadArg
 from bitwright.cli.out import Out
 from bitwright.cli.staging import filling
 from bitwright.cli.verb import verb
 from bitwright.deploy import available_runtimes
 from bitwright.files import write_text
+from bitwright.plan import Plan
 from bitwright.ptq import MEMORY, read_steps
 from bitwright.recipe import Quantized
 from bitwright.recipe import quantize as quantize_model
@@ -60,21 +45,14 @@ STATE = ".steps"  # where steps keep how far they are, while they run
     bitwright quantize digits --weights int4/channel/sym --algorithm adaround:iterations=500 -o out
     """,
 )
+@with_choices
 def quantize(
     out: Out,
     workload: WorkloadArg,
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder for what is made.", show_default=False)],
-    backend: BackendOption = None,
-    plan: PlanFileOption = None,
-    weights: WeightsOption = None,
-    activations: ActivationsOption = None,
-    observer: ObserverOption = None,
-    weight_observer: WeightObserverOption = None,
-    quantizer: QuantizerOption = None,
-    weight_quantizer: WeightQuantizerOption = None,
-    keep_float: KeepFloatOption = None,
-    bn: FoldingOption = None,
-    saturating: SaturatingOption = None,
+    backend: str,
+    plan: Plan | None,
+    choices: Choices,
     samples: SamplesOption = None,
     step: StepOption = None,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of the random numbers that steps draw.")] = 0,
@@ -89,21 +67,7 @@ def quantize(
     the last layer or block that was finished.
     """
     steps = read_steps(step or [])  # wrong names and settings are found at once
-    choices = chosen(
-        plan,
-        weights=weights,
-        activations=activations,
-        observer=observer,
-        weight_observer=weight_observer,
-        quantizer=quantizer,
-        weight_quantizer=weight_quantizer,
-        keep_float=keep_float or [],
-        bn=bn,
-        saturating=saturating,
-    )
-    given = load_plan(plan)
-    name = target(backend, given)
-    runtimes = usable_runtimes(out, name)
+    runtimes = usable_runtimes(out, backend)
     state = output / STATE
     if state.is_dir():  # a run was killed here, and couldn't clean up
         for left in output.glob(".bitwright-*"):
@@ -120,8 +84,8 @@ def quantize(
             quantized = quantize_model(
                 found.model,
                 partial(calibration, found, samples),
-                backend=name,
-                plan=given,
+                backend=backend,
+                plan=plan,
                 example=found.inputs,
                 progress=lambda done: tell("calibrating", done, done),
                 name=found.name,
