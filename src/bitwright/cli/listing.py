@@ -12,7 +12,7 @@ import typer
 from bitwright.cli.out import Out
 from bitwright.cli.verb import verb
 from bitwright.formats import FLOATS
-from bitwright.registry import BACKENDS, OBSERVERS, QUANTIZERS, RUNTIMES, WORKLOADS, Registry
+from bitwright.registry import ARTEFACTS, BACKENDS, OBSERVERS, QUANTIZERS, RUNTIMES, WORKLOADS, Registry
 
 
 class Kind(StrEnum):
@@ -21,6 +21,7 @@ class Kind(StrEnum):
     observers = "observers"
     quantizers = "quantizers"
     backends = "backends"
+    artefacts = "artefacts"
     runtimes = "runtimes"
     workloads = "workloads"
     formats = "formats"
@@ -30,6 +31,7 @@ _REGISTRIES = {
     Kind.observers: OBSERVERS,
     Kind.quantizers: QUANTIZERS,
     Kind.backends: BACKENDS,
+    Kind.artefacts: ARTEFACTS,
     Kind.runtimes: RUNTIMES,
     Kind.workloads: WORKLOADS,
 }
