@@ -177,6 +177,26 @@ def test_export_with_a_fixed_batch_can_be_checked(run, small, made, tmp_path):
     assert ran.json[0]["samples"] == 32
 
 
+def test_a_target_whose_tools_read_other_files(run, small, tmp_path):
+    folder, path = tmp_path / "out", tmp_path / "again.onnx"
+    ran = run("quantize", small, "--backend", "snpe", "-o", folder)
+    assert ran.code == 0, ran.err
+    assert "model.encodings.json" in names(folder)
+    assert "the artefact is not checked: only Qualcomm SNPE knows" in ran.err
+    sources = ["--plan", folder / "plan.yaml", "--checkpoint", folder / "checkpoint.safetensors"]
+    facts = run("export", small, *sources, "-o", path, "--json").json
+    beside = tmp_path / "again.encodings.json"
+    assert (facts["kind"], facts["sidecar"]) == ("encodings", str(beside))
+    assert beside.read_bytes() == (folder / "model.encodings.json").read_bytes()
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["again.encodings.json", "again.onnx", "out"]
+    ran = run("check", small, path, *sources)
+    assert ran.code == 2
+    assert "--artefact qdq" in ran.err
+    assert run("export", small, *sources, "-o", path, "--artefact", "qdq").code == 0
+    ran = run("check", small, path, *sources, "--runtime", "reference", "--per-site")
+    assert ran.code == 0, ran.err
+
+
 def test_export_float(run, small, tmp_path):
     path = tmp_path / "float.onnx"
     assert run("export", small, "--float", "-o", path).code == 0
@@ -207,7 +227,9 @@ def test_check_names_the_first_site_that_diverges(run, small, made, tmp_path):
     assert "Traceback" not in ran.err
 
 
-@pytest.mark.parametrize("kind", ["observers", "quantizers", "backends", "runtimes", "workloads", "formats"])
+@pytest.mark.parametrize(
+    "kind", ["observers", "quantizers", "backends", "artefacts", "runtimes", "workloads", "formats"]
+)
 def test_list(run, kind):
     entries = run("list", kind, "--json").json[kind]
     assert entries

@@ -12,7 +12,7 @@ import typer
 from bitwright.cli.out import Out
 from bitwright.cli.verb import verb
 from bitwright.formats import FLOATS
-from bitwright.registry import BACKENDS, OBSERVERS, QUANTIZERS, RUNTIMES, STEPS, WORKLOADS, Registry
+from bitwright.registry import ARTEFACTS, BACKENDS, OBSERVERS, QUANTIZERS, RUNTIMES, STEPS, WORKLOADS, Registry
 
 
 class Kind(StrEnum):
@@ -21,6 +21,7 @@ class Kind(StrEnum):
     observers = "observers"
     quantizers = "quantizers"
     backends = "backends"
+    artefacts = "artefacts"
     runtimes = "runtimes"
     workloads = "workloads"
     steps = "steps"
@@ -31,6 +32,7 @@ _REGISTRIES = {
     Kind.observers: OBSERVERS,
     Kind.quantizers: QUANTIZERS,
     Kind.backends: BACKENDS,
+    Kind.artefacts: ARTEFACTS,
     Kind.runtimes: RUNTIMES,
     Kind.workloads: WORKLOADS,
     Kind.steps: STEPS,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +46,21 @@ class Reference(OnnxReader):
         self.in_integers: list[str] = []
         """The operators of the last run that were computed in integers, by their first output."""
         self.in_float: list[str] = []
+        self._given: Mapping[str, NDArray[Any]] = {}
+        self._differences: dict[str, int] = {}
+
+    def compare(self, feed: dict[str, NDArray[Any]], simulated: Mapping[str, NDArray[Any]]) -> dict[str, int]:
+        """The largest difference of codes at each site, when every operator is given the simulation's codes.
+
+        A code that differs by one because a sum lies on the edge between two may become two further on; here each site
+        answers for itself alone.
+        """
+        self._given, self._differences = simulated, {}
+        try:
+            self.run(feed)
+        finally:
+            self._given = {}
+        return self._differences
 
     def run(self, feed: dict[str, NDArray[Any]]) -> list[NDArray[Any]]:
         """Node by node."""
@@ -62,7 +79,7 @@ class Reference(OnnxReader):
     def _node(self, index: int, node: onnx.NodeProto, values: list[Value]) -> list[Value]:
         attributes = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
         if node.op_type == "QuantizeLinear":
-            return [_quantize(values, attributes)]
+            return [self._checked(node.output[0].removesuffix(".codes"), _quantize(values, attributes))]
         if node.op_type == "DequantizeLinear":
             return [_dequantize(values, attributes)]
         found: Integers | None = None
@@ -83,6 +100,13 @@ class Reference(OnnxReader):
         ):
             self.in_float.append(node.output[0])
         return self._evaluate(index, node, [v.real() if isinstance(v, Integers) else v for v in values])
+
+    def _checked(self, site: str, found: Integers) -> Integers:
+        given = self._given.get(site)
+        if given is None:
+            return found
+        self._differences[site] = int(np.abs(found.codes - given).max(initial=0))
+        return replace(found, codes=given.astype(np.int64))
 
     def _fixed(self, name: str, value: Value) -> Value:
         constant = name in self.constants and isinstance(value, np.ndarray) and value.dtype.kind == "f"
