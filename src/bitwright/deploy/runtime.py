@@ -29,6 +29,8 @@ class Runtime(ABC):
     """How files that it reads are called."""
     any_batch: ClassVar[bool] = True
     """Whether one artefact can take batches of any size; else `write` fixes it to that of the example inputs."""
+    activations: ClassVar[str] = "uint8/tensor/asym"
+    """A format of activations for which it has integer kernels."""
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     batch: int | None
