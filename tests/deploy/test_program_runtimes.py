@@ -1,4 +1,4 @@
-"""Runtimes of torch's own programs: integer kernels really run, and compute what the simulation computes, at every site."""
+"""Runtimes of torch's own programs: integer kernels really run, and every site has what the simulation has."""
 
 from __future__ import annotations
 

@@ -34,6 +34,7 @@ from bitwright.cli.staging import filling
 from bitwright.cli.verb import verb
 from bitwright.deploy import available_runtimes
 from bitwright.recipe import quantize as quantize_model
+from bitwright.registry import RUNTIMES
 from bitwright.report import Size
 
 
@@ -113,8 +114,11 @@ def quantize(
 
 
 def usable_runtimes(out: Out, backend: str) -> list[str]:
-    """The backend's runtime; artefacts of backends without one here are ONNX too, so ONNX Runtime will do."""
+    """The backend's runtime if it reads ONNX, which is what these verbs write; else ONNX Runtime will do."""
     runtime = find_backend(backend).runtime or "onnxruntime"
+    if runtime in RUNTIMES and RUNTIMES.get(runtime).suffix != ".onnx":
+        out.note(f"{runtime} reads other artefacts: `bitwright bench` measures it, `bitwright export` writes them")
+        runtime = "onnxruntime"
     problem = available_runtimes().get(runtime, "nobody registers it")
     if problem is not None:
         out.note(f"the artefact is not checked: {runtime} can't be used here: {problem}")

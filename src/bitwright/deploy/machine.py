@@ -43,14 +43,15 @@ def saturates(runtime: str) -> bool:
 
 def _prepared_probe(channels: int, activations: str) -> nn.Module:
     """The same convolution as a prepared model, for runtimes with an artefact of their own."""
-    model = nn.Sequential(nn.Conv2d(channels, channels, 1, bias=False)).eval()
-    nn.init.ones_(model[0].weight)
+    conv = nn.Conv2d(channels, channels, 1, bias=False)
+    nn.init.ones_(conv.weight)
+    model = nn.Sequential(conv).eval()
     formats = {"0:weight": "int8/channel/sym", "0:input": activations, "0:output": activations}
     prepare(model, Plan(sites={site: SiteSpec(format=Format.parse(text)) for site, text in formats.items()}))
     highest = {"0:weight": 1.0, "0:input": 1.0, "0:output": channels * 1.02}
     for site, quantizer in quantizers_of(model).items():
         top = torch.full((channels if quantizer.weight else 1,), highest[site])
-        quantizer.set_range(torch.zeros_like(top), top, model[0].weight.shape)
+        quantizer.set_range(torch.zeros_like(top), top, conv.weight.shape)
     return model
 
 

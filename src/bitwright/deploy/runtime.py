@@ -150,6 +150,13 @@ def available_runtimes() -> dict[str, str | None]:
     return {name: _missing(name) for name in RUNTIMES.names()}
 
 
+def readers(path: Path) -> list[str]:
+    """The runtimes that can be used here and read files with this suffix; a file with an unknown one is ONNX."""
+    usable = {name: RUNTIMES.get(name).suffix for name, problem in available_runtimes().items() if problem is None}
+    suffix = path.suffix if path.suffix in usable.values() else ".onnx"
+    return [name for name, own in usable.items() if own == suffix]
+
+
 def _missing(name: str) -> str | None:
     try:
         reason: str | None = RUNTIMES.get(name).missing()

@@ -71,7 +71,7 @@ class ExecuTorch(Runtime):
             results = self.method.execute([torch.from_numpy(np.ascontiguousarray(feed[name])) for name in self.inputs])
         except Exception as error:
             raise refused(self.name, error) from error
-        return [np.array(result) for result in results]  # the buffers are the engine's own
+        return [result.numpy().copy() for result in results]  # the buffers are the engine's own
 
     def executed(self) -> dict[str, int]:
         """What the delegate was given: `write` refuses whatever would stay outside."""
