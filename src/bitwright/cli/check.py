@@ -14,7 +14,7 @@ from bitwright.cli.options import SamplesOption, WorkloadArg
 from bitwright.cli.out import Out
 from bitwright.cli.prepared import CheckpointOption, PlanOption, load_prepared, read_plan
 from bitwright.cli.verb import CHECK_FAILED, verb
-from bitwright.deploy import Check, available_runtimes, open_runtime
+from bitwright.deploy import Check, open_runtime, readers
 from bitwright.deploy import check as check_model
 from bitwright.errors import ArtefactError
 from bitwright.report import words
@@ -42,9 +42,9 @@ def check(
     Exits with 1 if an output diverges, and names the first site that does.
     """
     chosen = read_plan(plan, checkpoint)
-    names = [n for n, problem in available_runtimes().items() if problem is None] if runtime == "all" else [runtime]
+    names = readers(artefact) if runtime == "all" else [runtime]
     if not names:
-        raise ArtefactError("no runtime can be used here", fix="pip install onnxruntime")
+        raise ArtefactError("no runtime here reads this file", where=str(artefact), fix="see `bitwright doctor`")
     # a damaged artefact ends this before the workload is loaded
     sizes = {name: open_runtime(name, artefact).batch for name in names}
     found = open_workload(out, workload)

@@ -13,10 +13,11 @@ from bitwright.cli.options import WorkloadArg
 from bitwright.cli.out import Out
 from bitwright.cli.prepared import CheckpointOption, PlanOption, load_prepared, read_plan
 from bitwright.cli.verb import verb
+from bitwright.deploy import Runtime, export_float, readers
 from bitwright.deploy import export as export_model
-from bitwright.deploy import export_float
 from bitwright.files import replacing
-from bitwright.registry import ARTEFACTS
+from bitwright.plan import Plan
+from bitwright.registry import ARTEFACTS, RUNTIMES
 from bitwright.report import words
 
 
@@ -26,6 +27,7 @@ from bitwright.report import words
     bitwright export digits --plan out/plan.yaml --checkpoint out/checkpoint.safetensors -o model.onnx
     bitwright export digits --plan out/plan.yaml --checkpoint out/checkpoint.safetensors --artefact qdq -o model.onnx
     bitwright export digits --float -o model-float.onnx
+    bitwright export digits --plan out/plan.yaml --checkpoint out/checkpoint.safetensors -o model.pt2
     """,
 )
 def export(
@@ -43,7 +45,14 @@ def export(
         bool, typer.Option("--static-batch", help="Fix the batch to that of the example inputs.")
     ] = False,
 ) -> None:
-    """Write what the backend's tools read of a quantized model: Q/DQ ONNX, or ONNX with grids; or the float model."""
+    """Write what the backend's tools read of a quantized model, or the float model; the file's suffix says for whom.
+
+    .onnx: Q/DQ form, weights as integers, or float with grids beside it; .pt2: a torch.export program for inductor;
+    .pte: ExecuTorch. The last two have the batch of the example inputs.
+    """
+    if output.suffix != ".onnx" and readers(output) != readers(Path("model.onnx")):
+        _export_own(out, workload, output, None if as_float else read_plan(plan, checkpoint), readers(output)[0])
+        return
     chosen = None if as_float else read_plan(plan, checkpoint)
     # The temporary file is opened first: a place that can't be written ends this before any long work.
     with replacing(output) as temporary:
@@ -69,3 +78,15 @@ def export(
                 text = f"float with rounded weights, {batch}; its grids: {beside}"
     out.data(facts)
     out.say(f"{output}: {words.size(output.stat().st_size)}, {text}")
+
+
+def _export_own(out: Out, workload: str, output: Path, chosen: tuple[Plan, Path] | None, runtime: str) -> None:
+    """The artefact of a runtime that doesn't read ONNX."""
+    kind: type[Runtime] = RUNTIMES.get(runtime)
+    found = open_workload(out, workload)
+    if chosen is not None:
+        load_prepared(found, *chosen)
+    with out.steps(f"exporting for {runtime}"):
+        (kind.write_float if chosen is None else kind.write)(found.model, output, found.inputs)
+    out.data({"path": str(output), "bytes": output.stat().st_size, "runtime": runtime})
+    out.say(f"{output}: {words.size(output.stat().st_size)}, for {runtime}")

@@ -30,6 +30,7 @@ from bitwright.plan import Plan
 from bitwright.ptq import MEMORY, read_steps
 from bitwright.recipe import Quantized
 from bitwright.recipe import quantize as quantize_model
+from bitwright.registry import RUNTIMES
 from bitwright.report import Accuracy, Size
 
 STATE = ".steps"  # where steps keep how far they are, while they run
@@ -137,12 +138,15 @@ def _tell_steps(out: Out, quantized: Quantized, folder: Path) -> None:
 
 
 def usable_runtimes(out: Out, backend: str) -> list[str]:
-    """The backend's runtime; Q/DQ pairs of backends without one here are ONNX too, so ONNX Runtime will do."""
+    """The backend's runtime if it reads Q/DQ ONNX, which is what these verbs write; else ONNX Runtime will do."""
     table = find_backend(backend)
     if table.artefacts[0] != "qdq":
         out.note(f"the artefact is not checked: only {table.title} knows what to do with {table.artefacts[0]}")
         return []
     runtime = table.runtime or "onnxruntime"
+    if runtime in RUNTIMES and RUNTIMES.get(runtime).suffix != ".onnx":
+        out.note(f"{runtime} reads other artefacts: `bitwright bench` measures it, `bitwright export` writes them")
+        runtime = "onnxruntime"
     problem = available_runtimes().get(runtime, "nobody registers it")
     if problem is not None:
         out.note(f"the artefact is not checked: {runtime} can't be used here: {problem}")

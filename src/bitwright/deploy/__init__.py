@@ -5,7 +5,7 @@ from bitwright.deploy.export import Artefact, export, export_float, unexportable
 from bitwright.deploy.machine import saturates
 from bitwright.deploy.measure import Latency, measure_latency
 from bitwright.deploy.parity import Check, OutputCheck, check
-from bitwright.deploy.runtime import Runtime, available_runtimes, open_runtime
+from bitwright.deploy.runtime import Runtime, available_runtimes, open_runtime, readers
 from bitwright.deploy.sites import Probe, SiteCheck
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "measure_latency",
     "open_runtime",
     "read_artefact",
+    "readers",
     "saturates",
     "unexportable",
 ]

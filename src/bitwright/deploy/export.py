@@ -135,6 +135,20 @@ def _write(
     return Counts(weights=sum(grid.weight for grid in grids)), sidecar.write(grids)
 
 
+def marked_program(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[torch.export.ExportedProgram, Recorded]:
+    """The prepared model with a marker at each site, its batch fixed, and the integers of what is constant."""
+    attachment = attachment_of(model)
+    for problem in unexportable(model):
+        raise ExportError(problem.what, where=problem.where, value=problem.value, fix=problem.fix)
+    with evaluating(model):
+        program, _ = _program(model, attachment, args, kwargs, dynamic_batch=False)
+        recorded = _record(model, attachment, args, kwargs, _constant_sites(program), codes=True)
+    _assert_complete(program, recorded)
+    return program, recorded
+
+
 def export_float(model: nn.Module, path: str | Path, inputs: Any, *, dynamic_batch: bool = True) -> Path:
     """The float model as ONNX: the reference that sizes, latencies and accuracies are compared with."""
     path = Path(path)

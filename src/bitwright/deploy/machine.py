@@ -8,8 +8,14 @@ from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
+import torch
+from torch import nn
 
-from bitwright.deploy.runtime import open_runtime
+from bitwright.attach import prepare, quantizers_of
+from bitwright.deploy.onnx_reader import OnnxReader
+from bitwright.deploy.runtime import Runtime, open_runtime
+from bitwright.formats import Format
+from bitwright.plan import Plan, SiteSpec
 from bitwright.registry import RUNTIMES
 
 
@@ -22,12 +28,31 @@ def saturates(runtime: str) -> bool:
     if runtime not in RUNTIMES or RUNTIMES.get(runtime).missing() is not None:
         return False
     channels = 16
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "probe.onnx"
-        ir.save(_probe(channels), path)
-        ones = np.ones((1, channels, 8, 8), dtype=np.float32)
-        result = open_runtime(runtime, path, threads=1).run({"x": ones})[0]
+    ones = np.ones((1, channels, 8, 8), dtype=np.float32)
+    kind: type[Runtime] = RUNTIMES.get(runtime)
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        path = Path(folder) / f"probe{kind.suffix}"
+        if issubclass(kind, OnnxReader):
+            ir.save(_probe(channels), path)
+        else:
+            kind.write(_prepared_probe(channels, kind.activations), path, torch.from_numpy(ones))
+        opened = open_runtime(runtime, path, threads=1)
+        result = opened.run({opened.inputs[0]: ones})[0]
     return not np.allclose(result, channels * 1.0, rtol=0.02)
+
+
+def _prepared_probe(channels: int, activations: str) -> nn.Module:
+    """The same convolution as a prepared model, for runtimes with an artefact of their own."""
+    conv = nn.Conv2d(channels, channels, 1, bias=False)
+    nn.init.ones_(conv.weight)
+    model = nn.Sequential(conv).eval()
+    formats = {"0:weight": "int8/channel/sym", "0:input": activations, "0:output": activations}
+    prepare(model, Plan(sites={site: SiteSpec(format=Format.parse(text)) for site, text in formats.items()}))
+    highest = {"0:weight": 1.0, "0:input": 1.0, "0:output": channels * 1.02}
+    for site, quantizer in quantizers_of(model).items():
+        top = torch.full((channels if quantizer.weight else 1,), highest[site])
+        quantizer.set_range(torch.zeros_like(top), top, conv.weight.shape)
+    return model
 
 
 def _probe(channels: int) -> ir.Model:

@@ -31,6 +31,8 @@ class Runtime(ABC):
     """Whether one artefact can take batches of any size; else `write` fixes it to that of the example inputs."""
     deploys: ClassVar[bool] = True
     """False for what only explains: it is used by name, and isn't among the runtimes that are tried and timed."""
+    activations: ClassVar[str] = "uint8/tensor/asym"
+    """A format of activations for which it has integer kernels."""
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     batch: int | None
@@ -156,3 +158,10 @@ def available_runtimes() -> dict[str, str | None]:
         except Exception as error:  # somebody's plugin that can't be imported must not stop the others
             found[name] = f"its plugin can't be loaded: {error}"
     return found
+
+
+def readers(path: Path) -> list[str]:
+    """The runtimes that can be used here and read files with this suffix; a file with an unknown one is ONNX."""
+    usable = {name: RUNTIMES.get(name).suffix for name, problem in available_runtimes().items() if problem is None}
+    suffix = path.suffix if path.suffix in usable.values() else ".onnx"
+    return [name for name, own in usable.items() if own == suffix]

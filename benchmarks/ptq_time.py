@@ -1,0 +1,153 @@
+"""Wall time and peak memory of plain-calibration PTQ, from a torch model to a file, ours beside the peers'.
+
+    python benchmarks/ptq_time.py [--repeats 3] [--models resnet20 ...] [--tools bitwright ...] [--batches 4]
+
+Each measurement is a fresh process; tools take turns. Imports, the model and the data are loaded before the clock
+starts. What a tool needs to get from torch to its file (torch.onnx, torch.export) is inside it, ours as well as theirs.
+Bar: at most 0.5 times the best of them, and accuracy no lower.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+TOOLS = ["bitwright", "onnxruntime", "nncf onnx", "nncf openvino", "torchao"]
+MODELS = ["resnet20", "efficientnet-lite0", "bert-base"]
+
+
+def _bert(batches: int) -> tuple[Any, Any, list[Any], Any]:
+    import torch
+    from transformers import BertConfig, BertForSequenceClassification
+
+    torch.manual_seed(0)
+    model = BertForSequenceClassification(BertConfig(num_labels=2, attn_implementation="eager")).eval()
+    model.config.return_dict = False
+    data = [{"input_ids": torch.randint(0, 30000, (8, 128))} for _ in range(batches)]
+    return model, data[0], data, None
+
+
+def _zoo(name: str, batches: int) -> tuple[Any, Any, list[Any], Any]:
+    import bitwright as bw
+
+    workload = bw.load_workload(name)
+    assert workload.calibration is not None
+    return workload.model, workload.inputs, list(workload.calibration())[:batches], workload
+
+
+def _load(model: str, batches: int) -> tuple[Any, Any, list[Any], Any]:
+    if model == "bert-base":
+        return _bert(batches)
+    return _zoo({"resnet20": "resnet20-cifar10", "efficientnet-lite0": "efficientnet-lite0-imagenet"}[model], batches)
+
+
+def one(tool: str, model: str, batches: int, accuracy: bool) -> dict[str, Any]:
+    """In a process of its own."""
+    import torch
+    from peers import PEERS, quietly
+
+    import bitwright as bw
+
+    quietly()
+    torch.set_num_threads(1)
+    for package in {"nncf onnx": ["nncf", "onnx"], "nncf openvino": ["nncf", "openvino"]}.get(tool, [tool]):
+        __import__(package)
+    import onnxruntime  # noqa: F401
+    import torch.onnx
+
+    net, example, data, workload = _load(model, batches)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with tempfile.TemporaryDirectory() as folder:
+        start = time.perf_counter()
+        path = PEERS[tool](net, example, data, Path(folder))
+        seconds = time.perf_counter() - start
+        result = {
+            "seconds": seconds,
+            "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+            "before_mb": before / 1024,
+            "bytes": path.stat().st_size,
+        }
+        if accuracy and workload is not None and path.suffix != ".pt2":
+            runtime = "openvino" if path.suffix == ".xml" else "onnxruntime"
+            result["top1"] = bw.open_runtime(runtime, path, threads=1).accuracy(workload)["top1"]
+    return result
+
+
+def _fresh(tool: str, model: str, batches: int, accuracy: bool) -> dict[str, Any]:
+    command = [sys.executable, __file__, "--one", tool, model, "--batches", str(batches)]
+    ran = subprocess.run(command + ["--accuracy"] * accuracy, capture_output=True, text=True, check=False)
+    if ran.returncode:
+        return {"error": (ran.stderr.strip().splitlines() or ["?"])[-1][:300]}
+    return dict(json.loads(ran.stdout.strip().splitlines()[-1]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--batches", type=int, default=4)
+    parser.add_argument("--models", nargs="*", default=MODELS)
+    parser.add_argument("--tools", nargs="*", default=TOOLS)
+    parser.add_argument("--accuracy", action="store_true", help="evaluate the first repeat's files")
+    parser.add_argument("--one", nargs=2, metavar=("TOOL", "MODEL"))
+    options = parser.parse_args()
+    os.environ.setdefault("BITWRIGHT_DATA", str(Path(__file__).parents[2] / "shared" / "data"))
+    if options.one:
+        print(json.dumps(one(*options.one, options.batches, options.accuracy)))
+        return
+    from common import environment, save
+
+    results: dict[str, Any] = {}
+    for model in options.models:
+        runs: dict[str, list[dict[str, Any]]] = {tool: [] for tool in options.tools}
+        for repeat in range(options.repeats):
+            turned = options.tools[repeat % len(options.tools) :] + options.tools[: repeat % len(options.tools)]
+            for tool in turned:
+                runs[tool].append(_fresh(tool, model, options.batches, options.accuracy and repeat == 0))
+        results[model] = {tool: _summary(found) for tool, found in runs.items()}
+    text = "\n\n".join(table(model, rows) for model, rows in results.items())
+    facts = environment(repeats=options.repeats, batches=options.batches)
+    save("ptq_time", {"environment": facts, "results": results}, "# Plain-calibration PTQ: time and memory\n\n" + text)
+
+
+def _summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    sound = [run for run in runs if "error" not in run]
+    if not sound:
+        return {"error": runs[0]["error"]}
+    times = [run["seconds"] for run in sound]
+    return {
+        "seconds": round(median(times), 3),
+        "fastest": round(min(times), 3),
+        "slowest": round(max(times), 3),
+        "peak_mb": round(median(run["peak_mb"] for run in sound)),
+        "before_mb": round(median(run["before_mb"] for run in sound)),
+        "bytes": sound[0]["bytes"],
+        **({"top1": sound[0]["top1"]} if "top1" in sound[0] else {}),
+    }
+
+
+def table(model: str, rows: dict[str, Any]) -> str:
+    lines = [f"### {model}", "", "| tool | seconds | range | peak MB (before) | top-1 % |", "|---|---|---|---|---|"]
+    for tool, row in rows.items():
+        if "error" in row:
+            lines.append(f"| {tool} | failed: {row['error']} | | | |")
+            continue
+        top1 = f"{row['top1']:.2f}" if "top1" in row else ""
+        span = f"{row['fastest']}–{row['slowest']}"
+        lines.append(f"| {tool} | {row['seconds']} | {span} | {row['peak_mb']} ({row['before_mb']}) | {top1} |")
+    peers = [row["seconds"] for tool, row in rows.items() if tool != "bitwright" and "error" not in row]
+    if peers and "error" not in rows.get("bitwright", {"error": ""}):
+        lines += ["", f"Ours / best peer: {rows['bitwright']['seconds'] / min(peers):.2f} (bar 0.5)."]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
