@@ -70,9 +70,7 @@ def tensors(draw: st.DrawFn, kind: str) -> list[TensorGrid]:
         )
         name = f"tensor_{index}"
         axis = None if channels is None else 0
-        grids.append(
-            TensorGrid(tensor=name, grid=grid, weight=weight, axis=axis, layers=(name,), site=name, quantizer="plain")
-        )
+        grids.append(TensorGrid(tensor=name, grid=grid, weight=weight, axis=axis, layers=(name,)))
     return grids
 
 

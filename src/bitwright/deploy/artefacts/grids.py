@@ -67,9 +67,6 @@ class TensorGrid:
     """Where channels lie, if there is a scale for each."""
     layers: tuple[str, ...]
     """The operators with a weight that read this tensor, or whose weight it is."""
-    site: str
-    """The first of its sites."""
-    quantizer: str
 
 
 def grid_of(quantizer: Quantizer) -> Grid:

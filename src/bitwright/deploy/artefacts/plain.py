@@ -134,8 +134,6 @@ class _Plain:
                 weight=found.weight,
                 axis=found.axis,
                 layers=tuple(dict.fromkeys(use.node.name for use in value.uses() if use.node.name)),
-                site=found.sites[0],
-                quantizer=found.quantizer.spec.quantizer,
             )
             reason = sidecar.refusal(grid)
             if found.quantizer.layout.granularity == "group":
