@@ -67,11 +67,13 @@ def one(tool: str, model: str, batches: int, accuracy: bool) -> dict[str, Any]:
     net, example, data, workload = _load(model, batches)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with tempfile.TemporaryDirectory() as folder:
-        start = time.perf_counter()
+        start, cpu = time.perf_counter(), time.process_time()
         path = PEERS[tool](net, example, data, Path(folder))
         seconds = time.perf_counter() - start
+        burnt = time.process_time() - cpu
         result = {
             "seconds": seconds,
+            "cpu_seconds": burnt,
             "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
             "before_mb": before / 1024,
             "bytes": path.stat().st_size,
@@ -125,6 +127,7 @@ def _summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
     times = [run["seconds"] for run in sound]
     return {
         "seconds": round(median(times), 3),
+        "cpu_seconds": round(median(run["cpu_seconds"] for run in sound), 3),
         "fastest": round(min(times), 3),
         "slowest": round(max(times), 3),
         "peak_mb": round(median(run["peak_mb"] for run in sound)),
@@ -135,14 +138,16 @@ def _summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def table(model: str, rows: dict[str, Any]) -> str:
-    lines = [f"### {model}", "", "| tool | seconds | range | peak MB (before) | top-1 % |", "|---|---|---|---|---|"]
+    lines = [f"### {model}", "", "| tool | seconds | range | CPU s | peak MB (before) | top-1 % |"]
+    lines.append("|---" * 6 + "|")
     for tool, row in rows.items():
         if "error" in row:
-            lines.append(f"| {tool} | failed: {row['error']} | | | |")
+            lines.append(f"| {tool} | failed: {row['error']} | | | | |")
             continue
         top1 = f"{row['top1']:.2f}" if "top1" in row else ""
         span = f"{row['fastest']}–{row['slowest']}"
-        lines.append(f"| {tool} | {row['seconds']} | {span} | {row['peak_mb']} ({row['before_mb']}) | {top1} |")
+        memory = f"{row['peak_mb']} ({row['before_mb']})"
+        lines.append(f"| {tool} | {row['seconds']} | {span} | {row['cpu_seconds']} | {memory} | {top1} |")
     peers = [row["seconds"] for tool, row in rows.items() if tool != "bitwright" and "error" not in row]
     if peers and "error" not in rows.get("bitwright", {"error": ""}):
         lines += ["", f"Ours / best peer: {rows['bitwright']['seconds'] / min(peers):.2f} (bar 0.5)."]

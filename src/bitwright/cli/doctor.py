@@ -14,6 +14,22 @@ from bitwright.deploy import available_runtimes, saturates
 from bitwright.registry import BACKENDS
 from bitwright.report import environment
 
+#: Tried with torch 2.13 and Python 3.11; the whole story is in docs/runtimes.md.
+NOT_OFFERED = {
+    "tvm": {
+        "tried": "apache-tvm 0.27.0.post1",
+        "why": "reads QDQ files, but runs their convolutions in float32: no integer lowering",
+    },
+    "litert": {
+        "tried": "ai-edge-litert 2.3.0, litert-torch 0.10.0",
+        "why": "its converter refuses integer weights, or leaves convolutions in float between Q and DQ",
+    },
+    "ncnn": {
+        "tried": "ncnn 1.0.20261020, pnnx 20261020",
+        "why": "the wheels install, but have no int8 converter; nothing writes its int8 files yet",
+    },
+}
+
 
 @verb(
     "doctor",
@@ -31,7 +47,7 @@ def doctor(out: Out) -> None:
     missing = available_runtimes()
     with out.steps("probing the runtimes"):
         runtimes = {name: _runtime(name, reason, found.packages) for name, reason in missing.items()}
-    out.data({"environment": found.model_dump(), "runtimes": runtimes})
+    out.data({"environment": found.model_dump(), "runtimes": runtimes, "not_offered": NOT_OFFERED})
     out.table(
         ["", ""],
         [
@@ -57,6 +73,11 @@ def doctor(out: Out) -> None:
         ],
         title="Runtimes",
     )
+    out.table(
+        ["not offered", "tried", "why"],
+        [(name, facts["tried"], facts["why"]) for name, facts in NOT_OFFERED.items()],
+        title="Runtimes that Bitwright can't use (docs/runtimes.md)",
+    )
     if all(reason is not None for reason in missing.values()):
         out.error("no runtime can be used: artefacts can be made, but not checked", [])
         raise typer.Exit(CHECK_FAILED)
@@ -77,7 +98,7 @@ def _runtime(name: str, problem: str | None, packages: dict[str, str]) -> dict[s
     lossy = saturates(name)
     tables = [find_backend(backend) for backend in BACKENDS.names()]
     return {
-        "version": packages.get(name),
+        "version": packages.get("torch" if name == "inductor" else name),
         "problem": None,
         "saturates": lossy,
         "follows": _consequence(lossy, [table for table in tables if table.runtime == name]),

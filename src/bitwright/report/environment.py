@@ -22,6 +22,7 @@ PACKAGES = (
     "onnx-ir",
     "onnxruntime",
     "openvino",
+    "executorch",
     "safetensors",
     "pydantic",
     "scikit-learn",
