@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +18,14 @@ from bitwright.graph.tree import as_call, tensors_in
 
 Batch = Tensor | tuple[Tensor, ...] | dict[str, Tensor]
 
+LAPS: list[tuple[str, float, float]] = []
+"""What was done, and the clock and the CPU's clock when it was: `trace` (from torch into the form that the tool
+quantizes), `quantize` (prepare, calibrate, convert), `write` (the file)."""
+
+
+def lap(name: str) -> None:
+    LAPS.append((name, time.perf_counter(), time.process_time()))
+
 
 def _feeds(path: Path, batches: list[Any]) -> list[dict[str, np.ndarray]]:
     names = bw.open_runtime("onnxruntime", path).inputs
@@ -25,7 +34,10 @@ def _feeds(path: Path, batches: list[Any]) -> list[dict[str, np.ndarray]]:
 
 def ours(model: nn.Module, example: Any, batches: list[Any], folder: Path, *, backend: str = "onnxruntime") -> Path:
     quantized = bw.quantize(model, batches, example=example, backend=backend)
-    return quantized.export(folder / f"bitwright-{backend}.onnx").path
+    lap("quantize")
+    path = quantized.export(folder / f"bitwright-{backend}.onnx").path
+    lap("write")
+    return path
 
 
 def ours_openvino(model: nn.Module, example: Any, batches: list[Any], folder: Path) -> Path:
@@ -47,7 +59,9 @@ def onnxruntime(model: nn.Module, example: Any, batches: list[Any], folder: Path
     path = folder / f"onnxruntime{len(options)}.onnx"
     quant_pre_process(str(plain), str(prepared))
     reader = Reader(_feeds(plain, batches))
+    lap("trace")
     quantize_static(str(prepared), str(path), reader, quant_format=QuantFormat.QDQ, **options)
+    lap("quantize")
     return path
 
 
@@ -62,10 +76,12 @@ def nncf_onnx(model: nn.Module, example: Any, batches: list[Any], folder: Path) 
     import onnx
 
     plain = bw.export_float(model, folder / "float.onnx", example)
-    quantized = nncf.quantize(
-        onnx.load(plain), nncf.Dataset(_feeds(plain, batches)), subset_size=len(batches), fast_bias_correction=True
-    )
+    loaded, data = onnx.load(plain), nncf.Dataset(_feeds(plain, batches))
+    lap("trace")
+    quantized = nncf.quantize(loaded, data, subset_size=len(batches), fast_bias_correction=True)
+    lap("quantize")
     onnx.save(quantized, folder / "nncf.onnx")
+    lap("write")
     return folder / "nncf.onnx"
 
 
@@ -74,10 +90,12 @@ def nncf_openvino(model: nn.Module, example: Any, batches: list[Any], folder: Pa
     import openvino
 
     plain = bw.export_float(model, folder / "float.onnx", example)
-    quantized = nncf.quantize(
-        openvino.convert_model(plain), nncf.Dataset(_feeds(plain, batches)), subset_size=len(batches)
-    )
+    loaded, data = openvino.convert_model(plain), nncf.Dataset(_feeds(plain, batches))
+    lap("trace")
+    quantized = nncf.quantize(loaded, data, subset_size=len(batches))
+    lap("quantize")
     openvino.save_model(quantized, folder / "nncf.xml", compress_to_fp16=False)
+    lap("write")
     return folder / "nncf.xml"
 
 
@@ -91,6 +109,7 @@ def torchao(model: nn.Module, example: Any, batches: list[Any], folder: Path) ->
 
     args, kwargs = as_call(batches[0])
     program = torch.export.export(model.eval(), args, kwargs).module()
+    lap("trace")
     quantizer = X86InductorQuantizer()
     quantizer.set_global(get_default_x86_inductor_quantization_config())
     prepared = prepare_pt2e(program, quantizer)
@@ -100,8 +119,10 @@ def torchao(model: nn.Module, example: Any, batches: list[Any], folder: Path) ->
             prepared(*args, **kwargs)
     quantized = convert_pt2e(prepared)
     move_exported_model_to_eval(quantized)
+    lap("quantize")
     args, kwargs = as_call(batches[0])
     torch.export.save(torch.export.export(quantized, args, kwargs), folder / "torchao.pt2")
+    lap("write")
     return folder / "torchao.pt2"
 
 
