@@ -58,6 +58,7 @@ def one(tool: str, model: str, batches: int, accuracy: bool) -> dict[str, Any]:
     from peers import LAPS, PEERS, quietly
 
     import bitwright as bw
+    import bitwright.recipe
 
     quietly()
     torch.set_num_threads(1)

@@ -85,3 +85,42 @@ def test_levels_that_no_artefact_has_can_be_simulated() -> None:
     assert "forward" not in model.__dict__, "the model must be float again"
     quantized = bw.quantize(model, [x], **choices)
     assert not torch.equal(model(x), bw.strip(quantized.model)(x))
+
+
+class Switching(nn.Module):
+    """Takes one of three paths, by the first number of a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.paths = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.paths[int(x[0, 0])](x)
+
+
+def at(path: int) -> Tensor:
+    x = torch.rand(4, 3)
+    x[0, 0] = path
+    return x
+
+
+def test_records_for_as_long_as_there_are_new_paths() -> None:
+    made = bw.quantize(Switching(), iter([at(0), at(1), at(2), at(2), at(0)]), backend="academic")
+    assert {site.partition(":")[0] for site, _ in made.plan.quantized} == {"paths.0", "paths.1", "paths.2"}
+
+
+def test_one_path_is_recorded_twice_and_every_batch_is_calibrated_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = []
+    forward = Switching.forward
+
+    def counted(self: Switching, x: Tensor) -> Tensor:
+        rows.append(len(x))
+        return forward(self, x)
+
+    monkeypatch.setattr(Switching, "forward", counted)
+    seen: list[int] = []
+    bw.quantize(Switching(), (at(1) for _ in range(5)), backend="academic", progress=seen.append)
+    assert len(rows) == 2 + 5
+    assert seen[-1] == 5

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
@@ -16,12 +16,12 @@ from bitwright.backends import Choices, check_plan
 from bitwright.backends import backend as find_backend
 from bitwright.deploy import Artefact, Check, check, export, unexportable
 from bitwright.errors import BitwrightError, CalibrationError, PlanError
-from bitwright.graph import Graph, capture
+from bitwright.graph import Graph, capture_paths
 from bitwright.plan import Plan
 from bitwright.planners import make_plan
 from bitwright.ptq import MEMORY, Data, Ran, Step, Watch, Work, calibrate, need_data, read_steps, run_steps
 
-_RECORDED = 4  # batches that are recorded to find paths that only some inputs take
+_RECORDED = 16  # batches at most, to find paths that only some inputs take
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,10 +65,11 @@ def quantize(
 ) -> Quantized:
     """Quantize `model` in place for `backend` with the ranges of `batches` (tensors, tuples or dicts of inputs).
 
-    `example` (default: the first batch) is the call that is exported; it and the first batches are recorded, so that
-    paths which only some inputs take are found. If anything fails, the model is float again. `choices` go to
-    `make_plan` (weights="int4/group32/sym", keep_float=["head*"], observer="mse", …) unless there is a `plan`.
-    With `artefact`, what could be simulated and trained but not exported is refused before calibration.
+    `example` (default: the first batch) is the call that is exported; it and the first batches are recorded until one
+    brings nothing new, so that paths which only some inputs take are found. If anything fails, the model is float
+    again. `choices` go to `make_plan` (weights="int4/group32/sym", keep_float=["head*"], observer="mse", …) unless
+    there is a `plan`. With `artefact`, what could be simulated and trained but not exported is refused before
+    calibration.
 
     `steps` are PTQ algorithms, by name ("equalize", "adaround:iterations=500") or as objects. They read the data
     several times: `batches` is then a list, a loader, or a function that gives a new iterator. `seed` is that of their
@@ -82,12 +83,13 @@ def quantize(
     if find_attachment(model) is not None:
         raise BitwrightError("this model is quantized already", fix="strip(model) first")
     stream = iter(data)
-    first = list(islice(stream, _RECORDED))
+    first = list(islice(stream, 1))
     if not first:
         raise CalibrationError(
             "the calibration loader yielded no batch", fix="give a loader (or list) with at least one batch"
         )
-    graph = capture(model, *(first if example is None else [example, *first]))
+    given = [] if example is None else [example]
+    graph = capture_paths(model, chain(given, first, _kept(stream, first)), most=_RECORDED)
     example = first[0] if example is None else example
     if plan is None:
         plan = make_plan(graph, backend, model=name, **choices)
@@ -119,6 +121,13 @@ def quantize(
         _put_back(model, before)
         raise
     return Quantized(model=model, plan=plan, graph=graph, example=example, backend=backend, steps=ran)
+
+
+def _kept(stream: Iterator[Any], kept: list[Any]) -> Iterator[Any]:
+    """Batches that are recorded now are calibrated with later."""
+    for batch in stream:
+        kept.append(batch)
+        yield batch
 
 
 @torch.no_grad()

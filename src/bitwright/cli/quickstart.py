@@ -12,7 +12,7 @@ from bitwright.cli.deliver import evaluate, latencies, show, write_artefacts, wr
 from bitwright.cli.out import Out
 from bitwright.cli.staging import filling
 from bitwright.cli.verb import verb
-from bitwright.deploy import available_runtimes, export_float
+from bitwright.deploy import export_float, readers
 from bitwright.recipe import quantize
 from bitwright.report import Size
 
@@ -36,7 +36,7 @@ def quickstart(
     # scikit-learn takes a second to import, and no other verb needs it.
     from bitwright.zoo.workloads import digits
 
-    runtimes = [name for name, problem in available_runtimes().items() if problem is None]
+    runtimes = readers(Path("model.onnx"))
     with filling(output) as folder:
         with out.steps("training on digits", _EPOCHS) as step:
             workload = digits(on_epoch=lambda done, total, loss: step(done))

@@ -6,9 +6,10 @@ import inspect
 import random
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -40,20 +41,37 @@ def capture(model: nn.Module, *inputs: Any, train: bool = False) -> Graph:
         raise CaptureError("capture needs a torch.nn.Module", value=type(model).__name__)
     if not inputs:
         raise CaptureError("capture needs at least one example input", fix="capture(model, batch)")
-    graph: Graph | None = None
-    for example in inputs:
-        args, kwargs = as_call(example)
-        recorder = Recorder(model, args, kwargs)
-        with untouched(model, train=train):
-            try:
-                install(model, recorder)
-                result = model(*args, **kwargs)
-            finally:
-                uninstall(model, recorder)
-        run = recorder.graph(result)
-        graph = run if graph is None else _merge(graph, run)
-    assert graph is not None  # inputs isn't empty
+    graph = _run(model, inputs[0], train=train)
+    for example in inputs[1:]:
+        graph = _merge(graph, _run(model, example, train=train))
     return graph
+
+
+def capture_paths(model: nn.Module, inputs: Iterable[Any], *, most: int) -> Graph:
+    """Record one example call after the other until one brings no operator that the others hadn't, or `most` of them.
+
+    Most models take one path: two runs show it. One whose path depends on the data is recorded for longer.
+    """
+    calls = iter(inputs)
+    graph = capture(model, next(calls))
+    for example in islice(calls, most - 1):
+        known = len(graph.ops)
+        graph = _merge(graph, _run(model, example, train=False))
+        if len(graph.ops) == known:
+            break
+    return graph
+
+
+def _run(model: nn.Module, example: Any, *, train: bool) -> Graph:
+    args, kwargs = as_call(example)
+    recorder = Recorder(model, args, kwargs)
+    with untouched(model, train=train):
+        try:
+            install(model, recorder)
+            result = model(*args, **kwargs)
+        finally:
+            uninstall(model, recorder)
+    return recorder.graph(result)
 
 
 @contextmanager
