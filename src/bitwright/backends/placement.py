@@ -39,8 +39,10 @@ def place(graph: Graph, target: str | BackendTable, *, model: str | None = None,
         )
         if not choice.allows(format)
     ]
-    quantizer = choices.get("quantizer") or "plain"
-    weight_quantizer = choices.get("weight_quantizer") or _partner(quantizer)
+    quantizer = choices.get("quantizer") or _natural(activation_format)
+    weight_quantizer = choices.get("weight_quantizer") or (
+        _natural(weight_format) if quantizer in ("plain", "minifloat") else _partner(quantizer)
+    )
     problems += [
         QUANTIZERS.get(name).refusal(format, where="plan")
         for name, format in ((quantizer, activation_format), (weight_quantizer, weight_format))
@@ -269,6 +271,8 @@ class _Placement:
                     owner[source] = op.site("output")
                 sites[op.site("output")] = spec
         sites.update(self._idle_calls(sites))
+        if activation.format.is_plain_float:  # weights only
+            sites = {site: spec for site, spec in sites.items() if SiteName.parse(site).port == "weight"}
         if edges is not None:
             self._widen_edges(edges, sites, owner)
         fold = {norm: FoldSpec(into=before, strategy=self.bn) for norm, before in self.fold.items()}
@@ -366,7 +370,12 @@ class _Placement:
         weight_site = sites[weight_site].share or weight_site
         grain = sites[weight_site].format.granularity
         feeding = self._feeding(op, owner)
-        if feeding is None or grain == "group" or not sites[weight_site].format.symmetric:
+        if (
+            feeding is None
+            or sites[feeding].format.is_plain_float
+            or grain == "group"
+            or not sites[weight_site].format.symmetric
+        ):
             return
         sites[op.site("bias")] = SiteSpec(
             format=Format.parse(f"int32/{grain}/sym"),
@@ -386,6 +395,11 @@ class _Placement:
         if weight.guard and _is_depthwise(op):  # one product per step: nothing is paired
             weight = replace(weight, guard=None)
         sites[site] = _because(weight, "; ".join(t for t in (rule_why, guard_why if weight.guard else "") if t))
+
+
+def _natural(format: Format) -> str:
+    """The quantizer that a format has if nothing is said."""
+    return "plain" if format.minifloat is None else "minifloat"
 
 
 def _partner(quantizer: str) -> str:

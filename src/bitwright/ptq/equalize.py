@@ -127,7 +127,7 @@ def _look(work: Work, pairs: list[Pair], batch: int) -> dict[str, _Seen]:
     clips = {pair.clip.name: pair for pair in pairs if pair.clip is not None}
 
     def look(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        x = args[0] if args else kwargs.get("input")
+        x: Any = args[0] if args else kwargs.get("input")
         name = call.op.name
         if name in firsts:
             weight = work.weight_of(firsts[name].first)
