@@ -39,7 +39,7 @@ RESNET = {
     "observer": "mse",
     "edges": 8,
 }
-LIGHT = "iterations=60,batch=4,lr=0.05"  # of EfficientNet-Lite0, one iteration over all blocks takes seconds here
+LIGHT = "iterations=40,batch=4,lr=0.05"  # of EfficientNet-Lite0, one iteration over all blocks takes seconds here
 FULL = "iterations=100,lr=0.03"
 SEEDS = 3
 

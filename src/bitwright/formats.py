@@ -128,7 +128,7 @@ class Format:
             return self.name
         grain = f"group{self.group}" if self.granularity == "group" else self.granularity
         if self.minifloat is not None:
-            return f"{self.name}/{grain}"
+            return self.name if self.granularity == "tensor" else f"{self.name}/{grain}"
         flags = [flag for flag in FLAGS if getattr(self, flag)]
         return "/".join([self.name, grain, "sym" if self.symmetric else "asym", *flags])
 
