@@ -182,7 +182,7 @@ def test_check_names_the_first_site_that_diverges(run, small, made, tmp_path):
     assert "Traceback" not in ran.err
 
 
-@pytest.mark.parametrize("kind", ["observers", "quantizers", "backends", "runtimes", "workloads", "formats"])
+@pytest.mark.parametrize("kind", ["observers", "quantizers", "backends", "runtimes", "workloads", "steps", "formats"])
 def test_list(run, kind):
     entries = run("list", kind, "--json").json[kind]
     assert entries
@@ -228,3 +228,26 @@ def test_internal_errors(run, small, monkeypatch):
 
 def test_progress_is_for_terminals_only(run, small):
     assert run("inspect", small).err == ""
+
+
+def test_steps_are_listed_and_run(run, small, tmp_path):
+    rows = run("list", "steps", "--json").json["steps"]
+    names = {"equalize", "smoothquant", "awq", "bias-correction", "gptq", "token-clip", "adaround", "brecq", "qdrop"}
+    assert names <= {row["name"] for row in rows}
+    assert all(row["about"] and row["problem"] is None for row in rows)
+    out = tmp_path / "out"
+    ran = run("quantize", small, "-o", out, "--step", "equalize", "--algorithm", "adaround:iterations=3", "--json")
+    assert ran.code == 0, ran.err
+    made = json.loads((out / "steps.json").read_text())
+    assert [one["step"] for one in made] == ["equalize", "adaround:iterations=3"]
+    assert not (out / ".steps").exists()
+    # the float model is measured before steps change it
+    assert ran.json["report"]["accuracies"][0]["value"] == 100.0
+
+
+def test_wrong_steps_end_before_the_workload_is_opened(run, tmp_path):
+    ran = run("quantize", "nowhere.py:f", "-o", tmp_path / "out", "--step", "adaroun", "--step", "gptq:dam=2", "--json")
+    assert ran.code == 2
+    assert len(ran.json["problems"]) == 2
+    assert "'adaround'" in ran.json["error"]
+    assert not (tmp_path / "out").exists()

@@ -64,7 +64,7 @@ def _follow(work: Work, first: Op, calls: dict[str, Call]) -> Pair | str | None:
         if len(readers) != 1 or source in graph.output_sources:
             return None  # a residual, a concatenation, the end
         op, port = readers[0]
-        if len(port.sources) != 1 or graph.partial(op) != graph.partial(first):
+        if len(port.sources) != 1 or graph.partial(op) or graph.partial(first):
             return "only some inputs take this path"
         if op.kind in _WEIGHTED and port.name == "input":
             break
