@@ -34,7 +34,7 @@ class Data:
     @property
     def once(self) -> bool:
         """Whether it can be walked through only once."""
-        return not callable(self.batches) and iter(self.batches) is self.batches
+        return isinstance(self.batches, Iterator)
 
     def pieces(self, size: int) -> Iterator[Any]:
         """Batches of at most `size` samples: larger ones are cut, none are joined."""
