@@ -101,6 +101,10 @@ def run(table: str, choices: dict[str, Any], steps: list[str], seed: int, folder
     return {"top1": top1, "seconds": seconds, "steps": [str(ran.step) for ran in quantized.steps]}
 
 
+def seeds(table: str) -> int:
+    return SEEDS if table.startswith("resnet20") else 1
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--only", nargs="*", default=list(ROWS), choices=ROWS)
@@ -112,7 +116,7 @@ def main() -> None:
     found: dict[str, dict[str, list[dict[str, Any]]]] = {}
     for table, rows in ROWS.items():
         for name, (choices, steps) in rows.items():
-            for seed in range(SEEDS if table.startswith("resnet20") else 1):
+            for seed in range(seeds(table)):
                 folder = arguments.folder / f"{table}/{name}/{seed}".replace(", ", "+")
                 kept = folder / "row.json"
                 wanted = table in arguments.only and (arguments.rows is None or name in arguments.rows)
@@ -130,7 +134,16 @@ def main() -> None:
 def text(found: dict[str, dict[str, list[dict[str, Any]]]]) -> Iterator[str]:
     yield "# PTQ algorithms on real data"
     yield ""
-    yield "Top-1 in per cent, of the exported artefact on ONNX Runtime; minutes on one core for calibration and steps."
+    yield "Top-1 in per cent of the exported artefact on ONNX Runtime; minutes of wall time for calibration and steps, on"
+    yield "one core that other work may have shared. Without an entry under steps: calibration alone."
+    missing = [
+        f"{table} {name} ({len(found.get(table, {}).get(name, []))} of {seeds(table)} seeds)"
+        for table, rows in ROWS.items()
+        for name in rows
+        if len(found.get(table, {}).get(name, [])) < seeds(table)
+    ]
+    if missing:
+        yield from ("", f"Not all rows were run: {', '.join(missing)}.")
     for table, rows in found.items():
         yield from ("", f"## {TITLES[table]}", "", f"Float: {FLOATS[table.partition('/')[0]]} %.", "")
         yield "| algorithm | steps | top-1 | to float | seeds | minutes |"
