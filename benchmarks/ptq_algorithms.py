@@ -134,7 +134,7 @@ def main() -> None:
 def text(found: dict[str, dict[str, list[dict[str, Any]]]]) -> Iterator[str]:
     yield "# PTQ algorithms on real data"
     yield ""
-    yield "Top-1 in per cent of the exported artefact on ONNX Runtime; minutes of wall time for calibration and steps, on"
+    yield "Top-1 in per cent of the exported artefact on ONNX Runtime; wall minutes of calibration and steps, on"
     yield "one core that other work may have shared. Without an entry under steps: calibration alone."
     missing = [
         f"{table} {name} ({len(found.get(table, {}).get(name, []))} of {seeds(table)} seeds)"
