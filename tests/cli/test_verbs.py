@@ -228,7 +228,7 @@ def test_check_names_the_first_site_that_diverges(run, small, made, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "kind", ["observers", "quantizers", "backends", "artefacts", "runtimes", "workloads", "formats"]
+    "kind", ["observers", "quantizers", "backends", "artefacts", "runtimes", "workloads", "steps", "formats"]
 )
 def test_list(run, kind):
     entries = run("list", kind, "--json").json[kind]
@@ -285,3 +285,26 @@ def test_bench(run, small, tmp_path):
     assert [row["runtime"] for row in kept["runtimes"]] == ["onnxruntime", "openvino"]
     assert kept["runtimes"][0]["executed"] == {"int8": 2, "float": 0}
     assert run("bench", small, "--runtimes", "nothing").code == 2
+
+
+def test_steps_are_listed_and_run(run, small, tmp_path):
+    rows = run("list", "steps", "--json").json["steps"]
+    names = {"equalize", "smoothquant", "awq", "bias-correction", "gptq", "token-clip", "adaround", "brecq", "qdrop"}
+    assert names <= {row["name"] for row in rows}
+    assert all(row["about"] and row["problem"] is None for row in rows)
+    out = tmp_path / "out"
+    ran = run("quantize", small, "-o", out, "--step", "equalize", "--algorithm", "adaround:iterations=3", "--json")
+    assert ran.code == 0, ran.err
+    made = json.loads((out / "steps.json").read_text())
+    assert [one["step"] for one in made] == ["equalize", "adaround:iterations=3"]
+    assert not (out / ".steps").exists()
+    # the float model is measured before steps change it
+    assert ran.json["report"]["accuracies"][0]["value"] == 100.0
+
+
+def test_wrong_steps_end_before_the_workload_is_opened(run, tmp_path):
+    ran = run("quantize", "nowhere.py:f", "-o", tmp_path / "out", "--step", "adaroun", "--step", "gptq:dam=2", "--json")
+    assert ran.code == 2
+    assert len(ran.json["problems"]) == 2
+    assert "'adaround'" in ran.json["error"]
+    assert not (tmp_path / "out").exists()

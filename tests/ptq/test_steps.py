@@ -37,8 +37,8 @@ def error(quantized: nn.Module, exact: nn.Module, data: list[Any]) -> float:
 
 def check(quantized: bw.Quantized, path: Path, data: list[Any]) -> None:
     quantized.export(path)
-    result = quantized.check(path, data, per_site=True)
-    assert result.passed, result.first_divergence
+    result = quantized.check(path, data)
+    assert result.passed
     assert result.outputs[0].sqnr_db > 40
 
 
@@ -263,3 +263,18 @@ def test_tokens_far_beyond_others_are_clipped(tmp_path: Path) -> None:
     assert any(q.scale < 0.95 * scales[site] for site, q in bw.quantizers_of(model).items() if not q.weight)
     assert quantized.steps[0].units >= 4
     check(quantized, tmp_path / "model.onnx", data)
+
+
+# -- weights only ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("step", [(), ("awq", "gptq")])
+def test_weights_only_in_groups(step: tuple[str, ...], tmp_path: Path) -> None:
+    exact, data = Encoder(), texts()
+    model = copy.deepcopy(exact)
+    quantized = run(model, data, *step, weights="int4/group16/sym", activations="float")
+    assert {site.rpartition(":")[2] for site, _ in quantized.plan.quantized} == {"weight"}
+    assert error(model, exact, data) < 0.3 * float(outputs(exact, data).var())
+    artefact = quantized.export(tmp_path / "model.onnx")
+    assert (artefact.activation_pairs, artefact.weights) == (0, 13)
+    assert quantized.check(tmp_path / "model.onnx", data).passed

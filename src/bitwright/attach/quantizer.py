@@ -36,6 +36,9 @@ class Quantizer(nn.Module):
 
     def __init__(self, spec: SiteSpec, *, site: str, kind: str, port: str, layout: Layout, weight: bool) -> None:
         super().__init__()
+        if (spec.format.minifloat is not None) != self.minifloats:
+            wrong = self.mismatch(spec.format, where=site)
+            raise FormatError(wrong.what, where=site, value=wrong.value, fix=wrong.fix)
         if self.symmetric_only and not spec.format.symmetric:
             problem = self.refusal(spec.format, where=site)
             raise FormatError(problem.what, where=site, value=problem.value, fix=problem.fix)
@@ -90,6 +93,16 @@ class Quantizer(nn.Module):
 
     symmetric_only: ClassVar[bool] = False
     """Whether its levels lie around zero: then formats with a zero point are refused before any work."""
+
+    minifloats: ClassVar[bool] = False
+    """Whether it rounds to small floating-point formats, and to them alone."""
+
+    @classmethod
+    def mismatch(cls, format: Format, *, where: str) -> Problem:
+        """What to say where an integer format meets a quantizer of small floats, or the other way round."""
+        fix = "use fp8e4m3, mxfp4e2m1, … here" if cls.minifloats else "use an integer format, or quantizer: minifloat"
+        what = f"{cls.__name__} has no levels of this format"
+        return Problem(what=what, where=where, value=str(format), fix=fix)
 
     @classmethod
     def refusal(cls, format: Format, *, where: str) -> Problem:

@@ -36,9 +36,9 @@ def place(graph: Graph, target: str | BackendTable, *, model: str | None = None,
         )
         if not choice.allows(format)
     ]
-    quantizer = choices.get("quantizer") or table.activations.quantizer
-    chosen = _partner(quantizer) if choices.get("quantizer") else table.weights.quantizer
-    weight_quantizer = choices.get("weight_quantizer") or chosen
+    quantizer = choices.get("quantizer") or _natural(activation_format, table.activations.quantizer)
+    usual = _partner(quantizer) if choices.get("quantizer") else table.weights.quantizer
+    weight_quantizer = choices.get("weight_quantizer") or _natural(weight_format, usual)
     problems += [
         QUANTIZERS.get(name).refusal(format, where="plan")
         for name, format in ((quantizer, activation_format), (weight_quantizer, weight_format))
@@ -99,6 +99,13 @@ def place(graph: Graph, target: str | BackendTable, *, model: str | None = None,
     plan = sites.plan(table.edges if edges is None else edges, narrower=edges is not None)
     # a plan finds its table again by what the user called it: a registered name, or the path of a file
     return replace(plan, backend=target if isinstance(target, str) else table.name, model=model)
+
+
+def _natural(format: Format, usual: str) -> str:
+    """The quantizer that a format has if nothing is said."""
+    if format.minifloat is not None:
+        return "minifloat"
+    return "plain" if usual == "minifloat" else usual
 
 
 def _partner(quantizer: str) -> str:

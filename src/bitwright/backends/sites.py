@@ -37,6 +37,8 @@ class Sites:
             if self._at_output(source):
                 self._place(op.site("output"), source, op.kind, self._reason(source))
         self.sites.update(self._idle_calls())
+        if self.activation.format.is_plain_float:  # weights only
+            self.sites = {site: spec for site, spec in self.sites.items() if SiteName.parse(site).port == "weight"}
         if edges is not None:
             self._widen_edges(edges, narrower)
         fold = {norm: FoldSpec(into=into, strategy=self.decisions.bn) for norm, into in self.decisions.fold.items()}
@@ -130,7 +132,12 @@ class Sites:
         weight_site = self.sites[weight_site].share or weight_site
         grain = self.sites[weight_site].format.granularity
         feeding = self._feeding(op)
-        if feeding is None or grain == "group" or not self.sites[weight_site].format.symmetric:
+        if (
+            feeding is None
+            or self.sites[feeding].format.is_plain_float
+            or grain == "group"
+            or not self.sites[weight_site].format.symmetric
+        ):
             return
         self.sites[op.site("bias")] = SiteSpec(
             format=Format.parse(f"int32/{grain}/sym"),

@@ -11,7 +11,7 @@ import typer
 
 from bitwright.cli.out import Out
 from bitwright.cli.verb import verb
-from bitwright.formats import FLOATS
+from bitwright.formats import FLOATS, MINIFLOATS
 from bitwright.registry import ARTEFACTS, BACKENDS, OBSERVERS, QUANTIZERS, RUNTIMES, STEPS, WORKLOADS, Registry
 
 
@@ -99,6 +99,12 @@ def _formats() -> Iterator[tuple[str, str, str | None]]:
     yield "…/tensor, …/channel, …/groupN", "one scale for all, per channel, or per N elements", None
     yield "…/sym, …/asym", "zero point 0, or any", None
     yield "…/pot, …/narrow, …/adasign", "power-of-two scale; ±127; unsigned where nothing is negative", None
+    for name, numbers in MINIFLOATS.items():
+        yield name, f"floating point of {numbers.bits} bits, simulated" + _blocks(name), None
     for name, bits in FLOATS.items():
         if name != "float":
             yield name, f"floating point of {bits} bits", "this version doesn't simulate it"
+
+
+def _blocks(name: str) -> str:
+    return "; blocks of 32 share a power of two" if name.startswith("mx") else "; a scale per tensor, channel or group"

@@ -58,8 +58,12 @@ def _entry(where: str, key: str, spec: SiteSpec) -> Iterator[Problem]:
             what="this number format can't be simulated by this version",
             where=where,
             value=str(spec.format),
-            fix="use an integer format or float",
+            fix="use an integer format, a small float format (fp8e4m3, mxfp4e2m1, …) or float",
         )
+    elif spec.quantizes and spec.share is None and spec.quantizer in QUANTIZERS:
+        known = QUANTIZERS.get(spec.quantizer)
+        if (spec.format.minifloat is not None) != known.minifloats:
+            yield known.mismatch(spec.format, where=where)
     if not is_pattern(key) and (wrong := _not_a_site(key)) is not None:
         yield Problem(what=wrong.what, where=where, value=key, fix=wrong.fix)
 

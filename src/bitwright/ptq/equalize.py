@@ -21,9 +21,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from bitwright.attach import in_mode
-from bitwright.graph.tape import Call, plainly, record
-from bitwright.modes import evaluating
+from bitwright.graph.tape import Call, plainly
 from bitwright.ptq.pairs import (
     Pair,
     divide_outputs,
@@ -127,7 +125,7 @@ def _look(work: Work, pairs: list[Pair], batch: int) -> dict[str, _Seen]:
     clips = {pair.clip.name: pair for pair in pairs if pair.clip is not None}
 
     def look(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        x: Any = args[0] if args else kwargs["input"]
+        x: Any = args[0] if args else kwargs.get("input")
         name = call.op.name
         if name in firsts:
             weight = work.weight_of(firsts[name].first)
@@ -145,10 +143,7 @@ def _look(work: Work, pairs: list[Pair], batch: int) -> dict[str, _Seen]:
             seen.peak = torch.maximum(seen.peak, by_channel(x.float(), clips[name].first.kind).amax(dim=1))
         return plainly(call, args, kwargs)
 
-    with evaluating(work.model), in_mode(work.model, "float"):
-        for piece in work.data.pieces(batch):
-            tape, inputs = record(work.model, piece)
-            tape.run(0, len(tape.calls), inputs, {**tape.constants, **work.live()}, look)
+    work.watch(batch, look)
     for seen in found.values():
         seen.energy, seen.inflow = seen.energy / max(seen.batches, 1), seen.inflow / max(seen.batches, 1)
     return found

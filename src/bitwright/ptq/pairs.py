@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bitwright.graph import Op, Source
+from bitwright.graph import Op, Port, Source
 from bitwright.graph.tape import Call
 from bitwright.ptq.work import Work
 
@@ -64,7 +64,7 @@ def _follow(work: Work, first: Op, calls: dict[str, Call]) -> Pair | str | None:
         if len(readers) != 1 or source in graph.output_sources:
             return None  # a residual, a concatenation, the end
         op, port = readers[0]
-        if len(port.sources) != 1 or graph.partial(op) != graph.partial(first):
+        if len(port.sources) != 1 or graph.partial(op) or graph.partial(first):
             return "only some inputs take this path"
         if op.kind in _WEIGHTED and port.name == "input":
             break
@@ -79,18 +79,14 @@ def _follow(work: Work, first: Op, calls: dict[str, Call]) -> Pair | str | None:
         elif op.kind == "pad":
             if not _pads_zeros(op, calls):
                 return f"{op.name} pads with something else than zeros"
-        elif op.kind in _RESHAPES:
-            shape = op.outputs[0].shape
-            if len(shape) < 2 or shape[1] != channels:
-                return f"{op.name} mixes channels with positions"
-        elif op.kind not in _HOMOGENEOUS:
+        elif op.kind not in (*_RESHAPES, *_HOMOGENEOUS):
             return f"{op.kind} doesn't pass factors on"
+        if not _keeps_channels(op, port, channels, calls, last=first.kind == "linear"):
+            return f"{op.name} mixes channels with positions"
         between.append(op)
         source = Source("op", op.name)
-    last = 1 if first.kind != "linear" else -1
-    if op.kind == "linear" and len(port.shape) != 2 and first.kind != "linear":
-        return f"{op.name} reads another axis"
-    if channels != _inputs(op) or (first.kind == "linear" and op.kind != "linear") or last == 0:
+    same = (first.kind == "linear") == (op.kind == "linear") or (op.kind == "linear" and len(port.shape) == 2)
+    if channels != _inputs(op) or not same:
         return f"{op.name} reads another axis"
     problem = _shared(work, first, op)
     return problem or Pair(first=first, second=op, between=tuple(between), clip=clip, ceiling=ceiling)
@@ -112,6 +108,18 @@ def _shared(work: Work, first: Op, second: Op) -> str | None:
     if first.kind.startswith("conv_transpose") and _outputs(first) != first.port("weight").shape[1]:  # type: ignore[union-attr]
         return "a transposed convolution in groups"
     return None
+
+
+def _keeps_channels(op: Op, port: Port, channels: int, calls: dict[str, Call], *, last: bool) -> bool:
+    """Whether channels are still where they were: the last axis behind a linear, else the second."""
+    shape = op.outputs[0].shape
+    if len(shape) < 2 or shape[-1 if last else 1] != channels:
+        return False
+    if op.kind == "mean":  # a mean over channels may leave an axis that has as many elements
+        dims = calls[op.name].argument(1, "dim") if op.name in calls else None
+        averaged = [dims] if isinstance(dims, int) else list(dims or range(len(port.shape)))
+        return (len(port.shape) - 1 if last else 1) not in [dim % len(port.shape) for dim in averaged]
+    return last or op.kind not in _RESHAPES or shape[0] == port.shape[0]
 
 
 def _bounds(op: Op, calls: dict[str, Call]) -> tuple[float, float] | None:

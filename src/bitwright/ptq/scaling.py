@@ -13,10 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from bitwright.attach import in_mode
 from bitwright.graph import Op, Source
-from bitwright.graph.tape import Call, plainly, record
-from bitwright.modes import evaluating
+from bitwright.graph.tape import Call, plainly
 from bitwright.ptq.pairs import divide_outputs, find_pairs, multiply_inputs
 from bitwright.ptq.work import Work
 
@@ -101,10 +99,7 @@ def gather(work: Work, groups: list[Group], batch: int, statistics: Mapping[str,
             statistics[name].see(x.reshape(-1, x.shape[-1]).float())
         return plainly(call, args, kwargs)
 
-    with evaluating(work.model), in_mode(work.model, "float"):
-        for piece in work.data.pieces(batch):
-            tape, inputs = record(work.model, piece)
-            tape.run(0, len(tape.calls), inputs, {**tape.constants, **work.live()}, look)
+    work.watch(batch, look)
 
 
 def weight_columns(work: Work, group: Group) -> Tensor:

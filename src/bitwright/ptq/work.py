@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from bitwright.attach import Attachment, Quantizer, attachment_of, in_mode
 from bitwright.errors import CalibrationError
 from bitwright.graph import Graph, Op, Source
-from bitwright.graph.tape import Tape, Values, parameters_of, record
+from bitwright.graph.tape import Runner, Tape, Values, inputs_of, parameters_of, record
 from bitwright.graph.tree import map_tensors, tensors_in
+from bitwright.modes import evaluating
 from bitwright.plan import Plan
 
 MEMORY = 1024
@@ -33,7 +34,7 @@ class Data:
     @property
     def once(self) -> bool:
         """Whether it can be walked through only once."""
-        return not callable(self.batches) and iter(self.batches) is self.batches
+        return isinstance(self.batches, Iterator)
 
     def pieces(self, size: int) -> Iterator[Any]:
         """Batches of at most `size` samples: larger ones are cut, none are joined."""
@@ -94,6 +95,19 @@ class Work:
         """A recording of one small call."""
         with in_mode(self.model, "float"):
             return record(self.model, next(self.data.pieces(2)))[0]
+
+    @torch.no_grad()
+    def watch(self, batch: int, look: Runner) -> None:
+        """Let all data pass through the float model as it is now; `look` runs each call."""
+        tapes: dict[tuple[Any, ...], Tape] = {}
+        with evaluating(self.model), in_mode(self.model, "float"):
+            for piece in self.data.pieces(batch):
+                inputs = inputs_of(self.model, piece)
+                shape = tuple((source, tensor.shape) for source, tensor in inputs.items())
+                if shape not in tapes:
+                    tapes[shape] = record(self.model, piece)[0]
+                tape = tapes[shape]
+                tape.run(0, len(tape.calls), inputs, {**tape.constants, **self.live()}, look)
 
     def weight_of(self, op: Op, port: str = "weight") -> nn.Parameter | None:
         """The parameter at an operator's weight port, if it is one as it is stored."""

@@ -17,8 +17,18 @@ from bitwright.formats import Format
 from bitwright.plan import SiteSpec
 from bitwright.testing.data import demand, numbers
 
-_ACTIVATIONS = ("int8/tensor/sym", "int4/tensor/sym/adasign", "uint8/tensor/asym", "int4/tensor/sym/pot")
-_WEIGHTS = ("int8/channel/sym", "int4/tensor/sym", "int4/group4/sym", "int4/channel/asym", "int4/channel/sym/pot")
+_ACTIVATIONS = (
+    "int8/tensor/sym",
+    "int4/tensor/sym/adasign",
+    "uint8/tensor/asym",
+    "int4/tensor/sym/pot",
+    "fp8e4m3",
+    "mxint8",
+)
+_WEIGHTS = (
+    *("int8/channel/sym", "int4/tensor/sym", "int4/group4/sym", "int4/channel/asym", "int4/channel/sym/pot"),
+    *("fp8e5m2/channel", "mxfp4e2m1"),
+)
 
 
 @dataclass

@@ -1,0 +1,54 @@
+"""Small floating-point formats (FP8, and the MX formats with blocks), simulated in float32."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from bitwright.attach import Grid, with_gradient_of
+from bitwright.formats import Minifloat as Numbers
+from bitwright.quantizers.uneven import Uneven
+
+_TINY = 2.0**-126
+
+
+class Minifloat(Uneven):
+    """The nearest number of the format, ties to even, saturating; the gradient passes where nothing is clipped.
+
+    FP8: x/s with s such that the range that was observed ends at the largest number. MX: s = 2^(⌊log2 max|x|⌋ − e) of
+    each block of 32, with e the exponent of the largest number.
+    """
+
+    minifloats: ClassVar[bool] = True
+
+    def set_range(self, low: Tensor, high: Tensor, shape: torch.Size, values: Tensor | None = None) -> None:
+        """Keep the larger end, whatever its sign."""
+        end = torch.maximum(low.abs(), high.abs()).to(torch.float32).clamp(min=_TINY)
+        end = self.layout.fold(end, shape)
+        self.set_grid(Grid(end / self.qmax, torch.zeros_like(end), self.qmin, self.qmax))
+
+    def quantize(self, x: Tensor) -> Tensor:
+        """Round."""
+        numbers = self.spec.format.minifloat
+        assert numbers is not None  # the base class refuses other formats
+        fixed = x.detach()
+        scale = self._block_scale(fixed, numbers) if self.spec.format.is_mx else self._scale(fixed, numbers)
+        rounded = _nearest(fixed / scale, numbers) * scale
+        inside = (fixed.abs() <= numbers.largest * scale).to(x.dtype)
+        return with_gradient_of(rounded, x * inside)
+
+    def _scale(self, x: Tensor, numbers: Numbers) -> Tensor:
+        return self.layout.spread(self.end() / numbers.largest, x)
+
+    def _block_scale(self, x: Tensor, numbers: Numbers) -> Tensor:
+        largest = self.layout.rows(x).abs().amax(dim=1).clamp(min=_TINY)
+        exponent = torch.frexp(largest)[1] - torch.frexp(torch.tensor(numbers.largest))[1]
+        return self.layout.over(torch.ldexp(torch.ones_like(largest), exponent), x)
+
+
+def _nearest(x: Tensor, numbers: Numbers) -> Tensor:
+    exponent = (torch.frexp(x)[1] - 1).clamp(min=numbers.lowest)
+    step = torch.ldexp(torch.ones_like(x), exponent - numbers.fraction)
+    return (torch.round(x / step) * step).clamp(-numbers.largest, numbers.largest)
