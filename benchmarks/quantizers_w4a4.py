@@ -7,9 +7,9 @@ and easier data lose nothing at 4 bits, so nothing can be told from them. Float 
 and the float row goes on for as long as the others train. Weights are per channel, activations per tensor; batch norms
 stay behind their convolutions, as quantizers that squeeze weights (DoReFa, QIL) want them.
 
-Rows below the line say why some quantizers stay behind: QIL and DoReFa squeeze what the last layer reads into [0, 1],
-and no norm follows that undoes it; APoT takes the mean out of each filter, which no norm undoes either, and which costs
-as much without any rounding.
+Rows below the line say why some quantizers stay behind: QIL squeezes what the last layer reads into [0, 1], and no norm
+follows that undoes it; DoReFa clips activations to [0, 1] (PACT has its weights, and learns the clip); APoT takes the
+mean out of each filter, which costs as much without any rounding; NNIE has one level per octave left.
 """
 
 from __future__ import annotations
