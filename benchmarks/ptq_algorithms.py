@@ -139,8 +139,8 @@ def text(found: dict[str, dict[str, list[dict[str, Any]]]]) -> Iterator[str]:
     yield ""
     yield "Top-1 in per cent of the exported artefact on ONNX Runtime; wall minutes of calibration and steps, on"
     yield "one core that other work shared, so minutes compare poorly. Without an entry under steps: calibration alone."
-    yield "EfficientNet-Lite0 is calibrated and fitted on 100 of its 1,000 evaluation images (there are no others; inputs"
-    yield "only, never labels); ResNet-20 on 256 training images, others for each seed."
+    yield "EfficientNet-Lite0 is calibrated and fitted on 100 of its 1,000 evaluation images (there are no others;"
+    yield "inputs only, never labels); ResNet-20 on 256 training images, others for each seed."
     missing = [
         f"{table} {name} ({len(found.get(table, {}).get(name, []))} of {seeds(table)} seeds)"
         for table, rows in ROWS.items()
