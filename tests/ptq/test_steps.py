@@ -163,7 +163,11 @@ def test_bias_correction_takes_back_the_mean(backend: str, tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     ("step", "weights"),
-    [("adaround", "int4/channel/sym"), ("brecq", "uint4/channel/asym"), ("qdrop", "int4/group8/sym")],
+    [
+        ("adaround", "int4/channel/sym"),
+        pytest.param("brecq", "uint4/channel/asym", marks=pytest.mark.slow),
+        ("qdrop", "int4/group8/sym"),
+    ],
 )
 def test_learned_rounding_is_better_and_exported_exactly(step: str, weights: str, tmp_path: Path) -> None:
     exact, data = Encoder(), texts()
@@ -239,7 +243,7 @@ def test_scaling_keeps_the_function_and_helps(step: str, tmp_path: Path) -> None
     check(quantized, tmp_path / "model.onnx", data)
 
 
-@pytest.mark.parametrize(("model", "data"), [(Encoder, texts), (Mobile, images)])
+@pytest.mark.parametrize(("model", "data"), [(Encoder, texts), pytest.param(Mobile, images, marks=pytest.mark.slow)])
 def test_gptq_is_better_than_nearest(model: type[nn.Module], data: Any, tmp_path: Path) -> None:
     exact, batches = model(), data()
     plain, rounded = copy.deepcopy(exact), copy.deepcopy(exact)
@@ -268,7 +272,7 @@ def test_tokens_far_beyond_others_are_clipped(tmp_path: Path) -> None:
 # -- weights only ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("step", [(), ("awq", "gptq")])
+@pytest.mark.parametrize("step", [(), pytest.param(("awq", "gptq"), marks=pytest.mark.slow)])
 def test_weights_only_in_groups(step: tuple[str, ...], tmp_path: Path) -> None:
     exact, data = Encoder(), texts()
     model = copy.deepcopy(exact)
