@@ -240,7 +240,7 @@ FOLDED = {"conv2d": (6, 4, 3, 3), "odd": (6, 3, 3, 3), "depthwise": (6, 1, 3, 3)
 
 @pytest.mark.parametrize("guard", [None, "int16-pairs"])
 @pytest.mark.parametrize("which", list(FOLDED))
-def test_a_folded_weight_is_rounded_the_same_in_one_pass(which: str, guard: str | None, counting: list[int]) -> None:
+def test_a_folded_weight_is_the_same_in_compiled_code(which: str, guard: str | None, counting: list[int]) -> None:
     weight, start = numbers(*FOLDED[which]).requires_grad_(), numbers(6, seed=1)  # some factors are negative
     lsq = folding(which if which in ("conv1d", "linear") else "conv2d", weight.detach(), guard=guard)
     factor = start.reshape(-1, *[1] * (weight.dim() - 1)).requires_grad_()
@@ -257,6 +257,19 @@ def test_a_folded_weight_is_rounded_the_same_in_one_pass(which: str, guard: str 
     for eager, fused in zip(results[0][1], results[1][1], strict=True):
         assert eager.abs().max() > 0
         assert torch.allclose(eager, fused, rtol=1e-4, atol=1e-5 * float(eager.detach().abs().max()))
+
+
+@pytest.mark.parametrize("guard", [None, "int16-pairs"])
+def test_a_folded_weight_is_rounded_as_any_is(guard: str | None) -> None:
+    weight, factor = numbers(6, 4, 3, 3).requires_grad_(), numbers(6, 1, 1, 1, seed=1).requires_grad_()
+    lsq = folding("conv2d", weight.detach(), guard=guard)
+    leaves = [weight, factor, lsq.scale]
+    out, apart = lsq(weight, factor=factor), lsq(weight * factor) / factor
+    assert torch.equal(out, apart)
+    grads = torch.linspace(-1.0, 2.0, out.numel()).reshape(out.shape)
+    for ours, theirs in zip(*(torch.autograd.grad(one, leaves, grads) for one in (out, apart)), strict=True):
+        assert ours.abs().max() > 0
+        assert torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5 * float(theirs.abs().max()))
 
 
 def test_generated_code_of_a_folded_weight_is_equal_to_the_bit() -> None:

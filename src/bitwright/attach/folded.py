@@ -47,7 +47,7 @@ def _backward(
     codes = torch.round(clamped)
     to_scale = share * (codes - torch.where(inside, clamped, 0.0))
     to_factor = share * (torch.where(inside, w, 0.0) - codes * _over(scale) / wide)
-    return torch.where(inside, grad, 0.0), to_scale.sum((1, 2)), to_factor.sum((1, 2))
+    return torch.where(inside, grad, 0.0), to_scale, to_factor
 
 
 def _over(per_channel: Tensor) -> Tensor:
@@ -63,13 +63,18 @@ class _How(NamedTuple):
     low: float
     high: float
     gradient_scale: float
+    fused: bool
+
+    def run(self, kernel: Kernel, *inputs: Any) -> Any:
+        """In compiled code or not: the same bits."""
+        return (kernel.compiled if self.fused and works_here() else kernel.function)(*inputs)
 
 
 class _RoundFolded(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, factor: Tensor, learned: Tensor, how: _How) -> Tensor:
         channels, f = _channels(weight), factor.detach().reshape(-1)
-        rounded, scale = _FORWARD[how.guard].compiled(channels, f, learned.detach(), how.low, how.high)
+        rounded, scale = how.run(_FORWARD[how.guard], channels, f, learned.detach(), how.low, how.high)
         ctx.save_for_backward(weight, factor, learned, scale)
         ctx.how = how
         result: Tensor = rounded.view(weight.shape).detach()
@@ -86,7 +91,10 @@ class _RoundFolded(torch.autograd.Function):
             again = round_to_grid(weight * factor, grid, Layout("channel", 0), **steps) / factor
             return (*torch.autograd.grad(again, (weight, factor, learned), grad, create_graph=True), None)
         inputs = _channels(weight), _channels(grad), factor.detach().reshape(-1)
-        to_weight, to_scale, to_factor = _BACKWARD.compiled(*inputs, scale, how.low, how.high)
+        to_weight, *parts = how.run(_BACKWARD, *inputs, scale, how.low, how.high)
+        # Summed here: the order of sums in compiled code depends on what it was first compiled for, and so would the
+        # last bits of a run that is resumed.
+        to_scale, to_factor = (part.sum((1, 2)) for part in parts)
         to_learned = to_scale * (torch.sgn(learned) * how.gradient_scale)
         return to_weight.view(weight.shape), to_factor.view(factor.shape), to_learned, None
 
@@ -100,8 +108,7 @@ def can_fold(quantizer: Quantizer, weight: Tensor) -> bool:
     """Whether these kernels compute what the quantizer does to this weight."""
     layout, format = quantizer.layout, quantizer.spec.format
     return (
-        quantizer.compiled
-        and works_here()
+        not torch.compiler.is_compiling()  # compilers make few passes of it in any case
         and (layout.granularity, layout.axis) == ("channel", 0)
         and format.symmetric
         and not format.pot
@@ -114,6 +121,12 @@ def can_fold(quantizer: Quantizer, weight: Tensor) -> bool:
 
 def round_folded(quantizer: Quantizer, weight: Tensor, factor: Tensor) -> Tensor:
     """`weight`·`factor` (one per output channel) rounded to the learned scale, and divided by the factor again."""
-    how = _How(quantizer.spec.guard, float(quantizer.qmin), float(quantizer.qmax), quantizer.gradient_scale(weight))
+    how = _How(
+        guard=quantizer.spec.guard,
+        low=float(quantizer.qmin),
+        high=float(quantizer.qmax),
+        gradient_scale=quantizer.gradient_scale(weight),
+        fused=quantizer.compiled,
+    )
     rounded: Tensor = _RoundFolded.apply(weight, factor, quantizer.scale, how)  # type: ignore[no-untyped-call]
     return rounded

@@ -209,12 +209,17 @@ class Quantizer(nn.Module):
 
         With `relu`, that is done to relu(x); with a `factor`, to x·factor, which is then divided by it again.
         """
-        looked_at = self.marking or self.observing or self.following or self.tap is not None
         # all that is done to `x` may be done in one pass
-        whole = self.enabled and not looked_at and self.stand_in is None
+        whole = self.enabled and not (self.marking or self.observing or self.following or self.stand_in is not None)
         if factor is not None:
             folded = self.quantize_folded(x, factor) if whole and self.ready else None
-            return self(x * factor, site) / factor if folded is None else folded
+            if folded is None:
+                apart: Tensor = self(x * factor, site) / factor
+                return apart
+            if self.tap is not None:  # who looks on mustn't change a bit: not even of gradients
+                self.tap(site or self.site, self, (x * factor).detach())
+            return folded
+        whole = whole and self.tap is None
         if relu and not whole:
             x, relu = torch.relu(x), False
         if self.marking:
