@@ -10,7 +10,8 @@ of one variant's time by that of the float model in the same turn.
 - eager: compared with the eager float model; `compiled arithmetic` is `compile_arithmetic(model)`;
 - whole: each model under torch.compile(fullgraph=True), compared with the float model under torch.compile.
 
-Peers (benchmarks/step_time_peers.py; extra `bench`) train eagerly in the same turns, where they are installed.
+Peers (benchmarks/step_time_peers.py; extra `bench`) train in the same turns, eagerly and under torch.compile (with
+graph breaks, where they need them), if they are installed.
 """
 
 from __future__ import annotations
@@ -105,6 +106,21 @@ def whole(model: nn.Module) -> Any:
     return torch.compile(model, fullgraph=True)
 
 
+def compiled_peers() -> dict[str, nn.Module]:
+    """Those that torch.compile takes, graph breaks allowed; the others are named with the reason."""
+    found: dict[str, nn.Module] = {}
+    for name, model in peers().items():
+        compiled: Any = torch.compile(model)
+        try:
+            stepper(compiled)()
+        except Exception as error:
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            print(f"{name} can't be trained under torch.compile: {reason[:200]}")
+        else:
+            found[f"{name}, whole"] = compiled
+    return found
+
+
 def figures(steps: int, *, skip_whole: bool) -> dict[str, dict[str, float]]:
     """All comparisons."""
     eager: dict[str, nn.Module] = {"float": ResNet20().train()}
@@ -117,6 +133,7 @@ def figures(steps: int, *, skip_whole: bool) -> dict[str, dict[str, float]]:
     if not skip_whole:
         compiled = {"float, whole": whole(ResNet20().train())}
         compiled |= {f"{target}, whole": whole(quantized(target)) for target in ("onnxruntime", "academic")}
+        compiled |= compiled_peers()
         rows |= compare(compiled, steps)
     return rows
 
