@@ -114,8 +114,7 @@ def compiled_peers() -> dict[str, nn.Module]:
         try:
             stepper(compiled)()
         except Exception as error:
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            print(f"{name} can't be trained under torch.compile: {reason[:200]}")
+            print(f"{name} can't be trained under torch.compile: {step_time_peers.reason(error)[:200]}")
         else:
             found[f"{name}, whole"] = compiled
     return found
@@ -154,7 +153,8 @@ def main() -> None:
             f"| {name} | {row['median_ms']:.1f} | {row['ratio']:.3f} | {row['ratio_of_fastest']:.3f} | "
             f"{GOALS.get(name, '')} | {row['first_step_s']:.1f} |"
         )
-    save("step_time", {"environment": environment(steps=options.steps), "results": rows}, "\n".join(lines))
+    facts = environment(steps=options.steps, peers=step_time_peers.versions())
+    save("step_time", {"environment": facts, "results": rows}, "\n".join(lines))
     over = [name for name, goal in GOALS.items() if name in rows and rows[name]["ratio"] > goal]
     if over:
         raise SystemExit(f"over the goal: {', '.join(over)}")

@@ -1,6 +1,4 @@
-"""W8A8 quantization-aware training of ResNet-20 by other libraries: what a training step costs with each.
-
-    python benchmarks/step_time_peers.py [--steps 30] [--batch 64]
+"""W8A8 quantization-aware training of ResNet-20 by other libraries, for step_time.py.
 
 Every peer takes a float model and an example batch, and gives a model that is ready to train: weights per channel,
 activations per tensor, as near to LSQ as the library offers. `available()` says which work here, and why not.
@@ -9,23 +7,19 @@ They come with `pip install -e ".[bench]"`.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import io
 import logging
 import os
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
-from statistics import median
 from typing import Any
 
 import torch
-from common import environment, save
 from torch import Tensor, nn
 
 from bitwright.zoo.resnet20 import ResNet20
@@ -194,95 +188,3 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:
             found[name] = "not installed"
     return found
-
-
-def stepper(model: nn.Module, example: Tensor) -> Callable[[], None]:
-    """One training step: forward, backward, SGD with momentum on everything that learns."""
-    labels = torch.arange(len(example)) % 10
-    trained = [p for p in getattr(model, "_orig_mod", model).parameters() if p.requires_grad]
-    optimizer = torch.optim.SGD(trained, lr=1e-3, momentum=0.9)
-
-    def step() -> None:
-        optimizer.zero_grad(set_to_none=True)
-        nn.functional.cross_entropy(model(example), labels).backward()
-        optimizer.step()
-
-    return step
-
-
-def interleaved(steps: dict[str, Callable[[], None]], count: int, warm_up: int = 3) -> dict[str, list[float]]:
-    """Seconds of each step; all take one in turn, so that a slow moment of the machine meets all."""
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for turn in range(warm_up + count):
-        for name, step in steps.items():
-            begin = time.perf_counter()
-            step()
-            if turn >= warm_up:
-                times[name].append(time.perf_counter() - begin)
-    return times
-
-
-def compiled(model: nn.Module, example: Tensor) -> tuple[Callable[[], None] | None, str]:
-    """A compiled step that has run once, and how it was compiled: in one graph, in pieces, or why not at all."""
-    why: list[str] = []
-    for fullgraph in (True, False):
-        torch._dynamo.reset()
-        tried = copy.deepcopy(model)
-        try:
-            with quiet():
-                step = stepper(torch.compile(tried, fullgraph=fullgraph), example)  # type: ignore[arg-type]
-                step()
-            return step, "one graph" if fullgraph else f"with graph breaks ({why[0]})"
-        except Exception as error:
-            why.append(reason(error))
-    return None, f"fails in one graph ({why[0]}) and in pieces ({why[1]})"
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--batch", type=int, default=64)
-    options = parser.parse_args()
-    torch.manual_seed(0)
-    torch.set_num_threads(1)
-    example = torch.randn(options.batch, 3, 32, 32)
-    model = ResNet20()
-    reasons = available()
-    models: dict[str, nn.Module] = {"float": copy.deepcopy(model).train()}
-    with quiet():
-        models |= {name: build(model, example) for name, build in PEERS.items() if reasons[name] is None}
-    rows: dict[str, dict[str, Any]] = {name: {"why not": why} for name, why in reasons.items() if why is not None}
-    modes: dict[str, dict[str, Callable[[], None]]] = {"compiled": {}, "eager": {}}
-    for name, one in models.items():  # compiled first: copies are taken of models that haven't trained
-        rows[name] = {}
-        step, how = compiled(one, example)
-        rows[name]["compiling"] = how
-        if step is not None:
-            modes["compiled"][name] = step
-    modes["eager"] = {name: stepper(one, example) for name, one in models.items()}
-    for mode in ("eager", "compiled"):
-        for name, times in interleaved(modes[mode], options.steps).items():
-            rows[name][f"{mode} ms"] = 1000 * median(times)
-    table = ["# A W8A8 training step of ResNet-20 with other libraries", ""]
-    table.append("| | eager ms | to float | compiled ms | to float compiled | to float eager | compiling |")
-    table.append("|---|---:|---:|---:|---:|---:|---|")
-    for name in models:
-        table.append(line(name, rows))
-    table += [f"| {name} | | | | | | doesn't run: {why} |" for name, why in reasons.items() if why is not None]
-    facts = environment(batch=options.batch, steps=options.steps, **versions())
-    save("step_time_peers", {"environment": facts, "rows": rows}, "\n".join(table))
-
-
-def line(name: str, rows: dict[str, dict[str, Any]]) -> str:
-    row, plain = rows[name], rows["float"]
-    cells = [f"{row['eager ms']:.0f}", f"{row['eager ms'] / plain['eager ms']:.2f}"]
-    if "compiled ms" in row:
-        cells.append(f"{row['compiled ms']:.0f}")
-        cells += [f"{row['compiled ms'] / plain[key]:.2f}" for key in ("compiled ms", "eager ms")]
-    else:
-        cells += ["", "", ""]
-    return f"| {name} | {' | '.join(cells)} | {row['compiling']} |"
-
-
-if __name__ == "__main__":
-    main()

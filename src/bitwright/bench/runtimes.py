@@ -19,7 +19,7 @@ from bitwright.errors import BitwrightError, did_you_mean
 from bitwright.graph.tree import as_call
 from bitwright.recipe import Quantized, quantize
 from bitwright.registry import BACKENDS, RUNTIMES
-from bitwright.report import Accuracy, Size, Timing, environment, parity
+from bitwright.report import Accuracy, Size, Timing, environment, parity, timing
 from bitwright.report.comparison import Comparison, Fastest, OnRuntime, Skipped
 from bitwright.workload import Workload, batches, can_measure
 
@@ -210,22 +210,10 @@ def _time(
                     "%s isn't timed with batch %d: the model's own code fixes it to %d", name, batch, session.batch
                 )
     measured = measure_latency(calls, runs=runs, progress=lambda done: tell(f"timing batch {batch}: {done} of {runs}"))
-    rows = []
-    for (name, variant), latency in measured.items():
-        rows.append(
-            Timing(
-                runtime=name,
-                variant=variant,
-                batch=batch,
-                threads=threads,
-                median_ms=latency.median_ms,
-                p10_ms=latency.p10_ms,
-                p90_ms=latency.p90_ms,
-                runs=latency.runs,
-                ratio=latency.median_ms / measured[name, "float"].median_ms,
-            )
-        )
-    return rows
+    return [
+        timing(name, variant, batch, threads, latency, yardstick=measured[name, "float"])
+        for (name, variant), latency in measured.items()
+    ]
 
 
 def _fastest(results: Iterable[OnRuntime], timings: Iterable[Timing], batch: int) -> Fastest:

@@ -64,7 +64,13 @@ def capture_paths(model: nn.Module, inputs: Iterable[Any], *, most: int) -> Grap
 
 def _run(model: nn.Module, example: Any, *, train: bool) -> Graph:
     args, kwargs = as_call(example)
-    recorder = Recorder(model, args, kwargs)
+    return run_recorded(model, Recorder(model, args, kwargs), args, kwargs, train=train)
+
+
+def run_recorded(
+    model: nn.Module, recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any], *, train: bool
+) -> Graph:
+    """One call of the model that the recorder sees; the model is left as it was."""
     with untouched(model, train=train):
         try:
             install(model, recorder)

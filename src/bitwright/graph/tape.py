@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bitwright.graph.capture import Recorder, named_inputs, untouched
+from bitwright.graph.capture import Recorder, named_inputs, run_recorded
 from bitwright.graph.graph import Op, Source
-from bitwright.graph.intercept import install, uninstall
 from bitwright.graph.tree import as_call, map_tensors, tensors_in
 
 Values = dict[Source, Tensor]
@@ -141,13 +140,7 @@ def record(model: nn.Module, inputs: Any) -> tuple[Tape, Values]:
     """Record one call of a float model; also gives the names of its inputs' tensors, with the tensors."""
     args, kwargs = as_call(inputs)
     taper = _Taper(model, args, kwargs)
-    with untouched(model, train=False):
-        try:
-            install(model, taper)
-            result = model(*args, **kwargs)
-        finally:
-            uninstall(model, taper)
-    graph = taper.graph(result)
+    graph = run_recorded(model, taper, args, kwargs, train=False)
     tape = Tape(
         calls=tuple(taper.taped), outputs=tuple(source for _, source in graph.outputs), constants=dict(taper.kept)
     )

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from bitwright.attach import Attachment, Quantizer, attachment_of, in_mode
+from bitwright.batching import split
 from bitwright.errors import CalibrationError
 from bitwright.graph import Graph, Op, Source
 from bitwright.graph.tape import Runner, Tape, Values, inputs_of, parameters_of, record
-from bitwright.graph.tree import map_tensors, tensors_in
 from bitwright.modes import evaluating
 from bitwright.plan import Plan
 
@@ -38,17 +38,7 @@ class Data:
 
     def pieces(self, size: int) -> Iterator[Any]:
         """Batches of at most `size` samples: larger ones are cut, none are joined."""
-        for batch in self:
-            whole = next((int(t.shape[0]) for _, t in tensors_in(batch) if t.dim()), 1)
-            if whole <= size:
-                yield batch
-                continue
-            for start in range(0, whole, size):
-                yield map_tensors(batch, _cut(whole, start, start + size))
-
-
-def _cut(whole: int, start: int, stop: int) -> Callable[[Tensor], Tensor]:
-    return lambda tensor: tensor[start:stop] if tensor.dim() and tensor.shape[0] == whole else tensor
+        return split(self, size)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ from bitwright.report.record import (
     read_json,
     write_json,
 )
-from bitwright.report.rows import parity, timings
+from bitwright.report.rows import parity, timing, timings
 from bitwright.report.sites import site_rows
 
 __all__ = [
@@ -37,6 +37,7 @@ __all__ = [
     "parity",
     "read_json",
     "site_rows",
+    "timing",
     "timings",
     "words",
     "write_html",

@@ -24,23 +24,32 @@ def parity(check: Check) -> Parity:
     )
 
 
-def timings(runtime: str, batch: int, threads: int, *, float: Latency, quantized: Latency) -> list[Timing]:
-    """Rows of one run in which the float artefact was the yardstick."""
-    measured: tuple[tuple[Literal["float", "quantized"], Latency], ...] = (
-        ("float", float),
-        ("quantized", quantized),
+def timing(
+    runtime: str,
+    variant: Literal["float", "quantized"],
+    batch: int,
+    threads: int,
+    latency: Latency,
+    *,
+    yardstick: Latency,
+) -> Timing:
+    """One row of a run in which the float artefact was the yardstick."""
+    return Timing(
+        runtime=runtime,
+        variant=variant,
+        batch=batch,
+        threads=threads,
+        median_ms=latency.median_ms,
+        p10_ms=latency.p10_ms,
+        p90_ms=latency.p90_ms,
+        runs=latency.runs,
+        ratio=latency.median_ms / yardstick.median_ms,
     )
+
+
+def timings(runtime: str, batch: int, threads: int, *, float: Latency, quantized: Latency) -> list[Timing]:
+    """Both rows of one run."""
     return [
-        Timing(
-            runtime=runtime,
-            variant=variant,
-            batch=batch,
-            threads=threads,
-            median_ms=latency.median_ms,
-            p10_ms=latency.p10_ms,
-            p90_ms=latency.p90_ms,
-            runs=latency.runs,
-            ratio=latency.median_ms / float.median_ms,
-        )
-        for variant, latency in measured
+        timing(runtime, "float", batch, threads, float, yardstick=float),
+        timing(runtime, "quantized", batch, threads, quantized, yardstick=float),
     ]

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from bitwright.attach import Quantizer, attachment_of, in_mode, tapped
+from bitwright.batching import batch_size
 from bitwright.errors import CalibrationError, PlanError, Problem
 from bitwright.modes import evaluating
 from bitwright.sensitivity.replay import Recording
@@ -115,7 +116,7 @@ class _Scoring:
 
     def add(self, inputs: Any, target: Any) -> None:
         """One batch: float, all quantized, and each site."""
-        count = next((len(x) for x in tree_leaves(inputs) if isinstance(x, Tensor) and x.dim()), 1)
+        count = batch_size(inputs)
         self.samples += count
         all_quantized = self._run(inputs, target, count)
         self._quantize_only(None)
