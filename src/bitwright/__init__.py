@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from bitwright.recipe import Quantized, quantize
     from bitwright.sensitivity import score, suggest
     from bitwright.train import Qat, TrainConfig, Trainer
+    from bitwright.tuning import Budget, Goal, Space, Tuned, tune
     from bitwright.version import __version__
     from bitwright.workload import Workload, load_workload, measure
 
@@ -74,6 +75,13 @@ _HOMES = {
         "TrainConfig",
         "Trainer",
     ),
+    "bitwright.tuning": (
+        "Budget",
+        "Goal",
+        "Space",
+        "Tuned",
+        "tune",
+    ),
     "bitwright.version": ("__version__",),
     "bitwright.workload": (
         "Workload",
@@ -98,7 +106,9 @@ def __dir__() -> list[str]:
 
 __all__ = [
     "BitwrightError",
+    "Budget",
     "Format",
+    "Goal",
     "Graph",
     "Plan",
     "PlanError",
@@ -106,8 +116,10 @@ __all__ = [
     "Qat",
     "Quantized",
     "SiteSpec",
+    "Space",
     "TrainConfig",
     "Trainer",
+    "Tuned",
     "Workload",
     "__version__",
     "backend",
@@ -132,4 +144,5 @@ __all__ = [
     "set_mode",
     "strip",
     "suggest",
+    "tune",
 ]

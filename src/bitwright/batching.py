@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +31,12 @@ def _part(batch: Any, size: int, start: int, stop: int) -> Any:
     return map_tensors(batch, lambda t: t[start:stop] if t.dim() and t.shape[0] == size else t)
 
 
+def take(batch: Any, indexes: Sequence[int]) -> Any:
+    """These samples of a batch."""
+    size, chosen = batch_size(batch), torch.tensor(indexes)
+    return map_tensors(batch, lambda t: t[chosen.to(t.device)] if t.dim() and t.shape[0] == size else t)
+
+
 def split(stream: Iterable[Any], size: int) -> Iterator[Any]:
     """Batches of at most `size` samples."""
     for batch in stream:
@@ -56,16 +62,17 @@ def regrouped(stream: Iterable[Any], size: int) -> Iterator[Any]:
     for batch in stream:
         kept.append(batch)
         if sum(batch_size(part) for part in kept) >= size:
-            yield _joined(kept)
+            yield joined(kept)
             kept = []
     if kept:
         short = list(kept)
         while sum(batch_size(part) for part in kept) < size:
             kept += short
-        yield _joined(kept)
+        yield joined(kept)
 
 
-def _joined(parts: list[Any]) -> Any:
+def joined(parts: list[Any]) -> Any:
+    """Batches put together into one."""
     if len(parts) == 1:
         return parts[0]
     columns = [[tensor for _, tensor in tensors_in(part)] for part in parts]

@@ -51,6 +51,7 @@ def quantize(
     *,
     backend: str = "onnxruntime",
     plan: Plan | None = None,
+    graph: Graph | None = None,
     example: Any = None,
     name: str | None = None,
     artefact: bool = False,
@@ -66,10 +67,10 @@ def quantize(
     """Quantize `model` in place for `backend` with the ranges of `batches` (tensors, tuples or dicts of inputs).
 
     `example` (default: the first batch) is the call that is exported; it and the first batches are recorded until one
-    brings nothing new, so that paths which only some inputs take are found. If anything fails, the model is float
-    again. `choices` go to `make_plan` (weights="int4/group32/sym", keep_float=["head*"], observer="mse", …) unless
-    there is a `plan`. With `artefact`, what could be simulated and trained but not exported is refused before
-    calibration.
+    brings nothing new, so that paths which only some inputs take are found; a `graph` from before saves that. If
+    anything fails, the model is float again. `choices` go to `make_plan` (weights="int4/group32/sym",
+    keep_float=["head*"], observer="mse", …) unless there is a `plan`. With `artefact`, what could be simulated and
+    trained but not exported is refused before calibration.
 
     `steps` are PTQ algorithms, by name ("equalize", "adaround:iterations=500") or as objects. They read the data
     several times: `batches` is then a list, a loader, or a function that gives a new iterator. `seed` is that of their
@@ -89,7 +90,8 @@ def quantize(
             "the calibration loader yielded no batch", fix="give a loader (or list) with at least one batch"
         )
     given = [] if example is None else [example]
-    graph = capture_paths(model, chain(given, first, _kept(stream, first)), most=_RECORDED)
+    if graph is None:
+        graph = capture_paths(model, chain(given, first, _kept(stream, first)), most=_RECORDED)
     example = first[0] if example is None else example
     if plan is None:
         plan = make_plan(graph, backend, model=name, **choices)
@@ -118,7 +120,7 @@ def quantize(
             calibrate(model, chain(first, stream), progress=progress)
     except BaseException:
         strip(model)
-        _put_back(model, before)
+        put_back(model, before)
         raise
     return Quantized(model=model, plan=plan, graph=graph, example=example, backend=backend, steps=ran)
 
@@ -131,8 +133,8 @@ def _kept(stream: Iterator[Any], kept: list[Any]) -> Iterator[Any]:
 
 
 @torch.no_grad()
-def _put_back(model: nn.Module, before: dict[str, Tensor]) -> None:
-    """Steps change weights: a run that failed leaves none of it."""
+def put_back(model: nn.Module, before: dict[str, Tensor]) -> None:
+    """Steps change weights: a model that shall be as it was gets these back."""
     for name, tensor in model.state_dict().items():
         if name in before:
             tensor.copy_(before[name])

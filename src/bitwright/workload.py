@@ -25,7 +25,7 @@ from bitwright.errors import BitwrightError, WorkloadError, did_you_mean
 from bitwright.modes import evaluating
 from bitwright.registry import WORKLOADS
 
-__all__ = ["Workload", "batches", "call", "can_measure", "load_workload", "measure"]
+__all__ = ["Workload", "batches", "call", "can_measure", "hits_of", "load_workload", "measure"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,6 +182,17 @@ def measure(workload: Workload, predict: Callable[..., Any]) -> dict[str, float]
 
 def _top1(data: Iterable[tuple[Any, Tensor]], predict: Callable[..., Any], where: str) -> dict[str, float]:
     hits = n = 0
+    for right, _ in hits_of(data, predict, where=where):
+        hits += int(right.sum())
+        n += len(right)
+    return {"top1": 100.0 * hits / n, "n": float(n)}
+
+
+def hits_of(
+    data: Iterable[tuple[Any, Tensor]], predict: Callable[..., Any], *, where: str | None = None
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """For each batch, which samples `predict` gets right, and their targets."""
+    empty = True
     for inputs, target in data:
         output = call(predict, inputs)
         logits = getattr(output, "logits", output)  # the outputs of Hugging Face's classifiers
@@ -194,15 +205,14 @@ def _top1(data: Iterable[tuple[Any, Tensor]], predict: Callable[..., Any], where
             )
         # argmax calls NaN the largest, so a broken model would score by chance: NaN is a miss.
         sound = ~logits.isnan().any(dim=1)
-        hits += int(((logits.argmax(dim=1) == target) & sound).sum())
-        n += len(target)
-    if n == 0:
+        empty = empty and not len(target)
+        yield (logits.argmax(dim=1) == target) & sound, target
+    if empty:
         raise WorkloadError(
             "the evaluation loader yields no sample",
             where=where,
             fix="check its data set, and that each call starts afresh",
         )
-    return {"top1": 100.0 * hits / n, "n": float(n)}
 
 
 def _shape_of(value: object) -> str:

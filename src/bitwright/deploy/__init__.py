@@ -2,6 +2,7 @@
 
 from bitwright.deploy.artefacts import Stored, read_artefact
 from bitwright.deploy.export import Artefact, export, export_float, unexportable
+from bitwright.deploy.footprint import peak_memory
 from bitwright.deploy.machine import saturates
 from bitwright.deploy.measure import Latency, measure_latency
 from bitwright.deploy.parity import Check, OutputCheck, check
@@ -23,6 +24,7 @@ __all__ = [
     "export_float",
     "measure_latency",
     "open_runtime",
+    "peak_memory",
     "read_artefact",
     "readers",
     "saturates",

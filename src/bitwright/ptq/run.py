@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from bitwright.errors import PlanError, Problem
 from bitwright.files import replacing, write_text
+from bitwright.fingerprint import fingerprint
 from bitwright.graph.tree import tensors_in
 from bitwright.ptq.calibrate import calibrate
 from bitwright.ptq.ranks import several
@@ -203,17 +204,9 @@ def _identity(work: Work, steps: Sequence[Step], units: list[list[str]]) -> dict
     return {
         "version": _VERSION,
         "steps": [f"{step.name} {step.model_dump_json()}" for step in steps],
-        "units": _hash(json.dumps(units).encode()),
+        "units": fingerprint(json.dumps(units)),
         "seed": work.seed,
-        "plan": _hash(work.plan.to_yaml().encode()),
-        "weights": _hash(*(t.detach().cpu() for t in work.model.state_dict().values())),
-        "first batch": _hash(*(tensor.detach().cpu() for _, tensor in tensors_in(next(iter(work.data))))),
+        "plan": fingerprint(work.plan.to_yaml()),
+        "weights": fingerprint(*work.model.state_dict().values()),
+        "first batch": fingerprint(*(tensor for _, tensor in tensors_in(next(iter(work.data))))),
     }
-
-
-def _hash(*parts: bytes | Tensor) -> str:
-    digest = hashlib.sha256()
-    for part in parts:
-        raw = part if isinstance(part, bytes) else part.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-        digest.update(raw)
-    return digest.hexdigest()[:16]

@@ -49,9 +49,11 @@ class _Sums:
 
     def __init__(self) -> None:
         self.signal = self.error = self.got = self.product = 0.0
+        self.count = 0
 
     def add(self, wanted: Tensor, got: Tensor) -> None:
         wanted, got = wanted.double(), got.double()
+        self.count += wanted.numel()
         self.signal += float(wanted.square().sum())
         self.got += float(got.square().sum())
         self.error += float((got - wanted).square().sum())
@@ -176,6 +178,7 @@ class _Scoring:
             site=site,
             format=format,
             sqnr_db=None if own is None else own.decibels,
+            mse=None if own is None else own.error / max(own.count, 1),
             output_error=effect.outputs.relative,
             cosine_distance=effect.outputs.cosine_distance,
             loss_change=None if self.loss is None else (effect.loss - self.float.loss) / self.samples,

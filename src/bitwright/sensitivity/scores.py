@@ -13,6 +13,8 @@ class SiteScore:
     format: str
     #: Of the numbers at the site itself, in dB; None for all sites together.
     sqnr_db: float | None
+    #: The mean of the squared errors at the site itself; None for all sites together.
+    mse: float | None
     #: ‖y − ŷ‖/‖y‖ of the model's outputs.
     output_error: float
     #: 1 − cos(y, ŷ).

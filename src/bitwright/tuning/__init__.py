@@ -1,0 +1,29 @@
+"""Search until the goal holds."""
+
+from bitwright.tuning.candidate import Base, Candidate, Override
+from bitwright.tuning.evaluate import Measuring
+from bitwright.tuning.goal import Budget, Drop, Goal
+from bitwright.tuning.outcome import Outcome
+from bitwright.tuning.result import Tuned
+from bitwright.tuning.search import Asking, Search, Strategy
+from bitwright.tuning.space import Rule, SearchSpace, Space
+from bitwright.tuning.tune import tune
+
+__all__ = [
+    "Asking",
+    "Base",
+    "Budget",
+    "Candidate",
+    "Drop",
+    "Goal",
+    "Measuring",
+    "Outcome",
+    "Override",
+    "Rule",
+    "Search",
+    "SearchSpace",
+    "Space",
+    "Strategy",
+    "Tuned",
+    "tune",
+]

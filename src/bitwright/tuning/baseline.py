@@ -1,0 +1,130 @@
+"""The float model: what all candidates are compared with, and what the data is like."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bitwright.batching import batch_size, joined, take
+from bitwright.errors import WorkloadError, did_you_mean
+from bitwright.fingerprint import fingerprint, sample_fingerprints
+from bitwright.graph.tree import tensors_in
+from bitwright.modes import evaluating
+from bitwright.workload import Workload, hits_of, measure
+
+_PART, _LEAST = 512, 256  # samples of the part, and of the whole if a part shall be worth it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A random part of the evaluation data, drawn without replacement."""
+
+    inputs: Any
+    target: Tensor
+    float_hits: int
+    samples: int
+
+    def hits(self, predict: Callable[..., Any]) -> int:
+        """How many of them a model gets right."""
+        with torch.no_grad(), evaluating(predict):
+            return sum(int(right.sum()) for right, _ in hits_of([(self.inputs, self.target)], predict))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Baseline:
+    """The float model on the evaluation data."""
+
+    metrics: dict[str, float]
+    data: str
+    """A fingerprint of the evaluation data; of the float model's metrics if the workload evaluates by itself."""
+    right: Tensor | None = None
+    """Which samples it gets right; None: the workload has a metric of its own."""
+    majority: float | None = None
+    """What always saying the most frequent class would score, in percent."""
+    part: Part | None = None
+    overlap: int | None = None
+    """Calibration samples that are evaluation samples, too; None: can't be seen."""
+
+    @property
+    def samples(self) -> int | None:
+        """How many there are, if they can be counted."""
+        return None if self.right is None else len(self.right)
+
+
+def measure_float(workload: Workload, metrics: Iterable[str], calibration: Iterable[Any], *, seed: int) -> Baseline:
+    """Evaluate the float model once, and look at the data on the way."""
+    if workload.evaluate is not None or workload.evaluation is None:
+        values = measure(workload, workload.model)
+        known = _complete(values, metrics, workload)
+        return Baseline(metrics=known, data=fingerprint(repr(sorted(known.items()))))
+    right: list[Tensor] = []
+    targets: list[Tensor] = []
+    seen: set[str] = set()
+    prints: list[str] = []
+
+    def watched() -> Iterable[tuple[Any, Tensor]]:
+        assert workload.evaluation is not None
+        for inputs, target in workload.evaluation():
+            own = sample_fingerprints((t for _, t in tensors_in(inputs)), len(target))
+            seen.update(own)
+            prints.extend((*own, fingerprint(target)))
+            yield inputs, target
+
+    with torch.no_grad(), evaluating(workload.model):
+        for hits, target in hits_of(watched(), workload.model, where=f"workload {workload.name!r}"):
+            right.append(hits.cpu())
+            targets.append(target.cpu())
+    all_right = torch.cat(right)
+    counts = Counter(torch.cat(targets).tolist())
+    values = {"top1": 100.0 * int(all_right.sum()) / len(all_right), "n": float(len(all_right))}
+    used = [
+        p for batch in calibration for p in sample_fingerprints((t for _, t in tensors_in(batch)), batch_size(batch))
+    ]
+    return Baseline(
+        metrics=_complete(values, metrics, workload),
+        data=fingerprint(*prints),
+        right=all_right,
+        majority=100.0 * counts.most_common(1)[0][1] / len(all_right),
+        part=_part(workload, all_right, seed) if tuple(metrics) == ("top1",) else None,
+        overlap=sum(p in seen for p in used),
+    )
+
+
+def _complete(values: dict[str, float], metrics: Iterable[str], workload: Workload) -> dict[str, float]:
+    for metric in metrics:
+        if metric not in values:
+            raise WorkloadError(
+                "the goal is set on a metric that was not measured",
+                where=f"workload {workload.name!r}",
+                value=metric,
+                fix=did_you_mean(metric, values),
+            )
+    return values
+
+
+def _part(workload: Workload, right: Tensor, seed: int) -> Part | None:
+    """Random samples, fetched in a second walk through the data: only they are kept."""
+    whole = len(right)
+    if whole < _LEAST:
+        return None
+    chosen = sorted(random.Random(seed).sample(range(whole), min(_PART, whole // 4)))
+    assert workload.evaluation is not None
+    inputs, targets, start = [], [], 0
+    for batch, target in workload.evaluation():
+        inside = [index - start for index in chosen if start <= index < start + len(target)]
+        if inside:
+            inputs.append(take(batch, inside))
+            targets.append(target[torch.tensor(inside)])
+        start += len(target)
+    return Part(
+        inputs=joined(inputs),
+        target=torch.cat(targets),
+        float_hits=int(right[torch.tensor(chosen)].sum()),
+        samples=len(chosen),
+    )

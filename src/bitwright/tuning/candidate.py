@@ -1,0 +1,134 @@
+"""One point of the search space: what is the same for the whole model, and what differs at operators."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal
+
+from bitwright.backends import Choices
+from bitwright.formats import Format
+from bitwright.graph import Graph
+from bitwright.graph.naming import SiteName
+from bitwright.plan import Plan
+from bitwright.planners import make_plan
+
+FLOAT: Literal["float"] = "float"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Base:
+    """What holds for the whole model; None: as the backend's table says."""
+
+    weights: str | None = None
+    activations: str | None = None
+    observer: str | None = None
+    weight_observer: str | None = None
+    steps: tuple[str, ...] = ()
+    samples: int | None = None
+
+    def choices(self) -> Choices:
+        """As `make_plan` takes them."""
+        chosen: Choices = {}
+        if self.weights is not None:
+            chosen["weights"] = self.weights
+        if self.activations is not None:
+            chosen["activations"] = self.activations
+        if self.observer is not None:
+            chosen["observer"] = self.observer
+        if self.weight_observer is not None:
+            chosen["weight_observer"] = self.weight_observer
+        return chosen
+
+    def __str__(self) -> str:
+        words = [
+            self.weights and f"weights {self.weights}",
+            self.activations and f"activations {self.activations}",
+            self.observer,
+            self.weight_observer and f"{self.weight_observer} for weights",
+            " + ".join(self.steps),
+            self.samples and f"{self.samples} samples",
+        ]
+        return ", ".join(word for word in words if word) or "defaults"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Override:
+    """What differs at one operator."""
+
+    weights: str | None = None
+    activations: str | None = None
+    observer: str | None = None
+
+    def __str__(self) -> str:
+        return ", ".join(word for word in (self.weights, self.activations, self.observer) if word)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A way to quantize the model."""
+
+    base: Base = Base()
+    float: frozenset[str] = frozenset()
+    overrides: Mapping[str, Override] = field(default_factory=dict)
+
+    def with_float(self, operators: Iterable[str]) -> Candidate:
+        """The same with exactly these operators in float."""
+        return replace(self, float=frozenset(operators))
+
+    def to_json(self) -> dict[str, Any]:
+        """As a store keeps it; equal candidates give equal texts."""
+        return {
+            "base": {k: v for k, v in asdict(self.base).items() if v not in (None, ())},
+            "float": sorted(self.float),
+            "overrides": {
+                name: {k: v for k, v in asdict(self.overrides[name]).items() if v is not None}
+                for name in sorted(self.overrides)
+                if name not in self.float
+            },
+        }
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> Candidate:
+        """The inverse of `to_json`."""
+        base = dict(data["base"])
+        return Candidate(
+            base=Base(**{**base, "steps": tuple(base.get("steps", ()))}),
+            float=frozenset(data["float"]),
+            overrides={name: Override(**one) for name, one in data["overrides"].items()},
+        )
+
+    @property
+    def key(self) -> str:
+        """Equal for equal candidates."""
+        return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()[:16]
+
+    def __str__(self) -> str:
+        names = sorted(self.float)
+        kept = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        parts = [str(self.base), f"{kept} in float" if names else "all quantized"]
+        if self.overrides:
+            parts.append(f"{len(self.overrides)} operators otherwise")
+        return "; ".join(parts)
+
+    def plan(self, graph: Graph, backend: str, *, model: str | None, choices: Choices) -> Plan:
+        """The plan that this candidate stands for; `choices` are what the user fixed for all candidates."""
+        kept = [*choices.get("keep_float", ()), *(glob.escape(name) for name in sorted(self.float))]
+        merged: Choices = {**choices, **self.base.choices(), "keep_float": kept}
+        made = make_plan(graph, backend, model=model, **merged)
+        changed = {}
+        for site, spec in made.sites.items():
+            name = SiteName.parse(site)
+            own = self.overrides.get(site.rpartition(":")[0])
+            if own is None or not spec.quantizes or spec.share is not None or name.port == "bias":
+                continue
+            format = own.weights if name.port == "weight" else own.activations
+            new = spec if format is None else replace(spec, format=Format.parse(format))
+            if own.observer is not None and name.port != "weight":
+                new = replace(new, observer=own.observer)
+            if new != spec:
+                changed[site] = replace(new, why="chosen by the search")
+        return made.with_sites(changed)

@@ -1,0 +1,275 @@
+"""From a candidate to what it is worth: quantize, evaluate, and measure the artefact on the real runtime."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
+
+from bitwright.attach import strip
+from bitwright.backends import BackendTable, Choices
+from bitwright.batching import batch_size, first, rebatched, regrouped
+from bitwright.deploy import Runtime, available_runtimes, measure_latency, open_runtime, peak_memory
+from bitwright.errors import BitwrightError
+from bitwright.graph import Graph
+from bitwright.graph.tree import as_call, tensors_in
+from bitwright.plan import Plan
+from bitwright.recipe import Quantized, put_back, quantize
+from bitwright.registry import RUNTIMES
+from bitwright.tuning.baseline import Baseline
+from bitwright.tuning.candidate import Candidate
+from bitwright.tuning.goal import Goal
+from bitwright.tuning.outcome import Outcome, failure
+from bitwright.tuning.statistics import hopeless, required_hits
+from bitwright.workload import Workload, batches, measure
+
+Tell = Callable[[str], None]
+
+
+class Measuring(BaseModel):
+    """How latency is measured: medians of runs that take turns with the float artefact."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    batch: int = Field(default=1, gt=0)
+    threads: int = Field(default=1, gt=0)
+    runs: int = Field(default=50, gt=0)
+
+
+class Evaluator:
+    """Measures candidates of one workload; the model is float again after each."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        table: BackendTable,
+        graph: Graph,
+        goal: Goal,
+        *,
+        backend: str,
+        choices: Choices,
+        calibration: list[Any],
+        measuring: Measuring,
+        seed: int,
+        folder: Path,
+        early: bool,
+    ) -> None:
+        self.workload, self.table, self.graph, self.goal = workload, table, graph, goal
+        self.backend, self.choices, self.seed, self.early = backend, choices, seed, early
+        self.calibration, self.measuring, self.folder = calibration, measuring, folder
+        self.runtime = usable_runtime(table)
+
+    def plan(self, candidate: Candidate) -> Plan:
+        """The plan of a candidate."""
+        return candidate.plan(self.graph, self.backend, model=self.workload.name, choices=self.choices)
+
+    @contextmanager
+    def quantized(
+        self, candidate: Candidate, *, plan: Plan | None = None, tell: Tell | None = None
+    ) -> Iterator[Quantized]:
+        """The model, quantized as the candidate says, while this lasts."""
+        made = quantize_candidate(self, candidate, self.plan(candidate) if plan is None else plan, tell)
+        before, result = made
+        try:
+            yield result
+        finally:
+            strip(self.workload.model)
+            put_back(self.workload.model, before)
+
+    def __call__(self, candidate: Candidate, baseline: Baseline, tell: Tell) -> Outcome:
+        """What the candidate is worth; whatever can't be measured is an outcome, too."""
+        begin = time.perf_counter()
+        try:
+            plan = self.plan(candidate)
+            if not any(True for _ in plan.quantized):
+                outcome = self._float(baseline)
+            else:
+                with self.quantized(candidate, plan=plan, tell=tell) as quantized:
+                    outcome = self._measure(quantized, baseline, tell)
+        except BitwrightError as error:
+            outcome = failure(str(error))
+        return outcome.model_copy(update={"seconds": time.perf_counter() - begin})
+
+    def _measure(self, quantized: Quantized, baseline: Baseline, tell: Tell) -> Outcome:
+        tell("evaluating")
+        given_up = self._given_up(quantized, baseline) if self.early else None
+        if given_up is not None:
+            return given_up
+        metrics = measure(self.workload, quantized.model)
+        margin = self.goal.worst_margin(self.workload.metric, baseline.metrics, metrics)
+        samples = int(metrics["n"]) if "n" in metrics else None
+        outcome = Outcome(passed=False, accurate=margin >= 0, metrics=metrics, margin=margin, samples=samples)
+        if not outcome.accurate:
+            return outcome
+        return self._on_runtime(quantized, outcome, tell)
+
+    def _given_up(self, quantized: Quantized, baseline: Baseline) -> Outcome | None:
+        """Look at a random part of the data first: what can't pass any more isn't evaluated on the rest."""
+        part, samples = baseline.part, baseline.samples
+        if part is None or samples is None:
+            return None
+        hits = part.hits(quantized.model)
+        required = required_hits(self.goal.required("top1", baseline.metrics["top1"]), samples)
+        if not hopeless(hits, part.samples, samples, required):
+            return None
+        # both models on the same samples: most of the part's own luck cancels out
+        estimate = baseline.metrics["top1"] + 100.0 * (hits - part.float_hits) / part.samples
+        metrics = {"top1": estimate, "n": float(part.samples)}
+        margin = min(self.goal.worst_margin("top1", baseline.metrics, metrics), -1e-9)
+        return Outcome(passed=False, accurate=False, metrics=metrics, margin=margin, stopped=True, samples=part.samples)
+
+    def _on_runtime(self, quantized: Quantized, outcome: Outcome, tell: Tell) -> Outcome:
+        if self.runtime is None:
+            floats = sum(op.macs for op in self.graph.ops if op.name in quantized.plan.float)
+            share = floats / self.graph.macs if self.graph.macs else 0.0
+            return outcome.model_copy(update={"passed": True, "objective": share})
+        kind: type[Runtime] = RUNTIMES.get(self.runtime)
+        path = self.folder / f"candidate{kind.suffix}"
+        tell(f"exporting for {self.runtime}")
+        kind.write(quantized.model, path, self.example)
+        outcome = outcome.model_copy(update=self.measured({"candidate": path}, tell)["candidate"])
+        return self.judged(outcome)
+
+    def measured(self, artefacts: dict[str, Path], tell: Tell) -> dict[str, dict[str, Any]]:
+        """Latency, size and memory of artefacts and of the float one, in turns."""
+        assert self.runtime is not None
+        plain = self.float_artefact
+        tell(f"timing on {self.runtime}")
+        threads = self.measuring.threads
+        sessions = {name: open_runtime(self.runtime, path, threads=threads) for name, path in artefacts.items()}
+        sessions["float"] = open_runtime(self.runtime, plain, threads=threads)
+        args, kwargs = as_call(self.sample)
+        latency = measure_latency(
+            {name: partial(session.run, session.feed(*args, **kwargs)) for name, session in sessions.items()},
+            runs=self.measuring.runs,
+        )
+        result = {}
+        for name, path in artefacts.items():
+            found: dict[str, Any] = {
+                "latency_ms": latency[name].median_ms,
+                "float_latency_ms": latency["float"].median_ms,
+                "size": path.stat().st_size,
+                "float_size": plain.stat().st_size,
+            }
+            if self.goal.needs_memory:
+                tell("measuring memory")
+                feed = sessions[name].feed(*args, **kwargs)
+                found["memory"] = peak_memory(self.runtime, path, feed, threads=threads)
+                found["float_memory"] = peak_memory(self.runtime, plain, feed, threads=threads)
+            result[name] = found
+        return result
+
+    def judged(self, outcome: Outcome) -> Outcome:
+        """Whether limits hold, and the objective."""
+        goal = self.goal
+        ratios = {"latency": outcome.latency_ratio, "size": _ratio(outcome.size, outcome.float_size)}
+        ratios["memory"] = _ratio(outcome.memory, outcome.float_memory)
+        limits = {
+            "latency_ms": (outcome.latency_ms, goal.latency_ms),
+            "latency_ratio": (outcome.latency_ratio, goal.latency_ratio),
+            "size": (outcome.size, goal.size),
+            "memory": (outcome.memory, goal.memory),
+        }
+        exceeded = tuple(
+            f"{name} {value:.4g} > {limit:.4g}"
+            for name, (value, limit) in limits.items()
+            if value is not None and limit is not None and value > limit
+        )
+        weights = goal.weights
+        objective = sum(weights[name] * (ratios[name] or 0.0) for name in weights) / sum(weights.values())
+        return outcome.model_copy(
+            update={"objective": objective, "exceeded": exceeded, "passed": outcome.accurate and not exceeded}
+        )
+
+    def _float(self, baseline: Baseline) -> Outcome:
+        """Nothing is quantized: the float model itself."""
+        margin = self.goal.worst_margin(self.workload.metric, baseline.metrics, baseline.metrics)
+        outcome = Outcome(
+            passed=False, accurate=True, metrics=baseline.metrics, margin=margin, samples=baseline.samples
+        )
+        if self.runtime is None:
+            return outcome.model_copy(update={"passed": True, "objective": 1.0})
+        found = self.measured({"float copy": self.float_artefact}, lambda text: None)["float copy"]
+        return self.judged(outcome.model_copy(update=found))
+
+    @cached_property
+    def float_artefact(self) -> Path:
+        """The float model's file; first asked for while the model is float."""
+        assert self.runtime is not None
+        kind: type[Runtime] = RUNTIMES.get(self.runtime)
+        path = self.folder / f"float{kind.suffix}"
+        kind.write_float(self.workload.model, path, self.example)
+        return path
+
+    @cached_property
+    def sample(self) -> Any:
+        """The inputs that are timed."""
+        size = self.measuring.batch
+        return next(rebatched(regrouped(self.calibration, size), size))
+
+    @property
+    def example(self) -> Any:
+        """The call that is exported."""
+        assert self.runtime is not None
+        return self.workload.inputs if RUNTIMES.get(self.runtime).any_batch else self.sample
+
+
+def quantize_candidate(
+    evaluator: Evaluator, candidate: Candidate, plan: Plan, tell: Tell | None
+) -> tuple[dict[str, Tensor], Quantized]:
+    """Quantize the workload's model in place; also what its weights were if steps change them."""
+    workload, base = evaluator.workload, candidate.base
+    model = workload.model
+    before = {n: t.detach().clone() for n, t in model.state_dict().items()} if base.steps else {}
+    data = list(first(evaluator.calibration, base.samples))
+    state = evaluator.folder / f"steps-{candidate.key}"
+    result = quantize(
+        model,
+        data,
+        backend=evaluator.backend,
+        plan=plan,
+        graph=evaluator.graph,
+        example=workload.inputs,
+        name=workload.name,
+        artefact=True,
+        steps=base.steps,
+        seed=evaluator.seed,
+        folder=state,
+        progress=None if tell is None else lambda done: tell(f"calibrating, {done} of {len(data)} batches"),
+        watch=None if tell is None else lambda at: tell(f"{at.step}: {at.unit}"),
+    )
+    shutil.rmtree(state, ignore_errors=True)
+    return before, result
+
+
+def usable_runtime(table: BackendTable) -> str | None:
+    """The runtime on which a backend's artefacts can be measured here, if there is one."""
+    if table.runtime is None:
+        return None
+    return table.runtime if available_runtimes().get(table.runtime, "nobody registers it") is None else None
+
+
+def kept_calibration(workload: Workload, samples: int | None, memory: int) -> list[Any]:
+    """Calibration batches, kept: every candidate reads them. At most `memory` MiB of them."""
+    kept: list[Any] = []
+    held = 0
+    for batch in first(batches(workload.calibration), samples):
+        held += sum(t.numel() * t.element_size() for _, t in tensors_in(batch))
+        if kept and held > memory * 2**20:
+            raise BitwrightError(
+                f"the calibration data is larger than {memory} MiB",
+                value=f"{sum(batch_size(one) for one in kept)} samples fit",
+                fix="give fewer samples (--samples), or more memory (--memory)",
+            )
+        kept.append(batch)
+    return kept
+
+
+def _ratio(value: float | None, reference: float | None) -> float | None:
+    return None if value is None or not reference else value / reference

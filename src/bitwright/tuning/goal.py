@@ -1,0 +1,142 @@
+"""What the user wants: how much may be lost, what must not be exceeded, and what should be as small as possible."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+Objective = Literal["latency", "size", "memory"]
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+
+
+def read_bytes(value: Any) -> Any:
+    """Bytes from a number or a text.
+
+    >>> read_bytes("1.5 MB"), read_bytes(2048)
+    (1500000, 2048)
+    """
+    if not isinstance(value, str):
+        return value
+    found = re.fullmatch(r"\s*([\d.]+)\s*([a-zA-Z]*)\s*", value)
+    if not found or found[2].lower() not in _UNITS:
+        raise ValueError(f"{value!r} is not a size: write 2000000, '2 MB' or '1.9 MiB'")
+    return int(float(found[1]) * _UNITS[found[2].lower()])
+
+
+Bytes = Annotated[int, BeforeValidator(read_bytes), Field(gt=0)]
+
+
+class Drop(BaseModel):
+    """How much worse a metric may be than the float model's.
+
+    >>> Drop.read("1%").limit(90.0, higher_is_better=True)
+    89.1
+    >>> Drop.read(0.5).limit(90.0, higher_is_better=True)
+    89.5
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    relative: float | None = Field(default=None, ge=0)
+    absolute: float | None = Field(default=None, ge=0)
+
+    @model_validator(mode="after")
+    def _one(self) -> Drop:
+        if (self.relative is None) == (self.absolute is None):
+            raise ValueError("give exactly one of relative and absolute")
+        return self
+
+    @staticmethod
+    def read(value: Any) -> Any:
+        """ "1%" is relative to float, a number is in units of the metric."""
+        if isinstance(value, str):
+            text = value.strip()
+            try:
+                return Drop(relative=float(text[:-1]) / 100) if text.endswith("%") else Drop(absolute=float(text))
+            except ValueError as error:
+                raise ValueError(
+                    f"{value!r} is no drop: write '1%' (relative) or 0.5 (in the metric's units)"
+                ) from error
+        return Drop(absolute=value) if isinstance(value, int | float) else value
+
+    def limit(self, reference: float, *, higher_is_better: bool) -> float:
+        """The worst value that is still good enough."""
+        room = self.absolute if self.absolute is not None else abs(reference) * (self.relative or 0.0)
+        return reference - room if higher_is_better else reference + room
+
+    def __str__(self) -> str:
+        return f"{self.absolute:g}" if self.absolute is not None else f"{100 * (self.relative or 0):g}%"
+
+
+AnyDrop = Annotated[Drop, BeforeValidator(Drop.read)]
+
+
+class Goal(BaseModel):
+    """What must hold, and what should then be as small as possible.
+
+    `drop` is that of the workload's own metric, or one for each of several metrics. Limits are those of the artefact
+    on the real runtime; `latency_ratio` is relative to the float artefact in the same run. Several objectives are
+    weighted, each relative to float.
+
+    >>> Goal(drop="1%").drop_of("top1")
+    Drop(relative=0.01, absolute=None)
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    drop: AnyDrop | dict[str, AnyDrop] = Drop(relative=0.01)
+    lower_is_better: bool | tuple[str, ...] = False
+    latency_ms: float | None = Field(default=None, gt=0)
+    latency_ratio: float | None = Field(default=None, gt=0)
+    size: Bytes | None = None
+    memory: Bytes | None = None
+    objective: Objective | dict[Objective, Annotated[float, Field(gt=0)]] = "latency"
+
+    def metrics(self, default: str) -> tuple[str, ...]:
+        """The metrics that the goal speaks of."""
+        return tuple(self.drop) if isinstance(self.drop, dict) else (default,)
+
+    def drop_of(self, metric: str) -> Drop:
+        """How much of this metric may be lost."""
+        return self.drop[metric] if isinstance(self.drop, dict) else self.drop
+
+    def higher_is_better(self, metric: str) -> bool:
+        """Whether more of this metric is better."""
+        lower = self.lower_is_better
+        return not (lower if isinstance(lower, bool) else metric in lower)
+
+    def required(self, metric: str, reference: float) -> float:
+        """The worst value of a metric that is still good enough."""
+        return self.drop_of(metric).limit(reference, higher_is_better=self.higher_is_better(metric))
+
+    def margin(self, metric: str, reference: float, value: float) -> float:
+        """By how much a value is better than it must be, in the metric's units; negative: not good enough."""
+        if math.isnan(value):
+            return -math.inf
+        room = value - self.required(metric, reference)
+        return room if self.higher_is_better(metric) else -room
+
+    def worst_margin(self, default: str, reference: Mapping[str, float], values: Mapping[str, float]) -> float:
+        """The smallest margin of all metrics, each relative to the float model's value."""
+        return min(self.margin(m, reference[m], values[m]) / (abs(reference[m]) or 1.0) for m in self.metrics(default))
+
+    @property
+    def weights(self) -> dict[Objective, float]:
+        """The objectives with their weights."""
+        return dict(self.objective) if isinstance(self.objective, dict) else {self.objective: 1.0}
+
+    @property
+    def needs_memory(self) -> bool:
+        """Whether anybody asks how much memory the artefact takes."""
+        return self.memory is not None or "memory" in self.weights
+
+
+class Budget(BaseModel):
+    """How long to look: whichever comes first. It is spent on a faster model, unless `stop` is "first"."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    minutes: float | None = Field(default=None, gt=0)
+    trials: int | None = Field(default=100, gt=0)
+    stop: Literal["budget", "first"] = "budget"

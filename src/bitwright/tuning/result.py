@@ -1,0 +1,115 @@
+"""What a search found: the best model, how it compares, and everything that was tried."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from bitwright.checkpoint import save_checkpoint
+from bitwright.files import write_text
+from bitwright.plan import Plan
+from bitwright.recipe import Quantized
+from bitwright.tuning.baseline import Baseline
+from bitwright.tuning.candidate import Candidate
+from bitwright.tuning.explore import Asked
+from bitwright.tuning.goal import Budget, Goal
+from bitwright.tuning.outcome import Outcome
+from bitwright.tuning.statistics import Paired
+
+TUNING = "tuning.json"
+TUNING_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tuned:
+    """The result of `tune`."""
+
+    workload: str
+    met_goal: bool | None
+    """Whether the best model holds what the goal demands; None: the workload doesn't say how good a model is."""
+    quantized: Quantized | None
+    """The best model, prepared and calibrated; None: it is the float model itself."""
+    candidate: Candidate
+    outcome: Outcome
+    baseline: Baseline | None
+    goal: Goal
+    budget: Budget
+    strategy: str
+    seed: int
+    history: Sequence[Asked]
+    stopped_because: str
+    notes: Sequence[str]
+    paired: Paired | None
+    artefact: Path | None = None
+
+    @property
+    def plan(self) -> Plan | None:
+        """The best plan; None: everything is float."""
+        return None if self.quantized is None else self.quantized.plan
+
+    @property
+    def full_evaluations(self) -> int:
+        """How many candidates took a whole evaluation."""
+        return sum(asked.outcome.full for asked in self.history)
+
+    @property
+    def pareto(self) -> list[Asked]:
+        """Candidates that no other beats in the metric, latency and size at once."""
+        measured = [asked for asked in self.history if asked.outcome.latency_ms is not None]
+        points = {asked.number: _point(asked.outcome) for asked in measured}
+        return [a for a in measured if not any(_beats(points[b.number], points[a.number]) for b in measured)]
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything but the model."""
+        front = {asked.number for asked in self.pareto}
+        return {
+            "bitwright-tuning": TUNING_VERSION,
+            "workload": self.workload,
+            "met_goal": self.met_goal,
+            "margin": self.outcome.margin,
+            "best": {"candidate": self.candidate.to_json(), "outcome": self.outcome.model_dump(mode="json")},
+            "float": None if self.baseline is None else self.baseline.metrics,
+            "majority": None if self.baseline is None else self.baseline.majority,
+            "overlap": None if self.baseline is None else self.baseline.overlap,
+            "paired": None if self.paired is None else asdict(self.paired),
+            "goal": self.goal.model_dump(mode="json"),
+            "budget": self.budget.model_dump(mode="json"),
+            "strategy": self.strategy,
+            "seed": self.seed,
+            "stopped_because": self.stopped_because,
+            "full_evaluations": self.full_evaluations,
+            "notes": list(self.notes),
+            "history": [
+                {
+                    "number": asked.number,
+                    "candidate": asked.candidate.to_json(),
+                    "description": str(asked.candidate),
+                    "pareto": asked.number in front,
+                    **asked.outcome.model_dump(mode="json"),
+                }
+                for asked in self.history
+            ],
+        }
+
+    def save(self, folder: str | Path) -> Path:
+        """Plan, checkpoint, artefact and `tuning.json`, also when the goal was missed."""
+        place = Path(folder)
+        place.mkdir(parents=True, exist_ok=True)
+        if self.quantized is not None:
+            self.quantized.plan.save(place / "plan.yaml")
+            save_checkpoint(self.quantized.model, place / "checkpoint.safetensors")
+            self.quantized.export(place / "model.onnx")
+        text = json.dumps(self.to_json(), indent=1, ensure_ascii=False)
+        write_text(place / TUNING, text + "\n")
+        return place
+
+
+def _point(outcome: Outcome) -> tuple[float, float, float]:
+    return (-outcome.margin, outcome.latency_ratio or 0.0, float(outcome.size or 0))
+
+
+def _beats(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
+    return all(a <= b for a, b in zip(one, other, strict=True)) and one != other

@@ -1,0 +1,248 @@
+"""Where to search: from the graph, the backend's table, and what the user allows."""
+
+from __future__ import annotations
+
+import fnmatch
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from bitwright.backends import BackendTable, Choices
+from bitwright.errors import BitwrightError, PlanError, Problem, did_you_mean
+from bitwright.formats import Format
+from bitwright.graph import Graph
+from bitwright.plan import Plan
+from bitwright.ptq import read_steps
+from bitwright.registry import OBSERVERS
+from bitwright.tuning.candidate import FLOAT, Base, Candidate, Override
+
+Option = Override | Literal["float"] | None
+"""At one operator: as the base says (None), float, or something of its own."""
+
+
+def _list(value: Any) -> Any:
+    return [value] if isinstance(value, str | int) else value
+
+
+Names = Annotated[tuple[str, ...], BeforeValidator(_list)]
+
+
+class Rule(BaseModel):
+    """What is allowed at some operators."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    keep: Literal["float", "quantized"] | None = None
+    weights: Names = ()
+    activations: Names = ()
+    observer: Names = ()
+
+
+class Space(BaseModel):
+    """What may be tried. Lists have the preferred one first; an empty one means what fits the backend.
+
+    `types` (kinds of operators) and `operators` (names or patterns) narrow it: {"linear": {"keep": "float"}}.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    weights: Names = ()
+    activations: Names = ()
+    observer: Names = ()
+    weight_observer: Names = ()
+    steps: tuple[Names, ...] | None = Field(default=None, description="Each a list of PTQ steps; [] is none.")
+    samples: Annotated[tuple[int, ...], BeforeValidator(_list)] = Field(
+        default=(), description="Numbers of calibration samples."
+    )
+    types: dict[str, Rule] = Field(default_factory=dict)
+    operators: dict[str, Rule] = Field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operator:
+    """One operator that can be quantized, with what may be done there."""
+
+    name: str
+    kind: str
+    macs: int
+    options: tuple[Option, ...]
+
+    @property
+    def can_float(self) -> bool:
+        """Whether it may stay float."""
+        return FLOAT in self.options
+
+    @property
+    def can_quantize(self) -> bool:
+        """Whether it may be quantized."""
+        return any(option != FLOAT for option in self.options)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchSpace:
+    """All candidates, without ever writing them all down."""
+
+    axes: Mapping[str, tuple[Any, ...]]
+    operators: tuple[Operator, ...]
+
+    @property
+    def size(self) -> int:
+        """How many candidates there are."""
+        return prod(map(len, self.axes.values())) * prod(len(op.options) for op in self.operators)
+
+    @property
+    def free(self) -> list[Operator]:
+        """Operators for which it is open whether they are quantized."""
+        return [op for op in self.operators if op.can_float and op.can_quantize]
+
+    def bases(self) -> Iterator[Base]:
+        """All of them, the most preferred and most alike first: one axis is changed, then two, …"""
+        names = list(self.axes)
+        spans = [range(len(self.axes[name])) for name in names]
+        for places in sorted(product(*spans), key=lambda p: (sum(map(bool, p)), sum(p), p)):
+            yield Base(**{name: self.axes[name][i] for name, i in zip(names, places, strict=True)})
+
+    def start(self, base: Base | None = None) -> Candidate:
+        """Everything quantized that may be, in the preferred way."""
+        base = next(self.bases()) if base is None else base
+        return self.choose(base, {op.name: op.options[0] for op in self.operators})
+
+    def choose(self, base: Base, options: Mapping[str, Option]) -> Candidate:
+        """The candidate with these options."""
+        return Candidate(
+            base=base,
+            float=frozenset(name for name, option in options.items() if option == FLOAT),
+            overrides={name: option for name, option in options.items() if isinstance(option, Override)},
+        )
+
+    def floated(self, base: Base | None, operators: Any) -> Candidate:
+        """`start` with these operators in float as well."""
+        start = self.start(base)
+        return start.with_float(start.float | set(operators))
+
+    def random(self, generator: random.Random) -> Candidate:
+        """Any candidate, all alike."""
+        base = Base(**{name: generator.choice(values) for name, values in self.axes.items()})
+        return self.choose(base, {op.name: generator.choice(op.options) for op in self.operators})
+
+    def everything(self) -> Iterator[Candidate]:
+        """All candidates, one after the other: fewest changes from the start come first within a base."""
+        for base in self.bases():
+            for options in _by_changes([op.options for op in self.operators]):
+                yield self.choose(base, dict(zip((op.name for op in self.operators), options, strict=True)))
+
+
+def _by_changes(options: list[tuple[Option, ...]]) -> Iterator[tuple[Option, ...]]:
+    """The product, those with the fewest choices other than the first at first, without keeping it."""
+
+    def rest(index: int, changes: int) -> Iterator[tuple[Option, ...]]:
+        if index == len(options):
+            if changes == 0:
+                yield ()
+            return
+        if changes > sum(len(own) > 1 for own in options[index:]):
+            return
+        for place, option in enumerate(options[index]):
+            if place and not changes:
+                break
+            for tail in rest(index + 1, changes - bool(place)):
+                yield (option, *tail)
+
+    for changes in range(sum(len(own) > 1 for own in options) + 1):
+        yield from rest(0, changes)
+
+
+def make_space(space: Space, graph: Graph, table: BackendTable, plan: Plan, choices: Choices) -> SearchSpace:
+    """What can be tried on this model for this backend; `plan` is the uniform one. All problems at once."""
+    problems = _problems(space, graph, table)
+    if problems:
+        raise PlanError(problems, title="the search space has problems")
+    fixed = {name for name, value in choices.items() if value not in (None, (), [])}
+    axes: dict[str, tuple[Any, ...]] = {
+        "weights": space.weights or (() if "weights" in fixed else _granularities(table)),
+        "activations": space.activations,
+        "observer": space.observer or (() if "observer" in fixed else _observers(table.activations.observer)),
+        "weight_observer": space.weight_observer,
+        "steps": (_steps(graph) if space.steps is None else space.steps) or ((),),
+        "samples": space.samples,
+    }
+    quantized = {site.rpartition(":")[0] for site, _ in plan.quantized}
+    operators = [
+        Operator(name=op.name, kind=op.kind, macs=op.macs, options=_options(space, op.name, op.kind))
+        for op in graph.ops
+        if op.name in quantized and op.kind in table.operators
+    ]
+    return SearchSpace(axes={name: values or (None,) for name, values in axes.items()}, operators=tuple(operators))
+
+
+def _options(space: Space, name: str, kind: str) -> tuple[Option, ...]:
+    """The last rule that speaks of it counts; one for names before one for types."""
+    rules = [rule for pattern, rule in space.operators.items() if fnmatch.fnmatchcase(name, pattern)]
+    rules = rules or [rule for pattern, rule in space.types.items() if fnmatch.fnmatchcase(kind, pattern)]
+    rule = rules[-1] if rules else Rule()
+    if rule.keep == "float":
+        return (FLOAT,)
+    own: list[Option] = [
+        Override(weights=weights, activations=activations, observer=observer)
+        for weights, activations, observer in product(
+            rule.weights or (None,), rule.activations or (None,), rule.observer or (None,)
+        )
+    ]
+    quantized = [None if option == Override() else option for option in own]
+    return (*quantized,) if rule.keep == "quantized" else (*quantized, FLOAT)
+
+
+def _granularities(table: BackendTable) -> tuple[str, ...]:
+    """One scale per channel, or one for all: the latter may be faster, the former is more exact."""
+    usual = table.weights.format
+    others = [usual.replace("/channel/", "/tensor/"), usual.replace("/tensor/", "/channel/")]
+    allowed = [text for text in others if text != usual and table.weights.allows(Format.parse(text))]
+    return (usual, *allowed)
+
+
+def _observers(usual: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys((usual, "mse", "percentile")))
+
+
+def _steps(graph: Graph) -> tuple[tuple[str, ...], ...]:
+    """The PTQ steps that suit this kind of model, the cheap ones first."""
+    kinds = {op.kind for op in graph.ops}
+    if "layer_norm" in kinds:
+        return ((), ("smoothquant",), ("smoothquant:alpha=0.7",), ("bias-correction",))
+    return ((), ("bias-correction",), ("equalize", "bias-correction"), ("adaround:iterations=200",))
+
+
+def _problems(space: Space, graph: Graph, table: BackendTable) -> list[Problem]:
+    kinds = sorted({op.kind for op in graph.ops})
+    problems = []
+    rules: list[tuple[str, Rule | Space]] = [("space", space)]
+    for where, rules_of, known in (("types", space.types, kinds), ("operators", space.operators, list(graph.by_name))):
+        for pattern, rule in rules_of.items():
+            place = f"space.{where}.{pattern}"
+            rules.append((place, rule))
+            if not any(fnmatch.fnmatchcase(name, pattern) for name in known):
+                fix = did_you_mean(pattern, known)
+                problems.append(Problem(what="matches nothing in this model", where=place, value=pattern, fix=fix))
+    for place, one in rules:
+        for role, choice in (("weights", table.weights), ("activations", table.activations)):
+            for text in getattr(one, role):
+                try:
+                    if not choice.allows(Format.parse(text)):
+                        fix = f"use one of: {', '.join(choice.formats)}"
+                        what = f"{table.name} can't run this format"
+                        problems.append(Problem(what=what, where=f"{place}.{role}", value=text, fix=fix))
+                except BitwrightError as error:
+                    problems += error.problems
+        for name in one.observer:
+            if name not in OBSERVERS:
+                fix = did_you_mean(name, OBSERVERS.names())
+                problems.append(Problem(what="unknown observer", where=f"{place}.observer", value=name, fix=fix))
+    for steps in space.steps or ():
+        try:
+            read_steps(steps)
+        except BitwrightError as error:
+            problems += error.problems
+    return problems

@@ -1,0 +1,35 @@
+"""basic: all ways for the whole model, then operators back to float one by one, then together."""
+
+from __future__ import annotations
+
+from bitwright.tuning.search import Asking, Search
+from bitwright.tuning.strategies.fallback import accumulate, one
+
+
+def basic(search: Search) -> Asking:
+    """The most alike ways first; from the most accurate of them operators go back, from the last to the first.
+
+    Then those that helped are put together, the most helpful first: with a step back where one doesn't help, and if
+    that isn't enough, without.
+    """
+    space = search.space
+    bases = list(space.bases())
+    outcomes = yield [space.start(base) for base in bases]
+    if any(outcome.passed for outcome in outcomes):
+        return
+    best, base = max(zip(outcomes, bases, strict=True), key=lambda pair: pair[0].margin)
+    names = [op.name for op in reversed(space.free)]
+    singles = yield [space.floated(base, [name]) for name in names]
+    if any(outcome.passed for outcome in singles):
+        return
+    order = sorted(zip(names, singles, strict=True), key=lambda pair: -pair[1].margin)
+    kept: list[str] = []
+    margin = best.margin
+    for name, _ in order:
+        outcome = yield from one([space.floated(base, [*kept, name])])
+        if outcome.passed:
+            return
+        if outcome.margin > margin:
+            kept.append(name)
+            margin = outcome.margin
+    yield from accumulate(search, [name for name, _ in order], base)

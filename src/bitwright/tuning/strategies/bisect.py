@@ -1,0 +1,94 @@
+"""bisect: operators in the order of their sensitivity, and the fewest of them in float by bisection. The default."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+
+from bitwright.tuning.candidate import Base
+from bitwright.tuning.outcome import Outcome
+from bitwright.tuning.search import Asking, Search, Wave
+from bitwright.tuning.strategies.fallback import one
+
+
+def bisect(search: Search) -> Asking:
+    """Few whole evaluations: 1, 2, 4, … of the most sensitive operators in float until the goal holds, then between.
+
+    From what is then in float, everything that isn't needed is quantized again, the most expensive first, until each
+    single one is needed. What is left of the budget goes to other ways for the whole model (formats, observers, PTQ
+    steps): with one of them the goal may hold with fewer operators in float, or none.
+    """
+    space = search.space
+    start = yield from one([space.start()])
+    if start.passed:
+        yield from _faster(search)
+        return
+    order = search.by_output()
+    kept = yield from _fewest(search, None, order)
+    if kept is not None:
+        kept = yield from _minimal(search, None, kept)
+    yield from _recover(search, order if kept is None else kept)
+
+
+def _fewest(
+    search: Search, base: Base | None, order: Sequence[str]
+) -> Generator[Wave, list[Outcome], list[str] | None]:
+    """The shortest beginning of `order` that must be float; nothing in float is known not to do."""
+    low, high, count = 0, None, 1
+    while high is None and low < len(order):
+        count = min(count, len(order))
+        outcome = yield from one([search.space.floated(base, order[:count])])
+        if outcome.passed:
+            high = count
+        else:
+            low, count = count, 2 * count
+    if high is None:
+        return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        outcome = yield from one([search.space.floated(base, order[:middle])])
+        low, high = (low, middle) if outcome.passed else (middle, high)
+    return list(order[:high])
+
+
+def _minimal(search: Search, base: Base | None, kept: list[str]) -> Generator[Wave, list[Outcome], list[str]]:
+    """Quantize again what need not be float: half of them at once, then quarters, … then each, until none can go."""
+    macs = {op.name: op.macs for op in search.space.operators}
+    size = len(kept) // 2
+    while size >= 1 and len(kept) > 1:
+        costly = sorted(kept, key=lambda name: -macs[name])
+        groups = [costly[i : i + size] for i in range(0, len(costly), size)]
+        smaller = False
+        for group in groups:
+            rest = [name for name in kept if name not in group]
+            outcome = yield from one([search.space.floated(base, rest)])
+            if outcome.passed:
+                kept, smaller = rest, True
+        if size > 1:
+            size = min(size // 2, max(1, len(kept) // 2))
+        elif not smaller:
+            break
+    return kept
+
+
+def _faster(search: Search) -> Asking:
+    """All is quantized already: other formats may be faster still."""
+    start, formats = search.space.start(), ("weights", "activations")
+    others = [base for base in search.space.bases() if base != start.base]
+    quick = [b for b in others if all(getattr(b, n) == getattr(start.base, n) for n in vars(b) if n not in formats)]
+    if quick:
+        yield [search.space.start(base) for base in quick]
+
+
+def _recover(search: Search, kept: Sequence[str]) -> Asking:
+    """Other ways for the whole model, those that differ least first: how few of `kept` do they need?"""
+    default, *others = search.space.bases()
+    if not others:
+        return
+    others.sort(key=lambda base: (base.weights, base.activations) != (default.weights, default.activations))
+    outcomes = yield [search.space.start(base) for base in others]
+    short = [(base, outcome) for base, outcome in zip(others, outcomes, strict=True) if not outcome.passed]
+    for base, _ in sorted(short, key=lambda pair: -pair[1].margin):
+        if len(kept) > 1:
+            found = yield from _fewest(search, base, kept[:-1])
+            if found is not None:
+                kept = found

@@ -1,0 +1,24 @@
+"""mse_v2: the most helpful operator back to float, again and again; then as many as possible quantized again."""
+
+from __future__ import annotations
+
+from bitwright.tuning.search import Asking, Search
+from bitwright.tuning.strategies.fallback import one
+
+
+def mse_v2(search: Search) -> Asking:
+    """While the goal is missed, the operator whose return helps the outputs most returns.
+
+    All are ranked anew each time. Once the goal holds, the least helpful are quantized again until it doesn't.
+    """
+    space, kept = search.space, list[str]()
+    outcome = yield from one([space.start()])
+    names = [op.name for op in space.free]
+    while not outcome.passed and len(kept) < len(names):
+        kept.append(search.by_outputs_of({name: [*kept, name] for name in names if name not in kept})[0])
+        outcome = yield from one([space.floated(None, kept)])
+    while outcome.passed and len(kept) > 1:
+        least = search.by_outputs_of({name: [other for other in kept if other != name] for name in kept})[0]
+        outcome = yield from one([space.floated(None, [name for name in kept if name != least])])
+        if outcome.passed:
+            kept.remove(least)

@@ -1,0 +1,81 @@
+"""bayesian and tpe: Optuna's samplers choose what to try next."""
+
+from __future__ import annotations
+
+import warnings
+
+import optuna
+from optuna.distributions import BaseDistribution, CategoricalDistribution
+from optuna.samplers import BaseSampler, GPSampler, TPESampler
+from optuna.trial import Trial
+
+from bitwright.tuning.candidate import Base, Candidate
+from bitwright.tuning.outcome import Outcome
+from bitwright.tuning.search import Asking, Search
+
+_WAVE = 4  # how many may be at work at the same time
+_START = 10  # random ones at first
+_MISSES = 50  # in a row: the sampler has nothing new to say
+
+
+def tpe(search: Search) -> Asking:
+    """Tree-structured Parzen estimator."""
+    sampler = TPESampler(seed=search.seed, n_startup_trials=_START, multivariate=True, constant_liar=True)
+    yield from _sampled(search, sampler)
+
+
+def bayesian(search: Search) -> Asking:
+    """A Gaussian process."""
+    yield from _sampled(search, GPSampler(seed=search.seed, n_startup_trials=_START))
+
+
+def _sampled(search: Search, sampler: BaseSampler) -> Asking:
+    """The sampler's own study is in memory and made again from what the real one knows: it follows from the seed."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        study = optuna.create_study(sampler=sampler)
+    [start] = yield [search.space.start()]
+    seen: dict[str, Outcome] = {search.space.start().key: start}
+    misses = 0
+    while misses < _MISSES:
+        asked: list[tuple[Trial, Candidate]] = []
+        while len(asked) < _WAVE and misses < _MISSES:
+            trial = study.ask(_space(search))
+            candidate = _candidate(search, trial)
+            if candidate.key in seen:
+                study.tell(trial, _loss(seen[candidate.key]))
+                misses += 1
+            elif any(candidate.key == other.key for _, other in asked):
+                study.tell(trial, state=optuna.trial.TrialState.FAIL)
+                misses += 1
+            else:
+                asked.append((trial, candidate))
+                misses = 0
+        if not asked:
+            return
+        outcomes = yield [candidate for _, candidate in asked]
+        for (trial, candidate), outcome in zip(asked, outcomes, strict=True):
+            seen[candidate.key] = outcome
+            study.tell(trial, _loss(outcome))
+
+
+def _space(search: Search) -> dict[str, BaseDistribution]:
+    axes = {f"base:{name}": len(values) for name, values in search.space.axes.items()}
+    operators = {f"op:{op.name}": len(op.options) for op in search.space.operators}
+    return {name: CategoricalDistribution(range(size)) for name, size in (axes | operators).items() if size > 1}
+
+
+def _candidate(search: Search, trial: Trial) -> Candidate:
+    def place(name: str) -> int:
+        return int(trial.params.get(name, 0))
+
+    space = search.space
+    base = Base(**{name: values[place(f"base:{name}")] for name, values in space.axes.items()})
+    return space.choose(base, {op.name: op.options[place(f"op:{op.name}")] for op in space.operators})
+
+
+def _loss(outcome: Outcome) -> float:
+    """What passes, by its objective; the rest behind it, by what it lacks."""
+    if outcome.passed:
+        return outcome.objective or 0.0
+    return 3.0 + min(-outcome.margin, 1.0) if not outcome.accurate else 2.5
