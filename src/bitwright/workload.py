@@ -25,7 +25,7 @@ from bitwright.errors import BitwrightError, WorkloadError, did_you_mean
 from bitwright.modes import evaluating
 from bitwright.registry import WORKLOADS
 
-__all__ = ["Workload", "batches", "call", "can_measure", "hits_of", "load_workload", "measure"]
+__all__ = ["Workload", "batches", "call", "can_measure", "hits_of", "load_object", "load_workload", "measure"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,9 +226,20 @@ def _shape_of(value: object) -> str:
 
 def load_workload(ref: str) -> Workload:
     """Build the workload that a user names: ``file.py:function``, or a built-in's or a plugin's name."""
+    is_file = ":" in ref or ref.endswith(".py")
+    workload = load_object(ref) if is_file else _called(WORKLOADS.get(ref), ref)
+    if not isinstance(workload, Workload):
+        raise WorkloadError(
+            "the workload function returned something else",
+            value=f"{ref} gave {type(workload).__name__}",
+            fix="return bitwright.Workload(name=..., model=..., inputs=...)",
+        )
+    return workload
+
+
+def load_object(ref: str) -> Any:
+    """What a function of a user's file returns: ``file.py:function``."""
     path, colon, function = ref.rpartition(":")
-    if not colon and not ref.endswith(".py"):
-        return _build(WORKLOADS.get(ref), ref)
     if not colon:
         raise WorkloadError("the reference names no function", value=ref, fix=f"write {ref}:function")
     file = Path(path).expanduser().resolve()
@@ -248,12 +259,12 @@ def load_workload(ref: str) -> Workload:
                 value=ref,
                 fix=did_you_mean(function, own) if own else "define it, without arguments",
             )
-        return _build(build, ref)
+        return _called(build, ref)
 
 
-def _build(function: Callable[[], object], ref: str) -> Workload:
+def _called(function: Callable[[], object], ref: str) -> object:
     try:
-        workload = function()
+        return function()
     except BitwrightError:
         raise  # it says what is wrong already, and what to do
     except (Exception, SystemExit) as error:
@@ -262,13 +273,6 @@ def _build(function: Callable[[], object], ref: str) -> Workload:
             value=ref,
             fix="call it without arguments in Python",
         ) from error
-    if not isinstance(workload, Workload):
-        raise WorkloadError(
-            "the workload function returned something else",
-            value=f"{ref} gave {type(workload).__name__}",
-            fix="return bitwright.Workload(name=..., model=..., inputs=...)",
-        )
-    return workload
 
 
 def _import_file(file: Path) -> ModuleType:

@@ -7,6 +7,7 @@ from bitwright.cli import (  # noqa: I001
     plan,  # noqa: F401
     quantize,  # noqa: F401
     score,  # noqa: F401
+    tune,  # noqa: F401
     train,  # noqa: F401
     deploy,  # noqa: F401
     export,  # noqa: F401

@@ -12,7 +12,17 @@ import typer
 from bitwright.cli.out import Out
 from bitwright.cli.verb import verb
 from bitwright.formats import FLOATS, MINIFLOATS
-from bitwright.registry import ARTEFACTS, BACKENDS, OBSERVERS, QUANTIZERS, RUNTIMES, STEPS, WORKLOADS, Registry
+from bitwright.registry import (
+    ARTEFACTS,
+    BACKENDS,
+    OBSERVERS,
+    QUANTIZERS,
+    RUNTIMES,
+    STEPS,
+    STRATEGIES,
+    WORKLOADS,
+    Registry,
+)
 
 
 class Kind(StrEnum):
@@ -25,6 +35,7 @@ class Kind(StrEnum):
     runtimes = "runtimes"
     workloads = "workloads"
     steps = "steps"
+    strategies = "strategies"
     formats = "formats"
 
 
@@ -36,6 +47,7 @@ _REGISTRIES = {
     Kind.runtimes: RUNTIMES,
     Kind.workloads: WORKLOADS,
     Kind.steps: STEPS,
+    Kind.strategies: STRATEGIES,
 }
 
 

@@ -1,6 +1,7 @@
 """Search until the goal holds."""
 
 from bitwright.tuning.candidate import Base, Candidate, Override
+from bitwright.tuning.config import TuneConfig
 from bitwright.tuning.evaluate import Measuring
 from bitwright.tuning.goal import Budget, Drop, Goal
 from bitwright.tuning.outcome import Outcome
@@ -24,6 +25,7 @@ __all__ = [
     "SearchSpace",
     "Space",
     "Strategy",
+    "TuneConfig",
     "Tuned",
     "tune",
 ]

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -58,11 +57,12 @@ class Evaluator:
         measuring: Measuring,
         seed: int,
         folder: Path,
+        state: Path,
         early: bool,
     ) -> None:
         self.workload, self.table, self.graph, self.goal = workload, table, graph, goal
         self.backend, self.choices, self.seed, self.early = backend, choices, seed, early
-        self.calibration, self.measuring, self.folder = calibration, measuring, folder
+        self.calibration, self.measuring, self.folder, self.state = calibration, measuring, folder, state
         self.runtime = usable_runtime(table)
 
     def plan(self, candidate: Candidate) -> Plan:
@@ -129,12 +129,18 @@ class Evaluator:
             floats = sum(op.macs for op in self.graph.ops if op.name in quantized.plan.float)
             share = floats / self.graph.macs if self.graph.macs else 0.0
             return outcome.model_copy(update={"passed": True, "objective": share})
-        kind: type[Runtime] = RUNTIMES.get(self.runtime)
-        path = self.folder / f"candidate{kind.suffix}"
         tell(f"exporting for {self.runtime}")
-        kind.write(quantized.model, path, self.example)
+        path = self.write(quantized, "candidate")
         outcome = outcome.model_copy(update=self.measured({"candidate": path}, tell)["candidate"])
         return self.judged(outcome)
+
+    def write(self, quantized: Quantized, name: str) -> Path:
+        """The artefact that the runtime reads."""
+        assert self.runtime is not None
+        kind: type[Runtime] = RUNTIMES.get(self.runtime)
+        path = self.folder / f"{name}{kind.suffix}"
+        kind.write(quantized.model, path, self.example)
+        return path
 
     def measured(self, artefacts: dict[str, Path], tell: Tell) -> dict[str, dict[str, Any]]:
         """Latency, size and memory of artefacts and of the float one, in turns."""
@@ -228,7 +234,7 @@ def quantize_candidate(
     model = workload.model
     before = {n: t.detach().clone() for n, t in model.state_dict().items()} if base.steps else {}
     data = list(first(evaluator.calibration, base.samples))
-    state = evaluator.folder / f"steps-{candidate.key}"
+    state = evaluator.state / candidate.key
     result = quantize(
         model,
         data,
@@ -244,7 +250,8 @@ def quantize_candidate(
         progress=None if tell is None else lambda done: tell(f"calibrating, {done} of {len(data)} batches"),
         watch=None if tell is None else lambda at: tell(f"{at.step}: {at.unit}"),
     )
-    shutil.rmtree(state, ignore_errors=True)
+    with suppress(OSError):  # it is gone, or another worker's steps are there
+        evaluator.state.rmdir()
     return before, result
 
 

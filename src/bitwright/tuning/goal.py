@@ -86,7 +86,7 @@ class Goal(BaseModel):
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
-    drop: AnyDrop | dict[str, AnyDrop] = Drop(relative=0.01)
+    drop: AnyDrop | dict[str, AnyDrop] = Field(default=Drop(relative=0.01), union_mode="left_to_right")
     lower_is_better: bool | tuple[str, ...] = False
     latency_ms: float | None = Field(default=None, gt=0)
     latency_ratio: float | None = Field(default=None, gt=0)

@@ -34,6 +34,8 @@ class Tuned:
     """The best model, prepared and calibrated; None: it is the float model itself."""
     candidate: Candidate
     outcome: Outcome
+    on_runtime: dict[str, float] | None
+    """The artefact's own metrics on the real runtime; None: it can't run here."""
     baseline: Baseline | None
     goal: Goal
     budget: Budget
@@ -43,7 +45,6 @@ class Tuned:
     stopped_because: str
     notes: Sequence[str]
     paired: Paired | None
-    artefact: Path | None = None
 
     @property
     def plan(self) -> Plan | None:
@@ -71,6 +72,7 @@ class Tuned:
             "met_goal": self.met_goal,
             "margin": self.outcome.margin,
             "best": {"candidate": self.candidate.to_json(), "outcome": self.outcome.model_dump(mode="json")},
+            "on_runtime": self.on_runtime,
             "float": None if self.baseline is None else self.baseline.metrics,
             "majority": None if self.baseline is None else self.baseline.majority,
             "overlap": None if self.baseline is None else self.baseline.overlap,

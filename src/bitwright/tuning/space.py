@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import random
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
@@ -45,7 +46,8 @@ class Rule(BaseModel):
 class Space(BaseModel):
     """What may be tried. Lists have the preferred one first; an empty one means what fits the backend.
 
-    `types` (kinds of operators) and `operators` (names or patterns) narrow it: {"linear": {"keep": "float"}}.
+    `types` (kinds of operators) and `operators` (names, patterns, or `re:` and a regular expression) narrow it:
+    {"linear": {"keep": "float"}}.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -59,6 +61,7 @@ class Space(BaseModel):
     )
     types: dict[str, Rule] = Field(default_factory=dict)
     operators: dict[str, Rule] = Field(default_factory=dict)
+    first: Literal["float"] | None = Field(default=None, description="Of the first convolution or matrix product.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,17 +173,23 @@ def make_space(space: Space, graph: Graph, table: BackendTable, plan: Plan, choi
         "samples": space.samples,
     }
     quantized = {site.rpartition(":")[0] for site, _ in plan.quantized}
+    found = [op for op in graph.ops if op.name in quantized and op.kind in table.operators]
+    first = next((op.name for op in found if op.macs), None) if space.first else None
     operators = [
-        Operator(name=op.name, kind=op.kind, macs=op.macs, options=_options(space, op.name, op.kind))
-        for op in graph.ops
-        if op.name in quantized and op.kind in table.operators
+        Operator(
+            name=op.name,
+            kind=op.kind,
+            macs=op.macs,
+            options=(FLOAT,) if op.name == first else _options(space, op.name, op.kind),
+        )
+        for op in found
     ]
     return SearchSpace(axes={name: values or (None,) for name, values in axes.items()}, operators=tuple(operators))
 
 
 def _options(space: Space, name: str, kind: str) -> tuple[Option, ...]:
     """The last rule that speaks of it counts; one for names before one for types."""
-    rules = [rule for pattern, rule in space.operators.items() if fnmatch.fnmatchcase(name, pattern)]
+    rules = [rule for pattern, rule in space.operators.items() if _matches(name, pattern)]
     rules = rules or [rule for pattern, rule in space.types.items() if fnmatch.fnmatchcase(kind, pattern)]
     rule = rules[-1] if rules else Rule()
     if rule.keep == "float":
@@ -193,6 +202,12 @@ def _options(space: Space, name: str, kind: str) -> tuple[Option, ...]:
     ]
     quantized = [None if option == Override() else option for option in own]
     return (*quantized,) if rule.keep == "quantized" else (*quantized, FLOAT)
+
+
+def _matches(name: str, pattern: str) -> bool:
+    if pattern.startswith("re:"):
+        return re.fullmatch(pattern.removeprefix("re:"), name) is not None
+    return fnmatch.fnmatchcase(name, pattern)
 
 
 def _granularities(table: BackendTable) -> tuple[str, ...]:
@@ -223,7 +238,7 @@ def _problems(space: Space, graph: Graph, table: BackendTable) -> list[Problem]:
         for pattern, rule in rules_of.items():
             place = f"space.{where}.{pattern}"
             rules.append((place, rule))
-            if not any(fnmatch.fnmatchcase(name, pattern) for name in known):
+            if not any(_matches(name, pattern) for name in known):
                 fix = did_you_mean(pattern, known)
                 problems.append(Problem(what="matches nothing in this model", where=place, value=pattern, fix=fix))
     for place, one in rules:

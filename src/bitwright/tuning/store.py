@@ -220,17 +220,27 @@ def _evaluated(storage: RDBStorage, study: optuna.Study) -> bool:
 
 
 def _refuse_changes(known: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    before, after = dict(_leaves(known)), dict(_leaves(now))
     problems = [
         Problem(
-            what=f"was {_short(known.get(key))}, is {_short(now.get(key))}",
+            what=f"was {_short(before.get(key))}, is {_short(after.get(key))}",
             where=key,
             fix="undo the change, or begin another study (another name or store)",
         )
-        for key in sorted({*known, *now})
-        if known.get(key) != now.get(key)
+        for key in sorted({*before, *after})
+        if before.get(key) != after.get(key)
     ]
     if problems:
         raise PlanError(problems, title="can't go on: the study is about something else")
+
+
+def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value with its path: goal.drop.relative."""
+    if not isinstance(value, Mapping):
+        yield path, value
+        return
+    for key, item in value.items():
+        yield from _leaves(item, f"{path}.{key}" if path else str(key))
 
 
 def _short(value: Any) -> str:

@@ -5,25 +5,25 @@ from __future__ import annotations
 import logging
 import tempfile
 from collections.abc import Callable
-from contextlib import ExitStack
 from itertools import chain
 from pathlib import Path
 from typing import Any, Unpack
 
 import torch
 
-from bitwright.attach import find_attachment
+from bitwright.attach import find_attachment, strip
 from bitwright.backends import Choices
 from bitwright.backends import backend as find_backend
-from bitwright.deploy import Runtime
-from bitwright.errors import BitwrightError
+from bitwright.deploy import open_runtime
+from bitwright.errors import BitwrightError, PlanError, Problem
 from bitwright.fingerprint import fingerprint
 from bitwright.graph import Graph, capture_paths
 from bitwright.graph.tree import tensors_in
 from bitwright.modes import evaluating
 from bitwright.planners import make_plan
 from bitwright.ptq import MEMORY
-from bitwright.registry import RUNTIMES, STRATEGIES
+from bitwright.recipe import Quantized, put_back
+from bitwright.registry import STRATEGIES
 from bitwright.tuning.baseline import Baseline, measure_float
 from bitwright.tuning.candidate import Candidate
 from bitwright.tuning.evaluate import Evaluator, Measuring, kept_calibration, quantize_candidate
@@ -89,10 +89,7 @@ def tune(
     graph = capture_paths(workload.model, chain([workload.inputs], calibration), most=_RECORDED)
     plan = make_plan(graph, backend, model=workload.name, **choices)
     candidates = make_space(space, graph, table, plan, choices)
-    with ExitStack() as stack:
-        scratch = stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
-        work = Path(scratch) if place is None else place / ".tuning"
-        work.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
         evaluator = Evaluator(
             workload,
             table,
@@ -103,7 +100,8 @@ def tune(
             calibration=calibration,
             measuring=measuring,
             seed=seed,
-            folder=work,
+            folder=Path(scratch),
+            state=Path(scratch) if place is None else place / ".steps",
             early=early,
         )
         if not can_measure(workload):
@@ -125,9 +123,6 @@ def tune(
         if place is not None:
             tell("saving")
             result.save(place)
-            for left in work.iterdir():
-                if left.is_file():
-                    left.unlink()
     return result
 
 
@@ -148,6 +143,7 @@ class _Run:
         self.workload, self.evaluator, self.space, self.baseline = workload, evaluator, space, baseline
         self.study, self.budget, self.tell = study, budget, tell
         self.watch = watch or (lambda asked, baseline: None)
+        self.notes: list[str] = []
 
     def __call__(self, strategy: Strategy, name: str, seed: int) -> Tuned:
         goal = self.evaluator.goal
@@ -164,17 +160,14 @@ class _Run:
             raise BitwrightError(
                 "the budget ended before the first trial", value=self.budget.minutes, fix="give more minutes"
             )
-        best, outcome = self._final(history)
-        quantized = None
-        if any(True for _ in self.evaluator.plan(best).quantized):
-            self.tell("making the best model again")
-            _, quantized = quantize_candidate(self.evaluator, best, self.evaluator.plan(best), self.tell)
+        best, outcome, quantized, on_runtime = self._chosen(history)
         return Tuned(
             workload=self.workload.name,
             met_goal=outcome.passed,
             quantized=quantized,
             candidate=best,
             outcome=outcome,
+            on_runtime=on_runtime,
             baseline=self.baseline,
             goal=goal,
             budget=self.budget,
@@ -182,45 +175,81 @@ class _Run:
             seed=seed,
             history=history,
             stopped_because=explorer.why,
-            notes=_notes(self.baseline, self.evaluator, outcome, self.workload),
+            notes=(*self.notes, *_notes(self.baseline, self.evaluator, outcome)),
             paired=self._paired(quantized is None),
         )
 
-    def _final(self, history: list[Asked]) -> tuple[Candidate, Outcome]:
-        """The best; where several are near to it, after they were timed once more, in turns."""
-        ranked = sorted(history, key=lambda asked: asked.outcome.rank())
+    def _chosen(self, history: list[Asked]) -> tuple[Candidate, Outcome, Quantized | None, dict[str, float] | None]:
+        """The best one that holds what it promises on the real runtime; its model is left quantized."""
+        ranked = self._ranked(history)
         best = ranked[0]
-        near = [
-            asked
-            for asked in ranked[:_HEAT]
-            if asked.outcome.passed
-            and asked.outcome.latency_ms is not None
-            and (asked.outcome.objective or 0.0) <= _CLOSE * (best.outcome.objective or 0.0)
-        ]
-        if len(near) < 2 or self.evaluator.runtime is None:
-            return best.candidate, best.outcome
-        kind: type[Runtime] = RUNTIMES.get(self.evaluator.runtime)
-        files: dict[str, Path] = {}
-        for asked in near:
-            self.tell("preparing the finalists")
-            path = self.evaluator.folder / f"finalist-{asked.number}{kind.suffix}"
-            if not any(True for _ in self.evaluator.plan(asked.candidate).quantized):
-                continue
-            with self.evaluator.quantized(asked.candidate) as quantized:
-                kind.write(quantized.model, path, self.evaluator.example)
-            files[asked.candidate.key] = path
-        if len(files) < 2:
-            return best.candidate, best.outcome
-        found = self.evaluator.measured(files, self.tell)
-        judged = {
-            asked.candidate.key: (
-                asked.candidate,
-                self.evaluator.judged(asked.outcome.model_copy(update=found[asked.candidate.key])),
+        if best[1].failed is not None:
+            raise PlanError(
+                [Problem(what=asked.outcome.failed or "", where=str(asked.candidate)) for asked in history[:10]],
+                title="no candidate could be measured",
             )
-            for asked in near
-            if asked.candidate.key in found
-        }
-        return min(judged.values(), key=lambda pair: pair[1].rank())
+        for candidate, outcome in [pair for pair in ranked if pair[1].passed][:_HEAT] or ranked[:1]:
+            plan = self.evaluator.plan(candidate)
+            if not any(True for _ in plan.quantized):
+                return candidate, outcome, None, None
+            self.tell("making the best model again")
+            before, quantized = quantize_candidate(self.evaluator, candidate, plan, self.tell)
+            found = self._on_runtime(quantized)
+            if not outcome.passed or found is None or self._holds(found):
+                return candidate, outcome, quantized, found
+            self._note(f"a candidate passes when simulated, but not on {self.evaluator.runtime}: {found}; {candidate}")
+            failed = (candidate, outcome.model_copy(update={"passed": False, "accurate": False}), quantized, found)
+            strip(self.workload.model)
+            put_back(self.workload.model, before)
+        candidate, outcome, _, found = failed
+        _, quantized = quantize_candidate(self.evaluator, candidate, self.evaluator.plan(candidate), self.tell)
+        return candidate, outcome, quantized, found
+
+    def _holds(self, metrics: dict[str, float]) -> bool:
+        return self.evaluator.goal.worst_margin(self.workload.metric, self.baseline.metrics, metrics) >= 0
+
+    def _on_runtime(self, quantized: Quantized) -> dict[str, float] | None:
+        """The metrics of the artefact itself."""
+        runtime = self.evaluator.runtime
+        if runtime is None:
+            return None
+        self.tell(f"evaluating on {runtime}")
+        try:
+            return open_runtime(runtime, self.evaluator.write(quantized, "best")).accuracy(self.workload)
+        except Exception as error:  # an owner's metric may want an nn.Module
+            self._note(f"the artefact's own accuracy on {runtime} can't be measured: {type(error).__name__}: {error}")
+            return None
+
+    def _note(self, text: str) -> None:
+        log.info("%s", text)
+        self.notes.append(text)
+
+    def _ranked(self, history: list[Asked]) -> list[tuple[Candidate, Outcome]]:
+        """Best first; where several are near to the best, after they were timed once more, in turns."""
+        asked = sorted(history, key=lambda asked: asked.outcome.rank())
+        ranked = [(one.candidate, one.outcome) for one in asked]
+        limit = _CLOSE * (ranked[0][1].objective or 0.0)
+        near = [
+            (candidate, outcome)
+            for candidate, outcome in ranked[:_HEAT]
+            if outcome.passed and outcome.latency_ms is not None and (outcome.objective or 0.0) <= limit
+        ]
+        near = [pair for pair in near if any(True for _ in self.evaluator.plan(pair[0]).quantized)]
+        if len(near) < 2:
+            return ranked
+        heat = f"finalists {fingerprint(*sorted(candidate.key for candidate, _ in near))}"
+        found = self.study.recall(heat) or self.study.keep(heat, self._heat([candidate for candidate, _ in near]))
+        again = [(c, self.evaluator.judged(o.model_copy(update=found[c.key]))) for c, o in near]
+        again.sort(key=lambda pair: pair[1].rank())
+        return again + [pair for pair in ranked if pair[0] not in [candidate for candidate, _ in near]]
+
+    def _heat(self, finalists: list[Candidate]) -> dict[str, dict[str, Any]]:
+        files = {}
+        for candidate in finalists:
+            self.tell("preparing the finalists")
+            with self.evaluator.quantized(candidate) as quantized:
+                files[candidate.key] = self.evaluator.write(quantized, candidate.key)
+        return self.evaluator.measured(files, self.tell)
 
     def _paired(self, is_float: bool) -> Paired | None:
         """Sample by sample against float, where samples can be counted."""
@@ -257,6 +286,7 @@ def _once(
         quantized=quantized,
         candidate=candidate,
         outcome=outcome,
+        on_runtime=None,
         baseline=None,
         goal=goal,
         budget=budget,
@@ -302,7 +332,7 @@ def _identity(
     }
 
 
-def _notes(baseline: Baseline, evaluator: Evaluator, outcome: Outcome, workload: Workload) -> tuple[str, ...]:
+def _notes(baseline: Baseline, evaluator: Evaluator, outcome: Outcome) -> tuple[str, ...]:
     """What a reader of the result must know; said in the log, too."""
     notes = []
     if baseline.overlap:

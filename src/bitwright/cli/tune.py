@@ -1,0 +1,204 @@
+"""`bitwright tune`: search until the goal holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from bitwright.cli.data import open_workload
+from bitwright.cli.deliver import write_report
+from bitwright.cli.options import SamplesOption
+from bitwright.cli.out import Out
+from bitwright.cli.quantize import usable_runtimes
+from bitwright.cli.verb import CHECK_FAILED, verb
+from bitwright.errors import BitwrightError
+from bitwright.report import Accuracy, Size, words
+from bitwright.tuning import Budget, Goal, TuneConfig, Tuned
+from bitwright.tuning.baseline import Baseline
+from bitwright.tuning.explore import Asked
+
+_SHOWN = 12  # trials in the table at the end
+
+
+@verb(
+    "tune",
+    examples="""
+    bitwright tune digits --drop 1% --minutes 10 -o digits-tuned
+    bitwright tune config.yaml -o tuned
+    bitwright tune config.yaml --workload my_workload.py:small --strategy tpe --trials 200 -o tuned
+    bitwright tune digits -o tuned --resume
+    bitwright tune digits -o tuned --store postgresql://user@host/bitwright --resume
+    """,
+)
+def tune(
+    out: Out,
+    what: Annotated[str, typer.Argument(metavar="CONFIG|WORKLOAD", help="A YAML file, or a workload.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for what is made.", show_default=False)],
+    workload: Annotated[
+        str | None, typer.Option("--workload", help="Whose model and data, if the file names none.", show_default=False)
+    ] = None,
+    drop: Annotated[
+        str | None,
+        typer.Option(help="What may be lost: 1% of float's metric, or 0.5 of its units.", show_default=False),
+    ] = None,
+    minutes: Annotated[float | None, typer.Option(min=0, help="Time to spend.", show_default=False)] = None,
+    trials: Annotated[int | None, typer.Option(min=1, help="Candidates to try at most.", show_default=False)] = None,
+    first: Annotated[bool, typer.Option("--first", help="Stop at the first model that passes.")] = False,
+    strategy: Annotated[
+        str | None, typer.Option(help="A name of `bitwright list strategies`.", show_default=False)
+    ] = None,
+    backend: Annotated[str | None, typer.Option(help="The target.", show_default=False)] = None,
+    store: Annotated[
+        str | None,
+        typer.Option(
+            help="Where trials are kept: a file, or postgresql://… (default: in the output folder).", show_default=False
+        ),
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="Of the study in the store.", show_default=False)] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the study that is there, or join it.")] = False,
+    seed: Annotated[int | None, typer.Option(min=0, help="Of all random numbers.", show_default=False)] = None,
+    samples: SamplesOption = None,
+) -> None:
+    """Find the fastest quantized model that loses no more than the goal allows; write it with a report.
+
+    The whole budget is spent to find a faster one, unless --first is given. If no candidate meets the goal, the best
+    one is written and the exit code is 1. Interrupted or killed, the same command with --resume goes on; several
+    processes, on several machines, can work at one study in PostgreSQL.
+    """
+    config = TuneConfig.load(what) if what.endswith((".yaml", ".yml")) else TuneConfig(workload=what)
+    config = _changed(config, workload=workload, drop=drop, minutes=minutes, trials=trials, first=first)
+    given: dict[str, Any] = {
+        "strategy": strategy,
+        "backend": backend,
+        "store": store,
+        "name": name,
+        "seed": seed,
+        "samples": samples,
+    }
+    config = config.model_copy(update={key: value for key, value in given.items() if value is not None})
+    found = open_workload(out, config.workload) if config.workload is not None else None
+    found = config.make_workload(found)
+    runtimes = usable_runtimes(out, config.backend)
+    float_size = sum(t.numel() * t.element_size() for t in found.model.state_dict().values())
+    try:
+        with out.phases("starting") as phase:
+            tuned = config.tune(
+                found,
+                output=output,
+                resume=resume or config.resume,
+                progress=phase,
+                watch=lambda asked, baseline: _tell(out, asked, baseline),
+            )
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt("interrupted: the same command with --resume goes on") from None
+    if tuned.quantized is not None:
+        before = [] if tuned.baseline is None else [_accuracy(found.metric, tuned.baseline)]
+        size = Size(name="float weights", bytes=float_size)
+        write_report(
+            out,
+            found,
+            tuned.quantized,
+            output,
+            runtimes=runtimes,
+            accuracies=before,
+            float_size=size,
+            seed=config.seed,
+        )
+    _show(out, tuned, found.metric, output)
+    if tuned.met_goal is False:
+        out.stderr.print(f"the goal was missed by {_missed(tuned, found.metric)}; the best model is in {output}")
+        raise typer.Exit(CHECK_FAILED)
+
+
+def _changed(
+    config: TuneConfig,
+    *,
+    workload: str | None,
+    drop: str | None,
+    minutes: float | None,
+    trials: int | None,
+    first: bool,
+) -> TuneConfig:
+    """What the command line says counts before the file."""
+    goal, budget = config.goal, config.budget
+    try:
+        if drop is not None:
+            goal = Goal.model_validate({**goal.model_dump(), "drop": drop})
+        limits = {"minutes": minutes, "trials": trials, "stop": "first" if first else None}
+        budget = Budget.model_validate(
+            {**budget.model_dump(), **{key: value for key, value in limits.items() if value is not None}}
+        )
+    except ValueError as error:
+        lines = str(error).splitlines()
+        raise BitwrightError(lines[2].strip() if len(lines) > 2 else lines[0], where="--drop", value=drop) from error
+    return config.model_copy(update={"workload": workload or config.workload, "goal": goal, "budget": budget})
+
+
+def _accuracy(metric: str, baseline: Baseline) -> Accuracy:
+    return Accuracy(where="float", metric=metric, value=baseline.metrics[metric], samples=baseline.samples)
+
+
+def _tell(out: Out, asked: Asked, baseline: Baseline) -> None:
+    """One line for each candidate, as it comes."""
+    outcome = asked.outcome
+    if outcome.failed is not None:
+        verdict = f"failed: {outcome.failed.splitlines()[0]}"
+    else:
+        figures = ", ".join(f"{k} {v:.4g}" for k, v in outcome.metrics.items() if k != "n")
+        about = "about " if outcome.stopped else ""
+        speed = "" if outcome.latency_ratio is None else f", {outcome.latency_ratio:.2f}× latency"
+        verdict = f"{'passes' if outcome.passed else 'fails'}: {about}{figures}{speed}"
+        verdict += "".join(f", {limit}" for limit in outcome.exceeded)
+    known = "" if asked.fresh else " (known)"
+    out.say(f"{asked.number + 1:4d}  {verdict}  {asked.candidate}{known}")
+
+
+def _missed(tuned: Tuned, metric: str) -> str:
+    outcome = tuned.outcome
+    if outcome.exceeded:
+        return "; ".join(outcome.exceeded)
+    if tuned.baseline is None or metric not in outcome.metrics:
+        return outcome.failed or "all"
+    goal = tuned.goal
+    gaps = {
+        name: goal.margin(name, tuned.baseline.metrics[name], outcome.metrics[name]) for name in goal.metrics(metric)
+    }
+    return ", ".join(f"{-gap:.4g} {name}" for name, gap in gaps.items() if gap < 0)
+
+
+def _show(out: Out, tuned: Tuned, metric: str, folder: Path) -> None:
+    files = sorted(str(folder / file.name) for file in folder.iterdir() if file.is_file())
+    out.data({"files": files, **tuned.to_json()})
+    front = {asked.number for asked in tuned.pareto}
+    best = sorted(tuned.history, key=lambda asked: asked.outcome.rank())[:_SHOWN]
+    rows = [
+        (
+            str(asked.number + 1),
+            "yes" if asked.outcome.passed else "no",
+            ", ".join(f"{v:.4g}" for k, v in asked.outcome.metrics.items() if k != "n"),
+            "" if asked.outcome.latency_ratio is None else f"{asked.outcome.latency_ratio:.2f}×",
+            "" if asked.outcome.size is None else words.size(asked.outcome.size),
+            "yes" if asked.number in front else "",
+            str(asked.candidate),
+        )
+        for asked in best
+    ]
+    out.table(["#trial", "passes", f"#{metric}", "#latency", "#size", "Pareto", "candidate"], rows)
+    if tuned.baseline is not None and tuned.baseline.majority is not None:
+        out.say(f"always saying the most frequent class: {tuned.baseline.majority:.2f} %")
+    if tuned.paired is not None:
+        paired = tuned.paired
+        out.say(
+            f"only float is right on {paired.only_float} samples, only the quantized model on {paired.only_quantized}: "
+            f"p = {paired.p_value:.2g} (McNemar)"
+        )
+    outcome = tuned.outcome
+    verdict = {True: "the goal holds", False: "the goal is missed", None: "no goal was checked"}[tuned.met_goal]
+    speed = "" if outcome.latency_ratio is None else f", {outcome.latency_ratio:.2f}× float's latency"
+    figures = ", ".join(f"{k} {v:.4g}" for k, v in outcome.metrics.items() if k != "n")
+    out.say(f"{verdict}: {figures}{speed}; {tuned.candidate}")
+    out.say(f"{len(tuned.history)} trials, {tuned.full_evaluations} whole evaluations; {tuned.stopped_because}")
+    for file in files:
+        out.say(f"  {file}")

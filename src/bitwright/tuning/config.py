@@ -1,0 +1,194 @@
+"""A search as a file: what to tune, the goal, the budget, and where to look."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
+from torch import nn
+
+from bitwright.backends import Choices
+from bitwright.datasets import Dataset
+from bitwright.errors import BitwrightError, PlanError, WorkloadError, did_you_mean
+from bitwright.metrics import METRICS, make_evaluate, metric_name
+from bitwright.tuning.evaluate import Measuring
+from bitwright.tuning.goal import Budget, Goal
+from bitwright.tuning.lpot import is_lpot, translate
+from bitwright.tuning.problems import problems_of
+from bitwright.tuning.result import Tuned
+from bitwright.tuning.space import Space
+from bitwright.tuning.tune import tune
+from bitwright.workload import Workload, load_object, load_workload
+
+CONFIG_VERSION = 1
+
+
+class TuneConfig(BaseModel):
+    """One search. The model and its data come from a workload, or from `model` with data named here."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
+    version: Literal[1] = Field(default=1, alias="bitwright-tune")
+    workload: str | None = Field(default=None, description="file.py:function, or the name of a built-in.")
+    model: str | None = Field(default=None, description="file.py:function that gives an nn.Module.")
+    name: str | None = Field(default=None, description="Of the study; by default the workload's.")
+    calibration: Dataset | None = None
+    evaluation: Dataset | None = None
+    metric: str | dict[str, dict[str, Any]] | None = Field(
+        default=None, description="topk, f1, mse, mae, rmse, or several with their options."
+    )
+    goal: Goal = Goal()
+    budget: Budget = Budget()
+    strategy: str = "bisect"
+    backend: str = "onnxruntime"
+    space: Space = Space()
+    keep_float: tuple[str, ...] = ()
+    store: str | None = None
+    resume: bool = False
+    seed: int = Field(default=0, ge=0)
+    samples: int | None = Field(default=None, gt=0, description="Calibration samples.")
+    measuring: Measuring = Measuring()
+    early: bool = Field(default=True, description="Give up hopeless candidates on a part of the data.")
+
+    @staticmethod
+    def load(path: str | Path) -> TuneConfig:
+        """Read a file, ours or LPOT's; all its problems at once. Paths in it are relative to it."""
+        file = Path(path)
+        data = _read(file)
+        if is_lpot(data):
+            data = translate(data, where=str(file))
+        try:
+            config = TuneConfig.model_validate(data)
+        except ValidationError as error:
+            raise PlanError(problems_of(error, TuneConfig), title=f"{file} has problems") from error
+        return config._beside(file.parent)
+
+    def _beside(self, folder: Path) -> TuneConfig:
+        """Paths as seen from the file."""
+
+        def of(data: Dataset | None) -> Dataset | None:
+            if data is None:
+                return None
+            moved = {key: folder / path for key in ("npz", "images") if (path := getattr(data, key)) is not None}
+            return data.model_copy(update=moved)
+
+        def code(ref: str | None) -> str | None:
+            return ref if ref is None or ".py:" not in ref else str(folder / ref)
+
+        store = self.store if self.store is None or "://" in self.store else str(folder / self.store)
+        return self.model_copy(
+            update={
+                "calibration": of(self.calibration),
+                "evaluation": of(self.evaluation),
+                "workload": code(self.workload),
+                "model": code(self.model),
+                "store": store,
+            }
+        )
+
+    def make_workload(self, given: Workload | None = None) -> Workload:
+        """The workload of this search: the given one, or the named one, with the data and metric that are said here."""
+        if given is None and self.workload is not None:
+            given = load_workload(self.workload)
+        if given is None:
+            given = self._from_model()
+        changes: dict[str, Any] = {}
+        if self.calibration is not None:
+            changes["calibration"] = self.calibration.inputs
+        if self.evaluation is not None:
+            changes |= {"evaluation": self.evaluation.labelled, "evaluate": None, "metric": "top1"}
+        given = replace(given, **changes)
+        return given if self.metric is None else self._measured(given)
+
+    def _from_model(self) -> Workload:
+        if self.model is None or self.calibration is None:
+            missing = "model" if self.model is None else "calibration"
+            raise WorkloadError(
+                f"there is neither a workload nor a {missing}",
+                where=missing,
+                fix="name a workload (file.py:function), or give model, calibration and evaluation",
+            )
+        model = load_object(self.model)
+        if not isinstance(model, nn.Module):
+            raise WorkloadError(
+                "the function gave no nn.Module", where="model", value=type(model).__name__, fix="return the model"
+            )
+        example = next(iter(self.calibration.inputs()))[:1]
+        name = self.name or self.model.rpartition(":")[2]
+        return Workload(name=name, model=model, inputs=(example,), loss=torch.nn.functional.cross_entropy)
+
+    def _measured(self, workload: Workload) -> Workload:
+        """Metrics by name, on the workload's own data."""
+        if workload.evaluation is None:
+            raise WorkloadError(
+                "there is a metric but no data to measure it on", where="metric", fix="give evaluation= or evaluation:"
+            )
+        wanted = {self.metric: {}} if isinstance(self.metric, str) else dict(self.metric or {})
+        unknown = [name for name in wanted if name not in METRICS]
+        if unknown:
+            raise WorkloadError(
+                "unknown metric", where="metric", value=unknown[0], fix=did_you_mean(unknown[0], METRICS)
+            )
+        names = [metric_name(name, options) for name, options in wanted.items()]
+        if names == ["top1"]:  # the built-in one sees samples, so that it can pair and give up early
+            return replace(workload, evaluate=None, metric="top1")
+        return replace(workload, evaluate=make_evaluate(wanted, workload.evaluation), metric=names[0])
+
+    @property
+    def lower_is_better(self) -> tuple[str, ...]:
+        """The named metrics of which less is better."""
+        wanted = {self.metric: {}} if isinstance(self.metric, str) else dict(self.metric or {})
+        return tuple(metric_name(n, o) for n, o in wanted.items() if n in METRICS and not METRICS[n][1])
+
+    def tune(self, workload: Workload | None = None, **others: Any) -> Tuned:
+        """Search as this says; `others` are further arguments of `tune`, and count before what is said here."""
+        lower = self.lower_is_better
+        goal = self.goal
+        if lower and goal.lower_is_better is False:
+            goal = goal.model_copy(update={"lower_is_better": lower})
+        choices: Choices = {"keep_float": self.keep_float} if self.keep_float else {}
+        arguments: dict[str, Any] = {
+            "goal": goal,
+            "budget": self.budget,
+            "strategy": self.strategy,
+            "store": self.store,
+            "space": self.space,
+            "backend": self.backend,
+            "name": self.name,
+            "resume": self.resume,
+            "seed": self.seed,
+            "samples": self.samples,
+            "measuring": self.measuring,
+            "early": self.early,
+            **choices,
+        }
+        return tune(self.make_workload(workload), **{**arguments, **others})
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        data = YAML(typ="safe", pure=True).load(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise BitwrightError(f"can't read the file: {error}", where=str(file), fix="give a YAML file") from error
+    except YAMLError as error:
+        raise BitwrightError(f"not valid YAML: {error}", where=str(file), fix="mend the file") from error
+    if not isinstance(data, dict):
+        raise BitwrightError("a search is a mapping", where=str(file), value=data, fix="begin with `workload: …`")
+    return data
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON Schema of a file."""
+    schema = TuneConfig.model_json_schema()
+    identity = f"bitwright-tune-{CONFIG_VERSION}"
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "$id": identity, **schema}
+
+
+if __name__ == "__main__":  # python -m bitwright.tuning.config > docs/schemas/tune-1.json
+    sys.stdout.write(json.dumps(json_schema(), indent=2, ensure_ascii=False) + "\n")
