@@ -94,6 +94,12 @@ class Goal(BaseModel):
     memory: Bytes | None = None
     objective: Objective | dict[Objective, Annotated[float, Field(gt=0)]] = "latency"
 
+    @model_validator(mode="after")
+    def _one(self) -> Goal:
+        if isinstance(self.drop, dict) and {"relative", "absolute"} & set(self.drop):
+            raise ValueError("drop: give exactly one of relative and absolute")
+        return self
+
     def metrics(self, default: str) -> tuple[str, ...]:
         """The metrics that the goal speaks of."""
         return tuple(self.drop) if isinstance(self.drop, dict) else (default,)

@@ -23,7 +23,7 @@ from typing import Any
 import optuna
 from optuna.storages import RDBStorage
 from optuna.trial import FrozenTrial, TrialState
-from sqlalchemy.exc import OperationalError
+from sqlalchemy.exc import DatabaseError
 from sqlalchemy.pool import StaticPool
 
 from bitwright.errors import BitwrightError, PlanError, Problem
@@ -32,6 +32,7 @@ from bitwright.tuning.outcome import Outcome, failure
 
 _BEAT, _GRACE = 10, 40  # seconds
 _RETRIES = 10
+_OPENINGS = 20
 _KEY, _CANDIDATE, _OUTCOME, _WORKER, _INTERRUPTED = "key", "candidate", "outcome", "worker", "interrupted"
 _IDENTITY, _MEMO, _SESSION = "identity", "memo:", "session:"
 
@@ -75,12 +76,15 @@ class Study:
             assert trial is not None
         if trial.state != TrialState.WAITING:
             return None
-        # whoever is killed from here on is either found dead on this machine, or falls silent
-        self._storage.set_trial_user_attr(trial._trial_id, _WORKER, _who())
-        self._storage.record_heartbeat(trial._trial_id)
-        if not self._storage.set_trial_state_values(trial._trial_id, TrialState.RUNNING):
+        try:
+            # whoever is killed from here on is either found dead on this machine, or falls silent
+            self._storage.set_trial_user_attr(trial._trial_id, _WORKER, _who())
+            self._storage.record_heartbeat(trial._trial_id)
+            if not self._storage.set_trial_state_values(trial._trial_id, TrialState.RUNNING):
+                return None
+            self._storage.set_trial_user_attr(trial._trial_id, _WORKER, _who())  # two may have come here
+        except optuna.exceptions.UpdateFinishedTrialError:
             return None
-        self._storage.set_trial_user_attr(trial._trial_id, _WORKER, _who())  # two may have come here
         return Claim(trial._trial_id)
 
     def finish(self, claim: Claim, outcome: Outcome) -> None:
@@ -142,8 +146,13 @@ class Study:
             reached = max(reached, end)
         return total
 
+    def close(self) -> None:
+        """Let go of the database."""
+        self._storage.remove_session()
+        self._storage.engine.dispose()
+
     def _all(self) -> list[FrozenTrial]:
-        return self._storage.get_all_trials(self._study._study_id, deepcopy=False)
+        return self._study.get_trials(deepcopy=False)  # only what may have changed is read again
 
     def _find(self, key: str) -> FrozenTrial | None:
         """The trial that counts: finished, or the first that isn't given up."""
@@ -154,7 +163,8 @@ class Study:
         values = self._storage.get_trial(trial_id).user_attrs[_OUTCOME]
         objective = values["objective"]
         state = TrialState.COMPLETE if objective is not None else TrialState.PRUNED
-        self._storage.set_trial_state_values(trial_id, state, None if objective is None else [objective])
+        with suppress(optuna.exceptions.UpdateFinishedTrialError):  # another worker did it
+            self._storage.set_trial_state_values(trial_id, state, None if objective is None else [objective])
 
     def _bury(self) -> None:
         """Give up trials whose worker is dead: at once if it was on this machine, else when it falls silent."""
@@ -193,7 +203,7 @@ def open_study(store: str | Path | None, name: str, identity: Mapping[str, Any],
     except optuna.exceptions.DuplicatedStudyError:
         study = optuna.load_study(storage=storage, study_name=name)
         known = _identity(study, text)
-        if not resume and _evaluated(storage, study):
+        if not resume and study.get_trials(deepcopy=False):
             raise BitwrightError(
                 "there is such a study already",
                 where=_where(store),
@@ -213,10 +223,6 @@ def _identity(study: optuna.Study, own: dict[str, Any]) -> dict[str, Any]:
         time.sleep(0.05)  # another worker may just be writing it
     study.set_user_attr(_IDENTITY, own)
     return own
-
-
-def _evaluated(storage: RDBStorage, study: optuna.Study) -> bool:
-    return bool(storage.get_all_trials(study._study_id, deepcopy=False))
 
 
 def _refuse_changes(known: Mapping[str, Any], now: Mapping[str, Any]) -> None:
@@ -263,16 +269,21 @@ def _storage(store: str | Path | None) -> RDBStorage:
         path.parent.mkdir(parents=True, exist_ok=True)
         url = f"sqlite:///{path}"
         options = {"connect_args": {"timeout": 60}}
-    try:
-        with _experimental():
-            return RDBStorage(url, engine_kwargs=options, heartbeat_interval=_BEAT, grace_period=_GRACE)
-    except (OperationalError, ImportError) as error:
-        lines = str(error).strip().splitlines()
-        raise BitwrightError(
-            f"the store can't be opened: {lines[0]}",
-            where=_where(store),
-            fix="check the address and the server; PostgreSQL needs pip install 'bitwright[postgresql]'",
-        ) from error
+    for left in reversed(range(_OPENINGS)):
+        try:
+            with _experimental():
+                return RDBStorage(url, engine_kwargs=options, heartbeat_interval=_BEAT, grace_period=_GRACE)
+        except (DatabaseError, ImportError) as error:
+            if left and "already exists" in str(error):  # two workers make the tables at the same moment
+                time.sleep(0.2)
+                continue
+            lines = str(error).strip().splitlines()
+            raise BitwrightError(
+                f"the store can't be opened: {lines[0]}",
+                where=_where(store),
+                fix="check the address and the server; PostgreSQL needs pip install 'bitwright[postgresql]'",
+            ) from error
+    raise AssertionError("the last attempt returns or raises")
 
 
 @contextmanager

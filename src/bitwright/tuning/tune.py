@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import tempfile
 from collections.abc import Callable
+from contextlib import closing
 from itertools import chain
 from pathlib import Path
 from typing import Any, Unpack
@@ -115,11 +116,12 @@ def tune(
             )
             where = store if store is not None or place is None else place / "study.db"
             study = open_study(where, name or workload.name, identity, resume=resume)
-            if evaluator.runtime is not None:
-                tell("exporting the float model")
-                _ = evaluator.float_artefact  # now, while the model is float
-            run = _Run(workload, evaluator, candidates, baseline, study, budget, tell, watch)
-            result = run(search_by, strategy, seed)
+            with closing(study):
+                if evaluator.runtime is not None:
+                    tell("exporting the float model")
+                    _ = evaluator.float_artefact  # now, while the model is float
+                run = _Run(workload, evaluator, candidates, baseline, study, budget, tell, watch)
+                result = run(search_by, strategy, seed)
         if place is not None:
             tell("saving")
             result.save(place)
