@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from bitwright.recipe import Quantized, quantize
     from bitwright.sensitivity import score, suggest
     from bitwright.train import Qat, TrainConfig, Trainer
-    from bitwright.tuning import Budget, Goal, Space, Tuned, tune
+    from bitwright.tuning import Budget, Goal, Space, TuneConfig, Tuned, tune
     from bitwright.version import __version__
     from bitwright.workload import Workload, load_workload, measure
 
@@ -79,6 +79,7 @@ _HOMES = {
         "Budget",
         "Goal",
         "Space",
+        "TuneConfig",
         "Tuned",
         "tune",
     ),
@@ -119,6 +120,7 @@ __all__ = [
     "Space",
     "TrainConfig",
     "Trainer",
+    "TuneConfig",
     "Tuned",
     "Workload",
     "__version__",

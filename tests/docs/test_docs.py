@@ -33,12 +33,16 @@ def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_yaml_blocks_are_plans_or_tables(page: Path, tmp_path: Path) -> None:
+def test_yaml_blocks_are_plans_tables_or_searches(page: Path, tmp_path: Path) -> None:
     for block in blocks(page, "yaml"):
         if re.search(r"^schema:", block, re.M):
             path = tmp_path / "table.yaml"
             path.write_text(block, encoding="utf-8")
             assert bw.backend(str(path)).title
+        elif re.search(r"^bitwright-tune:", block, re.M):
+            path = tmp_path / "tune.yaml"
+            path.write_text(block, encoding="utf-8")
+            assert bw.TuneConfig.load(path).goal
         else:
             assert bw.Plan.from_yaml(block).validate() == []
 
