@@ -15,9 +15,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from common import environment, save
-from planted import workload
 
 from bitwright import Budget, Goal, Space, tune
+from planted import workload
 
 PLANTED = {20: (7,), 40: (5, 18, 31)}
 STRATEGIES = ("bisect", "basic", "mse", "mse_v2", "hawq_v2", "auto")
@@ -69,8 +69,8 @@ store = sys.argv[1]
 sys.stdin.readline()
 begin = time.perf_counter()
 found = tune(workload(40, (5, 18, 31), lower=True, samples=40000), Goal(drop="10%", lower_is_better=True),
-             Budget(trials=40), "random", store, space=Space(weights="int8/channel/sym", observer="minmax", steps=((),)),
-             backend="tensorrt", resume=True)
+             Budget(trials=40), "random", store, backend="tensorrt", resume=True,
+             space=Space(weights="int8/channel/sym", observer="minmax", steps=((),)))
 print(time.perf_counter() - begin, sum(a.fresh for a in found.history), len({{a.candidate.key for a in found.history}}))
 """
 
