@@ -38,6 +38,7 @@ class OpHooks:
         self.inputs: dict[str, Quantizer | Alias] = {}
         self.output: Quantizer | Alias | None = None
         self.fold: Fold | None = None
+        self.kernel: Any = None  # runs the operator in its place
         self.folded: Fold | None = None  # this operator is a norm that another one has folded in
 
 
@@ -78,6 +79,7 @@ class Attachment(Interceptor):
         self.quantizers: dict[str, Quantizer] = {}
         self.shared: dict[str, str] = {}  # site → the site whose quantizer it uses
         self.folds: dict[str, Fold] = {}  # by the site of the folded bias
+        self.kernels: dict[str, Any] = {}  # by operator
         self.tables: dict[str, list[Table]] = {}
         self.root: ForwardShim | None = None  # the model's own, whatever a trainer wraps around it
         self.calls: dict[str, int] = {}
@@ -166,6 +168,8 @@ def _run(hooks: OpHooks, kind: str, writes: bool, func: Any, args: tuple[Any, ..
                 put(new_args, new_kwargs, place, quantizer(tensor))
     if hooks.fold is not None:
         result = hooks.fold.run(func, new_args, new_kwargs, hooks.inputs.get("weight"), hooks.inputs.get("bias"))
+    elif hooks.kernel is not None:
+        result = hooks.kernel(func, tuple(new_args), new_kwargs)
     else:
         result = func(*new_args, **new_kwargs)
     returned = result is not None

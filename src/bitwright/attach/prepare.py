@@ -17,20 +17,23 @@ from bitwright.graph import Graph, capture
 from bitwright.graph.functions import channel_axis, reduction_axis
 from bitwright.graph.intercept import ForwardShim, install, uninstall
 from bitwright.graph.naming import SiteName, primary_kind, site_name
-from bitwright.plan import FoldSpec, Plan, SiteSpec
-from bitwright.registry import QUANTIZERS
+from bitwright.plan import ComputeSpec, FoldSpec, Plan, SiteSpec
+from bitwright.registry import KERNELS, QUANTIZERS
 
 Model = TypeVar("Model", bound=nn.Module)
 Mode = Literal["float", "calibrate", "quantize"]
 
 
-def prepare(model: Model, plan: Plan, *, inputs: Any = None, graph: Graph | None = None) -> Model:
+def prepare(
+    model: Model, plan: Plan, *, inputs: Any = None, graph: Graph | None = None, simulate: bool = False
+) -> Model:
     """Put the plan's quantizers onto `model`, in place, and return it.
 
     Class, forward signature and float state-dict keys stay; quantizer state has keys
     `bitwright.<site>.…`. A plan with patterns needs a `graph` (or `inputs` to record one); a plan of
     exact sites doesn't. A prepared model runs in one thread at a time. Calibration gives learnable
-    scales their shapes: make the optimizer after.
+    scales their shapes: make the optimizer after. Operators of the plan's `compute` run in real low precision, or, with
+    `simulate`, in float with the same roundings.
     """
     if find_attachment(model) is not None:
         raise BitwrightError("this model is prepared already", fix="strip(model) first")
@@ -49,12 +52,12 @@ def prepare(model: Model, plan: Plan, *, inputs: Any = None, graph: Graph | None
         )
     plan = plan.resolve(graph) if graph is not None else plan
     problems = plan.validate() if graph is None else []
-    builder = _Builder(model, plan, graph, skip={problem.where for problem in problems})
+    builder = _Builder(model, plan, graph, skip={problem.where for problem in problems}, simulate=simulate)
     problems += builder.problems
     if problems:
         raise PlanError(problems)
     attachment = builder.attachment
-    if not attachment.quantizers:
+    if not attachment.quantizers and not attachment.kernels:
         return model  # an all-float plan is no plan
     container = Container(attachment)
     for site, quantizer in attachment.quantizers.items():
@@ -181,7 +184,9 @@ def tapped(model: nn.Module, look: Callable[[str, Quantizer, Tensor], None]) -> 
 class _Builder:
     """Turns a plan of exact sites into tables of hooks, collecting every problem."""
 
-    def __init__(self, model: nn.Module, plan: Plan, graph: Graph | None, skip: set[str | None]) -> None:
+    def __init__(
+        self, model: nn.Module, plan: Plan, graph: Graph | None, skip: set[str | None], *, simulate: bool
+    ) -> None:
         self.attachment = Attachment(plan)
         self.modules = dict(model.named_modules())
         self.problems: list[Problem] = []
@@ -200,6 +205,9 @@ class _Builder:
         for norm, fold in plan.folds.items():
             if f"fold.{norm}" not in skip:
                 self._fold(norm, fold)
+        for name, compute in plan.compute.items():
+            if compute.low and not any(str(where).startswith(f"compute.{name}") for where in skip):
+                self._kernel(name, compute, simulate)
         self._count_calls(graph)
         self._repeat_weights()
 
@@ -312,6 +320,13 @@ class _Builder:
             hooks.output = quantizer
         else:
             hooks.inputs[name.port] = quantizer
+
+    def _kernel(self, operator: str, spec: ComputeSpec, simulate: bool) -> None:
+        located = self._locate(f"{operator}:input")
+        if located is not None:
+            kernel = KERNELS.get(spec.format)(spec, simulate=simulate)
+            self._hooks(*located).kernel = kernel
+            self.attachment.kernels[operator] = kernel
 
     def _fold(self, norm: str, spec: FoldSpec) -> None:
         located = self._locate(f"{norm}:input"), self._locate(f"{spec.into}:weight")

@@ -1,6 +1,6 @@
 """Plan: load, save, validate, diff."""
 
-from bitwright.plan.plan import Change, Device, FoldSpec, Plan, SiteSpec
+from bitwright.plan.plan import Change, ComputeSpec, Device, FoldSpec, Plan, SiteSpec
 from bitwright.plan.schema import SCHEMA_VERSION, json_schema
 from bitwright.plan.strategies import DEFAULT_STRATEGY, NO_FOLDING, STRATEGIES, known_strategies
 
@@ -10,6 +10,7 @@ __all__ = [
     "SCHEMA_VERSION",
     "STRATEGIES",
     "Change",
+    "ComputeSpec",
     "Device",
     "FoldSpec",
     "Plan",

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from bitwright.plan.files import spec_entry
-from bitwright.plan.plan import Change, Device, Plan, SiteSpec
+from bitwright.plan.plan import Change, ComputeSpec, Device, Plan, SiteSpec
 
 
 def diff(before: Plan, after: Plan) -> list[Change]:
@@ -19,10 +19,13 @@ def diff(before: Plan, after: Plan) -> list[Change]:
     changes += _compare("fold", *({norm: str(fold) for norm, fold in plan.fold.items()} for plan in (before, after)))
     changes += _compare("float", before.float, after.float)
     changes += _compare("", _texts(before.sites), _texts(after.sites))
+    changes += _compare("compute", _kernels(before.compute), _kernels(after.compute))
     for kind in dict.fromkeys([*before.devices, *after.devices]):
         a, b = before.devices.get(kind), after.devices.get(kind)
         changes += _compare("devices", _about(kind, a), _about(kind, b))
         changes += _compare(f"devices.{kind}", _texts(a.sites if a else {}), _texts(b.sites if b else {}))
+        kernels = (_kernels(a.compute if a else {}), _kernels(b.compute if b else {}))
+        changes += _compare(f"devices.{kind} compute", *kernels)
     return changes
 
 
@@ -32,6 +35,10 @@ def _about(kind: str, device: Device | None) -> dict[str, str]:
 
 def _texts(sites: Mapping[str, SiteSpec]) -> dict[str, str]:
     return {name: _text(spec_entry(spec)) for name, spec in sites.items()}
+
+
+def _kernels(compute: Mapping[str, ComputeSpec]) -> dict[str, str]:
+    return {name: _text(spec.entry()) for name, spec in compute.items()}
 
 
 def _text(entry: Any) -> str:

@@ -16,8 +16,8 @@ from ruamel.yaml.representer import SafeRepresenter
 from bitwright.errors import BitwrightError, FormatError, PlanError, Problem, did_you_mean
 from bitwright.files import write_text
 from bitwright.formats import Format
-from bitwright.plan.plan import Device, FoldSpec, Plan, SiteSpec
-from bitwright.plan.schema import SCHEMA_VERSION, DeviceEntry, FoldEntry, PlanFile, SiteEntry
+from bitwright.plan.plan import ComputeSpec, Device, FoldSpec, Plan, SiteSpec
+from bitwright.plan.schema import SCHEMA_VERSION, ComputeEntry, DeviceEntry, FoldEntry, PlanFile, SiteEntry
 from bitwright.plan.strategies import NO_FOLDING, known_strategies
 
 
@@ -61,8 +61,13 @@ def parse_plan(text: str, *, where: str) -> Plan:
         sites=_specs(file.sites, "", problems),
         fold={n: e if isinstance(e, str) else FoldSpec(**e.model_dump()) for n, e in file.fold.items()},
         float=file.float,
+        compute=_computes(file.compute),
         devices={
-            kind: Device(sites=_specs(device.sites, f"devices.{kind} ", problems), why=device.why or "")
+            kind: Device(
+                sites=_specs(device.sites, f"devices.{kind} ", problems),
+                compute=_computes(device.compute),
+                why=device.why or "",
+            )
             for kind, device in file.devices.items()
         },
         backend=file.backend,
@@ -74,7 +79,7 @@ def parse_plan(text: str, *, where: str) -> Plan:
 
 
 # pydantic names the branch of a union in its paths; a user doesn't know our class names
-_BRANCHES = ("SiteEntry", "FoldEntry", "str", "dict[str,any]")
+_BRANCHES = ("SiteEntry", "FoldEntry", "ComputeEntry", "str", "dict[str,any]")
 
 
 def _problems(error: ValidationError) -> list[Problem]:
@@ -103,6 +108,8 @@ def _fields(path: tuple[str, ...]) -> Iterable[str]:
         return PlanFile.model_fields
     if path[0] == "fold":
         return FoldEntry.model_fields
+    if path[0] == "compute" or (path[2:3] == ("compute",) and len(path) > 3):
+        return ComputeEntry.model_fields
     return DeviceEntry.model_fields if path[0] == "devices" and len(path) == 3 else SiteEntry.model_fields
 
 
@@ -140,6 +147,15 @@ def _specs(entries: Mapping[str, SiteEntry | str], prefix: str, problems: list[P
             why=entry.why or "",
         )
     return specs
+
+
+def _computes(entries: Mapping[str, ComputeEntry | str]) -> dict[str, ComputeSpec]:
+    return {
+        name: ComputeSpec(format=entry)
+        if isinstance(entry, str)
+        else ComputeSpec(format=entry.format, backward=entry.backward, stochastic=entry.stochastic, why=entry.why or "")
+        for name, entry in entries.items()
+    }
 
 
 def _named(value: str | dict[str, Any] | None, default: str) -> tuple[str, dict[str, Any]]:
@@ -206,10 +222,14 @@ def dump_plan(plan: Plan) -> str:
         data["fold"] = {norm: fold_entry(fold) for norm, fold in plan.fold.items()}
     if plan.float:
         data["float"] = dict(plan.float)
+    if plan.compute:
+        data["compute"] = {name: spec.entry() for name, spec in plan.compute.items()}
     if plan.devices:
         data["devices"] = {}
         for kind, device in plan.devices.items():
             entry: dict[str, Any] = {"sites": {name: spec_entry(spec) for name, spec in device.sites.items()}}
+            if device.compute:
+                entry["compute"] = {name: spec.entry() for name, spec in device.compute.items()}
             if device.why:
                 entry["why"] = device.why
             data["devices"][kind] = entry

@@ -13,6 +13,7 @@ from bitwright.errors import PlanError, Problem, did_you_mean
 from bitwright.formats import Format
 from bitwright.graph import Graph
 from bitwright.graph.naming import site_name
+from bitwright.plan.compute import ComputeSpec, resolved
 from bitwright.plan.strategies import DEFAULT_STRATEGY
 
 _FLOAT = Format.parse("float")
@@ -65,6 +66,7 @@ class Device:
     """What differs on one kind of device."""
 
     sites: Mapping[str, SiteSpec] = field(default_factory=dict)
+    compute: Mapping[str, ComputeSpec] = field(default_factory=dict)
     why: str = ""
 
 
@@ -86,6 +88,7 @@ class Plan:
     sites: Mapping[str, SiteSpec] = field(default_factory=dict)
     fold: Mapping[str, str | FoldSpec] = field(default_factory=dict)
     float: Mapping[str, str] = field(default_factory=dict)
+    compute: Mapping[str, ComputeSpec] = field(default_factory=dict)
     devices: Mapping[str, Device] = field(default_factory=dict)
     backend: str | None = None
     model: str | None = None
@@ -151,12 +154,15 @@ class Plan:
                 common[key] = own.get(key, spec)  # in its old place
             elif is_pattern(key) and key not in own:
                 common[key] = spec
-        return replace(self, sites={**common, **own}, devices={})
+        # a later entry counts before an earlier one: the device's own come last
+        compute = {k: v for k, v in self.compute.items() if k not in self.devices[kind].compute}
+        compute.update(self.devices[kind].compute)
+        return replace(self, sites={**common, **own}, compute=compute, devices={})
 
     @cached_property
     def has_patterns(self) -> bool:
         """Whether sites must still be resolved against a graph."""
-        return any(is_pattern(name) for name in self.sites)
+        return any(is_pattern(name) for name in (*self.sites, *self.compute))
 
     @property
     def quantized(self) -> Iterator[tuple[str, SiteSpec]]:
@@ -178,8 +184,8 @@ class Plan:
             sites = _resolved(Lookup(device.sites, self.sites), names, graph)
             # also what follows from the device's own sites: a tied weight may have another owner there
             kept = {n: spec for n, spec in sites.items() if own(n) is not None or spec != common.get(n)}
-            devices[kind] = replace(device, sites=kept)
-        return replace(self, sites=common, devices=devices)
+            devices[kind] = replace(device, sites=kept, compute=resolved([device.compute], graph))
+        return replace(self, sites=common, compute=resolved([self.compute], graph), devices=devices)
 
     def validate(self, graph: Graph | None = None) -> list[Problem]:
         """All problems, each with site, value and fix; empty when the plan is good."""
@@ -273,4 +279,4 @@ class Change:
         return f"~ {self.where}: {self.before} → {self.after}"
 
 
-__all__ = ["Change", "Device", "FoldSpec", "Plan", "SiteSpec"]
+__all__ = ["Change", "ComputeSpec", "Device", "FoldSpec", "Plan", "SiteSpec"]

@@ -52,10 +52,22 @@ class FoldEntry(_Strict):
     )
 
 
+class ComputeEntry(_Strict):
+    """How operators are computed; a bare text is short for `{format: text}`."""
+
+    format: str = Field(description="A kernel: int8, bf16, fp16, …; float for none.")
+    backward: tuple[Literal["input", "weight"], ...] = Field(
+        default=("input",), description="Products of the backward pass that run in that precision, too."
+    )
+    stochastic: bool = Field(default=False, strict=True, description="Round gradients at random.")
+    why: str | None = None
+
+
 class DeviceEntry(_Strict):
     """What differs on one kind of device."""
 
     sites: dict[str, SiteEntry | str] = Field(default_factory=dict)
+    compute: dict[str, ComputeEntry | str] = Field(default_factory=dict)
     why: str | None = None
 
 
@@ -76,6 +88,10 @@ class PlanFile(_Strict):
         "or a mapping with `into` and `strategy`.",
     )
     float: dict[str, str] = Field(default_factory=dict, description="Operators that stay in float, with the reason.")
+    compute: dict[str, ComputeEntry | str] = Field(
+        default_factory=dict,
+        description="Operators that really run in low precision when training, by name or pattern.",
+    )
     devices: dict[str, DeviceEntry] = Field(
         default_factory=dict, description="Differences per kind of device, for clusters of unequal machines."
     )

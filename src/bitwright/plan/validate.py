@@ -9,6 +9,7 @@ from bitwright.errors import BitwrightError, Problem, did_you_mean
 from bitwright.graph import Graph, Op
 from bitwright.graph.functions import channel_axis, reduction_axis
 from bitwright.graph.naming import SiteName
+from bitwright.plan.compute import problems_of
 from bitwright.plan.plan import Lookup, Plan, SiteSpec, is_pattern, matching, site_names, weight_owners
 from bitwright.plan.strategies import STRATEGIES, WITHOUT_BATCH, known_strategies
 from bitwright.registry import BACKENDS, OBSERVERS, QUANTIZERS, Registry
@@ -30,6 +31,9 @@ def validate(plan: Plan, graph: Graph | None = None) -> list[Problem]:
             problems += _share(prefix + key, spec, sites)
         if graph is not None:
             problems += _against(graph, sites, site_names(graph, plan.folds), prefix)
+    problems += problems_of(plan.compute, plan.sites, graph, "")
+    for kind, device in plan.devices.items():
+        problems += problems_of(device.compute, {**plan.sites, **device.sites}, graph, f"devices.{kind} ")
     problems += _strategies(plan)
     if graph is not None:
         problems += _folds(plan, graph)

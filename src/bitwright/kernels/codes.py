@@ -1,0 +1,125 @@
+"""Numbers as 8-bit codes: one scale per tensor or per channel, nearest or stochastic rounding, in float32 always."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from bitwright.attach.compiled import Kernel as Compiled
+from bitwright.attach.compiled import dense, worthwhile
+
+FULL = 127
+TINY = 1e-30
+"""Smaller scales have no inverse: such numbers are as good as zero."""
+EXACT = 63
+"""The largest code of one operand where 8-bit products are added in saturating pairs: 2·255·63 fits into int16."""
+
+
+@dataclass(frozen=True)
+class Codes:
+    """Unsigned codes; a number is (code − zero)·scale."""
+
+    values: Tensor
+    scale: float
+    zero: int
+
+    def float(self) -> Tensor:
+        """The numbers."""
+        # three passes, each of which torch vectorises; one compiled pass from bytes is slower
+        return self.values.to(torch.float32).sub_(self.zero).mul_(self.scale)
+
+
+@dataclass(frozen=True)
+class Signed:
+    """Signed codes with a scale for each row (the first axis)."""
+
+    values: Tensor
+    scales: Tensor
+
+    def float(self) -> Tensor:
+        """The numbers."""
+        return self.values.to(torch.float32) * self.scales.view(-1, *(1,) * (self.values.dim() - 1))
+
+
+def encode(x: Tensor, seed: int | None = None, *, signed: bool = False) -> Codes:
+    """Codes of a tensor, by its own largest number; without negative numbers all 255 levels are above zero.
+
+    With a `seed` numbers are rounded up or down at random, in the mean to themselves. `signed`: around 128 always.
+    """
+    x = x.detach().to(torch.float32)
+    if not x.numel():
+        return Codes(x.to(torch.uint8), 1.0, 128)
+    x = x if dense(x) else x.contiguous()
+    row = x.as_strided((x.numel(),), (1,))  # in the order of memory
+    around = torch.tensor(signed, device=x.device)
+    more = [] if seed is None else [torch.tensor(seed & 0x7FFFFFFF, device=x.device)]
+    function = _NEAREST if seed is None else _STOCHASTIC
+    run = function.compiled if worthwhile(x) else function.function
+    values, scale, zero = run(row, around, *more)
+    return Codes(values.as_strided(x.shape, x.stride()), float(scale), int(zero))
+
+
+def encode_rows(x: Tensor, limit: int) -> Signed:
+    """Signed codes up to `limit`, with a scale for each row of the first axis."""
+    rows = x.detach().to(torch.float32).reshape(x.shape[0], -1)
+    scales = rows.abs().amax(1) / limit
+    scales = torch.where((scales > TINY) & scales.isfinite(), scales, 1.0)
+    codes = (rows / scales[:, None]).round_().clamp_(-limit, limit).to(torch.int8)
+    return Signed(codes.view(x.shape).contiguous(), scales)
+
+
+def as_second(values: Tensor, codes: Codes, limit: int) -> Signed:
+    """Codes that are there already as rows of a second operand, halved where products would saturate otherwise.
+
+    Halves are rounded to even, so that they are neither up nor down in the mean. Only codes around 128 can be: they
+    have a sign.
+    """
+    shifted = values.to(torch.int16) - codes.zero
+    scale = codes.scale
+    if limit < FULL:  # to ±64, with which products are exact as well
+        shifted = (shifted + ((shifted >> 1) & 1)) >> 1
+        scale *= 2
+    return Signed(shifted.to(torch.int8).contiguous(), torch.full((values.shape[0],), scale))
+
+
+def _grid(x: Tensor, signed: Tensor) -> tuple[Tensor, Tensor]:
+    """Scale and zero of a tensor."""
+    low, high = x.amin(), x.amax()
+    both = signed | (low < 0)
+    scale = torch.where(both, torch.maximum(high, -low) / FULL, high / 255)
+    scale = torch.where((scale > TINY) & (scale < float("inf")), scale, 1.0)
+    return scale, torch.where(both, 128.0, 0.0)
+
+
+def _nearest(x: Tensor, signed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    scale, zero = _grid(x, signed)
+    return (x * (1.0 / scale) + zero).round().clamp(0, 255).to(torch.uint8), scale, zero
+
+
+def _stochastic(x: Tensor, signed: Tensor, seed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Noise from a hash of each number's place and the seed: no generator's state, no second pass over memory."""
+    scale, zero = _grid(x, signed)
+    place = torch.arange(x.numel(), device=x.device, dtype=torch.int32)
+    bits = place + seed.to(torch.int32) * 0x61C88647
+    bits = (bits ^ ((bits >> 16) & 0xFFFF)) * 0x45D9F3B
+    bits = (bits ^ ((bits >> 15) & 0x1FFFF)) * 0x2C1B3C6D
+    bits = bits ^ ((bits >> 16) & 0xFFFF)
+    noise = (bits & 0xFFFFFF).to(torch.float32) * (1.0 / (1 << 24))
+    return torch.floor(x * (1.0 / scale) + zero + noise).clamp(0, 255).to(torch.uint8), scale, zero
+
+
+_NEAREST, _STOCHASTIC = Compiled(_nearest), Compiled(_stochastic)
+
+
+@cache
+def limit() -> int:
+    """The largest code of the second operand with which this CPU's products are exact: found by a product."""
+    from bitwright.kernels.products import onednn_linear
+
+    ones = torch.full((16, 64), 255, dtype=torch.uint8)
+    rows = torch.full((16, 64), FULL, dtype=torch.int8)
+    result = onednn_linear(Codes(ones, 1.0, 0), Signed(rows, torch.ones(16)), None)
+    return FULL if bool((result == 255.0 * FULL * 64).all()) else EXACT

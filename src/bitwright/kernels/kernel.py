@@ -1,0 +1,60 @@
+"""What a kernel is: one class, registered once; profile, predict, planners and training know it from then on."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, ClassVar, TypeVar
+
+import torch
+
+from bitwright.graph import Op
+from bitwright.plan import ComputeSpec
+from bitwright.registry import KERNELS
+
+GRADIENTS = ("input", "weight")
+"""The two products of a backward pass: for what came in, and for the weight."""
+
+
+class Kernel(ABC):
+    """Runs operators of some kinds in one precision.
+
+    It is given the call as the model makes it, and returns what the call would: autograd works through it.
+    """
+
+    name: ClassVar[str]
+    kinds: ClassVar[tuple[str, ...]]
+    saved_bytes: ClassVar[float] = 4.0
+    """Per number of the input that is kept for the backward pass; memory is predicted with it."""
+
+    def __init__(self, spec: ComputeSpec, *, simulate: bool = False) -> None:
+        self.spec = spec
+        self.simulate = simulate
+
+    @classmethod
+    def refuses(cls, op: Op, spec: ComputeSpec) -> str | None:
+        """Why it can't run this operator; None if it can."""
+        return None if op.kind in cls.kinds else f"{cls.name} has no kernel for {op.kind}"
+
+    @classmethod
+    def missing(cls, device: torch.device) -> str | None:
+        """Why it can only be simulated on this device; None if it really runs there."""
+        return None
+
+    @abstractmethod
+    def __call__(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the call."""
+
+
+Made = TypeVar("Made", bound=type[Kernel])
+
+
+def kernel(name: str, *kinds: str) -> Callable[[Made], Made]:
+    """Register a class as the kernel of that name, for operators of these kinds."""
+
+    def register(made: Made) -> Made:
+        made.name, made.kinds = name, kinds
+        KERNELS.register(name, made)
+        return made
+
+    return register

@@ -1,0 +1,51 @@
+"""bf16 and fp16: the operator's own code, in half the bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from bitwright.graph.tree import map_tensors
+from bitwright.kernels.kernel import Kernel
+
+_KINDS = ("linear", "conv1d", "conv2d", "matmul", "embedding")
+
+
+class _LowFloat(Kernel):
+    """Casts what comes, runs the operator, casts what goes. Autograd casts gradients the same way."""
+
+    dtype: ClassVar[torch.dtype]
+    kinds: ClassVar[tuple[str, ...]] = _KINDS
+    saved_bytes = 2.0
+
+    def __call__(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Weights stay float32 outside of the call."""
+        tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and t.is_floating_point()]
+        wide = tensors[0].dtype if tensors else torch.float32
+
+        def narrow(tensor: Tensor) -> Tensor:
+            if not tensor.is_floating_point():
+                return tensor
+            low = tensor.to(self.dtype)
+            return low.to(wide) if self.simulate else low
+
+        new_args, new_kwargs = map_tensors((tuple(args), dict(kwargs)), narrow)
+        with torch.autocast(device_type=tensors[0].device.type if tensors else "cpu", enabled=False):
+            return map_tensors(func(*new_args, **new_kwargs), lambda t: t.to(wide) if t.is_floating_point() else t)
+
+
+class Bf16(_LowFloat):
+    """bfloat16."""
+
+    name = "bf16"
+    dtype = torch.bfloat16
+
+
+class Fp16(_LowFloat):
+    """float16."""
+
+    name = "fp16"
+    dtype = torch.float16

@@ -1,0 +1,108 @@
+"""Products of codes: in integers by what this machine is fast at, or the same numbers in float."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bitwright.kernels.codes import Codes, Signed, as_second
+
+Ints = Sequence[int]
+
+
+@cache
+def missing() -> str | None:
+    """Why integer products can't be run on this CPU; None if they can."""
+    if not torch.backends.mkldnn.is_available():
+        return "torch was built without oneDNN"
+    for name in ("qlinear_pointwise", "qconv2d_pointwise"):
+        if not hasattr(torch.ops.onednn, name):
+            return f"this torch has no onednn::{name}"
+    return None
+
+
+def onednn_linear(x: Codes, weight: Signed, bias: Tensor | None) -> Tensor:
+    """x · weightᵀ + bias."""
+    rows = x.values.reshape(-1, x.values.shape[-1])
+    count = weight.values.shape[0]
+    packed = torch.ops.onednn.qlinear_prepack(weight.values, list(rows.shape))
+    zeros = torch.zeros(count, dtype=torch.int32)
+    result: Tensor = torch.ops.onednn.qlinear_pointwise(
+        rows, x.scale, x.zero, packed, weight.scales, zeros, bias, 1.0, 0, torch.float32, "none", [], ""
+    )
+    return result.view(*x.values.shape[:-1], count)
+
+
+def onednn_conv2d(
+    x: Codes, weight: Signed, bias: Tensor | None, stride: Ints, padding: Ints, dilation: Ints, groups: int
+) -> Tensor:
+    """The convolution, in channels-last memory."""
+    values = x.values.contiguous(memory_format=torch.channels_last)
+    shape = (list(stride), list(padding), list(dilation), groups)
+    packed = torch.ops.onednn.qconv_prepack(weight.values, weight.scales, x.scale, x.zero, *shape, list(values.shape))
+    zeros = torch.zeros(weight.values.shape[0], dtype=torch.int32)
+    result: Tensor = torch.ops.onednn.qconv2d_pointwise(
+        values, x.scale, x.zero, packed, weight.scales, zeros, bias, *shape, 1.0, 0, torch.float32, "none", [], ""
+    )
+    return result
+
+
+def linear(x: Codes, weight: Signed, bias: Tensor | None, *, simulate: bool) -> Tensor:
+    """By integers where they run, else by floats of the same values."""
+    if not simulate and x.values.device.type == "cpu" and missing() is None:
+        return onednn_linear(x, weight, bias)
+    if not simulate and x.values.device.type == "cuda":
+        return _int_mm(x, weight, bias)
+    return F.linear(x.float(), weight.float(), bias)
+
+
+def conv2d(
+    x: Codes,
+    weight: Signed,
+    bias: Tensor | None,
+    stride: Ints,
+    padding: Ints,
+    dilation: Ints,
+    groups: int,
+    *,
+    simulate: bool,
+) -> Tensor:
+    """By integers where they run, else by floats of the same values."""
+    if not simulate and x.values.device.type == "cpu" and missing() is None:
+        return onednn_conv2d(x, weight, bias, stride, padding, dilation, groups)
+    return F.conv2d(x.float(), weight.float(), bias, list(stride), list(padding), list(dilation), groups)
+
+
+def conv2d_weight(
+    grad: Codes, x: Codes, kernel: Ints, stride: Ints, padding: Ints, dilation: Ints, limit: int, *, simulate: bool
+) -> Tensor:
+    """The gradient of the weight: each shifted view of the input against the output's gradient, as one product."""
+    channels, outputs = x.values.shape[1], grad.values.shape[1]
+    turned = x.values.permute(1, 0, 2, 3)  # channels first: rows of the product
+    sides = (padding[1], padding[1], padding[0], padding[0])
+    padded = F.pad(turned.contiguous(), sides, value=x.zero)
+    first, batch, row, column = padded.stride()
+    height, width = grad.values.shape[2:]
+    windows = padded.as_strided(
+        (channels, *kernel, x.values.shape[0], height, width),
+        (first, row * dilation[0], column * dilation[1], batch, row * stride[0], column * stride[1]),
+    )
+    columns = Codes(windows.reshape(channels * kernel[0] * kernel[1], -1), x.scale, x.zero)
+    rows = as_second(grad.values.permute(1, 0, 2, 3).reshape(outputs, -1), grad, limit)
+    found = linear(columns, rows, None, simulate=simulate)
+    return found.view(channels, *kernel, outputs).permute(3, 0, 1, 2).contiguous()
+
+
+def _int_mm(x: Codes, weight: Signed, bias: Tensor | None) -> Tensor:
+    """torch._int_mm wants signed codes, and sizes in multiples of 8."""
+    rows = (x.values.reshape(-1, x.values.shape[-1]).to(torch.int16) - x.zero).clamp(-128, 127).to(torch.int8)
+    count, depth, columns = rows.shape[0], rows.shape[1], weight.values.shape[0]
+    if x.zero == 0 or depth % 8 or columns % 8 or count <= 16:
+        return F.linear(x.float(), weight.float(), bias)
+    result = torch._int_mm(rows, weight.values.t()).to(torch.float32) * (x.scale * weight.scales)
+    result = result.view(*x.values.shape[:-1], columns)
+    return result if bias is None else result + bias

@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from bitwright.kernels.codes import FULL, Codes, as_second, encode, encode_rows
+
+arrays = hnp.arrays(np.float32, hnp.array_shapes(max_dims=3, max_side=20), elements=st.floats(-1e4, 1e4, width=32))
+
+
+@given(arrays, st.booleans())
+@settings(max_examples=60)
+def test_nearest_codes_are_numpys(array: np.ndarray, signed: bool) -> None:
+    codes = encode(torch.from_numpy(array), signed=signed)
+    assert codes.zero == (0 if array.min() >= 0 and not signed else 128)
+    assert codes.scale > 1e-30
+    inverse = np.float32(1.0) / np.float32(codes.scale)
+    expected = np.clip(np.rint(array * inverse + np.float32(codes.zero)), 0, 255)
+    assert codes.values.numpy() == pytest.approx(expected)
+    assert np.abs(codes.float().numpy() - array).max() <= codes.scale * 0.5001 + 1e-6 * np.abs(array).max()
+
+
+@pytest.mark.parametrize("size", [1000, 200_000])  # uncompiled, compiled
+def test_stochastic_rounding_is_unbiased_with_the_right_variance(size: int) -> None:
+    """Over uniform numbers: bias below 0.01 s, and the mean variance s²/6 within 5 %."""
+    x = torch.rand(size, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    repeats = 400 if size == 1000 else 8
+    errors = torch.stack([(encode(x, seed).float() - x) / encode(x).scale for seed in range(repeats)])
+    assert abs(float(errors.mean())) < 0.01
+    assert float(errors.square().mean()) == pytest.approx(1 / 6, rel=0.05)
+    if repeats > 100:
+        assert float(errors.mean(0).abs().mean()) < 3 / repeats**0.5 * 0.41  # each number by itself
+
+
+def test_noise_differs_by_seed_and_place_and_repeats_for_a_seed() -> None:
+    x = torch.full((4096,), 0.5)
+    x[0] = 100.0
+    one = encode(x, 1)
+    assert torch.equal(one.values, encode(x, 1).values)
+    assert not torch.equal(one.values, encode(x, 2).values)
+    assert len(one.values[1:].unique()) == 2
+
+
+@given(arrays.filter(lambda a: a.ndim >= 2))
+@settings(max_examples=40)
+def test_rows_have_scales_of_their_own(array: np.ndarray) -> None:
+    signed = encode_rows(torch.from_numpy(array), 63)
+    assert int(signed.values.abs().max()) <= 63
+    step = signed.scales.numpy().reshape(-1, *(1,) * (array.ndim - 1))
+    assert (np.abs(signed.float().numpy() - array) <= step * 0.501 + 1e-6 * np.abs(array)).all()
+
+
+def test_halved_codes_are_unbiased_and_within_the_limit() -> None:
+    values = torch.arange(1, 256, dtype=torch.uint8).view(1, -1)
+    signed = as_second(values, Codes(values, 0.5, 128), 63)
+    assert int(signed.values.abs().max()) <= 64
+    error = signed.float() - (values.float() - 128) * 0.5
+    assert float(error.abs().max()) <= 0.5
+    assert abs(float(error.mean())) < 1e-2
+    assert as_second(values, Codes(values, 0.5, 128), FULL).scales[0] == 0.5

@@ -1,0 +1,142 @@
+"""Real integer products against the simulation and against float."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bitwright.kernels.int8 import Int8
+from bitwright.kernels.products import missing
+from bitwright.plan import ComputeSpec
+
+pytestmark = pytest.mark.skipif(missing() is not None, reason=f"no integer products here: {missing()}")
+BACKWARD = [(), ("input",), ("weight",), ("input", "weight")]
+
+CALLS: dict[str, tuple[Callable[..., Tensor], tuple[int, ...], tuple[int, ...], dict[str, Any]]] = {
+    "linear": (F.linear, (4, 5, 32), (24, 32), {}),
+    "conv": (F.conv2d, (3, 8, 9, 9), (16, 8, 3, 3), {"padding": 1}),
+    "strided": (F.conv2d, (3, 8, 9, 9), (16, 8, 3, 3), {"padding": 1, "stride": 2}),
+    "dilated": (F.conv2d, (2, 8, 12, 12), (8, 8, 3, 3), {"padding": 2, "dilation": 2}),
+    "depthwise": (F.conv2d, (3, 16, 9, 9), (16, 1, 3, 3), {"padding": 1, "groups": 16}),
+    "pointwise": (F.conv2d, (3, 16, 9, 9), (24, 16, 1, 1), {}),
+    "asymmetric": (F.conv2d, (2, 8, 10, 12), (8, 8, 3, 5), {"padding": (1, 2)}),
+    "conv1d": (F.conv1d, (3, 16, 20), (24, 16, 5), {"padding": 2}),
+}
+
+
+def run(
+    name: str, spec: ComputeSpec | None, *, simulate: bool = False, positive: bool = False, last: bool = False
+) -> tuple[Tensor, ...]:
+    """Output and gradients of input, weight and bias."""
+    func, inputs, weights, options = CALLS[name]
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(inputs, generator=generator)
+    x = x.relu() if positive else x
+    if last:
+        x = x.to(memory_format=torch.channels_last)
+    x.requires_grad_()
+    weight = (torch.randn(weights, generator=generator) * 0.2).requires_grad_()
+    bias = torch.randn(weights[0], generator=generator).requires_grad_()
+    if spec is None:
+        y = func(x, weight, bias, **options)
+    else:
+        y = Int8(spec, simulate=simulate)(func, (x, weight, bias), options)
+    y.backward(torch.randn(y.shape, generator=generator))
+    assert x.grad is not None
+    assert weight.grad is not None
+    assert bias.grad is not None
+    return y.detach(), x.grad, weight.grad, bias.grad
+
+
+def distance(one: Tensor, other: Tensor) -> float:
+    return float(((one - other).norm() / other.norm()).detach())
+
+
+@pytest.mark.parametrize("backward", BACKWARD)
+@pytest.mark.parametrize("positive", [False, True])
+@pytest.mark.parametrize("name", CALLS)
+def test_real_and_simulated_agree(name: str, positive: bool, backward: tuple[str, ...]) -> None:
+    spec = ComputeSpec(format="int8", backward=backward)
+    for real, simulated in zip(
+        run(name, spec, positive=positive), run(name, spec, simulate=True, positive=positive), strict=True
+    ):
+        assert distance(real, simulated) < 1e-5
+
+
+@pytest.mark.parametrize("backward", BACKWARD)
+@pytest.mark.parametrize("name", CALLS)
+def test_float_is_near(name: str, backward: tuple[str, ...]) -> None:
+    spec = ComputeSpec(format="int8", backward=backward)
+    for low, exact in zip(run(name, spec), run(name, None), strict=True):
+        assert low.shape == exact.shape
+        assert torch.cosine_similarity(low.flatten(), exact.flatten(), dim=0) > 0.998
+
+
+@pytest.mark.parametrize("name", [name for name in CALLS if name not in ("linear", "conv1d")])
+def test_channels_last_makes_no_difference(name: str) -> None:
+    spec = ComputeSpec(format="int8", backward=("input", "weight"))
+    for one, other in zip(run(name, spec, last=True), run(name, spec), strict=True):
+        assert distance(one, other) < 1e-6
+
+
+def test_stochastic_gradients_follow_torchs_seed() -> None:
+    spec = ComputeSpec(format="int8", backward=("input", "weight"), stochastic=True)
+
+    def seeded(seed: int) -> tuple[Tensor, ...]:
+        torch.manual_seed(seed)
+        return run("linear", spec)
+
+    assert all(torch.equal(a, b) for a, b in zip(seeded(3), seeded(3), strict=True))
+    assert not torch.equal(seeded(3)[1], seeded(4)[1])
+
+
+def test_batches_of_products() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for shapes in (((2, 3, 8, 16), (2, 3, 16, 12)), ((5, 8, 16), (16, 12)), ((8, 16), (16, 12))):
+        a, b = (torch.randn(shape, generator=generator).requires_grad_() for shape in shapes)
+        exact = a @ b
+        grad = torch.randn(exact.shape, generator=generator)
+        wanted = torch.autograd.grad(exact, (a, b), grad)
+        spec = ComputeSpec(format="int8", backward=("input", "weight"))
+        real, simulated = (Int8(spec, simulate=simulate)(torch.matmul, (a, b), {}) for simulate in (False, True))
+        assert distance(real, simulated) < 1e-5
+        got = torch.autograd.grad(real, (a, b), grad)
+        for one, other in zip((real, *got), (exact, *wanted), strict=True):
+            assert one.shape == other.shape
+            assert torch.cosine_similarity(one.flatten(), other.flatten(), dim=0) > 0.998
+
+
+def test_an_embedding_has_rows_of_codes_and_a_float_gradient() -> None:
+    torch.manual_seed(0)
+    table, index = torch.randn(20, 8).requires_grad_(), torch.tensor([[1, 2], [2, 5]])
+    rows = Int8(ComputeSpec(format="int8"))(F.embedding, (index, table), {"padding_idx": 5})
+    assert distance(rows, F.embedding(index, table)) < 0.01
+    assert all(len(row.unique()) <= 8 for row in rows.reshape(-1, 8))
+    grad = torch.randn(rows.shape)
+    wanted = torch.autograd.grad(F.embedding(index, table, padding_idx=5), table, grad)[0]
+    assert torch.equal(torch.autograd.grad(rows, table, grad)[0], wanted)
+
+
+def test_extremes_do_not_saturate() -> None:
+    """All codes at their ends: pairs of products that overflow int16 on CPUs without VNNI."""
+    x, weight = torch.full((64, 256), 1.0), torch.full((32, 256), -1.0)
+    result = Int8(ComputeSpec(format="int8"))(F.linear, (x, weight), {})
+    assert torch.allclose(result, torch.full((64, 32), -256.0), rtol=1e-6)
+
+
+def test_zeros_and_broken_numbers_pass() -> None:
+    kernel = Int8(ComputeSpec(format="int8"))
+    assert torch.equal(kernel(F.linear, (torch.zeros(3, 8), torch.zeros(4, 8)), {}), torch.zeros(3, 4))
+
+
+def test_half_precision_and_autocast_keep_their_types() -> None:
+    kernel = Int8(ComputeSpec(format="int8"))
+    x, weight = torch.randn(8, 16, dtype=torch.bfloat16), torch.randn(4, 16)
+    assert kernel(F.linear, (x, weight), {}).dtype == torch.bfloat16
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert kernel(F.linear, (x.float(), weight), {}).dtype == torch.float32
