@@ -287,6 +287,22 @@ def test_bench(run, small, tmp_path):
     assert run("bench", small, "--runtimes", "nothing").code == 2
 
 
+def test_bench_of_a_made_folder(run, small, tmp_path):
+    assert run("quantize", small, "-o", tmp_path / "made").code == 0
+    made = ("bench", small, "--model", tmp_path / "made")
+    ran = run(*made, "--mode", "performance", "--iterations", 4, "--warmup", 0)
+    assert ran.code == 0, ran.err
+    assert all(words in ran.out for words in ("p50", "p90", "p99", "fastest with batch 1: onnxruntime"))
+    ran = run("bench", small, "--plan", tmp_path / "made" / "plan.yaml")
+    assert (ran.code, "--checkpoint is missing" in ran.err) == (2, True)
+    ran = run(*made, "--plan", tmp_path / "made" / "plan.yaml")
+    assert (ran.code, "--model has a plan" in ran.err) == (2, True)
+    ran = run(*made, "--instances", 1000)
+    assert (ran.code, "1000 × 1" in ran.err) == (2, True)
+    ran = run(*made, "--runtimes", "all")
+    assert (ran.code, "are named" in ran.err) == (2, True)
+
+
 def test_steps_are_listed_and_run(run, small, tmp_path):
     rows = run("list", "steps", "--json").json["steps"]
     names = {"equalize", "smoothquant", "awq", "bias-correction", "gptq", "token-clip", "adaround", "brecq", "qdrop"}
