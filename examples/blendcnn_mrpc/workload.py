@@ -10,16 +10,26 @@ import os
 from pathlib import Path
 
 from bitwright import Workload
+from bitwright.checkpoint import checkpoint_file
+from bitwright.errors import WorkloadError
+from bitwright.zoo.descriptions import blendcnn_descriptions
 from bitwright.zoo.mrpc import blendcnn_mrpc
 
-EMBEDDINGS = os.environ.get("BLENDCNN_EMBEDDINGS", "words")
+RUN = "BLENDCNN_FLOAT"
+EMBEDDINGS = os.environ.get("BLENDCNN_EMBEDDINGS", "words")  # or minilm
 
 
 def _trained() -> Path | None:
-    """The weights of the float run; none before there is one."""
-    run = os.environ.get("BLENDCNN_FLOAT")
-    file = Path(run) / "checkpoint.safetensors" if run else None
-    return file if file is not None and file.is_file() else None
+    """The weights of the float run. Without the variable there are none yet."""
+    run = os.environ.get(RUN)
+    return checkpoint_file(Path(run)) if run else None
+
+
+def _needed() -> Path:
+    weights = _trained()
+    if weights is None:
+        raise WorkloadError("an untrained model has nothing to report", fix=f"set {RUN} to the folder of the float run")
+    return weights
 
 
 def mrpc_choose() -> Workload:
@@ -29,4 +39,14 @@ def mrpc_choose() -> Workload:
 
 def mrpc() -> Workload:
     """To report: judged on dev."""
-    return blendcnn_mrpc(weights=_trained(), judge="dev", embeddings=EMBEDDINGS)
+    return blendcnn_mrpc(weights=_needed(), judge="dev", embeddings=EMBEDDINGS)
+
+
+def descriptions_choose() -> Workload:
+    """The variant that needs no data: to train and to tune."""
+    return blendcnn_descriptions(weights=_trained(), judge="held-out")
+
+
+def descriptions() -> Workload:
+    """The variant that needs no data: to report."""
+    return blendcnn_descriptions(weights=_needed(), judge="test")

@@ -66,14 +66,17 @@ def test_what_is_not_said_follows_from_the_cores() -> None:
         arrange(len(free) + 1, 1)
 
 
-def test_an_instance_that_fails_or_dies_is_an_error_with_its_words(tmp_path: Path) -> None:
+def test_an_instance_that_fails_is_an_error_with_its_words(tmp_path: Path) -> None:
     broken = tmp_path / "broken.onnx"
     broken.write_bytes(b"nothing")
     lost = Job(variant="float", batch=2, artefact=broken, feed={"x": np.zeros((2, 2))})
     with pytest.raises(BitwrightError, match=r"an instance failed: .*can't load the artefact"):
         run_together("onnxruntime", [lost], arrange(1, 1), runs=1, warmup=0)
-    with _started(arrange(1, 1)) as (process,):
-        process.tell({"runtime": "onnxruntime"})
-        with pytest.raises(BitwrightError, match=r"exit code 1 \(got \"KeyError: 'jobs'\"\)"):
-            process.hear()
-    assert process.process.poll() is not None  # nobody is left behind
+
+
+def test_an_instance_that_dies_is_an_error_and_nobody_is_left_behind() -> None:
+    with _started([arrange(1, 1)[0]] * 2) as (one, other):
+        one.process.kill()
+        with pytest.raises(BitwrightError, match=r"an instance ended with exit code -9"):
+            one.hear()
+    assert other.process.poll() is not None
