@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# BlendCNN from nothing to measured INT8 in three commands: train, quantize, benchmark.
-# usage: run.sh [descriptions|mrpc] [FOLDER]; EPOCHS and RUNS choose how long it trains and measures.
+# BlendCNN from nothing to measured INT8 in three commands: train, tune, benchmark.
+# usage: run.sh [descriptions|mrpc] [FOLDER]; EPOCHS, TRIALS and RUNS choose how long it trains, tunes and measures.
 set -euo pipefail
 
 task=${1:-descriptions}
@@ -20,5 +20,5 @@ unset BLENDCNN_FLOAT
 bitwright train "${workload}_choose" --optimizer adamw --lr $rate --weight-decay 0.01 --warmup 0.5 --clip 1 --batch 32 \
   --epochs "${EPOCHS:-5}" --patience 2 -o "$out/float"
 export BLENDCNN_FLOAT=$out/float
-bitwright quantize "${workload}_choose" -o "$out/int8"
+bitwright tune "${workload}_choose" --drop 1% --minutes 10 --trials "${TRIALS:-20}" -o "$out/int8"
 bitwright bench "$workload" --model "$out/int8" --batch 1 --batch 32 --runs "${RUNS:-50}" -o "$out/bench.json"

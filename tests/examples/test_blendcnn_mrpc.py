@@ -20,13 +20,15 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "blendcnn_mrpc"
 @pytest.mark.timeout(600)  # seconds on a quiet machine
 def test_three_commands_from_nothing_to_measured_int8(tmp_path: Path) -> None:
     programs = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = {**os.environ, "PATH": programs, "OMP_NUM_THREADS": "1", "EPOCHS": "2", "RUNS": "5"}
+    environment = {**os.environ, "PATH": programs, "OMP_NUM_THREADS": "1", "EPOCHS": "2", "TRIALS": "1", "RUNS": "5"}
     done = subprocess.run(
         [EXAMPLE / "run.sh"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
     run = tmp_path / "runs" / "descriptions"
     assert json.loads((run / "float" / "result.json").read_text())["best"]["top1"] > 75
+    tuned = json.loads((run / "int8" / "tuning.json").read_text())
+    assert tuned["met_goal"] is True
     figures = json.loads((run / "bench.json").read_text())
     (row,) = figures["runtimes"]
     assert row["executed"] == {"int8": 10, "float": 0}  # eight convolutions, two linears
@@ -38,7 +40,7 @@ def test_three_commands_from_nothing_to_measured_int8(tmp_path: Path) -> None:
     assert {(one["batch"], one["variant"]) for one in row["timings"]} == {
         (batch, variant) for batch in (1, 32) for variant in ("float", "quantized")
     }
-    for words in ("majority 50", "f1", "p99", "fastest with batch 32"):
+    for words in ("the goal holds", "majority 50", "f1", "p99", "fastest with batch 32"):
         assert words in done.stdout, done.stdout
 
 

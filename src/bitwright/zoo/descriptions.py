@@ -63,7 +63,8 @@ def blendcnn_descriptions(*, weights: Path | None = None, judge: Literal["held-o
         inputs=(tokens[:1], segments[:1]),
         calibration=calibration,
         evaluation=evaluation,
-        evaluate=lambda predict: scores(evaluation(), predict),
+        # Choices go by plain top-1: a tuner can then see which samples two models differ on.
+        evaluate=(lambda predict: scores(evaluation(), predict)) if judge == "test" else None,
         training=lambda: Pairs(vocabulary, training, targets, _LENGTH),
         collate=whole,
         loss=F.cross_entropy,

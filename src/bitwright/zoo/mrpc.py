@@ -114,7 +114,8 @@ def blendcnn_mrpc(
         inputs=(tokens[:1], segments[:1]),
         calibration=calibration,
         evaluation=evaluation,
-        evaluate=lambda predict: scores(evaluation(), predict),
+        # Choices go by plain top-1: a tuner can then see which samples two models differ on.
+        evaluate=(lambda predict: scores(evaluation(), predict)) if judge == "dev" else None,
         training=lambda: Pairs(vocabulary, [pair[1:] for pair in kept], [pair.label for pair in kept], _LENGTH),
         collate=whole,
         loss=F.cross_entropy,

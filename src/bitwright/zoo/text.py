@@ -104,8 +104,8 @@ def _split(text: str) -> list[str]:
 def encode_pairs(vocabulary: Vocabulary, pairs: Sequence[tuple[str, str]], length: int) -> tuple[Tensor, Tensor]:
     """Token and segment ids (N, length) of: start, first text, end, second text, end, padding.
 
-    A network that only sees one token beside the other has no way to find what two texts share, however long it is
-    trained on a few thousand pairs. Which words they share is a fact of the data, so the segments say it.
+    A few thousand pairs hardly teach a network that sees one text behind the other to compare them. Which words they
+    share is a fact of the data, so the segments say it.
     """
     tokens = torch.zeros(len(pairs), length, dtype=torch.int64)
     segments = torch.zeros_like(tokens)
