@@ -88,15 +88,9 @@ def compare(work: bw.Workload, runs: int) -> dict[str, Any]:
             variant: {a.metric: a.value for a in row.accuracies if a.where == variant}
             for variant in ("float", "quantized")
         }
+        quickest = {t.batch: t.p10_ms for t in row.timings if t.variant == "float"}
         times = [
-            {
-                "batch": t.batch,
-                "variant": t.variant,
-                "p50": t.median_ms,
-                "p90": t.p90_ms,
-                "p99": t.p99_ms,
-                "ratio": t.ratio,
-            }
+            {**t.model_dump(exclude={"runtime", "threads"}), "p10_ratio": t.p10_ms / quickest[t.batch]}
             for t in row.timings
         ]
         rows[row.runtime] = {"scores": scores, "times": times, "executed": row.executed, "agrees": row.parity.passed}
@@ -129,20 +123,22 @@ def table(data: dict[str, Any]) -> str:
         f"Majority class: {blind['majority']:.2f} %. Trained without marks on shared words: {blind['top1']:.2f} %, "
         f"F1 {blind['f1']:.2f} %.",
         "",
-        "| runtime | batch | variant | p50 ms | p90 | p99 | of float | ran as |",
-        "|---|---|---|---|---|---|---|---|",
+        "Latency on a busy machine; p10 is what other programs disturb least.",
+        "",
+        "| runtime | batch | variant | p10 ms | p50 | p90 | p99 | of float (p50) | of float (p10) | ran as |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     first = next(iter(data["seeds"].values()))
     ratios: dict[tuple[str, int], float] = {}
     for runtime, row in first["runtimes"].items():
         for t in row["times"]:
             if t["variant"] == "quantized":
-                ratios[runtime, t["batch"]] = t["ratio"]
+                ratios[runtime, t["batch"]] = max(t["ratio"], t["p10_ratio"])
             ran = row["executed"] if t["variant"] == "quantized" else ""
-            lines.append(
-                f"| {runtime} | {t['batch']} | {t['variant']} | {t['p50']:.2f} | {t['p90']:.2f} | {t['p99']:.2f} | "
-                f"{t['ratio']:.2f} | {ran} |"
+            figures = " | ".join(
+                f"{t[key]:.2f}" for key in ("p10_ms", "median_ms", "p90_ms", "p99_ms", "ratio", "p10_ratio")
             )
+            lines.append(f"| {runtime} | {t['batch']} | {t['variant']} | {figures} | {ran} |")
     sizes = data["bytes"]
     best = {batch: min(ratio for (_, of), ratio in ratios.items() if of == batch) for batch in BATCHES}
     speeds = ", ".join(f"batch {batch}: {ratio:.2f}" for batch, ratio in best.items())
@@ -151,7 +147,8 @@ def table(data: dict[str, Any]) -> str:
         f"INT8 relative drop, worst of all seeds and runtimes: {worst_drop:.2f} % (bar: 1)": worst_drop <= 1,
         f"INT8 body: {sizes['body']['int8']:,} of {sizes['body']['float']:,} bytes, {100 * sizes['body_ratio']:.1f} % "
         f"(bar: 30); whole file {sizes['file']['int8']:,} of {sizes['file']['float']:,}": sizes["body_ratio"] <= 0.3,
-        f"INT8 / float latency, best runtime: {speeds} (goal: 0.7)": max(best.values()) <= 0.7,
+        f"INT8 / float latency, best runtime, the worse of p50 and p10: {speeds} (goal: 0.7)": max(best.values())
+        <= 0.7,
     }
     lines += ["", *(f"- {text}: {'met' if met else 'missed'}" for text, met in bars.items())]
     return "\n".join(lines)

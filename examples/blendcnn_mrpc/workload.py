@@ -42,6 +42,11 @@ def mrpc() -> Workload:
     return blendcnn_mrpc(weights=_needed(), judge="dev", embeddings=EMBEDDINGS)
 
 
+def mrpc_test() -> Workload:
+    """To report on the test pairs, by those who have their labels (mrpc/test_labelled.tsv)."""
+    return blendcnn_mrpc(weights=_needed(), judge="test", embeddings=EMBEDDINGS)
+
+
 def descriptions_choose() -> Workload:
     """The variant that needs no data: to train and to tune."""
     return blendcnn_descriptions(weights=_trained(), judge="held-out")
