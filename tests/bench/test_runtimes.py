@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -52,6 +55,7 @@ def test_every_runtime_is_measured_beside_its_float_model(workload: bw.Workload)
         assert row.parity.passed
         assert row.executed == {"int8": 2, "float": 0}
         assert {a.where: a.value for a in row.accuracies}["float"] == 100.0
+        assert all(t.median_ms <= t.p90_ms <= (t.p99_ms or 0) for t in row.timings)
         assert [(t.batch, t.variant, t.runs, t.threads) for t in row.timings] == [
             (batch, variant, 5, 1) for batch in (1, 4) for variant in ("float", "quantized")
         ]
@@ -105,3 +109,48 @@ def test_what_is_missing_says_why_and_what_is_wrong_is_no_pick(workload: bw.Work
 def test_unknown_runtimes_are_an_error(workload: bw.Workload) -> None:
     with pytest.raises(BitwrightError, match="onnxruntime"):
         bw.compare_runtimes(workload, ["onnxruntim"])
+
+
+def test_accuracy_alone_has_all_that_the_workload_measures_its_metric_first(workload: bw.Workload) -> None:
+    several = replace(workload, evaluate=lambda predict: {"loss": 0.5, "f1": 80.0, "n": 3.0}, metric="f1")
+    result = bw.compare_runtimes(several, ["onnxruntime"], time=False)
+    (row,) = result.runtimes
+    assert [(one.where, one.metric, one.value, one.samples) for one in row.accuracies] == [
+        (variant, metric, value, 3)
+        for variant in ("float", "quantized")
+        for metric, value in (("f1", 80.0), ("loss", 0.5))
+    ]
+    assert (row.timings, result.fastest, result.together) == ((), (), ())
+    with pytest.raises(BitwrightError, match="nothing to measure"):
+        bw.compare_runtimes(workload, time=False, evaluate=False)
+    with pytest.raises(BitwrightError, match="how good"):
+        bw.compare_runtimes(replace(workload, evaluation=None), time=False)
+
+
+def test_a_made_model_is_measured_as_it_is(workload: bw.Workload, tmp_path: Path) -> None:
+    """Its own file, its own ranges; beside the float model, whose weights the checkpoint doesn't have to have."""
+    other = copy.deepcopy(workload.model)
+    with torch.no_grad():
+        for weights in other.head.parameters():
+            weights.neg_()  # as if it had been trained on
+    quantized = bw.quantize(other, workload.calibration(), example=workload.inputs)
+    quantized.plan.save(tmp_path / "plan.yaml")
+    bw.save_checkpoint(other, tmp_path / "checkpoint.safetensors")
+    artefact = quantized.export(tmp_path / "model.onnx").path
+    before = {key: value.clone() for key, value in workload.model.state_dict().items()}
+    result = bw.compare_runtimes(workload, made=tmp_path, time=False)
+    (row,) = result.runtimes  # the one that the plan is for
+    assert (row.runtime, row.parity.passed) == ("onnxruntime", True)
+    scores = {one.where: one.value for one in row.accuracies}
+    assert scores["float"] == 100.0 > scores["quantized"]
+    assert {size.name: size.bytes for size in row.sizes}["quantized"] == artefact.stat().st_size
+    after = workload.model.state_dict()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+
+    bw.quantize(workload.model, workload.calibration(), example=workload.inputs).export(artefact)
+    bw.strip(workload.model)
+    (row,) = bw.compare_runtimes(workload, made=tmp_path, time=False).runtimes
+    assert not row.parity.passed  # the file isn't that of the checkpoint any more
+    (tmp_path / "plan.yaml").unlink()
+    with pytest.raises(BitwrightError, match=r"has no plan\.yaml"):
+        bw.compare_runtimes(workload, made=tmp_path)

@@ -280,11 +280,24 @@ def test_progress_is_for_terminals_only(run, small):
 def test_bench(run, small, tmp_path):
     ran = run("bench", small, "--runtimes", "onnxruntime,openvino", "--runs", 3, "-o", tmp_path / "figures.json")
     assert ran.code == 0, ran.err
-    assert "fastest with batch 1: " in ran.out
+    assert all(words in ran.out for words in ("fastest with batch 1: ", "p50", "p90", "p99"))
     kept = json.loads((tmp_path / "figures.json").read_text())
     assert [row["runtime"] for row in kept["runtimes"]] == ["onnxruntime", "openvino"]
     assert kept["runtimes"][0]["executed"] == {"int8": 2, "float": 0}
     assert run("bench", small, "--runtimes", "nothing").code == 2
+
+
+def test_bench_refuses_what_contradicts_itself(run, small, tmp_path):
+    for options, words in {
+        ("--plan", tmp_path / "plan.yaml"): "--checkpoint is missing",
+        ("--model", tmp_path, "--plan", tmp_path / "plan.yaml"): "--model has a plan",
+        ("--model", tmp_path): "has no plan.yaml and no checkpoint.safetensors",
+        ("--instances", 1000): "1000 × 1",
+        ("--cores", 1, "--threads", 1): "as many threads as cores",
+        ("--mode", "speed"): "accuracy",
+    }.items():
+        ran = run("bench", small, *options)
+        assert (ran.code, words in ran.err) == (2, True), ran.err
 
 
 def test_steps_are_listed_and_run(run, small, tmp_path):

@@ -4,37 +4,24 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from bitwright.attach import in_mode, strip
 from bitwright.backends import backend as find_backend
-from bitwright.batching import first, rebatched, regrouped
-from bitwright.deploy import Runtime, available_runtimes, measure_latency, open_runtime
+from bitwright.bench.artefacts import VARIANTS, Opened, Settings, Variant, batch_of, open_artefacts
+from bitwright.bench.instances import Job, arrange, can_pin, run_together
+from bitwright.bench.made import Made
+from bitwright.deploy import Runtime, available_runtimes, measure_latency
 from bitwright.errors import BitwrightError, did_you_mean
 from bitwright.graph.tree import as_call
-from bitwright.recipe import Quantized, quantize
-from bitwright.registry import BACKENDS, RUNTIMES
-from bitwright.report import Accuracy, Size, Timing, environment, parity, timing
-from bitwright.report.comparison import Comparison, Fastest, OnRuntime, Skipped
-from bitwright.workload import Workload, batches, can_measure
+from bitwright.report import Timing, environment, timing
+from bitwright.report.comparison import Comparison, Fastest, OnRuntime, Skipped, Together
+from bitwright.workload import Workload, can_measure
 
 log = logging.getLogger("bitwright")
-Variant = Literal["float", "quantized"]
-_VARIANTS: tuple[Variant, ...] = ("float", "quantized")
-
-
-@dataclass
-class _Opened:
-    """One runtime with its artefacts of each batch size."""
-
-    backend: str
-    sessions: dict[tuple[Variant, int], Runtime] = field(default_factory=dict)
-    sizes: dict[Variant, int] = field(default_factory=dict)
 
 
 def compare_runtimes(
@@ -42,33 +29,58 @@ def compare_runtimes(
     runtimes: Iterable[str] | None = None,
     *,
     batch_sizes: Sequence[int] = (1,),
-    threads: int = 1,
+    threads: int | None = None,
     runs: int = 100,
+    warmup: int = 5,
     samples: int | None = None,
     evaluate: bool = True,
+    time: bool = True,
+    made: Made | str | Path | None = None,
+    instances: int | None = None,
+    cores: int | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Comparison:
     """Quantize the workload's model for each runtime by that runtime's own table, and measure all of them in turns.
 
+    With `made` (a folder of `bitwright quantize -o`) nothing is quantized: that model is measured, on the runtime that
+    its plan is for if no others are named. With `instances` or `cores` so many processes run at a time, each on cores
+    of its own; the result then has `together` instead of timings.
+
     What can't run here is in the result's `skipped` with its reason. `samples` bounds calibration and check, not the
-    evaluation; without `evaluate` accuracies aren't measured. The model is float again when this returns.
+    evaluation; without `evaluate` accuracies aren't measured, without `time` latencies. The model is float again when
+    this returns.
     """
     tell = progress or (lambda text: None)
+    several = instances is not None or cores is not None
+    _refuse(workload, threads=threads, several=several, evaluate=evaluate, time=time)
+    places = arrange(instances, cores) if several else []
+    made = Made.load(made) if isinstance(made, str | Path) else made
+    if made is not None and runtimes is None:
+        runtimes = [find_backend(made.plan.backend or "onnxruntime").runtime or "onnxruntime"]
+    threads = len(places[0]) if places else threads or 1
+    settings = Settings(
+        batch_sizes=batch_sizes, threads=threads, samples=samples, evaluate=evaluate, made=made, tell=tell
+    )
     skipped: list[Skipped] = []
-    opened: dict[str, _Opened] = {}
+    opened: dict[str, Opened] = {}
     rows: dict[str, OnRuntime] = {}
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         for name in _wanted(runtimes, skipped):
             tell(f"preparing {name}")
+            place = Path(folder) / name
+            place.mkdir()
             try:
-                found = _Opened(_backend_for(name))
-                place = Path(folder) / name
-                place.mkdir()
-                rows[name] = _prepare(workload, name, found, place, batch_sizes, threads, samples, evaluate, tell)
-                opened[name] = found
+                opened[name], rows[name] = open_artefacts(workload, name, place, settings)
             except BitwrightError as error:
                 skipped.append(Skipped(runtime=name, why=str(error)))
-        timings = [row for size in batch_sizes for row in _time(workload, opened, size, threads, runs, tell)]
+        timings: list[Timing] = []
+        together: list[Together] = []
+        if time and several:
+            for name, found in opened.items():
+                together += _crowd(workload, name, found, places, runs, warmup, tell)
+        elif time:
+            for size in batch_sizes:
+                timings += _time(workload, opened, size, threads, runs, warmup, tell)
     results = tuple(
         row.model_copy(update={"timings": tuple(t for t in timings if t.runtime == name)}) for name, row in rows.items()
     )
@@ -78,8 +90,27 @@ def compare_runtimes(
         environment=environment(),
         runtimes=results,
         skipped=tuple(skipped),
-        fastest=tuple(_fastest(results, timings, size) for size in batch_sizes if results),
+        fastest=tuple(_fastest(results, timings, together)),
+        together=tuple(together),
     )
+
+
+def _refuse(workload: Workload, *, threads: int | None, several: bool, evaluate: bool, time: bool) -> None:
+    """What would be found out late, or never."""
+    if not time and not evaluate:
+        raise BitwrightError("there is nothing to measure", fix="let it evaluate, time, or both")
+    if not time and not can_measure(workload):
+        raise BitwrightError(
+            "nothing says how good the model is",
+            where=f"workload {workload.name!r}",
+            fix="give the Workload evaluation= or evaluate=",
+        )
+    if several and threads is not None:
+        raise BitwrightError(
+            "an instance has as many threads as cores", where="threads", value=threads, fix="say it with --cores alone"
+        )
+    if several and time and not can_pin():
+        log.warning("this system doesn't bind processes to cores: instances run wherever it puts them")
 
 
 def _wanted(runtimes: Iterable[str] | None, skipped: list[Skipped]) -> list[str]:
@@ -93,134 +124,81 @@ def _wanted(runtimes: Iterable[str] | None, skipped: list[Skipped]) -> list[str]
     return [name for name in names if found[name] is None]
 
 
-def _backend_for(runtime: str) -> str:
-    """The table that is made for this runtime; that of ONNX Runtime where there is none."""
-    named = [name for name in BACKENDS.names() if find_backend(name).runtime == runtime]
-    return runtime if runtime in named else named[0] if named else "onnxruntime"
-
-
-def _prepare(
-    workload: Workload,
-    name: str,
-    found: _Opened,
-    folder: Path,
-    batch_sizes: Sequence[int],
-    threads: int,
-    samples: int | None,
-    evaluate: bool,
-    tell: Callable[[str], None],
-) -> OnRuntime:
-    """Quantize, export, check and evaluate on one runtime; its sessions stay open for the timing."""
-    quantized = quantize(
-        workload.model,
-        first(batches(workload.calibration), samples),
-        backend=found.backend,
-        example=workload.inputs,
-        name=workload.name,
-        artefact=True,
-    )
-    try:
-        _write(workload, quantized, name, found, folder, batch_sizes, threads, tell)
-        session = found.sessions["quantized", batch_sizes[0]]
-        tell(f"checking {name}")
-        data = rebatched(_inputs(workload, samples), session.batch)
-        check = quantized.check(
-            _file(folder, "quantized", batch_sizes[0], session), data, runtime=name, threads=threads
-        )
-    finally:
-        strip(workload.model)
-    accuracies: list[Accuracy] = []
-    if evaluate and can_measure(workload):
-        for variant in _VARIANTS:
-            tell(f"evaluating {name}, {variant}")
-            values = found.sessions[variant, batch_sizes[0]].accuracy(workload)
-            count = int(values["n"]) if "n" in values else None
-            accuracies.append(
-                Accuracy(where=variant, metric=workload.metric, value=values[workload.metric], samples=count)
-            )
-    return OnRuntime(
-        runtime=name,
-        backend=found.backend,
-        executed=session.executed(),
-        sizes=tuple(Size(name=variant, bytes=found.sizes[variant]) for variant in _VARIANTS),
-        parity=parity(check),
-        accuracies=tuple(accuracies),
-        timings=(),
-    )
-
-
-def _file(folder: Path, variant: Variant, batch: int, runtime: Runtime | type[Runtime]) -> Path:
-    return folder / (f"{variant}{runtime.suffix}" if runtime.any_batch else f"{variant}-{batch}{runtime.suffix}")
-
-
-def _write(
-    workload: Workload,
-    quantized: Quantized,
-    name: str,
-    found: _Opened,
-    folder: Path,
-    batch_sizes: Sequence[int],
-    threads: int,
-    tell: Callable[[str], None],
-) -> None:
-    kind: type[Runtime] = RUNTIMES.get(name)
-    for batch in batch_sizes:
-        for variant in _VARIANTS:
-            path = _file(folder, variant, batch, kind)
-            if not path.exists():
-                tell(f"exporting for {name}, {variant}" + ("" if kind.any_batch else f", batch {batch}"))
-                inputs = workload.inputs if kind.any_batch else _batch_of(workload, batch)
-                if variant == "quantized":
-                    kind.write(quantized.model, path, inputs)
-                else:
-                    with in_mode(quantized.model, "float"):
-                        kind.write_float(quantized.model, path, inputs)
-                found.sizes[variant] = path.stat().st_size
-            found.sessions[variant, batch] = open_runtime(name, path, threads=threads)
-
-
-def _inputs(workload: Workload, samples: int | None) -> Iterable[Any]:
-    if workload.evaluation is not None:
-        return first((inputs for inputs, _ in workload.evaluation()), samples)
-    return first(batches(workload.calibration), samples)
-
-
-def _batch_of(workload: Workload, size: int) -> Any:
-    return next(rebatched(regrouped(_inputs(workload, size), size), size))
+def _sessions(name: str, found: Opened, batch: int) -> Iterator[tuple[Variant, Runtime]]:
+    """Those that take this batch size."""
+    for variant in VARIANTS:
+        session = found.sessions[variant, batch]
+        if session.batch in (None, batch):
+            yield variant, session
+        else:
+            log.warning("%s isn't timed with batch %d: the model's own code fixes it to %d", name, batch, session.batch)
 
 
 def _time(
     workload: Workload,
-    opened: dict[str, _Opened],
+    opened: dict[str, Opened],
     batch: int,
     threads: int,
     runs: int,
+    warmup: int,
     tell: Callable[[str], None],
 ) -> list[Timing]:
     """All runtimes, float and quantized, in turns on the same samples."""
-    args, kwargs = as_call(_batch_of(workload, batch))
-    calls: dict[tuple[str, Variant], Callable[[], Any]] = {}
-    for name, found in opened.items():
-        for variant in _VARIANTS:
-            session = found.sessions[variant, batch]
-            if session.batch in (None, batch):
-                calls[name, variant] = partial(session.run, session.feed(*args, **kwargs))
-            else:
-                log.warning(
-                    "%s isn't timed with batch %d: the model's own code fixes it to %d", name, batch, session.batch
-                )
-    measured = measure_latency(calls, runs=runs, progress=lambda done: tell(f"timing batch {batch}: {done} of {runs}"))
+    args, kwargs = as_call(batch_of(workload, batch))
+    calls: dict[tuple[str, Variant], Callable[[], Any]] = {
+        (name, variant): partial(session.run, session.feed(*args, **kwargs))
+        for name, found in opened.items()
+        for variant, session in _sessions(name, found, batch)
+    }
+    measured = measure_latency(
+        calls, runs=runs, warmup=warmup, progress=lambda done: tell(f"timing batch {batch}: {done} of {runs}")
+    )
     return [
         timing(name, variant, batch, threads, latency, yardstick=measured[name, "float"])
         for (name, variant), latency in measured.items()
     ]
 
 
-def _fastest(results: Iterable[OnRuntime], timings: Iterable[Timing], batch: int) -> Fastest:
+def _crowd(
+    workload: Workload,
+    name: str,
+    found: Opened,
+    places: Sequence[tuple[int, ...]],
+    runs: int,
+    warmup: int,
+    tell: Callable[[str], None],
+) -> list[Together]:
+    """One runtime in several processes; all batch sizes, float and quantized, in turns."""
+    tell(f"starting {len(places)} instances of {name}")
+    jobs: list[Job] = []
+    for batch in sorted({batch for _, batch in found.sessions}):
+        args, kwargs = as_call(batch_of(workload, batch))
+        for variant, session in _sessions(name, found, batch):
+            feed = session.feed(*args, **kwargs)
+            jobs.append(Job(variant=variant, batch=batch, artefact=found.files[variant, batch], feed=feed))
+    return run_together(
+        name, jobs, places, runs=runs, warmup=warmup, progress=lambda done: tell(f"timing {name}: {done} of {runs}")
+    )
+
+
+def _fastest(
+    results: Iterable[OnRuntime], timings: Iterable[Timing], together: Iterable[Together]
+) -> Iterator[Fastest]:
     """A quantized artefact that doesn't compute what was promised is no pick, however fast it is."""
     sound = {row.runtime for row in results if row.parity.passed}
-    best = min(
-        (t for t in timings if t.batch == batch and (t.variant == "float" or t.runtime in sound)),
-        key=lambda timing: timing.median_ms,
-    )
-    return Fastest(batch=batch, runtime=best.runtime, variant=best.variant, median_ms=best.median_ms)
+    measured: list[Timing | Together] = [*timings, *together]
+    rows = [row for row in measured if row.variant == "float" or row.runtime in sound]
+    for batch in dict.fromkeys(row.batch for row in rows):
+        best = min((row for row in rows if row.batch == batch), key=_cost)
+        yield Fastest(
+            batch=batch,
+            runtime=best.runtime,
+            variant=best.variant,
+            median_ms=best.median_ms,
+            throughput=best.throughput if isinstance(best, Together) else None,
+        )
+
+
+def _cost(row: Timing | Together) -> float:
+    """What is less where it is faster: milliseconds of one process, seconds per sample of several."""
+    return row.median_ms if isinstance(row, Timing) else 1 / row.throughput

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from bitwright.bench import compare_runtimes
+from bitwright.bench import Made, compare_runtimes
 from bitwright.cli.data import open_workload
 from bitwright.cli.options import SamplesOption, WorkloadArg
 from bitwright.cli.out import Out
+from bitwright.cli.prepared import CheckpointOption, PlanOption, read_plan
 from bitwright.cli.verb import CHECK_FAILED, verb
+from bitwright.errors import BitwrightError
 from bitwright.files import write_text
 from bitwright.report import words
-from bitwright.report.comparison import Comparison, OnRuntime
+from bitwright.report.comparison import Comparison, OnRuntime, Together
+from bitwright.report.record import Timing
+
+
+class Mode(StrEnum):
+    """What is measured."""
+
+    accuracy = "accuracy"
+    performance = "performance"
 
 
 @verb(
@@ -22,85 +33,170 @@ from bitwright.report.comparison import Comparison, OnRuntime
     examples="""
     bitwright bench digits
     bitwright bench my_workload.py:small --runtimes onnxruntime,openvino --batch 1 --batch 16 --threads 2
-    bitwright bench digits --runtimes all -o comparison.json
+    bitwright bench digits --model digits-int8 --mode accuracy
+    bitwright bench digits --mode performance --instances 2 --cores 1 --batch 32 -o comparison.json
     """,
 )
 def bench(
     out: Out,
     workload: WorkloadArg,
-    runtimes: Annotated[str, typer.Option(help="Names with commas between them, or `all` that run here.")] = "all",
+    runtimes: Annotated[
+        str | None,
+        typer.Option(
+            help="Names with commas between them, or `all` that run here (default: all; of a made model, its own).",
+            show_default=False,
+        ),
+    ] = None,
+    mode: Annotated[
+        Mode | None, typer.Option("--mode", help="Measure only this (default: both).", show_default=False)
+    ] = None,
     batch: Annotated[
         list[int] | None,
         typer.Option(
             "--batch", min=1, help="A batch size; may be given several times (default: 1).", show_default=False
         ),
     ] = None,
-    threads: Annotated[int, typer.Option(min=1, help="Threads of each runtime.")] = 1,
-    runs: Annotated[int, typer.Option(min=1, help="Timed runs of each artefact, taking turns.")] = 100,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Threads of each runtime (default: 1).", show_default=False)
+    ] = None,
+    warmup: Annotated[int, typer.Option(min=0, help="Runs of each artefact before the timed ones.")] = 5,
+    runs: Annotated[
+        int, typer.Option("--runs", "--iterations", min=1, help="Timed runs of each artefact, taking turns.")
+    ] = 100,
+    instances: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Processes at a time, each on cores of its own (default with --cores: as many as fit).",
+            show_default=False,
+        ),
+    ] = None,
+    cores: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Cores of each instance (default with --instances: all, in equal parts).", show_default=False
+        ),
+    ] = None,
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            "--model", help="Measure what `bitwright quantize -o FOLDER` has made; don't quantize.", show_default=False
+        ),
+    ] = None,
+    plan: PlanOption = None,
+    checkpoint: CheckpointOption = None,
     samples: SamplesOption = None,
-    evaluate: Annotated[bool, typer.Option(help="Measure accuracy on each runtime.")] = True,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Keep the figures as JSON.", show_default=False)
     ] = None,
 ) -> None:
-    """Quantize a model for every runtime that runs here; measure latency, accuracy, size and agreement; pick one.
+    """Measure latency, accuracy, size and agreement of a model, float and INT8, on every runtime that runs here.
 
-    Latencies are medians of runs that take turns. Exits with 1 if a runtime diverges from the simulated model.
+    The model is quantized for each runtime, or taken from a folder (--model) or a plan and its checkpoint. Latencies
+    are of runs that take turns. Exits with 1 if a runtime diverges from the simulated model.
     """
+    made = _made(model, plan, checkpoint)
     found = open_workload(out, workload)
+    names = None if runtimes in (None, "all") else [name.strip() for name in str(runtimes).split(",")]
+    if names is None and runtimes == "all" and made is not None:
+        raise BitwrightError(
+            "a made model is measured on runtimes that are named", value="all", fix="--runtimes onnxruntime,openvino"
+        )
     with out.phases("starting") as phase:
         result = compare_runtimes(
             found,
-            None if runtimes == "all" else [name.strip() for name in runtimes.split(",")],
+            names,
             batch_sizes=batch or [1],
             threads=threads,
             runs=runs,
+            warmup=warmup,
             samples=samples,
-            evaluate=evaluate,
+            evaluate=mode is not Mode.performance,
+            time=mode is not Mode.accuracy,
+            made=made,
+            instances=instances,
+            cores=cores,
             progress=phase,
         )
     if output is not None:
         write_text(output, result.model_dump_json(indent=1) + "\n")
     _show(out, result)
     if not result.runtimes or any(not row.parity.passed for row in result.runtimes):
-        names = ", ".join(row.runtime for row in result.runtimes if not row.parity.passed) or "every runtime"
-        out.stderr.print(f"check failed: {names} can't run the quantized model as it was simulated")
+        failed = ", ".join(row.runtime for row in result.runtimes if not row.parity.passed) or "every runtime"
+        out.stderr.print(f"check failed: {failed} can't run the quantized model as it was simulated")
         raise typer.Exit(CHECK_FAILED)
+
+
+def _made(model: Path | None, plan: Path | None, checkpoint: Path | None) -> Made | None:
+    if model is not None and (plan is not None or checkpoint is not None):
+        raise BitwrightError("--model has a plan and a checkpoint", fix="leave out --plan and --checkpoint, or --model")
+    if model is not None:
+        return Made.load(model)
+    if plan is None and checkpoint is None:
+        return None
+    chosen, state = read_plan(plan, checkpoint)
+    return Made(plan=chosen, checkpoint=state)
 
 
 def _show(out: Out, result: Comparison) -> None:
     out.data(result.model_dump(mode="json"))
-    rows = [cells for row in result.runtimes for cells in _rows(row)]
-    heads = ["runtime", "variant", "#batch", "#median", "#10–90 %", "#of float", "#metric", "#size", "ran as", "agrees"]
-    out.table(heads, rows, title=f"{result.workload}, {_threads(result)}")
+    heads = ["runtime", "variant", "metric", "#size", "ran as", "agrees"]
+    out.table(heads, [cells for row in result.runtimes for cells in _quality(row)], title=result.workload)
+    timings = [timing for row in result.runtimes for timing in row.timings]
+    if timings:
+        heads = ["runtime", "variant", "#batch", "#p50", "#p90", "#p99", "#of float", "#samples/s"]
+        out.table(heads, map(_latency, timings), title=f"latency in ms, {_count(timings[0].threads, 'thread')}")
+    if result.together:
+        one = result.together[0]
+        share = f"{_count(len(one.instances), 'instance')} × {_count(len(one.instances[0].cores), 'core')}"
+        heads = ["runtime", "variant", "#batch", "instance", "#p50", "#p90", "#p99", "#samples/s", "#of float"]
+        rows = [cells for row in result.together for cells in _crowd(row)]
+        out.table(heads, rows, title=f"latency in ms and throughput, {share}{'' if one.pinned else ' (not bound)'}")
     for skip in result.skipped:
         out.say(f"skipped {skip.runtime}: {skip.why}")
     for pick in result.fastest:
-        out.say(f"fastest with batch {pick.batch}: {pick.runtime}, {pick.variant}, {pick.median_ms:.3g} ms")
+        speed = f"{pick.median_ms:.3g} ms" if pick.throughput is None else f"{pick.throughput:,.0f} samples/s"
+        out.say(f"fastest with batch {pick.batch}: {pick.runtime}, {pick.variant}, {speed}")
 
 
-def _threads(result: Comparison) -> str:
-    counts = {timing.threads for row in result.runtimes for timing in row.timings}
-    return ", ".join(f"{count} thread{'s' if count > 1 else ''}" for count in sorted(counts))
+def _count(number: int, word: str) -> str:
+    return f"{number} {word}{'s' if number > 1 else ''}"
 
 
-def _rows(row: OnRuntime) -> list[tuple[str, ...]]:
-    scores = {accuracy.where: words.score(accuracy) for accuracy in row.accuracies}
-    sizes = {size.name: words.size(size.bytes) for size in row.sizes}
+def _quality(row: OnRuntime) -> list[tuple[str, ...]]:
+    """One line for each variant: what doesn't depend on the batch size."""
     kinds = "not told" if row.executed is None else ", ".join(f"{n} {kind}" for kind, n in row.executed.items() if n)
     verdict = f"{'yes' if row.parity.passed else 'no'}, {words.decibels(row.parity.sqnr_db)}"
-    return [
+    rows: list[tuple[str, ...]] = []
+    for size in row.sizes:
+        scores = [f"{one.metric} {words.score(one)}" for one in row.accuracies if one.where == size.name]
+        told = (kinds, verdict) if size.name == "quantized" else ("float", "")
+        rows.append((row.runtime, size.name, ", ".join(scores), words.size(size.bytes), *told))
+    return rows
+
+
+def _latency(row: Timing) -> tuple[str, ...]:
+    times = [f"{value:.3g}" for value in (row.median_ms, row.p90_ms, row.p99_ms) if value is not None]
+    rate = f"{row.batch / row.median_ms * 1e3:,.0f}"
+    return (row.runtime, row.variant, str(row.batch), *times, f"{row.ratio:.2f}×", rate)
+
+
+def _crowd(row: Together) -> list[tuple[str, ...]]:
+    """A line for each instance, and one for all of them."""
+    name = (row.runtime, row.variant, str(row.batch))
+    lines = [
         (
-            row.runtime,
-            timing.variant,
-            str(timing.batch),
-            f"{timing.median_ms:.3g} ms",
-            f"{timing.p10_ms:.3g}–{timing.p90_ms:.3g}",
-            f"{timing.ratio:.2f}×",
-            scores.get(timing.variant, ""),
-            sizes[timing.variant],
-            kinds if timing.variant == "quantized" else "float",
-            verdict if timing.variant == "quantized" else "",
+            *name,
+            f"cores {','.join(map(str, one.cores))}",
+            *_percentiles(one.median_ms, one.p90_ms, one.p99_ms),
+            f"{one.throughput:,.0f}",
+            "",
         )
-        for timing in row.timings
+        for one in row.instances
     ]
+    whole = _percentiles(row.median_ms, row.p90_ms, row.p99_ms)
+    return [*lines, (*name, "all", *whole, f"{row.throughput:,.0f}", f"{row.ratio:.2f}×")]
+
+
+def _percentiles(*values: float) -> tuple[str, ...]:
+    return tuple(f"{value:.3g}" for value in values)

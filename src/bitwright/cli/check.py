@@ -9,10 +9,11 @@ from typing import Annotated
 import typer
 
 from bitwright.batching import rebatched
+from bitwright.bench.made import load_prepared
 from bitwright.cli.data import open_workload, probes
 from bitwright.cli.options import SamplesOption, WorkloadArg
 from bitwright.cli.out import Out
-from bitwright.cli.prepared import CheckpointOption, PlanOption, load_prepared, read_plan
+from bitwright.cli.prepared import CheckpointOption, PlanOption, read_plan
 from bitwright.cli.verb import CHECK_FAILED, verb
 from bitwright.deploy import Check, open_runtime, readers
 from bitwright.deploy import check as check_model

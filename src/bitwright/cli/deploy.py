@@ -9,12 +9,13 @@ from typing import Annotated
 import typer
 
 from bitwright.backends import backend as find_backend
+from bitwright.bench.made import load_prepared
 from bitwright.checkpoint import checkpoint_file, load_checkpoint
 from bitwright.cli.data import open_workload
 from bitwright.cli.deliver import evaluate, latencies, show, write_artefacts, write_report
 from bitwright.cli.options import WorkloadArg
 from bitwright.cli.out import Out
-from bitwright.cli.prepared import load_prepared, read_plan
+from bitwright.cli.prepared import read_plan
 from bitwright.cli.quantize import usable_runtimes
 from bitwright.cli.staging import filling
 from bitwright.cli.verb import verb

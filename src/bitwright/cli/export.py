@@ -8,10 +8,11 @@ from typing import Annotated
 
 import typer
 
+from bitwright.bench.made import load_prepared
 from bitwright.cli.data import open_workload
 from bitwright.cli.options import WorkloadArg
 from bitwright.cli.out import Out
-from bitwright.cli.prepared import CheckpointOption, PlanOption, load_prepared, read_plan
+from bitwright.cli.prepared import CheckpointOption, PlanOption, read_plan
 from bitwright.cli.verb import verb
 from bitwright.deploy import Runtime, export_float, readers
 from bitwright.deploy import export as export_model

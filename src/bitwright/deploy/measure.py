@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median, quantiles
 from typing import Any, TypeVar
@@ -14,12 +14,23 @@ Name = TypeVar("Name", bound=Hashable)
 
 @dataclass(frozen=True, kw_only=True)
 class Latency:
-    """Milliseconds of one callable."""
+    """Milliseconds of one callable: the median (p50) and other percentiles."""
 
     median_ms: float
     p10_ms: float
     p90_ms: float
+    p99_ms: float
     runs: int
+
+    @classmethod
+    def of(cls, times: Sequence[float]) -> Latency:
+        """Percentiles of measured milliseconds, between those that were measured: a few runs aren't stretched.
+
+        >>> Latency.of([1.0, 2.0, 4.0])
+        Latency(median_ms=2.0, p10_ms=1.2, p90_ms=3.6, p99_ms=3.96, runs=3)
+        """
+        cuts = quantiles(times, n=100, method="inclusive") if len(times) > 1 else [times[0]] * 99
+        return cls(median_ms=median(times), p10_ms=cuts[9], p90_ms=cuts[89], p99_ms=cuts[98], runs=len(times))
 
 
 def measure_latency(
@@ -46,9 +57,4 @@ def measure_latency(
             times[name].append((time.perf_counter() - start) * 1e3)
         if progress is not None:
             progress(done + 1)
-    return {name: _latency(values) for name, values in times.items()}
-
-
-def _latency(values: list[float]) -> Latency:
-    deciles = quantiles(values, n=10) if len(values) > 1 else [values[0]] * 9
-    return Latency(median_ms=median(values), p10_ms=deciles[0], p90_ms=deciles[-1], runs=len(values))
+    return {name: Latency.of(values) for name, values in times.items()}

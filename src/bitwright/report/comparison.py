@@ -23,6 +23,34 @@ class OnRuntime(Frozen):
     timings: tuple[Timing, ...]
 
 
+class Instance(Frozen):
+    """One of several processes that ran at the same time."""
+
+    cores: tuple[int, ...] = Field(description="The cores that it was bound to.")
+    median_ms: float = Field(description="p50")
+    p90_ms: float
+    p99_ms: float
+    throughput: float = Field(description="Samples per second of this process.")
+
+
+class Together(Frozen):
+    """One artefact in several processes that started together, each on cores of its own."""
+
+    runtime: str
+    variant: Literal["float", "quantized"]
+    batch: int
+    pinned: bool = Field(description="Whether the processes were bound to their cores.")
+    runs: int = Field(description="Of each instance.")
+    median_ms: float = Field(description="p50 over all runs of all instances.")
+    p90_ms: float
+    p99_ms: float
+    throughput: float = Field(
+        description="Samples per second of all instances; a round lasts as long as its slowest one."
+    )
+    ratio: float = Field(description="Throughput relative to the float variant in the same run.")
+    instances: tuple[Instance, ...]
+
+
 class Skipped(Frozen):
     """A runtime that wasn't measured."""
 
@@ -37,6 +65,7 @@ class Fastest(Frozen):
     runtime: str
     variant: Literal["float", "quantized"]
     median_ms: float
+    throughput: float | None = Field(default=None, description="Of several instances; by it they are compared.")
 
 
 class Comparison(Frozen):
@@ -49,3 +78,4 @@ class Comparison(Frozen):
     runtimes: tuple[OnRuntime, ...]
     skipped: tuple[Skipped, ...]
     fastest: tuple[Fastest, ...]
+    together: tuple[Together, ...] = Field(default=(), description="Instead of timings, if instances were asked for.")

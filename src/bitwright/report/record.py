@@ -55,9 +55,10 @@ class Timing(Frozen):
     variant: Literal["float", "quantized"]
     batch: int
     threads: int
-    median_ms: float
+    median_ms: float = Field(description="p50")
     p10_ms: float
     p90_ms: float
+    p99_ms: float | None = Field(default=None, description="None in reports that were made before it was measured.")
     runs: int
     ratio: float = Field(description="Median relative to the float variant in the same run.")
 

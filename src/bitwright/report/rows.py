@@ -42,6 +42,7 @@ def timing(
         median_ms=latency.median_ms,
         p10_ms=latency.p10_ms,
         p90_ms=latency.p90_ms,
+        p99_ms=latency.p99_ms,
         runs=latency.runs,
         ratio=latency.median_ms / yardstick.median_ms,
     )

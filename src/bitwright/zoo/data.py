@@ -27,6 +27,7 @@ __all__ = [
     "Augmented",
     "Images",
     "data_folder",
+    "existing",
     "idx_images",
     "image_folder",
     "load_weights",
@@ -125,7 +126,7 @@ def data_folder() -> Path:
 @lru_cache(maxsize=4)
 def npz_images(path: Path) -> Images:
     """Read an ``.npz`` of ``images`` uint8 (N, H, W, 3) and ``labels`` (N,)."""
-    with np.load(_existing(path), allow_pickle=False) as archive:
+    with np.load(existing(path), allow_pickle=False) as archive:
         if missing := {"images", "labels"} - set(archive.files):
             raise WorkloadError(
                 f"the archive lacks {' and '.join(sorted(missing))}",
@@ -162,7 +163,7 @@ def idx_images(images: Path, labels: Path) -> Images:
 
 
 def _idx(path: Path) -> Tensor:
-    with gzip.open(_existing(path)) as file:
+    with gzip.open(existing(path)) as file:
         raw = file.read()
     axes = raw[3] if len(raw) > 3 else 0
     shape = np.frombuffer(raw, ">u4", count=axes, offset=4) if len(raw) >= 4 + 4 * axes else np.zeros(0)
@@ -181,7 +182,7 @@ def image_folder(path: Path, size: int = 224) -> Images:
         from PIL import Image
     except ImportError as error:
         raise WorkloadError("images need Pillow", fix='pip install "bitwright[examples]"') from error
-    named = [(f, m) for f in sorted(_existing(path).iterdir()) if (m := _IMAGE_NAME.fullmatch(f.name))]
+    named = [(f, m) for f in sorted(existing(path).iterdir()) if (m := _IMAGE_NAME.fullmatch(f.name))]
     if not named:
         raise WorkloadError(
             "the folder has no images",
@@ -208,11 +209,12 @@ def image_folder(path: Path, size: int = 224) -> Images:
 
 def load_weights(model: nn.Module, path: Path) -> nn.Module:
     """Load a ``.safetensors`` file strictly, and leave the model in evaluation mode."""
-    model.load_state_dict(load_file(_existing(path)), strict=True)
+    model.load_state_dict(load_file(existing(path)), strict=True)
     return model.eval()
 
 
-def _existing(path: Path) -> Path:
+def existing(path: Path) -> Path:
+    """The path, or an error that says what is missing in the data folder."""
     if not path.exists():
         raise WorkloadError(
             f"the data folder has no {path.name}",

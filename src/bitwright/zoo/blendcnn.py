@@ -1,0 +1,64 @@
+"""BlendCNN: eight one-dimensional convolutions over a pair of sentences; every layer has its say in the answer."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+__all__ = ["BlendCNN"]
+
+_KERNEL = 5
+
+
+class BlendCNN(nn.Module):
+    """Token, position and segment embeddings → `layers` × (convolution, ReLU) → each layer's mean → two linears.
+
+    Padding (token 0) is zero at the first convolution and has no part in the means: features don't depend on how much
+    of the fixed length a sentence fills. Further convolutions do see what the biases make of padding: to hide it would
+    cost a multiplication between each two of them.
+    """
+
+    def __init__(
+        self,
+        vocabulary: int,
+        *,
+        width: int = 128,
+        channels: int = 100,
+        layers: int = 8,
+        length: int = 128,
+        segments: int = 4,
+        classes: int = 2,
+        dropout: float = 0.1,
+    ) -> None:
+        super().__init__()
+        self.token = nn.Embedding(vocabulary, width, padding_idx=0)
+        self.position = nn.Embedding(length, width)
+        self.segment = nn.Embedding(segments, width)
+        self.norm = nn.LayerNorm(width)
+        ends = [width] + [channels] * layers
+        self.convs = nn.ModuleList(nn.Conv1d(a, b, _KERNEL, padding=_KERNEL // 2) for a, b in pairwise(ends))
+        self.hidden = nn.Linear(channels * layers, 100)
+        self.head = nn.Linear(100, classes)
+        self.dropout = nn.Dropout(dropout)
+        # The sum of the three is normalised: tokens start small, so that segments are heard from the first step on.
+        for table, spread in ((self.token, 0.05), (self.position, 0.05), (self.segment, 0.1)):
+            nn.init.normal_(table.weight, std=spread)
+        with torch.no_grad():
+            self.token.weight[0] = 0.0
+
+    def forward(self, tokens: Tensor, segments: Tensor) -> Tensor:
+        """Give the logits of token and segment ids, both (N, length)."""
+        words = (tokens != 0).to(self.norm.weight.dtype).unsqueeze(1)
+        x = self.token(tokens) + self.position.weight[: tokens.shape[1]] + self.segment(segments)
+        x = self.dropout(self.norm(x)).transpose(1, 2) * words
+        share = words / words.sum(2, keepdim=True)
+        means = []
+        for conv in self.convs:
+            x = F.relu(conv(x))
+            means.append((x * share).sum(2))
+        x = F.relu(self.hidden(self.dropout(torch.cat(means, 1))))
+        logits: Tensor = self.head(self.dropout(x))
+        return logits

