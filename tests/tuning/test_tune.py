@@ -234,3 +234,14 @@ def test_no_stubs_and_no_manual_fusion_are_needed() -> None:
     assert tuned.met_goal
     assert tuned.plan is not None
     assert list(tuned.plan.fold.values()) == ["a"]
+
+
+def test_a_metric_of_ones_own_keeps_the_statistics_of_samples() -> None:
+    work = workload(4, ())
+    own = replace(work, evaluate=lambda predict: {"agreement": measure(replace(work, evaluate=None), predict)["top1"]})
+    tuned = search(replace(own, metric="agreement"), budget=Budget(trials=1))
+    assert tuned.paired is not None
+    assert tuned.baseline is not None
+    assert tuned.baseline.overlap == 0
+    assert tuned.baseline.part is None  # but nothing is given up early on a metric that we don't know
+    assert tuned.outcome.metrics.keys() == {"agreement"}

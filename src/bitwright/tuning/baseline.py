@@ -44,12 +44,17 @@ class Baseline:
     data: str
     """A fingerprint of the evaluation data; of the float model's metrics if the workload evaluates by itself."""
     right: Tensor | None = None
-    """Which samples it gets right; None: the workload has a metric of its own."""
+    """Which samples it gets right; None: they can't be seen, or have no classes."""
     majority: float | None = None
     """What always saying the most frequent class would score, in percent."""
     part: Part | None = None
     overlap: int | None = None
     """Calibration samples that are evaluation samples, too; None: can't be seen."""
+
+    @property
+    def hit_rate(self) -> float:
+        """Percent of the samples that it gets right."""
+        return 0.0 if self.right is None else 100.0 * int(self.right.sum()) / len(self.right)
 
     @property
     def samples(self) -> int | None:
@@ -58,42 +63,60 @@ class Baseline:
 
 
 def measure_float(workload: Workload, metrics: Iterable[str], calibration: Iterable[Any], *, seed: int) -> Baseline:
-    """Evaluate the float model once, and look at the data on the way."""
-    if workload.evaluate is not None or workload.evaluation is None:
-        values = measure(workload, workload.model)
-        known = _complete(values, metrics, workload)
+    """Evaluate the float model, and look at the data on the way."""
+    seen = None if workload.evaluation is None else _look(workload, lenient=workload.evaluate is not None)
+    if seen is None:
+        known = _complete(measure(workload, workload.model), metrics, workload)
         return Baseline(metrics=known, data=fingerprint(repr(sorted(known.items()))))
+    built_in = workload.evaluate is None
+    values = {"top1": 100.0 * int(seen.right.sum()) / len(seen.right), "n": float(len(seen.right))}
+    values = _complete(values if built_in else measure(workload, workload.model), metrics, workload)
+    used = [
+        p for batch in calibration for p in sample_fingerprints((t for _, t in tensors_in(batch)), batch_size(batch))
+    ]
+    return Baseline(
+        metrics=values,
+        data=fingerprint(*seen.prints, *([] if built_in else [repr(sorted(values.items()))])),
+        right=seen.right,
+        majority=100.0 * Counter(seen.targets.tolist()).most_common(1)[0][1] / len(seen.right),
+        part=_part(workload, seen.right, seed) if built_in and tuple(metrics) == ("top1",) else None,
+        overlap=sum(p in seen.samples for p in used),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Seen:
+    right: Tensor
+    targets: Tensor
+    samples: set[str]
+    prints: list[str]
+
+
+def _look(workload: Workload, *, lenient: bool) -> _Seen | None:
+    """Which samples the float model gets right. `lenient`: None if the data isn't that of a classifier."""
     right: list[Tensor] = []
     targets: list[Tensor] = []
-    seen: set[str] = set()
+    samples: set[str] = set()
     prints: list[str] = []
 
     def watched() -> Iterable[tuple[Any, Tensor]]:
         assert workload.evaluation is not None
         for inputs, target in workload.evaluation():
             own = sample_fingerprints((t for _, t in tensors_in(inputs)), len(target))
-            seen.update(own)
+            samples.update(own)
             prints.extend((*own, fingerprint(target)))
             yield inputs, target
 
-    with torch.no_grad(), evaluating(workload.model):
-        for hits, target in hits_of(watched(), workload.model, where=f"workload {workload.name!r}"):
-            right.append(hits.cpu())
-            targets.append(target.cpu())
-    all_right = torch.cat(right)
-    counts = Counter(torch.cat(targets).tolist())
-    values = {"top1": 100.0 * int(all_right.sum()) / len(all_right), "n": float(len(all_right))}
-    used = [
-        p for batch in calibration for p in sample_fingerprints((t for _, t in tensors_in(batch)), batch_size(batch))
-    ]
-    return Baseline(
-        metrics=_complete(values, metrics, workload),
-        data=fingerprint(*prints),
-        right=all_right,
-        majority=100.0 * counts.most_common(1)[0][1] / len(all_right),
-        part=_part(workload, all_right, seed) if tuple(metrics) == ("top1",) else None,
-        overlap=sum(p in seen for p in used),
-    )
+    try:
+        with torch.no_grad(), evaluating(workload.model):
+            for hits, target in hits_of(watched(), workload.model, where=f"workload {workload.name!r}"):
+                right.append(hits.cpu())
+                targets.append(target.cpu())
+    except WorkloadError:
+        if lenient:
+            return None
+        raise
+    return _Seen(right=torch.cat(right), targets=torch.cat(targets), samples=samples, prints=prints)
 
 
 def _complete(values: dict[str, float], metrics: Iterable[str], workload: Workload) -> dict[str, float]:

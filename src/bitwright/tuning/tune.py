@@ -42,6 +42,7 @@ log = logging.getLogger("bitwright")
 _RECORDED = 16
 _HEAT = 3  # finalists that are timed once more, in turns
 _CLOSE = 1.1  # as near to the best as that
+_NOISE = 1.03
 
 
 def tune(
@@ -242,7 +243,11 @@ class _Run:
         heat = f"finalists {fingerprint(*sorted(candidate.key for candidate, _ in near))}"
         found = self.study.recall(heat) or self.study.keep(heat, self._heat([candidate for candidate, _ in near]))
         again = [(c, self.evaluator.judged(o.model_copy(update=found[c.key]))) for c, o in near]
-        again.sort(key=lambda pair: pair[1].rank())
+        fastest = min((outcome.objective or 0.0 for _, outcome in again if outcome.passed), default=0.0)
+        # differences within the noise don't count: there the more accurate one is better
+        again.sort(
+            key=lambda pair: (not pair[1].passed, (pair[1].objective or 0.0) > _NOISE * fastest, -pair[1].margin)
+        )
         return again + [pair for pair in ranked if pair[0] not in [candidate for candidate, _ in near]]
 
     def _heat(self, finalists: list[Candidate]) -> dict[str, dict[str, Any]]:
@@ -343,9 +348,9 @@ def _notes(baseline: Baseline, evaluator: Evaluator, outcome: Outcome) -> tuple[
         )
     if baseline.overlap is None:
         notes.append("whether calibration and evaluation data overlap can't be seen: the workload evaluates by itself")
-    if baseline.majority is not None and baseline.metrics["top1"] <= baseline.majority:
+    if baseline.majority is not None and baseline.right is not None and baseline.hit_rate <= baseline.majority:
         notes.append(
-            f"the float model ({baseline.metrics['top1']:.2f} %) is no better than always saying the most frequent "
+            f"the float model ({baseline.hit_rate:.2f} %) is no better than always saying the most frequent "
             f"class ({baseline.majority:.2f} %): keeping its accuracy proves nothing"
         )
     if evaluator.runtime is None:
