@@ -34,6 +34,7 @@ from bitwright.train.run import Run
     bitwright train digits-untrained --epochs 6 --lr 0.05 -o runs/float
     bitwright train digits-untrained --epochs 2 --init runs/float --quantize int8 -o runs/int8
     bitwright train my_workload.py:net --quantize int4 --distill 0.5 --epochs 3 -o runs/int4
+    bitwright train my_workload.py:net --plan kernels.yaml --channels-last -o runs/kernels
     torchrun --nproc-per-node 2 -m bitwright train my_workload.py:net --quantize int8 -o runs/two
     """,
 )
@@ -52,6 +53,19 @@ def train(
             show_default=False,
         ),
     ] = None,
+    plan: Annotated[
+        Path | None,
+        typer.Option(
+            "--plan", help="Run operators in real low precision, as this plan's `compute` says.", show_default=False
+        ),
+    ] = None,
+    kind: Annotated[
+        str | None,
+        typer.Option(
+            help="This process's kind of device in the plan, or one for each rank: fast,slow.", show_default=False
+        ),
+    ] = None,
+    simulate: Annotated[bool, typer.Option("--simulate", help="Round in float instead of running kernels.")] = False,
     backend: Annotated[
         str | None,
         typer.Option(
@@ -119,6 +133,9 @@ def train(
     result = Trainer(
         found,
         quantize=quantize,
+        compute=plan,
+        kind=kind,
+        simulate=simulate,
         backend=backend,
         config=settings,
         out=output,

@@ -30,7 +30,10 @@ def diff(before: Plan, after: Plan) -> list[Change]:
 
 
 def _about(kind: str, device: Device | None) -> dict[str, str]:
-    return {} if device is None else {kind: f"why={device.why}" if device.why else "present"}
+    if device is None:
+        return {}
+    words = [f"batch={device.batch}" if device.batch is not None else "", f"why={device.why}" if device.why else ""]
+    return {kind: ", ".join(word for word in words if word) or "present"}
 
 
 def _texts(sites: Mapping[str, SiteSpec]) -> dict[str, str]:

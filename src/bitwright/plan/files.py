@@ -66,6 +66,7 @@ def parse_plan(text: str, *, where: str) -> Plan:
             kind: Device(
                 sites=_specs(device.sites, f"devices.{kind} ", problems),
                 compute=_computes(device.compute),
+                batch=device.batch,
                 why=device.why or "",
             )
             for kind, device in file.devices.items()
@@ -230,6 +231,8 @@ def dump_plan(plan: Plan) -> str:
             entry: dict[str, Any] = {"sites": {name: spec_entry(spec) for name, spec in device.sites.items()}}
             if device.compute:
                 entry["compute"] = {name: spec.entry() for name, spec in device.compute.items()}
+            if device.batch is not None:
+                entry["batch"] = device.batch
             if device.why:
                 entry["why"] = device.why
             data["devices"][kind] = entry

@@ -67,6 +67,8 @@ class Device:
 
     sites: Mapping[str, SiteSpec] = field(default_factory=dict)
     compute: Mapping[str, ComputeSpec] = field(default_factory=dict)
+    batch: int | None = None
+    """Samples of each step on one such device; None: as many as on all."""
     why: str = ""
 
 

@@ -68,6 +68,7 @@ class DeviceEntry(_Strict):
 
     sites: dict[str, SiteEntry | str] = Field(default_factory=dict)
     compute: dict[str, ComputeEntry | str] = Field(default_factory=dict)
+    batch: int | None = Field(default=None, ge=1, strict=True, description="Samples of each step on such a device.")
     why: str | None = None
 
 

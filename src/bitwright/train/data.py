@@ -21,7 +21,8 @@ class TrainingData:
     """A workload's training set as this rank sees it.
 
     An epoch is a permutation cut into global batches; each rank takes its part of every one. What is left over at
-    the end is dropped (another shuffle drops others), so that all ranks have equally many batches of equal size.
+    the end is dropped (another shuffle drops others), so that all ranks have equally many batches, each rank's of one
+    size.
     """
 
     def __init__(self, workload: Workload, *, batch: int | None, seed: int, ranks: Ranks, workers: int) -> None:
@@ -49,25 +50,32 @@ class TrainingData:
                 fix="return a torch.utils.data.Dataset with __len__ and __getitem__",
             )
         self.batch = batch or _DEFAULT_BATCH
+        self.parts: list[int] = ranks.gather(self.batch)
+        """The batch of each rank: they may differ."""
         self.size = len(source)
         self.seed = seed
         self.ranks = ranks
         self.workers = workers
         self.samples = _Seeded(source, seed, ranks.rank)
-        self.batches = self.size // (self.batch * ranks.world)
+        self.batches = self.size // sum(self.parts)
         if self.batches == 0:
             raise TrainError.single(
                 "the training set is smaller than one batch",
                 where=where,
-                value=f"{self.size} samples, {self.batch} on each of {ranks.world} processes",
+                value=f"{self.size} samples, {', '.join(map(str, self.parts))} on {ranks.world} processes",
                 fix=f"use a batch of at most {self.size // ranks.world}",
             )
+
+    @property
+    def weight(self) -> float:
+        """What this rank's mean loss counts, where all ranks' are averaged: so the gradient is the mean of samples."""
+        return self.batch * len(self.parts) / sum(self.parts)
 
     def order(self, epoch: int) -> list[list[_Key]]:
         """The keys of this rank's batches of an epoch."""
         generator = torch.Generator().manual_seed(seed_of(self.seed, "order", epoch))
         shuffled = torch.randperm(self.size, generator=generator).tolist()
-        stride, own = self.batch * self.ranks.world, self.batch * self.ranks.rank
+        stride, own = sum(self.parts), sum(self.parts[: self.ranks.rank])
         starts = ((number, number * stride + own) for number in range(self.batches))
         return [[(epoch, n, i) for i in shuffled[start : start + self.batch]] for n, start in starts]
 

@@ -45,6 +45,13 @@ class Ranks:
         dist.broadcast_object_list(box, src=0)
         return json.loads(str(box[0]))
 
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, on all ranks."""
+        values: list[Any] = [value] * self.world
+        if self.several:
+            dist.all_gather_object(values, value)
+        return values
+
     def agree(self, model: nn.Module) -> None:
         """Raise if ranks have different quantizer state or weights: replicas that drift apart train nonsense."""
         if not self.several:

@@ -31,6 +31,7 @@ from bitwright.train.checkpoints import Checkpoints, Saved
 from bitwright.train.config import TrainConfig
 from bitwright.train.data import TrainingData
 from bitwright.train.ema import Ema
+from bitwright.train.lowprecision import LowPrecision, batch_of, kind_of
 from bitwright.train.objective import Objective
 from bitwright.train.optimizer import make_optimizer
 from bitwright.train.parallel import Alone, Replicated, Sharded, share_buffers
@@ -67,6 +68,9 @@ class Run:
         callbacks: Sequence[Callback],
         resume: Saved | None,
         stop: Stop,
+        compute: Plan | None = None,
+        kinds: str | None = None,
+        simulate: bool = False,
     ) -> None:
         self.workload = workload
         self.config = config
@@ -77,7 +81,11 @@ class Run:
         self.callbacks = callbacks if ranks.first else ()
         self.stop = stop
         self.precision = precision
-        self.data = TrainingData(workload, batch=config.batch, seed=config.seed, ranks=ranks, workers=config.workers)
+        self.compute, self.simulate = compute, simulate
+        self.kind = None if compute is None else kind_of(compute, kinds, ranks)
+        section = None if compute is None or self.kind is None else compute.devices[self.kind]
+        batch = batch_of(section, config.batch)
+        self.data = TrainingData(workload, batch=batch, seed=config.seed, ranks=ranks, workers=config.workers)
         self.steps_per_epoch = self.data.batches // config.accumulate
         if self.steps_per_epoch == 0:
             raise TrainError.single(
@@ -118,6 +126,11 @@ class Run:
             self.qat = self._quantize(backend, choices, resume)
             for note in self.qat.notes:
                 self.note(note)
+        self.low: LowPrecision | None = None
+        if self.compute is not None:
+            self.low = LowPrecision(self.model, self.compute, self.kind, self._example(), simulate=self.simulate)
+            for note in self.low.notes:
+                self.note(note)
         if resume is not None:  # before anybody holds parameters: a checkpoint gives scales their shapes
             load_checkpoint(model, resume.folder / "model.safetensors")
         self.parallel = self._share()
@@ -128,11 +141,15 @@ class Run:
         if config.compile:
             self.net = torch.compile(self.net)
         world = self.ranks.world
-        whole = self.data.batch * world * config.accumulate
+        whole = sum(self.data.parts) * config.accumulate
         self.note(
             f"{self.data.size} samples, {self.steps_per_epoch} steps of {whole} samples per epoch"
-            + (f" ({self.data.batch} on each of {world} processes; the learning rate is as given)" if world > 1 else "")
+            + (f" ({self._parts()} of {world} processes; the learning rate is as given)" if world > 1 else "")
         )
+
+    def _parts(self) -> str:
+        parts = self.data.parts
+        return f"{parts[0]} on each" if len(set(parts)) == 1 else f"{', '.join(map(str, parts))} on those"
 
     def _share(self) -> Alone:
         if not self.ranks.several:
@@ -242,8 +259,9 @@ class Run:
             with self.parallel.accumulating(part == config.accumulate - 1):
                 with self._autocast():
                     loss = self.objective(call(self.net, inputs), inputs, target)
-                self.scaler.scale(loss / config.accumulate).backward()
-            total += loss.detach().float() / config.accumulate
+                share_of_batch = self.data.weight / config.accumulate
+                self.scaler.scale(loss * share_of_batch).backward()
+            total += loss.detach().float() * share_of_batch
         self.parallel.end_backward()
         if config.clip is not None:
             self.scaler.unscale_(self.optimizer)
@@ -324,7 +342,7 @@ class Run:
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model in evaluation mode on the run's device, with inputs and outputs on the CPU."""
-        with evaluating(self.model), torch.no_grad():
+        with evaluating(self.model), torch.no_grad(), nullcontext() if self.low is None else self.low.float():
             args, kwargs = self._move((args, kwargs))
             return map_tensors(self.model(*args, **kwargs), lambda t: t.to("cpu"))
 
@@ -348,6 +366,8 @@ class Run:
             self.note(f"the result is that of epoch {int(self.best['epoch'])}, the best one")
         if self.qat is not None:
             self.qat.finish()
+        if self.low is not None:
+            self.low.finish()
         if self.whole_model is not None:
             self.whole_model.load_state_dict(whole_state(self))
             self.model = self.whole_model
@@ -356,8 +376,9 @@ class Run:
         self.model.eval()
         if self.out is None or not self.ranks.first:
             return
-        if self.qat is not None:
-            self.qat.plan.save(self.out / "plan.yaml")
+        plan = self.qat.plan if self.qat is not None else self.compute
+        if plan is not None:
+            plan.save(self.out / "plan.yaml")
         save_checkpoint(self.model, self.out / "checkpoint.safetensors")
         write_text(self.out / "result.json", json.dumps(self.facts(), indent=1) + "\n")
 
@@ -368,6 +389,10 @@ class Run:
             "torch": torch.__version__,
             "workload": self.workload.name,
             "quantize": word(self.precision),
+            "compute": word(self.compute),
+            "kind": self.kind,
+            "simulate": self.simulate,
+            "batches": self.data.parts,
             "init": str(self.init) if self.init is not None else None,
             "backend": self.qat.quantized.backend if self.qat is not None else None,
             "processes": self.ranks.world,

@@ -33,7 +33,8 @@ def identity(run: Run) -> dict[str, Any]:
         "workload": run.workload.name,
         "quantize": word(run.precision),
         "samples": run.data.size,
-        "batch per process": run.data.batch,
+        "batch per process": run.data.parts[0] if len(set(run.data.parts)) == 1 else run.data.parts,
+        **({} if run.compute is None else {"compute": word(run.compute), "simulate": run.simulate}),
         "processes": run.ranks.world,
         **fixed,
     }

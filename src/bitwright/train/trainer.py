@@ -13,10 +13,12 @@ from torch import nn
 
 from bitwright.backends import Choices
 from bitwright.errors import Problem, TrainError
+from bitwright.plan import Plan
 from bitwright.recipe import Quantized
 from bitwright.train.callbacks import Callback, History
 from bitwright.train.checkpoints import Checkpoints, Saved
 from bitwright.train.config import TrainConfig
+from bitwright.train.lowprecision import read
 from bitwright.train.precision import Precision, resolve
 from bitwright.train.ranks import Ranks, joined
 from bitwright.train.run import Run
@@ -44,6 +46,8 @@ class Trainer:
 
     `quantize` is "int8", "int4", "w4a8", a Plan or the path of one. Processes come from the process group or from
     torchrun. `out` gets checkpoints, history.jsonl, and at the end checkpoint.safetensors, plan.yaml and result.json.
+    `compute` is a plan (or its path) whose `compute` section says which operators run in real low precision; `kind` is
+    this process's device in it (or one for each rank, with commas between), `simulate` rounds in float instead.
     `init` is a float checkpoint (or the folder of a run) to start from; `resume` goes on with the run in `out`, if one
     has begun there. `choices` go to the planner, as in `bitwright.quantize`.
     """
@@ -53,6 +57,9 @@ class Trainer:
         workload: Workload,
         *,
         quantize: Precision | None = None,
+        compute: Plan | str | Path | None = None,
+        kind: str | None = None,
+        simulate: bool = False,
         backend: str | None = None,
         config: TrainConfig | None = None,
         out: str | Path | None = None,
@@ -64,6 +71,9 @@ class Trainer:
     ) -> None:
         self.workload = workload
         self.precision = quantize
+        self.compute = None if compute is None else read(compute)
+        self.kind = kind
+        self.simulate = simulate
         self.backend = backend
         self.config = config or TrainConfig()
         self.out = Path(out) if out is not None else None
@@ -103,6 +113,11 @@ class Trainer:
             yield Problem(what="there is no such checkpoint", where="init", value=str(self.init))
         if self.resume and self.out is None:
             yield Problem(what="there is no folder to resume", where="resume", fix="give out=")
+        if self.compute is not None and self.precision is not None:
+            what = "quantizers and low-precision kernels exclude each other"
+            yield Problem(what=what, where="compute", fix="leave one of compute and quantize out")
+        if self.compute is None and (self.kind is not None or self.simulate):
+            yield Problem(what="only a plan's compute section has kinds and simulation", where="kind, simulate")
         if self.precision is None:
             given = [key for key, value in {**self.choices, "backend": self.backend}.items() if value]
             for key in given:
@@ -134,6 +149,9 @@ class Trainer:
                 callbacks=callbacks,
                 resume=saved,
                 stop=stop,
+                compute=self.compute,
+                kinds=self.kind,
+                simulate=self.simulate,
             )
             run.go()
         return TrainResult(

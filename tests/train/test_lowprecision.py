@@ -1,0 +1,169 @@
+"""Training with operators that really run in low precision, on equal and unequal ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from bitwright import BitwrightError, Plan, TrainConfig, Trainer
+from bitwright.plan import ComputeSpec, Device
+from bitwright.train.data import TrainingData
+from bitwright.train.ranks import Ranks
+from spirals import workload
+
+SPIRALS = f"{Path(__file__).parents[1] / 'spirals.py'}:workload"
+INT8 = ComputeSpec(format="int8", backward=("input", "weight"), stochastic=True)
+
+
+def train(**options: Any) -> tuple[float, dict[str, torch.Tensor]]:
+    config = TrainConfig(epochs=15, batch=25, lr=0.1, schedule="constant")
+    result = Trainer(workload(), config=config, **options).fit()
+    return result.metrics[-1]["top1"], result.model.state_dict()
+
+
+def test_int8_training_reaches_what_float_training_reaches() -> None:
+    exact, _ = train()
+    plan = Plan(compute={"*": INT8})
+    real, state = train(compute=plan)
+    simulated, _ = train(compute=plan, simulate=True)
+    assert exact > 95
+    assert real > exact - 3
+    assert abs(real - simulated) <= 2
+    assert set(state) == set(workload().model.state_dict())  # the plain float model again
+    assert train(compute=plan)[1]["0.weight"].equal(state["0.weight"])  # seeded, roundings and all
+
+
+def test_a_run_goes_on_to_the_bit(tmp_path: Path) -> None:
+    def run(out: Path, epochs: int, **options: Any) -> dict[str, torch.Tensor]:
+        config = TrainConfig(epochs=4, batch=50, lr=0.1, save_steps=7, schedule="constant")
+        trainer = Trainer(workload(), config=config, compute=Plan(compute={"*": INT8}), out=out, **options)
+        if epochs < 4:
+            trainer.callbacks.append(_StopAt(epochs))
+            with pytest.raises(KeyboardInterrupt):
+                trainer.fit()
+            return {}
+        trainer.fit()
+        return load_file(out / "checkpoint.safetensors")
+
+    whole = run(tmp_path / "whole", 4)
+    run(tmp_path / "broken", 2)
+    again = run(tmp_path / "broken", 4, resume=True)
+    assert all(torch.equal(again[name], tensor) for name, tensor in whole.items())
+
+
+class _StopAt:
+    """A user's Ctrl-C in the middle of an epoch."""
+
+    def __init__(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def on_step(self, run: Any) -> None:
+        if run.epoch == self.epoch and run.step % 10 == 7:
+            run.stop.asked = "SIGINT"
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args: None
+
+
+def test_the_notes_say_what_runs_how() -> None:
+    plan = Plan(compute={"2": ComputeSpec(format="int8"), "4": ComputeSpec(format="bf16")})
+    result = Trainer(workload(), config=TrainConfig(batch=50), compute=plan).fit()
+    assert any("1 in int8, 1 in bf16" in note for note in result.notes)
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "word"),
+    [
+        ("bitwright: 1\nsites: {'0:weight': int8/channel/sym}\n", {}, "no quantizers at sites"),
+        ("bitwright: 1\n", {}, "nothing in low precision"),
+        ("bitwright: 1\ncompute: {'*': int9}\n", {}, "unknown kernel"),
+        ("bitwright: 1\ncompute: {'*': int8}\n", {"kind": "small"}, "no devices"),
+        ("bitwright: 1\ncompute: {'*': int8}\n", {"quantize": "int8"}, "exclude each other"),
+        ("bitwright: 1\ndevices: {a: {compute: {'*': int8}}, b: {}}\n", {}, "several kinds"),
+        ("bitwright: 1\ndevices: {a: {compute: {'*': int8}}, b: {}}\n", {"kind": "c"}, "no such device"),
+        ("bitwright: 1\ncompute: {'9': int8}\n", {}, "matches no operator"),
+    ],
+)
+def test_wrong_plans_are_refused(tmp_path: Path, text: str, options: dict[str, Any], word: str) -> None:
+    path = tmp_path / "plan.yaml"
+    path.write_text(text)
+    with pytest.raises(BitwrightError, match=word):
+        Trainer(workload(), config=TrainConfig(batch=50), compute=path, **options).fit()
+
+
+def test_each_device_has_its_section_and_batch() -> None:
+    plan = Plan(
+        compute={"*": ComputeSpec(format="bf16")},
+        devices={"fast": Device(compute={"2": ComputeSpec()}, batch=20), "slow": Device(compute={"*": INT8})},
+    )
+    assert Plan.from_yaml(plan.to_yaml()) == plan
+    assert plan.for_device("slow").compute == {"*": INT8}
+    assert plan.for_device("fast").compute == {"*": ComputeSpec(format="bf16"), "2": ComputeSpec()}
+    result = Trainer(workload(), config=TrainConfig(batch=50), compute=plan, kind="fast").fit()
+    assert result.steps == 25
+    assert any("2 in bf16" in note for note in result.notes)
+
+
+class _Fixed(Ranks):
+    """Ranks whose others are known without a process group."""
+
+    def gather(self, value: Any) -> list[Any]:
+        return [12, 20, 3]
+
+
+def test_unequal_batches_cover_each_sample_once() -> None:
+    seen: list[int] = []
+    for rank, batch in enumerate((12, 20, 3)):
+        data = TrainingData(workload(), batch=batch, seed=5, ranks=_Fixed(rank=rank, world=3), workers=0)
+        assert data.batches == 500 // 35
+        order = data.order(2)
+        assert {len(keys) for keys in order} == {batch}
+        seen += [index for keys in order for _, _, index in keys]
+    assert len(seen) == len(set(seen)) == 35 * (500 // 35)
+
+
+def launch(out: Path, *options: str) -> list[float]:
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"),
+        *("--nproc-per-node", "2", "-m", "bitwright", "train", SPIRALS, "--lr", "0.1", "--log-steps", "1"),
+        *("--no-tensorboard", "-o", str(out), *options),
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = [json.loads(line) for line in (out / "history.jsonl").read_text().splitlines()]
+    return [row["loss"] for row in rows if "loss" in row]
+
+
+def test_unequal_ranks_train_as_equal_ones_do(tmp_path: Path) -> None:
+    """Another split of the same global batches: the mean of gradients is exact, so losses are the same."""
+    unequal = tmp_path / "plan.yaml"
+    unequal.write_text("bitwright: 1\ndevices:\n  fast: {batch: 14}\n  slow: {batch: 6, compute: {'*': float}}\n")
+    options = ("--plan", str(unequal), "--kind", "fast,slow", "--epochs", "1")
+    split = launch(tmp_path / "split", *options)
+    equal = launch(tmp_path / "equal", "--batch", "10", "--epochs", "1")
+    assert split == pytest.approx(equal, rel=1e-4)
+
+
+def test_two_kinds_of_device_train_one_model(tmp_path: Path) -> None:
+    plan = tmp_path / "plan.yaml"
+    plan.write_text(
+        "bitwright: 1\ndevices:\n  fast: {batch: 14}\n"
+        "  slow: {batch: 6, compute: {'*': {format: int8, stochastic: true}}}\n"
+    )
+    losses = launch(tmp_path / "run", "--plan", str(plan), "--kind", "fast,slow", "--epochs", "2", "--clip", "1")
+    assert losses[-1] < losses[0]
+    kept = load_file(tmp_path / "run" / "checkpoint.safetensors")
+    assert not any(name.startswith("bitwright") for name in kept)
+    facts = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert facts["batches"] == [14, 6]
+    assert replace(Plan.load(tmp_path / "run" / "plan.yaml"), model=None).devices["slow"].batch == 6
