@@ -1,5 +1,22 @@
-"""Planners: from a graph, a backend and a goal to a plan."""
+"""Planners: from a graph, a backend and a goal to a plan; from a cluster and penalties to precisions."""
 
-from bitwright.planners.uniform import make_plan
+from bitwright.planners.allocate import Allocation, fastest, recover, uniform
+from bitwright.planners.batches import dynamic_batching, recover_and_split, split_batch
+from bitwright.planners.by_backend import make_plan
+from bitwright.planners.ilp import ilp
+from bitwright.planners.machine import Additive, Machine, OperatorCost
 
-__all__ = ["make_plan"]
+__all__ = [
+    "Additive",
+    "Allocation",
+    "Machine",
+    "OperatorCost",
+    "dynamic_batching",
+    "fastest",
+    "ilp",
+    "make_plan",
+    "recover",
+    "recover_and_split",
+    "split_batch",
+    "uniform",
+]

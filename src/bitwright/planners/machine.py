@@ -1,0 +1,113 @@
+"""What a planner of precisions asks about a cluster: penalties, seconds, bytes; not where they come from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+FLOAT = "float"
+Assignment = Mapping[str, str]
+"""A format for each operator."""
+Plans = Mapping[str, Assignment]
+"""An assignment for each kind of device."""
+
+
+class Machine(Protocol):
+    """A model on a cluster."""
+
+    @property
+    def kinds(self) -> Mapping[str, int]:
+        """How many devices there are of each kind."""
+
+    @property
+    def operators(self) -> Sequence[str]:
+        """The operators that can have several formats, in order."""
+
+    def formats(self, kind: str, operator: str) -> Sequence[str]:
+        """What this operator can run in on such a device; `float` is among them."""
+
+    def penalty(self, operator: str, format: str) -> float:
+        """What the training suffers; 0 for float."""
+
+    def step(self, plans: Plans, batches: Mapping[str, int]) -> float:
+        """Seconds of one step of the whole cluster."""
+
+    def work(self, kind: str, assignment: Assignment, batch: int) -> float:
+        """Seconds that one such device computes in a step."""
+
+    def memory(self, kind: str, assignment: Assignment, batch: int) -> int:
+        """Bytes at the peak of a step."""
+
+    def limit(self, kind: str) -> int | None:
+        """Bytes that such a device has."""
+
+    @property
+    def batch(self) -> int:
+        """Samples of each device's step, if they are equal."""
+
+
+def total_penalty(machine: Machine, plans: Plans, batches: Mapping[str, int]) -> float:
+    """Of all devices: the gradient is a mean over samples, so a device's error counts with its share, squared."""
+    samples = sum(machine.kinds[kind] * batches[kind] for kind in plans)
+    return sum(
+        machine.kinds[kind] * (batches[kind] / samples) ** 2 * sum(machine.penalty(op, f) for op, f in one.items())
+        for kind, one in plans.items()
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperatorCost:
+    """What one operator takes in one format on one kind of device."""
+
+    seconds: float
+    bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Additive:
+    """A machine whose operators cost what a table says, independent of each other: for tables, tests and first guesses.
+
+    `costs` are those of `batch` samples; they grow with the batch, `fixed` and `base` don't.
+    """
+
+    kinds: Mapping[str, int]
+    operators: Sequence[str]
+    costs: Mapping[str, Mapping[str, Mapping[str, OperatorCost]]]
+    penalties: Mapping[str, Mapping[str, float]]
+    batch: int = 1
+    fixed: Mapping[str, float] = None  # type: ignore[assignment]
+    base: Mapping[str, int] = None  # type: ignore[assignment]
+    limits: Mapping[str, int] = None  # type: ignore[assignment]
+
+    def formats(self, kind: str, operator: str) -> Sequence[str]:
+        """What the table has."""
+        return list(self.costs[kind][operator])
+
+    def penalty(self, operator: str, format: str) -> float:
+        """Float is free."""
+        return 0.0 if format == FLOAT else self.penalties[operator][format]
+
+    def work(self, kind: str, assignment: Assignment, batch: int) -> float:
+        """The sum."""
+        share = batch / self.batch
+        own = sum(self.costs[kind][op][format].seconds for op, format in assignment.items())
+        return (self.fixed or {}).get(kind, 0.0) + share * own
+
+    def step(self, plans: Plans, batches: Mapping[str, int]) -> float:
+        """Everybody waits for the slowest."""
+        return max(self.work(kind, plan, batches[kind]) for kind, plan in plans.items())
+
+    def memory(self, kind: str, assignment: Assignment, batch: int) -> int:
+        """The sum."""
+        share = batch / self.batch
+        own = sum(self.costs[kind][op][format].bytes for op, format in assignment.items())
+        return (self.base or {}).get(kind, 0) + int(share * own)
+
+    def limit(self, kind: str) -> int | None:
+        """What was said."""
+        return (self.limits or {}).get(kind)
+
+    def with_limits(self, **limits: int) -> Additive:
+        """The same with other memory."""
+        return replace(self, limits=limits)
