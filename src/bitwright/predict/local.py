@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate as running_sum
 
@@ -11,7 +11,7 @@ from bitwright.plan import Plan
 from bitwright.predict.costs import Cost, Costs
 from bitwright.predict.flow import given, incoming
 from bitwright.profile.device import DeviceProfile
-from bitwright.profile.signature import TensorSpec
+from bitwright.profile.signature import FLOATS, CallSpec, TensorSpec
 from bitwright.profile.step import StepSettings
 from bitwright.profile.stepgraph import StepGraph, StepOp
 from bitwright.profile.watch import operator_key
@@ -133,7 +133,7 @@ class Local:
             placed += [
                 self._placed(op, Cast(port, f"{type}→float32"), spec, gives)
                 for (port, spec), (_, type) in zip(op.call.ports, types, strict=True)
-                if spec.is_float and type not in _FLOATS
+                if spec.is_float and type not in FLOATS
             ]
         gradients = self._gradients(op, way)
         taken = sum(self.costs.accumulation(tensor) for _, tensor in gradients)
@@ -158,7 +158,12 @@ class Local:
                 spec_ = op.call.port(cast.port)
                 shape = (spec_.shape[0],) if channels and spec_ is not None and spec_.shape else ()
                 found[f"bitwright.{op.name}:{cast.port}.scale"] = TensorSpec(shape, "float32", True)
-        return tuple(found.items())
+        order = self._order
+        return tuple(sorted(found.items(), key=lambda item: order.get(item[0], len(order))))
+
+    @cached_property
+    def _order(self) -> dict[str, int]:
+        return {name: number for number, name in enumerate(self.graph.gradient_order)}
 
     # -- seconds ---------------------------------------------------------------------------------------------
 
@@ -238,9 +243,6 @@ class Local:
         return sum(self.phases.values())
 
 
-_FLOATS = ("float32", "bfloat16", "float16", "float64")
-
-
 class _Given(dict[str, str]):
     """What blocks give, read from them as they are."""
 
@@ -253,7 +255,5 @@ class _Given(dict[str, str]):
         return default if index is None else self.local.blocks[index].gives
 
 
-def _with(op: StepOp, now: Mapping[str, TensorSpec]) -> "object":
-    from dataclasses import replace
-
+def _with(op: StepOp, now: Mapping[str, TensorSpec]) -> CallSpec:
     return replace(op.call, ports=tuple((port, now.get(port, spec)) for port, spec in op.call.ports))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -21,14 +22,15 @@ from bitwright.profile.way import Cast, is_quantizer
 from bitwright.registry import QUANTIZERS
 
 _SIZES = (1 << 10, 1 << 12, 1 << 14, 3 << 14, SMALL, 3 << 15, 1 << 18, 1 << 19, 1 << 20, 1 << 21)
-_DTYPES = [("float32", "bfloat16"), ("bfloat16", "float32")]
+DTYPES = [Cast("input", "float32→bfloat16"), Cast("input", "bfloat16→float32")]
 
 
 def measure_casts(casts: Iterable[Cast], clock: Clock, *, rounds: int = 7) -> list[CastCost]:
-    """Each kind of cast once, forward and backward, over three orders of size."""
-    kinds = {cast.kind: cast for cast in casts}
-    for source, target in _DTYPES:
-        kinds[f"{source}→{target}"] = Cast("input", f"{source}→{target}")
+    """Each kind of cast once, forward and backward, over three orders of size.
+
+    A quantizer that is made from others' (a bias from input and weight) has no cost by size of its own.
+    """
+    kinds = {cast.kind: cast for cast in casts if not is_quantizer(cast.kind) or _stands_alone(cast)}
     found = []
     for kind, cast in sorted(kinds.items()):
         runs = {size: _run(cast, size) for size in _SIZES}
@@ -43,6 +45,10 @@ def measure_casts(casts: Iterable[Cast], clock: Clock, *, rounds: int = 7) -> li
         )
         found.append(CastCost(kind=kind, forward=forward, backward=backward))
     return found
+
+
+def _stands_alone(cast: Cast) -> bool:
+    return "of" not in inspect.signature(QUANTIZERS.get(cast.kind.split()[0]).__init__).parameters
 
 
 def _lines(points: list[tuple[int, float]], *, broken: bool) -> list[Line]:
@@ -74,8 +80,9 @@ def _quantizing(cast: Cast, size: int) -> Run:
     axis = (channel_axis if format.granularity == "channel" else reduction_axis)(kind, port)
     guard = next((flag for flag in flags if flag == "int16-pairs"), None)
     spec = SiteSpec(format=format, quantizer=name, guard=guard)
+    layout = Layout(format.granularity, axis, format.group)
     quantizer: Quantizer = QUANTIZERS.get(name)(
-        spec, site="probe:input", kind=kind, port=port, layout=Layout(format.granularity, axis, format.group), weight=cast.weight
+        spec, site="probe:input", kind=kind, port=port, layout=layout, weight=cast.weight
     )
     quantizer.compiled = "fused" in flags
     x = torch.randn(_shape(size, cast.weight))
