@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,7 +41,8 @@ def make_buckets(trained: Sequence[tuple[str, TensorSpec]], bucket_cap_mb: float
     if not trained:
         return []
     stand_ins = [torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta") for _, spec in trained]
-    indices, _ = dist._compute_bucket_assignment_by_size(stand_ins, limits(bucket_cap_mb), [False] * len(stand_ins))
+    assign: Any = dist._compute_bucket_assignment_by_size  # type: ignore[attr-defined]
+    indices, _ = assign(stand_ins, limits(bucket_cap_mb), [False] * len(stand_ins))
     # it groups by dtype; buckets are launched in the order of their last gradients
     found = sorted(indices, key=max)
     return [Bucket(tuple(trained[i][0] for i in group), sum(trained[i][1].bytes for i in group)) for group in found]

@@ -12,20 +12,20 @@ from bitwright.profile.signature import TensorSpec
 from bitwright.profile.stepgraph import StepGraph, StepOp
 from bitwright.profile.way import AMP_DTYPES, Amp, Way
 
-ALLOW = frozenset(
-    "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d linear matmul addmm baddbmm addbmm addmv"
-    " scaled_dot_product_attention lstm_cell gru_cell rnn_cell prelu mv".split()
-)
-DENY = frozenset(
-    "avg_pool3d binary_cross_entropy grid_sample polar prod quantile nanquantile stft cdist trace view_as_complex"
-    " cholesky cholesky_inverse cholesky_solve inverse lu_solve orgqr ormqr pinverse max_pool3d smooth_l1_loss"
-    " mse_loss cosine_embedding_loss nll_loss hinge_embedding_loss poisson_nll_loss triplet_margin_loss ctc_loss"
-    " kl_div multilabel_margin_loss binary_cross_entropy_with_logits svd eig linalg_norm".split()
-)
+_CONVOLUTIONS = [f"{kind}{n}d" for kind in ("conv", "conv_transpose") for n in (1, 2, 3)]
+_PRODUCTS = ["linear", "matmul", "addmm", "baddbmm", "addbmm", "addmv", "mv", "scaled_dot_product_attention", "prelu"]
+_CELLS = ["lstm_cell", "gru_cell", "rnn_cell"]
+ALLOW = frozenset([*_CONVOLUTIONS, *_PRODUCTS, *_CELLS])
+_LOSSES = [
+    *("binary_cross_entropy", "binary_cross_entropy_with_logits", "mse_loss", "nll_loss", "smooth_l1_loss", "kl_div"),
+    *("cosine_embedding_loss", "hinge_embedding_loss", "poisson_nll_loss", "triplet_margin_loss", "ctc_loss"),
+]
+_EXACT = ["avg_pool3d", "max_pool3d", "grid_sample", "polar", "prod", "quantile", "cdist", "trace", "stft", "inverse"]
+DENY = frozenset([*_LOSSES, *_EXACT])
 # Statistics and parameters beside the numbers don't widen them.
-_FIRST = frozenset("batch_norm layer_norm group_norm instance_norm rms_norm dropout embedding index_select".split())
+_FIRST = frozenset(["batch_norm", "layer_norm", "group_norm", "instance_norm", "rms_norm", "dropout", "index_select"])
 # These say themselves what they give.
-_SAYS = frozenset("to float half bfloat16 double type type_as".split())
+_SAYS = frozenset(["to", "float", "half", "bfloat16", "double", "type", "type_as"])
 _WIDTH = {"int8": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 
@@ -51,7 +51,12 @@ def given(op: StepOp, way: Way, amp: Amp | None, before: Mapping[str, str]) -> s
 def incoming(op: StepOp, before: Mapping[str, str]) -> list[tuple[TensorSpec, str]]:
     """For each port the tensor that was recorded, and the type that comes now."""
     return [
-        (spec, before.get(source.removeprefix("op:"), spec.dtype) if source.startswith("op:") and spec.is_float else spec.dtype)
+        (
+            spec,
+            before.get(source.removeprefix("op:"), spec.dtype)
+            if source.startswith("op:") and spec.is_float
+            else spec.dtype,
+        )
         for (_, spec), source in zip(op.call.ports, op.sources, strict=True)
     ]
 

@@ -183,8 +183,14 @@ class Local:
 
     @property
     def loss_text(self) -> str:
-        """The loss as it was recorded; under autocast it is given the type that the model gives."""
-        return self.graph.loss
+        """The loss, given the types that the model's outputs have now."""
+        call, position = self.graph.loss, self.graph.position
+        now = {
+            port: spec.with_(dtype=self.blocks[position[name]].gives)
+            for (port, spec), source in zip(call.ports, self.graph.loss_sources, strict=True)
+            if spec.is_float and (name := source.removeprefix("op:")) in position
+        }
+        return call.key(now)
 
     @cached_property
     def forward_seconds(self) -> float:

@@ -1,4 +1,4 @@
-"""Memory in the order of execution: what is allocated, what backward keeps, when it is let go, and where the peak is."""
+"""Memory in the order of execution: what is allocated, what backward keeps, when it goes, and where the peak is."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class _Walk:
             self.last_read[place] = len(local.blocks)
         self.saved_bytes = sum(self.own) + sum(self.sizes[p] for p in self.saved_by if p in self.sizes)
         self.saved_bytes += sum(
-            graph.storages[p].bytes for p in self.saved_by if p in known and graph.storages[p].kind == "input"  # type: ignore[index]
+            graph.storages[p].bytes for p in self.saved_by if p in known and graph.storages[p].kind == "input"
         )
 
     def _casts(self, index: int, block: Block, made: list[object]) -> None:

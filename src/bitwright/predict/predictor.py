@@ -47,7 +47,7 @@ def predict(
 
 @dataclass(frozen=True)
 class Predictor:
-    """A cluster with a plan for each kind; `changed` gives another one, cheaply, where one kind's plan differs a bit."""
+    """A cluster with a plan for each kind; `changed` gives another, cheaply, where one kind's plan differs a bit."""
 
     graph: StepGraph
     settings: StepSettings
@@ -75,9 +75,7 @@ class Predictor:
             cluster = Cluster.of(dict.fromkeys(profiles, 1))
         for name in cluster.devices:
             if name not in profiles:
-                raise BitwrightError(
-                    "this kind of device has no profile", where=name, fix=did_you_mean(name, profiles)
-                )
+                raise BitwrightError("this kind of device has no profile", where=name, fix=did_you_mean(name, profiles))
         locals_ = {
             name: Local.build(graph, plan_for(plan, name), profiles[name], settings, casts=modelled.casts)
             for name in cluster.devices

@@ -72,7 +72,9 @@ class StepReplay:
     period: float = 0.0
 
 
-def replay(lanes: Sequence[Lane], collectives: Sequence[float], first: float = 0.0, *, overlap: bool = True) -> StepReplay:
+def replay(
+    lanes: Sequence[Lane], collectives: Sequence[float], first: float = 0.0, *, overlap: bool = True
+) -> StepReplay:
     """Replay until steps repeat themselves, and give the last one.
 
     `collectives` are the seconds of each bucket's; `first` those of what all do together before their forwards.

@@ -107,6 +107,7 @@ class Host(_Part):
     engine: float = Field(default=0.0, ge=0, description="From backward's call to its first node.")
     step: float = Field(default=0.0, ge=0, description="Fixed work of a step, a scheduler's not included.")
     schedule: float = Field(default=0.0, ge=0, description="Setting the learning rate anew.")
+    yardstick: float = Field(default=0.0, ge=0, description="A fixed piece of work, while operators were measured.")
     ddp_forward: float = Field(default=0.0, ge=0, description="What DDP adds to a forward.")
     ddp_gradient: float = Field(default=0.0, ge=0, description="What DDP adds per gradient.")
     contention: float = Field(

@@ -63,12 +63,12 @@ def measure_host(clock: Clock, *, rounds: int = 30) -> Host:
         found.update({f"{name} {key}": value for key, value in zip(_COLUMNS, medians, strict=True)})
     zero = _zero_grad(clock)
     step_fixed = max(0.0, found["float other"] - zero.seconds(20 * _LINKS, 2 * _LINKS))
-    seen = max(0.0, found["prepared tanh"] - found["float tanh"])
+    added = max(0.0, found["prepared tanh"] - found["float tanh"])
     hooked = max(0.0, found["prepared linear"] - found["float linear"])
     return Host(
         gap=found["float gap"],
         prepared_gap=found["prepared gap"],
-        seen=seen,
+        seen=added,
         hooked=hooked,
         hook=max(0.0, found["float hook"]),
         engine=found["float engine"],
@@ -109,9 +109,7 @@ def _timed(clock: Clock, run: Callable[[], Any]) -> float:
 
 def measure_tensors(clock: Clock, *, rounds: int = 9) -> list[TensorsCost]:
     """Optimizers in a loop and with foreach, clipping, accumulation, and giving gradients back."""
-    found = [
-        _optimizer(clock, name, foreach, rounds) for name, foreach in product(("sgd", "adamw"), (False, True))
-    ]
+    found = [_optimizer(clock, name, foreach, rounds) for name, foreach in product(("sgd", "adamw"), (False, True))]
     return [*found, _clip(clock, rounds), _accumulate(clock, rounds), _zero_grad(clock, rounds)]
 
 
@@ -122,9 +120,7 @@ def _parameters(tensors: int, elements: int) -> list[nn.Parameter]:
     return made
 
 
-def _over_sizes(
-    name: str, make: Callable[[list[nn.Parameter]], Callable[[], float]], rounds: int
-) -> TensorsCost:
+def _over_sizes(name: str, make: Callable[[list[nn.Parameter]], Callable[[], float]], rounds: int) -> TensorsCost:
     sizes = list(product(_TENSORS, _ELEMENTS))
     work = {size: _cold(make(_parameters(*size))) for size in sizes}
     seconds = interleaved(work, rounds=rounds)

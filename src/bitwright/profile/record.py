@@ -113,9 +113,7 @@ def record_step(
     order: dict[str, None] = {}
     names = {p: n for n, p in model.named_parameters()}
     hooks = [
-        p.register_post_accumulate_grad_hook(lambda p: order.setdefault(names[p]))  # type: ignore[arg-type]
-        for p in names
-        if p.requires_grad
+        p.register_post_accumulate_grad_hook(lambda p: order.setdefault(names[p])) for p in names if p.requires_grad
     ]
     for parameter in names:
         parameter.grad = None
@@ -129,7 +127,8 @@ def record_step(
                 finally:
                     uninstall(model, recorder)
                 value = loss(output, target)
-            words = loss_words(loss, output, target)
+            call = loss_call(loss, output, target)
+            sources = tuple(str(recorder._source(tensor)[0]).partition("@")[0] for _, tensor in tensors_in(output))
             reads = tuple(recorder.storage(tensor, "unknown") for _, tensor in tensors_in(output))
             value.backward()
     finally:
@@ -143,7 +142,8 @@ def record_step(
         storages=tuple(recorder.storages),
         parameters={name: TensorSpec.of(p) for p, name in names.items()},
         gradient_order=tuple(order),
-        loss=words,
+        loss=call,
+        loss_sources=sources,
         loss_reads=reads,
         buffer_bytes=sum(b.numel() * b.element_size() for b in model.buffers()),
         input_bytes=sum(t.numel() * t.element_size() for _, t in tensors_in((inputs, target))),
@@ -151,7 +151,9 @@ def record_step(
     )
 
 
-def loss_words(loss: Loss, output: Any, target: Any) -> str:
-    """A loss and what it is given, as text."""
+def loss_call(loss: Loss, output: Any, target: Any) -> CallSpec:
+    """A loss and what it is given, as an operator call; the model's outputs are its ports."""
     name = getattr(loss, "__qualname__", type(loss).__name__)
-    return f"loss:{name}({', '.join(str(TensorSpec.of(t)) for _, t in tensors_in((output, target)))})"
+    ports = tuple((path or "output", TensorSpec.of(tensor)) for path, tensor in tensors_in(output))
+    words = [f"«{number}»" for number in range(len(ports))] + [str(TensorSpec.of(t)) for _, t in tensors_in(target)]
+    return CallSpec("loss", ports, f"loss:{name}({', '.join(words)})")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -46,9 +47,7 @@ def profile(
         tell("the host's gaps", 0, 1)
         store.add({"facts": {"host": measure_host(clock).model_dump()}})
     host = Host.model_validate(facts["host"])
-    if "tensors" not in facts:
-        tell("optimizers", 0, 1)
-        store.add({"facts": {"tensors": [cost.model_dump() for cost in measure_tensors(clock)]}})
+    # Before what follows here has changed the allocator's habits: a trainer's process would be as this one is now.
     casts = measure(
         variants,
         batch,
@@ -59,20 +58,24 @@ def profile(
         host=host,
         progress=lambda done: tell("steps", done, rounds),
     )
+    if "process" not in facts:
+        store.add({"facts": {"process": _process_bytes(variants)}})
+    if "tensors" not in facts:
+        tell("optimizers", 0, 1)
+        store.add({"facts": {"tensors": [cost.model_dump() for cost in measure_tensors(clock)]}})
     wanted = [*casts, *DTYPES] if fit_casts else []
     for number, cast in enumerate(wanted):
         if f"cast {cast.kind}" not in facts:
             tell("casts", number, len(wanted))
             for cost in measure_casts([cast], clock):
                 store.add({"facts": {f"cast {cost.kind}": cost.model_dump()}})
-    if "process" not in facts:
-        store.add({"facts": {"process": _process_bytes(variants)}})
     return assemble(store, clock)
 
 
 def assemble(store: SampleStore, clock: Clock) -> DeviceProfile:
     """A profile of all that is in the store."""
     facts = store.facts
+    speed = statistics.median(store.yardsticks) if store.yardsticks else 0.0
     casts = [CastCost.model_validate(fact) for name, fact in facts.items() if name.startswith("cast ")]
     return DeviceProfile(
         bitwright_profile=1,
@@ -84,7 +87,7 @@ def assemble(store: SampleStore, clock: Clock) -> DeviceProfile:
         casts=casts,
         tensors=[TensorsCost.model_validate(fact) for fact in facts.get("tensors", [])],
         collectives=[CollectiveCost.model_validate(fact) for fact in facts.get("collectives", [])],
-        host=Host.model_validate({**facts.get("host", {}), **facts.get("ddp", {})}),
+        host=Host.model_validate({**facts.get("host", {}), **facts.get("ddp", {}), "yardstick": speed}),
         memory=MemoryFacts(process=facts.get("process", 0), limit=_memory_limit()),
     )
 

@@ -1,7 +1,7 @@
 """What one operator call is, as text: operators with the same text cost the same on one device.
 
-`conv2d(input=f32[32,3,32,32], weight=f32[16,3,3,3]+, None, (1, 1), (1, 1), (1, 1), 1)`: ports with dtype and shape, a `+`
-where a gradient is wanted, strides behind an `@` where memory isn't in order; then every other argument as it is written.
+`conv2d(input=f32[32,3,32,32], weight=f32[16,3,3,3]+, None, [1, 1], [1, 1], [1, 1], 1)`: ports with dtype and shape, a
+`+` where a gradient is wanted, strides behind an `@` where memory isn't in order; other arguments as they are written.
 """
 
 from __future__ import annotations

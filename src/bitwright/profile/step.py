@@ -34,7 +34,9 @@ class StepSettings(BaseModel):
     accumulate: int = Field(default=1, ge=1, description="Batches whose gradients make one step.")
     amp: Amp | None = Field(default=None, description="Autocast; fp16 with loss scaling.")
     schedule: bool = Field(default=True, description="Whether the learning rate is set anew at each step.")
-    bucket_cap_mb: float | None = Field(default=None, gt=0, description="DDP's bucket size; its own default if not given.")
+    bucket_cap_mb: float | None = Field(
+        default=None, gt=0, description="DDP's bucket size; its own default if not given."
+    )
     fuse: bool = Field(default=True, description="The quantizers' arithmetic runs compiled.")
 
     @property
@@ -74,7 +76,7 @@ class TrainingStep:
         net: Any = None,
     ) -> None:
         self.model = model
-        self.net = model if net is None else net
+        self.net: Any = model if net is None else net
         self.batches = list(batches)
         self.loss = loss
         self.settings = settings
@@ -82,7 +84,7 @@ class TrainingStep:
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.optimizer = make_optimizer(self.parameters, settings)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1.0 / (1 + step))
-        self.scaler = torch.amp.GradScaler("cpu", enabled=settings.amp == "fp16")
+        self.scaler: Any = torch.amp.GradScaler("cpu", enabled=settings.amp == "fp16")
 
     def __call__(self) -> dict[str, float]:
         """One step."""
@@ -93,17 +95,21 @@ class TrainingStep:
         for part in range(settings.accumulate):
             inputs, target = self.batches[part % len(self.batches)]
             last = part == settings.accumulate - 1
-            with nullcontext() if last or self.net is self.model else self.net.no_sync():
+            syncs: AbstractContextManager[Any] = nullcontext()
+            if not last and self.net is not self.model:
+                syncs = self.net.no_sync()  # DDP's own way not to communicate
+            with syncs:
                 with settings.autocast():
                     t0 = clock()
                     output = self.run_forward(inputs)
                     t1 = clock()
                     loss = self.run_loss(output, target)
                     t2 = clock()
-                scaled = self.scaler.scale(loss / settings.accumulate if settings.accumulate > 1 else loss)
+                share = loss / settings.accumulate if settings.accumulate > 1 else loss
+                scaled: Tensor = self.scaler.scale(share)
                 self.run_backward(scaled)
                 t3 = clock()
-            del output, loss, scaled
+            del output, loss, share, scaled
             spent["forward"] += t1 - t0
             spent["loss"] += t2 - t1
             spent["backward"] += t3 - t2

@@ -62,8 +62,9 @@ class StepGraph:
     parameters: dict[str, TensorSpec]
     gradient_order: tuple[str, ...]
     """Parameters as their gradients come."""
-    loss: str
-    """The loss as if it were an operator: its text."""
+    loss: CallSpec
+    """The loss as if it were an operator."""
+    loss_sources: tuple[str, ...] = ()
     loss_reads: tuple[int, ...] = ()
     buffer_bytes: int = 0
     input_bytes: int = 0
@@ -113,6 +114,8 @@ class StepGraph:
                 "storages": tuple(Storage(**storage) for storage in data["storages"]),
                 "parameters": {name: _tensor(spec) for name, spec in data["parameters"].items()},
                 "gradient_order": tuple(data["gradient_order"]),
+                "loss": _call(data["loss"]),
+                "loss_sources": tuple(data["loss_sources"]),
                 "loss_reads": tuple(data["loss_reads"]),
             }
         )
@@ -128,12 +131,15 @@ def _tensor(data: dict[str, Any]) -> TensorSpec:
     return TensorSpec(tuple(data["shape"]), data["dtype"], data["grad"], None if strides is None else tuple(strides))
 
 
+def _call(data: dict[str, Any]) -> CallSpec:
+    ports = tuple((name, _tensor(spec)) for name, spec in data["ports"])
+    return CallSpec(data["kind"], ports, data["template"], data["inplace"])
+
+
 def _op(data: dict[str, Any]) -> StepOp:
-    call = data["call"]
-    ports = tuple((name, _tensor(spec)) for name, spec in call["ports"])
     return StepOp(
         name=data["name"],
-        call=CallSpec(call["kind"], ports, call["template"], call["inplace"]),
+        call=_call(data["call"]),
         sources=tuple(data["sources"]),
         reads=tuple(data["reads"]),
         outputs=tuple(_tensor(spec) for spec in data["outputs"]),

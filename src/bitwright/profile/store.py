@@ -31,6 +31,7 @@ class SampleStore:
         self.saved: dict[Key, Kept] = {}
         self.facts: dict[str, Any] = {}
         self.engine: list[float] = []
+        self.yardsticks: list[float] = []
         if path is not None and path.exists():
             self._load(path)
         elif path is not None:
@@ -67,6 +68,8 @@ class SampleStore:
     def _take(self, line: dict[str, Any]) -> None:
         for text, format, forward, backward in line.get("round", ()):
             self.samples[(text, format)].append((forward, backward))
+        if "yardstick" in line:
+            self.yardsticks.append(line["yardstick"])
         if "engine" in line:
             self.engine.append(line["engine"])
         for text, format, ports, own in line.get("saved", ()):

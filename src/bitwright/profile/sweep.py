@@ -16,6 +16,7 @@ from bitwright.profile.step import CLOCKS, Batch, Clock, Loss, StepSettings
 from bitwright.profile.store import SampleStore
 from bitwright.profile.watch import Key, Watch, WatchedStep
 from bitwright.profile.way import Cast
+from bitwright.profile.yardstick import yardstick
 
 _WARM = 3  # compilers, lazily made state
 
@@ -54,7 +55,7 @@ def measure(
     for variant in variants:
         variant.model.train()
         step = WatchedStep(variant.model, [batch], loss, variant.settings, clock=clock)
-        watch = Watch(variant.model, variant.plan, variant.settings, CLOCKS[clock], hook=host.hook, seen=host.seen, hooked=host.hooked)
+        watch = Watch(variant.model, variant.plan, variant.settings, CLOCKS[clock], host=host)
         keys = _look(watch, step, store)
         casts.update({cast.kind: cast for way in watch.ways.values() for cast in way.casts})
         if store.rounds(keys) < rounds:
@@ -65,6 +66,7 @@ def measure(
     with undisturbed():
         while running:
             for watch, step in list(running):
+                store.add({"yardstick": yardstick(CLOCKS[clock])})
                 sample = watch.run(step)
                 store.add_round(sample, wanted=rounds)
                 if store.rounds(sample.calls) >= rounds:

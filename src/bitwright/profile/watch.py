@@ -22,7 +22,8 @@ from bitwright.graph.intercept import Interceptor, install, uninstall
 from bitwright.graph.naming import operator_name, primary_kind
 from bitwright.graph.tree import tensors_in
 from bitwright.plan import Plan
-from bitwright.profile.record import loss_words
+from bitwright.profile.device import Host
+from bitwright.profile.record import loss_call
 from bitwright.profile.signature import CallSpec, TensorSpec, describe
 from bitwright.profile.step import StepSettings, TrainingStep
 from bitwright.profile.way import IMPLEMENTATIONS, Cast, OperatorUnderPlan, Way, base_format
@@ -103,18 +104,17 @@ class Watch:
         settings: StepSettings,
         clock: Callable[[], float],
         *,
-        hook: float = 0.0,
-        seen: float = 0.0,
-        hooked: float = 0.0,
+        host: Host | None = None,
     ) -> None:
         self.model = model
         self.plan = plan
         self.settings = settings
         self.clock = clock
-        self.hook = hook  # what a mark itself takes
+        host = host or Host()
+        self.hook = host.hook  # what a mark itself takes
         prepared = find_attachment(model) is not None
         # what interception adds to a call in a prepared model, without and with quantizers: predictions add it again
-        self.seen, self.hooked = (seen, hooked) if prepared else (0.0, 0.0)
+        self.seen, self.hooked = (host.seen, host.hooked) if prepared else (0.0, 0.0)
         self.primary = {path: primary_kind(module) for path, module in model.named_modules()}
         self.parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
         self.ways: dict[tuple[str, str], Way] = {}
@@ -143,7 +143,7 @@ class Watch:
         quantizers = list(attachment.quantizers.values()) if attachment is not None else []
         wrapped: dict[str, Any] = {
             "enter": lambda path: (self._enter(path), originals["enter"](path)),
-            "leave": lambda token: (self._leave(token[0]), originals["leave"](token[1])),
+            "leave": lambda token: originals["leave"](self._leave(token)),
             "call": lambda func, args, kwargs: self._call(originals["call"], func, args, kwargs),
         }
         try:
@@ -166,8 +166,9 @@ class Watch:
         self.place = (path, number, {})
         return before
 
-    def _leave(self, before: Any) -> None:
-        self.place = before
+    def _leave(self, token: Any) -> Any:
+        self.place, inner = token
+        return inner
 
     def _name(self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         path, number, counts = self.place
@@ -320,9 +321,9 @@ class Watch:
 
     def loss(self, run: Callable[[], Tensor], loss: Any, output: Any, target: Any) -> Tensor:
         """The loss, as if it were one operator."""
-        frame = _Frame((loss_words(loss, output, target), base_format(self.settings.amp)), None)
+        frame = _Frame((loss_call(loss, output, target).key(), base_format(self.settings.amp)), None)
         if self.saving:
-            frame.labels = {t.untyped_storage().data_ptr(): path for path, t in tensors_in(output)}
+            frame.labels = {t.untyped_storage().data_ptr(): path or "output" for path, t in tensors_in(output)}
         result: Tensor = self._timed(frame, run)
         return result
 
@@ -361,4 +362,3 @@ class WatchedStep(TrainingStep):
         if self.watch is None:
             return super().run_backward(loss)
         return self.watch.backward(lambda: TrainingStep.run_backward(self, loss))
-

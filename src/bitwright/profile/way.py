@@ -112,9 +112,7 @@ class Simulated:
             base += "/copied"  # quantizers need the numbers that it writes over
         return Way(base, tuple(casts))
 
-    def _cast(
-        self, operator: OperatorUnderPlan, port: str, spec: SiteSpec, inputs: Mapping[str, SiteSpec]
-    ) -> Cast:
+    def _cast(self, operator: OperatorUnderPlan, port: str, spec: SiteSpec, inputs: Mapping[str, SiteSpec]) -> Cast:
         words = [spec.quantizer, str(spec.format)]
         if port == "output" and operator.call.kind == "relu" and not inputs:
             words.append("relu")
@@ -165,4 +163,3 @@ def is_quantizer(kind: str) -> bool:
     (True, False)
     """
     return "→" not in kind
-
