@@ -34,7 +34,8 @@ class Kept(_Part):
     """What a call keeps for backward."""
 
     ports: list[str] = Field(
-        default_factory=list, description="Tensors that others have as well: a port, `quantized:port`, or `output`."
+        default_factory=list,
+        description="Tensors that others have as well: a port (after its cast, if it has one), or `output`.",
     )
     own: int = Field(default=0, ge=0, description="Bytes that nobody else has.")
 

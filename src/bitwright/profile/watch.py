@@ -48,7 +48,7 @@ class Saved:
     """What one kind of call keeps for backward: tensors that others have as well, and its own."""
 
     ports: set[str] = field(default_factory=set)
-    """Inputs that are kept as they came; `quantized:port`: as a quantizer has made them; `output`: the result."""
+    """Inputs that are kept, as they came or as a quantizer has made them; `output`: the result."""
     own: int = 0
     """Bytes that nobody else has."""
 
@@ -220,7 +220,7 @@ class Watch:
                 frame.labels = {x.untyped_storage().data_ptr(): "input"}
             result: Tensor = self._timed(frame, lambda: forward(quantizer, x, site, **also))
             if self.saving:
-                outer.labels[result.untyped_storage().data_ptr()] = f"quantized:{port}"
+                outer.labels[result.untyped_storage().data_ptr()] = port
             return result
 
         return run
@@ -285,14 +285,14 @@ class Watch:
         seen: set[int] = set()
         for tensor in frame.kept:
             place = tensor.untyped_storage().data_ptr()
-            if place in self.parameters or place in seen:
+            if place in seen:
                 continue
             seen.add(place)
             if place in frame.labels:
                 saved.ports.add(frame.labels[place])
             elif place in outputs:
                 saved.ports.add("output")
-            else:
+            elif place not in self.parameters:
                 saved.own += tensor.untyped_storage().nbytes()
         self.sample.saved[frame.key] = saved
 
