@@ -157,7 +157,8 @@ class Local:
                 channels = "/channel/" in cast.kind and cast.weight
                 spec_ = op.call.port(cast.port)
                 shape = (spec_.shape[0],) if channels and spec_ is not None and spec_.shape else ()
-                found[f"bitwright.{op.name}:{cast.port}.scale"] = TensorSpec(shape, "float32", True)
+                if (cast.state or op.name).rpartition(":")[0] in ("", op.name):  # else its owner's
+                    found[f"bitwright.{op.name}:{cast.port}.scale"] = TensorSpec(shape, "float32", True)
         order = self._order
         return tuple(sorted(found.items(), key=lambda item: order.get(item[0], len(order))))
 

@@ -31,6 +31,8 @@ class Cast:
     learns: bool = False
     """Whether it has state that trains, so that its result always wants a gradient."""
     weight: bool = False
+    state: str = ""
+    """The site whose state it uses: its own, or that of the quantizer that it shares."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,9 @@ class Simulated:
         if operator.fused:
             words.append("fused")
         learned = QUANTIZERS.get(spec.quantizer).learned
-        return Cast(port, " ".join(words), bool(learned), port in ("weight", "bias"))
+        own = site_name(operator.name, port)
+        state = operator.plan.sites[own].share or own
+        return Cast(port, " ".join(words), bool(learned), port in ("weight", "bias"), state)
 
 
 class Implementations:
