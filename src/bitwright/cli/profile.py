@@ -42,6 +42,9 @@ def profile_(
     batch: BatchOption = None,
     rounds: Annotated[int, typer.Option(min=3, help="Steps of each plan, by turns.")] = 30,
     clock: ClockOption = "wall",
+    casts: Annotated[
+        bool, typer.Option("--casts/--no-casts", help="Fit casts by size, for shapes that no model has shown.")
+    ] = True,
     cache: Annotated[
         Path | None,
         typer.Option("--cache", help="The device's samples (default: the profile's name with .samples.jsonl)."),
@@ -72,8 +75,8 @@ def profile_(
         made = import_trace(trace, recorded)
     else:
         plans: list[Plan | None] = [None, *(plan_of(found, word) for word in quantize or [])]
-        casts: list[Amp | None] = [None, *(cast(Amp, word) for word in amp or [])]
-        variants = [variant_of(found, plan, pair, StepSettings(amp=kind)) for plan in plans for kind in casts]
+        types: list[Amp | None] = [None, *(cast(Amp, word) for word in amp or [])]
+        variants = [variant_of(found, plan, pair, StepSettings(amp=kind)) for plan in plans for kind in types]
         samples = cache or output.with_suffix(".samples.jsonl")
         with out.units() as tell:
             made = profile(
@@ -83,6 +86,7 @@ def profile_(
                 store=open_store(samples, cast(Clock, clock)),
                 clock=cast(Clock, clock),
                 rounds=rounds,
+                fit_casts=casts,
                 progress=tell,
             )
     made.save(output)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from bitwright.profile.signature import TensorSpec
 
@@ -31,6 +33,12 @@ def limits(bucket_cap_mb: float | None) -> list[int]:
     return [first, rest] if first < rest else [rest]
 
 
+@lru_cache(maxsize=4096)
+def _stand_in(shape: tuple[int, ...], dtype: str) -> Tensor:
+    """A tensor without memory; planners ask for buckets thousands of times."""
+    return torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+
+
 def make_buckets(trained: Sequence[tuple[str, TensorSpec]], bucket_cap_mb: float | None) -> list[Bucket]:
     """What DDP has after its first step, when it knows the order of gradients.
 
@@ -40,7 +48,7 @@ def make_buckets(trained: Sequence[tuple[str, TensorSpec]], bucket_cap_mb: float
     """
     if not trained:
         return []
-    stand_ins = [torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta") for _, spec in trained]
+    stand_ins = [_stand_in(spec.shape, spec.dtype) for _, spec in trained]
     assign: Any = dist._compute_bucket_assignment_by_size  # type: ignore[attr-defined]
     indices, _ = assign(stand_ins, limits(bucket_cap_mb), [False] * len(stand_ins))
     # it groups by dtype; buckets are launched in the order of their last gradients

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from bitwright.profile.signature import TensorSpec
+from bitwright.profile.signature import FLOATS, TensorSpec
 from bitwright.profile.stepgraph import StepGraph, StepOp
 from bitwright.profile.way import AMP_DTYPES, Amp, Way
 
@@ -22,8 +22,11 @@ _LOSSES = [
 ]
 _EXACT = ["avg_pool3d", "max_pool3d", "grid_sample", "polar", "prod", "quantile", "cdist", "trace", "stft", "inverse"]
 DENY = frozenset([*_LOSSES, *_EXACT])
+_NORMS = ["batch_norm", "layer_norm", "group_norm", "instance_norm", "rms_norm"]
 # Statistics and parameters beside the numbers don't widen them.
-_FIRST = frozenset(["batch_norm", "layer_norm", "group_norm", "instance_norm", "rms_norm", "dropout", "index_select"])
+_FIRST = frozenset([*_NORMS, "dropout", "index_select"])
+# What no integers can go through, unless a kernel says so.
+_FLOAT_ONLY = ALLOW | DENY | frozenset([*_NORMS, "softmax", "log_softmax", "gelu", "silu", "tanh", "sigmoid", "loss"])
 # These say themselves what they give.
 _SAYS = frozenset(["to", "float", "half", "bfloat16", "double", "type", "type_as"])
 _WIDTH = {"int8": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
@@ -41,11 +44,18 @@ def given(op: StepOp, way: Way, amp: Amp | None, before: Mapping[str, str]) -> s
     if op.call.kind in DENY:
         return "float32"
     coming = [type for spec, type in incoming(op, before) if spec.is_float and spec.shape != ()]
+    if op.call.kind in _FLOAT_ONLY:
+        coming = [type if type in FLOATS else "float32" for type in coming]
     if not coming:
         return recorded
     if op.call.kind in _FIRST:
         return coming[0]
     return max(coming, key=lambda name: _WIDTH.get(name, 4))
+
+
+def must_be_float(op: StepOp, way: Way) -> bool:
+    """Whether what comes in another format must be cast back: no kernel takes it, and the kind doesn't inherit."""
+    return way.takes is None and op.call.kind in _FLOAT_ONLY
 
 
 def incoming(op: StepOp, before: Mapping[str, str]) -> list[tuple[TensorSpec, str]]:

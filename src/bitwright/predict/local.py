@@ -9,7 +9,7 @@ from itertools import accumulate as running_sum
 
 from bitwright.plan import Plan
 from bitwright.predict.costs import Cost, Costs
-from bitwright.predict.flow import given, incoming
+from bitwright.predict.flow import given, incoming, must_be_float
 from bitwright.profile.device import DeviceProfile
 from bitwright.profile.signature import FLOATS, CallSpec, TensorSpec
 from bitwright.profile.step import StepSettings
@@ -114,10 +114,11 @@ class Local:
         settings = self.settings
         way = IMPLEMENTATIONS.way(OperatorUnderPlan(op.name, op.call, plan, settings.amp, settings.fuse))
         types = incoming(op, before)
+        back = must_be_float(op, way)
         now = {
             port: spec.with_(dtype=type)
             for (port, spec), (_, type) in zip(op.call.ports, types, strict=True)
-            if spec.dtype != type and way.takes is None
+            if spec.dtype != type and way.takes is None and not (back and type not in FLOATS)
         }
         call = op.call if not now else _with(op, now)
         text, format = operator_key(call, way)
@@ -129,7 +130,7 @@ class Local:
             for (port, spec), (_, type), source in zip(op.call.ports, types, op.sources, strict=True)
             if way.takes is not None and source.startswith("op:") and spec.is_float and type != way.takes
         ]
-        if way.takes is None:  # a kernel's own format must be undone for whoever can't read it
+        if back:  # a kernel's own format is undone for whoever can't read it
             placed += [
                 self._placed(op, Cast(port, f"{type}→float32"), spec, gives)
                 for (port, spec), (_, type) in zip(op.call.ports, types, strict=True)
@@ -203,6 +204,15 @@ class Local:
         """For each operator, last one first: when its backward is done, counted from backward's start."""
         start = self.profile.host.engine + self.loss.backward
         return list(running_sum((block.backward for block in reversed(self.blocks)), initial=start))[1:]
+
+    @cached_property
+    def gradient_offsets(self) -> dict[str, tuple[float, int]]:
+        """For each gradient: when it is there, counted from backward's start, and the how manyth it is."""
+        found: dict[str, tuple[float, int]] = {}
+        for block, offset in zip(reversed(self.blocks), self.backward_offsets, strict=True):
+            for name, _ in block.gradients:
+                found[name] = (offset, len(found) + 1)
+        return found
 
     @cached_property
     def backward_seconds(self) -> float:

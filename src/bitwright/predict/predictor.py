@@ -103,16 +103,11 @@ class Predictor:
         before = local.tail["other"] + count * (local.forward_seconds + local.loss.forward)
         before += (count - 1) * local.backward_seconds + local.tail["accumulate"]
         before += host.ddp_forward * count if several else 0.0
-        ready: dict[str, float] = {}
-        done = 0
-        for block, offset in zip(reversed(local.blocks), local.backward_offsets, strict=True):
-            for gradient, _ in block.gradients:
-                done += 1
-                ready[gradient] = before + offset + done * per_gradient
-        end = before + local.backward_seconds + done * per_gradient
+        ready = local.gradient_offsets
+        end = before + local.backward_seconds + len(ready) * per_gradient
         return Lane(
             name,
-            tuple(max((ready.get(n, end) for n in bucket.names), default=end) for bucket in self.buckets),
+            tuple(_ready(bucket, ready, before, per_gradient, end) for bucket in self.buckets),
             end,
             local.tail["clip"] + local.tail["optimizer"],
             host.contention if several and self.modelled.contention else 0.0,
@@ -189,6 +184,16 @@ class Predictor:
     def _limit(self, kind: str) -> int | None:
         said = self.cluster.devices[kind].memory_gb
         return int(said * 1e9) if said is not None else self.profiles[kind].memory.limit
+
+
+def _ready(
+    bucket: Bucket, offsets: Mapping[str, tuple[float, int]], before: float, per_gradient: float, end: float
+) -> float:
+    """When the last gradient of a bucket is there; one that this device doesn't have counts as there at the end."""
+    last = offsets.get(bucket.names[-1])  # names are in the order in which gradients come
+    if last is None:
+        return end
+    return before + last[0] + last[1] * per_gradient
 
 
 def plan_for(plan: Plan | Mapping[str, Plan], kind: str) -> Plan:

@@ -7,7 +7,7 @@ bucket is ready, a collective starts, it ends), so the cost grows with lanes tim
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -52,7 +52,7 @@ class LaneReplay:
 
     def time_at(self, work: float) -> float:
         """When so much work was done."""
-        index = bisect_right([point[1] for point in self.knots], work)
+        index = bisect_left([point[1] for point in self.knots], work)  # when it was first reached
         if index == 0:
             return self.knots[0][0]
         if index == len(self.knots):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import statistics
 from bisect import bisect_right
 from collections import defaultdict
@@ -53,7 +54,7 @@ class _Event:
 
 def import_trace(path: Path, graph: StepGraph, *, device: str | None = None) -> DeviceProfile:
     """Match the trace's operators with the recorded step's, by kind, shapes and order; give their median times."""
-    operators, kernels, named = _read(path)
+    operators, kernels, annotated, named = _read(path)
     on_gpu = _charge(operators, kernels)
     tops = _tops(operators)
     backward = _backward_by_sequence(tops)
@@ -92,7 +93,7 @@ def import_trace(path: Path, graph: StepGraph, *, device: str | None = None) -> 
         source="imported",
         note=f"from {path.name}; {len(unmatched)} of {len(graph.ops)} operators weren't in it and count as free",
         operators=costs,
-        tensors=_optimizers(tops),
+        tensors=_optimizers(annotated),
         host=Host(),
     )
 
@@ -108,8 +109,11 @@ def _cost(text: str, rows: list[tuple[float, float]]) -> OperatorCost:
     )
 
 
-def _read(path: Path) -> tuple[list[_Event], dict[int, float], str | None]:
-    """Operators, and the kernels' time by correlation number."""
+Annotations = dict[str, dict[str, list[float]]]
+
+
+def _read(path: Path) -> tuple[list[_Event], dict[int, float], Annotations, str | None]:
+    """Operators, the kernels' time by correlation number, and annotations by category and name."""
     raw = path.read_bytes()
     try:
         data = json.loads(gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw)
@@ -120,6 +124,7 @@ def _read(path: Path) -> tuple[list[_Event], dict[int, float], str | None]:
         ) from None
     operators: list[_Event] = []
     kernels: dict[int, float] = defaultdict(float)
+    annotated: Annotations = defaultdict(lambda: defaultdict(list))
     devices = data.get("deviceProperties") if isinstance(data, dict) else None
     for event in events:
         if event.get("ph") != "X":
@@ -128,6 +133,8 @@ def _read(path: Path) -> tuple[list[_Event], dict[int, float], str | None]:
         category = event.get("cat", "")
         if category == "kernel" or category.startswith("gpu_mem"):
             kernels[args.get("correlation", -1)] += float(event["dur"])
+        elif category.endswith("user_annotation"):
+            annotated[category][str(event["name"])].append(1e-6 * float(event["dur"]))
         elif category in ("cpu_op", "cuda_runtime", "cuda_driver"):
             start = float(event["ts"])
             operators.append(
@@ -141,7 +148,7 @@ def _read(path: Path) -> tuple[list[_Event], dict[int, float], str | None]:
                     correlation=args.get("correlation") if category != "cpu_op" else None,
                 )
             )
-    return operators, kernels, devices[0].get("name") if devices else None
+    return operators, kernels, annotated, devices[0].get("name") if devices else None
 
 
 def _charge(events: list[_Event], kernels: dict[int, float]) -> bool:
@@ -208,15 +215,14 @@ def _fits(shapes: Any, ports: list[TensorSpec]) -> bool:
     return not waiting
 
 
-def _optimizers(tops: list[_Event]) -> list[TensorsCost]:
-    """Steps of optimizers, whole: they are annotated in every trace of torch."""
-    found: dict[str, list[float]] = {}
-    for event in tops:
-        if event.name.startswith("Optimizer.step#"):
-            name = event.name.removeprefix("Optimizer.step#").removesuffix(".step").lower()
-            found.setdefault(name, []).append(event.seconds)
-    return [
-        TensorsCost(name=f"{name}/{way}", per_element=0.0, per_tensor=0.0, fixed=statistics.median(times))
-        for name, times in found.items()
-        for way in ("loop", "foreach")
-    ]
+def _optimizers(annotated: Annotations) -> list[TensorsCost]:
+    """Steps of optimizers, whole: torch annotates them in every trace; on a GPU with the time of their kernels."""
+    found: dict[str, float] = {}
+    for name, times in {**annotated["user_annotation"], **annotated["gpu_user_annotation"]}.items():
+        words = re.fullmatch(r"Optimizer\.(step|zero_grad)#(\w+)\.\w+", name)
+        if words is not None:
+            keys = (
+                ["zero_grad"] if words[1] == "zero_grad" else [f"{words[2].lower()}/{w}" for w in ("loop", "foreach")]
+            )
+            found.update(dict.fromkeys(keys, statistics.median(times)))
+    return [TensorsCost(name=key, per_element=0.0, per_tensor=0.0, fixed=seconds) for key, seconds in found.items()]

@@ -45,7 +45,7 @@ def profile(
     facts = store.facts
     if "host" not in facts:
         tell("the host's gaps", 0, 1)
-        store.add({"facts": {"host": measure_host(clock).model_dump()}})
+        store.add({"facts": {"host": measure_host(clock, rounds=rounds).model_dump()}})
     host = Host.model_validate(facts["host"])
     # Before what follows here has changed the allocator's habits: a trainer's process would be as this one is now.
     casts = measure(
@@ -62,7 +62,7 @@ def profile(
         store.add({"facts": {"process": _process_bytes(variants)}})
     if "tensors" not in facts:
         tell("optimizers", 0, 1)
-        store.add({"facts": {"tensors": [cost.model_dump() for cost in measure_tensors(clock)]}})
+        store.add({"facts": {"tensors": [cost.model_dump() for cost in measure_tensors(clock, rounds=min(rounds, 9))]}})
     wanted = [*casts, *DTYPES] if fit_casts else []
     for number, cast in enumerate(wanted):
         if f"cast {cast.kind}" not in facts:
