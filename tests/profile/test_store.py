@@ -71,11 +71,10 @@ def test_a_killed_process_leaves_whole_rounds(tmp_path: Path) -> None:
         "    store.add({'round': [[f'add({n % 7})', 'float32', 1.0, 2.0]] * 50})\n"
         "    if n == 5: print('going', flush=True)\n"
     )
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
-    assert process.stdout is not None
-    process.stdout.readline()
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        os.kill(process.pid, signal.SIGKILL)
     store = SampleStore(path)
     assert all(len(rows) % 50 == 0 for rows in store.samples.values())
     assert sum(map(len, store.samples.values())) >= 250

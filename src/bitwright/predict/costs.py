@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
+from functools import cached_property
 from statistics import median
 
 from bitwright.errors import PlanError, Problem
@@ -29,7 +31,12 @@ class Costs:
     profile: DeviceProfile
     missing: dict[tuple[str, str], str] = field(default_factory=dict)
     stood_in: set[tuple[str, str]] = field(default_factory=set)
-    """Operators that weren't measured in their format: their cost in plain float stands in."""
+    """Operators that weren't measured so: their cost in plain float, or with other strides, stands in."""
+
+    @cached_property
+    def _loosely(self) -> dict[tuple[str, str], OperatorCost]:
+        """Costs without a look at strides."""
+        return {(_loose(text), format): cost for (text, format), cost in self.profile.by_operator.items()}
 
     def __post_init__(self) -> None:
         """An accumulation of unknown size is a typical one."""
@@ -41,7 +48,7 @@ class Costs:
         known = self.profile.by_operator.get((text, format))
         if known is None:
             base = format.partition("/")[0]
-            known = self.profile.by_operator.get((text, base))
+            known = self.profile.by_operator.get((text, base)) or self._loosely.get((_loose(text), base))
             if known is None:
                 self.missing.setdefault((text, format), name)
                 return Cost(0.0)
@@ -95,6 +102,15 @@ class Costs:
         more = f", of which {len(shown)} are shown" if len(problems) > len(shown) else ""
         title = f"the profile of {self.profile.device} lacks {len(problems)} measurements{more}"
         raise PlanError(shown, title=title)
+
+
+def _loose(text: str) -> str:
+    """Without strides.
+
+    >>> _loose("linear(input=f32[2,24]@192,1+, 3)")
+    'linear(input=f32[2,24]+, 3)'
+    """
+    return re.sub(r"@[\d,]*\d", "", text)
 
 
 def _cost(known: OperatorCost) -> Cost:

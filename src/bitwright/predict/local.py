@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate as running_sum
 
+from bitwright.graph.naming import site_name
 from bitwright.plan import Plan
 from bitwright.predict.costs import Cost, Costs
 from bitwright.predict.flow import given, incoming, must_be_float
@@ -120,6 +121,9 @@ class Local:
             for (port, spec), (_, type) in zip(op.call.ports, types, strict=True)
             if spec.dtype != type and way.takes is None and not (back and type not in FLOATS)
         }
+        for (port, spec), source in zip(op.call.ports, op.sources, strict=True):
+            if spec.strides is not None and self._is_cast(source, plan):
+                now[port] = now.get(port, spec).compact()
         call = op.call if not now else _with(op, now)
         text, format = operator_key(call, way)
         gives = given(op, way, settings.amp, before)
@@ -140,6 +144,12 @@ class Local:
         taken = sum(self.costs.accumulation(tensor) for _, tensor in gradients)
         casts = tuple(placed) if self.casts else ()
         return Block(op, way, cost, casts, gives, gradients, taken if op.has_backward else 0.0)
+
+    @staticmethod
+    def _is_cast(source: str, plan: Plan) -> bool:
+        """Whether a quantizer stands between this tensor's maker and its readers."""
+        spec = plan.sites.get(site_name(source.removeprefix("op:"), "output"))
+        return spec is not None and spec.quantizes
 
     def _placed(self, op: StepOp, cast: Cast, spec: TensorSpec | None, gives: str) -> PlacedCast:
         if spec is None:  # the output, or a bias that a folded norm brings

@@ -64,6 +64,6 @@ def _event(
     }
 
 
-def write_trace(prediction: Prediction, path: Path) -> Path:
+def write_trace(prediction: Prediction, path: str | Path) -> Path:
     """Write the file, whole or not at all."""
-    return write_text(path, json.dumps({"traceEvents": trace_events(prediction), "displayTimeUnit": "ms"}))
+    return write_text(Path(path), json.dumps({"traceEvents": trace_events(prediction), "displayTimeUnit": "ms"}))

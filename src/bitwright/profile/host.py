@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import product
 from typing import Any
 
@@ -61,7 +62,7 @@ def measure_host(clock: Clock, *, rounds: int = 30) -> Host:
                     rows.append(_row(plain, seen))
         medians = [statistics.median(column) for column in zip(*rows, strict=True)]
         found.update({f"{name} {key}": value for key, value in zip(_COLUMNS, medians, strict=True)})
-    zero = _zero_grad(clock)
+    zero = _zero_grad(clock, min(rounds, 5))
     step_fixed = max(0.0, found["float other"] - zero.seconds(20 * _LINKS, 2 * _LINKS))
     added = max(0.0, found["prepared tanh"] - found["float tanh"])
     hooked = max(0.0, found["prepared linear"] - found["float linear"])
@@ -123,7 +124,7 @@ def _parameters(tensors: int, elements: int) -> list[nn.Parameter]:
 def _over_sizes(name: str, make: Callable[[list[nn.Parameter]], Callable[[], float]], rounds: int) -> TensorsCost:
     sizes = list(product(_TENSORS, _ELEMENTS))
     work = {size: _cold(make(_parameters(*size))) for size in sizes}
-    seconds = interleaved(work, rounds=rounds)
+    seconds = interleaved(work, rounds=rounds, warm=1)
     rows = [(float(tensors * elements), float(tensors), 1.0) for tensors, elements in sizes]
     found = fit(rows, [seconds[size] for size in sizes])
     per_element, per_tensor, fixed = found.coefficients
@@ -135,12 +136,16 @@ def _over_sizes(name: str, make: Callable[[list[nn.Parameter]], Callable[[], flo
 _FILLER = 10 << 20  # elements: more than the caches of most CPUs
 
 
+@cache
+def _filler() -> Tensor:
+    return torch.zeros(_FILLER)
+
+
 def _cold(run: Callable[[], float]) -> Callable[[], float]:
     """Within a step these tensors were last touched long ago."""
 
     def cold() -> float:
-        filler = torch.zeros(_FILLER)
-        filler.add_(1.0)
+        _filler().add_(1.0)
         return run()
 
     return cold

@@ -54,6 +54,17 @@ class TensorSpec:
         """Whether there is anything to cast."""
         return self.dtype in FLOATS
 
+    def compact(self) -> TensorSpec:
+        """What elementwise work makes of it: gaps are gone, an order of axes that fills memory stays."""
+        if self.strides is None:
+            return self
+        expected = 1
+        for stride, size in sorted(zip(self.strides, self.shape, strict=True)):
+            if size != 1 and stride != expected:
+                return replace(self, strides=None)
+            expected *= size
+        return self
+
     def with_(self, *, grad: bool | None = None, dtype: str | None = None) -> TensorSpec:
         """The same, but for this."""
         return replace(self, grad=self.grad if grad is None else grad, dtype=dtype or self.dtype)
