@@ -9,6 +9,8 @@ from bitwright.cli import (  # noqa: I001
     score,  # noqa: F401
     tune,  # noqa: F401
     train,  # noqa: F401
+    profile,  # noqa: F401
+    predict,  # noqa: F401
     deploy,  # noqa: F401
     export,  # noqa: F401
     check,  # noqa: F401

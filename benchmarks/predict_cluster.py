@@ -1,0 +1,231 @@
+"""How well steps of several unequal processes are predicted: gloo on 127.0.0.1, one rank with a part of a core.
+
+    python benchmarks/predict_cluster.py [--rounds 30] [--worlds 2 3] [--quota 0.5]
+
+Each rank profiles its own steps (watched) in turns with steps of DDP; rank 0 predicts the cluster's step from all
+profiles, and again with parts of the model left out. The last rank is slowed by a CPU quota (cgroup v1, as root); where
+that can't be had, it shares a core with a process that only computes. ResNet-20 in float and INT8 (simulated), and a
+wide perceptron whose 25 MB of gradients take a good part of the step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from common import environment, save
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from bitwright.plan import Plan
+from bitwright.predict import Cluster, Modelled, predict
+from bitwright.profile import DeviceProfile, StepSettings, Variant, open_store, record_step
+from bitwright.profile.collectives import measure_group
+from bitwright.profile.host import measure_host, measure_tensors
+from bitwright.profile.repeat import undisturbed
+from bitwright.profile.run import assemble
+from bitwright.profile.step import CLOCKS, TrainingStep
+from bitwright.profile.watch import Watch, WatchedStep
+from bitwright.train import Qat
+from bitwright.zoo import ResNet20
+
+CGROUP = Path("/sys/fs/cgroup/cpu")
+ABLATIONS = {
+    "whole": Modelled(),
+    "without casts": Modelled(casts=False),
+    "without overlap": Modelled(overlap=False),
+    "without contention": Modelled(contention=False),
+}
+BATCH, CAP_MB = 32, 0.25
+
+
+Case = tuple[Variant, tuple[Any, Any], Any]
+
+
+def wide() -> nn.Module:
+    return nn.Sequential(
+        *(layer for _ in range(6) for layer in (nn.Linear(1024, 1024), nn.ReLU())), nn.Linear(1024, 10)
+    )
+
+
+def cases() -> dict[str, Case]:
+    torch.manual_seed(0)
+    images, labels = torch.randn(BATCH, 3, 32, 32), torch.randint(0, 10, (BATCH,))
+    settings = StepSettings(bucket_cap_mb=CAP_MB)
+    quantized = ResNet20()
+    qat = Qat(quantized, [images], quantize="int8", example=images)
+    rows = (torch.randn(BATCH, 1024), labels)
+    return {
+        "resnet20, float": (Variant(model=ResNet20().train(), settings=settings), (images, labels), ResNet20()),
+        "resnet20, int8": (
+            Variant(model=quantized.train(), plan=qat.plan, settings=settings),
+            (images, labels),
+            ResNet20(),
+        ),
+        "wide, float": (Variant(model=wide().train(), settings=StepSettings(bucket_cap_mb=4)), rows, wide()),
+    }
+
+
+def run_rank(rank: int, world: int, rounds: int, store_file: str, out: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store_file}", rank=rank, world_size=world)
+    found = cases()
+    read = CLOCKS["wall"]
+    store = open_store(None, "wall")
+    host = measure_host("wall")
+    store.add({"facts": {"host": host.model_dump()}})
+    store.add({"facts": measure_group()})
+    own = {n: WatchedStep(v.model, [batch], F.cross_entropy, v.settings) for n, (v, batch, _) in found.items()}
+    watches = {n: Watch(v.model, v.plan, v.settings, read, host=host) for n, (v, _, _) in found.items()}
+    shared = {}
+    for name, (variant, batch, _) in found.items():
+        model, cap = copy.deepcopy(variant.model), variant.settings.bucket_cap_mb
+        net = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=cap)
+        shared[name] = TrainingStep(model, [batch], F.cross_entropy, variant.settings, net=net)
+    taken: dict[str, list[float]] = {name: [] for name in found}
+    with undisturbed():
+        for number in range(rounds + 3):
+            for name in found:
+                dist.barrier()
+                sample = watches[name].run(own[name])
+                dist.barrier()
+                shared[name]()  # devices fall out of step by themselves: the second one is a typical one
+                start = time.perf_counter()
+                shared[name]()
+                spent = time.perf_counter() - start
+                if number >= 3:
+                    store.add_round(sample, wanted=2 * rounds)
+                    taken[name].append(spent)
+    store.add({"facts": {"tensors": [cost.model_dump() for cost in measure_tensors("wall", rounds=5)]}})
+    buckets = {n: step.net._get_ddp_logging_data()["rebuilt_bucket_sizes"] for n, step in shared.items()}
+    mine = (assemble(store, "wall").to_json(), {n: statistics.median(t) for n, t in taken.items()})
+    gathered: list[Any] = [None] * world
+    dist.all_gather_object(gathered, mine)
+    if rank == 0:
+        rows = judge(found, gathered, world, buckets)
+        out.write_text(json.dumps(rows), encoding="utf-8")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def judge(found: dict[str, Case], gathered: list[Any], world: int, buckets: Any) -> list[Any]:
+    profiles = {f"rank{i}": DeviceProfile.from_json(text) for i, (text, _) in enumerate(gathered)}
+    cluster = Cluster.of(dict.fromkeys(profiles, 1))
+    rows = []
+    for name, (variant, batch, model) in found.items():
+        graph = record_step(model, batch, F.cross_entropy, name=name)
+        measured = statistics.fmean(times[name] for _, times in gathered)
+        for words, modelled in ABLATIONS.items():
+            plan: Plan = variant.plan
+            made = predict(graph, plan, profiles, cluster, variant.settings, modelled=modelled)
+            rows.append(
+                {
+                    "world": world,
+                    "plan": name,
+                    "model": words,
+                    "predicted_ms": 1e3 * made.seconds,
+                    "measured_ms": 1e3 * measured,
+                    "error_percent": 100 * (made.seconds / measured - 1),
+                    "alone_ms": [1e3 * local.seconds for local in made.locals.values()],
+                    "contention": [profile.host.contention for profile in profiles.values()],
+                    "buckets": list(made.buckets),
+                    "ddp_buckets": buckets[name],
+                    "waits": [device.waiting for device in made.devices],
+                }
+            )
+    return rows
+
+
+def limited(pid: int, share: float) -> Path | None:
+    """Give a process a part of a core; None where cgroups can't be made."""
+    group = CGROUP / f"bitwright-{os.getpid()}"
+    try:
+        group.mkdir()
+        (group / "cpu.cfs_period_us").write_text("10000", encoding="ascii")
+        (group / "cpu.cfs_quota_us").write_text(str(int(10000 * share)), encoding="ascii")
+        (group / "cgroup.procs").write_text(str(pid), encoding="ascii")
+    except OSError:
+        return None
+    return group
+
+
+def run_world(world: int, rounds: int, quota: float, limit: int) -> tuple[list[Any], str]:
+    with tempfile.TemporaryDirectory() as folder:
+        out, meeting = Path(folder) / "rows.json", Path(folder) / "meeting"
+        command = [sys.executable, __file__, "--rounds", str(rounds), "--world", str(world), "--out", str(out)]
+        cores = sorted(os.sched_getaffinity(0))
+        ranks = [
+            subprocess.Popen(
+                [*command, "--rank", str(rank), "--meeting", str(meeting)],
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+            for rank in range(world)
+        ]
+        for rank, process in enumerate(ranks):
+            os.sched_setaffinity(process.pid, {cores[rank % len(cores)]})
+        group = limited(ranks[-1].pid, quota)
+        beside = None
+        if group is None:
+            beside = subprocess.Popen(
+                [sys.executable, "-c", f"import time; e=time.time()+{limit}\nwhile time.time()<e: pass"]
+            )
+            os.sched_setaffinity(beside.pid, os.sched_getaffinity(ranks[-1].pid))
+        try:
+            codes = [process.wait(timeout=limit) for process in ranks]
+        finally:
+            for process in [*ranks, *([beside] if beside else [])]:
+                if process.poll() is None:
+                    process.kill()
+                    process.wait()
+            if group is not None:
+                group.rmdir()
+        if any(codes):
+            raise SystemExit(f"a rank ended with {codes}")
+        how = f"quota of {quota:g} core" if group is not None else "a core shared with a busy process"
+        return json.loads(out.read_text(encoding="utf-8")), how
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--worlds", type=int, nargs="*", default=[2, 3])
+    parser.add_argument("--quota", type=float, default=0.5)
+    parser.add_argument("--limit", type=int, default=1500, help="seconds after which ranks are ended")
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--world", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--meeting", help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
+    chosen = parser.parse_args()
+    if chosen.rank is not None:
+        run_rank(chosen.rank, chosen.world, chosen.rounds, chosen.meeting, chosen.out)
+        return
+    rows: list[Any] = []
+    how = ""
+    for world in chosen.worlds:
+        made, how = run_world(world, chosen.rounds, chosen.quota, chosen.limit)
+        rows += made
+    lines = ["| ranks | plan | model | predicted | measured | error |", "|---|---|---|---|---|---|"]
+    lines += [
+        f"| {r['world']} | {r['plan']} | {r['model']} | {r['predicted_ms']:.1f} ms | {r['measured_ms']:.1f} ms "
+        f"| {r['error_percent']:+.1f} % |"
+        for r in rows
+    ]
+    words = f"The last rank is slowed by a {how}. Bar 10 %, goal 5 %; medians of {chosen.rounds} rounds, wall time."
+    data = {"environment": environment(rounds=chosen.rounds, quota=chosen.quota), "rows": rows}
+    save("predict_cluster", data, "\n".join(["# Steps of unequal processes", "", words, "", *lines]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""`bitwright predict`: the step time and memory of a plan, before it runs."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from bitwright.cli.data import open_workload
+from bitwright.cli.options import WorkloadArg
+from bitwright.cli.out import Out
+from bitwright.cli.settings import with_settings
+from bitwright.cli.stepping import BatchOption, PrecisionOption, plan_of, training_batch, variant_of
+from bitwright.cli.verb import verb
+from bitwright.errors import BitwrightError
+from bitwright.plan import Plan
+from bitwright.predict import Cluster, Prediction, Predictor, write_trace
+from bitwright.predict.compare import Comparison, compare
+from bitwright.profile import DeviceProfile, StepGraph, StepSettings, record_step
+from bitwright.report import words
+from bitwright.workload import Workload
+
+
+@verb(
+    "predict",
+    examples="""
+    bitwright predict digits-untrained --profile device.json --quantize int8
+    bitwright predict digits-untrained --profile device.json --quantize plan.yaml --compare 30
+    bitwright predict digits-untrained --cluster cluster.yaml --trace step.trace.json
+    """,
+)
+@with_settings(StepSettings)
+def predict_(
+    out: Out,
+    workload: WorkloadArg,
+    settings: StepSettings,
+    profile: Annotated[
+        Path | None, typer.Option("--profile", help="The device's profile, for one device.", show_default=False)
+    ] = None,
+    cluster: Annotated[
+        Path | None, typer.Option("--cluster", help="A cluster.yaml, for several.", show_default=False)
+    ] = None,
+    quantize: PrecisionOption = None,
+    batch: BatchOption = None,
+    graph: Annotated[
+        Path | None, typer.Option("--graph", help="A step that was recorded before.", show_default=False)
+    ] = None,
+    exact: Annotated[bool, typer.Option("--exact", help="Replay each device by itself.")] = False,
+    trace: Annotated[
+        Path | None, typer.Option("--trace", help="Write a Chrome trace of the step here.", show_default=False)
+    ] = None,
+    steps: Annotated[
+        int | None,
+        typer.Option("--compare", min=3, help="Run so many real steps here, and show both.", show_default=False),
+    ] = None,
+) -> None:
+    """Replay a training step from what was measured: its length, who waits for whom, memory and its peak."""
+    if (profile is None) == (cluster is None):
+        raise BitwrightError("give either --profile or --cluster", fix="--profile device.json for one device")
+    if steps is not None and profile is None:
+        raise BitwrightError("only this device can be compared", where="--compare", fix="use --profile")
+    found = open_workload(out, workload)
+    pair, loss = training_batch(found, batch)
+    recorded = StepGraph.load(graph) if graph is not None else record_step(found.model, pair, loss, name=found.name)
+    plan = Plan() if quantize is None else plan_of(found, quantize)
+    predictor = _predictor(found, recorded, plan, profile, cluster, settings)
+    prediction = predictor.predict(exact=exact)
+    if trace is not None:
+        write_trace(prediction, trace)
+    comparison = None
+    if steps is not None:
+        local = next(iter(predictor.locals.values()))
+        variant = variant_of(found, plan, pair, settings)
+        with out.steps("running", steps) as step:
+            comparison = compare(local, variant, pair, loss, steps=steps, clock=local.profile.clock, progress=step)
+    _show(out, prediction, comparison, trace)
+
+
+def _predictor(
+    workload: Workload,
+    graph: StepGraph,
+    plan: Plan,
+    profile: Path | None,
+    cluster: Path | None,
+    settings: StepSettings,
+) -> Predictor:
+    if profile is not None:
+        return Predictor.make(graph, plan, DeviceProfile.load(profile), None, settings)
+    assert cluster is not None
+    described, folder = Cluster.load(cluster), cluster.parent
+    plans = {
+        name: plan_of(workload, folder / kind.plan)
+        if kind.plan is not None
+        else (plan.for_device(name) if name in plan.devices else plan)
+        for name, kind in described.devices.items()
+    }
+    return Predictor.make(graph, plans, described.profiles(folder), described, settings)
+
+
+def _show(out: Out, prediction: Prediction, comparison: Comparison | None, trace: Path | None) -> None:
+    out.data({**prediction.to_dict(), "compared": None if comparison is None else asdict(comparison)})
+    out.say(f"a step takes {1e3 * prediction.seconds:.2f} ms, {prediction.samples_per_second:.0f} samples per second")
+    out.table(
+        ["device", "#count", "#own work", "#busy", "#collectives", "#waits", "#memory peak", "at", "fits"],
+        [
+            (
+                device.name,
+                str(device.count),
+                f"{1e3 * device.computing:.2f} ms",
+                f"{100 * device.busy:.0f} %",
+                f"{100 * device.communicating:.0f} %",
+                f"{100 * device.waiting:.0f} %",
+                "" if device.memory is None else words.size(device.memory.peak),
+                "" if device.memory is None else device.memory.cause,
+                {True: "yes", False: "no", None: ""}[device.fits],
+            )
+            for device in prediction.devices[:20]
+        ],
+    )
+    for device in prediction.devices:
+        if device.stood_in:
+            out.note(f"{device.name}: {device.stood_in} operators weren't measured in their format; float stands in")
+    out.say("critical path: " + " → ".join(prediction.critical))
+    if comparison is not None:
+        if comparison.drift is not None and comparison.error_without_drift is not None:
+            out.say(
+                f"this machine takes {comparison.drift:.2f} times as long as when it was profiled; "
+                f"error without that: {100 * comparison.error_without_drift:+.1f} %"
+            )
+        rows = [comparison.step, *comparison.phases, *comparison.groups]
+        out.table(
+            [f"median of {comparison.steps} steps", "#predicted", "#measured", "#error"],
+            [
+                (
+                    pair.name,
+                    f"{1e3 * pair.predicted:.3f} ms",
+                    f"{1e3 * pair.measured:.3f} ms",
+                    "" if pair.error is None else f"{100 * pair.error:+.1f} %",
+                )
+                for pair in rows
+                if max(pair.predicted, pair.measured) > 0
+            ],
+        )
+    if trace is not None:
+        out.say(f"{trace}: open it at ui.perfetto.dev")

@@ -1,0 +1,69 @@
+"""What `profile` and `predict` begin with: a batch to train on, and models under plans."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from bitwright.errors import BitwrightError
+from bitwright.graph import capture
+from bitwright.plan import Plan
+from bitwright.planners import make_plan
+from bitwright.profile import StepSettings, Variant
+from bitwright.profile.step import Batch, Loss
+from bitwright.train import Qat
+from bitwright.train.data import TrainingData
+from bitwright.train.precision import resolve
+from bitwright.train.ranks import Ranks
+from bitwright.workload import Workload
+
+BatchOption = Annotated[
+    int | None,
+    typer.Option("--batch", min=1, help="Samples per step (default: the loader's, else 64).", show_default=False),
+]
+ClockOption = Annotated[
+    str,
+    typer.Option("--clock", help="wall, or cpu: what this one thread computes, whatever else the machine does."),
+]
+PrecisionOption = Annotated[
+    str | None,
+    typer.Option(
+        "--quantize", metavar="PRECISION", help="int8, w4a8, … or a plan.yaml, as in `train`.", show_default=False
+    ),
+]
+
+
+def training_batch(workload: Workload, size: int | None) -> tuple[Batch, Loss]:
+    """The first training batch, and the loss."""
+    if workload.training is None or workload.loss is None:
+        missing = "training" if workload.training is None else "loss"
+        raise BitwrightError(
+            f"a training step needs the workload's {missing}",
+            where=f"workload {workload.name!r}",
+            fix=f"give Workload({missing}=…)",
+        )
+    alone = Ranks(rank=0, world=1, local=0)
+    data = TrainingData(workload, batch=size, seed=0, ranks=alone, workers=0)
+    return next(data.epoch(0)), workload.loss
+
+
+def plan_of(workload: Workload, precision: str | Path) -> Plan:
+    """The plan that a word or a file stands for, with its patterns resolved."""
+    plan, target, choices, _ = resolve(str(precision), None, {})
+    graph = capture(workload.model, workload.inputs)
+    if plan is None:
+        return make_plan(graph, target, model=workload.name, **choices)
+    return plan.resolve(graph)
+
+
+def variant_of(workload: Workload, plan: Plan | None, batch: Batch, settings: StepSettings) -> Variant:
+    """A copy of the model that is ready to train under this plan."""
+    model = copy.deepcopy(workload.model)
+    if plan is None or not any(True for _ in plan.quantized):
+        return Variant(model=model, settings=settings)
+    calibration: Any = [batch[0]]
+    Qat(model, calibration, quantize=plan, example=workload.inputs, fuse=settings.fuse)
+    return Variant(model=model, plan=plan, settings=settings)

@@ -1,0 +1,115 @@
+"""`cluster.yaml`: which kinds of devices there are, how many, how they are joined, how much memory each has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
+
+from bitwright.errors import BitwrightError, PlanError, Problem
+from bitwright.profile.device import CollectiveCost, DeviceProfile
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Link(_Part):
+    """What joins a device to the others."""
+
+    latency_us: float = Field(default=0.0, ge=0, description="Of one message, in microseconds.")
+    gbit_per_s: float = Field(gt=0, description="Bandwidth, in gigabits per second.")
+
+
+class DeviceKind(_Part):
+    """One kind of device."""
+
+    profile: str = Field(description="The path of its DeviceProfile, relative to this file.")
+    count: int = Field(default=1, ge=1)
+    memory_gb: float | None = Field(default=None, gt=0, description="Its memory; the profile's if not given.")
+    plan: str | None = Field(
+        default=None, description="Its plan file, relative to this one; else the common plan's part for this kind."
+    )
+    link: Link | None = Field(default=None, description="Its link; the cluster's if not given.")
+
+
+class Cluster(_Part):
+    """Devices that train one model together, synchronously."""
+
+    bitwright_cluster: Literal[1] = Field(description="Version of this schema.")
+    link: Link | None = Field(default=None, description="What joins devices that have no link of their own.")
+    backend: str = Field(default="gloo", description="The backend whose measured collectives count.")
+    devices: dict[str, DeviceKind] = Field(min_length=1)
+
+    @property
+    def world(self) -> int:
+        """How many devices."""
+        return sum(kind.count for kind in self.devices.values())
+
+    @staticmethod
+    def from_yaml(text: str, *, where: str = "cluster") -> Cluster:
+        """Read a cluster; all its problems are raised at once."""
+        try:
+            data: Any = YAML(typ="safe").load(text)
+        except YAMLError as error:
+            raise BitwrightError("not YAML", where=where, value=str(error).splitlines()[0]) from None
+        try:
+            return Cluster.model_validate(data)
+        except ValidationError as error:
+            raise PlanError(
+                [
+                    Problem(what=detail["msg"], where=".".join(map(str, detail["loc"])) or where, value=detail["input"])
+                    for detail in error.errors()
+                ],
+                title=f"{where} has problems",
+            ) from None
+
+    @staticmethod
+    def load(path: str | Path) -> Cluster:
+        """Read a file."""
+        return Cluster.from_yaml(Path(path).read_text(encoding="utf-8"), where=str(path))
+
+    @staticmethod
+    def of(kinds: dict[str, int], **settings: Any) -> Cluster:
+        """Counts by kind, for profiles that are at hand."""
+        devices = {name: DeviceKind(profile=f"{name}.json", count=count) for name, count in kinds.items()}
+        return Cluster(bitwright_cluster=1, devices=devices, **settings)
+
+    def profiles(self, folder: Path) -> dict[str, DeviceProfile]:
+        """The profiles that the file names."""
+        return {name: DeviceProfile.load(folder / kind.profile) for name, kind in self.devices.items()}
+
+    def collective(self, operation: str, profiles: dict[str, DeviceProfile], world: int) -> CollectiveCost:
+        """What a collective costs among these: the slowest kind's measurement, or a ring over the slowest link."""
+        if world < 2:
+            return CollectiveCost(operation=operation, backend=self.backend, world=2, latency=0.0, per_byte=0.0)  # type: ignore[arg-type]
+        measured = [
+            cost
+            for profile in profiles.values()
+            for cost in profile.collectives
+            if (cost.operation, cost.backend) == (operation, self.backend)
+        ]
+        links = [kind.link or self.link for kind in self.devices.values()]
+        if all(link is not None for link in links):
+            latency = max(link.latency_us for link in links if link) * 1e-6
+            per_byte = 8e-9 / min(link.gbit_per_s for link in links if link)
+            rounds, share = (2 * (world - 1), 2 * (world - 1) / world) if operation == "all_reduce" else (1, 1.0)
+            return CollectiveCost(
+                operation=operation,  # type: ignore[arg-type]
+                backend=self.backend,
+                world=world,
+                latency=rounds * latency,
+                per_byte=share * per_byte,
+            )
+        same = [cost for cost in measured if cost.world == world]
+        if same:
+            return max(same, key=lambda cost: cost.latency + cost.per_byte * 1e6)
+        raise BitwrightError(
+            f"nothing says what {operation} costs among {world} devices",
+            where="cluster",
+            value=sorted({cost.world for cost in measured}),
+            fix="give the cluster a `link`, or profile a process group of this size",
+        )

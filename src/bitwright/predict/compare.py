@@ -1,0 +1,133 @@
+"""A prediction beside the real thing: the same plan is run for some steps, watched and unwatched by turns."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from bitwright.predict.local import Local
+from bitwright.profile.repeat import undisturbed
+from bitwright.profile.step import CLOCKS, PHASES, Batch, Clock, Loss
+from bitwright.profile.sweep import Variant
+from bitwright.profile.watch import ACCUMULATE, Sample, Watch, WatchedStep
+from bitwright.profile.way import is_quantizer
+from bitwright.profile.yardstick import yardstick
+
+_WARM = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """Predicted and measured seconds of one thing."""
+
+    name: str
+    predicted: float
+    measured: float
+
+    @property
+    def error(self) -> float | None:
+        """Relative; None where nothing was measured."""
+        return self.predicted / self.measured - 1 if self.measured > 0 else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Medians of so many steps."""
+
+    step: Pair
+    phases: tuple[Pair, ...]
+    groups: tuple[Pair, ...]
+    """Operators by kind, casts by what they make, forward and backward together."""
+    steps: int
+    drift: float | None
+    """How much longer a fixed piece of work takes now than when the device was profiled."""
+
+    @property
+    def error_without_drift(self) -> float | None:
+        """What the step's error would be on a machine that is as fast as it was."""
+        if self.drift is None or not self.step.measured:
+            return None
+        return self.step.predicted * self.drift / self.step.measured - 1
+
+
+def compare(
+    local: Local,
+    variant: Variant,
+    batch: Batch,
+    loss: Loss,
+    *,
+    steps: int = 30,
+    clock: Clock = "wall",
+    progress: Callable[[int], None] | None = None,
+) -> Comparison:
+    """Run the plan and put it beside the prediction."""
+    variant.model.train()
+    step = WatchedStep(variant.model, [batch], loss, variant.settings, clock=clock)
+    watch = Watch(variant.model, variant.plan, variant.settings, CLOCKS[clock], host=local.profile.host)
+    for _ in range(_WARM):
+        step()
+    plain: list[dict[str, float]] = []
+    seen: list[dict[str, float]] = []
+    speeds: list[float] = []
+    with undisturbed():
+        for number in range(steps):
+            speeds.append(yardstick(CLOCKS[clock]))
+            plain.append(step())
+            seen.append(_groups(watch.run(step)))
+            if progress is not None:
+                progress(number + 1)
+    predicted = predicted_groups(local)
+    names = sorted({*predicted, *seen[0]}, key=lambda name: -predicted.get(name, 0.0))
+    return Comparison(
+        step=Pair(
+            name="step",
+            predicted=local.seconds,
+            measured=statistics.median(sum(spent.values()) for spent in plain),
+        ),
+        phases=tuple(
+            Pair(name=name, predicted=local.phases[name], measured=statistics.median(spent[name] for spent in plain))
+            for name in PHASES
+        ),
+        groups=tuple(
+            Pair(
+                name=name,
+                predicted=predicted.get(name, 0.0),
+                measured=statistics.median(spent.get(name, 0.0) for spent in seen),
+            )
+            for name in names
+        ),
+        steps=steps,
+        drift=statistics.median(speeds) / then if (then := local.profile.host.yardstick) else None,
+    )
+
+
+def _group(text: str, format: str) -> str:
+    if format == ACCUMULATE:
+        return "taking gradients"
+    if "(" not in text:
+        return "quantizers" if is_quantizer(format) else "casts"
+    return text.partition("(")[0].partition(":")[0].removesuffix("_")
+
+
+def _groups(sample: Sample) -> dict[str, float]:
+    found: dict[str, float] = defaultdict(float)
+    for times in (sample.forward, sample.backward):
+        for key, seconds in times.items():
+            found[_group(*key)] += seconds
+    return dict(found)
+
+
+def predicted_groups(local: Local) -> dict[str, float]:
+    """The prediction's operators and casts by group, for one step."""
+    found: dict[str, float] = defaultdict(float)
+    count = local.settings.accumulate
+    for block in local.blocks:
+        found[block.op.call.kind] += count * (block.cost.forward + block.cost.backward)
+        for placed in block.casts:
+            cast = placed.cost.forward + placed.cost.backward
+            found["quantizers" if is_quantizer(placed.cast.kind) else "casts"] += count * cast
+        found["taking gradients"] += count * block.accumulation
+    found["loss"] += count * (local.loss.forward + local.loss.backward)
+    return dict(found)

@@ -1,0 +1,286 @@
+"""The step of one device as a line of work: forward, loss, backward the other way round, and what follows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import accumulate as running_sum
+
+from bitwright.graph.naming import site_name
+from bitwright.plan import Plan
+from bitwright.predict.costs import Cost, Costs
+from bitwright.predict.flow import given, incoming, must_be_float
+from bitwright.profile.device import DeviceProfile
+from bitwright.profile.signature import FLOATS, CallSpec, TensorSpec
+from bitwright.profile.step import StepSettings
+from bitwright.profile.stepgraph import StepGraph, StepOp
+from bitwright.profile.watch import operator_key
+from bitwright.profile.way import IMPLEMENTATIONS, Cast, OperatorUnderPlan, Way, base_format
+
+
+@dataclass(frozen=True)
+class PlacedCast:
+    """One cast where it stands."""
+
+    cast: Cast
+    tensor: TensorSpec
+    cost: Cost
+
+
+@dataclass(frozen=True)
+class Block:
+    """One operator with its casts and the gradients that are complete after its backward."""
+
+    op: StepOp
+    way: Way
+    cost: Cost
+    casts: tuple[PlacedCast, ...]
+    gives: str
+    gradients: tuple[tuple[str, TensorSpec], ...]
+    accumulation: float
+
+    @cached_property
+    def forward(self) -> float:
+        """Seconds, without the host's gap."""
+        return self.cost.forward + sum(placed.cost.forward for placed in self.casts)
+
+    @cached_property
+    def backward(self) -> float:
+        """Seconds, gradients taken."""
+        return self.cost.backward + sum(placed.cost.backward for placed in self.casts) + self.accumulation
+
+
+@dataclass
+class Local:
+    """One device's step under one plan."""
+
+    graph: StepGraph
+    plan: Plan
+    costs: Costs
+    settings: StepSettings
+    blocks: list[Block] = field(default_factory=list)
+    casts: bool = True
+    """Off: as if casts were free; to see what they cost."""
+
+    @property
+    def profile(self) -> DeviceProfile:
+        """What was measured."""
+        return self.costs.profile
+
+    @staticmethod
+    def build(
+        graph: StepGraph, plan: Plan, profile: DeviceProfile, settings: StepSettings, *, casts: bool = True
+    ) -> Local:
+        """Look everything up; raises with all that the profile lacks."""
+        local = Local(graph, plan, Costs(profile), settings, casts=casts)
+        gives: dict[str, str] = {}
+        for op in graph.ops:
+            block = local._block(op, plan, gives)
+            gives[op.name] = block.gives
+            local.blocks.append(block)
+        _ = local.loss, local.tail
+        local.costs.complain()
+        return local
+
+    def replaced(self, plan: Plan, changed: set[str]) -> Local:
+        """The same step with another plan, which differs at these operators only."""
+        local = Local(self.graph, plan, self.costs, self.settings, list(self.blocks), casts=self.casts)
+        gives = _Given(local)
+        waiting = sorted(self.graph.position[name] for name in changed)
+        seen = set(waiting)
+        while waiting:
+            index = waiting.pop(0)
+            old = local.blocks[index]
+            new = local.blocks[index] = local._block(old.op, plan, gives)
+            if new.gives != old.gives:  # readers get another type: look at them again
+                for reader in self._readers.get(old.op.name, ()):
+                    if reader not in seen:
+                        seen.add(reader)
+                        waiting.append(reader)
+                waiting.sort()
+        local.costs.complain()
+        return local
+
+    @cached_property
+    def _readers(self) -> dict[str, list[int]]:
+        found: dict[str, list[int]] = {}
+        for index, op in enumerate(self.graph.ops):
+            for source in op.sources:
+                if source.startswith("op:"):
+                    found.setdefault(source.removeprefix("op:"), []).append(index)
+        return found
+
+    def _block(self, op: StepOp, plan: Plan, before: Mapping[str, str]) -> Block:
+        settings = self.settings
+        way = IMPLEMENTATIONS.way(OperatorUnderPlan(op.name, op.call, plan, settings.amp, settings.fuse))
+        types = incoming(op, before)
+        back = must_be_float(op, way)
+        now = {
+            port: spec.with_(dtype=type)
+            for (port, spec), (_, type) in zip(op.call.ports, types, strict=True)
+            if spec.dtype != type and way.takes is None and not (back and type not in FLOATS)
+        }
+        for (port, spec), source in zip(op.call.ports, op.sources, strict=True):
+            if spec.strides is not None and self._is_cast(source, plan):
+                now[port] = now.get(port, spec).compact()
+        call = op.call if not now else _with(op, now)
+        text, format = operator_key(call, way)
+        gives = given(op, way, settings.amp, before)
+        cost = self.costs.operator(text, format, op.name)
+        placed = [self._placed(op, cast, call.port(cast.port), gives) for cast in way.casts]
+        placed += [
+            self._placed(op, Cast(port, f"{type}→{way.takes}"), spec.with_(dtype=type), gives)
+            for (port, spec), (_, type), source in zip(op.call.ports, types, op.sources, strict=True)
+            if way.takes is not None and source.startswith("op:") and spec.is_float and type != way.takes
+        ]
+        if back:  # a kernel's own format is undone for whoever can't read it
+            placed += [
+                self._placed(op, Cast(port, f"{type}→float32"), spec, gives)
+                for (port, spec), (_, type) in zip(op.call.ports, types, strict=True)
+                if spec.is_float and type not in FLOATS
+            ]
+        gradients = self._gradients(op, way)
+        taken = sum(self.costs.accumulation(tensor) for _, tensor in gradients)
+        casts = tuple(placed) if self.casts else ()
+        return Block(op, way, cost, casts, gives, gradients, taken if op.has_backward else 0.0)
+
+    @staticmethod
+    def _is_cast(source: str, plan: Plan) -> bool:
+        """Whether a quantizer stands between this tensor's maker and its readers."""
+        spec = plan.sites.get(site_name(source.removeprefix("op:"), "output"))
+        return spec is not None and spec.quantizes
+
+    def _placed(self, op: StepOp, cast: Cast, spec: TensorSpec | None, gives: str) -> PlacedCast:
+        if spec is None:  # the output, or a bias that a folded norm brings
+            spec = op.outputs[0].with_(dtype=gives)
+        return PlacedCast(cast, spec, self.costs.cast(cast, spec, op.name))
+
+    def _gradients(self, op: StepOp, way: Way) -> tuple[tuple[str, TensorSpec], ...]:
+        """Parameters whose gradients are complete once this operator's backward is done."""
+        found: dict[str, TensorSpec] = {}
+        for source, (_, spec) in zip(op.sources, op.call.ports, strict=True):
+            name = source.removeprefix("param:")
+            if source.startswith("param:") and spec.grad and self.graph.uses.get(name) == op.name:
+                found[name] = spec
+        for cast in way.casts:
+            if cast.learns:
+                channels = "/channel/" in cast.kind and cast.weight
+                spec_ = op.call.port(cast.port)
+                shape = (spec_.shape[0],) if channels and spec_ is not None and spec_.shape else ()
+                if (cast.state or op.name).rpartition(":")[0] in ("", op.name):  # else its owner's
+                    found[f"bitwright.{op.name}:{cast.port}.scale"] = TensorSpec(shape, "float32", True)
+        order = self._order
+        return tuple(sorted(found.items(), key=lambda item: order.get(item[0], len(order))))
+
+    @cached_property
+    def _order(self) -> dict[str, int]:
+        return {name: number for number, name in enumerate(self.graph.gradient_order)}
+
+    # -- seconds ---------------------------------------------------------------------------------------------
+
+    @cached_property
+    def gap(self) -> float:
+        """What the host needs for all operators of one forward."""
+        host = self.profile.host
+        if not any(True for _ in self.plan.quantized):
+            return host.gap * len(self.blocks)
+        hooked = sum(bool(block.way.casts) for block in self.blocks)
+        return host.prepared_gap * len(self.blocks) + host.hooked * hooked + host.seen * (len(self.blocks) - hooked)
+
+    @cached_property
+    def loss(self) -> Cost:
+        """The loss."""
+        return self.costs.operator(self.loss_text, base_format(self.settings.amp), "loss")
+
+    @property
+    def loss_text(self) -> str:
+        """The loss, given the types that the model's outputs have now."""
+        call, position = self.graph.loss, self.graph.position
+        now = {
+            port: spec.with_(dtype=self.blocks[position[name]].gives)
+            for (port, spec), source in zip(call.ports, self.graph.loss_sources, strict=True)
+            if spec.is_float and (name := source.removeprefix("op:")) in position
+        }
+        return call.key(now)
+
+    @cached_property
+    def forward_seconds(self) -> float:
+        """Of one batch, the loss not included."""
+        return sum(block.forward for block in self.blocks) + self.gap
+
+    @cached_property
+    def backward_offsets(self) -> list[float]:
+        """For each operator, last one first: when its backward is done, counted from backward's start."""
+        start = self.profile.host.engine + self.loss.backward
+        return list(running_sum((block.backward for block in reversed(self.blocks)), initial=start))[1:]
+
+    @cached_property
+    def gradient_offsets(self) -> dict[str, tuple[float, int]]:
+        """For each gradient: when it is there, counted from backward's start, and the how manyth it is."""
+        found: dict[str, tuple[float, int]] = {}
+        for block, offset in zip(reversed(self.blocks), self.backward_offsets, strict=True):
+            for name, _ in block.gradients:
+                found[name] = (offset, len(found) + 1)
+        return found
+
+    @cached_property
+    def backward_seconds(self) -> float:
+        """Of one batch."""
+        return self.backward_offsets[-1] if self.blocks else 0.0
+
+    @cached_property
+    def trained(self) -> tuple[tuple[str, TensorSpec], ...]:
+        """Everything that gets a gradient, in the order in which it does."""
+        return tuple(item for block in reversed(self.blocks) for item in block.gradients)
+
+    @cached_property
+    def tail(self) -> dict[str, float]:
+        """What comes after the last backward, and a step's fixed work."""
+        tensors = len(self.trained)
+        elements = sum(spec.elements for _, spec in self.trained)
+        settings, host, costs = self.settings, self.profile.host, self.costs
+        again = settings.accumulate - 1
+        return {
+            "accumulate": again * costs.on_all("accumulate", elements, tensors) if again else 0.0,
+            "clip": costs.on_all("clip", elements, tensors) if settings.clip is not None else 0.0,
+            "optimizer": costs.optimizer(settings, elements, tensors),
+            "other": host.step
+            + costs.on_all("zero_grad", elements, tensors)
+            + (host.schedule if settings.schedule else 0.0),
+        }
+
+    @cached_property
+    def phases(self) -> dict[str, float]:
+        """Seconds of one step alone, by phase."""
+        count = self.settings.accumulate
+        tail = self.tail
+        return {
+            "forward": count * self.forward_seconds,
+            "loss": count * self.loss.forward,
+            "backward": count * self.backward_seconds + tail["accumulate"],
+            "clip": tail["clip"],
+            "optimizer": tail["optimizer"],
+            "other": tail["other"],
+        }
+
+    @property
+    def seconds(self) -> float:
+        """Of one step without others to wait for."""
+        return sum(self.phases.values())
+
+
+class _Given(dict[str, str]):
+    """What blocks give, read from them as they are."""
+
+    def __init__(self, local: Local) -> None:
+        super().__init__()
+        self.local = local
+
+    def get(self, name: str, default: str = "") -> str:  # type: ignore[override]
+        index = self.local.graph.position.get(name)
+        return default if index is None else self.local.blocks[index].gives
+
+
+def _with(op: StepOp, now: Mapping[str, TensorSpec]) -> CallSpec:
+    return replace(op.call, ports=tuple((port, now.get(port, spec)) for port, spec in op.call.ports))

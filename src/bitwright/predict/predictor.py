@@ -1,0 +1,205 @@
+"""`predict(graph, plans, profiles, cluster)`: the step time and the memory of any plan, before it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from bitwright.errors import BitwrightError, did_you_mean
+from bitwright.plan import Plan
+from bitwright.predict.buckets import Bucket, make_buckets
+from bitwright.predict.cluster import Cluster
+from bitwright.predict.local import Local
+from bitwright.predict.memory import memory_of
+from bitwright.predict.prediction import DevicePrediction, Prediction, critical_path
+from bitwright.predict.replay import Lane, StepReplay, replay
+from bitwright.profile.device import DeviceProfile
+from bitwright.profile.step import StepSettings
+from bitwright.profile.stepgraph import StepGraph
+
+
+@dataclass(frozen=True)
+class Modelled:
+    """Parts of the model that can be left out, to see what they are worth."""
+
+    casts: bool = True
+    overlap: bool = True
+    contention: bool = True
+
+
+def predict(
+    graph: StepGraph,
+    plan: Plan | Mapping[str, Plan],
+    profiles: DeviceProfile | Mapping[str, DeviceProfile],
+    cluster: Cluster | None = None,
+    settings: StepSettings | None = None,
+    *,
+    exact: bool = False,
+    modelled: Modelled | None = None,
+) -> Prediction:
+    """Predict a step. Several kinds of devices have profiles, and may have plans, by name.
+
+    Equal devices are folded into one lane; `exact` replays each by itself.
+    """
+    return Predictor.make(graph, plan, profiles, cluster, settings, modelled=modelled).predict(exact=exact)
+
+
+@dataclass(frozen=True)
+class Predictor:
+    """A cluster with a plan for each kind; `changed` gives another, cheaply, where one kind's plan differs a bit."""
+
+    graph: StepGraph
+    settings: StepSettings
+    cluster: Cluster
+    profiles: Mapping[str, DeviceProfile]
+    locals: Mapping[str, Local]
+    modelled: Modelled
+
+    @staticmethod
+    def make(
+        graph: StepGraph,
+        plan: Plan | Mapping[str, Plan],
+        profiles: DeviceProfile | Mapping[str, DeviceProfile],
+        cluster: Cluster | None = None,
+        settings: StepSettings | None = None,
+        *,
+        modelled: Modelled | None = None,
+    ) -> Predictor:
+        """Look everything up."""
+        settings, modelled = settings or StepSettings(), modelled or Modelled()
+        if isinstance(profiles, DeviceProfile):
+            only = next(iter(cluster.devices)) if cluster is not None else "device"
+            profiles = {only: profiles}
+        if cluster is None:
+            cluster = Cluster.of(dict.fromkeys(profiles, 1))
+        for name in cluster.devices:
+            if name not in profiles:
+                raise BitwrightError("this kind of device has no profile", where=name, fix=did_you_mean(name, profiles))
+        locals_ = {
+            name: Local.build(graph, plan_for(plan, name), profiles[name], settings, casts=modelled.casts)
+            for name in cluster.devices
+        }
+        return Predictor(graph, settings, cluster, profiles, locals_, modelled)
+
+    def changed(self, kind: str, plan: Plan, operators: set[str]) -> Predictor:
+        """Another plan for one kind, which differs at these operators only."""
+        return replace(self, locals={**self.locals, kind: self.locals[kind].replaced(plan, operators)})
+
+    # -- the cluster's work ----------------------------------------------------------------------------------
+
+    @cached_property
+    def buckets(self) -> list[Bucket]:
+        """As rank 0 has them: DDP gives its order to all."""
+        first = next(iter(self.locals.values()))
+        return make_buckets(first.trained, self.settings.bucket_cap_mb) if self.cluster.world > 1 else []
+
+    def lane(self, name: str) -> Lane:
+        """One kind's work."""
+        local, host = self.locals[name], self.profiles[name].host
+        several = self.cluster.world > 1
+        count = self.settings.accumulate
+        per_gradient = host.ddp_gradient if several else 0.0
+        before = local.tail["other"] + count * (local.forward_seconds + local.loss.forward)
+        before += (count - 1) * local.backward_seconds + local.tail["accumulate"]
+        before += host.ddp_forward * count if several else 0.0
+        ready = local.gradient_offsets
+        end = before + local.backward_seconds + len(ready) * per_gradient
+        return Lane(
+            name,
+            tuple(_ready(bucket, ready, before, per_gradient, end) for bucket in self.buckets),
+            end,
+            local.tail["clip"] + local.tail["optimizer"],
+            host.contention if several and self.modelled.contention else 0.0,
+            self.cluster.devices[name].count,
+        )
+
+    @cached_property
+    def collectives(self) -> list[float]:
+        """Seconds of each bucket's all-reduce."""
+        cost = self.cluster.collective("all_reduce", dict(self.profiles), self.cluster.world)
+        return [cost.latency + bucket.bytes * cost.per_byte for bucket in self.buckets]
+
+    @cached_property
+    def first(self) -> float:
+        """Rank 0's buffers, given to all before each forward of DDP."""
+        if self.cluster.world < 2 or not self.graph.buffer_bytes:
+            return 0.0
+        cost = self.cluster.collective("broadcast", dict(self.profiles), self.cluster.world)
+        return self.settings.accumulate * (cost.latency + self.graph.buffer_bytes * cost.per_byte)
+
+    def replay(self, *, exact: bool = False) -> StepReplay:
+        """The global replay."""
+        lanes = [self.lane(name) for name in self.cluster.devices]
+        if exact:
+            lanes = [replace(lane, name=f"{lane.name}-{i}", count=1) for lane in lanes for i in range(lane.count)]
+        return replay(lanes, self.collectives, self.first, overlap=self.modelled.overlap)
+
+    @property
+    def seconds(self) -> float:
+        """The step alone: what a planner asks thousands of times."""
+        return self.replay().period
+
+    def predict(self, *, exact: bool = False) -> Prediction:
+        """Everything."""
+        step = self.replay(exact=exact)
+        sending = sum(sent.end - sent.start for sent in step.sent) + self.first
+        kinds = [run.lane.name.rpartition("-")[0] if exact else run.lane.name for run in step.lanes]
+        memory = {name: memory_of(local, distributed=self.cluster.world > 1) for name, local in self.locals.items()}
+        devices = []
+        for kind, run in zip(kinds, step.lanes, strict=True):
+            local, lane = self.locals[kind], run.lane
+            spent = run.computed - run.knots[0][0] + lane.tail
+            stalled = sum(t1 - t0 for (t0, w0), (t1, w1) in zip(run.knots, run.knots[1:], strict=False) if w1 == w0)
+            busy = min(1.0, (spent - min(stalled, spent)) / step.period) if step.period else 0.0
+            devices.append(
+                DevicePrediction(
+                    name=lane.name,
+                    count=lane.count,
+                    computing=lane.computing + lane.tail,
+                    busy=busy,
+                    communicating=min(1.0, sending / step.period) if step.period else 0.0,
+                    waiting=max(0.0, 1.0 - busy),
+                    phases=local.phases,
+                    memory=memory[kind],
+                    memory_limit=self._limit(kind),
+                    stood_in=len(local.costs.stood_in),
+                )
+            )
+        forward = {
+            run.lane.name: run.lane.computing - self.locals[kind].backward_seconds
+            for kind, run in zip(kinds, step.lanes, strict=True)
+        }
+        return Prediction(
+            model=self.graph.model,
+            seconds=step.period,
+            devices=tuple(devices),
+            buckets=tuple(bucket.bytes for bucket in self.buckets),
+            critical=critical_path(step, forward),
+            samples=self.graph.samples * self.settings.accumulate * self.cluster.world,
+            replay=step,
+            locals=dict(self.locals),
+        )
+
+    def _limit(self, kind: str) -> int | None:
+        said = self.cluster.devices[kind].memory_gb
+        return int(said * 1e9) if said is not None else self.profiles[kind].memory.limit
+
+
+def _ready(
+    bucket: Bucket, offsets: Mapping[str, tuple[float, int]], before: float, per_gradient: float, end: float
+) -> float:
+    """When the last gradient of a bucket is there; one that this device doesn't have counts as there at the end."""
+    last = offsets.get(bucket.names[-1])  # names are in the order in which gradients come
+    if last is None:
+        return end
+    return before + last[0] + last[1] * per_gradient
+
+
+def plan_for(plan: Plan | Mapping[str, Plan], kind: str) -> Plan:
+    """One kind's plan: of its own, or its part of the common one."""
+    if not isinstance(plan, Plan):
+        if kind not in plan:
+            raise BitwrightError("this kind of device has no plan", where=kind, fix=did_you_mean(kind, plan))
+        return plan[kind]
+    return plan.for_device(kind) if kind in plan.devices else replace(plan, devices={})

@@ -1,0 +1,136 @@
+"""The global replay: devices with one lane for computing and one for collectives, joined by their buckets.
+
+A collective starts when every device has its bucket and the one before is through: everybody waits for the slowest.
+While one is under way, devices whose processors carry the messages compute slower. Only what happens is looked at (a
+bucket is ready, a collective starts, it ends), so the cost grows with lanes times buckets, not with operators.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Lane:
+    """One device, or several that are the same: work in seconds of undisturbed computing from a step's start."""
+
+    name: str
+    ready: tuple[float, ...]
+    """For each bucket, the work after which it is ready."""
+    computing: float
+    """All work up to backward's end."""
+    tail: float
+    """Work after the last collective: clipping, the optimizer."""
+    contention: float = 0.0
+    """Share of its speed that is lost while a collective is under way."""
+    count: int = 1
+
+
+@dataclass(frozen=True)
+class Sent:
+    """One collective."""
+
+    bucket: int
+    start: float
+    end: float
+    waited_for: str
+    """The lane that was last, or "" where the collective before was."""
+
+
+@dataclass
+class LaneReplay:
+    """What one lane did: points (time, work) between which it went at one speed."""
+
+    lane: Lane
+    knots: list[tuple[float, float]] = field(default_factory=list)
+    computed: float = 0.0
+    """When backward was done."""
+    finished: float = 0.0
+    """When the step was."""
+
+    def time_at(self, work: float) -> float:
+        """When so much work was done."""
+        index = bisect_left([point[1] for point in self.knots], work)  # when it was first reached
+        if index == 0:
+            return self.knots[0][0]
+        if index == len(self.knots):
+            time, done = self.knots[-1]
+            return time + work - done
+        (t0, w0), (t1, w1) = self.knots[index - 1], self.knots[index]
+        return t0 + (work - w0) * (t1 - t0) / (w1 - w0) if w1 > w0 else t0
+
+
+@dataclass
+class StepReplay:
+    """One step of all lanes."""
+
+    lanes: list[LaneReplay]
+    sent: list[Sent]
+    start: float
+    period: float = 0.0
+
+
+def replay(
+    lanes: Sequence[Lane], collectives: Sequence[float], first: float = 0.0, *, overlap: bool = True
+) -> StepReplay:
+    """Replay until steps repeat themselves, and give the last one.
+
+    `collectives` are the seconds of each bucket's; `first` those of what all do together before their forwards.
+    Without `overlap` no collective starts before backward's end.
+    """
+    starts = [0.0] * len(lanes)
+    before = None
+    for _ in range(3):  # devices finish at different times: the second step starts from where the first left them
+        step = _step(lanes, collectives, first, starts, overlap)
+        starts = [lane.finished for lane in step.lanes]
+        mark = max(starts)
+        step.period = mark - before if before is not None else mark
+        before = mark
+    return step
+
+
+def _step(
+    lanes: Sequence[Lane], collectives: Sequence[float], first: float, starts: list[float], overlap: bool
+) -> StepReplay:
+    together = max(starts) + first if first else 0.0
+    begun = [max(start, together) for start in starts]
+    replays = [LaneReplay(lane, [(time, 0.0)]) for lane, time in zip(lanes, begun, strict=True)]
+    sent: list[Sent] = []
+    through = 0.0
+    for bucket, seconds in enumerate(collectives):
+        start, last = through, ""
+        for run in replays:
+            lane = run.lane
+            time, work = run.knots[-1]
+            ready = time + max(0.0, (lane.ready[bucket] if overlap else lane.computing) - work)
+            if ready > start:
+                start, last = ready, lane.name
+        through = start + seconds
+        sent.append(Sent(bucket, start, through, last))
+        for run in replays:
+            _advance(run, start, through)
+    for run in replays:
+        time, work = run.knots[-1]
+        left = run.lane.computing - work
+        if left > 0:
+            run.knots.append((time + left, run.lane.computing))
+        run.computed = run.time_at(run.lane.computing)
+        run.finished = max(run.computed, through) + run.lane.tail
+    return StepReplay(replays, sent, min(begun))
+
+
+def _advance(run: LaneReplay, start: float, end: float) -> None:
+    """Computing at full speed up to the collective's start, slower until its end, and no further than there is work."""
+    whole, speed = run.lane.computing, 1.0 - run.lane.contention
+    time, work = run.knots[-1]
+    for until, rate in ((start, 1.0), (end, speed)):
+        if until <= time:
+            continue
+        done = work + (until - time) * rate
+        if done >= whole > work:
+            run.knots.append((time + (whole - work) / rate, whole))
+        work = min(done, whole)
+        time = until
+        run.knots.append((time, work))

@@ -1,0 +1,133 @@
+"""What collectives cost in this process group, what DDP adds to a step, and how computing suffers meanwhile.
+
+All ranks call these together. Times are wall time: a collective is waiting.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from bitwright.profile.device import CollectiveCost
+from bitwright.profile.fit import fit
+from bitwright.profile.repeat import undisturbed
+from bitwright.profile.yardstick import yardstick
+
+_SIZES = (1 << 10, 1 << 13, 1 << 16, 1 << 18, 1 << 19, 1 << 20, 1 << 21, 1 << 22)  # bytes
+_LAYERS = 30
+
+
+def measure_collectives(*, rounds: int = 9) -> list[CollectiveCost]:
+    """all_reduce and broadcast over a range of sizes: latency + bytes · per_byte, the same on all ranks."""
+    found = []
+    for operation in ("all_reduce", "broadcast"):
+        seconds = [_of_last(operation, size, rounds) for size in _SIZES]
+        line = fit([(float(size), 1.0) for size in _SIZES], seconds)
+        found.append(
+            CollectiveCost.model_validate(
+                {
+                    "operation": operation,
+                    "backend": dist.get_backend(),
+                    "world": dist.get_world_size(),
+                    "per_byte": line.coefficients[0],
+                    "latency": line.coefficients[1],
+                    "r2": line.r2,
+                    "held_out": line.held_out,
+                }
+            )
+        )
+    return found
+
+
+def _run(operation: str, tensor: Tensor) -> None:
+    if operation == "all_reduce":
+        dist.all_reduce(tensor)
+    else:
+        dist.broadcast(tensor, src=0)
+
+
+def _of_last(operation: str, size: int, rounds: int) -> float:
+    """Seconds as the rank sees them that comes last and waits for nobody."""
+    tensor = torch.zeros(size // 4)
+    taken = []
+    with undisturbed():
+        for number in range(rounds + 2):
+            dist.barrier()
+            start = time.perf_counter()
+            _run(operation, tensor)
+            if number >= 2:
+                taken.append(time.perf_counter() - start)
+    shortest = torch.tensor(taken)
+    # a broadcast's root only sends: what counts is when all have it
+    dist.all_reduce(shortest, op=dist.ReduceOp.MIN if operation == "all_reduce" else dist.ReduceOp.MAX)
+    return float(shortest.median())
+
+
+def measure_contention(*, rounds: int = 9) -> float:
+    """Share of its speed that this rank's computing loses while a collective is under way."""
+    alone, beside = [], []
+    tensor = torch.zeros(1 << 20)
+    with undisturbed():
+        for number in range(rounds + 2):
+            dist.barrier()
+            undisturbed_time = _several()
+            dist.barrier()
+            work: Any = [dist.all_reduce(tensor, async_op=True) for _ in range(4)]
+            start = time.perf_counter()
+            computed, done = 0, None
+            while done is None:  # as much computing as goes beside the collectives
+                yardstick(time.perf_counter)
+                computed += 1
+                if all(w.is_completed() for w in work):
+                    done = time.perf_counter() - start
+            for w in work:
+                w.wait()
+            if number >= 2:
+                alone.append(undisturbed_time)
+                beside.append(done / computed)
+    slower = statistics.median(beside)
+    return max(0.0, min(0.95, 1 - statistics.median(alone) / slower))
+
+
+def _several(count: int = 4) -> float:
+    return statistics.fmean(yardstick(time.perf_counter) for _ in range(count))
+
+
+def measure_ddp(collective: CollectiveCost, *, rounds: int = 15) -> dict[str, float]:
+    """What DDP adds to a forward, and to each gradient, from a chain of tiny layers."""
+    data = torch.randn(4, 4)
+    plain = nn.Sequential(*(nn.Linear(4, 4) for _ in range(_LAYERS)))
+    shared = DistributedDataParallel(nn.Sequential(*(nn.Linear(4, 4) for _ in range(_LAYERS))))
+    rows = []
+    with undisturbed():
+        for number in range(rounds + 3):
+            dist.barrier()
+            alone, ours = _pass(plain, data), _pass(shared, data)
+            if number >= 3:
+                rows.append((ours[0] - alone[0], ours[1] - alone[1]))
+    forward, backward = (statistics.median(column) for column in zip(*rows, strict=True))
+    gradients = 2 * _LAYERS
+    sent = collective.latency + collective.per_byte * 4 * 20 * _LAYERS
+    return {"ddp_forward": max(0.0, forward), "ddp_gradient": max(0.0, (backward - sent) / gradients)}
+
+
+def _pass(model: Callable[[Tensor], Tensor], data: Tensor) -> tuple[float, float]:
+    start = time.perf_counter()
+    loss = model(data).sum()
+    middle = time.perf_counter()
+    loss.backward()
+    return middle - start, time.perf_counter() - middle
+
+
+def measure_group() -> dict[str, Any]:
+    """Everything that a group of processes adds to a profile's facts."""
+    collectives = measure_collectives()
+    facts = {**measure_ddp(collectives[0]), "contention": measure_contention()}
+    return {"collectives": [cost.model_dump() for cost in collectives], "ddp": facts}

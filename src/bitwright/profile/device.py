@@ -1,0 +1,207 @@
+"""`DeviceProfile`: what was measured on one kind of device. JSON with a published schema; versioned."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from bitwright.errors import BitwrightError
+from bitwright.files import write_text
+
+SCHEMA_VERSION = 1
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Timing(_Part):
+    """Seconds of one call: the median of interleaved repetitions, and where it lies with 95 % confidence."""
+
+    seconds: float = Field(ge=0)
+    low: float | None = Field(default=None, description="Lower end of the confidence interval of the median.")
+    high: float | None = Field(default=None, description="Its upper end.")
+    repetitions: int = Field(default=1, ge=0, description="0: not measured here (published or derived).")
+
+
+class Kept(_Part):
+    """What a call keeps for backward."""
+
+    ports: list[str] = Field(
+        default_factory=list,
+        description="Tensors that others have as well: a port (after its cast, if it has one), or `output`.",
+    )
+    own: int = Field(default=0, ge=0, description="Bytes that nobody else has.")
+
+
+class OperatorCost(_Part):
+    """One operator with its shapes and arguments in one format."""
+
+    operator: str = Field(description="The call as text: `conv2d(input=f32[32,3,32,32], weight=…)`; `*` in a rate.")
+    format: str = Field(description="`float32`, `amp-bf16`, `float32/fold4`, or a registered kernel's own.")
+    forward: Timing
+    backward: Timing | None = None
+    saved: Kept | None = None
+
+
+class Line(_Part):
+    """seconds = fixed + per_element · n for n elements, both non-negative, for n ≥ `start`."""
+
+    per_element: float = Field(ge=0)
+    fixed: float = Field(ge=0)
+    start: int = Field(default=0, ge=0)
+    r2: float | None = Field(default=None, description="Of the sizes that were fitted.")
+    held_out: float | None = Field(default=None, description="Largest relative error at sizes that weren't.")
+
+
+class CastCost(_Part):
+    """A kind of cast or quantizer: lines by size, and sizes that were measured within models."""
+
+    kind: str = Field(description="`lsq int8/channel/sym fused`, `float32→bfloat16`, …")
+    forward: list[Line]
+    backward: list[Line] = Field(default_factory=list)
+
+
+class TensorsCost(_Part):
+    """Work on all parameters: fixed + per_element · elements + per_tensor · tensors."""
+
+    name: str = Field(description="`sgd/loop`, `adamw/foreach`, `clip`, `accumulate`, `zero_grad`.")
+    per_element: float = Field(ge=0)
+    per_tensor: float = Field(ge=0)
+    fixed: float = Field(default=0.0, ge=0)
+    r2: float | None = None
+    held_out: float | None = None
+
+    def seconds(self, elements: int, tensors: int) -> float:
+        """For so many parameters."""
+        return self.fixed + self.per_element * elements + self.per_tensor * tensors
+
+
+class CollectiveCost(_Part):
+    """One collective among so many processes: latency + bytes · per_byte."""
+
+    operation: Literal["all_reduce", "broadcast"]
+    backend: str
+    world: int = Field(ge=2)
+    latency: float = Field(ge=0)
+    per_byte: float = Field(ge=0)
+    r2: float | None = None
+    held_out: float | None = None
+
+
+class Host(_Part):
+    """What the host needs between operators."""
+
+    gap: float = Field(
+        default=0.0, description="Per operator, what an unwatched float model takes beyond what watching has shown."
+    )
+    prepared_gap: float = Field(default=0.0, description="The same in a prepared model.")
+    seen: float = Field(default=0.0, ge=0, description="What interception adds to an operator of a prepared model.")
+    hooked: float = Field(default=0.0, ge=0, description="The same for an operator that has quantizers.")
+    hook: float = Field(default=0.0, ge=0, description="What watching added to each backward node; taken off already.")
+    engine: float = Field(default=0.0, ge=0, description="From backward's call to its first node.")
+    step: float = Field(default=0.0, ge=0, description="Fixed work of a step, a scheduler's not included.")
+    schedule: float = Field(default=0.0, ge=0, description="Setting the learning rate anew.")
+    yardstick: float = Field(default=0.0, ge=0, description="A fixed piece of work, while operators were measured.")
+    ddp_forward: float = Field(default=0.0, ge=0, description="What DDP adds to a forward.")
+    ddp_gradient: float = Field(default=0.0, ge=0, description="What DDP adds per gradient.")
+    contention: float = Field(
+        default=0.0, ge=0, description="Share of its speed that computing loses while a collective is under way."
+    )
+
+
+class MemoryFacts(_Part):
+    """What a process needs before any tensor."""
+
+    process: int = Field(default=0, ge=0, description="Bytes of a process that has imported everything.")
+    limit: int | None = Field(default=None, description="Bytes that the device has.")
+
+
+class DeviceProfile(_Part):
+    """Everything that is known of one kind of device."""
+
+    bitwright_profile: Literal[1] = Field(description="Version of this schema.")
+    device: str = Field(description="The device, for people.")
+    source: Literal["measured", "imported", "published"] = "measured"
+    note: str = ""
+    clock: Literal["wall", "cpu"] = "wall"
+    threads: int = Field(default=1, ge=1)
+    torch: str = ""
+    operators: list[OperatorCost] = Field(default_factory=list)
+    casts: list[CastCost] = Field(default_factory=list)
+    tensors: list[TensorsCost] = Field(default_factory=list)
+    collectives: list[CollectiveCost] = Field(default_factory=list)
+    host: Host = Field(default_factory=Host)
+    memory: MemoryFacts = Field(default_factory=MemoryFacts)
+
+    @cached_property
+    def by_operator(self) -> dict[tuple[str, str], OperatorCost]:
+        """Costs by (operator, format)."""
+        return {(cost.operator, cost.format): cost for cost in self.operators}
+
+    @cached_property
+    def by_cast(self) -> dict[str, CastCost]:
+        """Casts by kind."""
+        return {cost.kind: cost for cost in self.casts}
+
+    @cached_property
+    def by_name(self) -> dict[str, TensorsCost]:
+        """Costs of work on all parameters."""
+        return {cost.name: cost for cost in self.tensors}
+
+    def to_json(self) -> str:
+        """A stable text."""
+        return json.dumps(self.model_dump(exclude_none=True), indent=1, ensure_ascii=False)
+
+    def save(self, path: str | Path) -> Path:
+        """Write it, whole or not at all."""
+        return write_text(Path(path), self.to_json() + "\n")
+
+    @staticmethod
+    def from_json(text: str, *, where: str = "profile") -> DeviceProfile:
+        """Read a profile; a wrong one says what is wrong."""
+        try:
+            return DeviceProfile.model_validate_json(text)
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise BitwrightError(
+                f"not a device profile: {first['msg']}",
+                where=f"{where}, {'.'.join(map(str, first['loc']))}",
+                fix="write it with `bitwright profile`; docs/profile.md has the schema",
+            ) from None
+
+    @staticmethod
+    def load(path: str | Path) -> DeviceProfile:
+        """Read a file."""
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except OSError as error:
+            raise BitwrightError(
+                f"can't read the profile: {error.strerror}", where=str(path), fix="make it with `bitwright profile`"
+            ) from None
+        return DeviceProfile.from_json(text, where=str(path))
+
+
+def at(lines: Iterable[Line], elements: int) -> float | None:
+    """Seconds for so many elements; None where no line is."""
+    best = None
+    for line in lines:
+        if line.start <= elements and (best is None or line.start >= best.start):
+            best = line
+    return None if best is None else best.fixed + best.per_element * elements
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON Schema of a profile."""
+    schema = DeviceProfile.model_json_schema()
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "$id": "bitwright-device-profile-1", **schema}
+
+
+if __name__ == "__main__":  # python -m bitwright.profile.device > docs/schemas/device-profile-1.json
+    sys.stdout.write(json.dumps(json_schema(), indent=2, ensure_ascii=False) + "\n")

@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+from bitwright.cli import app
+from bitwright.profile import DeviceProfile
+
+
+def run(*arguments: str, code: int = 0) -> dict:  # type: ignore[type-arg]
+    result = CliRunner().invoke(app, [*arguments, "--json"])
+    assert result.exit_code == code, result.output
+    return json.loads(result.stdout)  # type: ignore[no-any-return]
+
+
+def test_profile_predict_compare(tmp_path: Path) -> None:
+    """The whole way, on a real workload: measure, predict, run, look at both."""
+    device, step = tmp_path / "device.json", tmp_path / "step.json"
+    words = ["digits-untrained", "--batch", "8"]
+    made = run(
+        "profile", *words, "--quantize", "int8", "--rounds", "3", "--no-casts", "-o", str(device), "--graph", str(step)
+    )
+    assert made["operators"] > 20
+    assert DeviceProfile.load(device).host.engine > 0
+    samples = device.with_suffix(".samples.jsonl")
+    lines = samples.read_text().count("\n")
+    run("profile", *words, "--quantize", "int8", "--rounds", "3", "--no-casts", "-o", str(device))
+    assert samples.read_text().count("\n") == lines  # nothing was measured again
+
+    float_ = run("predict", *words, "--profile", str(device), "--graph", str(step))
+    trace = tmp_path / "trace.json"
+    int8 = run(
+        "predict", *words, "--profile", str(device), "--quantize", "int8", "--compare", "3", "--trace", str(trace)
+    )
+    assert 0 < float_["seconds"] < int8["seconds"]
+    assert int8["devices"][0]["memory"]["saved"] > float_["devices"][0]["memory"]["saved"]
+    pairs = {pair["name"]: pair for pair in int8["compared"]["groups"]}
+    assert {"conv2d", "quantizers", "batch_norm", "loss"} <= pairs.keys()
+    assert 0.2 < int8["compared"]["step"]["predicted"] / int8["compared"]["step"]["measured"] < 5
+    assert json.loads(trace.read_text())["traceEvents"]
+
+    cluster = tmp_path / "cluster.yaml"
+    cluster.write_text(
+        "bitwright_cluster: 1\nlink: {latency_us: 50, gbit_per_s: 1}\n"
+        "devices: {here: {profile: device.json, count: 3}}\n"
+    )
+    together = run("predict", *words, "--cluster", str(cluster), "--exact")
+    assert len(together["devices"]) == 3
+    assert together["seconds"] > float_["seconds"]
+
+    missing = run("predict", *words, "--profile", str(device), "--amp", "bf16", code=2)
+    assert "not in the profile" in missing["problems"][0]["what"]
+
+
+def test_wrong_usage_is_said() -> None:
+    assert "either" in run("predict", "digits-untrained", code=2)["error"]
+    assert "clock" in run("profile", "digits-untrained", "--clock", "sun", code=2)["error"]
+    assert "autocast" in run("profile", "digits-untrained", "--amp", "int8", code=2)["error"]

@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bitwright.errors import BitwrightError
+from bitwright.profile import SampleStore, Variant
+from bitwright.profile.store import median_of
+from bitwright.profile.sweep import measure
+from step_cases import net, watched
+
+
+def filled(path: Path) -> SampleStore:
+    model, batch, loss = net()
+    store = SampleStore(path, circumstances={"device": "this one"})
+    measure([Variant(model=model)], batch, loss, store, clock="wall", rounds=3)
+    return store
+
+
+def test_a_store_comes_back(tmp_path: Path) -> None:
+    path = tmp_path / "samples.jsonl"
+    store = filled(path)
+    again = SampleStore(path, circumstances={"device": "this one"})
+    assert again.samples == store.samples
+    assert again.saved == store.saved
+    assert again.costs() == store.costs()
+    assert all(len(rows) == 3 for rows in again.samples.values())
+
+
+def test_known_operators_are_not_measured_again(tmp_path: Path) -> None:
+    path = tmp_path / "samples.jsonl"
+    filled(path)
+    lines = path.read_text().count("\n")
+    filled(path)
+    assert path.read_text().count("\n") == lines
+
+
+def test_a_line_that_was_cut_off_is_dropped_and_measured_again(tmp_path: Path) -> None:
+    path = tmp_path / "samples.jsonl"
+    store = filled(path)
+    text = path.read_text()
+    path.write_text(text[:-20])
+    cut = SampleStore(path, circumstances={"device": "this one"})
+    assert min(map(len, cut.samples.values())) == 2
+    model, batch, loss = net()
+    measure([Variant(model=model)], batch, loss, cut, clock="wall", rounds=3)
+    assert {key: len(rows) for key, rows in cut.samples.items()} == {k: len(r) for k, r in store.samples.items()}
+    for line in path.read_text().splitlines():
+        json.loads(line)
+
+
+def test_another_device_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "samples.jsonl"
+    filled(path)
+    with pytest.raises(BitwrightError, match="other circumstances"):
+        SampleStore(path, circumstances={"device": "that one"})
+
+
+def test_a_killed_process_leaves_whole_rounds(tmp_path: Path) -> None:
+    path = tmp_path / "samples.jsonl"
+    code = (
+        f"import sys; from pathlib import Path; from bitwright.profile import SampleStore\n"
+        f"store = SampleStore(Path({str(path)!r}))\n"
+        "for n in range(10**9):\n"
+        "    store.add({'round': [[f'add({n % 7})', 'float32', 1.0, 2.0]] * 50})\n"
+        "    if n == 5: print('going', flush=True)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        os.kill(process.pid, signal.SIGKILL)
+    store = SampleStore(path)
+    assert all(len(rows) % 50 == 0 for rows in store.samples.values())
+    assert sum(map(len, store.samples.values())) >= 250
+
+
+def test_rounds_are_the_mean_of_a_steps_calls() -> None:
+    model, batch, loss = net()
+    sample = watched(Variant(model=model), batch, loss)
+    key = next(key for key in sample.calls if key[0].startswith("relu("))
+    assert sample.calls[key] == 2
+    store = SampleStore()
+    store.add_round(sample, wanted=1)
+    assert store.samples[key] == [(sample.forward[key] / 2, sample.backward[key] / 2)]
+
+
+def test_the_interval_of_a_median() -> None:
+    timing = median_of([float(n) for n in range(1, 31)])
+    assert (timing.seconds, timing.repetitions) == (15.5, 30)
+    assert timing.low is not None
+    assert timing.high is not None
+    assert timing.low < 15 < 16 < timing.high
+    assert timing.low >= 9
+    assert timing.high <= 22
