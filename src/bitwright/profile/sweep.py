@@ -31,7 +31,8 @@ class Variant:
 
     def __post_init__(self) -> None:
         """A plan that isn't on the model would be measured as if it were."""
-        if bool(find_attachment(self.model)) != any(True for _ in self.plan.quantized):
+        low = any(spec.low for spec in self.plan.compute.values()) or any(True for _ in self.plan.quantized)
+        if bool(find_attachment(self.model)) != low:
             raise BitwrightError(
                 "the model isn't as the plan says", fix="prepare(model, plan) and calibrate it, or pass a Plan()"
             )

@@ -130,11 +130,24 @@ class Simulated:
         return Cast(port, " ".join(words), bool(learned), port in ("weight", "bias"), state)
 
 
+class Kernels:
+    """Operators of the plan's `compute`: every registered kernel, under the name that says how it runs."""
+
+    def way(self, operator: OperatorUnderPlan) -> Way | None:
+        """One unit: what it casts, it casts inside."""
+        spec = operator.plan.compute.get(operator.name)
+        if spec is None or not spec.low:
+            return None
+        backward = "+".join(spec.backward) or "none"
+        rounding = "/stochastic" if spec.stochastic and spec.backward else ""
+        return Way(f"kernel {spec.format}/{backward}{rounding}")
+
+
 class Implementations:
     """All ways, the newest first."""
 
     def __init__(self) -> None:
-        self._known: dict[str, Implementation] = {"simulated": Simulated()}
+        self._known: dict[str, Implementation] = {"kernels": Kernels(), "simulated": Simulated()}
 
     def register(self, name: str, implementation: Implementation) -> None:
         """Add one; it is asked before those that are there."""
