@@ -1,0 +1,151 @@
+"""A model on a cluster that was profiled: what planners ask is answered by replaying the step."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+
+from bitwright.errors import PlanError, Problem, did_you_mean
+from bitwright.plan import ComputeSpec, Device, Plan
+from bitwright.planners.allocate import Allocation
+from bitwright.planners.machine import FLOAT, Assignment, Plans
+from bitwright.predict import Cluster, Local, Predictor
+from bitwright.predict.memory import memory_of
+from bitwright.predict.replay import Lane, replay
+from bitwright.profile import DeviceProfile, OperatorUnderPlan, StepGraph, StepSettings
+from bitwright.profile.watch import operator_key
+from bitwright.profile.way import IMPLEMENTATIONS
+
+
+class OnCluster:
+    """A `Machine`: seconds and bytes from profiles, penalties from an indicator.
+
+    `computes` says how each format is run: {"int8": ComputeSpec(format="int8", …)}. An operator can have the formats in
+    which a device's profile has it. Batches other than the recorded one are taken as proportional in what grows with
+    them.
+    """
+
+    def __init__(
+        self,
+        graph: StepGraph,
+        profiles: Mapping[str, DeviceProfile],
+        cluster: Cluster,
+        penalties: Mapping[str, Mapping[str, float]],
+        computes: Mapping[str, ComputeSpec],
+        *,
+        settings: StepSettings | None = None,
+        keep_float: Sequence[str] = (),
+    ) -> None:
+        self.graph, self.profiles, self.cluster = graph, dict(profiles), cluster
+        self.penalties, self.computes = penalties, dict(computes)
+        names = [op.name for op in graph.ops]
+        wrong = [pattern for pattern in keep_float if not fnmatch.filter(names, pattern)]
+        if wrong:
+            fix = did_you_mean(wrong[0], names)
+            raise PlanError([Problem(what="matches no operator", where="keep_float", value=wrong[0], fix=fix)])
+        kept = {name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in keep_float)}
+        self.predictor = Predictor.make(graph, Plan(), self.profiles, cluster, settings)
+        self._latest: dict[str, tuple[Assignment, Local]] = {
+            kind: ({}, local) for kind, local in self.predictor.locals.items()
+        }
+        self._formats = {
+            kind: {
+                op.name: [FLOAT, *(f for f in self.computes if self._measured(kind, op.name, f))]
+                for op in graph.ops
+                if op.name in penalties and op.name not in kept
+            }
+            for kind in self.kinds
+        }
+        self._memories: dict[tuple[str, tuple[tuple[str, str], ...]], tuple[int, int]] = {}
+
+    def _measured(self, kind: str, operator: str, format: str) -> bool:
+        if format not in self.penalties[operator]:
+            return False
+        op = self.graph.ops[self.graph.position[operator]]
+        asked = OperatorUnderPlan(operator, op.call, Plan(compute={operator: self.computes[format]}))
+        return operator_key(op.call, IMPLEMENTATIONS.way(asked)) in self.profiles[kind].by_operator
+
+    @cached_property
+    def kinds(self) -> Mapping[str, int]:
+        """Of the cluster."""
+        return {name: kind.count for name, kind in self.cluster.devices.items()}
+
+    @cached_property
+    def operators(self) -> Sequence[str]:
+        """Those that some device has in more than float."""
+        wanted = {name for formats in self._formats.values() for name, own in formats.items() if len(own) > 1}
+        return [op.name for op in self.graph.ops if op.name in wanted]
+
+    @property
+    def batch(self) -> int:
+        """As recorded."""
+        return self.graph.samples
+
+    def formats(self, kind: str, operator: str) -> Sequence[str]:
+        """What was measured there."""
+        return self._formats[kind][operator]
+
+    def penalty(self, operator: str, format: str) -> float:
+        """The indicator's."""
+        return 0.0 if format == FLOAT else self.penalties[operator][format]
+
+    def limit(self, kind: str) -> int | None:
+        """The cluster file's, else the profile's."""
+        said = self.cluster.devices[kind].memory_gb
+        return int(said * 1e9) if said is not None else self.profiles[kind].memory.limit
+
+    def plan_of(self, assignment: Assignment, why: str = "") -> Plan:
+        """An assignment as a plan."""
+        chosen = {op: replace(self.computes[f], why=why) for op, f in assignment.items() if f != FLOAT}
+        return Plan(compute=chosen)
+
+    def _local(self, kind: str, assignment: Assignment) -> Local:
+        """The step of one device; what changed since it was last asked is looked up anew."""
+        before, local = self._latest[kind]
+        changed = {op for op in self.operators if before.get(op, FLOAT) != assignment.get(op, FLOAT)}
+        if changed:
+            local = local.replaced(self.plan_of(assignment), changed)
+            self._latest[kind] = (dict(assignment), local)
+        return local
+
+    def _lane(self, kind: str, assignment: Assignment, batch: int) -> Lane:
+        local = self._local(kind, assignment)
+        lane = replace(self.predictor, locals={**self.predictor.locals, kind: local}).lane(kind)
+        share = batch / self.batch
+        if share == 1:
+            return lane
+        return replace(lane, ready=tuple(at * share for at in lane.ready), computing=lane.computing * share)
+
+    def work(self, kind: str, assignment: Assignment, batch: int) -> float:
+        """What it computes by itself."""
+        lane = self._lane(kind, assignment, batch)
+        return lane.computing + lane.tail
+
+    def step(self, plans: Plans, batches: Mapping[str, int]) -> float:
+        """The replay of all devices."""
+        lanes = [self._lane(kind, plans[kind], batches[kind]) for kind in self.kinds]
+        return replay(lanes, self.predictor.collectives, self.predictor.first).period
+
+    def memory(self, kind: str, assignment: Assignment, batch: int) -> int:
+        """The process at its peak; activations grow with the batch, the rest doesn't."""
+        key = (kind, tuple(sorted((op, f) for op, f in assignment.items() if f != FLOAT)))
+        if key not in self._memories:
+            use = memory_of(self._local(kind, assignment), distributed=self.cluster.world > 1)
+            fixed = use.weights + use.gradients + use.optimizer + use.buffers
+            own = self.profiles[kind].memory.process
+            self._memories[key] = (fixed + own, max(0, use.peak - fixed))
+        fixed, growing = self._memories[key]
+        return fixed + int(growing * batch / self.batch)
+
+    def to_plan(self, allocation: Allocation, *, model: str | None = None) -> Plan:
+        """One plan with a section for each kind of device."""
+        devices = {}
+        for kind, assignment in allocation.plans.items():
+            own = self.plan_of(assignment)
+            batch = allocation.batches[kind]
+            low = len(own.compute)
+            why = f"{low} of {len(self.operators)} operators low; {1e3 * self.work(kind, assignment, batch):.3g} ms"
+            devices[kind] = Device(compute=own.compute, batch=None if batch == self.batch else batch, why=why)
+        return Plan(devices=devices, model=model)

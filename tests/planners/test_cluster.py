@@ -1,0 +1,123 @@
+"""Planning from real profiles: a device that was measured here, and one that would be half as fast."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bitwright import Plan, PlanError, capture, prepare
+from bitwright.plan import ComputeSpec
+from bitwright.planners import dynamic_batching, fastest, recover, recover_and_split, uniform
+from bitwright.planners.cluster import OnCluster
+from bitwright.planners.machine import FLOAT
+from bitwright.predict import Cluster, Link, Predictor
+from bitwright.profile import DeviceProfile, StepGraph, Variant, profile, record_step
+from bitwright.profile.device import OperatorCost, Timing
+
+INT8 = ComputeSpec(format="int8", backward=("input", "weight"))
+PENALTIES = {"0": {"int8": 3.0}, "2": {"int8": 1.0}, "4": {"int8": 0.1}, "6": {"int8": 9.0}}
+
+
+def _scaled(timing: Timing | None, factor: float) -> Timing | None:
+    if timing is None:
+        return None
+    return timing.model_copy(
+        update={"seconds": timing.seconds * factor, "low": timing.low * factor, "high": timing.high * factor}
+    )
+
+
+def _with(own: DeviceProfile, factor: float, low: float) -> DeviceProfile:
+    """A device `factor` times as slow, on which kernels take `low` of float's time: chosen, not measured."""
+    floats = {cost.operator: cost for cost in own.operators if cost.format == "float32"}
+    operators: list[OperatorCost] = []
+    for cost in own.operators:
+        base = floats[cost.operator] if cost.format.startswith("kernel") else cost
+        times = factor * (low if cost.format.startswith("kernel") else 1.0)
+        operators.append(
+            cost.model_copy(update={"forward": _scaled(base.forward, times), "backward": _scaled(base.backward, times)})
+        )
+    return own.model_copy(update={"operators": operators})
+
+
+@pytest.fixture(scope="module")
+def measured() -> tuple[StepGraph, DeviceProfile]:
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    for width in ((32, 64), (64, 64), (64, 64)):
+        layers += [nn.Linear(*width), nn.ReLU()]
+    model = nn.Sequential(*layers, nn.Linear(64, 4))
+    batch: tuple[Tensor, Tensor] = (torch.randn(64, 32), torch.randint(0, 4, (64,)))
+    graph = capture(model, batch[0])
+    low = Plan(compute={"*": INT8}).resolve(graph)
+    kernels = prepare(copy.deepcopy(model), low, graph=graph)
+    variants = [Variant(model=copy.deepcopy(model)), Variant(model=kernels, plan=low)]
+    own = profile(variants, batch, F.cross_entropy, rounds=3, fit_casts=False)
+    return record_step(model, batch, F.cross_entropy), own
+
+
+def machine(measured: tuple[StepGraph, DeviceProfile], **options: object) -> OnCluster:
+    graph, own = measured
+    profiles = {"fast": _with(own, 1.0, 0.5), "slow": _with(own, 2.0, 0.5)}
+    cluster = Cluster.of({"fast": 1, "slow": 1}, link=Link(latency_us=10, gbit_per_s=10))
+    return OnCluster(graph, profiles, cluster, PENALTIES, {"int8": INT8}, **options)  # type: ignore[arg-type]
+
+
+def test_the_planner_sees_what_was_measured(measured: tuple[StepGraph, DeviceProfile]) -> None:
+    given = machine(measured)
+    assert list(given.operators) == ["0", "2", "4", "6"]
+    assert given.formats("slow", "2") == [FLOAT, "int8"]
+    assert given.batch == 64
+    low, high = (given.work("slow", dict.fromkeys(given.operators, f), 64) for f in ("int8", FLOAT))
+    assert low < high
+    assert given.work("slow", {}, 128) > 1.5 * given.work("slow", {}, 64)
+
+
+def test_a_replay_of_the_planner_is_the_predictors(measured: tuple[StepGraph, DeviceProfile]) -> None:
+    given = machine(measured)
+    plans = {"fast": {"0": "int8"}, "slow": dict.fromkeys(given.operators, "int8")}
+    seconds = given.step(plans, {"fast": 64, "slow": 64})
+    own = {kind: given.plan_of(plan) for kind, plan in plans.items()}
+    whole = Predictor.make(given.graph, own, given.profiles, given.cluster)
+    assert seconds == pytest.approx(whole.seconds)
+
+
+def test_the_slow_device_is_low_and_the_fast_one_is_not(measured: tuple[StepGraph, DeviceProfile]) -> None:
+    given = machine(measured)
+    found = recover(given)
+    assert found.low["fast"] == 0
+    assert found.low["slow"] > 0
+    assert found.seconds <= fastest(given).seconds * 1.021
+    assert found.penalty < uniform(given, "int8").penalty
+    plan = given.to_plan(found, model="chain")
+    assert Plan.from_yaml(plan.to_yaml()) == plan
+    assert set(plan.devices["slow"].compute) == {op for op, f in found.plans["slow"].items() if f != FLOAT}
+    assert "operators low" in plan.devices["slow"].why
+
+
+def test_precision_and_batches_together_are_the_fastest(measured: tuple[StepGraph, DeviceProfile]) -> None:
+    given = machine(measured)
+    both = recover_and_split(given)
+    assert both.batches["fast"] > both.batches["slow"]
+    assert sum(both.batches.values()) == 128
+    for rival in (recover(given), uniform(given, "int8"), uniform(given, FLOAT), dynamic_batching(given)):
+        assert both.seconds < rival.seconds
+    assert given.to_plan(both).devices["slow"].batch == both.batches["slow"]
+
+
+def test_layers_are_kept_in_float_by_name(measured: tuple[StepGraph, DeviceProfile]) -> None:
+    assert list(machine(measured, keep_float=["[06]"]).operators) == ["2", "4"]
+    with pytest.raises(PlanError, match="matches no operator"):
+        machine(measured, keep_float=["head"])
+
+
+def test_memory_that_is_too_small_is_explained(measured: tuple[StepGraph, DeviceProfile]) -> None:
+    given = machine(measured)
+    tiny = {**given.cluster.devices, "slow": given.cluster.devices["slow"].model_copy(update={"memory_gb": 1e-6})}
+    given.cluster = replace(given.predictor, cluster=given.cluster.model_copy(update={"devices": tiny})).cluster
+    with pytest.raises(PlanError, match=r"slow: needs .* GB with everything as small as it can be"):
+        fastest(given)
