@@ -156,7 +156,7 @@ def main() -> None:
     lines = [
         "# A step of training in INT8 against FP32",
         "",
-        "Forward, backward and SGD; CPU time of one thread, medians of steps in turns. INT8 is in channels-last memory.",
+        "Forward, backward and SGD; CPU time of one thread, medians of steps in turns. INT8 is channels-last.",
         "",
         "| model | way | ms | of FP32 | cosine of gradients |",
         "|---|---|---|---|---|",
