@@ -3,15 +3,17 @@
     python benchmarks/ptq_time.py [--repeats 3] [--models resnet20 ...] [--tools bitwright ...] [--batches 4]
 
 Each measurement is a fresh process; tools take turns. Imports, the model and the data are loaded before the clock
-starts. `quantize` is plain calibration by itself: prepare, calibrate, convert, from the form that a tool quantizes
-(ONNX, an exported program; ours is the torch model) to the quantized model. `whole` has also what it takes to get there
-and to write a file (torch.onnx, torch.export), ours as well as theirs. CPU seconds are compared: other processes
-disturb them least. Bar: plain calibration in at most 0.5 times the best of them, and accuracy no lower.
+starts, and their garbage is collected. `quantize` is plain calibration by itself: prepare, calibrate, convert, from the
+form that a tool quantizes (ONNX, an exported program; ours is the torch model) to the quantized model. `whole` has also
+what it takes to get there and to write a file (torch.onnx, torch.export), ours as well as theirs. CPU seconds are
+compared: other processes disturb them least. Bar: plain calibration in at most 0.5 times the best of them, and accuracy
+no lower.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import resource
@@ -68,6 +70,7 @@ def one(tool: str, model: str, batches: int, accuracy: bool) -> dict[str, Any]:
     import torch.onnx
 
     net, example, data, workload = _load(model, batches)
+    gc.collect()  # what imports and loading have left behind isn't the tool's
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with tempfile.TemporaryDirectory() as folder:
         start, cpu = time.perf_counter(), time.process_time()
