@@ -122,6 +122,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", default=list(MODELS), choices=MODELS)
     parser.add_argument("--tools", nargs="*", default=TOOLS)
     parser.add_argument("--accuracy", action="store_true", help="evaluate the first repeat's files")
+    parser.add_argument("--kept", action="store_true", help="measure nothing: the tables of what is in the folder")
     parser.add_argument("--one", nargs=2, metavar=("TOOL", "MODEL"))
     options = parser.parse_args()
     os.environ.setdefault("BITWRIGHT_DATA", str(Path(__file__).parents[2] / "shared" / "data"))
@@ -142,12 +143,14 @@ def main() -> None:
             turned = options.tools[repeat % len(options.tools) :] + options.tools[: repeat % len(options.tools)]
             for tool in turned:
                 kept = options.folder / f"{model} {tool} {batches} {repeat}.json"
+                if not kept.is_file() and options.kept:
+                    continue
                 if not kept.is_file():
                     row = _fresh(tool, model, batches, options.accuracy and repeat == 0)
                     write_text(kept, json.dumps(row, indent=1) + "\n")
                     print(kept.stem, row, flush=True)
                 runs[tool].append(json.loads(kept.read_text()))
-        results[model] = {tool: _summary(found) for tool, found in runs.items()}
+        results[model] = {tool: _summary(found) for tool, found in runs.items() if found}
     text = "\n\n".join(table(model, rows) for model, rows in results.items())
     facts = environment(repeats=options.repeats, batches={model: options.batches or MODELS[model] for model in results})
     save("ptq_time", {"environment": facts, "results": results}, "# Plain-calibration PTQ: time and memory\n\n" + text)
@@ -159,6 +162,7 @@ def _summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
         return {"error": runs[0]["error"]}
     times = [run["seconds"] for run in sound]
     return {
+        "runs": len(sound),
         "seconds": round(median(times), 3),
         "cpu_seconds": round(median(run["cpu_seconds"] for run in sound), 3),
         "phases": {
@@ -177,17 +181,17 @@ def _summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
 def table(model: str, rows: dict[str, Any]) -> str:
     lines = [f"### {model}", "", "CPU seconds, medians.", ""]
     lines += [
-        "| tool | quantize | trace | write | whole | wall time, range | peak MB (before) | top-1 % |",
-        "|---" * 8 + "|",
+        "| tool | quantize | trace | write | whole | runs | wall time, range | peak MB (before) | top-1 % |",
+        "|---" * 9 + "|",
     ]
     for tool, row in rows.items():
         if "error" in row:
-            lines.append(f"| {tool} | failed: {row['error']} | | | | | | |")
+            lines.append(f"| {tool} | failed: {row['error']} | | | | | | | |")
             continue
         top1 = f"{row['top1']:.2f}" if "top1" in row else ""
         trace, quantize, write = (row["phases"][name] for name in ("trace", "quantize", "write"))
         lines.append(
-            f"| {tool} | {quantize:.2f} | {trace:.2f} | {write:.2f} | {row['cpu_seconds']:.2f} "
+            f"| {tool} | {quantize:.2f} | {trace:.2f} | {write:.2f} | {row['cpu_seconds']:.2f} | {row['runs']} "
             f"| {row['fastest']:.1f}–{row['slowest']:.1f} | {row['peak_mb']} ({row['before_mb']}) | {top1} |"
         )
     peers = [row for tool, row in rows.items() if tool != "bitwright" and "error" not in row]
