@@ -1,17 +1,20 @@
 """Wall time and peak memory of plain-calibration PTQ, from a torch model to a file, ours beside the peers'.
 
-    python benchmarks/ptq_time.py [--repeats 3] [--models resnet20 ...] [--tools bitwright ...] [--batches 4]
+    python benchmarks/ptq_time.py [--repeats 3] [--models resnet20 ...] [--tools bitwright ...] [--batches 8]
 
-Each measurement is a fresh process; tools take turns. Imports, the model and the data are loaded before the clock
-starts. `quantize` is plain calibration by itself: prepare, calibrate, convert, from the form that a tool quantizes
-(ONNX, an exported program; ours is the torch model) to the quantized model. `whole` has also what it takes to get there
-and to write a file (torch.onnx, torch.export), ours as well as theirs. CPU seconds are compared: other processes
-disturb them least. Bar: plain calibration in at most 0.5 times the best of them, and accuracy no lower.
+Each measurement is a fresh process, and is kept in a folder (`--folder`): a benchmark that was stopped goes on. Tools
+take turns. Imports, the model and the data are loaded before the clock
+starts, and their garbage is collected. `quantize` is plain calibration by itself: prepare, calibrate, convert, from the
+form that a tool quantizes (ONNX, an exported program; ours is the torch model) to the quantized model. `whole` has also
+what it takes to get there and to write a file (torch.onnx, torch.export), ours as well as theirs. CPU seconds are
+compared: other processes disturb them least. Bar: plain calibration in at most 0.5 times the best of them, and accuracy
+no lower. The encoder has random weights: its accuracy is how often it chooses the class that the float model chooses.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import resource
@@ -24,7 +27,9 @@ from statistics import median
 from typing import Any
 
 TOOLS = ["bitwright", "onnxruntime", "nncf onnx", "nncf openvino", "torchao"]
-MODELS = ["resnet20", "efficientnet-lite0", "bert-base"]
+_FRESH = 8  # batches for the encoder's accuracy
+MODELS = {"resnet20": 8, "efficientnet-lite0": 4, "bert-base": 4}
+"""With how many batches they are calibrated: of 64 and 25 images, and of 8 sequences of 128 tokens."""
 
 
 def _bert(batches: int) -> tuple[Any, Any, list[Any], Any]:
@@ -32,7 +37,7 @@ def _bert(batches: int) -> tuple[Any, Any, list[Any], Any]:
     from transformers import BertConfig, BertForSequenceClassification
 
     torch.manual_seed(0)
-    model = BertForSequenceClassification(BertConfig(num_labels=2, attn_implementation="eager")).eval()
+    model = BertForSequenceClassification(BertConfig(num_labels=100, attn_implementation="eager")).eval()
     model.config.return_dict = False
     data = [{"input_ids": torch.randint(0, 30000, (8, 128))} for _ in range(batches)]
     return model, data[0], data, None
@@ -68,6 +73,12 @@ def one(tool: str, model: str, batches: int, accuracy: bool) -> dict[str, Any]:
     import torch.onnx
 
     net, example, data, workload = _load(model, batches)
+    fresh: list[Any] = []
+    if accuracy and workload is None:
+        fresh = [{"input_ids": torch.randint(0, 30000, (8, 128))} for _ in range(_FRESH)]
+        with torch.no_grad():
+            chosen = [net(**batch)[0].argmax(1) for batch in fresh]
+    gc.collect()  # what imports and loading have left behind isn't the tool's
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with tempfile.TemporaryDirectory() as folder:
         start, cpu = time.perf_counter(), time.process_time()
@@ -85,9 +96,13 @@ def one(tool: str, model: str, batches: int, accuracy: bool) -> dict[str, Any]:
             "before_mb": before / 1024,
             "bytes": path.stat().st_size,
         }
-        if accuracy and workload is not None and path.suffix != ".pt2":
-            runtime = "openvino" if path.suffix == ".xml" else "onnxruntime"
-            result["top1"] = bw.open_runtime(runtime, path, threads=1).accuracy(workload)["top1"]
+        if accuracy and path.suffix != ".pt2":
+            runtime = bw.open_runtime("openvino" if path.suffix == ".xml" else "onnxruntime", path, threads=1)
+            if workload is not None:
+                result["top1"] = runtime.accuracy(workload)["top1"]
+            else:
+                same = [(runtime(**batch).argmax(1) == then) for batch, then in zip(fresh, chosen, strict=True)]
+                result["top1"] = 100 * float(torch.cat(same).float().mean())
     return result
 
 
@@ -102,28 +117,42 @@ def _fresh(tool: str, model: str, batches: int, accuracy: bool) -> dict[str, Any
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--batches", type=int, default=4)
-    parser.add_argument("--models", nargs="*", default=MODELS)
+    parser.add_argument("--batches", type=int, help="default: 8, 4 and 4")
+    parser.add_argument("--folder", type=Path, default=Path("ptq-time-rows"))
+    parser.add_argument("--models", nargs="*", default=list(MODELS), choices=MODELS)
     parser.add_argument("--tools", nargs="*", default=TOOLS)
     parser.add_argument("--accuracy", action="store_true", help="evaluate the first repeat's files")
+    parser.add_argument("--kept", action="store_true", help="measure nothing: the tables of what is in the folder")
     parser.add_argument("--one", nargs=2, metavar=("TOOL", "MODEL"))
     options = parser.parse_args()
     os.environ.setdefault("BITWRIGHT_DATA", str(Path(__file__).parents[2] / "shared" / "data"))
     if options.one:
-        print(json.dumps(one(*options.one, options.batches, options.accuracy)))
+        print(json.dumps(one(*options.one, options.batches or MODELS[options.one[1]], options.accuracy)))
         return
     from common import environment, save
 
+    from bitwright.files import write_text
+
+    options.folder.mkdir(parents=True, exist_ok=True)
+
     results: dict[str, Any] = {}
     for model in options.models:
+        batches = options.batches or MODELS[model]
         runs: dict[str, list[dict[str, Any]]] = {tool: [] for tool in options.tools}
         for repeat in range(options.repeats):
             turned = options.tools[repeat % len(options.tools) :] + options.tools[: repeat % len(options.tools)]
             for tool in turned:
-                runs[tool].append(_fresh(tool, model, options.batches, options.accuracy and repeat == 0))
-        results[model] = {tool: _summary(found) for tool, found in runs.items()}
+                kept = options.folder / f"{model} {tool} {batches} {repeat}.json"
+                if not kept.is_file() and options.kept:
+                    continue
+                if not kept.is_file():
+                    row = _fresh(tool, model, batches, options.accuracy and repeat == 0)
+                    write_text(kept, json.dumps(row, indent=1) + "\n")
+                    print(kept.stem, row, flush=True)
+                runs[tool].append(json.loads(kept.read_text()))
+        results[model] = {tool: _summary(found) for tool, found in runs.items() if found}
     text = "\n\n".join(table(model, rows) for model, rows in results.items())
-    facts = environment(repeats=options.repeats, batches=options.batches)
+    facts = environment(repeats=options.repeats, batches={model: options.batches or MODELS[model] for model in results})
     save("ptq_time", {"environment": facts, "results": results}, "# Plain-calibration PTQ: time and memory\n\n" + text)
 
 
@@ -133,6 +162,7 @@ def _summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
         return {"error": runs[0]["error"]}
     times = [run["seconds"] for run in sound]
     return {
+        "runs": len(sound),
         "seconds": round(median(times), 3),
         "cpu_seconds": round(median(run["cpu_seconds"] for run in sound), 3),
         "phases": {
@@ -151,17 +181,17 @@ def _summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
 def table(model: str, rows: dict[str, Any]) -> str:
     lines = [f"### {model}", "", "CPU seconds, medians.", ""]
     lines += [
-        "| tool | quantize | trace | write | whole | wall time, range | peak MB (before) | top-1 % |",
-        "|---" * 8 + "|",
+        "| tool | quantize | trace | write | whole | runs | wall time, range | peak MB (before) | top-1 % |",
+        "|---" * 9 + "|",
     ]
     for tool, row in rows.items():
         if "error" in row:
-            lines.append(f"| {tool} | failed: {row['error']} | | | | | | |")
+            lines.append(f"| {tool} | failed: {row['error']} | | | | | | | |")
             continue
         top1 = f"{row['top1']:.2f}" if "top1" in row else ""
         trace, quantize, write = (row["phases"][name] for name in ("trace", "quantize", "write"))
         lines.append(
-            f"| {tool} | {quantize:.2f} | {trace:.2f} | {write:.2f} | {row['cpu_seconds']:.2f} "
+            f"| {tool} | {quantize:.2f} | {trace:.2f} | {write:.2f} | {row['cpu_seconds']:.2f} | {row['runs']} "
             f"| {row['fastest']:.1f}–{row['slowest']:.1f} | {row['peak_mb']} ({row['before_mb']}) | {top1} |"
         )
     peers = [row for tool, row in rows.items() if tool != "bitwright" and "error" not in row]

@@ -122,5 +122,35 @@ def test_one_path_is_recorded_twice_and_every_batch_is_calibrated_with(monkeypat
     monkeypatch.setattr(Switching, "forward", counted)
     seen: list[int] = []
     bw.quantize(Switching(), (at(1) for _ in range(5)), backend="academic", progress=seen.append)
-    assert len(rows) == 2 + 5
+    assert rows.count(4) == 2 + 5  # others have a few samples, to find out what whole batches are needed for
     assert seen[-1] == 5
+
+
+def test_a_path_that_no_number_decides_is_recorded_from_few_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = []
+    forward = nn.Linear.forward
+
+    def counted(self: nn.Linear, x: Tensor) -> Tensor:
+        rows.append(len(x))
+        return forward(self, x)
+
+    monkeypatch.setattr(nn.Linear, "forward", counted)
+    bw.quantize(nn.Sequential(nn.Linear(3, 3)), [torch.rand(64, 3)] * 2, backend="academic")
+    assert rows[:2] == [2, 1]
+    assert rows.count(64) == 2
+
+
+class Unrolled(nn.Module):
+    """One operator for each row of its input: how many there are shows only in a whole one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([layer(row) for layer, row in zip(self.layers, x, strict=False)])
+
+
+def test_a_path_that_the_number_of_samples_decides_is_recorded_whole() -> None:
+    made = bw.quantize(Unrolled(), [torch.rand(4, 3)] * 2, backend="academic")
+    assert {site.partition(":")[0] for site, _ in made.plan.quantized} >= {f"layers.{n}" for n in range(4)}

@@ -8,27 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bitwright.graph.tree import map_tensors, tensors_in
-
-
-def batch_size(batch: Any) -> int:
-    """The length of the first tensor's first axis."""
-    return next((int(tensor.shape[0]) for _, tensor in tensors_in(batch) if tensor.dim()), 1)
+from bitwright.graph.tree import batch_size, map_tensors, part, tensors_in
 
 
 def first(stream: Iterable[Any], samples: int | None) -> Iterator[Any]:
     """Batches up to a number of samples; the last one is cut."""
     for batch in stream:
         size = batch_size(batch)
-        yield batch if samples is None or size <= samples else _part(batch, size, 0, samples)
+        yield batch if samples is None or size <= samples else part(batch, 0, samples)
         if samples is not None:
             samples -= size
             if samples <= 0:
                 return
-
-
-def _part(batch: Any, size: int, start: int, stop: int) -> Any:
-    return map_tensors(batch, lambda t: t[start:stop] if t.dim() and t.shape[0] == size else t)
 
 
 def take(batch: Any, indexes: Sequence[int]) -> Any:
@@ -42,7 +33,7 @@ def split(stream: Iterable[Any], size: int) -> Iterator[Any]:
     for batch in stream:
         whole = batch_size(batch)
         for start in range(0, whole, size):
-            yield batch if whole <= size else _part(batch, whole, start, start + size)
+            yield batch if whole <= size else part(batch, start, start + size)
 
 
 def rebatched(stream: Iterable[Any], size: int | None) -> Iterator[Any]:
@@ -53,7 +44,7 @@ def rebatched(stream: Iterable[Any], size: int | None) -> Iterator[Any]:
             yield batch
             continue
         for start in range(0, whole - size + 1, size):
-            yield _part(batch, whole, start, start + size)
+            yield part(batch, start, start + size)
 
 
 def regrouped(stream: Iterable[Any], size: int) -> Iterator[Any]:

@@ -5,10 +5,18 @@ Built-ins are declared in Bitwright's own `pyproject.toml` and take no other way
 
 from __future__ import annotations
 
+import sys
+from functools import lru_cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from bitwright.errors import DuplicateName, UnknownName, did_you_mean
+
+
+@lru_cache(maxsize=1)
+def _installed(path: tuple[str, ...]) -> Any:
+    """All entry points, to `select` from, read from the disk once for all registries."""
+    return entry_points()
 
 
 class Registry:
@@ -23,7 +31,7 @@ class Registry:
     def _entry_points(self) -> dict[str, EntryPoint]:
         if self._found is None:
             found: dict[str, EntryPoint] = {}
-            for point in entry_points(group=self.group):
+            for point in _installed(tuple(sys.path)).select(group=self.group):
                 known = found.get(point.name)
                 # One distribution can be on sys.path twice (editable and built): same value, no conflict.
                 if known is not None and known.value != point.value:

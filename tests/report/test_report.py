@@ -22,6 +22,7 @@ from bitwright.report import (
     Record,
     SiteRow,
     Size,
+    StepRow,
     environment,
     make_record,
     read_json,
@@ -83,6 +84,7 @@ def record(name: str = "net") -> Record:
         sites=(site,),
         float_operators=(FloatOperator(operator=name, kind="softmax", why=name),),
         folds={name: name},
+        steps=(StepRow(step=name, units=7, seconds=12.34, skipped={name: name}),),
     )
 
 
@@ -150,6 +152,8 @@ def test_page_says_the_figures(tmp_path: Path) -> None:
         "0.50× the time of float",
         "12.5 %",
         "40.5 dB",
+        "12.3 s",
+        "net: net",
     ):
         assert words_ in text
     assert "diverges" in text
@@ -157,7 +161,7 @@ def test_page_says_the_figures(tmp_path: Path) -> None:
 
 def test_page_of_an_empty_record(tmp_path: Path) -> None:
     bare = record().model_copy(
-        update=dict.fromkeys(("accuracies", "sizes", "timings", "parities", "sites", "float_operators"), ())
+        update=dict.fromkeys(("accuracies", "sizes", "timings", "parities", "sites", "float_operators", "steps"), ())
     )
     tags = Tags()
     tags.feed(write_html(bare, tmp_path / "report.html").read_text())
@@ -184,6 +188,17 @@ def test_sites_against_numpy() -> None:
     found = make_record(quantized, [batch], workload="net")
     assert found.sites == tuple(rows.values())
     assert found.plan_sha256 != record().plan_sha256
+
+
+def test_steps_that_ran_are_in_the_record() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 2))
+    data = [torch.randn(16, 6)]
+    quantized = bitwright.quantize(model, data, steps=["adaround:iterations=2,batch=8"])
+    (row,) = make_record(quantized, data, workload="net").steps
+    assert (row.step, row.units, row.skipped) == ("adaround:iterations=2,batch=8", 2, {})
+    assert row.seconds > 0
+    assert make_record(bitwright.quantize(nn.Sequential(nn.Linear(6, 4)), data), data, workload="net").steps == ()
 
 
 def test_sites_leave_the_model_as_it_was() -> None:

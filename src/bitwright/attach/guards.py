@@ -34,12 +34,19 @@ def _summed_last(weight: Tensor, kind: str) -> Tensor:
 
 
 def _worst_pair(rows: Tensor) -> Tensor:
-    """The largest |a + b| of one sign over pairs (0, 1), (2, 3), … of the last axis, per first axis."""
+    """The largest |a + b| of one sign over pairs (0, 1), (2, 3), … of the last axis, per first axis.
+
+    Of pairs with two signs, the larger number counts: |a + b| is less than that, as it is more where signs are equal.
+    """
     if rows.shape[-1] % 2:
         rows = torch.nn.functional.pad(rows, (0, 1))
-    a, b = rows[..., 0::2], rows[..., 1::2]
-    sums = torch.where(a * b > 0, (a + b).abs(), torch.maximum(a.abs(), b.abs()))
-    return sums.flatten(1).amax(dim=1)
+    sums = (rows[..., 0::2] + rows[..., 1::2]).flatten(1)
+    return torch.maximum(_largest(sums), _largest(rows.flatten(1)))
+
+
+def _largest(rows: Tensor) -> Tensor:
+    """max |x|; two reductions make no copy of a large weight, as |x| would."""
+    return torch.maximum(rows.amax(dim=1), -rows.amin(dim=1))
 
 
 def _worst(rows: Tensor) -> Tensor:

@@ -17,6 +17,12 @@ class Observer:
     merge: ClassVar[Literal["extremes", "mean"]] = "mean"
     """How ranges that several processes found become one."""
 
+    by_batch: ClassVar[bool] = True
+    """Whether the range depends on how the data is cut into batches; if not, calibration may cut it smaller."""
+
+    shows_infinities: ClassVar[bool] = False
+    """Whether the range isn't finite if any number that was seen isn't; if not, data is looked through before."""
+
     def __init__(self, *, format: Format) -> None:
         self.format = format
 

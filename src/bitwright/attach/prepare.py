@@ -169,6 +169,19 @@ def in_mode(model: nn.Module, mode: Mode) -> Iterator[None]:
 
 
 @contextmanager
+def folded_once(model: nn.Module) -> Iterator[None]:
+    """While this lasts, weights don't change and aren't quantized: norms are folded at the first forward only."""
+    folds = attachment_of(model).folds.values()
+    for fold in folds:
+        fold.holding = True
+    try:
+        yield
+    finally:
+        for fold in folds:
+            fold.holding, fold.held = False, None
+
+
+@contextmanager
 def tapped(model: nn.Module, look: Callable[[str, Quantizer, Tensor], None]) -> Iterator[None]:
     """While this lasts, `look(site, quantizer, x)` is called for every tensor that reaches a quantizer."""
     attachment = attachment_of(model)

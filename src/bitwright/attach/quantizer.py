@@ -252,7 +252,6 @@ class Quantizer(nn.Module):
             return quantize_compiled(self, wide, relu=relu).to(x.dtype)
         return (self.quantize_relu(wide) if relu else self.quantize(wide)).to(x.dtype)
 
-    @torch.no_grad()
     def observe(self, x: Tensor) -> None:
         """Let the observer see `x`. A weight is seen once: it doesn't change while calibrating."""
         if x.numel() == 0:  # an input without boxes, tokens, …: says nothing about the range
@@ -262,19 +261,24 @@ class Quantizer(nn.Module):
             self.weight = self.weight or isinstance(x, nn.Parameter)
         elif self.weight:
             return
+        assert self.observer is not None
         x = x.detach().to(torch.float32)
-        if not is_finite(x):
+        if x.shape != self.observed_shape:  # attributes of modules are slow to set
+            self.layout.check(x.shape, site=self.site)
+            self.observed_shape = x.shape
+        if self.spec.guard is not None:
+            self._seen = x
+        finite = self.observer.shows_infinities or is_finite(x)
+        if finite:
+            self.observer.observe(self.layout.rows(x))
+            finite = not self.observer.shows_infinities or all(is_finite(end) for end in self.observer.range())
+        if not finite:
             kind = "NaN" if bool(torch.isnan(x).any()) else "infinity"
             raise CalibrationError(
                 f"{kind} in the {'weight' if self.weight else 'calibration data'}",
                 where=self.site,
                 fix="mend the data, or keep this site in float (format: float)",
             )
-        self.layout.check(x.shape, site=self.site)
-        self.observed_shape = x.shape
-        self._seen = x if self.spec.guard is not None else None
-        assert self.observer is not None
-        self.observer.observe(self.layout.rows(x))
 
     @torch.no_grad()
     def follow(self, x: Tensor) -> None:

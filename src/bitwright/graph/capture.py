@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from bitwright.errors import CaptureError
-from bitwright.graph.functions import carries_floats, is_inplace, kind_of, locate
+from bitwright.graph.functions import carries_floats, is_inplace, kind_of, locate, reads_values
 from bitwright.graph.graph import Graph, Op, Output, Parameter, Port, Role, Source
 from bitwright.graph.intercept import Interceptor, install, uninstall
 from bitwright.graph.macs import macs
 from bitwright.graph.naming import operator_name, primary_kind
-from bitwright.graph.tree import as_call, tensors_in
+from bitwright.graph.tree import as_call, batch_size, part, tensors_in
 
 
 def capture(model: nn.Module, *inputs: Any, train: bool = False) -> Graph:
@@ -53,8 +53,12 @@ def capture_paths(model: nn.Module, inputs: Iterable[Any], *, most: int) -> Grap
     Most models take one path: two runs show it. One whose path depends on the data is recorded for longer.
     """
     calls = iter(inputs)
-    graph = capture(model, next(calls))
-    for example in islice(calls, most - 1):
+    first, *second = islice(calls, 2)
+    graph = _capture_few(model, first, second[0] if second else first)
+    if graph is not None:
+        return graph
+    graph = capture(model, first)
+    for example in islice(chain(second, calls), most - 1):
         known = len(graph.ops)
         graph = _merge(graph, _run(model, example, train=False))
         if len(graph.ops) == known:
@@ -62,9 +66,37 @@ def capture_paths(model: nn.Module, inputs: Iterable[Any], *, most: int) -> Grap
     return graph
 
 
+def _capture_few(model: nn.Module, first: Any, second: Any) -> Graph | None:
+    """Record a few samples of two calls; None if whole batches might take another path.
+
+    They can't if no number is looked at on the way, and neither one sample nor two make a difference.
+    """
+    few = part(first, 0, 2)
+    other = part(second, 0, 1 if batch_size(few) > 1 else 2)
+    if batch_size(few) == batch_size(other):
+        return None
+    found: list[Graph] = []
+    for example in (few, other):
+        try:
+            graph, looked = _record(model, example, train=False)
+        except Exception:  # it may take whole batches only; if it doesn't take them either, they say so
+            return None
+        if looked:
+            return None
+        found.append(graph)
+    same = found[0].by_name.keys() == found[1].by_name.keys()
+    return _merge(*found) if same else None
+
+
 def _run(model: nn.Module, example: Any, *, train: bool) -> Graph:
+    return _record(model, example, train=train)[0]
+
+
+def _record(model: nn.Module, example: Any, *, train: bool) -> tuple[Graph, bool]:
+    """What was recorded, and whether the model's code looked at numbers."""
     args, kwargs = as_call(example)
-    return run_recorded(model, Recorder(model, args, kwargs), args, kwargs, train=train)
+    recorder = Recorder(model, args, kwargs)
+    return run_recorded(model, recorder, args, kwargs, train=train), recorder.looked
 
 
 def run_recorded(
@@ -86,7 +118,9 @@ def untouched(model: nn.Module, *, train: bool) -> Iterator[None]:
     modules = list(model.modules())
     attributes = [(vars(module), dict(vars(module))) for module in modules]
     # A forward may also replace a buffer, fill a cache or hang up a hook: those live in containers.
-    containers = [(v, v.copy()) for module in modules for v in vars(module).values() if type(v) in _CONTAINERS]
+    # (Most are empty, and copies of those would be thousands of objects.)
+    known = [v for module in modules for v in vars(module).values() if type(v) in _CONTAINERS]
+    containers = [(v, v.copy() if v else ()) for v in known]
     written = [*model.buffers(), *(tensor for module in modules for _, tensor in _plain_tensors(module))]
     tensors = [(tensor, tensor.detach().clone()) for tensor in written if not isinstance(tensor, nn.Parameter)]
     python_state, numpy_state = random.getstate(), np.random.get_state()
@@ -140,6 +174,7 @@ class Recorder(Interceptor):
         self.calls: dict[str, int] = {}
         self.frame: tuple[str, int, dict[str, int]] = ("", 0, {})
         self.unknown = 0
+        self.looked = False  # whether the model's code looked at numbers, by which its path may differ
         self.views: set[str] = set()  # operators that write into a view: their last output is the whole tensor
         names: dict[int, tuple[nn.Parameter, list[str]]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -190,6 +225,7 @@ class Recorder(Interceptor):
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the call and write it down if it makes a tensor."""
         kind = kind_of(func)
+        self.looked = self.looked or reads_values(func, args, kwargs)
         if kind is None:
             return func(*args, **kwargs)
         found = [(port, tensor, *self._source(tensor)) for port, _, tensor in locate(kind, func, args, kwargs)]

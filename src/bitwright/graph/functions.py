@@ -58,6 +58,12 @@ _IGNORED = {
     "size",
     "dim",
 }
+# Calls through which Python code gets to know a tensor's numbers, or a size that follows from them.
+_READERS = {
+    *("item", "tolist", "numpy", "__array__", "__dlpack__", "__bool__", "__int__", "__float__", "__complex__"),
+    *("__index__", "__contains__", "is_nonzero", "equal", "allclose", "nonzero", "argwhere", "masked_select"),
+    *("unique", "unique_consecutive", "bincount", "histc"),
+}
 
 # kind → {positional index: port}; the port is also the keyword's name in torch.nn.functional.
 _WEIGHTED = {0: "input", 1: "weight", 2: "bias"}
@@ -123,6 +129,23 @@ def is_inplace(func: Callable[..., Any]) -> bool:
     if name.startswith("__") and name.endswith("__"):
         return name == "__setitem__" or (name[2:3] == "i" and name[3:-2] in _BINARY)
     return bool(name.endswith("_"))
+
+
+def reads_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether what Python code does next may depend on a tensor's numbers, not only on its shape.
+
+    >>> reads_values(torch.Tensor.__bool__, (torch.ones(()),), {}), reads_values(torch.add, (torch.ones(()), 1), {})
+    (True, False)
+    """
+    name = getattr(func, "__name__", "")
+    if name == "where":
+        return len(args) + len(kwargs) == 1
+    if name in ("__getitem__", "__setitem__"):
+        keys = args[1] if isinstance(args[1], tuple) else (args[1],)
+        return any(isinstance(key, Tensor) and key.dtype in (torch.bool, torch.uint8) for key in keys)
+    if name == "repeat_interleave":
+        return any(isinstance(value, Tensor) for value in (*args[1:], *kwargs.values()))
+    return name in _READERS
 
 
 _NOT_CALLED: tuple[type, ...] = (staticmethod, classmethod, MethodWrapperType)

@@ -39,6 +39,17 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return value
 
 
+def batch_size(batch: Any) -> int:
+    """The length of the first tensor's first axis."""
+    return next((int(tensor.shape[0]) for _, tensor in tensors_in(batch) if tensor.dim()), 1)
+
+
+def part(batch: Any, start: int, stop: int) -> Any:
+    """Some samples of a batch: every tensor is cut whose first axis is as long as the batch."""
+    size = batch_size(batch)
+    return map_tensors(batch, lambda t: t[start:stop] if t.dim() and t.shape[0] == size else t)
+
+
 def as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """One example call: a dict is keywords, a tuple or list is positional, anything else one argument."""
     if isinstance(inputs, Mapping):

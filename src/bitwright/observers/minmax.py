@@ -15,6 +15,8 @@ class MinMax(Observer):
     """Lowest and highest value over all batches."""
 
     merge: ClassVar[Literal["extremes", "mean"]] = "extremes"  # what one process has seen, all must cover
+    by_batch: ClassVar[bool] = False
+    shows_infinities: ClassVar[bool] = True
 
     def __init__(self, *, format: Format) -> None:
         super().__init__(format=format)

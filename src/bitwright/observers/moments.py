@@ -13,6 +13,7 @@ class MomentsObserver(MinMax):
     """Lowest and highest value, and the sums of |x|, x and x²."""
 
     merge = "mean"  # ranges follow from means, not from the ends
+    shows_infinities = False
 
     def __init__(self, *, format: Format) -> None:
         super().__init__(format=format)

@@ -16,6 +16,8 @@ class PotMode(MinMax):
     """Each batch votes for its exponent; the most votes win, the wider range where two have as many."""
 
     merge = "mean"  # a power of two is made of it again where the format wants one
+    by_batch = True
+    shows_infinities = False
 
     def __init__(self, *, format: Format) -> None:
         super().__init__(format=format)

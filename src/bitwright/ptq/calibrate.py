@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from itertools import chain, islice
 from typing import Any
 
 import torch
 from torch import nn
 
-from bitwright.attach import Quantizer, attachment_of, in_mode
+from bitwright.attach import Quantizer, attachment_of, folded_once, in_mode
+from bitwright.batching import split
 from bitwright.errors import BitwrightError, CalibrationError, PlanError, Problem
 from bitwright.graph.tree import as_call
 from bitwright.modes import evaluating
+from bitwright.ptq.pieces import piece_size
 from bitwright.ptq.ranks import describe, exchange, give_up, own_ranges, settle_together, several
 
 
@@ -25,8 +29,9 @@ def calibrate(
     """Run `batches` through a prepared model (eval mode, float arithmetic), then settle all ranges.
 
     Each batch is a tensor, a tuple of positional arguments or a dict of keywords. Data streams: nothing but
-    the observers' own statistics is kept. Returns the number of batches. Every quantizer that gets no usable
-    range (no batch reached it, or its format can't hold what came) is reported, all at once.
+    the observers' own statistics is kept, and large batches are cut where that changes no range. Returns the number of
+    batches. Every quantizer that gets no usable range (no batch reached it, or its format can't hold what came) is
+    reported, all at once.
 
     Where `torch.distributed` is initialised, all processes of `group` (default: all) must call this, each with batches
     of its own (or none): ranges are merged, and all end with the same grids, or the same problems. A rank that should
@@ -39,7 +44,7 @@ def calibrate(
         quantizer.observer = None
     if several(group):
         try:
-            seen = _observe(model, batches, progress)
+            seen = _observe(model, quantizers, batches, progress)
             own = own_ranges(quantizers)
         except Exception as error:
             give_up(error, group)
@@ -47,7 +52,7 @@ def calibrate(
         reports = exchange(describe(quantizers, seen), group)
         total = sum(report.batches for report in reports)
     else:
-        total = seen = _observe(model, batches, progress)
+        total = seen = _observe(model, quantizers, batches, progress)
     if total == 0:
         raise CalibrationError(
             "the calibration loader yielded no batch", fix="give a loader (or list) with at least one batch"
@@ -58,13 +63,25 @@ def calibrate(
     return seen
 
 
-def _observe(model: nn.Module, batches: Iterable[Any], progress: Callable[[int], None] | None) -> int:
+def _observe(
+    model: nn.Module, quantizers: Sequence[Quantizer], batches: Iterable[Any], progress: Callable[[int], None] | None
+) -> int:
+    def run(batch: Any) -> None:
+        args, kwargs = as_call(batch)
+        model(*args, **kwargs)
+
     seen = 0
-    with evaluating(model), torch.no_grad(), in_mode(model, "calibrate"):
-        for batch in batches:
-            args, kwargs = as_call(batch)
+    with ExitStack() as stack, evaluating(model), torch.no_grad(), in_mode(model, "calibrate"):
+        stream = iter(batches)
+        first = list(islice(stream, 1))
+        size = piece_size(model, quantizers, first[0], run) if first else None
+        stream = chain(first, stream)
+        del first  # batches are let go as soon as the next one comes
+        stack.enter_context(folded_once(model))
+        for batch in stream:
             try:
-                model(*args, **kwargs)
+                for piece in [batch] if size is None else split([batch], size):
+                    run(piece)
             except BitwrightError:
                 raise
             except Exception as error:

@@ -28,6 +28,7 @@ from bitwright.ptq.work import Weight, Work, even
 
 _LOW, _HIGH = -0.1, 1.1  # the soft step reaches beyond 0 and 1, so that it can rest there
 _START, _END = 20.0, 2.0  # of β
+_TINY = 1e-30
 _ROOM = 127 / 126  # a guard counts on nearest rounding: half a code less than rounding up can take
 
 
@@ -68,7 +69,7 @@ class Reconstruct(Step):
             kept["replay"] = Replay(work, self.batch)
             if self.weighs:
                 with evaluating(work.model), _frozen(work.model):
-                    fisher(work, kept["replay"], list(kept["blocks"].values()))
+                    kept["fisher"] = fisher(work, kept["replay"], list(kept["blocks"].values()))
         block: Block = kept["blocks"][unit]
         replay: Replay = kept["replay"]
         replay.advance(block.start)
@@ -84,7 +85,7 @@ class Reconstruct(Step):
             soft.harden(work)
         for fitted in ranges:
             fitted.settle()
-        replay.forget("target", f"fisher {unit}")
+        replay.forget("target")
 
     def _fit(self, work: Work, replay: Replay, block: Block, softs: list[_Soft], ranges: list[_Range]) -> None:
         rounding = torch.optim.Adam([soft.v for soft in softs], lr=self.lr)
@@ -96,7 +97,7 @@ class Reconstruct(Step):
             out = replay.quantized(index, block.stop, values)[block.output]
             error = (out - replay.values(index, "target")[block.output]).square()
             if self.weighs:
-                error = error * replay.values(index, f"fisher {block.name}")[block.output]
+                error = error * work.kept["fisher"][block.name, error.shape[1:]]
             loss = error.sum(dim=1).mean() if error.dim() > 1 else error.mean()
             if step >= begin:
                 share = (step - begin) / max(self.iterations - begin, 1)
@@ -253,16 +254,16 @@ def _frozen(model: nn.Module) -> Iterator[None]:
             parameter.requires_grad_(True)
 
 
-def fisher(work: Work, replay: Replay, blocks: list[Block]) -> None:
+def fisher(work: Work, replay: Replay, blocks: list[Block]) -> dict[tuple[str, torch.Size], Tensor]:
     """How much the loss feels each number of each block's output, from gradients of the float model; one pass.
 
-    Of classifiers it is Fisher's information: the squared gradient of the log-likelihood of labels drawn from the
-    model's own answer. Of other models: that of a random projection of the output. Half of the weight is spread evenly,
-    as few samples say little about single numbers. Kept in the replay as `fisher <block>`.
+    Of classifiers it is the diagonal of Fisher's information: the squared gradient of the log-likelihood of labels that
+    are drawn from the model's own answer, in the mean of all samples (the few about which a model is unsure have nearly
+    all of the gradient, and blocks would be fitted to them alone). Of other models: that of a random projection of the
+    output. Half of the weight is spread evenly. By block and shape of a sample.
     """
     generator = torch.Generator().manual_seed(work.seed)  # not the unit's: a resumed run comes here in another unit
-    totals = [0.0] * len(blocks)
-    counts = [0] * len(blocks)
+    sums: dict[tuple[str, torch.Size], Tensor] = {}
     for index in range(len(replay)):
         values, start = replay.values(index, "float"), 0
         points: list[Tensor] = []
@@ -274,17 +275,10 @@ def fisher(work: Work, replay: Replay, blocks: list[Block]) -> None:
             points.append(values[block.output])
         result = replay.float(index, len(replay.tape.calls), values, start=start)
         loss = _surprise(result[replay.tape.outputs[0]], generator)
-        gradients = torch.autograd.grad(loss, points)
-        for number, (block, gradient) in enumerate(zip(blocks, gradients, strict=True)):
-            squared = gradient.square()
-            totals[number] += float(squared.double().sum())
-            counts[number] += squared.numel()
-            replay.keep(index, f"fisher {block.name}", {block.output: squared})
-    for block, total, count in zip(blocks, totals, counts, strict=True):
-        scale = count / max(total, 1e-30)
-        for index in range(len(replay)):
-            squared = replay.values(index, f"fisher {block.name}")[block.output]
-            replay.keep(index, f"fisher {block.name}", {block.output: 0.5 + 0.5 * scale * squared})
+        for block, gradient in zip(blocks, torch.autograd.grad(loss, points), strict=True):
+            key, squared = (block.name, gradient.shape[1:]), gradient.square().sum(dim=0)
+            sums[key] = sums[key] + squared if key in sums else squared
+    return {key: 0.5 + 0.5 * total / total.mean().clamp(min=_TINY) for key, total in sums.items()}
 
 
 def _surprise(output: Tensor, generator: torch.Generator) -> Tensor:

@@ -33,6 +33,7 @@ class Replay:
         self.position = 0
         self.targets = targets
         self.tapes: list[Tape] = []
+        self._live = work.live()  # once: steps write into parameters, they don't put others in their place
         self._files = tempfile.TemporaryDirectory(prefix="bitwright-")
         self._held: dict[tuple[int, str], Values | Path] = {}
         self._bytes = 0
@@ -72,7 +73,7 @@ class Replay:
         """Run a piece on to `stop` through the quantizers, as they are now."""
         start = self.values(index, "quantized") if values is None else values
         tape = self.tapes[index]
-        fixed = {**tape.constants, **self.work.live()}
+        fixed = {**tape.constants, **self._live}
         return tape.run(self.position, stop, start, fixed, self._hooked)
 
     def float(self, index: int, stop: int, values: Values | None = None, start: int | None = None) -> Values:

@@ -9,7 +9,7 @@ from typing import Any
 
 from bitwright.recipe import Quantized
 from bitwright.report.environment import environment
-from bitwright.report.record import Accuracy, FloatOperator, Parity, Record, Size, Timing
+from bitwright.report.record import Accuracy, FloatOperator, Parity, Record, Size, StepRow, Timing
 from bitwright.report.sites import site_rows
 
 
@@ -44,4 +44,7 @@ def make_record(
             FloatOperator(operator=name, kind=graph.by_name[name].kind, why=why) for name, why in plan.float.items()
         ),
         folds={norm: str(fold) for norm, fold in plan.fold.items()},
+        steps=tuple(
+            StepRow(step=ran.step, units=ran.units, seconds=ran.seconds, skipped=ran.skipped) for ran in quantized.steps
+        ),
     )

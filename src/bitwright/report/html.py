@@ -32,6 +32,7 @@ def page(record: Record) -> str:
             _header(record),
             _cards(record),
             _measured(record),
+            _steps(record),
             _sites(record),
             _left(record),
             _environment(record),
@@ -168,6 +169,19 @@ def _parity(record: Record) -> str:
         "<section><h2>Runtime against simulation</h2><p class=note>The artefact on the real runtime "
         f"against the simulated model, {record.parities[0].samples} samples</p>{table}</section>"
     )
+
+
+def _steps(record: Record) -> str:
+    """The algorithms that ran, in order, and what each of them left alone."""
+    if not record.steps:
+        return ""
+    rows = [
+        f"<tr>{_cell(row.step, code=True)}{_cell(str(row.units), value=row.units)}"
+        f"{_cell(f'{row.seconds:.1f} s', value=row.seconds)}"
+        f"{_cell('; '.join(f'{site}: {why}' for site, why in row.skipped.items()) or 'nothing')}</tr>"
+        for row in record.steps
+    ]
+    return f"<section><h2>Steps</h2>{_table(['Step', '#Units', '#Time', 'Left alone'], rows)}</section>"
 
 
 def _sites(record: Record) -> str:

@@ -104,6 +104,15 @@ class FloatOperator(Frozen):
     why: str
 
 
+class StepRow(Frozen):
+    """A PTQ step that was run, with the settings that differ from its defaults."""
+
+    step: str
+    units: int = Field(description="Layers, blocks or pairs that it worked on.")
+    seconds: float = Field(description="In the process that finished it.")
+    skipped: dict[str, str] = Field(default_factory=dict, description="What it left alone, and why.")
+
+
 class Record(Frozen):
     """One run."""
 
@@ -122,6 +131,7 @@ class Record(Frozen):
     sites: tuple[SiteRow, ...] = ()
     float_operators: tuple[FloatOperator, ...] = ()
     folds: dict[str, str] = Field(default_factory=dict)
+    steps: tuple[StepRow, ...] = ()
 
 
 def write_json(record: Record, path: str | Path) -> Path:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from bitwright.attach import Quantizer, attachment_of, in_mode, tapped
-from bitwright.batching import batch_size
 from bitwright.errors import CalibrationError, PlanError, Problem
+from bitwright.graph.tree import batch_size
 from bitwright.modes import evaluating
 from bitwright.sensitivity.replay import Recording
 from bitwright.sensitivity.scores import Scores, SiteScore

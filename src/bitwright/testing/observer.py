@@ -31,6 +31,10 @@ def check_observer(cls: type[Observer], **options: Any) -> None:
             alone = _seen(cls, format, options, [batch[row : row + 1] for batch in batches])
             same = torch.allclose(torch.stack(alone)[:, 0], torch.stack([low, high])[:, row], rtol=1e-5, atol=1e-6)
             demand(same, who, "a row's range depends on other rows")
+        if not cls.by_batch:
+            pieces = _seen(cls, format, options, [piece for batch in batches for piece in batch.split(7, dim=1)])
+            same = torch.allclose(torch.stack(pieces), torch.stack([low, high]), rtol=1e-5, atol=1e-6)
+            demand(same, who, "the same data in other batches gives another range; say `by_batch`")
         wide = _seen(cls, format, options, [batch * 64 for batch in batches])
         demand(bool((wide[1] - wide[0] > 8 * (high - low)).all()), who, "the range doesn't follow the data")
         _check_copies(who, cls, format, options, batches)
@@ -42,6 +46,11 @@ def check_observer(cls: type[Observer], **options: Any) -> None:
             except BitwrightError as error:
                 raise AssertionError(f"{who}: no grid can be made from {name}: {error}") from error
             demand(bool((grid.scale > 0).all()), who, f"{name} give no positive scale")
+    for value in (float("nan"), float("inf"), -float("inf")) if cls.shows_infinities else ():
+        odd = numbers(2, 200)
+        odd[0, 5] = value
+        ends = _seen(cls, Format.parse("int8/channel/sym"), options, [odd, numbers(2, 64)])
+        demand(not bool(torch.stack(ends).isfinite().all()), cls.__name__, f"{value} doesn't show in the range")
     ends = _seen(cls, Format.parse("int4/channel/sym/adasign"), options, [numbers(2, 200, positive=True)])
     demand(bool((ends[0] >= 0).all()), cls.__name__, "numbers that are never negative get a negative lower end")
 
@@ -51,10 +60,12 @@ def _seen(cls: type[Observer], format: Format, options: dict[str, Any], batches:
     for batch in batches:
         shown = batch.clone()
         observer.observe(shown)
-        demand(torch.equal(shown, batch), cls.__name__, "observe changes the data")
+        same = torch.allclose(shown, batch, rtol=0.0, atol=0.0, equal_nan=True)
+        demand(same, cls.__name__, "observe changes the data")
     first = observer.range()
     second = observer.range()
-    demand(torch.equal(torch.stack(first), torch.stack(second)), cls.__name__, "asking for the range changes it")
+    same = torch.allclose(torch.stack(first), torch.stack(second), rtol=0.0, atol=0.0, equal_nan=True)
+    demand(same, cls.__name__, "asking for the range changes it")
     return first
 
 

@@ -62,6 +62,8 @@ class Fold:
         self.axis = channel_axis(kind, "weight")
         self.marking = False
         self.bias: Tensor | None = None  # the last folded bias, kept while an artefact is written
+        self.holding = False  # nothing changes for a while, and nobody quantizes: fold once,
+        self.held: tuple[Tensor, Tensor] | None = None  # to this weight and bias
 
     # -- what a strategy says ------------------------------------------------------------------------------
 
@@ -105,6 +107,8 @@ class Fold:
 
     def deployed(self, call: Call) -> Tensor:
         """w·γ/σ and β + (b − μ)·γ/σ with running statistics: what the artefact computes."""
+        if self.held is not None:
+            return call(*self.held)
         norm: Any = self.norm
         # Artefacts get the numbers of a real forward. What is marked may as well be traced without the arithmetic,
         # which is most of the operators of a small model, and of the time that torch.export takes.
@@ -119,6 +123,8 @@ class Fold:
             shift = site_marker(shift, self.site)
         elif not torch.compiler.is_compiling():
             self.bias = shift.detach()
+        if self.holding:
+            self.held = weight, shift
         return call(weight, shift)
 
     # -- parts of the formulas, in float32 at least --------------------------------------------------------

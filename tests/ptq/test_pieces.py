@@ -1,0 +1,129 @@
+"""Large calibration batches are cut where that changes no range, and only there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from bitwright.attach import prepare, quantizers_of
+from bitwright.errors import CalibrationError
+from bitwright.formats import Format
+from bitwright.plan import Plan, SiteSpec
+from bitwright.ptq import calibrate, pieces
+
+
+class Counted(nn.Module):
+    """Notes the sizes of its batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm, self.second = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 4, 1)
+        self.norm.running_mean.normal_()  # type: ignore[union-attr]
+        self.sizes: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.sizes.append(len(x))
+        result: Tensor = self.second(self.mixed(torch.relu(self.norm(self.first(x)))))
+        return result
+
+    def mixed(self, x: Tensor) -> Tensor:
+        return x
+
+
+class Mixed(Counted):
+    """Samples of a batch have to do with each other."""
+
+    def mixed(self, x: Tensor) -> Tensor:
+        return x - x.mean(dim=0)
+
+
+class Stateful(Counted):
+    """Keeps its last result, and adds it to the next one."""
+
+    last: Tensor | None = None
+
+    def mixed(self, x: Tensor) -> Tensor:
+        before, self.last = self.last, x
+        return x if before is None else x + before
+
+
+class OnlyWhole(Counted):
+    """Knows one batch size."""
+
+    def mixed(self, x: Tensor) -> Tensor:
+        return x.view(10, *x.shape[1:])
+
+
+SITES = ("first:input", "first:weight", "second:input", "second:weight", "second:output")
+DATA = [torch.randn(10, 3, 9, 9, generator=torch.Generator().manual_seed(n)) for n in range(3)]
+
+
+def ranges(model: Counted, observer: str = "minmax") -> dict[str, tuple[Tensor, Tensor]]:
+    specs = {
+        site: SiteSpec(
+            format=Format.parse("int8/channel/sym" if site.endswith("weight") else "uint8/tensor/asym"),
+            observer=observer if not site.endswith("weight") else "minmax",
+        )
+        for site in SITES
+    }
+    plan = Plan(sites=specs, fold={"norm": "first"})
+    prepare(model.eval(), plan)
+    assert calibrate(model, DATA) == 3
+    return {site: (q.scale, q.zero_point) for site, q in quantizers_of(model).items()}
+
+
+def same(a: dict[str, tuple[Tensor, Tensor]], b: dict[str, tuple[Tensor, Tensor]]) -> None:
+    for site, (scale, zero_point) in a.items():
+        assert torch.allclose(scale, b[site][0], rtol=1e-4), site
+        assert torch.equal(zero_point, b[site][1]), site
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if four samples were all that memory has room for."""
+    monkeypatch.setattr(pieces, "LARGEST", 4 * 4 * 8 * 7 * 7)
+
+
+@pytest.mark.usefixtures("small")
+def test_pieces_give_the_ranges_of_whole_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Counted()
+    cut = ranges(model)
+    assert model.sizes == [4, 4, 2] * 3  # what looking ahead did is forgotten
+    monkeypatch.undo()
+    whole = Counted()
+    same(cut, ranges(whole))
+    assert whole.sizes == [10] * 3
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("kind", [Mixed, Stateful, OnlyWhole])
+def test_models_that_pieces_would_change_get_whole_batches(
+    kind: type[Counted], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = kind()
+    found = ranges(model)
+    assert model.sizes == [10] * 3
+    monkeypatch.undo()
+    same(found, ranges(kind()))
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("observer", ["ema-minmax", "average-minmax", "mse", "percentile"])
+def test_observers_that_count_batches_get_whole_ones(observer: str) -> None:
+    model = Counted()
+    ranges(model, observer)
+    assert model.sizes == [10] * 3
+
+
+@pytest.mark.usefixtures("small")
+def test_a_failure_in_a_piece_names_the_batch() -> None:
+    model = Counted()
+    prepare(model.eval(), Plan(sites={"first:input": SiteSpec(format=Format.parse("uint8/tensor/asym"))}))
+    bad = DATA[1].clone()
+    bad[7] = float("nan")
+    with pytest.raises(CalibrationError, match="first:input: NaN in the calibration data"):
+        calibrate(model, [DATA[0], bad])
+    with pytest.raises(CalibrationError, match="calibration batch 1"):
+        calibrate(model, [DATA[0], torch.randn(10, 2, 9, 9)])
