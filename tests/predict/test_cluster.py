@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from bitwright.errors import BitwrightError, PlanError
 from bitwright.plan import Plan
 from bitwright.predict import Cluster, Link, Predictor, make_buckets, predict, write_trace
+from bitwright.predict.cluster import json_schema
 from bitwright.profile import StepSettings, Variant, record_step
 from bitwright.profile.device import CollectiveCost
 from bitwright.profile.signature import TensorSpec
@@ -36,6 +37,13 @@ def test_a_cluster_is_read() -> None:
     ring = cluster.collective("all_reduce", {}, 8)
     assert ring.latency == pytest.approx(14 * 100e-6)
     assert ring.per_byte == pytest.approx(14 / 8 * 8e-9)  # the slowest link is everybody's
+
+
+def test_the_published_schema_is_ours() -> None:
+    published = Path(__file__).parents[2] / "docs" / "schemas" / "cluster-1.json"
+    assert json.loads(published.read_text(encoding="utf-8")) == json_schema(), (
+        "run: python -m bitwright.predict.cluster > docs/schemas/cluster-1.json"
+    )
 
 
 def test_all_problems_of_a_cluster_are_said() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from pathlib import Path
 from typing import Any, Literal
 
@@ -113,3 +115,13 @@ class Cluster(_Part):
             value=sorted({cost.world for cost in measured}),
             fix="give the cluster a `link`, or profile a process group of this size",
         )
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON Schema of a cluster file."""
+    schema = Cluster.model_json_schema()
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "$id": "bitwright-cluster-1", **schema}
+
+
+if __name__ == "__main__":  # python -m bitwright.predict.cluster > docs/schemas/cluster-1.json
+    sys.stdout.write(json.dumps(json_schema(), indent=2, ensure_ascii=False) + "\n")

@@ -122,11 +122,11 @@ class Predictor:
 
     @cached_property
     def first(self) -> float:
-        """Rank 0's buffers, given to all before each forward of DDP."""
+        """Rank 0's buffers, given to all once per step: DDP doesn't for batches that only accumulate."""
         if self.cluster.world < 2 or not self.graph.buffer_bytes:
             return 0.0
         cost = self.cluster.collective("broadcast", dict(self.profiles), self.cluster.world)
-        return self.settings.accumulate * (cost.latency + self.graph.buffer_bytes * cost.per_byte)
+        return cost.latency + self.graph.buffer_bytes * cost.per_byte
 
     def replay(self, *, exact: bool = False) -> StepReplay:
         """The global replay."""

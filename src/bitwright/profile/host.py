@@ -133,7 +133,7 @@ def _over_sizes(name: str, make: Callable[[list[nn.Parameter]], Callable[[], flo
     )
 
 
-_FILLER = 10 << 20  # elements: more than the caches of most CPUs
+_FILLER = 6 << 20  # elements: 24 MB, more than the caches that a core has for itself
 
 
 @cache
