@@ -8,12 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from bitwright.attach import find_attachment
-from bitwright.batching import batch_size
 from bitwright.errors import CaptureError
 from bitwright.graph.capture import Recorder, untouched
 from bitwright.graph.functions import kind_of, locate
 from bitwright.graph.intercept import install, uninstall
-from bitwright.graph.tree import as_call, tensors_in
+from bitwright.graph.tree import as_call, batch_size, tensors_in
 from bitwright.profile.signature import CallSpec, TensorSpec, describe
 from bitwright.profile.step import Batch, Loss, StepSettings
 from bitwright.profile.stepgraph import StepGraph, StepOp, Storage

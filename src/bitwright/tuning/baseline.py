@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bitwright.batching import batch_size, joined, take
+from bitwright.batching import joined, take
 from bitwright.errors import WorkloadError, did_you_mean
 from bitwright.fingerprint import fingerprint, sample_fingerprints
-from bitwright.graph.tree import tensors_in
+from bitwright.graph.tree import batch_size, tensors_in
 from bitwright.modes import evaluating
 from bitwright.workload import Workload, hits_of, measure
 

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from bitwright.attach import strip
 from bitwright.backends import BackendTable, Choices
-from bitwright.batching import batch_size, first, rebatched, regrouped
+from bitwright.batching import first, rebatched, regrouped
 from bitwright.deploy import Runtime, available_runtimes, measure_latency, open_runtime, peak_memory
 from bitwright.errors import BitwrightError
 from bitwright.graph import Graph
-from bitwright.graph.tree import as_call, tensors_in
+from bitwright.graph.tree import as_call, batch_size, tensors_in
 from bitwright.plan import Plan
 from bitwright.recipe import Quantized, put_back, quantize
 from bitwright.registry import RUNTIMES
