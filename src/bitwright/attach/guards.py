@@ -40,13 +40,13 @@ def _worst_pair(rows: Tensor) -> Tensor:
     """
     if rows.shape[-1] % 2:
         rows = torch.nn.functional.pad(rows, (0, 1))
-    sums = (rows[..., 0::2] + rows[..., 1::2]).flatten(1)
-    return torch.maximum(_largest(sums), _largest(rows.flatten(1)))
+    return torch.maximum(_largest(rows[..., 0::2] + rows[..., 1::2]), _largest(rows))
 
 
 def _largest(rows: Tensor) -> Tensor:
-    """max |x|; two reductions make no copy of a large weight, as |x| would."""
-    return torch.maximum(rows.amax(dim=1), -rows.amin(dim=1))
+    """max |x| per first axis; two reductions make no copy of a large weight, as |x| would."""
+    rest = tuple(range(1, rows.dim()))
+    return torch.maximum(rows.amax(dim=rest), -rows.amin(dim=rest))
 
 
 def _worst(rows: Tensor) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
 from itertools import chain, islice
 from typing import Any
 
@@ -71,28 +70,28 @@ def _observe(
         model(*args, **kwargs)
 
     seen = 0
-    with ExitStack() as stack, evaluating(model), torch.no_grad(), in_mode(model, "calibrate"):
+    with evaluating(model), torch.no_grad(), in_mode(model, "calibrate"):
         stream = iter(batches)
         first = list(islice(stream, 1))
         size = piece_size(model, quantizers, first[0], run) if first else None
         stream = chain(first, stream)
         del first  # batches are let go as soon as the next one comes
-        stack.enter_context(folded_once(model))
-        for batch in stream:
-            try:
-                for piece in [batch] if size is None else split([batch], size):
-                    run(piece)
-            except BitwrightError:
-                raise
-            except Exception as error:
-                raise CalibrationError(
-                    f"the model failed: {type(error).__name__}: {error}",
-                    where=f"calibration batch {seen}",
-                    fix="give batches that the model takes: a tensor, a tuple of arguments or a dict of keywords",
-                ) from error
-            seen += 1
-            if progress is not None:
-                progress(seen)
+        with folded_once(model):
+            for batch in stream:
+                try:
+                    for piece in [batch] if size is None else split([batch], size):
+                        run(piece)
+                except BitwrightError:
+                    raise
+                except Exception as error:
+                    raise CalibrationError(
+                        f"the model failed: {type(error).__name__}: {error}",
+                        where=f"calibration batch {seen}",
+                        fix="give batches that the model takes: a tensor, a tuple of arguments or a dict of keywords",
+                    ) from error
+                seen += 1
+                if progress is not None:
+                    progress(seen)
     return seen
 
 
