@@ -240,7 +240,10 @@ def main() -> None:
         f"| {r['error_percent']:+.1f} % |"
         for r in rows
     ]
-    words = f"The last rank is slowed by a {how}. Bar 10 %, goal 5 %; medians of {chosen.rounds} rounds of two steps, wall time."
+    words = (
+        f"The last rank is slowed by a {how}. Bar 10 %, goal 5 %; wall time, "
+        f"medians of {chosen.rounds} rounds of two steps."
+    )
     data = {"environment": environment(rounds=chosen.rounds, quota=chosen.quota), "rows": rows}
     save(chosen.name, data, "\n".join(["# Steps of unequal processes", "", words, "", *lines]))
 
