@@ -152,3 +152,16 @@ def test_a_changed_operator_is_predicted_as_if_from_nothing() -> None:
     assert again.seconds == fresh.seconds < predictor.seconds
     assert again.predict().devices[0].memory == fresh.predict().devices[0].memory
     assert predictor.seconds == Predictor.make(graph, plan, made, None, settings).seconds  # the old one is as it was
+
+
+def test_a_trial_that_fails_leaves_nothing_behind() -> None:
+    model, batch, loss = net()
+    graph = record_step(model, batch, loss)
+    made = profile_of(watched(Variant(model=model), batch, loss).calls)
+    predictor = Predictor.make(graph, Plan(), made, None, StepSettings())
+    before = predictor.seconds
+    unknown = Plan(sites={"head:input": SiteSpec(format=Format.parse("int4/tensor/sym"), quantizer="lsq")})
+    for _ in range(2):
+        with pytest.raises(PlanError, match="lacks 1 measurements"):
+            predictor.changed("device", unknown, {"head"})
+    assert predictor.changed("device", Plan(), {"head"}).seconds == before == predictor.seconds

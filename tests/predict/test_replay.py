@@ -38,6 +38,15 @@ def test_contention_slows_computing_while_messages_are_under_way() -> None:
     assert replay([replace(lane, contention=0.0)], [4.0, 1.0]).period == pytest.approx(11.0)
 
 
+def test_a_collective_takes_longer_beside_computing() -> None:
+    lane = Lane("a", ready=(2.0,), computing=10.0, tail=0.0, stretch=2.0)
+    assert replay([lane], [3.0]).period == pytest.approx(10.0)  # 2 → 8, within computing
+    assert replay([lane], [5.0]).period == pytest.approx(2 + 8 + 1)  # 4 of 5 s while computing, 1 s after
+    both = [lane, replace(lane, name="b", computing=4.0, stretch=4.0)]
+    # 2 → 4 at a quarter of the pace (0.5 s), 4 → 10 at half of it (3 s), then the rest
+    assert replay(both, [5.0]).period == pytest.approx(10 + 1.5)
+
+
 def test_a_long_tail_elsewhere_delays_only_once_per_step() -> None:
     """One device computes longer, the other has the longer tail: the period is that of the steady state."""
     a = Lane("a", ready=(10.0,), computing=10.0, tail=1.0)
@@ -69,7 +78,8 @@ def clusters(draw: st.DrawFn) -> tuple[list[Lane], list[float]]:
         ready = tuple(sum(gaps[: i + 1]) for i in range(buckets))
         contention = draw(st.floats(0.0, 0.8))
         count = draw(st.integers(1, 5))
-        lanes.append(Lane(f"lane{number}", ready, sum(gaps), draw(seconds), contention, count))
+        stretch = draw(st.floats(1.0, 3.0))
+        lanes.append(Lane(f"lane{number}", ready, sum(gaps), draw(seconds), contention, count, stretch))
     return lanes, draw(st.lists(seconds, min_size=buckets, max_size=buckets))
 
 
@@ -86,4 +96,5 @@ def test_a_step_is_never_shorter_than_its_parts(cluster: tuple[list[Lane], list[
     period = replay(lanes, collectives).period
     assert period >= max(lane.computing + lane.tail for lane in lanes) - 1e-9
     assert period >= sum(collectives) - 1e-9
-    assert period <= replay(lanes, collectives, overlap=False).period + 1e-9
+    free = [replace(lane, contention=0.0, stretch=1.0) for lane in lanes]
+    assert replay(free, collectives).period <= replay(free, collectives, overlap=False).period + 1e-9

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
 from statistics import median
@@ -42,6 +43,12 @@ class Costs:
         """An accumulation of unknown size is a typical one."""
         known = [c.backward.seconds for c in self.profile.operators if c.format == ACCUMULATE and c.backward]
         self.typical_accumulation = median(known) if known else 0.0
+
+    def fresh(self) -> Costs:
+        """The same profile for another trial: what one lacked isn't the next one's fault."""
+        other = copy(self)
+        other.missing, other.stood_in = {}, set(self.stood_in)
+        return other
 
     def operator(self, text: str, format: str, name: str) -> Cost:
         """One operator."""

@@ -85,7 +85,7 @@ class Local:
 
     def replaced(self, plan: Plan, changed: set[str]) -> Local:
         """The same step with another plan, which differs at these operators only."""
-        local = Local(self.graph, plan, self.costs, self.settings, list(self.blocks), casts=self.casts)
+        local = Local(self.graph, plan, self.costs.fresh(), self.settings, list(self.blocks), casts=self.casts)
         gives = _Given(local)
         waiting = sorted(self.graph.position[name] for name in changed)
         seen = set(waiting)
@@ -93,7 +93,8 @@ class Local:
             index = waiting.pop(0)
             old = local.blocks[index]
             new = local.blocks[index] = local._block(old.op, plan, gives)
-            if new.gives != old.gives:  # readers get another type: look at them again
+            moved = (new.way.cast_at("output") is None) != (old.way.cast_at("output") is None)
+            if moved or new.gives != old.gives:  # readers get another type or other strides: look at them again
                 for reader in self._readers.get(old.op.name, ()):
                     if reader not in seen:
                         seen.add(reader)

@@ -112,6 +112,7 @@ class Predictor:
             local.tail["clip"] + local.tail["optimizer"],
             host.contention if several and self.modelled.contention else 0.0,
             self.cluster.devices[name].count,
+            host.stretch if several and self.modelled.contention else 1.0,
         )
 
     @cached_property

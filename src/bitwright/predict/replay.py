@@ -26,6 +26,8 @@ class Lane:
     contention: float = 0.0
     """Share of its speed that is lost while a collective is under way."""
     count: int = 1
+    stretch: float = 1.0
+    """How much longer a collective takes while this device computes."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,7 @@ def _step(
             ready = time + max(0.0, (lane.ready[bucket] if overlap else lane.computing) - work)
             if ready > start:
                 start, last = ready, lane.name
-        through = start + seconds
+        through = start + _stretched(replays, start, seconds)
         sent.append(Sent(bucket, start, through, last))
         for run in replays:
             _advance(run, start, through)
@@ -119,6 +121,24 @@ def _step(
         run.computed = run.time_at(run.lane.computing)
         run.finished = max(run.computed, through) + run.lane.tail
     return StepReplay(replays, sent, min(begun))
+
+
+def _stretched(replays: Sequence[LaneReplay], start: float, seconds: float) -> float:
+    """How long a collective takes that starts now: longer while somebody computes whose processor carries messages."""
+    ends = []
+    for run in replays:
+        time, work = run.knots[-1]
+        left = run.lane.computing - work - max(0.0, start - time)
+        if left > 0 and run.lane.stretch > 1:
+            ends.append((left / (1.0 - run.lane.contention), run.lane.stretch))
+    at = 0.0
+    for end, _ in sorted(ends):
+        pace = max(stretch for other, stretch in ends if other >= end)
+        if at + seconds * pace <= end:
+            return at + seconds * pace
+        seconds -= (end - at) / pace
+        at = end
+    return at + seconds
 
 
 def _advance(run: LaneReplay, start: float, end: float) -> None:

@@ -22,28 +22,62 @@ from bitwright.profile.yardstick import yardstick
 
 _SIZES = (1 << 10, 1 << 13, 1 << 16, 1 << 18, 1 << 19, 1 << 20, 1 << 21, 1 << 22)  # bytes
 _LAYERS = 30
+_MESSAGES = 4  # of 4 MB, while contention is measured
+
+
+class Collectives:
+    """Samples of all_reduce and broadcast over a range of sizes, round by round, beside whatever else is measured."""
+
+    def __init__(self) -> None:
+        self.taken: dict[tuple[str, int], list[float]] = {
+            (operation, size): [] for operation in ("all_reduce", "broadcast") for size in _SIZES
+        }
+        self.tensors = {size: torch.zeros(size // 4) for size in _SIZES}
+
+    def round(self) -> None:
+        """Each once; all ranks together."""
+        for (operation, size), taken in self.taken.items():
+            dist.barrier()
+            start = time.perf_counter()
+            _run(operation, self.tensors[size])
+            taken.append(time.perf_counter() - start)
+
+    def costs(self, *, warm: int = 2) -> list[CollectiveCost]:
+        """latency + bytes · per_byte, the same on all ranks."""
+        found = []
+        for operation in ("all_reduce", "broadcast"):
+            seconds = [self._of_last(operation, size, warm) for size in _SIZES]
+            line = fit([(float(size), 1.0) for size in _SIZES], seconds)
+            found.append(
+                CollectiveCost.model_validate(
+                    {
+                        "operation": operation,
+                        "backend": dist.get_backend(),
+                        "world": dist.get_world_size(),
+                        "per_byte": line.coefficients[0],
+                        "latency": line.coefficients[1],
+                        "r2": line.r2,
+                        "held_out": line.held_out,
+                    }
+                )
+            )
+        return found
+
+    def _of_last(self, operation: str, size: int, warm: int) -> float:
+        """Seconds as the rank sees them that comes last and waits for nobody."""
+        taken = torch.tensor(self.taken[(operation, size)][warm:])
+        # a broadcast's root only sends: what counts is when all have it
+        dist.all_reduce(taken, op=dist.ReduceOp.MIN if operation == "all_reduce" else dist.ReduceOp.MAX)
+        return float(taken.median())
 
 
 def measure_collectives(*, rounds: int = 9) -> list[CollectiveCost]:
-    """all_reduce and broadcast over a range of sizes: latency + bytes · per_byte, the same on all ranks."""
-    found = []
-    for operation in ("all_reduce", "broadcast"):
-        seconds = [_of_last(operation, size, rounds) for size in _SIZES]
-        line = fit([(float(size), 1.0) for size in _SIZES], seconds)
-        found.append(
-            CollectiveCost.model_validate(
-                {
-                    "operation": operation,
-                    "backend": dist.get_backend(),
-                    "world": dist.get_world_size(),
-                    "per_byte": line.coefficients[0],
-                    "latency": line.coefficients[1],
-                    "r2": line.r2,
-                    "held_out": line.held_out,
-                }
-            )
-        )
-    return found
+    """All in one go."""
+    samples = Collectives()
+    with undisturbed():
+        for _ in range(rounds + 2):
+            samples.round()
+    return samples.costs()
 
 
 def _run(operation: str, tensor: Tensor) -> None:
@@ -53,33 +87,18 @@ def _run(operation: str, tensor: Tensor) -> None:
         dist.broadcast(tensor, src=0)
 
 
-def _of_last(operation: str, size: int, rounds: int) -> float:
-    """Seconds as the rank sees them that comes last and waits for nobody."""
-    tensor = torch.zeros(size // 4)
-    taken = []
-    with undisturbed():
-        for number in range(rounds + 2):
-            dist.barrier()
-            start = time.perf_counter()
-            _run(operation, tensor)
-            if number >= 2:
-                taken.append(time.perf_counter() - start)
-    shortest = torch.tensor(taken)
-    # a broadcast's root only sends: what counts is when all have it
-    dist.all_reduce(shortest, op=dist.ReduceOp.MIN if operation == "all_reduce" else dist.ReduceOp.MAX)
-    return float(shortest.median())
-
-
-def measure_contention(*, rounds: int = 9) -> float:
-    """Share of its speed that this rank's computing loses while a collective is under way."""
-    alone, beside = [], []
+def measure_contention(*, rounds: int = 9) -> dict[str, float]:
+    """What this rank's computing and the group's collectives take from each other while both are under way."""
+    alone, beside, quiet, busy = [], [], [], []
     tensor = torch.zeros(1 << 20)
     with undisturbed():
         for number in range(rounds + 2):
             dist.barrier()
-            undisturbed_time = _several()
+            computing = _several()
             dist.barrier()
-            work: Any = [dist.all_reduce(tensor, async_op=True) for _ in range(4)]
+            sending = _sent(tensor)
+            dist.barrier()
+            work: Any = [dist.all_reduce(tensor, async_op=True) for _ in range(_MESSAGES)]
             start = time.perf_counter()
             computed, done = 0, None
             while done is None:  # as much computing as goes beside the collectives
@@ -90,10 +109,21 @@ def measure_contention(*, rounds: int = 9) -> float:
             for w in work:
                 w.wait()
             if number >= 2:
-                alone.append(undisturbed_time)
+                alone.append(computing)
                 beside.append(done / computed)
-    slower = statistics.median(beside)
-    return max(0.0, min(0.95, 1 - statistics.median(alone) / slower))
+                quiet.append(sending)
+                busy.append(done)
+    lost = 1 - statistics.median(alone) / statistics.median(beside)
+    longer = statistics.median(busy) / statistics.median(quiet)
+    return {"contention": max(0.0, min(0.95, lost)), "stretch": max(1.0, longer)}
+
+
+def _sent(tensor: Tensor) -> float:
+    start = time.perf_counter()
+    work: Any = [dist.all_reduce(tensor, async_op=True) for _ in range(_MESSAGES)]
+    for w in work:
+        w.wait()
+    return time.perf_counter() - start
 
 
 def _several(count: int = 4) -> float:
@@ -129,5 +159,5 @@ def _pass(model: Callable[[Tensor], Tensor], data: Tensor) -> tuple[float, float
 def measure_group() -> dict[str, Any]:
     """Everything that a group of processes adds to a profile's facts."""
     collectives = measure_collectives()
-    facts = {**measure_ddp(collectives[0]), "contention": measure_contention()}
+    facts = {**measure_ddp(collectives[0]), **measure_contention()}
     return {"collectives": [cost.model_dump() for cost in collectives], "ddp": facts}

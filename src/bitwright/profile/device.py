@@ -114,6 +114,7 @@ class Host(_Part):
     contention: float = Field(
         default=0.0, ge=0, description="Share of its speed that computing loses while a collective is under way."
     )
+    stretch: float = Field(default=1.0, ge=1, description="How much longer a collective takes beside computing.")
 
 
 class MemoryFacts(_Part):
