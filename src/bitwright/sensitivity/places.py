@@ -15,9 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-PLACES = ("left", "right", "left_again", "right_again", "grad_for_left", "grad_for_right", "out", "to_left", "to_right")
-"""Operands of the output; of the backward products (`…_again`, and the output's gradient in each); what they give."""
-
 
 @dataclass(frozen=True)
 class Products:
@@ -34,13 +31,24 @@ class Products:
 
 @dataclass
 class Seen:
-    """One call of an operator: its numbers, and the tensors that stand for errors."""
+    """One call of an operator: its numbers, and the tensors that stand for errors.
+
+    Places: the operands of the output, `left` and `right`; those of the backward products, `left_again`, `right_again`
+    and the output's gradient in each, `grad_for_left` and `grad_for_right`; what the products give, `out`, `to_left`
+    and `to_right`.
+    """
 
     products: Products
     places: dict[str, Tensor]
     #: The gradient of the output, known after the backward pass.
     grad: Tensor | None = None
+    #: What the products gave, by place.
     given: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def channel(self) -> int:
+        """The axis of channels of what comes and what goes."""
+        return 1 if self.products.shape else -1
 
     @property
     def left(self) -> Tensor:
@@ -78,7 +86,8 @@ class _Run(torch.autograd.Function):
             result = function(grad + error, left, right)
             seen.given[f"to_{side}"] = result.detach()
             seen.places[f"to_{side}"] = error = zero.expand(result.shape)
-            return result + error
+            given: Tensor = result + error
+            return given
 
         products = seen.products
         to_left = None
@@ -97,13 +106,14 @@ class Places:
 
     def __call__(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the call; one that kernels leave in float is left alone."""
-        run = {"linear": _linear, "embedding": _embedding, "matmul": _matmul}.get(self.kind, _conv)
-        found = run(*args, **kwargs)
+        known: dict[str, Callable[..., Found]] = {"linear": _linear, "embedding": _embedding, "matmul": _matmul}
+        find: Callable[..., Found] = known.get(self.kind, _conv)
+        found = find(*args, **kwargs)
         if found is None:
             return func(*args, **kwargs)
         products, left, right, bias = found
         # data and frozen weights have no gradient, but errors
-        left, right = (x if x.requires_grad or not x.is_floating_point() else x.detach().requires_grad_() for x in (left, right))
+        left, right = (_with_gradient(x) for x in (left, right))
         operands = {name: x.view_as(x) for name, x in (("left", left), ("right", right))}
         operands |= {f"{name}_again": x.view_as(x) for name, x in (("left", left), ("right", right))}
         seen = Seen(products, operands)
@@ -113,6 +123,10 @@ class Places:
         seen.given["out"] = out.detach()
         self.calls.append(seen)
         return out if bias is None else out + bias.view(-1, *(1,) * (out.dim() - 2 if products.shape else 0))
+
+
+def _with_gradient(x: Tensor) -> Tensor:
+    return x if x.requires_grad or not x.is_floating_point() else x.detach().requires_grad_()
 
 
 Found = tuple[Products, Tensor, Tensor, Tensor | None] | None
@@ -141,7 +155,7 @@ def _conv(
         return None
     dims = weight.dim() - 2
     shape = tuple(_each(value, dims) for value in (stride, padding, dilation))
-    run = F.conv1d if dims == 1 else F.conv2d
+    run: Callable[..., Tensor] = F.conv1d if dims == 1 else F.conv2d
 
     def back(grad: Tensor, left: Tensor, right: Tensor, which: int) -> Tensor:
         sides = [list(part) for part in shape]

@@ -1,7 +1,7 @@
-"""The errors that a kernel makes at each place of an operator: variances, number by number.
+"""The errors that a kernel makes at each place of an operator, number by number.
 
 Rounding to the nearest code is off by some part of half a step: s²/12 in the mean, and nothing for a number that is a
-code, as the zeros after a ReLU are. So the squared error itself is taken. Rounding at random to one of two neighbours,
+code, as the zeros after a ReLU are. So the errors themselves are taken. Rounding at random to one of two neighbours,
 up with probability f, has variance s²·f(1 − f), in the mean s²/6. Floating-point numbers have steps of 2^(e−k) each.
 Scales are found by the kernels' own functions.
 """
@@ -9,6 +9,7 @@ Scales are found by the kernels' own functions.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,44 +19,63 @@ from bitwright.kernels.int8 import can_turn, second_limit, turn
 from bitwright.plan import ComputeSpec
 from bitwright.sensitivity.places import Seen
 
-Error = tuple[tuple[str, ...], Tensor]
-"""The places which share an error, and its variance for each number."""
+
+@dataclass(frozen=True)
+class Error:
+    """One rounding: of each number either the variance or, with a `channel` axis, the error itself.
+
+    Errors of the nearest code may go together: all the numbers that are small beside the largest become 0. So within a
+    channel they keep their signs. Channels, and all numbers of a weight, are independent.
+    """
+
+    #: Where the rounded numbers are used: one error, several effects.
+    places: tuple[str, ...]
+    sizes: Tensor
+    channel: int | None = None
+
+    @property
+    def energy(self) -> float:
+        """The sum of the variances."""
+        sizes = self.sizes if self.channel is None else self.sizes.square()
+        return float(sizes.sum(dtype=torch.float64))
+
+    def moves(self, slopes: dict[str, Tensor]) -> float:
+        """The variance of what has these slopes by the places."""
+        known = [slopes[place] for place in self.places if place in slopes]
+        if not known:
+            return 0.0
+        slope = known[0] if len(known) == 1 else torch.stack(known).sum(0)
+        if self.channel is None:
+            return float((slope.square() * self.sizes).sum(dtype=torch.float64))
+        moved = (slope * self.sizes).movedim(self.channel, 0).flatten(1).sum(1, dtype=torch.float64)
+        return float(moved.square().sum())
+
+
 Errors = Callable[[Seen, ComputeSpec], Iterator[Error]]
 
 
-def variance(x: Tensor, *, stochastic: bool = False, signed: bool = False) -> Tensor:
-    """Of the codes of a tensor with one scale."""
-    codes = encode(x, signed=signed)
-    if not stochastic:
-        return (codes.float() - x).square_()
-    part = x / codes.scale
-    part -= part.floor()
-    return part * (1 - part) * codes.scale**2
-
-
-def row_variance(x: Tensor, limit: int) -> Tensor:
-    """Of the codes of a tensor with a scale for each row of the first axis."""
-    return (encode_rows(x, limit).float() - x).square_()
-
-
-def cast_variance(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Of floating-point numbers of fewer bits."""
-    return (x.to(dtype).to(x.dtype) - x).square_()
+def stochastic_variance(x: Tensor, *, signed: bool = False) -> Tensor:
+    """Of codes with one scale for the tensor, rounded at random."""
+    step = encode(x, signed=signed).scale
+    up = x / step
+    up -= up.floor()
+    return up * (1 - up) * step**2
 
 
 def int8_errors(seen: Seen, spec: ComputeSpec) -> Iterator[Error]:
     """As kernels/int8.py runs its products."""
-    kind = seen.products.kind
-    if kind == "matmul":
-        yield from _int8_matmul(seen, spec)
-        return
-    if kind == "embedding":
-        yield ("right",), row_variance(seen.right, FULL)
-        return
-    left, weight, grad = seen.left, seen.right, seen.grad
+    if seen.products.kind == "matmul":
+        return _int8_matmul(seen, spec)
+    if seen.products.kind == "embedding":
+        return iter([Error(("right",), _rows(seen.right, FULL))])
+    return _int8_weighted(seen, spec)
+
+
+def _int8_weighted(seen: Seen, spec: ComputeSpec) -> Iterator[Error]:
+    left, weight, grad, channel = seen.left, seen.right, seen.grad, seen.channel
     limit = second_limit(left)
-    yield ("left", "left_again"), variance(left)  # the codes are kept for the backward pass
-    yield ("right",), row_variance(weight, limit)
+    yield Error(("left", "left_again"), encode(left).float() - left, channel)  # codes are kept for the backward pass
+    yield Error(("right",), _rows(weight, limit))
     if grad is None:
         return
     for_left, for_right = "input" in spec.backward, "weight" in spec.backward
@@ -64,63 +84,78 @@ def int8_errors(seen: Seen, spec: ComputeSpec) -> Iterator[Error]:
         for_left = for_left and can_turn(stride, padding, dilation, weight)
         for_right = for_right and groups == 1
     if for_left:
-        yield ("right_again",), _turned_variance(seen, limit)
-    both = tuple(place for place, on in (("grad_for_left", for_left), ("grad_for_right", for_right)) if on)
-    if both:
-        yield both, variance(grad, stochastic=spec.stochastic, signed=True)
+        yield Error(("right_again",), _turned(seen, limit))
+    places = tuple(place for place, on in (("grad_for_left", for_left), ("grad_for_right", for_right)) if on)
+    if places:
+        yield _encoded(places, grad, channel, spec, signed=True)
     if for_right:
         codes = encode(grad, signed=True)
-        rows = as_second(codes.values.view(grad.shape[0], -1), codes, limit)
-        yield ("grad_for_right",), (rows.float().view(grad.shape) - codes.float()).square_()  # halved codes
-
-
-def _turned_variance(seen: Seen, limit: int) -> Tensor:
-    """Weights have other scales when they are read by their inputs."""
-    weight = seen.right
-    if not seen.products.shape:
-        return row_variance(weight.t(), limit).t()
-    groups, wide = seen.products.shape[3], weight if weight.dim() == 4 else weight[:, :, None]
-    places = torch.arange(wide.numel(), device=wide.device).view(wide.shape)
-    back = turn(places, groups).reshape(-1).argsort()
-    return row_variance(turn(wide, groups), limit).reshape(-1)[back].view(weight.shape)
+        halves = as_second(codes.values.reshape(grad.shape[0], -1), codes, limit).float()
+        yield Error(("grad_for_right",), halves.view(grad.shape) - codes.float(), channel)
 
 
 def _int8_matmul(seen: Seen, spec: ComputeSpec) -> Iterator[Error]:
-    left, right, grad = seen.left, seen.right, seen.grad
+    left, right, grad, channel = seen.left, seen.right, seen.grad, seen.channel
     limit = second_limit(left)
-    yield ("left",), variance(left)
-    yield ("right",), _columns(right, limit)
+    yield Error(("left",), encode(left).float() - left, channel)
+    yield Error(("right",), _columns(right, limit))
     if grad is None:
         return
     if "input" in spec.backward:
-        yield ("grad_for_left",), variance(grad, stochastic=spec.stochastic)
-        yield ("right_again",), _columns(right.transpose(-1, -2), limit).transpose(-1, -2)
+        yield _encoded(("grad_for_left",), grad, channel, spec)
+        yield Error(("right_again",), _columns(right.transpose(-1, -2), limit).transpose(-1, -2))
     if "weight" in spec.backward:
-        yield ("left_again",), variance(left, stochastic=spec.stochastic)
-        yield ("grad_for_right",), _columns(grad, limit)
+        yield _encoded(("left_again",), left, channel, spec)
+        yield Error(("grad_for_right",), _columns(grad, limit))
+
+
+def _encoded(places: tuple[str, ...], x: Tensor, channel: int, spec: ComputeSpec, *, signed: bool = False) -> Error:
+    if spec.stochastic:
+        return Error(places, stochastic_variance(x, signed=signed))
+    return Error(places, encode(x, signed=signed).float() - x, channel)
+
+
+def _rows(x: Tensor, limit: int) -> Tensor:
+    """Squared errors with a scale for each row."""
+    return (encode_rows(x, limit).float() - x).square_()
 
 
 def _columns(x: Tensor, limit: int) -> Tensor:
-    """A scale for each column of each matrix."""
+    """Squared errors with a scale for each column of each matrix."""
     rows = x.transpose(-1, -2)
-    found = row_variance(rows.reshape(-1, x.shape[-2]), limit)
-    return found.view(rows.shape).transpose(-1, -2)
+    return _rows(rows.reshape(-1, x.shape[-2]), limit).view(rows.shape).transpose(-1, -2)
+
+
+def _turned(seen: Seen, limit: int) -> Tensor:
+    """Squared errors of a weight whose rows are those of its inputs: it has other scales on the way back."""
+    weight = seen.right
+    if not seen.products.shape:
+        return _rows(weight.t(), limit).t()
+    groups, wide = seen.products.shape[3], weight if weight.dim() == 4 else weight[:, :, None]
+    numbers = torch.arange(wide.numel(), device=wide.device).view(wide.shape)
+    back = turn(numbers, groups).reshape(-1).argsort()
+    return _rows(turn(wide, groups), limit).reshape(-1)[back].view(weight.shape)
 
 
 def cast_errors(dtype: torch.dtype) -> Errors:
     """As kernels/lowfloat.py casts what comes and what goes."""
 
+    def error(places: tuple[str, ...], x: Tensor, channel: int | None) -> Error:
+        sizes = x.to(dtype).to(x.dtype) - x
+        return Error(places, sizes.square_() if channel is None else sizes, channel)
+
     def errors(seen: Seen, spec: ComputeSpec) -> Iterator[Error]:
+        weight = None if seen.products.kind != "matmul" else seen.channel
+        yield error(("right", "right_again"), seen.right, weight)
         if seen.left.is_floating_point():
-            yield ("left", "left_again"), cast_variance(seen.left, dtype)
-        yield ("right", "right_again"), cast_variance(seen.right, dtype)
-        if seen.products.kind != "embedding":  # which only picks
-            yield ("out",), cast_variance(seen.given["out"], dtype)
+            yield error(("left", "left_again"), seen.left, seen.channel)
+            yield error(("out",), seen.given["out"], seen.channel)
         if seen.grad is not None:
-            yield ("grad_for_left", "grad_for_right"), cast_variance(seen.grad, dtype)
-        for place in ("to_left", "to_right"):
-            if place in seen.given:
-                yield (place,), cast_variance(seen.given[place], dtype)
+            yield error(("grad_for_left", "grad_for_right"), seen.grad, seen.channel)
+        if "to_left" in seen.given:
+            yield error(("to_left",), seen.given["to_left"], seen.channel)
+        if "to_right" in seen.given:
+            yield error(("to_right",), seen.given["to_right"], weight)
 
     return errors
 

@@ -20,7 +20,7 @@ from bitwright.plan import ComputeSpec
 from bitwright.sensitivity.indicate import Subject, Values
 from bitwright.sensitivity.operators import as_in_training, operators_of
 from bitwright.sensitivity.places import Places, Seen
-from bitwright.sensitivity.rounding import ERRORS
+from bitwright.sensitivity.rounding import ERRORS, Error
 from bitwright.sensitivity.smooth import SmoothRelus
 from bitwright.workload import call
 
@@ -62,9 +62,10 @@ def _slopes(
     if not parameters:
         fix = "requires_grad_(True) on what is to be trained"
         raise BitwrightError("the model has no parameter to be trained", value=type(model).__name__, fix=fix)
-    gradients = torch.autograd.grad(loss, parameters, create_graph=True, allow_unused=True)
+    gradients: Any = torch.autograd.grad(loss, parameters, create_graph=True, allow_unused=True)
     signs = [torch.randint(0, 2, p.shape, generator=generator).to(p) * 2 - 1 for p in parameters]
-    product: Any = sum((g * u).sum() for g, u in zip(gradients, signs, strict=True) if g is not None)
+    parts = [(g * u).sum() for g, u in zip(gradients, signs, strict=True) if g is not None]
+    product = torch.stack(parts).sum()
     keys = [(index, place) for index, seen in enumerate(calls) for place, x in seen.places.items() if x.requires_grad]
     tensors = [calls[index].places[place] for index, place in keys]
 
@@ -90,22 +91,13 @@ def _slopes(
 def _variance(seen: Seen, spec: ComputeSpec, smooth: Slopes, kinks: Slopes) -> float:
     """Flips of ReLUs go with the size of the error, not with its square: scaled to the size that this kernel makes."""
     errors = list(ERRORS[spec.format](seen, spec))
-    known = {"left": seen.left, "right": seen.right, "out": seen.given["out"]}
-    relative = sum(_ratio(variance, known[places[0]]) for places, variance in errors if places[0] in known)
-    flips = sum(_moved(variance, places, kinks) for places, variance in errors)
-    total = sum(_moved(variance, places, smooth) for places, variance in errors)
-    return total + (flips * NOISE / sqrt(relative) if flips else 0.0)
+    flips = sum(error.moves(kinks) for error in errors)
+    scale = NOISE / sqrt(_relative(errors, seen)) if flips else 0.0
+    return sum(error.moves(smooth) for error in errors) + flips * scale
 
 
-def _ratio(variance: Tensor, x: Tensor) -> float:
-    signal = float(x.square().sum(dtype=torch.float64)) if x.is_floating_point() else 0.0
-    return float(variance.sum(dtype=torch.float64)) / signal if signal else 0.0
-
-
-def _moved(variance: Tensor, places: tuple[str, ...], slopes: Slopes) -> float:
-    """Σᵢ slopeᵢ²·varᵢ, where an error that is in several places moves the gradients by all of them."""
-    known = [slopes[place] for place in places if place in slopes]
-    if not known:
-        return 0.0
-    slope = known[0] if len(known) == 1 else torch.stack(known).sum(0)
-    return float((slope.square() * variance).sum(dtype=torch.float64))
+def _relative(errors: list[Error], seen: Seen) -> float:
+    """What the output is off by, squared, in units of the output: relative errors of factors add up."""
+    numbers = {"left": seen.left, "right": seen.right, "out": seen.given["out"]}
+    forward = [(error, numbers[error.places[0]]) for error in errors if error.places[0] in numbers]
+    return sum(error.energy / max(float(x.square().sum(dtype=torch.float64)), 1e-300) for error, x in forward)
