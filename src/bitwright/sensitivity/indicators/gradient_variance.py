@@ -92,8 +92,8 @@ def _variance(seen: Seen, spec: ComputeSpec, smooth: Slopes, kinks: Slopes) -> f
     """Flips of ReLUs go with the size of the error, not with its square: scaled to the size that this kernel makes."""
     errors = list(ERRORS[spec.format](seen, spec))
     flips = sum(error.moves(kinks) for error in errors)
-    scale = NOISE / sqrt(_relative(errors, seen)) if flips else 0.0
-    return sum(error.moves(smooth) for error in errors) + flips * scale
+    relative = _relative(errors, seen) if flips else 0.0
+    return sum(error.moves(smooth) for error in errors) + (flips * NOISE / sqrt(relative) if relative else 0.0)
 
 
 def _relative(errors: list[Error], seen: Seen) -> float:
