@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from bitwright.planners import make_plan
     from bitwright.ptq import calibrate
     from bitwright.recipe import Quantized, quantize
-    from bitwright.sensitivity import score, suggest
+    from bitwright.sensitivity import Indications, indicate, score, suggest
     from bitwright.train import Qat, TrainConfig, Trainer
     from bitwright.tuning import Budget, Goal, Space, TuneConfig, Tuned, tune
     from bitwright.version import __version__
@@ -67,6 +67,8 @@ _HOMES = {
         "quantize",
     ),
     "bitwright.sensitivity": (
+        "Indications",
+        "indicate",
         "score",
         "suggest",
     ),
@@ -111,6 +113,7 @@ __all__ = [
     "Format",
     "Goal",
     "Graph",
+    "Indications",
     "Plan",
     "PlanError",
     "Problem",
@@ -132,6 +135,7 @@ __all__ = [
     "compile_arithmetic",
     "export",
     "export_float",
+    "indicate",
     "load_checkpoint",
     "load_workload",
     "make_plan",

@@ -13,6 +13,7 @@ import torch
 import bitwright
 from bitwright.plan import FoldSpec, Plan
 from bitwright.report import read_json
+from bitwright.sensitivity import Indications
 
 FILES = ["checkpoint.safetensors", "model.onnx", "plan.yaml", "report.html", "report.json"]
 
@@ -68,6 +69,20 @@ def test_score(run, tmp_path):
     assert sites == sorted(sites, reverse=True)
     assert Plan.load(path).float
     refused = run("score", "digits", "--plan", path, "--weights", "int8/channel/sym")
+    assert refused.code == 2
+    assert "--weights" in refused.err
+
+
+def test_score_by_an_indicator(run, tmp_path):
+    path = tmp_path / "indications.json"
+    ran = run(
+        "score", "digits", "--indicator", "gradient-variance", "--formats", "int8,bf16", "-o", path, "--samples", 64
+    )
+    assert ran.code == 0, ran.err
+    assert "64 samples" in ran.out
+    found = Indications.load(path)
+    assert all(values["int8"] > values["bf16"] > values["float"] for values in found.values.values())
+    refused = run("score", "digits", "--indicator", "random", "--weights", "int8/channel/sym")
     assert refused.code == 2
     assert "--weights" in refused.err
 

@@ -15,6 +15,7 @@ from bitwright.formats import FLOATS, MINIFLOATS
 from bitwright.registry import (
     ARTEFACTS,
     BACKENDS,
+    INDICATORS,
     OBSERVERS,
     QUANTIZERS,
     RUNTIMES,
@@ -36,6 +37,7 @@ class Kind(StrEnum):
     workloads = "workloads"
     steps = "steps"
     strategies = "strategies"
+    indicators = "indicators"
     formats = "formats"
 
 
@@ -48,6 +50,7 @@ _REGISTRIES = {
     Kind.workloads: WORKLOADS,
     Kind.steps: STEPS,
     Kind.strategies: STRATEGIES,
+    Kind.indicators: INDICATORS,
 }
 
 

@@ -13,6 +13,7 @@ from bitwright.backends import Choices
 from bitwright.batching import split
 from bitwright.cli.choosing import with_choices
 from bitwright.cli.data import calibration, labelled, open_workload, probes
+from bitwright.cli.indicating import FormatsOption, IndicatorOption, refuse_choices, show_indications
 from bitwright.cli.options import WorkloadArg
 from bitwright.cli.out import Out
 from bitwright.cli.verb import verb
@@ -34,6 +35,7 @@ _BATCH = 32  # the numbers of one batch are kept: small ones need little memory
     bitwright score digits
     bitwright score digits --weights int4/channel/sym --backend academic --output better.yaml
     bitwright score my_workload.py:small --plan plan.yaml --samples 512 --top 30
+    bitwright score digits --indicator gradient-variance --formats int8,bf16 --output indications.json
     """,
 )
 @with_choices
@@ -47,15 +49,24 @@ def score(
     top: Annotated[int, typer.Option(min=1, help="Sites to show.")] = 20,
     most: Annotated[int, typer.Option(min=1, help="Operators to keep in float at most, in the suggestion.")] = 5,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write the suggested plan here.", show_default=False)
+        Path | None,
+        typer.Option("--output", "-o", help="Write the suggested plan (or the indications) here.", show_default=False),
     ] = None,
+    indicator: IndicatorOption = None,
+    formats: FormatsOption = "int8",
 ) -> None:
     """Quantize one site at a time, measure what becomes of the outputs and the loss, and suggest a better plan.
 
     Scored on the workload's evaluation data if it has a loss, else on its inputs alone; the suggestion is measured
-    with the workload's own metric.
+    with the workload's own metric. With --indicator, kernels that train in low precision are scored instead, operator
+    by operator, for the planners.
     """
+    if indicator is not None:
+        refuse_choices(plan, choices)
     found = open_workload(out, workload)
+    if indicator is not None:
+        show_indications(out, found, indicator, formats, samples=samples, top=top, output=output)
+        return
     if output is not None and not can_measure(found):
         fix = "give the Workload evaluation= or evaluate=, or leave --output out"
         raise BitwrightError("no suggestion can be measured", where=f"workload {found.name!r}", fix=fix)

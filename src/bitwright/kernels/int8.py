@@ -24,14 +24,15 @@ def _seed() -> int:
     return int(torch.randint(0, 2**31 - 1, ()))
 
 
-def _limit(x: Tensor) -> int:
+def second_limit(x: Tensor) -> int:
+    """The largest code of the second operand on this tensor's device."""
     return limit() if x.device.type == "cpu" and products.missing() is None else 127
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, spec: ComputeSpec, simulate: bool) -> Tensor:
-        codes, rows = encode(x), encode_rows(weight, _limit(x))
+        codes, rows = encode(x), encode_rows(weight, second_limit(x))
         ctx.save_for_backward(codes.values, weight)
         ctx.scale, ctx.zero, ctx.spec, ctx.simulate = codes.scale, codes.zero, spec, simulate
         ctx.dtype, ctx.has_bias = x.dtype, bias is not None
@@ -49,7 +50,7 @@ class _Linear(torch.autograd.Function):
         left = right = below = None
         if ctx.needs_input_grad[0]:
             if codes is not None and "input" in spec.backward:
-                turned = encode_rows(weight.t(), _limit(flat))
+                turned = encode_rows(weight.t(), second_limit(flat))
                 left = products.linear(codes, turned, None, simulate=simulate)
             else:
                 left = flat @ weight.to(torch.float32)
@@ -67,7 +68,7 @@ def _weight_gradient(codes: Codes | None, grad: Tensor, x: Codes, simulate: bool
     if codes is None:
         return grad.t() @ Codes(inputs, x.scale, x.zero).float()
     columns = Codes(inputs.t().contiguous(), x.scale, x.zero)
-    rows = as_second(codes.values.t().contiguous(), codes, _limit(grad))
+    rows = as_second(codes.values.t().contiguous(), codes, second_limit(grad))
     return products.linear(columns, rows, None, simulate=simulate).t()
 
 
@@ -84,7 +85,7 @@ class _Conv2d(torch.autograd.Function):
     ) -> Tensor:
         last = x.is_contiguous(memory_format=torch.channels_last)
         codes = encode(x if last else x.contiguous(memory_format=torch.channels_last))
-        rows = encode_rows(weight, _limit(x))
+        rows = encode_rows(weight, second_limit(x))
         ctx.save_for_backward(codes.values, weight)
         ctx.scale, ctx.zero, ctx.spec, ctx.simulate, ctx.shape = codes.scale, codes.zero, spec, simulate, shape
         ctx.dtype, ctx.has_bias = x.dtype, bias is not None
@@ -101,18 +102,18 @@ class _Conv2d(torch.autograd.Function):
         grad = grad.to(torch.float32).contiguous(memory_format=torch.channels_last)
         wants = [*ctx.needs_input_grad[:2], ctx.has_bias and ctx.needs_input_grad[2]]
         left = right = below = None
-        turns = wants[0] and "input" in spec.backward and _can_turn(stride, padding, dilation, weight)
+        turns = wants[0] and "input" in spec.backward and can_turn(stride, padding, dilation, weight)
         weighs = wants[1] and "weight" in spec.backward and groups == 1
         if turns or weighs:
             codes = encode(grad, _seed() if spec.stochastic else None, signed=True)
         if turns:
-            turned = encode_rows(_turned(weight, groups), _limit(grad))
+            turned = encode_rows(turn(weight, groups), second_limit(grad))
             around = [d * (k - 1) - p for d, k, p in zip(dilation, weight.shape[2:], padding, strict=True)]
             left = products.conv2d(codes, turned, None, (1, 1), around, dilation, groups, simulate=simulate)
             wants[0] = False
         if weighs:
             shape = (weight.shape[2:], stride, padding, dilation)
-            right = products.conv2d_weight(codes, x, *shape, _limit(grad), simulate=simulate).to(weight.dtype)
+            right = products.conv2d_weight(codes, x, *shape, second_limit(grad), simulate=simulate).to(weight.dtype)
             wants[1] = False
         if any(wants):
             # without the weight's gradient only the input's shape is looked at
@@ -136,14 +137,14 @@ class _Conv2d(torch.autograd.Function):
         return (None if left is None else left.to(ctx.dtype)), right, below, None, None, None
 
 
-def _can_turn(stride: Any, padding: Any, dilation: Any, weight: Tensor) -> bool:
+def can_turn(stride: Any, padding: Any, dilation: Any, weight: Tensor) -> bool:
     """Whether the input's gradient is a plain convolution of the output's: with a stride, zeros would lie between."""
     return all(s == 1 for s in stride) and all(
         p <= d * (k - 1) for p, d, k in zip(padding, dilation, weight.shape[2:], strict=True)
     )
 
 
-def _turned(weight: Tensor, groups: int) -> Tensor:
+def turn(weight: Tensor, groups: int) -> Tensor:
     """(out, in/groups, …) → (in, out/groups, …), each kernel turned around."""
     out, per_group = weight.shape[:2]
     parts = weight.view(groups, out // groups, per_group, *weight.shape[2:]).transpose(1, 2)
@@ -177,7 +178,7 @@ class _MatMul(torch.autograd.Function):
 
 def _products(a: Tensor, b: Tensor, seed: int | None, simulate: bool) -> Tensor:
     """a · b over equal leading axes."""
-    most = _limit(a)
+    most = second_limit(a)
     codes = encode(a.contiguous(), seed)
     flat = codes.values.reshape(-1, *a.shape[-2:])
     columns = b.transpose(-1, -2).reshape(-1, b.shape[-1], b.shape[-2])

@@ -1,0 +1,69 @@
+"""`bitwright score --indicator`: how much each operator suffers in the formats of kernels."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from bitwright.batching import split
+from bitwright.cli.data import labelled
+from bitwright.cli.out import Out
+from bitwright.errors import BitwrightError
+from bitwright.plan import Plan
+from bitwright.sensitivity import Indications, indicate
+from bitwright.workload import Workload
+
+_BATCH = 32
+
+IndicatorOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Score kernels of low-precision training with this indicator: gradient-variance, hessian, …",
+        show_default=False,
+    ),
+]
+FormatsOption = Annotated[
+    str, typer.Option(help="For --indicator: formats with commas between, as int8,int8/stochastic/weight,bf16.")
+]
+
+
+def refuse_choices(plan: Plan | None, choices: Mapping[str, Any]) -> None:
+    """Indicators look at the float model: what says how to quantize it has no meaning."""
+    given = [name for name, value in choices.items() if value]
+    if plan is not None or given:
+        value = "--plan" if plan is not None else f"--{given[0].replace('_', '-')}"
+        raise BitwrightError("an indicator looks at the float model", value=value, fix="leave it out, or --indicator")
+
+
+def show_indications(
+    out: Out, workload: Workload, indicator: str, formats: str, *, samples: int, top: int, output: Path | None
+) -> None:
+    """Score, write the file and show the worst operators."""
+    if workload.loss is None or workload.evaluation is None:
+        fix = "give the Workload loss= and evaluation="
+        raise BitwrightError("an indicator needs a loss", where=f"workload {workload.name!r}", fix=fix)
+    asked = [text.strip() for text in formats.split(",") if text.strip()]
+    with out.steps(f"{indicator} of {', '.join(asked)}"):
+        data = split(labelled(workload, samples), _BATCH)
+        found = indicate(workload.model, data, workload.loss, indicator=indicator, formats=asked)
+    if output is not None:
+        found.save(output)
+    out.data(json.loads(found.to_json()))
+    out.table(["operator", *(f"#{text}" for text in asked)], _rows(found, asked, top))
+    left = len(found.values) - top
+    more = f", {left} more operators with --top" if left > 0 else ""
+    out.say(f"{indicator} by {found.samples} samples in {found.seconds:.1f} s of CPU time{more}")
+    if output is not None:
+        out.say(f"{output}: the indications")
+
+
+def _rows(found: Indications, formats: list[str], top: int) -> list[tuple[str, ...]]:
+    worst = sorted(found.values, key=lambda name: -max(found.values[name].values()))
+    return [
+        (name, *(f"{found.values[name][text]:.3g}" if text in found.values[name] else "" for text in formats))
+        for name in worst[:top]
+    ]

@@ -1,0 +1,103 @@
+"""gradient-variance: the variance that one operator's low precision adds to the gradients of the whole model.
+
+To first order, rounding errors ε at the places of an operator (places.py) move the gradients g by J·ε, with J the
+derivative of g by the places; errors are independent, so E‖J·ε‖² = Σᵢ ‖Jᵢ‖²·var(εᵢ). For a vector u of random signs,
+E(uᵀJ)ᵢ² = ‖Jᵢ‖², and uᵀJ is the derivative of the one number u·g: a second backward pass gives it for all places of all
+operators at once. Nothing is assumed of the model between the operators. docs/indicators.md has the derivation.
+"""
+
+from __future__ import annotations
+
+from math import sqrt
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from bitwright.errors import BitwrightError
+from bitwright.plan import ComputeSpec
+from bitwright.sensitivity.indicate import Subject, Values
+from bitwright.sensitivity.operators import as_in_training, operators_of
+from bitwright.sensitivity.places import Places, Seen
+from bitwright.sensitivity.rounding import ERRORS, Error
+from bitwright.sensitivity.smooth import SmoothRelus
+from bitwright.workload import call
+
+NOISE = 0.01
+"""For which errors, in units of the numbers, ReLUs are smoothed: about what 8 bits make. Others are scaled to it."""
+
+Slopes = dict[str, Tensor]
+"""The derivatives of u·g by the places of one call."""
+
+
+def gradient_variance(subject: Subject) -> Values:
+    """In the mean over batches; one forward and two backward passes for each, and one more where there are ReLUs."""
+    for specs in subject.cases.values():
+        for format, spec in specs.items():
+            if spec.format not in ERRORS:
+                fix = f"use output-error, which runs the kernel itself, or one of: {', '.join(ERRORS)}"
+                raise BitwrightError("the errors of this kernel aren't known", value=format, fix=fix)
+    sums = subject.each(lambda name, spec: 0.0)
+    generator = torch.Generator().manual_seed(subject.seed)
+    with as_in_training(subject.model), operators_of(subject.model, subject.graph, subject.any_spec) as operators:
+        for inputs, target in subject.batches:
+            places = {name: Places(subject.op(name).kind) for name in subject.cases}
+            operators.put(places)
+            with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), SmoothRelus(NOISE) as relus:
+                loss = subject.loss(call(subject.model, inputs), target)
+            calls = [(name, seen) for name, one in places.items() for seen in one.calls]
+            smooth, kinks = _slopes(loss, subject.model, [seen for _, seen in calls], relus, generator)
+            for (name, seen), *slopes in zip(calls, smooth, kinks, strict=True):
+                for format, spec in subject.cases[name].items():
+                    sums[name][format] += _variance(seen, spec, *slopes) / len(subject.batches)
+    return sums
+
+
+def _slopes(
+    loss: Tensor, model: nn.Module, calls: list[Seen], relus: SmoothRelus, generator: torch.Generator
+) -> tuple[list[Slopes], list[Slopes]]:
+    """For each call, what comes of everything smooth, and what comes of the kinks of ReLUs alone."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if not parameters:
+        fix = "requires_grad_(True) on what is to be trained"
+        raise BitwrightError("the model has no parameter to be trained", value=type(model).__name__, fix=fix)
+    gradients: Any = torch.autograd.grad(loss, parameters, create_graph=True, allow_unused=True)
+    signs = [torch.randint(0, 2, p.shape, generator=generator).to(p) * 2 - 1 for p in parameters]
+    parts = [(g * u).sum() for g, u in zip(gradients, signs, strict=True) if g is not None]
+    product = torch.stack(parts).sum()
+    keys = [(index, place) for index, seen in enumerate(calls) for place, x in seen.places.items() if x.requires_grad]
+    tensors = [calls[index].places[place] for index, place in keys]
+
+    def again(curved: bool, retain: bool) -> list[Slopes]:
+        relus.curved = curved
+        found = torch.autograd.grad(product, tensors, retain_graph=retain, allow_unused=True)
+        slopes: list[Slopes] = [{} for _ in calls]
+        for (index, place), slope in zip(keys, found, strict=True):
+            if slope is not None:
+                slopes[index][place] = slope
+        return slopes
+
+    smooth = again(curved=False, retain=relus.count > 0)
+    kinks: list[Slopes] = [{} for _ in calls]
+    if relus.count:
+        both = again(curved=True, retain=False)
+        for one, with_kinks, without in zip(kinks, both, smooth, strict=True):
+            for place, slope in with_kinks.items():
+                one[place] = slope - without[place] if place in without else slope
+    return smooth, kinks
+
+
+def _variance(seen: Seen, spec: ComputeSpec, smooth: Slopes, kinks: Slopes) -> float:
+    """Flips of ReLUs go with the size of the error, not with its square: scaled to the size that this kernel makes."""
+    errors = list(ERRORS[spec.format](seen, spec))
+    flips = sum(error.moves(kinks) for error in errors)
+    relative = _relative(errors, seen) if flips else 0.0
+    return sum(error.moves(smooth) for error in errors) + (flips * NOISE / sqrt(relative) if relative else 0.0)
+
+
+def _relative(errors: list[Error], seen: Seen) -> float:
+    """What the output is off by, squared, in units of the output: relative errors of factors add up."""
+    numbers = {"left": seen.left, "right": seen.right, "out": seen.given["out"]}
+    forward = [(error, numbers[error.places[0]]) for error in errors if error.places[0] in numbers]
+    return sum(error.energy / max(float(x.square().sum(dtype=torch.float64)), 1e-300) for error, x in forward)

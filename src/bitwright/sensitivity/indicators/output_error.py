@@ -1,0 +1,40 @@
+"""output-error: run one operator at a time in its kernel, and look at the outputs of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from bitwright.modes import evaluating
+from bitwright.plan import ComputeSpec
+from bitwright.registry import KERNELS
+from bitwright.sensitivity.indicate import Subject, Values
+from bitwright.sensitivity.operators import operators_of
+from bitwright.workload import call
+
+
+def output_error(subject: Subject) -> Values:
+    """‖y − ŷ‖²/‖y‖² of the outputs; a forward pass for each operator, format and batch, with simulated kernels."""
+    with (
+        torch.no_grad(),
+        evaluating(subject.model),
+        operators_of(subject.model, subject.graph, subject.any_spec) as operators,
+    ):
+
+        def outputs(kernels: Mapping[str, Any]) -> list[Tensor]:
+            operators.put(kernels)
+            leaves = [x for inputs, _ in subject.batches for x in tree_leaves(call(subject.model, inputs))]
+            return [x.double() for x in leaves if isinstance(x, Tensor) and x.is_floating_point()]
+
+        wanted = outputs({})
+        signal = sum(float(x.square().sum()) for x in wanted)
+
+        def error(name: str, spec: ComputeSpec) -> float:
+            got = outputs({name: KERNELS.get(spec.format)(spec, simulate=True)})
+            return sum(float((a - b).square().sum()) for a, b in zip(wanted, got, strict=True)) / max(signal, 1e-30)
+
+        return subject.each(error)

@@ -1,0 +1,20 @@
+"""weight-variance: how much rounding changes the variance of an operator's weight."""
+
+from __future__ import annotations
+
+from bitwright.plan import ComputeSpec
+from bitwright.sensitivity.indicate import Subject, Values
+from bitwright.sensitivity.weights import rounded_weight, weight_of
+
+
+def weight_variance(subject: Subject) -> Values:
+    """|var(Ŵ) − var(W)|; 0 for operators without a weight. No data is looked at."""
+
+    def change(name: str, spec: ComputeSpec) -> float:
+        weight = weight_of(subject.model, subject.op(name))
+        if weight is None:
+            return 0.0
+        rounded = rounded_weight(weight, subject.op(name).kind, spec)
+        return abs(float(rounded.double().var(correction=0) - weight.double().var(correction=0)))
+
+    return subject.each(change)
