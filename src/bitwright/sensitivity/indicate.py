@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from bitwright.batching import batch_size
 from bitwright.errors import BitwrightError, CalibrationError, UnknownName, did_you_mean
 from bitwright.graph import Graph, Op, capture
+from bitwright.graph.tree import batch_size
 from bitwright.plan import ComputeSpec
 from bitwright.plan.compute import FLOAT
 from bitwright.registry import INDICATORS, KERNELS
