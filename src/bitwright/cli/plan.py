@@ -10,6 +10,7 @@ import typer
 
 from bitwright.backends import Choices, check_plan
 from bitwright.backends import backend as find_backend
+from bitwright.cli.allocating import PLANNERS, allocate
 from bitwright.cli.choosing import with_choices
 from bitwright.cli.data import open_workload
 from bitwright.cli.options import load_plan
@@ -27,6 +28,7 @@ from bitwright.planners import make_plan
     bitwright plan digits -o plan.yaml
     bitwright plan digits --weights int4/group8/sym --keep-float head
     bitwright plan digits --plan edited.yaml --against plan.yaml
+    bitwright plan digits-untrained --cluster cluster.yaml --indications indications.json -o plan.yaml
     bitwright plan --schema > plan.schema.json
     """,
 )
@@ -49,16 +51,34 @@ def plan(
         Path | None, typer.Option("--output", "-o", help="Write here, not to stdout.", show_default=False)
     ] = None,
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON Schema of plan files.")] = False,
+    cluster: Annotated[
+        Path | None,
+        typer.Option(help="Plan low-precision training on these machines (cluster.yaml).", show_default=False),
+    ] = None,
+    indications: Annotated[
+        Path | None,
+        typer.Option(help="How much operators suffer: of `bitwright score --indicator`.", show_default=False),
+    ] = None,
+    planner: Annotated[str, typer.Option(help=f"For a cluster: {', '.join(PLANNERS)}.", show_default=True)] = "recover",
+    batch: Annotated[
+        int | None, typer.Option(min=1, help="For a cluster: samples per device and step.", show_default=False)
+    ] = None,
 ) -> None:
     """Decide the number format of every site, and say why.
 
-    With --plan an existing plan is validated for the workload instead of making one.
+    With --plan an existing plan is validated for the workload instead of making one. With --cluster operators of a
+    training step get precisions, one section for each kind of device.
     """
     if schema:
         out.result(json.dumps(json_schema(), indent=1))
         return
     if workload is None:
         raise BitwrightError("there is no workload to plan for", fix="bitwright plan WORKLOAD, or --schema")
+    if cluster is not None:
+        kept = list(choices.get("keep_float", ()))
+        found = open_workload(out, workload)
+        allocate(out, found, cluster, indications, planner, batch=batch, keep_float=kept, output=output)
+        return
     other = load_plan(against)
     table = find_backend(backend)  # before the workload is opened: a wrong name is found at once
     found = open_workload(out, workload)

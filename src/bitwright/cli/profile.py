@@ -10,7 +10,7 @@ import typer
 from bitwright.cli.data import open_workload
 from bitwright.cli.options import WorkloadArg
 from bitwright.cli.out import Out
-from bitwright.cli.stepping import BatchOption, ClockOption, plan_of, training_batch, variant_of
+from bitwright.cli.stepping import BatchOption, ClockOption, kernels_of, plan_of, training_batch, variant_of
 from bitwright.cli.verb import verb
 from bitwright.errors import BitwrightError
 from bitwright.plan import Plan
@@ -24,6 +24,7 @@ from bitwright.profile.way import Amp
     "profile",
     examples="""
     bitwright profile digits-untrained --quantize int8 -o device.json
+    bitwright profile digits-untrained --kernel int8 --kernel int8/stochastic/weight -o device.json
     bitwright profile resnet20-cifar10 --batch 32 --amp bf16 -o device.json
     bitwright profile digits-untrained --trace my_run.json -o gpu.json
     """,
@@ -35,6 +36,10 @@ def profile_(
     quantize: Annotated[
         list[str] | None,
         typer.Option("--quantize", metavar="PRECISION", help="int8, w4a8, … or a plan.yaml; may be repeated."),
+    ] = None,
+    kernel: Annotated[
+        list[str] | None,
+        typer.Option("--kernel", metavar="FORMAT", help="int8, int8/stochastic/weight, bf16, …; may be repeated."),
     ] = None,
     amp: Annotated[
         list[str] | None, typer.Option("--amp", help="bf16 or fp16: measure under autocast, too; may be repeated.")
@@ -75,6 +80,7 @@ def profile_(
         made = import_trace(trace, recorded)
     else:
         plans: list[Plan | None] = [None, *(plan_of(found, word) for word in quantize or [])]
+        plans += [kernels_of(found, word) for word in kernel or []]
         types: list[Amp | None] = [None, *(cast(Amp, word) for word in amp or [])]
         variants = [variant_of(found, plan, pair, StepSettings(amp=kind)) for plan in plans for kind in types]
         samples = cache or output.with_suffix(".samples.jsonl")

@@ -8,12 +8,14 @@ from typing import Annotated, Any
 
 import typer
 
+from bitwright.attach import prepare
 from bitwright.errors import BitwrightError
 from bitwright.graph import capture
 from bitwright.plan import Plan
 from bitwright.planners import make_plan
 from bitwright.profile import StepSettings, Variant
 from bitwright.profile.step import Batch, Loss
+from bitwright.sensitivity import spec_of
 from bitwright.train import Qat
 from bitwright.train.data import TrainingData
 from bitwright.train.precision import resolve
@@ -59,9 +61,18 @@ def plan_of(workload: Workload, precision: str | Path) -> Plan:
     return plan.resolve(graph)
 
 
+def kernels_of(workload: Workload, format: str) -> Plan:
+    """Every operator in one kernel's precision: int8, int8/stochastic/weight, bf16."""
+    graph = capture(workload.model, workload.inputs)
+    return Plan(compute={"*": spec_of(format)}).resolve(graph)
+
+
 def variant_of(workload: Workload, plan: Plan | None, batch: Batch, settings: StepSettings) -> Variant:
     """A copy of the model that is ready to train under this plan."""
     model = copy.deepcopy(workload.model)
+    if plan is not None and any(spec.low for spec in plan.compute.values()):
+        prepare(model, plan, inputs=workload.inputs)
+        return Variant(model=model, plan=plan, settings=settings)
     if plan is None or not any(True for _ in plan.quantized):
         return Variant(model=model, settings=settings)
     calibration: Any = [batch[0]]

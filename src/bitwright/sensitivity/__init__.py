@@ -1,7 +1,7 @@
 """How much each site suffers from its format, and what to do about it."""
 
 from bitwright.sensitivity.hessian import hessian_traces
-from bitwright.sensitivity.indicate import Subject, indicate
+from bitwright.sensitivity.indicate import Subject, indicate, spec_of
 from bitwright.sensitivity.indications import Indications
 from bitwright.sensitivity.score import score
 from bitwright.sensitivity.scores import Scores, SiteScore
@@ -19,5 +19,6 @@ __all__ = [
     "hessian_traces",
     "indicate",
     "score",
+    "spec_of",
     "suggest",
 ]

@@ -1,0 +1,116 @@
+"""`bitwright plan --cluster`: precisions, and batches, for machines that differ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from bitwright.cli.out import Out
+from bitwright.cli.stepping import training_batch
+from bitwright.errors import BitwrightError, did_you_mean
+from bitwright.planners import Allocation, dynamic_batching, fastest, recover, recover_and_split, uniform
+from bitwright.planners.cluster import OnCluster
+from bitwright.planners.machine import FLOAT
+from bitwright.predict import Cluster
+from bitwright.profile import record_step
+from bitwright.report import words
+from bitwright.sensitivity import Indications, spec_of
+from bitwright.workload import Workload
+
+PLANNERS: dict[str, Callable[[OnCluster], Allocation]] = {
+    "recover": recover,
+    "recover+split": recover_and_split,
+    "fastest": fastest,
+    "batches": dynamic_batching,
+    "float": lambda machine: uniform(machine, FLOAT),
+}
+
+
+def allocate(
+    out: Out,
+    workload: Workload,
+    cluster: Path,
+    indications: Path | None,
+    planner: str,
+    *,
+    batch: int | None,
+    keep_float: list[str],
+    output: Path | None,
+) -> None:
+    """Plan, compare with what one would do without planning, and write."""
+    if planner not in PLANNERS:
+        fix = did_you_mean(planner, PLANNERS)
+        raise BitwrightError("unknown planner", where="--planner", value=planner, fix=fix)
+    if indications is None:
+        raise BitwrightError(
+            "nothing says how much operators suffer",
+            where="--indications",
+            fix="bitwright score WORKLOAD --indicator gradient-variance --formats int8 -o indications.json",
+        )
+    described = Cluster.load(cluster)
+    suffering = Indications.load(indications)
+    pair, loss = training_batch(workload, batch)
+    formats = sorted({format for own in suffering.values.values() for format in own if format != FLOAT})
+    machine = OnCluster(
+        record_step(workload.model, pair, loss, name=workload.name),
+        described.profiles(cluster.parent),
+        described,
+        suffering.values,
+        {format: spec_of(format) for format in formats},
+        keep_float=keep_float,
+    )
+    if not machine.operators:
+        raise BitwrightError(
+            "no profile has an operator in these formats",
+            value=", ".join(formats),
+            fix=f"on each device: bitwright profile WORKLOAD --kernel {formats[0] if formats else 'int8'}",
+        )
+    with out.phases("planning") as phase:
+        rows: dict[str, Allocation] = {}
+        for name in dict.fromkeys([planner, "recover", "recover+split", "batches", "float"]):
+            phase(f"planning: {name}")
+            rows[name] = PLANNERS[name](machine)
+        for format in formats:
+            rows[f"all {format}"] = uniform(machine, format)
+    plan = machine.to_plan(rows[planner], model=workload.name)
+    if output is not None:
+        plan.save(output)
+    _show(out, machine, rows, planner, output)
+    if output is None and not out.json:
+        out.result(plan.to_yaml())
+
+
+def _show(out: Out, machine: OnCluster, rows: dict[str, Allocation], planner: str, output: Path | None) -> None:
+    out.data(
+        {
+            "output": None if output is None else str(output),
+            "planner": planner,
+            "allocations": {
+                name: {
+                    "seconds": one.seconds,
+                    "penalty": one.penalty,
+                    "batches": dict(one.batches),
+                    "low": one.low,
+                    "memory": dict(one.memory),
+                    "plans": {kind: dict(plan) for kind, plan in one.plans.items()},
+                }
+                for name, one in rows.items()
+            },
+        }
+    )
+    out.table(
+        ["planner", "#step", "#suffers", "low operators", "batches", "memory"],
+        [
+            (
+                f"{name} (chosen)" if name == planner else name,
+                f"{1e3 * one.seconds:.2f} ms",
+                f"{one.penalty:.3g}",
+                ", ".join(f"{kind} {count} of {len(machine.operators)}" for kind, count in one.low.items()),
+                ", ".join(f"{kind} {size}" for kind, size in one.batches.items()),
+                ", ".join(f"{kind} {words.size(used)}" for kind, used in one.memory.items()),
+            )
+            for name, one in rows.items()
+        ],
+    )
+    if output is not None:
+        out.say(f"{output}: train with --plan {output} --kind KIND")

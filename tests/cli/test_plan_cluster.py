@@ -1,0 +1,44 @@
+"""From a profile to a plan for machines that differ, on the command line."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from bitwright import Plan
+
+SPIRALS = f"{Path(__file__).parents[1] / 'spirals.py'}:workload"
+
+
+def bitwright(folder: Path, *arguments: str) -> str:
+    command = [sys.executable, "-m", "bitwright", *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=environment, cwd=folder, timeout=110, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_profile_score_plan_and_predict(tmp_path: Path) -> None:
+    profile = ["profile", SPIRALS, "--batch", "64", "--kernel", "int8", "--rounds", "3", "--no-casts"]
+    bitwright(tmp_path, *profile, "-o", "fast.json", "--quiet")
+    known = json.loads((tmp_path / "fast.json").read_text())
+    assert any(one["format"].startswith("kernel int8") for one in known["operators"])
+    (tmp_path / "slow.json").write_text(json.dumps(known))
+    score = ["score", SPIRALS, "--indicator", "gradient-variance", "--formats", "int8"]
+    bitwright(tmp_path, *score, "-o", "indications.json", "--quiet")
+    (tmp_path / "cluster.yaml").write_text(
+        "bitwright_cluster: 1\nlink: {latency_us: 20, gbit_per_s: 10}\n"
+        "devices:\n  fast: {profile: fast.json}\n  slow: {profile: slow.json, count: 2}\n"
+    )
+    plan = ["plan", SPIRALS, "--cluster", "cluster.yaml", "--indications", "indications.json", "--batch", "64"]
+    told = json.loads(bitwright(tmp_path, *plan, "--planner", "recover+split", "-o", "plan.yaml", "--json"))
+    rows = told["allocations"]
+    assert {"recover", "recover+split", "batches", "float", "all int8"} <= set(rows)
+    assert rows["recover+split"]["seconds"] <= min(row["seconds"] for row in rows.values()) * 1.03
+    made = Plan.load(tmp_path / "plan.yaml")
+    assert set(made.devices) == {"fast", "slow"}
