@@ -48,6 +48,10 @@ def small(**changes):
     return Workload(**{**fields, **changes})
 
 
+def with_loss():
+    return small(loss=torch.nn.functional.cross_entropy)
+
+
 def no_metric():
     return small(evaluation=None)
 

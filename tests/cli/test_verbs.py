@@ -73,18 +73,21 @@ def test_score(run, tmp_path):
     assert "--weights" in refused.err
 
 
-def test_score_by_an_indicator(run, tmp_path):
-    path = tmp_path / "indications.json"
+def test_score_by_an_indicator(run, small, tmp_path):
+    path, workload = tmp_path / "indications.json", small.replace(":small", ":with_loss")
     ran = run(
-        "score", "digits", "--indicator", "gradient-variance", "--formats", "int8,bf16", "-o", path, "--samples", 64
+        "score", workload, "--indicator", "gradient-variance", "--formats", "int8,bf16", "-o", path, "--samples", 16
     )
     assert ran.code == 0, ran.err
-    assert "64 samples" in ran.out
+    assert "16 samples" in ran.out
     found = Indications.load(path)
+    assert set(found.values) == {"conv", "head"}
     assert all(values["int8"] > values["bf16"] > values["float"] for values in found.values.values())
-    refused = run("score", "digits", "--indicator", "random", "--weights", "int8/channel/sym")
-    assert refused.code == 2
-    assert "--weights" in refused.err
+    for wrong in (["--weights", "int8/channel/sym"], ["--formats", "int9"]):
+        refused = run("score", workload, "--indicator", "random", *wrong)
+        assert refused.code == 2
+        assert wrong[-1] in refused.err or wrong[0] in refused.err
+    assert "loss=" in run("score", small, "--indicator", "random").err  # the workload has none
 
 
 def test_score_without_a_metric(run, small, tmp_path):

@@ -244,6 +244,19 @@ def test_what_cant_be_indicated_is_said() -> None:
         Indications.from_json(found.to_json().replace('"float": 0.0', '"float": NaN', 1))
 
 
+@pytest.mark.parametrize(("kind", "data"), [(Cnn, pictures), (Words, sentences)])
+def test_a_kernel_of_ones_own_is_measured(kind: type[nn.Module], data: Callable[[int], Any]) -> None:
+    """The int8 kernel by another name, of which nothing is known: the same ranks, and sizes of the same order."""
+    KERNELS.register("mine", type("Mine", (KERNELS.get("int8"),), {"name": "mine"}))
+    try:
+        found = indicate(made(kind), data(4), F.cross_entropy, formats=("int8", "mine"))
+    finally:
+        KERNELS.unregister("mine")
+    pairs = [(values["int8"], values["mine"]) for values in found.values.values()]
+    assert spearmanr(*zip(*pairs, strict=True)).statistic >= 0.7
+    assert 0.25 < sum(mine for _, mine in pairs) / sum(known for known, _ in pairs) < 4
+
+
 def test_an_indicator_of_ones_own() -> None:
     def macs(subject: Subject) -> dict[str, dict[str, float]]:
         return subject.each(lambda name, spec: float(subject.op(name).macs))

@@ -40,6 +40,8 @@ class Seen:
 
     products: Products
     places: dict[str, Tensor]
+    #: The function that the model calls.
+    func: Callable[..., Any]
     #: The gradient of the output, known after the backward pass.
     grad: Tensor | None = None
     #: What the products gave, by place.
@@ -116,7 +118,7 @@ class Places:
         left, right = (_with_gradient(x) for x in (left, right))
         operands = {name: x.view_as(x) for name, x in (("left", left), ("right", right))}
         operands |= {f"{name}_again": x.view_as(x) for name, x in (("left", left), ("right", right))}
-        seen = Seen(products, operands)
+        seen = Seen(products, operands, func)
         zero = torch.zeros((), dtype=right.dtype, device=right.device, requires_grad=True)
         out: Tensor = _Run.apply(seen, *operands.values(), zero)  # type: ignore[no-untyped-call]
         seen.places["out"] = out

@@ -17,6 +17,7 @@ from torch import Tensor
 from bitwright.kernels.codes import FULL, as_second, encode, encode_rows
 from bitwright.kernels.int8 import can_turn, second_limit, turn
 from bitwright.plan import ComputeSpec
+from bitwright.registry import KERNELS
 from bitwright.sensitivity.places import Seen
 
 
@@ -160,9 +161,32 @@ def cast_errors(dtype: torch.dtype) -> Errors:
     return errors
 
 
-ERRORS: dict[str, Errors] = {
+def measured_errors(seen: Seen, spec: ComputeSpec) -> Iterator[Error]:
+    """Of any kernel: run it on these numbers, and look at what its products give."""
+    operands = [x.clone().requires_grad_(x.is_floating_point()) for x in (seen.left, seen.right)]
+    shape = (None, *seen.products.shape) if seen.products.shape else ()
+    with torch.enable_grad():
+        out = KERNELS.get(spec.format)(spec, simulate=True)(seen.func, (*operands, *shape), {})
+    yield Error(("out",), out.detach() - seen.given["out"], seen.channel)
+    wanted = [
+        (place, x)
+        for place, x in zip(("to_left", "to_right"), operands, strict=True)
+        if x.requires_grad and place in seen.given
+    ]
+    if seen.grad is not None and wanted:
+        found = torch.autograd.grad(out, [x for _, x in wanted], seen.grad)
+        for (place, _), given in zip(wanted, found, strict=True):
+            matrix = place == "to_right" and seen.products.kind != "matmul"
+            yield Error((place,), given - seen.given[place], 0 if matrix else seen.channel)
+
+
+def errors_of(seen: Seen, spec: ComputeSpec) -> Iterator[Error]:
+    """As this kernel makes them: place by place for Bitwright's own kernels, by its results for any other."""
+    return _KNOWN.get(spec.format, measured_errors)(seen, spec)
+
+
+_KNOWN: dict[str, Errors] = {
     "int8": int8_errors,
     "bf16": cast_errors(torch.bfloat16),
     "fp16": cast_errors(torch.float16),
 }
-"""By kernel."""

@@ -20,7 +20,7 @@ from bitwright.plan import ComputeSpec
 from bitwright.sensitivity.indicate import Subject, Values
 from bitwright.sensitivity.operators import as_in_training, operators_of
 from bitwright.sensitivity.places import Places, Seen
-from bitwright.sensitivity.rounding import ERRORS, Error
+from bitwright.sensitivity.rounding import Error, errors_of
 from bitwright.sensitivity.smooth import SmoothRelus
 from bitwright.workload import call
 
@@ -33,11 +33,6 @@ Slopes = dict[str, Tensor]
 
 def gradient_variance(subject: Subject) -> Values:
     """In the mean over batches; one forward and two backward passes for each, and one more where there are ReLUs."""
-    for specs in subject.cases.values():
-        for format, spec in specs.items():
-            if spec.format not in ERRORS:
-                fix = f"use output-error, which runs the kernel itself, or one of: {', '.join(ERRORS)}"
-                raise BitwrightError("the errors of this kernel aren't known", value=format, fix=fix)
     sums = subject.each(lambda name, spec: 0.0)
     generator = torch.Generator().manual_seed(subject.seed)
     with as_in_training(subject.model), operators_of(subject.model, subject.graph, subject.any_spec) as operators:
@@ -90,7 +85,7 @@ def _slopes(
 
 def _variance(seen: Seen, spec: ComputeSpec, smooth: Slopes, kinks: Slopes) -> float:
     """Flips of ReLUs go with the size of the error, not with its square: scaled to the size that this kernel makes."""
-    errors = list(ERRORS[spec.format](seen, spec))
+    errors = list(errors_of(seen, spec))
     flips = sum(error.moves(kinks) for error in errors)
     relative = _relative(errors, seen) if flips else 0.0
     return sum(error.moves(smooth) for error in errors) + (flips * NOISE / sqrt(relative) if relative else 0.0)
