@@ -98,16 +98,18 @@ def coin_plan(plan: Plan, seed: int) -> Plan:
     return replace(plan, sites=whole, fold=folds)
 
 
-def cases(model: nn.Module, batch: Any) -> dict[str, Variant]:
+def cases(model: nn.Module, batch: Any, with_amp: bool) -> dict[str, Variant]:
     plain, amp = StepSettings(), StepSettings(amp="bf16")
     found = {"float": Variant(model=copy.deepcopy(model).train())}
     found["int8"] = prepared(model, batch, None, plain)
     uniform = found["int8"].plan
-    found["float, AMP bf16"] = Variant(model=copy.deepcopy(model).train(), settings=amp)
-    found["int8, AMP bf16"] = prepared(model, batch, uniform, amp)
+    if with_amp:
+        found["float, AMP bf16"] = Variant(model=copy.deepcopy(model).train(), settings=amp)
+        found["int8, AMP bf16"] = prepared(model, batch, uniform, amp)
     for seed in range(5):
-        settings = amp if seed >= 3 else plain
-        words = ", AMP bf16" if seed >= 3 else ""
+        low = with_amp and seed >= 3
+        settings = amp if low else plain
+        words = ", AMP bf16" if low else ""
         found[f"mixed {seed + 1}{words}"] = prepared(model, batch, coin_plan(uniform, seed), settings)
     busy = StepSettings(optimizer="adamw", clip=1.0, accumulate=2)
     found["mixed 1, AdamW, clipped, 2 batches"] = prepared(model, batch, coin_plan(uniform, 0), busy)
@@ -141,14 +143,14 @@ def peak_bytes(step: WatchedStep) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
 
 
-def measure(name: str, rounds: int) -> list[dict[str, Any]]:
+def measure(name: str, rounds: int, with_amp: bool) -> list[dict[str, Any]]:
     torch.manual_seed(0)
     model, batch, loss = MODELS[name]()
     graph = record_step(model, batch, loss, name=name)
     store = open_store(None, CLOCK)
     host = measure_host(CLOCK)
     store.add({"facts": {"host": host.model_dump()}})
-    variants = cases(model, batch)
+    variants = cases(model, batch, with_amp)
     read = CLOCKS[CLOCK]
     steps = {n: WatchedStep(v.model, [batch], loss, v.settings, clock=CLOCK) for n, v in variants.items()}
     watches = {
@@ -162,6 +164,7 @@ def measure(name: str, rounds: int) -> list[dict[str, Any]]:
     with undisturbed():
         for number in range(rounds + 3):
             for n, step in steps.items():
+                step()  # another model has run meanwhile; a trainer's step follows one of its own
                 spent = sum(step().values())
                 if number >= 3:
                     taken[n].append(spent)
@@ -211,10 +214,11 @@ def row(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--amp", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--models", nargs="*", default=list(MODELS))
     chosen = parser.parse_args()
     torch.set_num_threads(1)
-    rows = [found for name in chosen.models for found in measure(name, chosen.rounds)]
+    rows = [found for name in chosen.models for found in measure(name, chosen.rounds, chosen.amp)]
     lines = [
         "| model | plan | predicted | measured | error | saved for backward | error | process peak, error |",
         "|---|---|---|---|---|---|---|---|",

@@ -68,6 +68,7 @@ def measure(
         while running:
             for watch, step in list(running):
                 store.add({"yardstick": yardstick(CLOCKS[clock])})
+                step()  # another variant has run meanwhile; a trainer's step follows one of its own
                 sample = watch.run(step)
                 store.add_round(sample, wanted=rounds)
                 if store.rounds(sample.calls) >= rounds:
