@@ -17,7 +17,8 @@ from bitwright.errors import BitwrightError
 EXAMPLE = Path(__file__).parents[2] / "examples" / "blendcnn_mrpc"
 
 
-@pytest.mark.timeout(600)  # seconds on a quiet machine
+@pytest.mark.slow  # its parts are tested by themselves
+@pytest.mark.timeout(600)
 def test_three_commands_from_nothing_to_measured_int8(tmp_path: Path) -> None:
     programs = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "PATH": programs, "OMP_NUM_THREADS": "1", "EPOCHS": "2", "TRIALS": "1", "RUNS": "5"}

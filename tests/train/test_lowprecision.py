@@ -154,6 +154,7 @@ def test_unequal_ranks_train_as_equal_ones_do(tmp_path: Path) -> None:
     assert split == pytest.approx(equal, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_two_kinds_of_device_train_one_model(tmp_path: Path) -> None:
     plan = tmp_path / "plan.yaml"
     plan.write_text(

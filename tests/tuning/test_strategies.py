@@ -15,6 +15,10 @@ ONE_BASE = Space(weights="int8/channel/sym", observer="minmax", steps=((),))
 PLANTED = {20: (7,), 40: (5, 18, 31)}
 
 
+def slow(*values: object) -> object:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 def search(strategy: str, layers: int, *, lower: bool = False, **options: object) -> Tuned:
     # a backend without a runtime here: what counts is which operators are found, not how fast they are
     arguments: dict[str, object] = {"backend": "tensorrt", "space": ONE_BASE, "budget": Budget(trials=200), **options}
@@ -42,16 +46,14 @@ def test_fallback_finds_the_one_planted_layer(strategy: str, lower: bool) -> Non
     assert len(tuned.candidate.float) <= 2
 
 
-@pytest.mark.parametrize("strategy", [pytest.param("mse_v2", marks=pytest.mark.slow), "mse", "hawq_v2"])
+@pytest.mark.parametrize("strategy", ["hawq_v2", slow("mse_v2"), slow("mse")])
 def test_fallback_finds_three_of_forty(strategy: str) -> None:
     tuned = search(strategy, 40, lower=True)
     assert tuned.met_goal
     assert {"5", "18", "31"} <= tuned.candidate.float
 
 
-@pytest.mark.parametrize(
-    ("layers", "lower"), [(20, False), (20, True), (40, True), pytest.param(40, False, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("layers", "lower"), [(20, True), slow(20, False), slow(40, False), slow(40, True)])
 def test_bisect_needs_a_third_of_basics_evaluations_and_its_plan_is_minimal(layers: int, lower: bool) -> None:
     ours = search("bisect", layers, lower=lower, early=False)
     theirs = search("basic", layers, lower=lower, early=False)
