@@ -68,7 +68,7 @@ from bitwright import Budget, Goal, Space, tune
 store = sys.argv[1]
 sys.stdin.readline()
 begin = time.perf_counter()
-found = tune(workload(40, (5, 18, 31), lower=True, samples=40000), Goal(drop="10%", lower_is_better=True),
+found = tune(workload(40, (5, 18, 31), lower=True, samples=300000), Goal(drop="10%", lower_is_better=True),
              Budget(trials=40), "random", store, backend="tensorrt", resume=True,
              space=Space(weights="int8/channel/sym", observer="minmax", steps=((),)))
 print(time.perf_counter() - begin, sum(a.fresh for a in found.history), len({{a.candidate.key for a in found.history}}))
@@ -106,7 +106,7 @@ def main() -> None:
     rows = planted()
     with tempfile.TemporaryDirectory() as folder:
         together = []
-        for workers in (1, 2, 1, 2):
+        for workers in (1, 2):
             store = options.postgresql or str(Path(folder) / f"{workers}-{len(together)}.db")
             if options.postgresql:  # each study has a database of its own
                 name = f"study{len(together)}"
