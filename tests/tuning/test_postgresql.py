@@ -42,7 +42,7 @@ def server() -> Iterator[str]:
     if binaries is None:
         pytest.skip("there is no PostgreSQL server (Debian: apt-get install postgresql)")
     owner = _owner()
-    folder = Path(tempfile.mkdtemp(prefix="bitwright-pg-", dir="/tmp"))  # a short path: sockets have a limit
+    folder = Path(tempfile.mkdtemp(prefix="bitwright-pg-"))  # not pytest's: sockets need a short path
     if owner:
         os.chown(folder, int(str(owner["user"])), -1)
     with socket.socket() as free:
