@@ -133,7 +133,7 @@ def test_a_thousand_devices_and_a_changed_operator() -> None:
     cluster = Cluster.of(dict.fromkeys("abcd", 256), link=Link(latency_us=5, gbit_per_s=100))
     predictor = Predictor.make(graph, plan, kinds, cluster, settings)
     folded = predictor.predict()
-    assert len(folded.buckets) > 5
+    assert len(folded.buckets) > 3
     assert predictor.predict(exact=True).seconds == pytest.approx(folded.seconds)
     name = "bert.encoder.layer.2.output.dense"
     changed = replace(plan, sites={s: spec for s, spec in plan.sites.items() if not s.startswith(f"{name}:")})
