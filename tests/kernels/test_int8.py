@@ -129,7 +129,7 @@ def test_extremes_do_not_saturate() -> None:
     assert torch.allclose(result, torch.full((64, 32), -256.0), rtol=1e-6)
 
 
-def test_zeros_and_broken_numbers_pass() -> None:
+def test_zeros_pass() -> None:
     kernel = Int8(ComputeSpec(format="int8"))
     assert torch.equal(kernel(F.linear, (torch.zeros(3, 8), torch.zeros(4, 8)), {}), torch.zeros(3, 4))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -112,14 +111,3 @@ def _stochastic(x: Tensor, signed: Tensor, seed: Tensor) -> tuple[Tensor, Tensor
 
 
 _NEAREST, _STOCHASTIC = Compiled(_nearest), Compiled(_stochastic)
-
-
-@cache
-def limit() -> int:
-    """The largest code of the second operand with which this CPU's products are exact: found by a product."""
-    from bitwright.kernels.products import onednn_linear
-
-    ones = torch.full((16, 64), 255, dtype=torch.uint8)
-    rows = torch.full((16, 64), FULL, dtype=torch.int8)
-    result = onednn_linear(Codes(ones, 1.0, 0), Signed(rows, torch.ones(16)), None)
-    return FULL if bool((result == 255.0 * FULL * 64).all()) else EXACT

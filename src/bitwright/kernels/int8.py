@@ -12,11 +12,9 @@ from torch.autograd.function import once_differentiable
 
 from bitwright.graph import Op
 from bitwright.kernels import products
-from bitwright.kernels.codes import Codes, as_second, encode, encode_rows, limit
+from bitwright.kernels.codes import FULL, Codes, as_second, encode, encode_rows
 from bitwright.kernels.kernel import Kernel
 from bitwright.plan import ComputeSpec
-
-_DIMENSIONS = {"conv1d": 1, "conv2d": 2}
 
 
 def _seed() -> int:
@@ -26,7 +24,7 @@ def _seed() -> int:
 
 def second_limit(x: Tensor) -> int:
     """The largest code of the second operand on this tensor's device."""
-    return limit() if x.device.type == "cpu" and products.missing() is None else 127
+    return products.limit() if x.device.type == "cpu" and products.missing() is None else FULL
 
 
 class _Linear(torch.autograd.Function):
@@ -212,7 +210,6 @@ class Int8(Kernel):
 
     name = "int8"
     kinds: ClassVar[tuple[str, ...]] = ("linear", "conv2d", "conv1d", "matmul", "embedding")
-    saved_bytes = 1.0
 
     @classmethod
     def refuses(cls, op: Op, spec: ComputeSpec) -> str | None:
@@ -259,7 +256,7 @@ class Int8(Kernel):
             result: Tensor = func(input, weight, bias, stride, padding, dilation, groups)
             return result
         dims = weight.dim() - 2
-        shape = [_each(value, dims) for value in (stride, padding, dilation)]
+        shape = [each_axis(value, dims) for value in (stride, padding, dilation)]
         if dims == 1:  # a picture of one row
             shape = [(first, *part) for first, part in zip((1, 0, 1), shape, strict=True)]
             wide = (input[:, :, None], weight[:, :, None])
@@ -294,7 +291,8 @@ def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:
     return result
 
 
-def _each(value: Any, dims: int) -> tuple[int, ...]:
+def each_axis(value: Any, dims: int) -> tuple[int, ...]:
+    """A stride, padding or dilation for each axis."""
     return (value,) * dims if isinstance(value, int) else tuple(value) * (dims if len(value) == 1 else 1)
 
 

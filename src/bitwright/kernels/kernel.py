@@ -12,9 +12,6 @@ from bitwright.graph import Op
 from bitwright.plan import ComputeSpec
 from bitwright.registry import KERNELS
 
-GRADIENTS = ("input", "weight")
-"""The two products of a backward pass: for what came in, and for the weight."""
-
 
 class Kernel(ABC):
     """Runs operators of some kinds in one precision.
@@ -24,8 +21,6 @@ class Kernel(ABC):
 
     name: ClassVar[str]
     kinds: ClassVar[tuple[str, ...]]
-    saved_bytes: ClassVar[float] = 4.0
-    """Per number of the input that is kept for the backward pass; memory is predicted with it."""
 
     def __init__(self, spec: ComputeSpec, *, simulate: bool = False) -> None:
         self.spec = spec

@@ -19,7 +19,6 @@ class _LowFloat(Kernel):
 
     dtype: ClassVar[torch.dtype]
     kinds: ClassVar[tuple[str, ...]] = _KINDS
-    saved_bytes = 2.0
 
     def __call__(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Weights stay float32 outside of the call."""

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bitwright.kernels.codes import Codes, Signed, as_second
+from bitwright.kernels.codes import EXACT, FULL, Codes, Signed, as_second
 
 Ints = Sequence[int]
 
@@ -51,6 +51,15 @@ def onednn_conv2d(
     return result
 
 
+@cache
+def limit() -> int:
+    """The largest code of the second operand with which this CPU's products are exact: found by a product."""
+    ones = torch.full((16, 64), 255, dtype=torch.uint8)
+    rows = torch.full((16, 64), FULL, dtype=torch.int8)
+    result = onednn_linear(Codes(ones, 1.0, 0), Signed(rows, torch.ones(16)), None)
+    return FULL if bool((result == 255.0 * FULL * 64).all()) else EXACT
+
+
 def linear(x: Codes, weight: Signed, bias: Tensor | None, *, simulate: bool) -> Tensor:
     """By integers where they run, else by floats of the same values."""
     if not simulate and x.values.device.type == "cpu" and missing() is None:
@@ -78,7 +87,7 @@ def conv2d(
 
 
 def conv2d_weight(
-    grad: Codes, x: Codes, kernel: Ints, stride: Ints, padding: Ints, dilation: Ints, limit: int, *, simulate: bool
+    grad: Codes, x: Codes, kernel: Ints, stride: Ints, padding: Ints, dilation: Ints, most: int, *, simulate: bool
 ) -> Tensor:
     """The gradient of the weight: each shifted view of the input against the output's gradient, as one product."""
     channels, outputs = x.values.shape[1], grad.values.shape[1]
@@ -92,7 +101,7 @@ def conv2d_weight(
         (first, row * dilation[0], column * dilation[1], batch, row * stride[0], column * stride[1]),
     )
     columns = Codes(windows.reshape(channels * kernel[0] * kernel[1], -1), x.scale, x.zero)
-    rows = as_second(grad.values.permute(1, 0, 2, 3).reshape(outputs, -1), grad, limit)
+    rows = as_second(grad.values.permute(1, 0, 2, 3).reshape(outputs, -1), grad, most)
     found = linear(columns, rows, None, simulate=simulate)
     return found.view(channels, *kernel, outputs).permute(3, 0, 1, 2).contiguous()
 

@@ -40,11 +40,6 @@ class ComputeSpec:
         return self.format if set(changed) <= {"format"} else {"format": self.format, **changed}
 
 
-def is_pattern(name: str) -> bool:
-    """Whether a name stands for several operators."""
-    return any(mark in name for mark in "*?[")
-
-
 def resolved(layers: list[Mapping[str, ComputeSpec]], graph: Graph) -> dict[str, ComputeSpec]:
     """By exact operator; exact before patterns, later before earlier, layer by layer."""
     found: dict[str, ComputeSpec] = {}

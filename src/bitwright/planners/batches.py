@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import gcd
 
 from bitwright.planners.allocate import SLACK, Allocation, allocation, equal_batches, fastest, recover
 from bitwright.planners.machine import FLOAT, Machine, Plans
@@ -45,8 +46,6 @@ def _balanced(machine: Machine, plans: Plans, batches: Mapping[str, int]) -> dic
 
 def _exchange(giving: int, taking: int) -> tuple[int, int]:
     """How many samples each device gives and takes so that the sum stays: 2 devices give 3 each to 3 that take 2."""
-    from math import gcd
-
     common = gcd(giving, taking)
     return taking // common, giving // common
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 FLOAT = "float"
@@ -76,9 +76,9 @@ class Additive:
     costs: Mapping[str, Mapping[str, Mapping[str, OperatorCost]]]
     penalties: Mapping[str, Mapping[str, float]]
     batch: int = 1
-    fixed: Mapping[str, float] = None  # type: ignore[assignment]
-    base: Mapping[str, int] = None  # type: ignore[assignment]
-    limits: Mapping[str, int] = None  # type: ignore[assignment]
+    fixed: Mapping[str, float] = field(default_factory=dict)
+    base: Mapping[str, int] = field(default_factory=dict)
+    limits: Mapping[str, int] = field(default_factory=dict)
 
     def formats(self, kind: str, operator: str) -> Sequence[str]:
         """What the table has."""
@@ -92,7 +92,7 @@ class Additive:
         """The sum."""
         share = batch / self.batch
         own = sum(self.costs[kind][op][format].seconds for op, format in assignment.items())
-        return (self.fixed or {}).get(kind, 0.0) + share * own
+        return self.fixed.get(kind, 0.0) + share * own
 
     def step(self, plans: Plans, batches: Mapping[str, int]) -> float:
         """Everybody waits for the slowest."""
@@ -102,11 +102,11 @@ class Additive:
         """The sum."""
         share = batch / self.batch
         own = sum(self.costs[kind][op][format].bytes for op, format in assignment.items())
-        return (self.base or {}).get(kind, 0) + int(share * own)
+        return self.base.get(kind, 0) + int(share * own)
 
     def limit(self, kind: str) -> int | None:
         """What was said."""
-        return (self.limits or {}).get(kind)
+        return self.limits.get(kind)
 
     def with_limits(self, **limits: int) -> Additive:
         """The same with other memory."""

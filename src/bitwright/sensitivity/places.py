@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bitwright.kernels.int8 import each_axis
+
 
 @dataclass(frozen=True)
 class Products:
@@ -156,7 +158,7 @@ def _conv(
     if isinstance(padding, str) or input.dim() != weight.dim():
         return None
     dims = weight.dim() - 2
-    shape = tuple(_each(value, dims) for value in (stride, padding, dilation))
+    shape = tuple(each_axis(value, dims) for value in (stride, padding, dilation))
     run: Callable[..., Tensor] = F.conv1d if dims == 1 else F.conv2d
 
     def back(grad: Tensor, left: Tensor, right: Tensor, which: int) -> Tensor:
@@ -209,7 +211,3 @@ def _embedding(
         lambda grad, left, right: torch.ops.aten.embedding_dense_backward(grad, left, right.shape[0], skipped, False),
     )
     return products, input, weight, None
-
-
-def _each(value: Any, dims: int) -> tuple[int, ...]:
-    return (value,) * dims if isinstance(value, int) else tuple(value) * (dims if len(value) == 1 else 1)

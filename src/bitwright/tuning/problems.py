@@ -27,12 +27,12 @@ def _keys(model: type[BaseModel], path: tuple[Any, ...]) -> list[str]:
     here: Any = model
     for part in path:
         if isinstance(here, type) and issubclass(here, BaseModel):
-            field = model_field(here, str(part))
+            field = _field(here, str(part))
             here = None if field is None else _inner(field)
     return [f.alias or name for name, f in here.model_fields.items()] if _is_model(here) else []
 
 
-def model_field(model: type[BaseModel], name: str) -> Any:
+def _field(model: type[BaseModel], name: str) -> Any:
     """The annotation of a field, by name or alias."""
     for own, field in model.model_fields.items():
         if name in (own, field.alias):

@@ -23,6 +23,7 @@ from typing import Any
 import optuna
 from optuna.storages import RDBStorage
 from optuna.trial import FrozenTrial, TrialState
+from sqlalchemy import Connection, event
 from sqlalchemy.exc import DatabaseError
 from sqlalchemy.pool import StaticPool
 
@@ -114,17 +115,6 @@ class Study:
         finally:
             over.set()
             thread.join()
-
-    def trials(self) -> list[tuple[Candidate, Outcome]]:
-        """All that were evaluated, in the order in which they were asked for."""
-        found: dict[str, FrozenTrial] = {}
-        for trial in self._all():
-            if _OUTCOME in trial.user_attrs:
-                found.setdefault(trial.user_attrs[_KEY], trial)
-        return [
-            (Candidate.from_json(t.user_attrs[_CANDIDATE]), Outcome.model_validate(t.user_attrs[_OUTCOME]))
-            for t in found.values()
-        ]
 
     def recall(self, name: str) -> Any:
         """What was kept under a name, or None."""
@@ -272,7 +262,10 @@ def _storage(store: str | Path | None) -> RDBStorage:
     for left in reversed(range(_OPENINGS)):
         try:
             with _experimental():
-                return RDBStorage(url, engine_kwargs=options, heartbeat_interval=_BEAT, grace_period=_GRACE)
+                storage = RDBStorage(url, engine_kwargs=options, heartbeat_interval=_BEAT, grace_period=_GRACE)
+            if store is not None and url.startswith("sqlite"):
+                _one_at_a_time(storage)
+            return storage
         except (DatabaseError, ImportError) as error:
             if left and "already exists" in str(error):  # two workers make the tables at the same moment
                 time.sleep(0.2)
@@ -284,6 +277,24 @@ def _storage(store: str | Path | None) -> RDBStorage:
                 fix="check the address and the server; PostgreSQL needs pip install 'bitwright[postgresql]'",
             ) from error
     raise AssertionError("the last attempt returns or raises")
+
+
+def _one_at_a_time(storage: RDBStorage) -> None:
+    """Let a SQLite transaction lock the file when it begins.
+
+    Python begins one only at its first change: two workers could read that a trial is waiting, and then both take it.
+    """
+
+    @event.listens_for(storage.engine, "connect")
+    def leave_to_us(connection: Any, _: Any) -> None:
+        connection.isolation_level = None
+
+    @event.listens_for(storage.engine, "begin")
+    def lock(connection: Connection) -> None:
+        connection.exec_driver_sql("BEGIN IMMEDIATE")
+
+    storage.remove_session()
+    storage.engine.dispose()  # connections that were made before
 
 
 @contextmanager
