@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from itertools import chain, islice
 from typing import Any
 
@@ -10,11 +11,10 @@ import torch
 from torch import nn
 
 from bitwright.attach import Quantizer, attachment_of, folded_once, in_mode
-from bitwright.batching import split
 from bitwright.errors import BitwrightError, CalibrationError, PlanError, Problem
 from bitwright.graph.tree import as_call
 from bitwright.modes import evaluating
-from bitwright.ptq.pieces import piece_size
+from bitwright.ptq.feeding import Feed, how_to_feed
 from bitwright.ptq.ranks import describe, exchange, give_up, own_ranges, settle_together, several
 
 
@@ -73,14 +73,22 @@ def _observe(
     with evaluating(model), torch.no_grad(), in_mode(model, "calibrate"):
         stream = iter(batches)
         first = list(islice(stream, 1))
-        size = piece_size(model, quantizers, first[0], run) if first else None
+        feed = how_to_feed(model, quantizers, first[0], run) if first else Feed()
         stream = chain(first, stream)
         del first  # batches are let go as soon as the next one comes
         with folded_once(model):
             for batch in stream:
                 try:
-                    for piece in [batch] if size is None else split([batch], size):
-                        run(piece)
+                    try:
+                        for piece in feed.pieces(batch):
+                            run(piece)
+                    except RuntimeError:
+                        if not feed.channels_last:
+                            raise
+                        # a path that the first samples didn't take wants another order; no observer minds a repetition
+                        feed = replace(feed, channels_last=False)
+                        for piece in feed.pieces(batch):
+                            run(piece)
                 except BitwrightError:
                     raise
                 except Exception as error:

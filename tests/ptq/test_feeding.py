@@ -1,4 +1,4 @@
-"""Large calibration batches are cut where that changes no range, and only there."""
+"""Large calibration batches are cut, and images laid channels-last, where that changes no range, and only there."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from bitwright.attach import prepare, quantizers_of
 from bitwright.errors import CalibrationError
 from bitwright.formats import Format
 from bitwright.plan import Plan, SiteSpec
-from bitwright.ptq import calibrate, pieces
+from bitwright.ptq import calibrate, feeding
 
 
 class Counted(nn.Module):
@@ -22,9 +22,11 @@ class Counted(nn.Module):
         self.first, self.norm, self.second = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 4, 1)
         self.norm.running_mean.normal_()  # type: ignore[union-attr]
         self.sizes: list[int] = []
+        self.channels_last: list[bool] = []
 
     def forward(self, x: Tensor) -> Tensor:
         self.sizes.append(len(x))
+        self.channels_last.append(x.is_contiguous(memory_format=torch.channels_last))
         result: Tensor = self.second(self.mixed(torch.relu(self.norm(self.first(x)))))
         return result
 
@@ -83,7 +85,7 @@ def same(a: dict[str, tuple[Tensor, Tensor]], b: dict[str, tuple[Tensor, Tensor]
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if four samples were all that memory has room for."""
-    monkeypatch.setattr(pieces, "LARGEST", 4 * 4 * 8 * 7 * 7)
+    monkeypatch.setattr(feeding, "LARGEST", 4 * 4 * 8 * 7 * 7)
 
 
 @pytest.mark.usefixtures("small")
@@ -127,3 +129,44 @@ def test_a_failure_in_a_piece_names_the_batch() -> None:
         calibrate(model, [DATA[0], bad])
     with pytest.raises(CalibrationError, match="calibration batch 1"):
         calibrate(model, [DATA[0], torch.randn(10, 2, 9, 9)])
+
+
+class Viewing(Counted):
+    """Cuts channels in halves by a view, which wants them in the plain order; maybe only of some batches."""
+
+    def __init__(self, above: float = -1e9) -> None:
+        super().__init__()
+        self.above = above
+
+    def mixed(self, x: Tensor) -> Tensor:
+        return x.view(len(x), -1).view(x.shape) if x.max() > self.above else x
+
+
+def test_images_are_laid_channels_last_and_ranges_stay() -> None:
+    model = Counted()
+    found = ranges(model)
+    assert model.channels_last == [True] * 3
+    same(found, ranges(Plainly()))
+
+
+class Plainly(Counted):
+    """Insists on the plain order."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.view(len(x), -1).view(x.shape))
+
+
+def test_a_model_that_wants_the_plain_order_gets_it() -> None:
+    model = Viewing()
+    ranges(model)
+    assert model.channels_last == [False] * 3
+
+
+def test_a_later_batch_that_wants_the_plain_order_gets_it() -> None:
+    with torch.no_grad():
+        tops = [Counted().eval().norm(Counted().first(batch)).max().item() for batch in DATA]
+    model = Viewing(above=(max(tops[1:]) + tops[0]) / 2)
+    assert max(tops[1:]) > tops[0]
+    same(ranges(model), ranges(Counted()))
+    assert model.channels_last[0]
+    assert not model.channels_last[-1]
