@@ -1,4 +1,8 @@
-"""Numbers as 8-bit codes: one scale per tensor or per channel, nearest or stochastic rounding, in float32 always."""
+"""Numbers as 8-bit codes: a scale per row or per tensor, nearest or stochastic rounding, in float32 always.
+
+A row is a sample, or a token. Gradients of samples differ by orders of magnitude: with one scale for all of them, those
+of samples that the model knows already would all be zero.
+"""
 
 from __future__ import annotations
 
@@ -19,16 +23,21 @@ EXACT = 63
 
 @dataclass(frozen=True)
 class Codes:
-    """Unsigned codes; a number is (code − zero)·scale."""
+    """Unsigned codes; a number is (code − zero)·scale, with a scale for each row (the first axis), or one for all."""
 
     values: Tensor
-    scale: float
+    scales: Tensor
     zero: int
+
+    @property
+    def steps(self) -> Tensor:
+        """The scales in a shape that goes with the values."""
+        return self.scales.view(-1, *(1,) * (self.values.dim() - 1))
 
     def float(self) -> Tensor:
         """The numbers."""
         # three passes, each of which torch vectorises; one compiled pass from bytes is slower
-        return self.values.to(torch.float32).sub_(self.zero).mul_(self.scale)
+        return self.values.to(torch.float32).sub_(self.zero).mul_(self.steps)
 
 
 @dataclass(frozen=True)
@@ -43,22 +52,24 @@ class Signed:
         return self.values.to(torch.float32) * self.scales.view(-1, *(1,) * (self.values.dim() - 1))
 
 
-def encode(x: Tensor, seed: int | None = None, *, signed: bool = False) -> Codes:
-    """Codes of a tensor, by its own largest number; without negative numbers all 255 levels are above zero.
+def encode(x: Tensor, seed: int | None = None, *, signed: bool = False, whole: bool = False) -> Codes:
+    """Codes of a tensor, by the largest number of each row; without negative numbers all 255 levels are above zero.
 
     With a `seed` numbers are rounded up or down at random, in the mean to themselves. `signed`: around 128 always.
+    `whole`: one scale for all rows.
     """
     x = x.detach().to(torch.float32)
     if not x.numel():
-        return Codes(x.to(torch.uint8), 1.0, 128)
+        return Codes(x.to(torch.uint8), x.new_ones(1), 128)
     x = x if dense(x) else x.contiguous()
-    row = x.as_strided((x.numel(),), (1,))  # in the order of memory
+    count = 1 if whole else x.shape[0]
+    rows = x.as_strided((count, x.numel() // count), (x.numel() // count, 1))  # in the order of memory
     around = torch.tensor(signed, device=x.device)
     more = [] if seed is None else [torch.tensor(seed & 0x7FFFFFFF, device=x.device)]
     function = _NEAREST if seed is None else _STOCHASTIC
     run = function.compiled if worthwhile(x) else function.function
-    values, scale, zero = run(row, around, *more)
-    return Codes(values.as_strided(x.shape, x.stride()), float(scale), int(zero))
+    values, scales, zero = run(rows, around, *more)
+    return Codes(values.as_strided(x.shape, x.stride()), scales, int(zero))
 
 
 def encode_rows(x: Tensor, limit: int) -> Signed:
@@ -71,23 +82,23 @@ def encode_rows(x: Tensor, limit: int) -> Signed:
 
 
 def as_second(values: Tensor, codes: Codes, limit: int) -> Signed:
-    """Codes that are there already as rows of a second operand, halved where products would saturate otherwise.
+    """Codes with one scale as rows of a second operand, halved where products would saturate otherwise.
 
     Halves are rounded to even, so that they are neither up nor down in the mean. Only codes around 128 can be: they
     have a sign.
     """
     shifted = values.to(torch.int16) - codes.zero
-    scale = codes.scale
+    scales = codes.scales.expand(values.shape[0])
     if limit < FULL:  # to ±64, with which products are exact as well
         shifted = (shifted + ((shifted >> 1) & 1)) >> 1
-        scale *= 2
-    return Signed(shifted.to(torch.int8).contiguous(), torch.full((values.shape[0],), scale))
+        scales = scales * 2
+    return Signed(shifted.to(torch.int8).contiguous(), scales.contiguous())
 
 
 def _grid(x: Tensor, signed: Tensor) -> tuple[Tensor, Tensor]:
-    """Scale and zero of a tensor."""
-    low, high = x.amin(), x.amax()
-    both = signed | (low < 0)
+    """Scales of the rows, and the zero of all."""
+    low, high = x.amin(1), x.amax(1)
+    both = signed | (low.amin() < 0)
     scale = torch.where(both, torch.maximum(high, -low) / FULL, high / 255)
     scale = torch.where((scale > TINY) & (scale < float("inf")), scale, 1.0)
     return scale, torch.where(both, 128.0, 0.0)
@@ -95,19 +106,19 @@ def _grid(x: Tensor, signed: Tensor) -> tuple[Tensor, Tensor]:
 
 def _nearest(x: Tensor, signed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     scale, zero = _grid(x, signed)
-    return (x * (1.0 / scale) + zero).round().clamp(0, 255).to(torch.uint8), scale, zero
+    return (x * (1.0 / scale)[:, None] + zero).round().clamp(0, 255).to(torch.uint8), scale, zero
 
 
 def _stochastic(x: Tensor, signed: Tensor, seed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Noise from a hash of each number's place and the seed: no generator's state, no second pass over memory."""
     scale, zero = _grid(x, signed)
-    place = torch.arange(x.numel(), device=x.device, dtype=torch.int32)
+    place = torch.arange(x.numel(), device=x.device, dtype=torch.int32).view(x.shape)
     bits = place + seed.to(torch.int32) * 0x61C88647
     bits = (bits ^ ((bits >> 16) & 0xFFFF)) * 0x45D9F3B
     bits = (bits ^ ((bits >> 15) & 0x1FFFF)) * 0x2C1B3C6D
     bits = bits ^ ((bits >> 16) & 0xFFFF)
     noise = (bits & 0xFFFFFF).to(torch.float32) * (1.0 / (1 << 24))
-    return torch.floor(x * (1.0 / scale) + zero + noise).clamp(0, 255).to(torch.uint8), scale, zero
+    return torch.floor(x * (1.0 / scale)[:, None] + zero + noise).clamp(0, 255).to(torch.uint8), scale, zero
 
 
 _NEAREST, _STOCHASTIC = Compiled(_nearest), Compiled(_stochastic)

@@ -30,44 +30,48 @@ def second_limit(x: Tensor) -> int:
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, spec: ComputeSpec, simulate: bool) -> Tensor:
-        codes, rows = encode(x), encode_rows(weight, second_limit(x))
-        ctx.save_for_backward(codes.values, weight)
-        ctx.scale, ctx.zero, ctx.spec, ctx.simulate = codes.scale, codes.zero, spec, simulate
-        ctx.dtype, ctx.has_bias = x.dtype, bias is not None
+        codes, rows = encode(x.reshape(-1, x.shape[-1])), encode_rows(weight, second_limit(x))
+        ctx.save_for_backward(codes.values, codes.scales, weight)
+        ctx.zero, ctx.spec, ctx.simulate = codes.zero, spec, simulate
+        ctx.dtype, ctx.has_bias, ctx.shape = x.dtype, bias is not None, x.shape
         plain = None if bias is None else bias.detach().to(torch.float32)
-        return products.linear(codes, rows, plain, simulate=simulate).to(x.dtype)
+        out = products.linear(codes, rows, plain, simulate=simulate)
+        return out.view(*x.shape[:-1], weight.shape[0]).to(x.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        values, weight = ctx.saved_tensors
-        x = Codes(values, ctx.scale, ctx.zero)
+        values, scales, weight = ctx.saved_tensors
+        x = Codes(values, scales, ctx.zero)
         spec, simulate = ctx.spec, ctx.simulate
         flat = grad.reshape(-1, grad.shape[-1]).to(torch.float32)
-        codes = encode(flat, _seed() if spec.stochastic else None, signed=True) if spec.backward else None
         left = right = below = None
         if ctx.needs_input_grad[0]:
-            if codes is not None and "input" in spec.backward:
+            if "input" in spec.backward:
+                codes = encode(flat, _seed() if spec.stochastic else None, signed=True)
                 turned = encode_rows(weight.t(), second_limit(flat))
                 left = products.linear(codes, turned, None, simulate=simulate)
             else:
                 left = flat @ weight.to(torch.float32)
-            left = left.view(values.shape).to(ctx.dtype)
+            left = left.view(ctx.shape).to(ctx.dtype)
         if ctx.needs_input_grad[1]:
-            right = _weight_gradient(codes if "weight" in spec.backward else None, flat, x, simulate).to(weight.dtype)
+            if "weight" in spec.backward:
+                # the transpose of the product of x's columns with the gradient's
+                codes = for_weight(flat, x, spec)
+                columns = Codes(values.t().contiguous(), torch.ones_like(codes.scales), x.zero)
+                rows = as_second(codes.values.t().contiguous(), codes, second_limit(flat))
+                right = products.linear(columns, rows, None, simulate=simulate).t()
+            else:
+                right = flat.t() @ x.float()
+            right = right.to(weight.dtype)
         if ctx.has_bias and ctx.needs_input_grad[2]:
             below = flat.sum(0)
         return left, right, below, None, None
 
 
-def _weight_gradient(codes: Codes | None, grad: Tensor, x: Codes, simulate: bool) -> Tensor:
-    """gradᵀ · x, as the transpose of the product of x's columns with the gradient's."""
-    inputs = x.values.reshape(-1, x.values.shape[-1])
-    if codes is None:
-        return grad.t() @ Codes(inputs, x.scale, x.zero).float()
-    columns = Codes(inputs.t().contiguous(), x.scale, x.zero)
-    rows = as_second(codes.values.t().contiguous(), codes, second_limit(grad))
-    return products.linear(columns, rows, None, simulate=simulate).t()
+def for_weight(grad: Tensor, x: Codes, spec: ComputeSpec) -> Codes:
+    """The gradient as the weight's product wants it: rows are summed there, so x's steps are taken into one scale."""
+    return encode(grad * x.steps, _seed() if spec.stochastic else None, signed=True, whole=True)
 
 
 class _Conv2d(torch.autograd.Function):
@@ -84,8 +88,8 @@ class _Conv2d(torch.autograd.Function):
         last = x.is_contiguous(memory_format=torch.channels_last)
         codes = encode(x if last else x.contiguous(memory_format=torch.channels_last))
         rows = encode_rows(weight, second_limit(x))
-        ctx.save_for_backward(codes.values, weight)
-        ctx.scale, ctx.zero, ctx.spec, ctx.simulate, ctx.shape = codes.scale, codes.zero, spec, simulate, shape
+        ctx.save_for_backward(codes.values, codes.scales, weight)
+        ctx.zero, ctx.spec, ctx.simulate, ctx.shape = codes.zero, spec, simulate, shape
         ctx.dtype, ctx.has_bias = x.dtype, bias is not None
         plain = None if bias is None else bias.detach().to(torch.float32)
         return products.conv2d(codes, rows, plain, *shape, simulate=simulate).to(x.dtype)
@@ -93,8 +97,8 @@ class _Conv2d(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        values, weight = ctx.saved_tensors
-        x = Codes(values, ctx.scale, ctx.zero)
+        values, scales, weight = ctx.saved_tensors
+        x = Codes(values, scales, ctx.zero)
         stride, padding, dilation, groups = ctx.shape
         spec, simulate = ctx.spec, ctx.simulate
         grad = grad.to(torch.float32).contiguous(memory_format=torch.channels_last)
@@ -102,15 +106,15 @@ class _Conv2d(torch.autograd.Function):
         left = right = below = None
         turns = wants[0] and "input" in spec.backward and can_turn(stride, padding, dilation, weight)
         weighs = wants[1] and "weight" in spec.backward and groups == 1
-        if turns or weighs:
-            codes = encode(grad, _seed() if spec.stochastic else None, signed=True)
         if turns:
+            codes = encode(grad, _seed() if spec.stochastic else None, signed=True)
             turned = encode_rows(turn(weight, groups), second_limit(grad))
             around = [d * (k - 1) - p for d, k, p in zip(dilation, weight.shape[2:], padding, strict=True)]
             left = products.conv2d(codes, turned, None, (1, 1), around, dilation, groups, simulate=simulate)
             wants[0] = False
         if weighs:
             shape = (weight.shape[2:], stride, padding, dilation)
+            codes = for_weight(grad, x, spec)
             right = products.conv2d_weight(codes, x, *shape, second_limit(grad), simulate=simulate).to(weight.dtype)
             wants[1] = False
         if any(wants):
@@ -177,14 +181,14 @@ class _MatMul(torch.autograd.Function):
 def _products(a: Tensor, b: Tensor, seed: int | None, simulate: bool) -> Tensor:
     """a · b over equal leading axes."""
     most = second_limit(a)
-    codes = encode(a.contiguous(), seed)
-    flat = codes.values.reshape(-1, *a.shape[-2:])
+    codes = encode(a.reshape(-1, a.shape[-1]), seed)
+    parts = zip(codes.values.view(-1, *a.shape[-2:]), codes.scales.view(-1, a.shape[-2]), strict=True)
     columns = b.transpose(-1, -2).reshape(-1, b.shape[-1], b.shape[-2])
-    parts = [
-        products.linear(Codes(one, codes.scale, codes.zero), encode_rows(other, most), None, simulate=simulate)
-        for one, other in zip(flat, columns, strict=True)
+    found = [
+        products.linear(Codes(*one, codes.zero), encode_rows(other, most), None, simulate=simulate)
+        for one, other in zip(parts, columns, strict=True)
     ]
-    return torch.stack(parts).view(*a.shape[:-1], b.shape[-1]).to(a.dtype)
+    return torch.stack(found).view(*a.shape[:-1], b.shape[-1]).to(a.dtype)
 
 
 class _Embedding(torch.autograd.Function):
@@ -206,7 +210,7 @@ class _Embedding(torch.autograd.Function):
 
 
 class Int8(Kernel):
-    """8-bit codes: a scale per tensor for activations and gradients, per output for weights, found anew each time."""
+    """8-bit codes: a scale per sample or token for activations and gradients, per output for weights, found each time."""
 
     name = "int8"
     kinds: ClassVar[tuple[str, ...]] = ("linear", "conv2d", "conv1d", "matmul", "embedding")

@@ -31,10 +31,11 @@ def onednn_linear(x: Codes, weight: Signed, bias: Tensor | None) -> Tensor:
     count = weight.values.shape[0]
     packed = torch.ops.onednn.qlinear_prepack(weight.values, list(rows.shape))
     zeros = torch.zeros(count, dtype=torch.int32)
+    scale, rest = _first(x, bias)
     result: Tensor = torch.ops.onednn.qlinear_pointwise(
-        rows, x.scale, x.zero, packed, weight.scales, zeros, bias, 1.0, 0, torch.float32, "none", [], ""
+        rows, scale, x.zero, packed, weight.scales, zeros, rest, 1.0, 0, torch.float32, "none", [], ""
     )
-    return result.view(*x.values.shape[:-1], count)
+    return _scaled(result.view(*x.values.shape[:-1], count), x, bias)
 
 
 def onednn_conv2d(
@@ -43,12 +44,24 @@ def onednn_conv2d(
     """The convolution, in channels-last memory."""
     values = x.values.contiguous(memory_format=torch.channels_last)
     shape = (list(stride), list(padding), list(dilation), groups)
-    packed = torch.ops.onednn.qconv_prepack(weight.values, weight.scales, x.scale, x.zero, *shape, list(values.shape))
+    scale, rest = _first(x, bias)
+    packed = torch.ops.onednn.qconv_prepack(weight.values, weight.scales, scale, x.zero, *shape, list(values.shape))
     zeros = torch.zeros(weight.values.shape[0], dtype=torch.int32)
     result: Tensor = torch.ops.onednn.qconv2d_pointwise(
-        values, x.scale, x.zero, packed, weight.scales, zeros, bias, *shape, 1.0, 0, torch.float32, "none", [], ""
+        values, scale, x.zero, packed, weight.scales, zeros, rest, *shape, 1.0, 0, torch.float32, "none", [], ""
     )
-    return result
+    return _scaled(result, x, None if bias is None else bias.view(-1, 1, 1))
+
+
+def _first(x: Codes, bias: Tensor | None) -> tuple[float, Tensor | None]:
+    """What oneDNN does by itself: one scale and the bias. Rows with scales of their own are scaled afterwards."""
+    return (float(x.scales), bias) if len(x.scales) == 1 else (1.0, None)
+
+
+def _scaled(result: Tensor, x: Codes, bias: Tensor | None) -> Tensor:
+    if len(x.scales) == 1:
+        return result
+    return result.mul_(x.steps) if bias is None else torch.addcmul(bias, result, x.steps)
 
 
 @cache
@@ -56,7 +69,7 @@ def limit() -> int:
     """The largest code of the second operand with which this CPU's products are exact: found by a product."""
     ones = torch.full((16, 64), 255, dtype=torch.uint8)
     rows = torch.full((16, 64), FULL, dtype=torch.int8)
-    result = onednn_linear(Codes(ones, 1.0, 0), Signed(rows, torch.ones(16)), None)
+    result = onednn_linear(Codes(ones, torch.ones(1), 0), Signed(rows, torch.ones(16)), None)
     return FULL if bool((result == 255.0 * FULL * 64).all()) else EXACT
 
 
@@ -89,7 +102,10 @@ def conv2d(
 def conv2d_weight(
     grad: Codes, x: Codes, kernel: Ints, stride: Ints, padding: Ints, dilation: Ints, most: int, *, simulate: bool
 ) -> Tensor:
-    """The gradient of the weight: each shifted view of the input against the output's gradient, as one product."""
+    """The gradient of the weight: each shifted view of the input against the output's gradient, as one product.
+
+    Samples are summed, so `grad` has one scale, and the steps of `x` are in it already.
+    """
     channels, outputs = x.values.shape[1], grad.values.shape[1]
     turned = x.values.permute(1, 0, 2, 3)  # channels first: rows of the product
     sides = (padding[1], padding[1], padding[0], padding[0])
@@ -100,7 +116,7 @@ def conv2d_weight(
         (channels, *kernel, x.values.shape[0], height, width),
         (first, row * dilation[0], column * dilation[1], batch, row * stride[0], column * stride[1]),
     )
-    columns = Codes(windows.reshape(channels * kernel[0] * kernel[1], -1), x.scale, x.zero)
+    columns = Codes(windows.reshape(channels * kernel[0] * kernel[1], -1), torch.ones_like(grad.scales), x.zero)
     rows = as_second(grad.values.permute(1, 0, 2, 3).reshape(outputs, -1), grad, most)
     found = linear(columns, rows, None, simulate=simulate)
     return found.view(channels, *kernel, outputs).permute(3, 0, 1, 2).contiguous()
@@ -112,6 +128,6 @@ def _int_mm(x: Codes, weight: Signed, bias: Tensor | None) -> Tensor:
     count, depth, columns = rows.shape[0], rows.shape[1], weight.values.shape[0]
     if x.zero == 0 or depth % 8 or columns % 8 or count <= 16:
         return F.linear(x.float(), weight.float(), bias)
-    result = torch._int_mm(rows, weight.values.t()).to(torch.float32) * (x.scale * weight.scales)
+    result = torch._int_mm(rows, weight.values.t()).to(torch.float32) * (x.scales[:, None] * weight.scales)
     result = result.view(*x.values.shape[:-1], columns)
     return result if bias is None else result + bias

@@ -54,6 +54,10 @@ class Seen:
         """The axis of channels of what comes and what goes."""
         return 1 if self.products.shape else -1
 
+    def rows(self, x: Tensor) -> Tensor:
+        """Samples of a convolution, tokens of anything else: what kernels give a scale of its own."""
+        return x if self.products.shape else x.reshape(-1, x.shape[-1])
+
     @property
     def left(self) -> Tensor:
         """Its left operand."""

@@ -9,7 +9,7 @@ Scales are found by the kernels' own functions.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -55,9 +55,9 @@ class Error:
 Errors = Callable[[Seen, ComputeSpec], Iterator[Error]]
 
 
-def stochastic_variance(x: Tensor, *, signed: bool = False) -> Tensor:
-    """Of codes with one scale for the tensor, rounded at random."""
-    step = encode(x, signed=signed).scale
+def stochastic_variance(x: Tensor, *, signed: bool = False, whole: bool = False) -> Tensor:
+    """Of codes that are rounded at random."""
+    step = encode(x, signed=signed, whole=whole).steps
     up = x / step
     up -= up.floor()
     return up * (1 - up) * step**2
@@ -75,7 +75,9 @@ def int8_errors(seen: Seen, spec: ComputeSpec) -> Iterator[Error]:
 def _int8_weighted(seen: Seen, spec: ComputeSpec) -> Iterator[Error]:
     left, weight, grad, channel = seen.left, seen.right, seen.grad, seen.channel
     limit = second_limit(left)
-    yield Error(("left", "left_again"), encode(left).float() - left, channel)  # codes are kept for the backward pass
+    codes = encode(seen.rows(left))
+    # codes are kept for the backward pass
+    yield Error(("left", "left_again"), codes.float().view(left.shape) - left, channel)
     yield Error(("right",), _rows(weight, limit))
     if grad is None:
         return
@@ -86,34 +88,45 @@ def _int8_weighted(seen: Seen, spec: ComputeSpec) -> Iterator[Error]:
         for_right = for_right and groups == 1
     if for_left:
         yield Error(("right_again",), _turned(seen, limit))
-    places = tuple(place for place, on in (("grad_for_left", for_left), ("grad_for_right", for_right)) if on)
-    if places:
-        yield _encoded(places, grad, channel, spec, signed=True)
+        yield _encoded(("grad_for_left",), seen, grad, spec, signed=True)
     if for_right:
-        codes = encode(grad, signed=True)
-        halves = as_second(codes.values.reshape(grad.shape[0], -1), codes, limit).float()
-        yield Error(("grad_for_right",), halves.view(grad.shape) - codes.float(), channel)
+        yield from _for_weight(seen, grad, codes.steps, spec, limit)
+
+
+def _for_weight(seen: Seen, grad: Tensor, steps: Tensor, spec: ComputeSpec, limit: int) -> Iterator[Error]:
+    """Of the gradient times the input's steps, with one scale; in units of the gradient."""
+    rows = seen.rows(grad)
+    codes = encode(rows * steps, signed=True, whole=True)
+    if spec.stochastic:
+        variance = stochastic_variance(rows * steps, signed=True, whole=True) / steps.square()
+        yield Error(("grad_for_right",), variance.view(grad.shape))
+    else:
+        yield Error(("grad_for_right",), (codes.float() / steps - rows).view(grad.shape), seen.channel)
+    halves = as_second(codes.values.reshape(grad.shape[0], -1), codes, limit).float().view(rows.shape)
+    yield Error(("grad_for_right",), ((halves - codes.float()) / steps).view(grad.shape), seen.channel)
 
 
 def _int8_matmul(seen: Seen, spec: ComputeSpec) -> Iterator[Error]:
     left, right, grad, channel = seen.left, seen.right, seen.grad, seen.channel
     limit = second_limit(left)
-    yield Error(("left",), encode(left).float() - left, channel)
+    yield Error(("left",), encode(seen.rows(left)).float().view(left.shape) - left, channel)
     yield Error(("right",), _columns(right, limit))
     if grad is None:
         return
     if "input" in spec.backward:
-        yield _encoded(("grad_for_left",), grad, channel, spec)
+        yield _encoded(("grad_for_left",), seen, grad, spec)
         yield Error(("right_again",), _columns(right.transpose(-1, -2), limit).transpose(-1, -2))
     if "weight" in spec.backward:
-        yield _encoded(("left_again",), left, channel, spec)
+        turned = _encoded(("left_again",), seen, left.transpose(-1, -2), spec)
+        yield replace(turned, sizes=turned.sizes.transpose(-1, -2))
         yield Error(("grad_for_right",), _columns(grad, limit))
 
 
-def _encoded(places: tuple[str, ...], x: Tensor, channel: int, spec: ComputeSpec, *, signed: bool = False) -> Error:
+def _encoded(places: tuple[str, ...], seen: Seen, x: Tensor, spec: ComputeSpec, *, signed: bool = False) -> Error:
+    rows = seen.rows(x)
     if spec.stochastic:
-        return Error(places, stochastic_variance(x, signed=signed))
-    return Error(places, encode(x, signed=signed).float() - x, channel)
+        return Error(places, stochastic_variance(rows, signed=signed).view(x.shape))
+    return Error(places, (encode(rows, signed=signed).float() - rows).view(x.shape), seen.channel)
 
 
 def _rows(x: Tensor, limit: int) -> Tensor:
