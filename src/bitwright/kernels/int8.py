@@ -210,7 +210,7 @@ class _Embedding(torch.autograd.Function):
 
 
 class Int8(Kernel):
-    """8-bit codes: a scale per sample or token for activations and gradients, per output for weights, found each time."""
+    """8-bit codes: a scale per sample or token for activations and gradients, per output for weights, found anew."""
 
     name = "int8"
     kinds: ClassVar[tuple[str, ...]] = ("linear", "conv2d", "conv1d", "matmul", "embedding")
