@@ -124,9 +124,8 @@ def main() -> None:
         "|---|---|---|---|---|---|---|",
     ]
     for start in RUNS:
-        last = {
-            p: [r["top1"][-1] for r in rows if (r["start"], r["precision"]) == (start, p)] for p in ("float", "int8")
-        }
+        own = [row for row in rows if row["start"] == start]
+        last = {p: [row["top1"][-1] for row in own if row["precision"] == p] for p in ("float", "int8")}
         cells = [", ".join(f"{value:.2f}" for value in values) for values in last.values()]
         cells += [f"{mean(v):.2f} ± {stdev(v) if len(v) > 1 else 0:.2f}" for v in last.values()]
         size = own[0]["images"]
@@ -134,9 +133,7 @@ def main() -> None:
         lines.append(f"| {start} | {size:,} × {RUNS[start]['epochs']} | {' | '.join(cells)} |")
     lines += ["", "Cosine between the gradients of the whole model, means of 8 augmented batches (bar 0.98):", ""]
     for start, found in angles.items():
-        words = [
-            f"batch {size}: {mean(values):.4f} ({min(values):.4f}–{max(values):.4f})" for size, values in found.items()
-        ]
+        words = [f"batch {size}: {mean(all_):.4f} ({min(all_):.4f}–{max(all_):.4f})" for size, all_ in found.items()]
         lines.append(f"- {start}: {'; '.join(words)}")
     save("lowprecision_cifar10", {"environment": environment(), "rows": rows, "cosine": angles}, "\n".join(lines))
 
