@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -19,6 +20,7 @@ from bitwright.cli.verb import verb
 from bitwright.errors import BitwrightError, PlanError
 from bitwright.graph import capture
 from bitwright.plan import Plan, json_schema
+from bitwright.plan.qsync import load_mapper, plan_of_mapper
 from bitwright.planners import make_plan
 
 
@@ -29,6 +31,7 @@ from bitwright.planners import make_plan
     bitwright plan digits --weights int4/group8/sym --keep-float head
     bitwright plan digits --plan edited.yaml --against plan.yaml
     bitwright plan digits-untrained --cluster cluster.yaml --indications indications.json -o plan.yaml
+    bitwright plan my_workload.py:net --mapper qsync.npy -o plan.yaml
     bitwright plan --schema > plan.schema.json
     """,
 )
@@ -60,6 +63,10 @@ def plan(
         typer.Option(help="How much operators suffer: of `bitwright score --indicator`.", show_default=False),
     ] = None,
     planner: Annotated[str, typer.Option(help=f"For a cluster: {', '.join(PLANNERS)}.", show_default=True)] = "recover",
+    mapper: Annotated[
+        Path | None,
+        typer.Option(help="Make it of QSync's mapper (.npy), which is read without running it.", show_default=False),
+    ] = None,
     batch: Annotated[
         int | None, typer.Option(min=1, help="For a cluster: samples per device and step.", show_default=False)
     ] = None,
@@ -83,7 +90,9 @@ def plan(
     table = find_backend(backend)  # before the workload is opened: a wrong name is found at once
     found = open_workload(out, workload)
     graph = capture(found.model, found.inputs)
-    if plan is None:
+    if mapper is not None:
+        made = replace(plan_of_mapper(load_mapper(mapper), graph), model=found.name)
+    elif plan is None:
         made = make_plan(graph, backend, model=found.name, **choices)
     else:
         made = plan.resolve(graph)
@@ -114,4 +123,6 @@ def _show(out: Out, plan: Plan, other: Plan | None, output: Path | None) -> None
     elif output is None:
         out.result(plan.to_yaml())
     if output is not None:
-        out.say(f"{output}: {quantized} quantized sites, {len(plan.float)} operators left in float")
+        low = sum(spec.low for spec in plan.compute.values())
+        computed = f"{low} operators computed in low precision, " if low else ""
+        out.say(f"{output}: {computed}{quantized} quantized sites, {len(plan.float)} operators left in float")

@@ -1,0 +1,102 @@
+"""QSync's .npy mappers become plans, and no byte of them is run."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn, randn
+from typer.testing import CliRunner
+
+from bitwright.cli import app
+from bitwright.errors import BitwrightError, PlanError
+from bitwright.graph import capture
+from bitwright.plan import Plan
+from bitwright.plan.inert import load_npy, read_pickle
+from bitwright.plan.qsync import load_mapper, plan_of_mapper
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(32, 4))
+
+
+def saved(path: Path, value: Any) -> Path:
+    np.save(path, value, allow_pickle=True)
+    return path
+
+
+def test_a_mapper_becomes_a_plan(tmp_path: Path) -> None:
+    graph = capture(net(), randn(1, 3, 6, 6))
+    path = saved(tmp_path / "a.npy", {"0": 8, "module.2": np.int64(16), "linear_0": 32})
+    plan = plan_of_mapper(load_mapper(path), graph)
+    assert {name: spec.format for name, spec in plan.compute.items()} == {"0": "int8", "2": "fp16", "4": "float"}
+    assert plan.compute["2"].why == "module.2: 16 bits in QSync's mapper"
+    section = plan_of_mapper({"conv_1": 8}, graph, kind="t4")
+    assert section.devices["t4"].compute["2"].format == "int8"
+
+
+def test_all_that_does_not_fit_is_told_at_once() -> None:
+    graph = capture(net(), randn(1, 3, 6, 6))
+    with pytest.raises(PlanError) as error:
+        plan_of_mapper({"fc9": 8, "conv_7": 8, "0": 4}, graph)
+    assert [problem.value for problem in error.value.problems] == ["fc9", "conv_7", 4]
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False) | st.text() | st.binary(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner) | st.tuples(inner, inner),
+    max_leaves=12,
+)
+
+
+@given(values, st.integers(0, 4))
+@settings(max_examples=80)
+def test_data_is_read_as_pickle_would(value: Any, protocol: int) -> None:
+    assert read_pickle(io.BytesIO(pickle.dumps(value, protocol)), "test") == value
+
+
+@given(st.dictionaries(st.text(), st.integers(0, 32)))
+@settings(max_examples=20)
+def test_numpys_object_files_are_read(tmp_path_factory: pytest.TempPathFactory, value: dict[str, int]) -> None:
+    path = saved(tmp_path_factory.mktemp("npy") / "a.npy", {k: np.int32(v) for k, v in value.items()})
+    assert load_npy(path) == value
+
+
+class Evil:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("protocol", range(5))
+def test_nothing_is_run(tmp_path: Path, protocol: int) -> None:
+    data = pickle.dumps({"a": Evil(tmp_path / "hacked")}, protocol)
+    with pytest.raises(BitwrightError, match="would call something") as error:
+        read_pickle(io.BytesIO(data), "a.npy")
+    assert error.value.problems[0].value in ("posix.mkdir", "nt.mkdir")
+    assert not (tmp_path / "hacked").exists()
+
+
+def test_a_file_that_is_no_npy_is_told(tmp_path: Path) -> None:
+    (tmp_path / "a.npy").write_bytes(b"nothing")
+    with pytest.raises(BitwrightError, match="can't be read"):
+        load_mapper(tmp_path / "a.npy")
+    with pytest.raises(BitwrightError, match="no mapper"):
+        load_mapper(saved(tmp_path / "b.npy", np.zeros(3)))
+
+
+def test_the_command_line_takes_it(tmp_path: Path) -> None:
+    path = saved(tmp_path / "a.npy", {"conv_1": 8, "linear_0": 8})
+    target = tmp_path / "plan.yaml"
+    done = CliRunner().invoke(app, ["plan", "digits-untrained", "--mapper", str(path), "-o", str(target)])
+    assert done.exit_code == 0, done.output
+    assert sum(spec.low for spec in Plan.load(target).compute.values()) == 2
