@@ -86,6 +86,19 @@ def test_a_replay_of_the_planner_is_the_predictors(measured: tuple[StepGraph, De
     assert seconds == pytest.approx(whole.seconds)
 
 
+def test_a_plan_with_batches_is_predicted_with_them(measured: tuple[StepGraph, DeviceProfile]) -> None:
+    given = machine(measured)
+    both = recover_and_split(given)
+    predicted = Predictor.make(given.graph, given.to_plan(both), given.profiles, given.cluster).predict()
+    assert predicted.seconds == pytest.approx(both.seconds)
+    assert predicted.samples == 128
+    for device in predicted.devices:
+        alone = predicted.locals[device.name].phases["backward"]
+        assert device.phases["backward"] == pytest.approx(alone * both.batches[device.name] / 64)
+    memory = {device.name: device.memory for device in predicted.devices}
+    assert memory["fast"].process == both.memory["fast"]  # type: ignore[union-attr]
+
+
 def test_the_slow_device_is_low_and_the_fast_one_is_not(measured: tuple[StepGraph, DeviceProfile]) -> None:
     given = machine(measured)
     found = recover(given)

@@ -96,7 +96,8 @@ def _predictor(
         else (plan.for_device(name) if name in plan.devices else plan)
         for name, kind in described.devices.items()
     }
-    return Predictor.make(graph, plans, described.profiles(folder), described, settings)
+    batches = {name: device.batch for name, device in plan.devices.items() if device.batch is not None}
+    return Predictor.make(graph, plans, described.profiles(folder), described, settings, batches=batches)
 
 
 def _show(out: Out, prediction: Prediction, comparison: Comparison | None, trace: Path | None) -> None:

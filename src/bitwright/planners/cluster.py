@@ -12,7 +12,7 @@ from bitwright.plan import ComputeSpec, Device, Plan
 from bitwright.planners.allocate import Allocation
 from bitwright.planners.machine import FLOAT, Assignment, Plans
 from bitwright.predict import Cluster, Local, Predictor
-from bitwright.predict.memory import memory_of
+from bitwright.predict.memory import MemoryUse, memory_of
 from bitwright.predict.replay import Lane, replay
 from bitwright.profile import DeviceProfile, OperatorUnderPlan, StepGraph, StepSettings
 from bitwright.profile.watch import operator_key
@@ -58,7 +58,7 @@ class OnCluster:
             }
             for kind in self.kinds
         }
-        self._memories: dict[tuple[str, tuple[tuple[str, str], ...]], tuple[int, int]] = {}
+        self._memories: dict[tuple[str, tuple[tuple[str, str], ...]], MemoryUse] = {}
 
     def _measured(self, kind: str, operator: str, format: str) -> bool:
         if format not in self.penalties[operator]:
@@ -112,11 +112,8 @@ class OnCluster:
 
     def _lane(self, kind: str, assignment: Assignment, batch: int) -> Lane:
         local = self._local(kind, assignment)
-        lane = replace(self.predictor, locals={**self.predictor.locals, kind: local}).lane(kind)
-        share = batch / self.batch
-        if share == 1:
-            return lane
-        return replace(lane, ready=tuple(at * share for at in lane.ready), computing=lane.computing * share)
+        own = replace(self.predictor, locals={**self.predictor.locals, kind: local}, batches={kind: batch})
+        return own.lane(kind)
 
     def work(self, kind: str, assignment: Assignment, batch: int) -> float:
         """What it computes by itself."""
@@ -132,12 +129,8 @@ class OnCluster:
         """The process at its peak; activations grow with the batch, the rest doesn't."""
         key = (kind, tuple(sorted((op, f) for op, f in assignment.items() if f != FLOAT)))
         if key not in self._memories:
-            use = memory_of(self._local(kind, assignment), distributed=self.cluster.world > 1)
-            fixed = use.weights + use.gradients + use.optimizer + use.buffers
-            own = self.profiles[kind].memory.process
-            self._memories[key] = (fixed + own, max(0, use.peak - fixed))
-        fixed, growing = self._memories[key]
-        return fixed + int(growing * batch / self.batch)
+            self._memories[key] = memory_of(self._local(kind, assignment), distributed=self.cluster.world > 1)
+        return self._memories[key].of_batch(batch / self.batch).process
 
     def to_plan(self, allocation: Allocation, *, model: str | None = None) -> Plan:
         """One plan with a section for each kind of device."""

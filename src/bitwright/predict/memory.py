@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from bitwright.predict.local import Block, Local
 from bitwright.profile.device import Kept
@@ -30,6 +30,13 @@ class MemoryUse:
     """The operator at the peak, and the direction."""
     process: int
     """The peak, and what a process needs by itself."""
+
+    def of_batch(self, share: float) -> MemoryUse:
+        """With another batch, `share` times as large: activations grow with it, all else doesn't."""
+        fixed = self.weights + self.gradients + self.optimizer + self.buffers
+        more = int(max(0, self.peak - fixed) * (share - 1))
+        saved = int(self.saved * share)
+        return replace(self, saved=saved, peak=self.peak + more, process=self.process + more)
 
 
 def memory_of(local: Local, *, distributed: bool = False) -> MemoryUse:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from bitwright.errors import BitwrightError, did_you_mean
@@ -17,6 +17,8 @@ from bitwright.predict.replay import Lane, StepReplay, replay
 from bitwright.profile.device import DeviceProfile
 from bitwright.profile.step import StepSettings
 from bitwright.profile.stepgraph import StepGraph
+
+_GROWING = ("forward", "loss", "backward")  # phases that take longer with a larger batch
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,8 @@ class Predictor:
     profiles: Mapping[str, DeviceProfile]
     locals: Mapping[str, Local]
     modelled: Modelled
+    batches: Mapping[str, int] = field(default_factory=dict)
+    """Samples of kinds that have others than the recorded step."""
 
     @staticmethod
     def make(
@@ -65,8 +69,9 @@ class Predictor:
         settings: StepSettings | None = None,
         *,
         modelled: Modelled | None = None,
+        batches: Mapping[str, int] | None = None,
     ) -> Predictor:
-        """Look everything up."""
+        """Look everything up. A plan's own `batches` count, where none are given."""
         settings, modelled = settings or StepSettings(), modelled or Modelled()
         if isinstance(profiles, DeviceProfile):
             only = next(iter(cluster.devices)) if cluster is not None else "device"
@@ -80,7 +85,9 @@ class Predictor:
             name: Local.build(graph, plan_for(plan, name), profiles[name], settings, casts=modelled.casts)
             for name in cluster.devices
         }
-        return Predictor(graph, settings, cluster, profiles, locals_, modelled)
+        if batches is None and isinstance(plan, Plan):
+            batches = {name: device.batch for name, device in plan.devices.items() if device.batch is not None}
+        return Predictor(graph, settings, cluster, profiles, locals_, modelled, batches or {})
 
     def changed(self, kind: str, plan: Plan, operators: set[str]) -> Predictor:
         """Another plan for one kind, which differs at these operators only."""
@@ -105,7 +112,7 @@ class Predictor:
         before += host.ddp_forward * count if several else 0.0
         ready = local.gradient_offsets
         end = before + local.backward_seconds + len(ready) * per_gradient
-        return Lane(
+        lane = Lane(
             name,
             tuple(_ready(bucket, ready, before, per_gradient, end) for bucket in self.buckets),
             end,
@@ -114,6 +121,11 @@ class Predictor:
             self.cluster.devices[name].count,
             host.stretch if several and self.modelled.contention else 1.0,
         )
+        return lane.of_batch(self.share(name))
+
+    def share(self, kind: str) -> float:
+        """A kind's batch, of the recorded one's."""
+        return self.batches.get(kind, self.graph.samples) / self.graph.samples
 
     @cached_property
     def collectives(self) -> list[float]:
@@ -146,7 +158,10 @@ class Predictor:
         step = self.replay(exact=exact)
         sending = sum(sent.end - sent.start for sent in step.sent) + self.first
         kinds = [run.lane.name.rpartition("-")[0] if exact else run.lane.name for run in step.lanes]
-        memory = {name: memory_of(local, distributed=self.cluster.world > 1) for name, local in self.locals.items()}
+        memory = {
+            name: memory_of(local, distributed=self.cluster.world > 1).of_batch(self.share(name))
+            for name, local in self.locals.items()
+        }
         devices = []
         for kind, run in zip(kinds, step.lanes, strict=True):
             local, lane = self.locals[kind], run.lane
@@ -161,23 +176,24 @@ class Predictor:
                     busy=busy,
                     communicating=min(1.0, sending / step.period) if step.period else 0.0,
                     waiting=max(0.0, 1.0 - busy),
-                    phases=local.phases,
+                    phases={n: s * (self.share(kind) if n in _GROWING else 1) for n, s in local.phases.items()},
                     memory=memory[kind],
                     memory_limit=self._limit(kind),
                     stood_in=len(local.costs.stood_in),
                 )
             )
         forward = {
-            run.lane.name: run.lane.computing - self.locals[kind].backward_seconds
+            run.lane.name: run.lane.computing - self.locals[kind].backward_seconds * self.share(kind)
             for kind, run in zip(kinds, step.lanes, strict=True)
         }
+        samples = sum(self.batches.get(n, self.graph.samples) * kind.count for n, kind in self.cluster.devices.items())
         return Prediction(
             model=self.graph.model,
             seconds=step.period,
             devices=tuple(devices),
             buckets=tuple(bucket.bytes for bucket in self.buckets),
             critical=critical_path(step, forward),
-            samples=self.graph.samples * self.settings.accumulate * self.cluster.world,
+            samples=self.settings.accumulate * samples,
             replay=step,
             locals=dict(self.locals),
         )

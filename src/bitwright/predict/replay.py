@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,11 @@ class Lane:
     count: int = 1
     stretch: float = 1.0
     """How much longer a collective takes while this device computes."""
+
+    def of_batch(self, share: float) -> Lane:
+        """With a batch `share` times as large: computing grows with it, what comes after doesn't."""
+        ready = tuple(at * share for at in self.ready)
+        return replace(self, ready=ready, computing=self.computing * share)
 
 
 @dataclass(frozen=True)
