@@ -84,6 +84,20 @@ def test_channels_last_makes_no_difference(name: str) -> None:
         assert distance(one, other) < 1e-6
 
 
+@pytest.mark.parametrize("format", [torch.contiguous_format, torch.channels_last])
+def test_memory_lies_as_after_a_float_convolution(format: torch.memory_format) -> None:
+    """What follows costs what it always does: plans don't change the order of memory."""
+    x, weight = torch.randn(2, 8, 6, 6).to(memory_format=format), torch.randn(4, 8, 3, 3)
+    layouts = []
+    for spec in (None, ComputeSpec(format="int8", backward=("input", "weight"))):
+        inputs = x.clone(memory_format=torch.preserve_format).requires_grad_()
+        y = F.conv2d(inputs, weight) if spec is None else Int8(spec)(F.conv2d, (inputs, weight), {})
+        y.sum().backward()
+        assert inputs.grad is not None
+        layouts.append((y.stride(), inputs.grad.stride()))
+    assert layouts[0] == layouts[1]
+
+
 def test_stochastic_gradients_follow_torchs_seed() -> None:
     spec = ComputeSpec(format="int8", backward=("input", "weight"), stochastic=True)
 

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from bitwright.cli.out import Out
-from bitwright.cli.stepping import training_batch
 from bitwright.errors import BitwrightError, did_you_mean
 from bitwright.planners import Allocation, dynamic_batching, fastest, recover, recover_and_split, uniform
 from bitwright.planners.cluster import OnCluster
 from bitwright.planners.machine import FLOAT
 from bitwright.predict import Cluster
 from bitwright.profile import record_step
+from bitwright.profile.step import Batch, Loss
 from bitwright.report import words
 from bitwright.sensitivity import Indications, spec_of
 from bitwright.workload import Workload
@@ -29,11 +29,11 @@ PLANNERS: dict[str, Callable[[OnCluster], Allocation]] = {
 def allocate(
     out: Out,
     workload: Workload,
+    step: tuple[Batch, Loss],
     cluster: Path,
     indications: Path | None,
     planner: str,
     *,
-    batch: int | None,
     keep_float: list[str],
     output: Path | None,
 ) -> None:
@@ -49,10 +49,9 @@ def allocate(
         )
     described = Cluster.load(cluster)
     suffering = Indications.load(indications)
-    pair, loss = training_batch(workload, batch)
     formats = sorted({format for own in suffering.values.values() for format in own if format != FLOAT})
     machine = OnCluster(
-        record_step(workload.model, pair, loss, name=workload.name),
+        record_step(workload.model, *step, name=workload.name),
         described.profiles(cluster.parent),
         described,
         suffering.values,

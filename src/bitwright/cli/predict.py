@@ -12,7 +12,7 @@ from bitwright.cli.data import open_workload
 from bitwright.cli.options import WorkloadArg
 from bitwright.cli.out import Out
 from bitwright.cli.settings import with_settings
-from bitwright.cli.stepping import BatchOption, PrecisionOption, plan_of, training_batch, variant_of
+from bitwright.cli.stepping import BatchOption, LayoutOption, PrecisionOption, plan_of, training_batch, variant_of
 from bitwright.cli.verb import verb
 from bitwright.errors import BitwrightError
 from bitwright.plan import Plan
@@ -44,6 +44,7 @@ def predict_(
     ] = None,
     quantize: PrecisionOption = None,
     batch: BatchOption = None,
+    channels_last: LayoutOption = False,
     graph: Annotated[
         Path | None, typer.Option("--graph", help="A step that was recorded before.", show_default=False)
     ] = None,
@@ -62,7 +63,7 @@ def predict_(
     if steps is not None and profile is None:
         raise BitwrightError("only this device can be compared", where="--compare", fix="use --profile")
     found = open_workload(out, workload)
-    pair, loss = training_batch(found, batch)
+    pair, loss = training_batch(found, batch, channels_last=channels_last)
     recorded = StepGraph.load(graph) if graph is not None else record_step(found.model, pair, loss, name=found.name)
     plan = Plan() if quantize is None else plan_of(found, quantize)
     predictor = _predictor(found, recorded, plan, profile, cluster, settings)

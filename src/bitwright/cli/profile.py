@@ -10,7 +10,15 @@ import typer
 from bitwright.cli.data import open_workload
 from bitwright.cli.options import WorkloadArg
 from bitwright.cli.out import Out
-from bitwright.cli.stepping import BatchOption, ClockOption, kernels_of, plan_of, training_batch, variant_of
+from bitwright.cli.stepping import (
+    BatchOption,
+    ClockOption,
+    LayoutOption,
+    kernels_of,
+    plan_of,
+    training_batch,
+    variant_of,
+)
 from bitwright.cli.verb import verb
 from bitwright.errors import BitwrightError
 from bitwright.plan import Plan
@@ -45,6 +53,7 @@ def profile_(
         list[str] | None, typer.Option("--amp", help="bf16 or fp16: measure under autocast, too; may be repeated.")
     ] = None,
     batch: BatchOption = None,
+    channels_last: LayoutOption = False,
     rounds: Annotated[int, typer.Option(min=3, help="Steps of each plan, by turns.")] = 30,
     clock: ClockOption = "wall",
     casts: Annotated[
@@ -72,7 +81,7 @@ def profile_(
         if word not in ("bf16", "fp16"):
             raise BitwrightError("unknown autocast type", where="--amp", value=word, fix="use bf16 or fp16")
     found = open_workload(out, workload)
-    pair, loss = training_batch(found, batch)
+    pair, loss = training_batch(found, batch, channels_last=channels_last)
     recorded = record_step(found.model, pair, loss, name=found.name)
     if graph is not None:
         recorded.save(graph)

@@ -6,11 +6,14 @@ import copy
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
+from torch import Tensor
 
 from bitwright.attach import prepare
 from bitwright.errors import BitwrightError
 from bitwright.graph import capture
+from bitwright.graph.tree import map_tensors
 from bitwright.plan import Plan
 from bitwright.planners import make_plan
 from bitwright.profile import StepSettings, Variant
@@ -30,6 +33,9 @@ ClockOption = Annotated[
     str,
     typer.Option("--clock", help="wall, or cpu: what this one thread computes, whatever else the machine does."),
 ]
+LayoutOption = Annotated[
+    bool, typer.Option("--channels-last", help="Keep images as NHWC in memory, as `train --channels-last` does.")
+]
 PrecisionOption = Annotated[
     str | None,
     typer.Option(
@@ -38,8 +44,8 @@ PrecisionOption = Annotated[
 ]
 
 
-def training_batch(workload: Workload, size: int | None) -> tuple[Batch, Loss]:
-    """The first training batch, and the loss."""
+def training_batch(workload: Workload, size: int | None, *, channels_last: bool = False) -> tuple[Batch, Loss]:
+    """The first training batch, and the loss; the model is laid out as the batch is."""
     if workload.training is None or workload.loss is None:
         missing = "training" if workload.training is None else "loss"
         raise BitwrightError(
@@ -49,7 +55,15 @@ def training_batch(workload: Workload, size: int | None) -> tuple[Batch, Loss]:
         )
     alone = Ranks(rank=0, world=1, local=0)
     data = TrainingData(workload, batch=size, seed=0, ranks=alone, workers=0)
-    return next(data.epoch(0)), workload.loss
+    batch = next(data.epoch(0))
+    if channels_last:
+        workload.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        batch = map_tensors(batch, _last)
+    return batch, workload.loss
+
+
+def _last(tensor: Tensor) -> Tensor:
+    return tensor.contiguous(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor
 
 
 def plan_of(workload: Workload, precision: str | Path) -> Plan:

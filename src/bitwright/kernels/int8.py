@@ -85,14 +85,14 @@ class _Conv2d(torch.autograd.Function):
         spec: ComputeSpec,
         simulate: bool,
     ) -> Tensor:
-        last = x.is_contiguous(memory_format=torch.channels_last)
-        codes = encode(x if last else x.contiguous(memory_format=torch.channels_last))
+        ctx.last = _channels_last(x) or _channels_last(weight)
+        codes = encode(x.contiguous(memory_format=torch.channels_last))
         rows = encode_rows(weight, second_limit(x))
         ctx.save_for_backward(codes.values, codes.scales, weight)
         ctx.zero, ctx.spec, ctx.simulate, ctx.shape = codes.zero, spec, simulate, shape
         ctx.dtype, ctx.has_bias = x.dtype, bias is not None
         plain = None if bias is None else bias.detach().to(torch.float32)
-        return products.conv2d(codes, rows, plain, *shape, simulate=simulate).to(x.dtype)
+        return _laid(products.conv2d(codes, rows, plain, *shape, simulate=simulate).to(x.dtype), ctx.last)
 
     @staticmethod
     @once_differentiable
@@ -136,7 +136,17 @@ class _Conv2d(torch.autograd.Function):
             left = found[0] if wants[0] else left
             right = found[1].to(weight.dtype) if wants[1] else right
             below = found[2] if wants[2] else None
-        return (None if left is None else left.to(ctx.dtype)), right, below, None, None, None
+        return (None if left is None else _laid(left.to(ctx.dtype), ctx.last)), right, below, None, None, None
+
+
+def _channels_last(x: Tensor) -> bool:
+    """Whether it lies so, and not by chance: one channel or one pixel lies both ways."""
+    return x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
+
+
+def _laid(x: Tensor, last: bool) -> Tensor:
+    """As a float convolution would leave it: whoever comes next finds the memory that it is used to."""
+    return x.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
 
 
 def can_turn(stride: Any, padding: Any, dilation: Any, weight: Tensor) -> bool:

@@ -23,7 +23,7 @@ from bitwright.zoo.data import load_weights, whole
 from bitwright.zoo.scores import scores
 from bitwright.zoo.text import Pairs, Words, encode_pairs
 
-__all__ = ["blendcnn_descriptions"]
+__all__ = ["blendcnn_descriptions", "description_pairs"]
 
 _PASSAGE, _APART = 16, 24  # words; how far apart two passages may begin
 _BLOCK = 48  # words; both passages of a pair lie in one
@@ -39,8 +39,8 @@ def blendcnn_descriptions(*, weights: Path | None = None, judge: Literal["held-o
     The texts are cut into blocks. Half of them are trained on, a quarter is for choices (``judge="held-out"``), and a
     quarter for what comes out of them (``judge="test"``): no two parts have a block in common.
     """
-    training, targets = _pairs("training")
-    judged, labels = _pairs(judge)
+    training, targets = description_pairs("training")
+    judged, labels = description_pairs(judge)
     vocabulary = Words.learn((text for pair in training for text in pair), least=30)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -71,7 +71,7 @@ def blendcnn_descriptions(*, weights: Path | None = None, judge: Literal["held-o
     )
 
 
-def _pairs(part: Part) -> tuple[list[tuple[str, str]], list[int]]:
+def description_pairs(part: Part) -> tuple[list[tuple[str, str]], list[int]]:
     """Pairs of one part, and whether each is a near-duplicate: every second one is."""
     folder = files("sklearn.datasets.descr")
     names = sorted(file.name for file in folder.iterdir() if file.name.endswith(".rst"))

@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# One model on two machines, one half as fast as the other, both emulated here: measure, plan, predict, train.
+# usage: run.sh [resnet|vgg|bert|roberta] [FOLDER]; EPOCHS, ROUNDS and PLANNER choose how long and how.
+set -euo pipefail
+
+here=$(cd "$(dirname "$0")" && pwd)
+model=${1:-vgg}
+out=${2:-runs/$model}
+workload=$here/workload.py:$model
+export OMP_NUM_THREADS=1
+mkdir -p "$out"
+cat >"$out/cluster.yaml" <<'YAML'
+bitwright_cluster: 1
+link: {latency_us: 200, gbit_per_s: 10}
+devices:
+  fast: {profile: fast.json}
+  slow: {profile: slow.json}
+YAML
+
+bitwright profile "$workload" --kernel int8 --batch 32 --rounds "${ROUNDS:-15}" -o "$out/fast.json"
+"$here/half_speed.sh" bitwright profile "$workload" --kernel int8 --batch 32 --rounds "${ROUNDS:-15}" -o "$out/slow.json"
+bitwright score "$workload" --indicator gradient-variance --formats int8 -o "$out/suffering.json"
+bitwright plan "$workload" --cluster "$out/cluster.yaml" --indications "$out/suffering.json" --batch 32 \
+  --planner "${PLANNER:-recover+split}" -o "$out/plan.yaml"
+bitwright predict "$workload" --cluster "$out/cluster.yaml" --quantize "$out/plan.yaml" --batch 32
+torchrun --nproc-per-node 2 --no-python "$here/rank.sh" \
+  bitwright train "$workload" --plan "$out/plan.yaml" --kind fast,slow --batch 32 --epochs "${EPOCHS:-2}" --lr 0.02 -o "$out/run"
