@@ -136,18 +136,24 @@ def _pool_all(writer: Writer, node: ir.Node, kind: int) -> None:
     writer.add("Reshape", node, vector.writes, _sizes(shape))
 
 
-def _reduce_mean(writer: Writer, node: ir.Node) -> None:
-    rank = len(shape_of(node.inputs[0]))
-    axes = ints_of(node.inputs[1]) if len(node.inputs) > 1 else None
-    if axes is None:
-        raise Unwritable("ReduceMean without constant axes")
-    along = sorted(axis_of(axis, rank) for axis in axes)
-    if rank == 4 and along == [1, 2]:
-        _pool_all(writer, node, 1)
-        return
-    shape_of(node.outputs[0])
-    keep = int(attribute(node, "keepdims", 1))
-    writer.add("Reduction", node, [writer.blob(node.inputs[0])], {0: 3, 1: 0, 3: tuple(along), 4: keep, 5: 1})
+def _reduce(operation: int, pooling: int) -> Write:
+    """Over a picture it is a pooling: that is the faster layer."""
+
+    def write(writer: Writer, node: ir.Node) -> None:
+        rank = len(shape_of(node.inputs[0]))
+        axes = ints_of(node.inputs[1]) if len(node.inputs) > 1 else None
+        if axes is None:
+            raise Unwritable(f"{node.op_type} without constant axes")
+        along = sorted(axis_of(axis, rank) for axis in axes)
+        if rank == 4 and along == [1, 2]:
+            _pool_all(writer, node, pooling)
+            return
+        shape_of(node.outputs[0])
+        keep = int(attribute(node, "keepdims", 1))
+        reads = [writer.blob(node.inputs[0])]
+        writer.add("Reduction", node, reads, {0: operation, 1: 0, 3: tuple(along), 4: keep, 5: 1})
+
+    return write
 
 
 def _concat(writer: Writer, node: ir.Node) -> None:
@@ -260,7 +266,8 @@ OPERATORS: dict[str, Write] = {
     "Min": _binary(5, 5),
     "Mul": _binary(2, 2),
     "Pad": _pad,
-    "ReduceMean": _reduce_mean,
+    "ReduceMax": _reduce(4, 0),
+    "ReduceMean": _reduce(3, 1),
     "Relu": _plain("ReLU"),
     "Reshape": _reshape,
     "Sigmoid": _plain("Sigmoid"),

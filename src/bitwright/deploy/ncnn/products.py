@@ -121,22 +121,20 @@ def _product(
 
 def _int8(codes: Codes) -> NDArray[np.int8]:
     if codes.codes.min(initial=0) < -127 or codes.codes.max(initial=0) > 127:
-        raise Unwritable(
-            f"codes of {codes.site} beyond −127 … 127 (plan for the backend ncnn: int8/channel/sym/narrow)"
-        )
+        raise Unwritable(f"codes other than −127 to 127 around 0 at {codes.site}")
     return codes.codes.astype(np.int8)
 
 
 def _factors(codes: Codes, outputs: int, groups: int) -> NDArray[np.float32]:
     """One for each output, or for each group."""
     if codes.axis not in (None, 0):
-        raise Unwritable(f"scales of {codes.site} along its inputs")
+        raise Unwritable(f"scales along the inputs at {codes.site}")
     found = np.broadcast_to(factor(codes.scale).ravel(), (outputs,))
     if groups == 1:
         return found.copy()
     grouped = found.reshape(groups, -1)
     if not (grouped == grouped[:, :1]).all():
-        raise Unwritable(f"several scales of {codes.site} in one group of channels (use int8/tensor/sym/narrow there)")
+        raise Unwritable(f"more than one scale for a group of channels (use int8/tensor/sym/narrow) at {codes.site}")
     return grouped[:, 0].copy()
 
 

@@ -86,14 +86,15 @@ def codes_of(value: ir.Value | None) -> Codes | None:
     codes, scale = node.inputs[0], node.inputs[1]
     if codes is None or codes.const_value is None or scale is None or scale.const_value is None:
         return None
+    site = str(codes.name).removesuffix(".codes")
     if "block_size" in node.attributes:
-        raise Unwritable("a weight with scales in groups")
+        raise Unwritable(f"scales in groups at {site}")
     zero = node.inputs[2] if len(node.inputs) > 2 else None
     if zero is not None and np.any(_constant(zero)):
-        raise Unwritable("a weight with a zero point")
+        raise Unwritable(f"a zero point at {site}")
     array, scales = codes.const_value.numpy(), scale.const_value.numpy().astype(np.float32)
     axis = node.attributes["axis"].as_int() % array.ndim if scales.ndim and "axis" in node.attributes else None
-    return Codes(str(codes.name).removesuffix(".codes"), array, scales, axis)
+    return Codes(site, array, scales, axis)
 
 
 def rounded(value: ir.Value | None) -> Rounded | None:
@@ -112,9 +113,7 @@ def rounded(value: ir.Value | None) -> Rounded | None:
     step = _constant(scale)
     narrow = bool(bounds) and all(abs(abs(float(bound) / float(step)) - _CODES) < 0.1 for bound in bounds)
     if step.size != 1 or np.any(_constant(zero)) or not narrow:
-        raise Unwritable(
-            f"codes at {site} other than −127 to 127 around 0 (plan for the backend ncnn: int8/tensor/sym/narrow)"
-        )
+        raise Unwritable(f"codes other than −127 to 127 around 0 at {site}")
     assert clip is not None and clip.inputs[0] is not None
     return Rounded(clip.inputs[0], site, float(step))
 

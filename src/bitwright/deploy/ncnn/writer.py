@@ -46,21 +46,15 @@ class Writer:
         for value in self.graph.inputs:
             self._attempt(value.name or "", self._input, value)
         for node in self.graph:
-            if node.op_type in _SKIPPED or is_idle_clip(node):
-                continue
-            if all(value is None or array_of(value) is not None for value in node.inputs):
-                self._attempt(_called(node), self._constant_node, node)
-            elif node.op_type in OPERATORS:
-                self._attempt(_called(node), OPERATORS[node.op_type], self, node)
-            else:
-                self.problems.setdefault(node.op_type, []).append(_called(node))
+            if node.op_type not in _SKIPPED and not is_idle_clip(node):
+                self._attempt(str(node.outputs[0].name), self._node, node)
         for value in self.graph.outputs:
             self._attempt(value.name or "", self._output, value)
         if self.problems:
             raise ExportError(
                 "Bitwright can't write these operators for ncnn",
                 value="; ".join(f"{what}: {', '.join(dict.fromkeys(names))}" for what, names in self.problems.items()),
-                fix="use another runtime, or another form of these operators (docs/runtimes.md has the list)",
+                fix="plan for the backend ncnn; for operators that docs/runtimes.md doesn't list, use another runtime",
             )
 
     def _attempt(self, name: str, step: Callable[..., None], *args: object) -> None:
@@ -70,6 +64,13 @@ class Writer:
             pass  # it reads what could not be written: one problem is enough
         except Unwritable as reason:
             self.problems.setdefault(str(reason), []).append(name)
+
+    def _node(self, node: ir.Node) -> None:
+        if node.op_type not in OPERATORS:
+            raise Unwritable(node.op_type)
+        if all(value is None or array_of(value) is not None for value in node.inputs):
+            raise Unwritable(f"{node.op_type} of constants")
+        OPERATORS[node.op_type](self, node)
 
     def add(
         self,
@@ -139,18 +140,11 @@ class Writer:
     def _output(self, value: ir.Value) -> None:
         self.net.outputs[str(value.name)] = (self.blob(value), shape_of(value)[1:])
 
-    def _constant_node(self, node: ir.Node) -> None:
-        raise Unwritable(f"{node.op_type} of constants")
-
 
 def _unique(names: dict[str, int], name: str) -> str:
     count = names.get(name, 0)
     names[name] = count + 1
     return f"{name}~{count}" if count else name
-
-
-def _called(node: ir.Node) -> str:
-    return str(node.outputs[0].name)
 
 
 def _plain(name: str) -> str:
