@@ -208,7 +208,10 @@ def test_all_operators_that_cant_be_written_are_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("backend", "named"),
-    [("onnxruntime", "codes other than .* at 0:input"), ("fbgemm", "a zero point at 0:weight")],
+    [
+        ("onnxruntime", "codes other than .* at 0:input"),
+        pytest.param("fbgemm", "a zero point at 0:weight", marks=pytest.mark.slow),
+    ],
     ids=["onnxruntime", "fbgemm"],
 )
 def test_plans_for_other_grids_are_refused_at_their_site(backend: str, named: str, tmp_path: Path) -> None:
@@ -216,6 +219,23 @@ def test_plans_for_other_grids_are_refused_at_their_site(backend: str, named: st
     quantized = bw.quantize(nn.Sequential(nn.Linear(8, 4)).eval(), [x], backend=backend)
     with pytest.raises(ExportError, match=named):
         ncnn().write(quantized.model, tmp_path / "model.param", x)
+
+
+@pytest.mark.slow
+def test_groups_of_channels_have_one_scale_each(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Conv2d(4, 6, 3, groups=2)).eval(), torch.randn(2, 4, 7, 7)
+    quantized = bw.quantize(model, [x], backend="ncnn")
+    path = tmp_path / "model.param"
+    with pytest.raises(ExportError, match=r"int8/tensor/sym/narrow.* at 0:weight"):
+        ncnn().write(quantized.model, path, x)
+    bw.strip(model)
+    quantized = bw.quantize(model, [x], backend="ncnn", weights="int8/tensor/sym/narrow")
+    ncnn().write(quantized.model, path, x)
+    assert bw.open_runtime("ncnn", path).executed() == {"int8": 1, "float": 0}
+    assert all(site.differing == 0 for site in quantized.check(path, [x], runtime="ncnn", per_site=True).sites)
+    with torch.no_grad():
+        torch.testing.assert_close(bw.open_runtime("ncnn", path)(x), quantized.model(x), rtol=1e-5, atol=1e-5)
 
 
 def test_what_is_rounded_between_float_operators_is_rounded(tmp_path: Path) -> None:
@@ -234,6 +254,7 @@ def test_what_is_rounded_between_float_operators_is_rounded(tmp_path: Path) -> N
         torch.testing.assert_close(bw.open_runtime("ncnn", path)(x), quantized.model(x), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_its_products_dont_saturate() -> None:
     assert saturates("ncnn") is False
 
