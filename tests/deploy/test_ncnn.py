@@ -160,6 +160,7 @@ class Operators(nn.Module):
             torch.cat([second, first, second], 1),
             F.hardswish(x) - F.hardsigmoid(x),
             F.leaky_relu(x, 0.1) / (1 + torch.sigmoid(x)),
+            2 / (1 + torch.exp(-x)) + torch.sqrt(x.abs()),
             torch.tanh(x) * torch.sigmoid(x.mean((2, 3), keepdim=True)),
             F.elu(1 - x) + self.shift,
             x.clamp(max=0.25).mean(1),
@@ -194,8 +195,9 @@ class Unwritable(nn.Module):
         super().__init__()
         self.conv = nn.Conv1d(2, 2, 3)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.erf(self.conv(x)).cumsum(2).flip(0)
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        places = F.max_pool2d(x.unsqueeze(1), 2, return_indices=True)[1]
+        return torch.erf(self.conv(x)).cumsum(2).flip(0), places
 
 
 def test_all_operators_that_cant_be_written_are_named(tmp_path: Path) -> None:

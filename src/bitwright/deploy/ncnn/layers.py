@@ -22,7 +22,7 @@ REQUANTIZES = 100  # added to INT8: the layer also rounds what it hands on
 Parameter = int | float | tuple[int, ...] | tuple[float, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Weight:
     """Numbers in the .bin file. The main weight of a layer is `tagged`; biases and factors are plain floats."""
 
@@ -43,7 +43,7 @@ class Weight:
         return (_INT8_TAG if self.array.dtype == np.int8 else _FLOAT_TAG).to_bytes(4, "little")
 
 
-@dataclass
+@dataclass(eq=False)
 class Layer:
     """One layer; blobs have names."""
 

@@ -33,6 +33,14 @@ def _plain(kind: str, **named: tuple[int, float]) -> Write:
     return write
 
 
+def _unary(operation: int) -> Write:
+    def write(writer: Writer, node: ir.Node) -> None:
+        shape_of(node.outputs[0])
+        writer.add("UnaryOp", node, [writer.blob(node.inputs[0])], {0: operation})
+
+    return write
+
+
 def _hard_swish(writer: Writer, node: ir.Node) -> None:
     shape_of(node.outputs[0])
     writer.add("HardSwish", node, [writer.blob(node.inputs[0])], {0: 1 / 6, 1: 0.5})
@@ -200,8 +208,8 @@ def _slice(writer: Writer, node: ir.Node) -> None:
     ranges = [
         range(*slice(*bounds).indices(shape[axis])) for axis, *bounds in zip(axes, starts, ends, steps, strict=True)
     ]
-    if any(step < 1 for step in steps):
-        raise Unwritable("Slice backwards")
+    if any(step < 1 for step in steps) or not all(ranges):
+        raise Unwritable("Slice backwards, or of nothing")
     by_axis = {axis % len(shape): found for axis, found in zip(axes, ranges, strict=True)}
     if len(by_axis.pop(0, range(1))) != 1:
         raise Unwritable("Slice along the batch")
@@ -244,6 +252,7 @@ def _batch_norm(writer: Writer, node: ir.Node) -> None:
 
 
 OPERATORS: dict[str, Write] = {
+    "Abs": _unary(0),
     "Add": _binary(0, 0),
     "AveragePool": _pool(1),
     "BatchNormalization": _batch_norm,
@@ -252,6 +261,7 @@ OPERATORS: dict[str, Write] = {
     "Conv": conv,
     "Div": _binary(3, 8),
     "Elu": _plain("ELU", alpha=(0, 1.0)),
+    "Exp": _unary(7),
     "Flatten": _reshape,
     "Gemm": gemm,
     "GlobalAveragePool": _global_pool(1),
@@ -265,7 +275,9 @@ OPERATORS: dict[str, Write] = {
     "MaxPool": _pool(0),
     "Min": _binary(5, 5),
     "Mul": _binary(2, 2),
+    "Neg": _unary(1),
     "Pad": _pad,
+    "Reciprocal": _unary(15),
     "ReduceMax": _reduce(4, 0),
     "ReduceMean": _reduce(3, 1),
     "Relu": _plain("ReLU"),
@@ -273,6 +285,7 @@ OPERATORS: dict[str, Write] = {
     "Sigmoid": _plain("Sigmoid"),
     "Slice": _slice,
     "Softmax": _softmax,
+    "Sqrt": _unary(5),
     "Split": _split,
     "Squeeze": _reshape,
     "Sub": _binary(1, 7),

@@ -40,6 +40,7 @@ class Writer:
         self.names: dict[str, int] = {}  # of blobs
         self.called: dict[str, int] = {}  # of layers
         self.problems: dict[str, list[str]] = {}
+        self.missing: list[str] = []
 
     def run(self) -> None:
         """All operators; refuses with a list of those that can't be written."""
@@ -50,6 +51,8 @@ class Writer:
                 self._attempt(str(node.outputs[0].name), self._node, node)
         for value in self.graph.outputs:
             self._attempt(value.name or "", self._output, value)
+        if self.missing and not self.problems:  # else they read what could not be written: one problem is enough
+            self.problems["an operand that no layer makes"] = self.missing
         if self.problems:
             raise ExportError(
                 "Bitwright can't write these operators for ncnn",
@@ -61,7 +64,7 @@ class Writer:
         try:
             step(*args)
         except _Missing:
-            pass  # it reads what could not be written: one problem is enough
+            self.missing.append(name)
         except Unwritable as reason:
             self.problems.setdefault(str(reason), []).append(name)
 
