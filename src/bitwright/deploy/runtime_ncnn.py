@@ -111,7 +111,7 @@ class Ncnn(Runtime):
         return np.array(found)
 
     def executed(self) -> dict[str, int]:
-        """Layers with integer weights: ncnn has no float kernels for those."""
+        """Layers with integer weights, as they were written: ncnn itself doesn't tell."""
         return dict(self.files.products)
 
     @classmethod
