@@ -112,7 +112,7 @@ def _write(
                 inputs = workload.inputs if kind.any_batch else batch_of(workload, batch)
                 (kind.write if variant == "quantized" else kind.write_float)(model, path, inputs)
         opened.files[variant, batch] = path
-        opened.sizes[variant] = path.stat().st_size
+        opened.sizes[variant] = kind.size(path)
         opened.sessions[variant, batch] = open_runtime(name, path, threads=settings.threads)
 
 

@@ -24,10 +24,6 @@ NOT_OFFERED = {
         "tried": "ai-edge-litert 2.3.0, litert-torch 0.10.0",
         "why": "its converter refuses integer weights, or leaves convolutions in float between Q and DQ",
     },
-    "ncnn": {
-        "tried": "ncnn 1.0.20261020, pnnx 20261020",
-        "why": "the wheels install, but have no int8 converter; nothing writes its int8 files yet",
-    },
 }
 
 

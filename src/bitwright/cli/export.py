@@ -49,7 +49,7 @@ def export(
     """Write what the backend's tools read of a quantized model, or the float model; the file's suffix says for whom.
 
     .onnx: Q/DQ form, weights as integers, or float with grids beside it; .pt2: a torch.export program for inductor;
-    .pte: ExecuTorch. The last two have the batch of the example inputs.
+    .pte: ExecuTorch; .param: ncnn, with its weights in .bin. .pt2 and .pte have the batch of the example inputs.
     """
     if output.suffix != ".onnx" and readers(output) != readers(Path("model.onnx")):
         _export_own(out, workload, output, None if as_float else read_plan(plan, checkpoint), readers(output)[0])
@@ -89,5 +89,6 @@ def _export_own(out: Out, workload: str, output: Path, chosen: tuple[Plan, Path]
         load_prepared(found, *chosen)
     with out.steps(f"exporting for {runtime}"):
         (kind.write_float if chosen is None else kind.write)(found.model, output, found.inputs)
-    out.data({"path": str(output), "bytes": output.stat().st_size, "runtime": runtime})
-    out.say(f"{output}: {words.size(output.stat().st_size)}, for {runtime}")
+    size = kind.size(output)
+    out.data({"path": str(output), "bytes": size, "runtime": runtime})
+    out.say(f"{output}: {words.size(size)}, for {runtime}")

@@ -140,13 +140,15 @@ def _tell_steps(out: Out, quantized: Quantized, folder: Path) -> None:
 def usable_runtimes(out: Out, backend: str) -> list[str]:
     """The backend's runtime if it reads Q/DQ ONNX, which is what these verbs write; else ONNX Runtime will do."""
     table = find_backend(backend)
-    if table.artefacts[0] != "qdq":
-        out.note(f"the artefact is not checked: only {table.title} knows what to do with {table.artefacts[0]}")
-        return []
     runtime = table.runtime or "onnxruntime"
-    if runtime in RUNTIMES and RUNTIMES.get(runtime).suffix != ".onnx":
+    own = runtime in RUNTIMES and RUNTIMES.get(runtime).suffix != ".onnx"
+    if own:
         out.note(f"{runtime} reads other artefacts: `bitwright bench` measures it, `bitwright export` writes them")
         runtime = "onnxruntime"
+    if table.artefacts[0] != "qdq":
+        if not own:
+            out.note(f"the artefact is not checked: only {table.title} knows what to do with {table.artefacts[0]}")
+        return []
     problem = available_runtimes().get(runtime, "nobody registers it")
     if problem is not None:
         out.note(f"the artefact is not checked: {runtime} can't be used here: {problem}")

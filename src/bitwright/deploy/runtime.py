@@ -61,6 +61,11 @@ class Runtime(ABC):
     def write_float(cls, model: nn.Module, path: Path, inputs: Any) -> None:
         """Write the float model: what the quantized one is compared with."""
 
+    @classmethod
+    def size(cls, path: Path) -> int:
+        """The bytes of what is deployed: the artefact, and files that lie beside it."""
+        return path.stat().st_size
+
     def executed(self) -> dict[str, int] | None:
         """Convolutions and matrix products by the type in which they really run: {"int8": 20, "float": 1}.
 

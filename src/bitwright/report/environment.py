@@ -23,6 +23,7 @@ PACKAGES = (
     "onnxruntime",
     "openvino",
     "executorch",
+    "ncnn",
     "safetensors",
     "pydantic",
     "scikit-learn",

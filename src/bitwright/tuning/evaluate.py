@@ -160,8 +160,8 @@ class Evaluator:
             found: dict[str, Any] = {
                 "latency_ms": latency[name].median_ms,
                 "float_latency_ms": latency["float"].median_ms,
-                "size": path.stat().st_size,
-                "float_size": plain.stat().st_size,
+                "size": sessions[name].size(path),
+                "float_size": sessions["float"].size(plain),
             }
             if self.goal.needs_memory:
                 tell("measuring memory")

@@ -1,0 +1,133 @@
+"""ncnn's layers: a line of the .param file and a piece of the .bin file each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+MAGIC = 7767517
+# What stands before a weight in the .bin file: which numbers follow.
+_INT8_TAG = 0x000D4B38
+_FLOAT_TAG = 0
+
+# Numbers of parameters that more than one kind of layer has.
+INT8, ACTIVATION, ACTIVATION_PARAMETERS = 8, 9, 10
+PRODUCTS = ("Convolution", "ConvolutionDepthWise", "InnerProduct")
+REQUANTIZES = 100  # added to INT8: the layer also rounds what it hands on
+
+Parameter = int | float | tuple[int, ...] | tuple[float, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Weight:
+    """Numbers in the .bin file. The main weight of a layer is `tagged`; biases and factors are plain floats."""
+
+    array: NDArray[Any]
+    tagged: bool = False
+    name: str | None = None
+    """How it is found again: `<site>.codes`, `<site>.value`, `<site>.factor`."""
+
+    def data(self) -> bytes:
+        """As ncnn reads it: whole words."""
+        raw = np.ascontiguousarray(self.array).tobytes()
+        return raw + bytes(-len(raw) % 4)
+
+    def head(self) -> bytes:
+        """The tag."""
+        if not self.tagged:
+            return b""
+        return (_INT8_TAG if self.array.dtype == np.int8 else _FLOAT_TAG).to_bytes(4, "little")
+
+
+@dataclass(eq=False)
+class Layer:
+    """One layer; blobs have names."""
+
+    kind: str
+    name: str
+    reads: list[str]
+    writes: list[str]
+    parameters: dict[int, Parameter] = field(default_factory=dict)
+    weights: list[Weight] = field(default_factory=list)
+
+    @property
+    def integer(self) -> bool:
+        """Whether it multiplies integers."""
+        return self._int8 > 0
+
+    @property
+    def rounds(self) -> bool:
+        """Whether it hands on codes."""
+        return self._int8 > REQUANTIZES
+
+    @property
+    def _int8(self) -> int:
+        found = self.parameters.get(INT8, 0)
+        return found if self.kind in PRODUCTS and isinstance(found, int) else 0
+
+    def line(self) -> str:
+        """Its line of the .param file."""
+        parts = [self.kind, self.name, str(len(self.reads)), str(len(self.writes)), *self.reads, *self.writes]
+        return " ".join([*parts, *(_text(number, value) for number, value in sorted(self.parameters.items()))])
+
+
+@dataclass
+class Reading:
+    """A site that a layer rounds: the blob that it reads, and the zeros that it puts around it first."""
+
+    layer: Layer
+    scale: float
+    pads: tuple[int, int, int, int] = (0, 0, 0, 0)
+    """Left, right, top, bottom."""
+
+
+@dataclass
+class Net:
+    """Layers in order, and what our own names are there."""
+
+    layers: list[Layer]
+    inputs: dict[str, tuple[int, ...]]
+    """Shapes of one sample."""
+    outputs: dict[str, tuple[str, tuple[int, ...]]]
+    """Name → blob, shape of one sample."""
+    sites: dict[str, Reading]
+    scales: dict[str, NDArray[np.float32]]
+    """Scales of weights, by site; the layers have their reciprocals."""
+
+    def readers(self) -> dict[str, list[Layer]]:
+        """Who reads each blob; a layer that reads one twice is there twice."""
+        found: dict[str, list[Layer]] = {}
+        for layer in self.layers:
+            for blob in layer.reads:
+                found.setdefault(blob, []).append(layer)
+        return found
+
+    def param(self) -> str:
+        """The .param file."""
+        blobs = sum(len(layer.writes) for layer in self.layers)
+        return "".join(f"{line}\n" for line in (MAGIC, f"{len(self.layers)} {blobs}", *(y.line() for y in self.layers)))
+
+    def weights(self) -> Iterator[Weight]:
+        """All weights, in the order of the .bin file."""
+        for layer in self.layers:
+            yield from layer.weights
+
+
+def factor(scale: NDArray[Any] | float) -> NDArray[np.float32]:
+    """What ncnn multiplies by to get codes."""
+    return (1 / np.asarray(scale, np.float64)).astype(np.float32)
+
+
+def _text(number: int, value: Parameter) -> str:
+    if isinstance(value, tuple):  # lists have numbers of their own
+        return f"{-23300 - number}={','.join([str(len(value)), *map(_number, value)])}"
+    return f"{number}={_number(value)}"
+
+
+def _number(value: int | float) -> str:
+    """A float is told from an int by its point or exponent."""
+    return f"{np.float32(value):.9e}" if isinstance(value, float) else str(value)
