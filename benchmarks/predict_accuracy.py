@@ -2,11 +2,12 @@
 
     python benchmarks/predict_accuracy.py [--rounds 30] [--models resnet20 bert efficientnet-lite0]
 
-Each model is profiled in float and uniform INT8 (simulated), with and without autocast to bf16. What is predicted from
-that: these plans, and random mixed ones in which each operator is quantized or left in float by a coin, two of them
-under autocast; and a step with AdamW, clipping and two accumulated batches. Profiling steps (watched) and plain steps
-of every case are taken in turns; times are CPU seconds of one thread, so that others on the machine count less;
-medians over the rounds. EfficientNet-Lite0 was not looked at while the predictor was written.
+Each model is profiled in float, in uniform INT8 (simulated) and in the two halves of that plan, the first two also with
+autocast to bf16. What is predicted from that: float, INT8, and random mixed plans in which each operator is quantized or
+left in float by a coin, two of them under autocast; and a step with AdamW, clipping and two accumulated batches.
+Profiling steps (watched) and plain steps of every case are taken in turns; times are CPU seconds of one thread, so that
+others on the machine count less; medians over the rounds. EfficientNet-Lite0 was not looked at while the predictor was
+written.
 
 Memory: what backward keeps, against saved_tensors_hooks; the peak of the process (VmHWM of a step), against the
 prediction with the process's own share.
@@ -30,7 +31,7 @@ from torch import Tensor, nn
 
 from bitwright.plan import Plan
 from bitwright.predict import Predictor
-from bitwright.profile import DeviceProfile, StepSettings, Variant, open_store, record_step
+from bitwright.profile import DeviceProfile, StepSettings, Variant, halves, open_store, record_step
 from bitwright.profile.host import measure_host, measure_tensors
 from bitwright.profile.repeat import undisturbed
 from bitwright.profile.run import assemble, resident_bytes
@@ -103,6 +104,8 @@ def cases(model: nn.Module, batch: Any, with_amp: bool) -> dict[str, Variant]:
     found = {"float": Variant(model=copy.deepcopy(model).train())}
     found["int8"] = prepared(model, batch, None, plain)
     uniform = found["int8"].plan
+    for number, plan in enumerate(halves(uniform)):
+        found[f"half {number + 1}"] = prepared(model, batch, plan, plain)
     if with_amp:
         found["float, AMP bf16"] = Variant(model=copy.deepcopy(model).train(), settings=amp)
         found["int8, AMP bf16"] = prepared(model, batch, uniform, amp)
@@ -156,7 +159,7 @@ def measure(name: str, rounds: int, with_amp: bool) -> list[dict[str, Any]]:
     watches = {
         n: Watch(v.model, v.plan, v.settings, read, host=host)
         for n, v in variants.items()
-        if n.startswith(("float", "int8"))
+        if n.startswith(("float", "int8", "half"))
     }
     for n, watch in watches.items():
         store.add_saved(watch.run(steps[n], saving=True))
@@ -172,7 +175,11 @@ def measure(name: str, rounds: int, with_amp: bool) -> list[dict[str, Any]]:
                     store.add_round(watches[n].run(step), wanted=2 * rounds)
     store.add({"facts": {"tensors": [cost.model_dump() for cost in measure_tensors(CLOCK)]}})
     profile = assemble(store, CLOCK)
-    return [row(name, n, v, graph, profile, taken[n], steps[n], batch, loss) for n, v in variants.items()]
+    return [
+        row(name, n, v, graph, profile, taken[n], steps[n], batch, loss)
+        for n, v in variants.items()
+        if not n.startswith("half")
+    ]
 
 
 def row(

@@ -2,11 +2,11 @@
 
     python benchmarks/unequal.py [--rounds 20] [--seeds 3] [--images 2560] [--epochs 3] [--part all|steps|accuracy]
 
-Two gloo processes on 127.0.0.1, each on a core of its own; the second has half of it (CPU quota, cgroup v1, as root) and
-a limit of memory. Both measure a step in float and in INT8 under these limits; plans are made from that, and steps of
-all plans are then timed in turns. Accuracy doesn't depend on speed: those runs have no limits. A VGG-style net on CIFAR-10
-(BITWRIGHT_DATA) at 16×16 pixels, from scratch, channels-last. Bars: planned takes at most 1.03 times as long as uniform
-INT8 and is as accurate; planned with unequal batches is the fastest.
+Two gloo processes on 127.0.0.1, each on a core of its own; the second has half of it (CPU quota, cgroup v1, as root)
+and a limit of memory. Both measure a step in float and in INT8 under these limits; plans are made from that, and steps
+of all plans are then timed in turns. Accuracy doesn't depend on speed: those runs have no limits. A VGG-style net on
+CIFAR-10 (BITWRIGHT_DATA) at 16×16 pixels, from scratch, channels-last. Bars: planned takes at most 1.03 times as long as
+uniform INT8 and is as accurate; planned with unequal batches is the fastest.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from bitwright.planners import Allocation, dynamic_batching, recover, recover_an
 from bitwright.planners.cluster import OnCluster
 from bitwright.planners.machine import FLOAT
 from bitwright.predict import Cluster
-from bitwright.profile import DeviceProfile, StepSettings, Variant, open_store, profile, record_step
+from bitwright.profile import DeviceProfile, StepSettings, Variant, halves, open_store, profile, record_step
 from bitwright.profile.collectives import measure_collectives, measure_group
 from bitwright.profile.repeat import undisturbed
 from bitwright.profile.step import TrainingStep
@@ -112,7 +112,10 @@ def run_rank(rank: int, rounds: int, meeting: str, out: Path) -> None:
     store.add({"facts": measure_group()})
     store.add({"facts": {"collectives": [cost.model_dump() for cost in measure_collectives()]}})
     variants = [Variant(model=copy.deepcopy(model)), Variant(model=kernels, plan=low)]
-    own = profile(variants, batch, F.cross_entropy, store=store, rounds=rounds, fit_casts=False)
+    variants += [Variant(model=prepare(copy.deepcopy(model), p, graph=graph), plan=p) for p in halves(low)]
+    half = (x[: BATCH // 2], y[: BATCH // 2])
+    for size in (batch, half):
+        own = profile(variants, size, F.cross_entropy, store=store, rounds=rounds, fit_casts=False)
     gathered: list[Any] = [None, None]
     dist.all_gather_object(gathered, own.to_json())
     found: list[Any] = [None]
@@ -124,7 +127,8 @@ def run_rank(rank: int, rounds: int, meeting: str, out: Path) -> None:
         slow = cluster.devices["slow"].model_copy(update={"memory_gb": MEMORY_GB})
         cluster = cluster.model_copy(update={"devices": {**cluster.devices, "slow": slow}})
         step = record_step(model, batch, F.cross_entropy, name="vgg")
-        machine = OnCluster(step, profiles, cluster, suffering, {"int8": INT8}, keep_float=list(KEPT))
+        smaller = record_step(model, half, F.cross_entropy, name="vgg")
+        machine = OnCluster(step, profiles, cluster, suffering, {"int8": INT8}, keep_float=list(KEPT), smaller=smaller)
         made = {name: way(machine) for name, way in WAYS.items()}
         found = [{name: (machine.to_plan(one).to_yaml(), facts(one)) for name, one in made.items()}]
     dist.broadcast_object_list(found, src=0)
@@ -279,8 +283,8 @@ def main() -> None:
         "# Two unequal machines: five ways to train",
         "",
         f"The slow one has {QUOTA:g} of a core and {MEMORY_GB:g} GB (limits set: {how}). A step has {2 * BATCH} "
-        f"samples. Wall time, medians of {chosen.rounds} rounds of two steps, in turns; accuracy of 2,000 test images after "
-        f"{chosen.epochs} epochs of {chosen.images:,}, from scratch.",
+        f"samples. Wall time, medians of {chosen.rounds} rounds of two steps, in turns; accuracy of 2,000 test images "
+        f"after {chosen.epochs} epochs of {chosen.images:,}, from scratch.",
         "",
         "| way | step | of uniform INT8 | predicted | error | INT8 operators | batches | suffers | top-1 | seeds |",
         "|---|---|---|---|---|---|---|---|---|---|",

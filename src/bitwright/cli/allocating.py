@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from bitwright.cli.out import Out
+from bitwright.cli.stepping import half_of
 from bitwright.errors import BitwrightError, did_you_mean
 from bitwright.planners import Allocation, dynamic_batching, fastest, recover, recover_and_split, uniform
 from bitwright.planners.cluster import OnCluster
@@ -57,7 +58,12 @@ def allocate(
         suffering.values,
         {format: spec_of(format) for format in formats},
         keep_float=keep_float,
+        smaller=record_step(workload.model, *half_of(step), name=workload.name),
     )
+    proportional = [kind for kind in machine.kinds if kind not in machine.predictor.smaller]
+    if proportional:
+        words = ", ".join(proportional)
+        out.note(f"other batches are taken as proportional on {words}: bitwright profile --half-batch measures them")
     if not machine.operators:
         raise BitwrightError(
             "no profile has an operator in these formats",

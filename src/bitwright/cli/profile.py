@@ -14,6 +14,7 @@ from bitwright.cli.stepping import (
     BatchOption,
     ClockOption,
     LayoutOption,
+    half_of,
     kernels_of,
     plan_of,
     training_batch,
@@ -22,7 +23,7 @@ from bitwright.cli.stepping import (
 from bitwright.cli.verb import verb
 from bitwright.errors import BitwrightError
 from bitwright.plan import Plan
-from bitwright.profile import DeviceProfile, StepSettings, open_store, profile, record_step
+from bitwright.profile import DeviceProfile, StepSettings, halves, open_store, profile, record_step
 from bitwright.profile.import_trace import import_trace
 from bitwright.profile.step import CLOCKS, Clock
 from bitwright.profile.way import Amp
@@ -54,6 +55,10 @@ def profile_(
     ] = None,
     batch: BatchOption = None,
     channels_last: LayoutOption = False,
+    half_batch: Annotated[
+        bool,
+        typer.Option("--half-batch", help="Measure half of the batch, too: for planners that choose batches."),
+    ] = False,
     rounds: Annotated[int, typer.Option(min=3, help="Steps of each plan, by turns.")] = 30,
     clock: ClockOption = "wall",
     casts: Annotated[
@@ -90,20 +95,23 @@ def profile_(
     else:
         plans: list[Plan | None] = [None, *(plan_of(found, word) for word in quantize or [])]
         plans += [kernels_of(found, word) for word in kernel or []]
+        plans += [half for plan in plans if plan is not None for half in halves(plan)]
         types: list[Amp | None] = [None, *(cast(Amp, word) for word in amp or [])]
         variants = [variant_of(found, plan, pair, StepSettings(amp=kind)) for plan in plans for kind in types]
         samples = cache or output.with_suffix(".samples.jsonl")
-        with out.units() as tell:
-            made = profile(
-                variants,
-                pair,
-                loss,
-                store=open_store(samples, cast(Clock, clock)),
-                clock=cast(Clock, clock),
-                rounds=rounds,
-                fit_casts=casts,
-                progress=tell,
-            )
+        store = open_store(samples, cast(Clock, clock))
+        for own in [pair, half_of((pair, loss))[0]] if half_batch else [pair]:
+            with out.units() as tell:
+                made = profile(
+                    variants,
+                    own,
+                    loss,
+                    store=store,
+                    clock=cast(Clock, clock),
+                    rounds=rounds,
+                    fit_casts=casts,
+                    progress=tell,
+                )
     made.save(output)
     _show(out, made, output)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from bitwright.attach import prepare
 from bitwright.errors import BitwrightError
 from bitwright.graph import capture
-from bitwright.graph.tree import map_tensors
+from bitwright.graph.tree import batch_size, map_tensors, part
 from bitwright.plan import Plan
 from bitwright.planners import make_plan
 from bitwright.profile import StepSettings, Variant
@@ -60,6 +60,12 @@ def training_batch(workload: Workload, size: int | None, *, channels_last: bool 
         workload.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         batch = map_tensors(batch, _last)
     return batch, workload.loss
+
+
+def half_of(step: tuple[Batch, Loss]) -> tuple[Batch, Loss]:
+    """The same with the first half of the batch."""
+    batch, loss = step
+    return part(batch, 0, max(1, batch_size(batch) // 2)), loss
 
 
 def _last(tensor: Tensor) -> Tensor:

@@ -23,8 +23,8 @@ class OnCluster:
     """A `Machine`: seconds and bytes from profiles, penalties from an indicator.
 
     `computes` says how each format is run: {"int8": ComputeSpec(format="int8", …)}. An operator can have the formats in
-    which a device's profile has it. Batches other than the recorded one are taken as proportional in what grows with
-    them.
+    which a device's profile has it. `smaller` is the step recorded with a smaller batch: where profiles have that, too,
+    other batches lie on the line through both; else they are taken as proportional in what grows with them.
     """
 
     def __init__(
@@ -37,6 +37,7 @@ class OnCluster:
         *,
         settings: StepSettings | None = None,
         keep_float: Sequence[str] = (),
+        smaller: StepGraph | None = None,
     ) -> None:
         self.graph, self.profiles, self.cluster = graph, dict(profiles), cluster
         self.penalties, self.computes = penalties, dict(computes)
@@ -46,9 +47,10 @@ class OnCluster:
             fix = did_you_mean(wrong[0], names)
             raise PlanError([Problem(what="matches no operator", where="keep_float", value=wrong[0], fix=fix)])
         kept = {name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in keep_float)}
-        self.predictor = Predictor.make(graph, Plan(), self.profiles, cluster, settings)
-        self._latest: dict[str, tuple[Assignment, Local]] = {
-            kind: ({}, local) for kind, local in self.predictor.locals.items()
+        self.predictor = Predictor.make(graph, Plan(), self.profiles, cluster, settings, smaller=smaller)
+        steps = (self.predictor.locals, self.predictor.smaller)
+        self._latest: dict[tuple[str, int], tuple[Assignment, Local]] = {
+            (kind, local.graph.samples): ({}, local) for locals_ in steps for kind, local in locals_.items()
         }
         self._formats = {
             kind: {
@@ -101,19 +103,23 @@ class OnCluster:
         chosen = {op: replace(self.computes[f], why=why) for op, f in assignment.items() if f != FLOAT}
         return Plan(compute=chosen)
 
-    def _local(self, kind: str, assignment: Assignment) -> Local:
-        """The step of one device; what changed since it was last asked is looked up anew."""
-        before, local = self._latest[kind]
+    def _local(self, kind: str, assignment: Assignment, batch: int) -> Local:
+        """The step of one device with a recorded batch; what changed since it was last asked is looked up anew."""
+        before, local = self._latest[kind, batch]
         changed = {op for op in self.operators if before.get(op, FLOAT) != assignment.get(op, FLOAT)}
         if changed:
             local = local.replaced(self.plan_of(assignment), changed)
-            self._latest[kind] = (dict(assignment), local)
+            self._latest[kind, batch] = (dict(assignment), local)
         return local
 
     def _lane(self, kind: str, assignment: Assignment, batch: int) -> Lane:
-        local = self._local(kind, assignment)
-        own = replace(self.predictor, locals={**self.predictor.locals, kind: local}, batches={kind: batch})
-        return own.lane(kind)
+        local = self._local(kind, assignment, self.batch)
+        small = self.predictor.smaller.get(kind)
+        smaller = {}
+        if small is not None and batch != self.batch:
+            smaller = {kind: self._local(kind, assignment, small.graph.samples)}
+        locals_ = {**self.predictor.locals, kind: local}
+        return replace(self.predictor, locals=locals_, smaller=smaller, batches={kind: batch}).lane(kind)
 
     def work(self, kind: str, assignment: Assignment, batch: int) -> float:
         """What it computes by itself."""
@@ -129,7 +135,9 @@ class OnCluster:
         """The process at its peak; activations grow with the batch, the rest doesn't."""
         key = (kind, tuple(sorted((op, f) for op, f in assignment.items() if f != FLOAT)))
         if key not in self._memories:
-            self._memories[key] = memory_of(self._local(kind, assignment), distributed=self.cluster.world > 1)
+            self._memories[key] = memory_of(
+                self._local(kind, assignment, self.batch), distributed=self.cluster.world > 1
+            )
         return self._memories[key].of_batch(batch / self.batch).process
 
     def to_plan(self, allocation: Allocation, *, model: str | None = None) -> Plan:

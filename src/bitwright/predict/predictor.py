@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -59,6 +60,8 @@ class Predictor:
     modelled: Modelled
     batches: Mapping[str, int] = field(default_factory=dict)
     """Samples of kinds that have others than the recorded step."""
+    smaller: Mapping[str, Local] = field(default_factory=dict)
+    """The step with a smaller batch, where it was measured: other batches lie on a line through both."""
 
     @staticmethod
     def make(
@@ -70,8 +73,13 @@ class Predictor:
         *,
         modelled: Modelled | None = None,
         batches: Mapping[str, int] | None = None,
+        smaller: StepGraph | None = None,
     ) -> Predictor:
-        """Look everything up. A plan's own `batches` count, where none are given."""
+        """Look everything up. A plan's own `batches` count, where none are given.
+
+        `smaller` is the step recorded with a smaller batch. Kinds whose profile has it don't take other batches as
+        proportional: small ones cost more for each sample.
+        """
         settings, modelled = settings or StepSettings(), modelled or Modelled()
         if isinstance(profiles, DeviceProfile):
             only = next(iter(cluster.devices)) if cluster is not None else "device"
@@ -87,7 +95,13 @@ class Predictor:
         }
         if batches is None and isinstance(plan, Plan):
             batches = {name: device.batch for name, device in plan.devices.items() if device.batch is not None}
-        return Predictor(graph, settings, cluster, profiles, locals_, modelled, batches or {})
+        small: dict[str, Local] = {}
+        if smaller is not None:
+            for name in cluster.devices:
+                own = plan_for(plan, name)
+                with suppress(BitwrightError):  # not measured
+                    small[name] = Local.build(smaller, own, profiles[name], settings, casts=modelled.casts)
+        return Predictor(graph, settings, cluster, profiles, locals_, modelled, batches or {}, small)
 
     def changed(self, kind: str, plan: Plan, operators: set[str]) -> Predictor:
         """Another plan for one kind, which differs at these operators only."""
@@ -103,7 +117,17 @@ class Predictor:
 
     def lane(self, name: str) -> Lane:
         """One kind's work."""
-        local, host = self.locals[name], self.profiles[name].host
+        lane = self._recorded(name, self.locals[name])
+        share, small = self.share(name), self.smaller.get(name)
+        if share == 1:
+            return lane
+        if small is None:
+            return lane.of_batch(share)
+        return lane.of_batch(share, (small.graph.samples / self.graph.samples, self._recorded(name, small)))
+
+    def _recorded(self, name: str, local: Local) -> Lane:
+        """The work of a step as it was recorded."""
+        host = self.profiles[name].host
         several = self.cluster.world > 1
         count = self.settings.accumulate
         per_gradient = host.ddp_gradient if several else 0.0
@@ -112,7 +136,7 @@ class Predictor:
         before += host.ddp_forward * count if several else 0.0
         ready = local.gradient_offsets
         end = before + local.backward_seconds + len(ready) * per_gradient
-        lane = Lane(
+        return Lane(
             name,
             tuple(_ready(bucket, ready, before, per_gradient, end) for bucket in self.buckets),
             end,
@@ -121,7 +145,6 @@ class Predictor:
             self.cluster.devices[name].count,
             host.stretch if several and self.modelled.contention else 1.0,
         )
-        return lane.of_batch(self.share(name))
 
     def share(self, kind: str) -> float:
         """A kind's batch, of the recorded one's."""

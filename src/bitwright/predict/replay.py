@@ -29,10 +29,18 @@ class Lane:
     stretch: float = 1.0
     """How much longer a collective takes while this device computes."""
 
-    def of_batch(self, share: float) -> Lane:
-        """With a batch `share` times as large: computing grows with it, what comes after doesn't."""
-        ready = tuple(at * share for at in self.ready)
-        return replace(self, ready=ready, computing=self.computing * share)
+    def of_batch(self, share: float, smaller: tuple[float, Lane] | None = None) -> Lane:
+        """With a batch `share` times as large: on the line through this lane and a smaller batch's, else through 0.
+
+        Work after the collectives stays.
+        """
+        at, other = smaller or (0.0, replace(self, ready=(0.0,) * len(self.ready), computing=0.0))
+        weight = (share - at) / (1 - at)
+        pairs = zip(other.ready, self.ready, strict=True)
+        ready = tuple(max(0.0, low + weight * (high - low)) for low, high in pairs)
+        return replace(
+            self, ready=ready, computing=max(0.0, other.computing + weight * (self.computing - other.computing))
+        )
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """profile(): measure this device: operators where they stand, casts, optimizers, the host, collectives."""
 
 from bitwright.profile.device import DeviceProfile
+from bitwright.profile.halves import halves
 from bitwright.profile.record import record_step
 from bitwright.profile.run import open_store, profile
 from bitwright.profile.step import StepSettings, TrainingStep
@@ -21,6 +22,7 @@ __all__ = [
     "TrainingStep",
     "Variant",
     "Way",
+    "halves",
     "open_store",
     "profile",
     "record_step",

@@ -11,6 +11,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 
+from bitwright.allocator import keep_memory
 from bitwright.profile.way import AMP_DTYPES, Amp
 from bitwright.workload import call
 
@@ -75,6 +76,7 @@ class TrainingStep:
         clock: Clock = "wall",
         net: Any = None,
     ) -> None:
+        keep_memory()  # as a trainer's process does
         self.model = model
         self.net: Any = model if net is None else net
         self.batches = list(batches)

@@ -1,7 +1,7 @@
 """How calibration batches are fed to the model: in pieces and channels-last, where that changes no range.
 
 The activations of a large batch are blocks that come fresh from the system at each operator, whose pages it has to
-clear: that may take twice as long as computing. Small ones are used again and again. Pieces also bound memory.
+clear: that may take twice as long as computing. Those of pieces are used again and again. Pieces also bound memory.
 Convolutions of channels-last images leave out the reordering before and after each.
 """
 
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bitwright.allocator import keep_memory
 from bitwright.attach import Quantizer
 from bitwright.batching import split
 from bitwright.graph.capture import untouched
@@ -22,9 +23,6 @@ from bitwright.registry import OBSERVERS
 
 LARGEST = 12 * 2**20
 """Bytes of an activation up to which a C library's allocator keeps its memory (measured with glibc)."""
-
-_KEPT = 31 * 2**20
-"""glibc keeps freed blocks up to the size of the largest one that it has ever given back, of at most 32 MiB."""
 
 _NEAR = 1e-4  # of a range: how much kernels for other sizes may differ, and a model whose samples are independent can't
 
@@ -83,8 +81,7 @@ def how_to_feed(model: nn.Module, quantizers: Sequence[Quantizer], batch: Any, r
             images = images and _alike(alone, ranges(map_tensors(first, _channels_last)))
         except Exception:  # such as of a view that wants another order
             images = False
-    if cut:
-        torch.empty(_KEPT, dtype=torch.uint8)  # and freed again
+    keep_memory()
     return Feed(max(1, size) if cut else None, images)
 
 

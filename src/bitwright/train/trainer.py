@@ -11,6 +11,7 @@ from typing import Any, Unpack
 import torch
 from torch import nn
 
+from bitwright.allocator import keep_memory
 from bitwright.backends import Choices
 from bitwright.errors import Problem, TrainError
 from bitwright.plan import Plan
@@ -132,7 +133,8 @@ class Trainer:
                 yield from error.problems
 
     def fit(self) -> TrainResult:
-        """Train."""
+        """Train. From then on this process keeps memory that it frees."""
+        keep_memory()
         with joined() as ranks, stoppable() as stop:
             saved = self._saved(ranks)
             callbacks = [*self.callbacks, *([History(self.out)] if self.out is not None else [])]
