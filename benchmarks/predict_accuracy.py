@@ -3,8 +3,8 @@
     python benchmarks/predict_accuracy.py [--rounds 30] [--models resnet20 bert efficientnet-lite0]
 
 Each model is profiled in float, in uniform INT8 (simulated) and in the two halves of that plan, the first two also with
-autocast to bf16. What is predicted from that: float, INT8, and random mixed plans in which each operator is quantized or
-left in float by a coin, two of them under autocast; and a step with AdamW, clipping and two accumulated batches.
+autocast to bf16. What is predicted from that: float, INT8, and random mixed plans in which each operator is quantized
+or left in float by a coin, two of them under autocast; and a step with AdamW, clipping and two accumulated batches.
 Profiling steps (watched) and plain steps of every case are taken in turns; times are CPU seconds of one thread, so that
 others on the machine count less; medians over the rounds. EfficientNet-Lite0 was not looked at while the predictor was
 written.

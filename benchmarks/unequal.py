@@ -5,8 +5,8 @@
 Two gloo processes on 127.0.0.1, each on a core of its own; the second has half of it (CPU quota, cgroup v1, as root)
 and a limit of memory. Both measure a step in float and in INT8 under these limits; plans are made from that, and steps
 of all plans are then timed in turns. Accuracy doesn't depend on speed: those runs have no limits. A VGG-style net on
-CIFAR-10 (BITWRIGHT_DATA) at 16×16 pixels, from scratch, channels-last. Bars: planned takes at most 1.03 times as long as
-uniform INT8 and is as accurate; planned with unequal batches is the fastest.
+CIFAR-10 (BITWRIGHT_DATA) at 16×16 pixels, from scratch, channels-last. Bars: planned takes at most 1.03 times as long
+as uniform INT8 and is as accurate; planned with unequal batches is the fastest.
 """
 
 from __future__ import annotations
