@@ -15,7 +15,7 @@ from bitwright.plan import FoldSpec, Plan
 from bitwright.report import read_json
 from bitwright.sensitivity import Indications
 
-FILES = ["checkpoint.safetensors", "model.onnx", "plan.yaml", "report.html", "report.json"]
+FILES = ["checkpoint.safetensors", "model.onnx", "plan.yaml", "report.html", "report.json", "report.md"]
 
 
 def names(folder: Path) -> list[str]:

@@ -10,13 +10,13 @@ import typer
 
 from bitwright.bench import Made, compare_runtimes
 from bitwright.cli.data import open_workload
-from bitwright.cli.options import SamplesOption, WorkloadArg
+from bitwright.cli.options import ReportOption, SamplesOption, WorkloadArg
 from bitwright.cli.out import Out
 from bitwright.cli.prepared import CheckpointOption, PlanOption, read_plan
 from bitwright.cli.verb import CHECK_FAILED, verb
 from bitwright.errors import BitwrightError
 from bitwright.files import write_text
-from bitwright.report import words
+from bitwright.report import add_to_report, report_of, words
 from bitwright.report.comparison import Comparison, OnRuntime, Together
 from bitwright.report.record import Timing
 
@@ -89,6 +89,7 @@ def bench(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Keep the figures as JSON.", show_default=False)
     ] = None,
+    report: ReportOption = None,
 ) -> None:
     """Measure latency, accuracy, size and agreement of a model, float and INT8, on every runtime that runs here.
 
@@ -97,6 +98,8 @@ def bench(
     """
     made = _made(model, plan, checkpoint)
     found = open_workload(out, workload)
+    if report is not None:
+        report_of(report, found.name)  # one of another workload is an error now, not after the work
     names = None if runtimes in (None, "all") else [name.strip() for name in str(runtimes).split(",")]
     if names is None and runtimes == "all" and made is not None:
         raise BitwrightError(
@@ -120,6 +123,9 @@ def bench(
         )
     if output is not None:
         write_text(output, result.model_dump_json(indent=1) + "\n")
+    if report is not None:
+        add_to_report(report, found.name, comparison=result)
+        out.note(f"{report / 'report.html'} has the runtimes")
     _show(out, result)
     if not result.runtimes or any(not row.parity.passed for row in result.runtimes):
         failed = ", ".join(row.runtime for row in result.runtimes if not row.parity.passed) or "every runtime"
