@@ -16,6 +16,7 @@ from bitwright.cli import (  # noqa: I001
     check,  # noqa: F401
     bench,  # noqa: F401
     report,  # noqa: F401
+    leaderboard,  # noqa: F401
     listing,  # noqa: F401
     doctor,  # noqa: F401
 )

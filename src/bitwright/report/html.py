@@ -7,7 +7,7 @@ from pathlib import Path
 
 from bitwright.files import write_text
 from bitwright.report.page import sites, summary, work
-from bitwright.report.page.elements import document, pair
+from bitwright.report.page.elements import asset, document, pair
 from bitwright.report.page.network import network
 from bitwright.report.record import Record
 
@@ -54,4 +54,4 @@ def page(record: Record) -> str:
     there = set(re.findall(r'<section id="([\w-]+)"', body))
     nav = [(anchor, name) for anchor, name in _NAV.items() if anchor in there]
     data = record.model_dump_json()
-    return document(record.title, body, data=data, nav=nav, scripts=("sites.js", "graph.js"))
+    return document(record.title, body, data=data, nav=nav, scripts=map(asset, ("sites.js", "graph.js")))

@@ -6,14 +6,16 @@ from collections.abc import Iterable
 from html import escape
 from importlib.resources import files
 
-SCRIPT = "page.js"  # theme and tables: every page has it
+
+def asset(name: str, package: str = "bitwright.report.page") -> str:
+    """The text of a file that lies beside a package's modules."""
+    return files(package).joinpath(name).read_text(encoding="utf-8")
 
 
 def document(title: str, body: str, *, data: str, nav: Iterable[tuple[str, str]], scripts: Iterable[str] = ()) -> str:
-    """A whole page; `data` is JSON that scripts read, `nav` the ids and names of its sections."""
-    assets = files("bitwright.report.page")
-    css = assets.joinpath("page.css").read_text(encoding="utf-8")
-    js = "\n".join(assets.joinpath(name).read_text(encoding="utf-8") for name in (SCRIPT, *scripts))
+    """A whole page; `data` is JSON that `scripts` read, `nav` the ids and names of its sections."""
+    css = asset("page.css")
+    js = "\n".join((asset("page.js"), *scripts))
     # In a script element only "<" could end it; as an escape it is the same JSON.
     safe = data.replace("<", "\\u003c")
     links = "".join(f'<a href="#{escape(anchor)}">{escape(name)}</a>' for anchor, name in nav)
