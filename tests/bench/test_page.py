@@ -48,16 +48,12 @@ def test_each_cell_says_mean_and_deviation() -> None:
 def test_the_verb(tmp_path: Path) -> None:
     results = made_up(*FEW).save(tmp_path / "leaderboard.json")
     command = ["leaderboard", str(results), "-o", str(tmp_path / "p.html")]
-    result = CliRunner().invoke(
-        app, ["leaderboard", str(tmp_path / "leaderboard.json"), "-o", str(tmp_path / "p.html")]
-    )
+    result = CliRunner().invoke(app, command)
     assert result.exit_code == 0, result.output
     assert "48 rows" in result.stdout
     assert "Made-up numbers" in (tmp_path / "p.html").read_text()
     results.write_text("{}")
-    result = CliRunner().invoke(
-        app, ["leaderboard", str(tmp_path / "leaderboard.json"), "-o", str(tmp_path / "p.html")]
-    )
+    result = CliRunner().invoke(app, command)
     assert result.exit_code == 2
 
 

@@ -36,8 +36,7 @@ def test_producers_come_before_and_no_place_is_taken_twice() -> None:
 
 
 def test_many_branches_have_lanes_of_their_own() -> None:
-    places = lay_out(
-        [("root", ()), *((f"b{n}", ("root",)) for n in range(5)), ("join", tuple(f"b{n}" for n in range(5)))]
-    )
+    branches = tuple(f"b{n}" for n in range(5))
+    places = lay_out([("root", ()), *((name, ("root",)) for name in branches), ("join", branches)])
     assert sorted(places[name][1] for name in branches) == [0, 1, 2, 3, 4]
     assert places["join"] == (2, 0)
