@@ -11,6 +11,7 @@ from bitwright.cli.out import Out
 from bitwright.cli.verb import verb
 from bitwright.errors import BitwrightError
 from bitwright.report import join, read_json, write_html, write_json, write_markdown
+from bitwright.report.folder import REPORT
 
 _WRITERS = {".html": write_html, ".json": write_json, ".md": write_markdown}
 
@@ -40,7 +41,8 @@ def report(
     """
     if output.suffix not in _WRITERS:
         raise BitwrightError("unknown kind of page", where=str(output), fix="end its name with .html, .md or .json")
-    record = join([read_json(run / "report.json" if run.is_dir() else run) for run in runs])
+    names = [run.name if run.is_dir() or run.name != REPORT else run.parent.name for run in runs]
+    record = join([read_json(run / REPORT if run.is_dir() else run) for run in runs], names)
     _WRITERS[output.suffix](record, output)
     out.data(record.model_dump(mode="json"))
     out.say(f"{output}: {record.title}, {len(runs)} {'run' if len(runs) == 1 else 'runs'}")

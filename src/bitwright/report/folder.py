@@ -62,15 +62,17 @@ def add_to_report(folder: str | Path, workload: str, **parts: Any) -> Record:
     return record
 
 
-def join(records: Sequence[Record]) -> Record:
+def join(records: Sequence[Record], names: Sequence[str] | None = None) -> Record:
     """Several runs of one workload on one page.
 
-    The first that has sites is shown whole; parts that it lacks are taken from the others, which are rows beside it.
+    The first that has sites is shown whole; parts that it lacks are taken from the others, which are rows beside it,
+    by their title or the `names` given.
     """
     if not records:
         raise BitwrightError("there is no report to join", fix="give folders that have a report.json")
     first = next((record for record in records if record.sites), records[0])
     others = [record for record in records if record is not first]
+    titles = dict(zip(map(id, records), names or [record.title for record in records], strict=True))
     strange = sorted({other.workload for other in others} - {first.workload})
     if strange:
         raise BitwrightError(
@@ -83,17 +85,20 @@ def join(records: Sequence[Record]) -> Record:
         for name in _PARTS:
             if getattr(first, name) is None and name not in found and getattr(other, name) is not None:
                 found[name] = getattr(other, name)
-    names = {one.name for one in first.forecasts}
+    there = {one.name for one in first.forecasts}
     more = [one for other in others for one in other.forecasts]
-    found["forecasts"] = (*first.forecasts, *(one for one in more if one.name not in names))
-    found["others"] = (*first.others, *(_row(other) for other in others if other.accuracies or other.timings))
+    found["forecasts"] = (*first.forecasts, *(one for one in more if one.name not in there))
+    found["others"] = (
+        *first.others,
+        *(_row(other, titles[id(other)]) for other in others if other.accuracies or other.timings),
+    )
     return first.model_copy(update={**found, "version": RECORD_VERSION})
 
 
-def _row(record: Record) -> RunRow:
+def _row(record: Record, title: str) -> RunRow:
     timing = next((one for one in record.timings if one.variant == "quantized"), None)
     return RunRow(
-        title=record.title,
+        title=title,
         created=record.created,
         accuracy=record.accuracies[-1] if record.accuracies else None,
         size=record.sizes[-1] if record.sizes else None,

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from html import escape
 from importlib.resources import files
 
+_LONG, _LINE = 60, 44  # rows, and pixels of one
+
 
 def asset(name: str, package: str = "bitwright.report.page") -> str:
     """The text of a file that lies beside a package's modules."""
@@ -86,9 +88,14 @@ def table(heads: Iterable[str], rows: Iterable[str], *, label: str, sortable: bo
         cells.append(f'<th scope="col"{mark}>{inner}</th>')
     kind = ' class="sortable"' if sortable else ""
     named = f' id="{anchor}"' if anchor else ""
+    lines = list(rows)
+    # A long table is laid out when it comes into view; until then its height is guessed from its rows.
+    long = (
+        f'scroll long" style="contain-intrinsic-size: auto {_LINE * len(lines)}px' if len(lines) > _LONG else "scroll"
+    )
     return (
-        f'<div class="scroll" role="region" tabindex="0" aria-label="{escape(label)}"><table{kind}{named}>'
-        f"<thead><tr>{''.join(cells)}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
+        f'<div class="{long}" role="region" tabindex="0" aria-label="{escape(label)}"><table{kind}{named}>'
+        f"<thead><tr>{''.join(cells)}</tr></thead><tbody>{''.join(lines)}</tbody></table></div>"
     )
 
 

@@ -82,3 +82,6 @@ function showTip(event) {
 for (const kind of ["pointermove", "focusin"]) document.addEventListener(kind, showTip);
 for (const kind of ["focusout", "scroll"]) document.addEventListener(kind, () => { tip.hidden = true; }, { passive: true });
 document.addEventListener("keydown", (event) => { if (event.key === "Escape") tip.hidden = true; });
+
+// The first frame is painted: long tables may be laid out now, if they are near.
+requestAnimationFrame(() => requestAnimationFrame(() => document.documentElement.classList.add("opened")));

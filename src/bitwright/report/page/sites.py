@@ -57,7 +57,7 @@ def _row(site: SiteRow, number: int, error: float | None) -> str:
     sqnr = "–" if site.sqnr_db is None else f"{site.sqnr_db:.1f} dB"
     opener = (
         f'<button type="button" class="opener" aria-expanded="false" data-n="{number}">'
-        f"<code>{_breakable(site.site)}</code></button>"
+        f"<code>{escape(site.site)}</code></button>"
     )
     cells = [
         f"<td>{opener}</td>",
@@ -71,11 +71,6 @@ def _row(site: SiteRow, number: int, error: float | None) -> str:
     if error is not None:
         cells.insert(3, cell("–" if error < 0 else words.percent(error), value=error))
     return f'<tr data-port="{escape(_port(site.site))}" data-format="{escape(site.format)}">{"".join(cells)}</tr>'
-
-
-def _breakable(name: str) -> str:
-    """Long names break after dots, not within words."""
-    return escape(name).replace(".", ".<wbr>").replace(":", ":<wbr>")
 
 
 def left(record: Record) -> str:

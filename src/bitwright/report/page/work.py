@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from html import escape
 
 from bitwright.report import words
-from bitwright.report.forecast import Both, Device, Forecast
+from bitwright.report.forecast import Both, Device, Forecast, Measured
 from bitwright.report.page import charts
 from bitwright.report.page.elements import cell, facts, row, section, table
 from bitwright.report.record import Record
@@ -68,10 +68,8 @@ def _forecast(found: Forecast, number: int) -> str:
     heads = ["Device", "#Count", "#Own work", "#Busy", "#Collectives", "#Waits", "#Memory peak", "At", "Fits"]
     body += table(heads, rows, label="Devices")
     if found.measured is not None:
-        both = [found.measured.step, *found.measured.phases, *found.measured.groups]
-        heads = [f"Median of {found.measured.steps} steps", "#Predicted", "#Measured", "#Error"]
-        lines = [_both(one) for one in both if max(one.predicted_ms, one.measured_ms) > 0]
-        body += "<h3>Predicted against measured</h3>" + table(heads, lines, label="Predicted against measured")
+        body += f"<h3>Predicted against measured, median of {found.measured.steps} steps</h3>"
+        body += table(["Part", "What", "#Predicted", "#Measured", "#Error"], _compared(found.measured), label="Errors")
         if found.measured.drift is not None:
             body += (
                 f'<p class="note">The machine took {found.measured.drift:.2f} times as long for a fixed piece of work '
@@ -132,11 +130,19 @@ def _device(device: Device) -> str:
     )
 
 
-def _both(both: Both) -> str:
+def _compared(found: Measured) -> list[str]:
+    """Rows for the step, its phases and its operators; what is less than a thousandth of the step is noise."""
+    parts = [("step", found.step), *(("phase", one) for one in found.phases), *(("operators", o) for o in found.groups)]
+    least = found.step.measured_ms / 1000
+    return [_both(part, one) for part, one in parts if max(one.predicted_ms, one.measured_ms) > least]
+
+
+def _both(part: str, both: Both) -> str:
     off = words.error(both.predicted_ms, both.measured_ms)
     error = both.predicted_ms / both.measured_ms - 1 if both.measured_ms > 0 else 0.0
     return row(
-        cell(both.name),
+        cell(part),
+        cell("whole" if part == "step" else both.name),
         cell(f"{both.predicted_ms:.3f} ms", value=both.predicted_ms),
         cell(f"{both.measured_ms:.3f} ms", value=both.measured_ms),
         cell(off, value=error),
