@@ -7,6 +7,7 @@ import re
 from html.parser import HTMLParser
 from pathlib import Path
 
+import jsonschema
 import numpy as np
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch import nn
 import bitwright
 from bitwright.attach import quantizers_of
 from bitwright.report import (
+    RECORD_VERSION,
     Record,
     add_to_report,
     join,
@@ -27,6 +29,7 @@ from bitwright.report import (
     write_json,
     write_markdown,
 )
+from bitwright.report.schema import json_schema
 from bitwright.report.tradeoff import points, steps
 from records import EVIL, record
 
@@ -130,6 +133,14 @@ def test_markdown_has_the_same_figures_and_no_markup_of_names(tmp_path: Path) ->
     rows = [line for line in hostile.splitlines() if line.startswith("|")]
     assert rows
     assert "\n# c" not in hostile
+
+
+def test_the_published_schema() -> None:
+    published = Path(__file__).parents[2] / "docs" / "schemas" / f"report-{RECORD_VERSION}.json"
+    assert json.loads(published.read_text(encoding="utf-8")) == json_schema(), (
+        "run: python -m bitwright.report.schema > docs/schemas/report-2.json"
+    )
+    jsonschema.validate(json.loads(record().model_dump_json()), json_schema())
 
 
 def test_an_old_record_is_read(tmp_path: Path) -> None:
