@@ -58,9 +58,9 @@ def test_profile_predict_compare(tmp_path: Path) -> None:
     assert {span.kind for span in one.spans} >= {"forward", "backward", "tail"}
     assert sum(one.phases_ms.values()) == pytest.approx(first.step_ms, rel=1e-6)
     assert [device.name for device in second.devices] == ["here-0", "here-1", "here-2"]
-    for device in second.devices:
-        assert max(span.end_ms for span in device.spans) <= second.step_ms * 1.0001
-        assert any(span.kind == "collective" for span in device.spans)
+    for found in second.devices:
+        assert max(span.end_ms for span in found.spans) <= second.step_ms * 1.0001
+        assert any(span.kind == "collective" for span in found.spans)
 
     missing = run("predict", *words, "--profile", str(device), "--amp", "bf16", code=2)
     assert "not in the profile" in missing["problems"][0]["what"]

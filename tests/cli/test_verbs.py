@@ -12,7 +12,7 @@ import torch
 
 import bitwright
 from bitwright.plan import FoldSpec, Plan
-from bitwright.report import read_json
+from bitwright.report import new_record, read_json, write_report
 from bitwright.sensitivity import Indications
 
 FILES = ["checkpoint.safetensors", "model.onnx", "plan.yaml", "report.html", "report.json", "report.md"]
@@ -112,7 +112,8 @@ def test_score_without_a_metric(run, small, tmp_path):
     assert record.sensitivity is not None
     assert {site.site for site in record.sensitivity.sites} >= {"conv:weight", "head:weight"}
     assert [node.kind for node in record.graph] == ["conv2d", "batch_norm", "relu", "mean", "linear"]
-    other = run("score", "digits", "--report", report)  # said before anything is scored
+    write_report(new_record("another"), tmp_path / "report")
+    other = run("score", bare, "--report", report)  # said before anything is scored
     assert other.code == 2
     assert "another workload" in other.err
     assert run("score", bare, "-o", tmp_path / "plan.yaml").code == 2
