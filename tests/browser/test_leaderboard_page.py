@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from bitwright.bench.page import write_page
+from contrast import CONTRAST
 from leaderboards import made_up
 from records import EVIL
 
@@ -67,3 +68,13 @@ def test_names_of_others_are_only_text(show: Show, tmp_path: Path, width: int) -
         opener.click()
     assert page.locator("img").count() == 0
     assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_can_be_read_on_every_colour(show: Show, tmp_path: Path, scheme: str) -> None:
+    page = show(write_page(made_up(*FEW), tmp_path / "board.html"), scheme=scheme)
+    steps = "document.querySelectorAll('.heat').forEach((cell, n) => { cell.className = `heat q${n % 7}`; })"
+    page.evaluate(steps)
+    page.locator("#board .opener").first.click()
+    assert page.evaluate(CONTRAST) == []

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from bitwright.report import write_html
+from contrast import CONTRAST
 from records import EVIL, large, record
 
 Show = Callable[..., Any]
@@ -113,33 +114,6 @@ def test_light_dark_and_the_choice(show: Show, tmp_path: Path) -> None:
     assert ground(dark) != ground(light)
 
 
-_CONTRAST = """() => {
-  const parse = (text) => (text.match(/[\\d.]+/g) || []).map(Number);
-  const light = ([r, g, b]) => {
-    const part = (v) => { v /= 255; return v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4; };
-    return 0.2126 * part(r) + 0.7152 * part(g) + 0.0722 * part(b);
-  };
-  const ground = (element) => {
-    for (let at = element; at; at = at.parentElement) {
-      const colour = parse(getComputedStyle(at).backgroundColor);
-      if (colour.length === 3 || colour[3] > 0) return colour;
-    }
-    return [255, 255, 255];
-  };
-  const bad = [];
-  for (const element of document.querySelectorAll("body *")) {
-    if (element.closest("svg, script, noscript") || !element.offsetParent) continue;
-    const text = Array.from(element.childNodes).some((node) => node.nodeType === 3 && node.textContent.trim());
-    if (!text) continue;
-    const [a, b] = [light(parse(getComputedStyle(element).color)), light(ground(element))];
-    const ratio = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
-    const words = element.textContent.slice(0, 30);
-    if (ratio < 4.5) bad.push(`${element.tagName}.${element.className}: ${ratio.toFixed(2)} ${words}`);
-  }
-  return bad;
-}"""
-
-
 _UNNAMED = """() => Array.from(document.querySelectorAll("input, select, button, [tabindex]"))
   .filter((one) => !one.getAttribute("aria-label") && !one.textContent.trim() && !one.closest("label"))
   .map((one) => one.outerHTML.slice(0, 80))"""
@@ -150,7 +124,7 @@ _UNNAMED = """() => Array.from(document.querySelectorAll("input, select, button,
 def test_text_can_be_read(show: Show, tmp_path: Path, scheme: str) -> None:
     page = show(write_html(record(), tmp_path / "report.html"), scheme=scheme)
     page.locator(".opener").first.click()
-    assert page.evaluate(_CONTRAST) == []
+    assert page.evaluate(CONTRAST) == []
     assert page.evaluate(_UNNAMED) == []
 
 

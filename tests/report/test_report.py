@@ -30,7 +30,7 @@ from bitwright.report import (
     write_markdown,
 )
 from bitwright.report.schema import json_schema
-from bitwright.report.tradeoff import points, steps
+from bitwright.report.tradeoff import front, points
 from records import EVIL, record
 
 
@@ -187,23 +187,15 @@ def test_runs_are_joined_around_the_first_with_sites() -> None:
 
 
 def test_the_front_has_what_nothing_beats() -> None:
-    found = {point.name: point for point in points(record())}
-    # 91.25 at half the time and 260 bytes: trial 3 (92.0) is better and smaller is none; the float run is beaten
-    assert not found["float"].front
-    assert found["trial 3"].front
-    assert "trial 1" not in found  # it was given up: its metric is an estimate
-    for point in found.values():
-        beaten = any(
-            other.score >= point.score
-            and (other.ratio is None or point.ratio is None or other.ratio <= point.ratio)
-            and (other.size is None or point.size is None or other.size <= point.size)
-            and (other.score, other.ratio, other.size) != (point.score, point.ratio, point.size)
-            for other in found.values()
-        )
-        assert point.front or beaten
-    corners = steps(list(found.values()), "size")
-    assert corners == sorted(corners)
-    assert [y for _, y in corners] == sorted(y for _, y in corners)
+    found = points(record())
+    assert {point.kind for point in found} == {"float", "quantized", "trial", "other"}
+    assert "trial 1" not in {point.name for point in found}  # it was given up: its metric is an estimate
+    for cost in ("ratio", "size"):
+        corners = front(found, cost)
+        known = [(getattr(point, cost), point.score) for point in found if getattr(point, cost) is not None]
+        beaten = [(x, y) for x, y in known if any(a <= x and b >= y and (a, b) != (x, y) for a, b in known)]
+        assert sorted(set(known) - set(beaten)) == corners
+    assert front(found, "size") == [(200, 91.0), (260, 91.25), (300, 92.0)]
 
 
 def test_histograms_count_what_reached_the_site() -> None:

@@ -1,8 +1,8 @@
-"""Accuracy against latency and size: every variant that a record knows, and which of them nothing beats."""
+"""Accuracy against latency and size: every variant that a record knows, and the front of them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from bitwright.report.record import Record, Timing
@@ -20,18 +20,15 @@ class Point:
     ratio: float | None
     """Latency, relative to float in the same run."""
     size: int | None
-    front: bool = False
-    """Nothing is at least as good in all that was measured of both, and better in something."""
 
 
 def points(record: Record) -> list[Point]:
     """All variants with a metric, of this run, its search, the runtimes that were compared, and other runs."""
-    found = [*_own(record), *_compared(record), *_trials(record), *_others(record)]
-    return [replace(one, front=not any(_beats(other, one) for other in found)) for one in found]
+    return [*_own(record), *_compared(record), *_trials(record), *_others(record)]
 
 
-def steps(variants: list[Point], cost: Literal["ratio", "size"]) -> list[tuple[float, float]]:
-    """The corners of the front of score against one cost, from cheap to dear."""
+def front(variants: list[Point], cost: Literal["ratio", "size"]) -> list[tuple[float, float]]:
+    """What nothing beats in score and this cost at once, from cheap to dear."""
     known = sorted((float(value), -one.score) for one in variants if (value := getattr(one, cost)) is not None)
     corners: list[tuple[float, float]] = []
     for value, negative in known:
@@ -124,9 +121,3 @@ def _others(record: Record) -> list[Point]:
         for row in record.others
         if row.accuracy is not None and metric in (None, row.accuracy.metric)
     ]
-
-
-def _beats(one: Point, other: Point) -> bool:
-    pairs = [(-one.score, -other.score), (one.ratio, other.ratio), (one.size, other.size)]
-    known = [(a, b) for a, b in pairs if a is not None and b is not None]
-    return all(a <= b for a, b in known) and any(a < b for a, b in known)

@@ -94,7 +94,7 @@ def scatter(
     if limit is not None:
         y = py(limit)
         parts.append(f'<line class="limit" x1="{left}%" x2="100%" y1="{y}" y2="{y}"/>')
-        parts.append(f'<text class="limit" x="100%" y="{y + 14}" text-anchor="end">{escape(limit_name)}</text>')
+        parts.append(f'<text class="limit" x="100%" y="{y - 5}" text-anchor="end">{escape(limit_name)}</text>')
     for (ax, ay), (bx, by) in pairwise(front):
         parts.append(f'<line class="front" x1="{px(ax)}" x2="{px(bx)}" y1="{py(ay)}" y2="{py(ay)}"/>')
         parts.append(f'<line class="front" x1="{px(bx)}" x2="{px(bx)}" y1="{py(ay)}" y2="{py(by)}"/>')

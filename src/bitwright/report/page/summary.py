@@ -9,7 +9,7 @@ from bitwright.report import words
 from bitwright.report.page import charts
 from bitwright.report.page.elements import card, cell, pair, row, section, table
 from bitwright.report.record import Record
-from bitwright.report.tradeoff import Point, points, steps
+from bitwright.report.tradeoff import Point, front, points
 
 
 def header(record: Record) -> str:
@@ -115,7 +115,7 @@ def tradeoff(record: Record) -> str:
     charts_ = [_tradeoff(record, variants, "ratio"), _tradeoff(record, variants, "size")]
     if not any(charts_):
         return ""
-    note = "Up and to the left is better. Filled points are those that nothing beats in all that was measured of both."
+    note = "Up and to the left is better. A filled point is one that nothing beats in both at once."
     return section("tradeoff", "Accuracy against latency and size", pair(*charts_), note=note)
 
 
@@ -125,26 +125,26 @@ def _tradeoff(record: Record, variants: list[Point], cost: str) -> str:
     if len(chosen) < 2:
         return ""
     metric = record.accuracies[0].metric if record.accuracies else record.tuning.metric if record.tuning else "metric"
-    few = len(chosen) <= 6
+    corners = front(chosen, "size" if cost == "size" else "ratio")
+    few = sum(one.kind != "trial" for one in chosen) <= 8
     dots = [
         charts.Dot(
             x=getattr(one, cost) / unit,
             y=one.score,
             name=one.name,
             words=_words(one, metric),
-            kind=f"{one.kind}{' best' if one.front else ''}",
-            label=few or one.kind in ("float", "quantized"),
+            kind=f"{one.kind}{' best' if (float(getattr(one, cost)), one.score) in corners else ''}",
+            label=one.kind in ("float", "quantized") or (few and one.kind != "trial"),
         )
         for one in chosen
     ]
-    corners = [(x / unit, y) for x, y in steps(chosen, "size" if cost == "size" else "ratio")]
     limit = record.tuning.limit if record.tuning is not None else None
     chart = charts.scatter(
         dots,
         x_name=f"size, {unit_name}" if cost == "size" else "latency, relative to float",
         y_name=f"{metric}, %" if metric.startswith("top") else metric,
         label=f"{metric} against {'size' if cost == 'size' else 'latency'}",
-        front=corners,
+        front=[(x / unit, y) for x, y in corners],
         limit=limit,
         limit_name="" if limit is None else f"goal: {limit:.4g}",
         least_y=_least(chosen, metric),
