@@ -14,7 +14,7 @@ from ruamel.yaml import YAML
 
 from bitwright.bench.leaderboard import Leaderboard, Row, Spread, Summary
 from bitwright.files import write_text
-from bitwright.report.page.elements import asset, card, cell, choice, document, facts, section, table
+from bitwright.report.page.elements import asset, card, cards, cell, choice, document, facts, section, table
 
 _KEYS = ("algorithm", "backend", "bits", "model")
 _HEADS = ("Algorithm", "Backend", "#Bits", "Model", "#Accuracy", "#Drop", "#On the runtime", "#Seeds", "State")
@@ -58,7 +58,7 @@ def _cards(board: Leaderboard) -> str:
                 f"of {len(gaps)} rows on a runtime",
             )
         )
-    return f'<div class="cards">{"".join(found)}</div>'
+    return cards(found)
 
 
 def _gap(row: Row) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from html import escape
 from importlib.resources import files
 
@@ -63,6 +63,12 @@ def card(title: str, value: str, *lines: str, tone: str = "") -> str:
     below = "".join(f"<span>{escape(line)}</span>" for line in lines)
     mood = f' class="{tone}"' if tone else ""
     return f'<div class="card"><h3>{escape(title)}</h3><strong{mood}>{escape(value)}</strong>{below}</div>'
+
+
+def cards(found: Sequence[str]) -> str:
+    """The summary: up to six in a row, more in two rows that are nearly equal."""
+    columns = len(found) if len(found) <= 6 else -(-len(found) // 2)
+    return f'<div class="cards" style="--n: {columns}">{"".join(found)}</div>' if found else ""
 
 
 def cell(text: str, *, value: float | None = None, code: bool = False, tone: str = "") -> str:

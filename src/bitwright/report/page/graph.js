@@ -71,7 +71,7 @@ if (place) {
       const box = make("g", { class: "op", transform: `translate(${x} ${y})`, role: "button", tabindex: "-1", "aria-pressed": "false" },
         make("rect", { width: cell.w, height: cell.h, rx: dense ? 3 : 6 }));
       if (!dense) {
-        const kind = node.kind.length > 12 ? `…${node.kind.slice(-11)}` : node.kind;
+        const kind = node.kind.length > 12 ? `…${node.kind.slice(-10)}` : node.kind;
         box.append(make("text", { svg: true, x: cell.w / 2, y: cell.h / 2 + 4 }, kind));
       }
       box.node = node;

@@ -6,7 +6,7 @@ from collections import Counter
 from html import escape
 
 from bitwright.report import words
-from bitwright.report.page import charts
+from bitwright.report.page import charts, elements
 from bitwright.report.page.elements import card, cell, pair, row, section, table
 from bitwright.report.record import Record
 from bitwright.report.tradeoff import Point, front, points
@@ -31,7 +31,7 @@ def cards(record: Record) -> str:
     """What one wants to know first."""
     found = [*_accuracy_card(record), *_size_card(record), *_latency_card(record), *_parity_card(record)]
     found += [*_tuning_card(record), *_forecast_card(record), *_formats_card(record)]
-    return f'<div class="cards">{"".join(found)}</div>' if found else ""
+    return elements.cards(found)
 
 
 def _accuracy_card(record: Record) -> list[str]:
@@ -59,7 +59,7 @@ def _latency_card(record: Record) -> list[str]:
     one = quantized[0]
     alike = [t for t in quantized if (t.runtime, t.threads) == (one.runtime, one.threads)]
     threads = "1 thread" if one.threads == 1 else f"{one.threads} threads"
-    lines = [f"{t.ratio:.2f}× float at batch {t.batch}" for t in alike]
+    lines = [f"{t.ratio:.2f}× float, batch {t.batch}" for t in alike]
     return [card(f"Latency, batch {one.batch}", f"{one.median_ms:.3g} ms", *lines, f"{one.runtime}, {threads}")]
 
 
