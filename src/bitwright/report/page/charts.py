@@ -67,13 +67,19 @@ def scatter(
     limit: float | None = None,
     limit_name: str = "",
     least_y: float = 1.0,
-    zero_x: bool = True,
+    counted: bool = False,
 ) -> str:
-    """Points over two axes. `front` is drawn as steps; a `limit` is a line that y shouldn't cross."""
+    """Points over two axes. `front` is drawn as steps; a `limit` is a line that y shouldn't cross.
+
+    A `counted` x is a number of something: whole, and not from zero.
+    """
     height, top, bottom, left = 280, 22, 34, 11.0
-    xs = [dot.x for dot in dots] + ([0.0] if zero_x else [])
+    xs = [dot.x for dot in dots] + ([] if counted else [0.0])
     ys = [dot.y for dot in dots] + ([] if limit is None else [limit])
-    x_ticks, y_ticks = ticks(min(xs), max(xs), 5), ticks(*_padded(min(ys), max(ys), least_y), 5)
+    x_ticks, y_ticks = (
+        ticks(min(xs), max(xs), 5, least=1.0 if counted else 0.0),
+        ticks(*_padded(min(ys), max(ys), least_y), 5),
+    )
     (x0, x1), (y0, y1) = (x_ticks[0], x_ticks[-1]), (y_ticks[0], y_ticks[-1])
 
     def px(x: float) -> str:
@@ -161,16 +167,18 @@ def lanes(rows: Sequence[tuple[str, Sequence[Bar]]], *, end: float, unit: str, l
     return svg(parts, y + 14, label, kind="lanes")
 
 
-def ticks(low: float, high: float, count: int) -> list[float]:
-    """Round numbers from at most `low` to at least `high`.
+def ticks(low: float, high: float, count: int, *, least: float = 0.0) -> list[float]:
+    """Round numbers from at most `low` to at least `high`, no nearer to each other than `least`.
 
     >>> ticks(0, 1.07, 5)
     [0.0, 0.25, 0.5, 0.75, 1.0, 1.25]
+    >>> ticks(1, 3, 5, least=1.0)
+    [1.0, 2.0, 3.0]
     >>> ticks(98.7, 99.4, 5)
     [98.6, 98.8, 99.0, 99.2, 99.4]
     """
     span = (high - low) or abs(high) or 1.0
-    rough = span / count
+    rough = max(span / count, least)
     unit = 10 ** floor(log10(rough))
     step = next(unit * factor for factor in (1, 2, 2.5, 5, 10) if unit * factor >= rough * (1 - 1e-9))
     first, last = floor(low / step + 1e-9), ceil(high / step - 1e-9)

@@ -177,7 +177,7 @@ def tuning(record: Record) -> str:
             limit=found.limit,
             limit_name="" if found.limit is None else f"goal: {found.limit:.4g}",
             least_y=1.0 if found.metric.startswith("top") else abs(best) / 100 or 1.0,
-            zero_x=False,
+            counted=True,
         )
     rows = [
         row(
@@ -228,7 +228,7 @@ def training(record: Record) -> str:
     chart = ""
     if len(dots) > 1:
         least = 1.0 if found.metric.startswith("top") else 0.0
-        chart = charts.scatter(dots, x_name="epoch", y_name=found.metric, label="Training", least_y=least, zero_x=False)
+        chart = charts.scatter(dots, x_name="epoch", y_name=found.metric, label="Training", least_y=least, counted=True)
     rows = [
         row(
             cell(str(number), value=number),
