@@ -66,7 +66,7 @@ def test_a_dead_workers_trial_is_free_at_once(tmp_path: Path) -> None:
 
 
 def test_what_kills_its_process_again_and_again_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bitwright.tuning.store._RETRIES", 2)
+    monkeypatch.setattr("bitwright.study._RETRIES", 2)
     study = opened(tmp_path)
     for _ in range(3):
         claim = study.claim(candidate(0))
@@ -116,7 +116,7 @@ def test_the_first_of_several_rankings_counts(tmp_path: Path) -> None:
 
 def test_time_is_counted_once_however_many_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1000.0]
-    monkeypatch.setattr("bitwright.tuning.store.time.time", lambda: now[0])
+    monkeypatch.setattr("bitwright.study.time.time", lambda: now[0])
     one, other = opened(tmp_path), opened(tmp_path)
     now[0] = 1010.0
     assert one.spent() == pytest.approx(10)

@@ -53,7 +53,33 @@ class OnDevice(_Strict):
     reason: str | None = Field(default=None, description="Why there is no accuracy.")
 
 
-class Row(_Strict):
+class Result(_Strict):
+    """What came out of a row."""
+
+    status: Status
+    reason: str | None = Field(default=None, description="Why it isn't done; of a failed row, the last error.")
+    metric: str | None = None
+    accuracy: float | None = Field(default=None, description="Simulated, after the last epoch.")
+    float_accuracy: float | None = Field(default=None, description="Of the float weights that it started from.")
+    samples: int | None = Field(default=None, description="On how many test samples.")
+    device: OnDevice | None = None
+    executed: Executed | None = None
+    beyond: str | None = Field(
+        default=None, description="Where the backend's scheme was simulated at a width that it can't run: which."
+    )
+    notes: tuple[str, ...] = ()
+    minutes: float | None = None
+    cpu_minutes: float | None = None
+    start: str | None = Field(default=None, description="The fingerprint of the float weights.")
+    finished: str | None = Field(default=None, description="UTC, ISO 8601.")
+
+    @property
+    def drop(self) -> float | None:
+        """Float minus quantized, in points."""
+        return None if self.accuracy is None or self.float_accuracy is None else self.float_accuracy - self.accuracy
+
+
+class Row(Result):
     """One training of one model by one algorithm for one backend at one width with one seed."""
 
     id: str = Field(description="The hash of `config`.")
@@ -64,30 +90,9 @@ class Row(_Strict):
     backend: str
     bits: int
     seed: int
-    status: Status
-    reason: str | None = Field(default=None, description="Why it isn't done; of a failed row, the last error.")
-    metric: str | None = None
-    accuracy: float | None = Field(default=None, description="Simulated, after the last epoch.")
-    float_accuracy: float | None = Field(default=None, description="Of the float weights that it started from.")
-    samples: int | None = Field(default=None, description="On how many test samples.")
-    device: OnDevice | None = None
-    executed: Executed | None = None
-    beyond: str | None = Field(
-        default=None, description="Where the backend's scheme was simulated at a width that it can't run: its words."
-    )
-    notes: tuple[str, ...] = ()
     attempts: int = Field(default=0, description="Times that it was begun and ended, with a result or an error.")
-    minutes: float | None = None
-    cpu_minutes: float | None = None
-    start: str | None = Field(default=None, description="The fingerprint of the float weights.")
     machine: str | None = Field(default=None, description="A key of `machines`.")
-    finished: str | None = Field(default=None, description="UTC, ISO 8601.")
     config: dict[str, Any] = Field(description="A grid of this row alone: `bitwright bench` runs it as it is.")
-
-    @property
-    def drop(self) -> float | None:
-        """Float minus quantized, in points."""
-        return None if self.accuracy is None or self.float_accuracy is None else self.float_accuracy - self.accuracy
 
 
 class Spread(_Strict):
@@ -142,7 +147,9 @@ class Leaderboard(_Strict):
             return Leaderboard.model_validate_json(Path(path).read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, ValidationError) as error:
             raise BitwrightError(
-                f"not a leaderboard: {str(error).splitlines()[0]}", where=str(path), fix="make one: bitwright bench grid.yaml"
+                f"not a leaderboard: {str(error).splitlines()[0]}",
+                where=str(path),
+                fix="make one: bitwright bench grid.yaml",
             ) from error
 
 
