@@ -22,6 +22,8 @@ from bitwright.registry import BACKENDS, OBSERVERS, QUANTIZERS, WORKLOADS
 from bitwright.tuning.problems import problems_of
 
 GRID_VERSION = 1
+_REGISTRIES = {"a_method": QUANTIZERS, "w_method": QUANTIZERS, "observer": OBSERVERS, "weight_observer": OBSERVERS}
+_SOME: dict[str, Any] = {"minItems": 1}  # checked in `problems`: there it hides no other one
 
 
 class _Strict(BaseModel):
@@ -96,11 +98,11 @@ class GridConfig(_Strict):
     version: Literal[1] = Field(default=1, alias="bitwright-grid")
     name: str = Field(default="grid", min_length=1)
     title: str = ""
-    models: tuple[Model, ...] = Field(min_length=1)
-    algorithms: tuple[Algorithm, ...] = Field(min_length=1)
-    backends: tuple[str, ...] = Field(min_length=1)
-    bits: tuple[int, ...] = Field(min_length=1, description="Of weights and activations; 2 to 8.")
-    seeds: tuple[int, ...] = Field(default=(0,), min_length=1)
+    models: tuple[Model, ...] = Field(json_schema_extra=_SOME)
+    algorithms: tuple[Algorithm, ...] = Field(json_schema_extra=_SOME)
+    backends: tuple[str, ...] = Field(json_schema_extra=_SOME)
+    bits: tuple[int, ...] = Field(json_schema_extra=_SOME, description="Of weights and activations; 2 to 8.")
+    seeds: tuple[int, ...] = Field(default=(0,), json_schema_extra=_SOME)
     bnfold: int = Field(default=4, description="-1: norms aren't folded; 0 to 4: by that strategy.")
     edges: int | None = Field(
         default=8, ge=2, le=16, description="Bits of the first and the last operator where the others have fewer."
@@ -182,13 +184,7 @@ class GridConfig(_Strict):
     def problems(self) -> Iterator[Problem]:
         """What a schema can't see, before any work."""
         for index, algorithm in enumerate(self.algorithms):
-            named = {
-                "a_method": QUANTIZERS,
-                "w_method": QUANTIZERS,
-                "observer": OBSERVERS,
-                "weight_observer": OBSERVERS,
-            }
-            for key, registry in named.items():
+            for key, registry in _REGISTRIES.items():
                 name = getattr(algorithm, key)
                 if name is not None and name not in registry:
                     fix = did_you_mean(name, registry.names())
@@ -226,6 +222,8 @@ class GridConfig(_Strict):
             "seeds": self.seeds,
         }
         for key, values in labels.items():
+            if not values:
+                yield Problem(what="is empty: the grid would have no row", where=key)
             for value, count in Counter(map(str, values)).items():
                 if count > 1:
                     fix = "name them apart (name: …)" if key in ("models", "algorithms") else "leave one out"

@@ -120,6 +120,18 @@ class Summary(_Strict):
     rows: dict[str, int] = Field(description="Status → how many rows.")
 
 
+class FloatNet(_Strict):
+    """The float network of a model and a seed: where its rows start."""
+
+    model: str
+    seed: int
+    accuracy: float
+    trained_on: float | None = Field(
+        default=None, description="After as much training as a row has: what quantizers cost is measured from here."
+    )
+    start: str = Field(description="The fingerprint of its weights.")
+
+
 class Leaderboard(_Strict):
     """All rows of a grid, with means and deviations."""
 
@@ -129,6 +141,7 @@ class Leaderboard(_Strict):
     config_hash: str
     config: dict[str, Any] = Field(description="The grid as it was given, with defaults.")
     machines: dict[str, Environment]
+    floats: tuple[FloatNet, ...] = ()
     rows: tuple[Row, ...]
     summaries: tuple[Summary, ...] = Field(
         description="Each cell (algorithm, backend, bits, model) over seeds; then by algorithm and bits; "

@@ -109,6 +109,15 @@ def _run(task: RowTask, start: Start) -> Outcome:
     )
 
 
+def train_float_on(task: RowTask, start: Start) -> float:
+    """The float network's accuracy after the training that a row has, without quantizers."""
+    workload = replace(start.workload, model=copy.deepcopy(start.workload.model))
+    with _threads(task.threads):
+        settings = task.training.model_dump(exclude={"freeze_observers", "freeze_bn"})
+        trained = Trainer(workload, config=TrainConfig(seed=task.seed, **settings)).fit()
+        return measure(workload, trained.model)[workload.metric]
+
+
 def plan_of(task: RowTask, table: BackendTable, start: Start) -> tuple[Plan, str | None]:
     """The row's plan; and, where it goes beyond what the backend can run, which formats do."""
     algorithm = task.algorithm

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TypeAlias
 
 from bitwright.bench.grid import GridConfig, RowTask
-from bitwright.bench.leaderboard import Leaderboard, Result, Row
-from bitwright.bench.rows import Outcome, gave_up, one_line, run_row
+from bitwright.bench.leaderboard import FloatNet, Leaderboard, Result, Row
+from bitwright.bench.rows import Outcome, gave_up, one_line, run_row, train_float_on
 from bitwright.bench.starts import Starts
 from bitwright.bench.summary import summaries
 from bitwright.errors import WorkloadError
@@ -49,7 +49,9 @@ def run_grid(
     try:
         if work:
             folder = Path(starts) if starts is not None else _beside(config)
-            _work(config, study, Starts(folder, study), watch or (lambda _: None))
+            floats = Starts(folder, study)
+            _work(config, study, floats, watch or (lambda _: None))
+            _train_floats_on(config, study, floats)
         return assemble(config, study)
     finally:
         study.close()
@@ -87,6 +89,32 @@ def _work(config: GridConfig, study: GridStudy, starts: Starts, watch: Callable[
         todo = left
 
 
+def _train_floats_on(config: GridConfig, study: GridStudy, starts: Starts) -> None:
+    """What the rows' training alone does to the float networks: once each, known to all workers."""
+    for task in {(task.model.label, task.seed): task for task in config.tasks()}.values():
+        if study.recall(_float_name(task)) is not None:
+            continue
+        start = starts(task)
+        try:
+            trained_on = train_float_on(task, start)
+        except Exception:  # rows have said it; a number for comparison isn't worth the leaderboard
+            trained_on = None
+        study.keep(
+            _float_name(task),
+            FloatNet(
+                model=task.model.label,
+                seed=task.seed,
+                accuracy=start.accuracy,
+                trained_on=trained_on,
+                start=start.fingerprint,
+            ).model_dump(mode="json"),
+        )
+
+
+def _float_name(task: RowTask) -> str:
+    return f"float:{task.model.label}:{task.seed}:{fingerprint(repr((task.start, task.training, task.threads)))}"
+
+
 def _attempt(study: GridStudy, task: RowTask, starts: Starts) -> Outcome | None:
     claim = study.claim(task)
     if claim is None:
@@ -119,9 +147,15 @@ def assemble(config: GridConfig, study: GridStudy) -> Leaderboard:
         config_hash=config.digest,
         config=config.model_dump(mode="json", by_alias=True, exclude={"store"}),
         machines=machines,
+        floats=_floats(config, study),
         rows=rows,
         summaries=summaries(rows),
     )
+
+
+def _floats(config: GridConfig, study: GridStudy) -> tuple[FloatNet, ...]:
+    names = dict.fromkeys(map(_float_name, config.tasks()))
+    return tuple(FloatNet.model_validate(known) for name in names if (known := study.recall(name)) is not None)
 
 
 def _row(task: RowTask, study: GridStudy, machines: dict[str, Environment]) -> Row:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from bitwright.bench.grid import RowTask
 from bitwright.checkpoint import load_checkpoint, save_checkpoint
-from bitwright.errors import BitwrightError, WorkloadError
+from bitwright.errors import WorkloadError
 from bitwright.fingerprint import fingerprint
 from bitwright.graph import Graph, capture
 from bitwright.graph.tree import tensors_in
@@ -91,7 +91,7 @@ class Starts:
         where = f"workload:{task.model.label}:{task.seed}:{fingerprint(repr(task.start))}"
         before = self.study.keep(where, now)
         if before != now:
-            raise BitwrightError(
+            raise WorkloadError(
                 "the workload was changed since this grid began: its model or its data are others",
                 where=task.model.label,
                 value=task.model.workload,
