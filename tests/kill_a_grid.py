@@ -14,12 +14,16 @@ import time
 from pathlib import Path
 
 from bitwright import GridConfig, Leaderboard, run_grid
-from grid_workloads import grid
+from grid_workloads import algorithm, grid
 
 
 def run(folder: Path) -> Leaderboard:
     config = GridConfig.parse(
-        grid(folder, algorithms=["lsq", "dsq"], backends=["academic", "tvm"], bits=[8, 4]), where="grid", folder=folder
+        grid(
+            folder, algorithms=[algorithm("lsq"), algorithm("dsq")], backends=["academic", "tvm"], bits=[8, 4]
+        ),
+        where="grid",
+        folder=folder,
     )
     return run_grid(config)
 

@@ -13,7 +13,7 @@ import grid_workloads
 from bitwright import BitwrightError, GridConfig, Leaderboard, Plan, make_plan, run_grid
 from bitwright.bench import Told, markdown
 from bitwright.bench.leaderboard import Row
-from grid_workloads import FILE, grid
+from grid_workloads import FILE, algorithm, grid
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -37,7 +37,7 @@ def run(folder: Path, watch: Any = None, work: bool = True, **changes: Any) -> L
 def board(tmp_path_factory: pytest.TempPathFactory) -> Leaderboard:
     return run(
         tmp_path_factory.mktemp("grid"),
-        algorithms=["lsq", "tqt"],
+        algorithms=[algorithm("lsq"), algorithm("tqt")],
         backends=["academic", "tensorrt", "snpe", "onnxruntime"],
         beyond="simulate",
         runtimes="none",
@@ -144,8 +144,7 @@ def test_a_row_that_runs_something_else_than_it_says_is_an_error(
         return make_plan(*arguments, **{**choices, "weights": "int6/channel/sym", "bn": None})
 
     monkeypatch.setattr("bitwright.bench.rows.make_plan", wide)
-    (failed,) = run(tmp_path, attempts=2, backends=["onnxruntime"], runtimes="none", bnfold=2).rows
-    assert failed.attempts == 2
+    (failed,) = run(tmp_path, attempts=1, backends=["onnxruntime"], runtimes="none", bnfold=2).rows
     assert "6 bits, the row says 4" in str(failed.reason)
 
 

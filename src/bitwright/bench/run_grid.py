@@ -17,6 +17,7 @@ from bitwright.errors import WorkloadError
 from bitwright.fingerprint import fingerprint
 from bitwright.report import Environment, environment
 from bitwright.study import Study, open_study
+from bitwright.train import Interrupted
 
 GridStudy: TypeAlias = Study[RowTask, Outcome]
 _WAIT = 0.5  # seconds between looks at what another worker does
@@ -50,8 +51,11 @@ def run_grid(
         if work:
             folder = Path(starts) if starts is not None else _beside(config)
             floats = Starts(folder, study)
-            _work(config, study, floats, watch or (lambda _: None))
-            _train_floats_on(config, study, floats)
+            try:
+                _work(config, study, floats, watch or (lambda _: None))
+                _train_floats_on(config, study, floats)
+            except Interrupted:  # its own words are about one training
+                raise Interrupted("interrupted: all rows that ended are kept, run the grid again to go on") from None
         return assemble(config, study)
     finally:
         study.close()
