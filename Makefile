@@ -40,6 +40,8 @@ bench: $(STAMP)  ## Run the benchmarks, one by one
 # It goes on where it was left; `make leaderboard` in a second terminal, or on another machine, helps.
 leaderboard: $(STAMP)  ## Run the reference leaderboard (720 trainings, about half an hour of one core; BITWRIGHT_DATA)
 	OMP_NUM_THREADS=1 $(BIN)/bitwright bench benchmarks/leaderboard.yaml -o benchmarks/results/leaderboard.json
+	OMP_NUM_THREADS=1 $(BIN)/bitwright bench benchmarks/leaderboard_why.yaml -o benchmarks/results/leaderboard_why.json
+	$(BIN)/python benchmarks/leaderboard_findings.py
 
 clean:  ## Remove what was made
 	rm -rf .venv build dist demo-output .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -19,9 +19,7 @@ from grid_workloads import algorithm, grid
 
 def run(folder: Path) -> Leaderboard:
     config = GridConfig.parse(
-        grid(
-            folder, algorithms=[algorithm("lsq"), algorithm("dsq")], backends=["academic", "tvm"], bits=[8, 4]
-        ),
+        grid(folder, algorithms=[algorithm("lsq"), algorithm("dsq")], backends=["academic", "tvm"], bits=[8, 4]),
         where="grid",
         folder=folder,
     )

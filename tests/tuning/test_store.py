@@ -76,6 +76,18 @@ def test_what_kills_its_process_again_and_again_is_given_up(tmp_path: Path, monk
     assert study.known(candidate(0)) == failure("the process that evaluated it died 3 times")
 
 
+def test_what_went_wrong_is_free_again_and_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bitwright.study._RETRIES", 1)
+    study = opened(tmp_path)
+    for number in range(3):  # more often than processes may die: nobody died here
+        claim = study.claim(candidate(0))
+        assert claim is not None
+        study.fail(claim, failure(f"number {number}"))
+        assert study.known(candidate(0)) is None
+    assert [one.failed for one in opened(tmp_path).failures(candidate(0))] == ["number 0", "number 1", "number 2"]
+    assert study.failures(candidate(1)) == []
+
+
 def test_two_processes_never_have_the_same_trial(tmp_path: Path) -> None:
     opened(tmp_path)
     context = multiprocessing.get_context("spawn")
