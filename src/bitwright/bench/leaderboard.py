@@ -53,7 +53,33 @@ class OnDevice(_Strict):
     reason: str | None = Field(default=None, description="Why there is no accuracy.")
 
 
-class Row(_Strict):
+class Result(_Strict):
+    """What came out of a row."""
+
+    status: Status
+    reason: str | None = Field(default=None, description="Why it isn't done; of a failed row, the last error.")
+    metric: str | None = None
+    accuracy: float | None = Field(default=None, description="Simulated, after the last epoch.")
+    float_accuracy: float | None = Field(default=None, description="Of the float weights that it started from.")
+    samples: int | None = Field(default=None, description="On how many test samples.")
+    device: OnDevice | None = None
+    executed: Executed | None = None
+    beyond: str | None = Field(
+        default=None, description="Where the backend's scheme was simulated at a width that it can't run: which."
+    )
+    notes: tuple[str, ...] = ()
+    minutes: float | None = None
+    cpu_minutes: float | None = None
+    start: str | None = Field(default=None, description="The fingerprint of the float weights.")
+    finished: str | None = Field(default=None, description="UTC, ISO 8601.")
+
+    @property
+    def drop(self) -> float | None:
+        """Float minus quantized, in points."""
+        return None if self.accuracy is None or self.float_accuracy is None else self.float_accuracy - self.accuracy
+
+
+class Row(Result):
     """One training of one model by one algorithm for one backend at one width with one seed."""
 
     id: str = Field(description="The hash of `config`.")
@@ -64,30 +90,9 @@ class Row(_Strict):
     backend: str
     bits: int
     seed: int
-    status: Status
-    reason: str | None = Field(default=None, description="Why it isn't done; of a failed row, the last error.")
-    metric: str | None = None
-    accuracy: float | None = Field(default=None, description="Simulated, after the last epoch.")
-    float_accuracy: float | None = Field(default=None, description="Of the float weights that it started from.")
-    samples: int | None = Field(default=None, description="On how many test samples.")
-    device: OnDevice | None = None
-    executed: Executed | None = None
-    beyond: str | None = Field(
-        default=None, description="Where the backend's scheme was simulated at a width that it can't run: its words."
-    )
-    notes: tuple[str, ...] = ()
     attempts: int = Field(default=0, description="Times that it was begun and ended, with a result or an error.")
-    minutes: float | None = None
-    cpu_minutes: float | None = None
-    start: str | None = Field(default=None, description="The fingerprint of the float weights.")
     machine: str | None = Field(default=None, description="A key of `machines`.")
-    finished: str | None = Field(default=None, description="UTC, ISO 8601.")
     config: dict[str, Any] = Field(description="A grid of this row alone: `bitwright bench` runs it as it is.")
-
-    @property
-    def drop(self) -> float | None:
-        """Float minus quantized, in points."""
-        return None if self.accuracy is None or self.float_accuracy is None else self.float_accuracy - self.accuracy
 
 
 class Spread(_Strict):
@@ -115,6 +120,18 @@ class Summary(_Strict):
     rows: dict[str, int] = Field(description="Status → how many rows.")
 
 
+class FloatNet(_Strict):
+    """The float network of a model and a seed: where its rows start."""
+
+    model: str
+    seed: int
+    accuracy: float
+    trained_on: float | None = Field(
+        default=None, description="After as much training as a row has: what quantizers cost is measured from here."
+    )
+    start: str = Field(description="The fingerprint of its weights.")
+
+
 class Leaderboard(_Strict):
     """All rows of a grid, with means and deviations."""
 
@@ -124,6 +141,7 @@ class Leaderboard(_Strict):
     config_hash: str
     config: dict[str, Any] = Field(description="The grid as it was given, with defaults.")
     machines: dict[str, Environment]
+    floats: tuple[FloatNet, ...] = ()
     rows: tuple[Row, ...]
     summaries: tuple[Summary, ...] = Field(
         description="Each cell (algorithm, backend, bits, model) over seeds; then by algorithm and bits; "
@@ -142,7 +160,9 @@ class Leaderboard(_Strict):
             return Leaderboard.model_validate_json(Path(path).read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, ValidationError) as error:
             raise BitwrightError(
-                f"not a leaderboard: {str(error).splitlines()[0]}", where=str(path), fix="make one: bitwright bench grid.yaml"
+                f"not a leaderboard: {str(error).splitlines()[0]}",
+                where=str(path),
+                fix="make one: bitwright bench grid.yaml",
             ) from error
 
 

@@ -180,9 +180,10 @@ def ticks(low: float, high: float, count: int, *, least: float = 0.0) -> list[fl
     span = (high - low) or abs(high) or 1.0
     rough = max(span / count, least)
     unit = 10 ** floor(log10(rough))
-    step = next(unit * factor for factor in (1, 2, 2.5, 5, 10) if unit * factor >= rough * (1 - 1e-9))
+    factors = (1, 2, 5, 10) if least else (1, 2, 2.5, 5, 10)
+    step = next(unit * factor for factor in factors if unit * factor >= rough * (1 - 1e-9))
     first, last = floor(low / step + 1e-9), ceil(high / step - 1e-9)
-    return [round(number * step, 10) for number in range(first, max(last, first + 1) + 1)]
+    return [round(float(number * step), 10) for number in range(first, max(last, first + 1) + 1)]
 
 
 def _padded(low: float, high: float, least: float) -> tuple[float, float]:
