@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from statistics import mean, stdev
 
-from bitwright.bench.leaderboard import Executed, Leaderboard, OnDevice, Row, Sites, Spread, Summary
+from bitwright.bench.leaderboard import Executed, FloatNet, Leaderboard, OnDevice, Row, Sites, Spread, Summary
 from bitwright.report import environment
 
 ALGORITHMS = ("lsq", "lsqplus", "pact", "dorefa", "dsq", "qil", "apot", "tqt", "nnie", "plain")
@@ -33,6 +33,7 @@ def made_up(
         config_hash="0123456789abcdef",
         config={"name": evil or "made-up", "bits": [8, 4, 2]},
         machines={f"m1{evil}": environment()},
+        floats=(FloatNet(model=f"residual{evil}", seed=0, accuracy=91.0, trained_on=91.3, start=f"ab12{evil}"),),
         rows=tuple(rows),
         summaries=tuple(_summaries(rows)),
     )

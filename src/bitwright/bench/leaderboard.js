@@ -121,7 +121,8 @@ function one(row) {
   if (typeof row.minutes === "number") items.push(["Took", `${number(row.minutes)} minutes${row.machine ? ` on ${row.machine}` : ""}${row.finished ? `, ${row.finished}` : ""}`]);
   const list = make("dl", {}, ...items.flatMap(([name, value]) => [make("dt", {}, name), make("dd", {}, value)]));
   const link = make("a", { href: `#${row.id}`, title: "A link to this row" }, make("code", {}, row.id));
-  const config = make("details", {}, make("summary", {}, "Config, as YAML: runs this row again"), make("pre", {}, row.yaml));
+  const config = make("details", {}, make("summary", {}, "Config, as YAML: runs this row again"), make("pre", {}, row.yaml),
+    make("a", { download: `${row.id}.yaml`, href: `data:text/yaml;charset=utf-8,${encodeURIComponent(row.yaml)}` }, "Download"));
   return make("article", { id: row.id }, make("h3", {}, `Seed ${row.seed} `, link), list, config);
 }
 

@@ -14,7 +14,7 @@ from ruamel.yaml import YAML
 
 from bitwright.bench.leaderboard import Leaderboard, Row, Spread, Summary
 from bitwright.files import write_text
-from bitwright.report.page.elements import asset, card, cards, cell, choice, document, facts, section, table
+from bitwright.report.page.elements import asset, card, cards, cell, choice, document, facts, row, section, table
 
 _KEYS = ("algorithm", "backend", "bits", "model")
 _HEADS = ("Algorithm", "Backend", "#Bits", "Model", "#Accuracy", "#Drop", "#On the runtime", "#Seeds", "State")
@@ -68,9 +68,9 @@ def _gap(row: Row) -> float:
 def _width(board: Leaderboard, bits: int) -> str:
     """What a width costs, and how far algorithms lie apart."""
     drops: dict[str, list[float]] = {}
-    for row in board.rows:
-        if row.bits == bits and row.drop is not None:
-            drops.setdefault(row.algorithm, []).append(row.drop)
+    for one in board.rows:
+        if one.bits == bits and one.drop is not None:
+            drops.setdefault(one.algorithm, []).append(one.drop)
     if not drops:
         return card(f"Mean drop at {bits} bits", "–", "no row is done")
     means = sorted((mean(values), name) for name, values in drops.items())
@@ -108,8 +108,8 @@ def _cells(board: Leaderboard) -> str:
     """One line for each (algorithm, backend, bits, model), over seeds."""
     cells = [s for s in board.summaries if all(getattr(s, key) is not None for key in _KEYS)]
     by_cell: dict[tuple[Any, ...], list[Row]] = {}
-    for row in board.rows:
-        by_cell.setdefault(tuple(getattr(row, key) for key in _KEYS), []).append(row)
+    for one in board.rows:
+        by_cell.setdefault(tuple(getattr(one, key) for key in _KEYS), []).append(one)
     lines = [_line(one, by_cell.get(tuple(getattr(one, key) for key in _KEYS), [])) for one in cells]
     note = "Mean ± deviation over seeds. Open a line for each seed's config, hash, and what was really executed."
     return section(
@@ -164,8 +164,22 @@ def _about(board: Leaderboard) -> str:
         )
         for name, found in board.machines.items()
     )
+    floats = ""
+    if board.floats:
+        lines = [
+            row(
+                cell(one.model),
+                cell(str(one.seed), value=one.seed),
+                cell(f"{one.accuracy:.2f} %", value=one.accuracy),
+                cell("–" if one.trained_on is None else f"{one.trained_on:.2f} %", value=one.trained_on or 0.0),
+                cell(one.start, code=True),
+            )
+            for one in board.floats
+        ]
+        heads = ["Float network", "#Seed", "#Accuracy", "#Trained on as a row", "Weights"]
+        floats = table(heads, lines, label="Float networks", sortable=True)
     grid = f"<details><summary>The whole grid, as YAML</summary><pre>{escape(_yaml(board.config))}</pre></details>"
-    return section("about", "What was run, and where", grid + machines)
+    return section("about", "What was run, and where", floats + grid + machines)
 
 
 def _data(row: Row) -> dict[str, Any]:

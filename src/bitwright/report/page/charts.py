@@ -10,6 +10,7 @@ from math import ceil, floor, log10
 
 from bitwright.report.parts import SiteRow, Timing
 
+_STOPS = 16  # points of a chart that the Tab key visits
 _MOST = 10  # more bars than this are a table's job
 _ROW = 31  # pixels: a line of text and its bar
 
@@ -105,10 +106,12 @@ def scatter(
         parts.append(f'<line class="front" x1="{px(ax)}" x2="{px(bx)}" y1="{py(ay)}" y2="{py(ay)}"/>')
         parts.append(f'<line class="front" x1="{px(bx)}" x2="{px(bx)}" y1="{py(ay)}" y2="{py(by)}"/>')
     taken: list[tuple[float, float]] = []
+    # Each point tells itself by the keyboard; a hundred of them are read in their table instead.
+    stop = ' tabindex="0"' if len(dots) <= _STOPS else ""
     for dot in dots:
         words = escape(f"{dot.name}: {dot.words}")
         parts.append(
-            f'<circle class="dot {dot.kind}" cx="{px(dot.x)}" cy="{py(dot.y)}" r="5.5" tabindex="0" role="img" '
+            f'<circle class="dot {dot.kind}" cx="{px(dot.x)}" cy="{py(dot.y)}" r="5.5"{stop} role="img" '
             f'aria-label="{words}" data-tip="{words}"/>'
         )
         if dot.label:
