@@ -91,7 +91,7 @@ function inside(site) {
 
 // Counts on a logarithmic scale: the tails are what is clipped, and a ReLU's zeros would hide everything else.
 function histogram(site) {
-  const { low, high, counts } = site.histogram, height = 150, base = 122;
+  const { low, high, counts } = site.histogram, height = 164, base = 122;
   const most = Math.log1p(Math.max(...counts, 1)), width = 100 / counts.length, step = (high - low) / counts.length;
   const label = `Histogram of the numbers at ${site.site}: ${percent(site.clipped)} clipped`;
   const drawing = make("svg", { class: "histogram", height, role: "img", "aria-label": label });
@@ -111,7 +111,7 @@ function histogram(site) {
     drawing.append(make("line", { class: "edge", x1: at, x2: at, y1: 4, y2: base + 6 }));
     drawing.append(make("text", { svg: true, class: "soft", x: at, y: base + 19, "text-anchor": anchor }, short(value)));
   }
-  const middle = make("text", { svg: true, class: "soft", x: "50%", y: base + 19, "text-anchor": "middle" }, "the grid; counts on a log scale");
+  const middle = make("text", { svg: true, class: "soft", x: "50%", y: base + 36, "text-anchor": "middle" }, "between the lines: the grid; counts on a log scale");
   drawing.append(middle);
   return drawing;
 }

@@ -181,7 +181,7 @@ def tuning(record: Record) -> str:
         )
     rows = [
         row(
-            cell(str(trial.number), value=trial.number),
+            cell(str(trial.number)),
             cell(
                 "failed" if trial.failed else "passes" if trial.passed else "fails", tone="good" if trial.passed else ""
             ),
@@ -196,7 +196,7 @@ def tuning(record: Record) -> str:
         )
         for trial in found.trials
     ]
-    heads = ["#Trial", "Goal", f"#{found.metric}", "#Latency", "#Size", "Pareto", "#Took", "Candidate"]
+    heads = ["Trial", "Goal", f"#{found.metric}", "#Latency", "#Size", "Pareto", "#Took", "Candidate"]
     body = chart + table(heads, rows, label="Trials", sortable=True)
     if found.notes:
         body += "".join(f'<p class="note">{escape(note)}</p>' for note in found.notes)
@@ -231,14 +231,14 @@ def training(record: Record) -> str:
         chart = charts.scatter(dots, x_name="epoch", y_name=found.metric, label="Training", least_y=least, counted=True)
     rows = [
         row(
-            cell(str(number), value=number),
+            cell(str(number)),
             *(cell(f"{epoch[n]:.4g}" if n in epoch else "–", value=epoch.get(n, -1.0)) for n in names),
         )
         for number, epoch in enumerate(found.metrics, 1)
     ]
     processes = "1 process" if found.processes == 1 else f"{found.processes} processes"
     about = f"{found.precision}, {found.steps:,} steps, {processes}"
-    body = chart + table(["#Epoch", *(f"#{name}" for name in names)], rows, label="Epochs", sortable=True)
+    body = chart + table(["Epoch", *(f"#{name}" for name in names)], rows, label="Epochs", sortable=True)
     items = [*found.settings.items(), ("began with", found.init or "the workload's own weights")]
     body += facts([*items, ("config hash", found.config_hash)])
     return section("training", "Training", body, note=about)
