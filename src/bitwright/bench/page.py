@@ -17,7 +17,7 @@ from bitwright.files import write_text
 from bitwright.report.page.elements import asset, card, cards, cell, choice, document, facts, row, section, table
 
 _KEYS = ("algorithm", "backend", "bits", "model")
-_HEADS = ("Algorithm", "Backend", "#Bits", "Model", "#Accuracy", "#Drop", "#On the runtime", "#Seeds", "State")
+_HEADS = ("Algorithm", "Backend", "#Bits", "Model", "#Accuracy", "#Drop", "#Gap on the runtime", "#Seeds", "State")
 
 
 def write_page(board: Leaderboard, path: str | Path) -> Path:
