@@ -4,7 +4,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow lint bench clean
+.PHONY: help setup demo test test-slow lint bench leaderboard clean
 
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -36,6 +36,12 @@ lint: $(STAMP)  ## Check style, types and the direction of imports
 
 bench: $(STAMP)  ## Run the benchmarks, one by one
 	@set -e; for file in $(filter-out %/common.py %peers.py,$(wildcard benchmarks/*.py)); do echo "== $$file"; $(BIN)/python "$$file"; done
+
+# It goes on where it was left; `make leaderboard` in a second terminal, or on another machine, helps.
+leaderboard: $(STAMP)  ## Run the reference leaderboard (720 trainings, about half an hour of one core; BITWRIGHT_DATA)
+	OMP_NUM_THREADS=1 $(BIN)/bitwright bench benchmarks/leaderboard.yaml -o benchmarks/results/leaderboard.json
+	OMP_NUM_THREADS=1 $(BIN)/bitwright bench benchmarks/leaderboard_why.yaml -o benchmarks/results/leaderboard_why.json
+	$(BIN)/python benchmarks/leaderboard_findings.py
 
 clean:  ## Remove what was made
 	rm -rf .venv build dist demo-output .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from bitwright.attach import compile_arithmetic, prepare, quantizers_of, set_mode, strip
     from bitwright.backends import backend
-    from bitwright.bench import compare_runtimes
+    from bitwright.bench import GridConfig, Leaderboard, compare_runtimes, run_grid
     from bitwright.checkpoint import load_checkpoint, save_checkpoint
     from bitwright.deploy import check, export, export_float, measure_latency, open_runtime
     from bitwright.errors import BitwrightError, PlanError, Problem
@@ -34,7 +34,12 @@ _HOMES = {
         "strip",
     ),
     "bitwright.backends": ("backend",),
-    "bitwright.bench": ("compare_runtimes",),
+    "bitwright.bench": (
+        "GridConfig",
+        "Leaderboard",
+        "compare_runtimes",
+        "run_grid",
+    ),
     "bitwright.checkpoint": (
         "load_checkpoint",
         "save_checkpoint",
@@ -113,7 +118,9 @@ __all__ = [
     "Format",
     "Goal",
     "Graph",
+    "GridConfig",
     "Indications",
+    "Leaderboard",
     "Plan",
     "PlanError",
     "Problem",
@@ -145,6 +152,7 @@ __all__ = [
     "prepare",
     "quantize",
     "quantizers_of",
+    "run_grid",
     "save_checkpoint",
     "score",
     "set_mode",

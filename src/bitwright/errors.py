@@ -63,6 +63,10 @@ class UncalibratedError(CalibrationError):
     """A quantizer was asked to quantize before it had a range."""
 
 
+class RangeDiverged(CalibrationError):
+    """What reaches a quantizer in training isn't finite any more."""
+
+
 class BackendError(BitwrightError):
     """A backend table that can't be read."""
 
@@ -106,6 +110,10 @@ class TrainError(PlanError):
         error = cls([problem])
         error.args = (str(problem),)
         return error
+
+
+class TrainDiverged(TrainError):
+    """The loss isn't finite any more."""
 
 
 def nearest(name: str, known: Iterable[str], *, count: int = 3) -> list[str]:

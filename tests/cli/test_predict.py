@@ -3,10 +3,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
 from bitwright.cli import app
 from bitwright.profile import DeviceProfile
+from bitwright.report import read_json
 
 
 def run(*arguments: str, code: int = 0) -> dict:  # type: ignore[type-arg]
@@ -31,9 +33,8 @@ def test_profile_predict_compare(tmp_path: Path) -> None:
 
     float_ = run("predict", *words, "--profile", str(device), "--graph", str(step))
     trace = tmp_path / "trace.json"
-    int8 = run(
-        "predict", *words, "--profile", str(device), "--quantize", "int8", "--compare", "3", "--trace", str(trace)
-    )
+    options = ["--quantize", "int8", "--compare", "3", "--trace", str(trace), "--report", str(tmp_path)]
+    int8 = run("predict", *words, "--profile", str(device), *options)
     assert 0 < float_["seconds"] < int8["seconds"]
     assert int8["devices"][0]["memory"]["saved"] > float_["devices"][0]["memory"]["saved"]
     pairs = {pair["name"]: pair for pair in int8["compared"]["groups"]}
@@ -46,9 +47,20 @@ def test_profile_predict_compare(tmp_path: Path) -> None:
         "bitwright_cluster: 1\nlink: {latency_us: 50, gbit_per_s: 1}\n"
         "devices: {here: {profile: device.json, count: 3}}\n"
     )
-    together = run("predict", *words, "--cluster", str(cluster), "--exact")
+    together = run("predict", *words, "--cluster", str(cluster), "--exact", "--report", str(tmp_path))
     assert len(together["devices"]) == 3
     assert together["seconds"] > float_["seconds"]
+
+    first, second = read_json(tmp_path / "report.json").forecasts
+    assert first.measured is not None
+    assert first.measured.step.measured_ms == pytest.approx(1e3 * int8["compared"]["step"]["measured"])
+    (one,) = first.devices
+    assert {span.kind for span in one.spans} >= {"forward", "backward", "tail"}
+    assert sum(one.phases_ms.values()) == pytest.approx(first.step_ms, rel=1e-6)
+    assert [device.name for device in second.devices] == ["here-0", "here-1", "here-2"]
+    for found in second.devices:
+        assert max(span.end_ms for span in found.spans) <= second.step_ms * 1.0001
+        assert any(span.kind == "collective" for span in found.spans)
 
     missing = run("predict", *words, "--profile", str(device), "--amp", "bf16", code=2)
     assert "not in the profile" in missing["problems"][0]["what"]

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 from bitwright.batching import regrouped
 from bitwright.cli import app
+from bitwright.report import read_json
 
 TINY = f"{Path(__file__).parents[1] / 'train' / 'tiny.py'}:workload"
 COMMON = ("--batch", "25", "--lr", "0.1", "--epochs", "2", "--log-steps", "1")
@@ -43,6 +44,10 @@ def test_three_commands_from_amp_to_a_measured_artefact(tmp_path: Path) -> None:
     assert {row["batch"] for row in facts["report"]["timings"]} == {1, 64}
     assert all(row["passed"] for row in facts["report"]["parities"])
     assert {"model.onnx", "model-float.onnx", "report.html"} <= set(facts["files"])
+    training = facts["report"]["training"]
+    assert training["metrics"] == json.loads((qat / "result.json").read_text())["metrics"]
+    assert training["settings"]["amp"] == "bf16"
+    assert read_json(amp / "report.json").training is not None  # a float run has a report, too
     shown = run("deploy", TINY, qat, "--float", amp, "-o", tmp_path / "again").stdout
     assert "samples/s" in shown
 

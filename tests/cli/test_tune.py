@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from bitwright.report import read_json
+
 CODE = Path(__file__).parents[1] / "planted.py"
 WORKLOAD = """\
 import sys
@@ -45,6 +47,14 @@ def test_tune_from_a_file(configured: Path) -> None:
     assert result["best"]["candidate"]["float"] == ["7"]
     names = {Path(file).name for file in result["files"]}
     assert {"plan.yaml", "model.onnx", "checkpoint.safetensors", "tuning.json", "report.html", "study.db"} <= names
+    tuning = read_json(configured / "out/report.json").tuning
+    assert tuning is not None
+    assert len(tuning.trials) == len(result["history"])
+    assert [trial.number for trial in tuning.trials if trial.best] == [
+        row["number"] + 1 for row in result["history"] if row["candidate"] == result["best"]["candidate"]
+    ]
+    assert tuning.limit == pytest.approx(0.9 * result["float"]["top1"])
+    assert tuning.goal == "top1: at most 10% lost"
 
 
 def test_a_missed_goal_is_exit_code_1_and_everything_is_written(configured: Path) -> None:

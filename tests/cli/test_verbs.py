@@ -12,10 +12,10 @@ import torch
 
 import bitwright
 from bitwright.plan import FoldSpec, Plan
-from bitwright.report import read_json
+from bitwright.report import new_record, read_json, write_report
 from bitwright.sensitivity import Indications
 
-FILES = ["checkpoint.safetensors", "model.onnx", "plan.yaml", "report.html", "report.json"]
+FILES = ["checkpoint.safetensors", "model.onnx", "plan.yaml", "report.html", "report.json", "report.md"]
 
 
 def names(folder: Path) -> list[str]:
@@ -24,7 +24,19 @@ def names(folder: Path) -> list[str]:
 
 def test_version_and_help(run):
     assert run("--version").out == f"bitwright {bitwright.__version__}\n"
-    for verb in ("inspect", "plan", "quantize", "score", "export", "check", "list", "doctor", "quickstart"):
+    for verb in (
+        "inspect",
+        "plan",
+        "quantize",
+        "score",
+        "report",
+        "leaderboard",
+        "export",
+        "check",
+        "list",
+        "doctor",
+        "quickstart",
+    ):
         ran = run(verb, "--help")
         assert ran.code == 0
         assert "Examples:\n" in ran.out
@@ -92,9 +104,18 @@ def test_score_by_an_indicator(run, small, tmp_path):
 
 def test_score_without_a_metric(run, small, tmp_path):
     bare = small.replace(":small", ":no_metric")
-    ran = run("score", bare)
+    report = tmp_path / "report"
+    ran = run("score", bare, "--report", report)
     assert ran.code == 0
     assert "no suggestion" in ran.out
+    record = read_json(report / "report.json")
+    assert record.sensitivity is not None
+    assert {site.site for site in record.sensitivity.sites} >= {"conv:weight", "head:weight"}
+    assert [node.kind for node in record.graph] == ["conv2d", "batch_norm", "relu", "mean", "linear"]
+    write_report(new_record("another"), tmp_path / "report")
+    other = run("score", bare, "--report", report)  # said before anything is scored
+    assert other.code == 2
+    assert "another workload" in other.err
     assert run("score", bare, "-o", tmp_path / "plan.yaml").code == 2
 
 
@@ -280,6 +301,27 @@ def test_quickstart(quickstart):
     assert f"{accuracy['float']:.2f} %" in html
 
 
+def test_runs_on_one_page(run, made, tmp_path):
+    page = tmp_path / "page.html"
+    ran = run("report", made, made / "report.json", "-o", page)
+    assert ran.code == 0, ran.err
+    assert "2 runs" in ran.out
+    text = page.read_text()
+    assert "Other runs" in text
+    assert 'id="graph"' in text
+    assert run("report", made, "-o", tmp_path / "page.md").code == 0
+    assert "## Plan" in (tmp_path / "page.md").read_text()
+    assert "conv:weight" in run("report", made, "-o", tmp_path / "page.json", "--json").out
+    assert run("report", made, "-o", tmp_path / "page.pdf").code == 2
+    assert run("report", tmp_path / "nothing", "-o", page).code == 2
+
+
+def test_histograms_can_be_left_out(run, small, made, tmp_path):
+    assert all(row.histogram is not None for row in read_json(made / "report.json").sites)
+    assert run("quantize", small, "-o", tmp_path / "out", "--no-histograms").code == 0
+    assert all(row.histogram is None for row in read_json(tmp_path / "out/report.json").sites)
+
+
 def test_internal_errors(run, small, monkeypatch):
     def boom(*arguments: object) -> None:
         raise ZeroDivisionError("on the way")
@@ -296,8 +338,21 @@ def test_progress_is_for_terminals_only(run, small):
 
 
 def test_bench(run, small, tmp_path):
-    ran = run("bench", small, "--runtimes", "onnxruntime,openvino", "--runs", 3, "-o", tmp_path / "figures.json")
+    ran = run(
+        "bench",
+        small,
+        "--runtimes",
+        "onnxruntime,openvino",
+        "--runs",
+        3,
+        "-o",
+        tmp_path / "figures.json",
+        "--report",
+        tmp_path,
+    )
     assert ran.code == 0, ran.err
+    assert read_json(tmp_path / "report.json").comparison is not None
+    assert 'id="runtimes"' in (tmp_path / "report.html").read_text()
     assert all(words in ran.out for words in ("fastest with batch 1: ", "p50", "p90", "p99"))
     kept = json.loads((tmp_path / "figures.json").read_text())
     assert [row["runtime"] for row in kept["runtimes"]] == ["onnxruntime", "openvino"]

@@ -33,7 +33,7 @@ def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_yaml_blocks_are_plans_tables_or_searches(page: Path, tmp_path: Path) -> None:
+def test_yaml_blocks_are_plans_tables_searches_or_grids(page: Path, tmp_path: Path) -> None:
     for block in blocks(page, "yaml"):
         if re.search(r"^schema:", block, re.M):
             path = tmp_path / "table.yaml"
@@ -43,6 +43,10 @@ def test_yaml_blocks_are_plans_tables_or_searches(page: Path, tmp_path: Path) ->
             path = tmp_path / "tune.yaml"
             path.write_text(block, encoding="utf-8")
             assert bw.TuneConfig.load(path).goal
+        elif re.search(r"^(bitwright-grid|qparams):", block, re.M):
+            path = tmp_path / "grid.yaml"
+            path.write_text(block, encoding="utf-8")
+            assert bw.GridConfig.load(path).tasks()
         else:
             assert bw.Plan.from_yaml(block).validate() == []
 

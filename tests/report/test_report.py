@@ -7,6 +7,7 @@ import re
 from html.parser import HTMLParser
 from pathlib import Path
 
+import jsonschema
 import numpy as np
 import pytest
 import torch
@@ -14,84 +15,29 @@ from torch import nn
 
 import bitwright
 from bitwright.attach import quantizers_of
-from bitwright.deploy import Latency
 from bitwright.report import (
-    Accuracy,
-    FloatOperator,
-    Parity,
+    RECORD_VERSION,
     Record,
-    SiteRow,
-    Size,
-    StepRow,
-    environment,
+    add_to_report,
+    join,
     make_record,
+    new_record,
     read_json,
     site_rows,
-    timings,
     words,
     write_html,
     write_json,
+    write_markdown,
 )
-
-EVIL = '</script><script>alert("1")</script><img src=x onerror=alert(2)>'
-
-
-def record(name: str = "net") -> Record:
-    site = SiteRow(
-        site=f"{name}:weight",
-        format="int8/channel/sym",
-        observer=name,
-        quantizer="plain",
-        guard=name,
-        share=None,
-        scales=8,
-        scale_min=0.01,
-        scale_max=0.02,
-        zero_point_min=0,
-        zero_point_max=0,
-        low=-2.56,
-        high=2.54,
-        clipped=0.125,
-        sqnr_db=40.5,
-        why=name,
-    )
-    fast, slow = (Latency(median_ms=m, p10_ms=m * 0.9, p90_ms=m * 1.2, p99_ms=m * 1.3, runs=9) for m in (1.0, 2.0))
-    return Record(
-        title=name,
-        workload=name,
-        backend=name,
-        created="2026-01-02T03:04:05+00:00",
-        seed=0,
-        plan_sha256="0" * 64,
-        environment=environment(),
-        accuracies=(
-            Accuracy(where="float", metric="top1", value=91.5, samples=100),
-            Accuracy(where=name, metric="top1", value=91.25, samples=100),
-        ),
-        sizes=(Size(name="float", bytes=1000), Size(name=name, bytes=260)),
-        timings=tuple(timings(name, 1, 1, float=slow, quantized=fast)),
-        parities=(
-            Parity(
-                runtime=name,
-                passed=False,
-                samples=3,
-                sqnr_db=None,
-                max_error=0.5,
-                top1_agreement=0.75,
-                first_divergence=name,
-            ),
-        ),
-        sites=(site,),
-        float_operators=(FloatOperator(operator=name, kind="softmax", why=name),),
-        folds={name: name},
-        steps=(StepRow(step=name, units=7, seconds=12.34, skipped={name: name}),),
-    )
+from bitwright.report.schema import json_schema
+from bitwright.report.tradeoff import front, points
+from records import EVIL, record
 
 
 class Tags(HTMLParser):
     """All tags of a page, and that they are closed in order."""
 
-    VOID = ("meta", "input", "img", "line", "rect")
+    VOID = ("meta", "input", "img", "wbr")
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,7 +59,7 @@ class Tags(HTMLParser):
 def test_json_round_trip(tmp_path: Path) -> None:
     path = write_json(record(EVIL), tmp_path / "report.json")
     assert read_json(path) == record(EVIL)
-    assert json.loads(path.read_text())["version"] == 1
+    assert json.loads(path.read_text())["version"] == 2
 
 
 def test_unreadable_json_is_one_clear_error(tmp_path: Path) -> None:
@@ -159,13 +105,124 @@ def test_page_says_the_figures(tmp_path: Path) -> None:
     assert "diverges" in text
 
 
-def test_page_of_an_empty_record(tmp_path: Path) -> None:
-    bare = record().model_copy(
-        update=dict.fromkeys(("accuracies", "sizes", "timings", "parities", "sites", "float_operators", "steps"), ())
-    )
-    tags = Tags()
-    tags.feed(write_html(bare, tmp_path / "report.html").read_text())
+def test_sections_appear_only_with_data(tmp_path: Path) -> None:
+    full = set(re.findall(r'<section id="([\w-]+)"', write_html(record(), tmp_path / "report.html").read_text()))
+    empty = new_record("net")
+    tags, text = Tags(), write_html(empty, tmp_path / "empty.html").read_text()
+    tags.feed(text)
     assert not tags.open
+    assert re.findall(r'<section id="([\w-]+)"', text) == ["environment"]
+    assert full >= {
+        "tradeoff", "accuracy", "parity", "latency", "runs", "graph", "worst", "suggestion", "sites", "float", "folds",
+        "steps", "tuning", "training", "devices-0", "runtimes", "environment",
+    }  # fmt: skip
+    # each link of the bar leads somewhere
+    assert set(re.findall(r'<a href="#([\w-]+)"', text)) <= {"main", "environment"}
+
+
+def test_markdown_has_the_same_figures_and_no_markup_of_names(tmp_path: Path) -> None:
+    text = write_markdown(record(), tmp_path / "report.md").read_text()
+    for words_ in ("91.25 %", "-0.25 points", "260 B", "0.50×", "12.5 %", "40.5 dB", "12.3 s", "7.500 ms", "-6.7 %"):
+        assert words_ in text
+    for line in text.splitlines():
+        if line.startswith("|"):
+            assert line.endswith("|")
+    hostile = write_markdown(record(f"a|b\n# c {EVIL} `x` *y* _z_ under_score"), tmp_path / "evil.md").read_text()
+    assert not re.search(r"(?<!\\)<", hostile)
+    assert "under_score" in hostile
+    rows = [line for line in hostile.splitlines() if line.startswith("|")]
+    assert rows
+    assert "\n# c" not in hostile
+
+
+def test_the_published_schema() -> None:
+    published = Path(__file__).parents[2] / "docs" / "schemas" / f"report-{RECORD_VERSION}.json"
+    assert json.loads(published.read_text(encoding="utf-8")) == json_schema(), (
+        "run: python -m bitwright.report.schema > docs/schemas/report-2.json"
+    )
+    jsonschema.validate(json.loads(record().model_dump_json()), json_schema())
+
+
+def test_an_old_record_is_read(tmp_path: Path) -> None:
+    data = json.loads(record().model_dump_json())
+    new = ("graph", "sensitivity", "forecasts", "tuning", "training", "comparison", "others")
+    sites = [
+        {k: v for k, v in site.items() if k not in ("seen_low", "seen_high", "histogram")} for site in data["sites"]
+    ]
+    old = {**{k: v for k, v in data.items() if k not in new}, "version": 1, "sites": sites}
+    path = tmp_path / "report.json"
+    path.write_text(json.dumps(old))
+    found = read_json(path)
+    assert found.version == 1
+    assert found.sites[0].histogram is None
+    assert "Plan" in write_html(found, tmp_path / "report.html").read_text()
+
+
+def test_a_verb_adds_its_part_to_a_folder(tmp_path: Path) -> None:
+    full = record()
+    add_to_report(tmp_path, "net", sensitivity=full.sensitivity)
+    add_to_report(tmp_path, "net", forecasts=full.forecasts)
+    again = full.forecasts[0].model_copy(update={"step_ms": 9.0})
+    other = again.model_copy(update={"name": "other"})
+    found = add_to_report(tmp_path, "net", forecasts=(again, other))
+    assert found.sensitivity == full.sensitivity
+    assert [(one.name, one.step_ms) for one in found.forecasts] == [("net", 9.0), ("other", 9.0)]
+    assert read_json(tmp_path / "report.json") == found
+    assert {file.name for file in tmp_path.iterdir()} == {"report.json", "report.html", "report.md"}
+    with pytest.raises(bitwright.BitwrightError, match="another workload"):
+        add_to_report(tmp_path, "another", tuning=full.tuning)
+
+
+def test_runs_are_joined_around_the_first_with_sites() -> None:
+    scored = new_record("net", sensitivity=record().sensitivity)
+    plain = record().model_copy(update={"sensitivity": None, "others": (), "title": "first"})
+    second = plain.model_copy(update={"title": "second"})
+    page = join([scored, plain, second])
+    assert page.title == "first"
+    assert page.sensitivity == scored.sensitivity
+    assert [row.title for row in page.others] == ["second"]
+    assert "second" in {point.name for point in points(page)}
+    with pytest.raises(bitwright.BitwrightError, match="different workloads"):
+        join([plain, new_record("other")])
+
+
+def test_the_front_has_what_nothing_beats() -> None:
+    found = points(record())
+    assert {point.kind for point in found} == {"float", "quantized", "trial", "other"}
+    assert "trial 1" not in {point.name for point in found}  # it was given up: its metric is an estimate
+    for cost in ("ratio", "size"):
+        corners = front(found, cost)
+        known = [(getattr(point, cost), point.score) for point in found if getattr(point, cost) is not None]
+        beaten = [(x, y) for x, y in known if any(a <= x and b >= y and (a, b) != (x, y) for a, b in known)]
+        assert sorted(set(known) - set(beaten)) == corners
+    assert front(found, "size") == [(200, 91.0), (260, 91.25), (300, 92.0)]
+
+
+def test_histograms_count_what_reached_the_site() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 4))
+    calibration, batch = torch.randn(64, 6), 3 * torch.randn(32, 6)
+    bitwright.quantize(model, [calibration], saturating=False)
+    rows = {row.site: row for row in site_rows(model, [batch, batch], histograms=True)}
+    row = rows["0:input"]
+    assert row.histogram is not None
+    assert (row.seen_low, row.seen_high) == (float(batch.min()), float(batch.max()))
+    assert sum(row.histogram.counts) == 2 * batch.numel()
+    inner = np.clip(batch.numpy().ravel(), row.histogram.low, row.histogram.high)
+    want, _ = np.histogram(inner, bins=64, range=(row.histogram.low, row.histogram.high))
+    assert np.abs(np.array(row.histogram.counts) / 2 - want).sum() <= 2  # bins' edges are rounded in float32
+    weight = rows["0:weight"]
+    assert weight.histogram is not None
+    assert sum(weight.histogram.counts) == 24  # a weight is counted once
+
+
+def test_a_large_site_is_looked_at_here_and_there() -> None:
+    model = nn.Sequential(nn.Linear(64, 2))
+    batch = torch.randn(8192, 64)
+    bitwright.quantize(model, [batch], saturating=False)
+    row = next(row for row in site_rows(model, [batch, batch], histograms=True) if row.site == "0:input")
+    assert row.histogram is not None
+    assert (1 << 16) < sum(row.histogram.counts) <= (1 << 18)
 
 
 def test_sites_against_numpy() -> None:
@@ -186,7 +243,8 @@ def test_sites_against_numpy() -> None:
     assert rows["0:weight"].scale_min < rows["0:weight"].scale_max
 
     found = make_record(quantized, [batch], workload="net")
-    assert found.sites == tuple(rows.values())
+    assert found.sites == site_rows(model, [batch], histograms=True)
+    assert make_record(quantized, [batch], workload="net", histograms=False).sites == tuple(rows.values())
     assert found.plan_sha256 != record().plan_sha256
 
 

@@ -66,7 +66,7 @@ def test_a_dead_workers_trial_is_free_at_once(tmp_path: Path) -> None:
 
 
 def test_what_kills_its_process_again_and_again_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bitwright.tuning.store._RETRIES", 2)
+    monkeypatch.setattr("bitwright.study._RETRIES", 2)
     study = opened(tmp_path)
     for _ in range(3):
         claim = study.claim(candidate(0))
@@ -74,6 +74,18 @@ def test_what_kills_its_process_again_and_again_is_given_up(tmp_path: Path, monk
         study._fail(claim.id)  # as a later process does with a dead one's
     assert study.claim(candidate(0)) is None
     assert study.known(candidate(0)) == failure("the process that evaluated it died 3 times")
+
+
+def test_what_went_wrong_is_free_again_and_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bitwright.study._RETRIES", 1)
+    study = opened(tmp_path)
+    for number in range(3):  # more often than processes may die: nobody died here
+        claim = study.claim(candidate(0))
+        assert claim is not None
+        study.fail(claim, failure(f"number {number}"))
+        assert study.known(candidate(0)) is None
+    assert [one.failed for one in opened(tmp_path).failures(candidate(0))] == ["number 0", "number 1", "number 2"]
+    assert study.failures(candidate(1)) == []
 
 
 def test_two_processes_never_have_the_same_trial(tmp_path: Path) -> None:
@@ -116,7 +128,7 @@ def test_the_first_of_several_rankings_counts(tmp_path: Path) -> None:
 
 def test_time_is_counted_once_however_many_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1000.0]
-    monkeypatch.setattr("bitwright.tuning.store.time.time", lambda: now[0])
+    monkeypatch.setattr("bitwright.study.time.time", lambda: now[0])
     one, other = opened(tmp_path), opened(tmp_path)
     now[0] = 1010.0
     assert one.spent() == pytest.approx(10)

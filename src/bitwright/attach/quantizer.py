@@ -17,7 +17,7 @@ from bitwright.attach.grid import Grid, Layout, grid_from_range, is_finite
 from bitwright.attach.guards import guarded_scale
 from bitwright.attach.markers import site_marker
 from bitwright.attach.observer import Observer
-from bitwright.errors import CalibrationError, FormatError, Problem, UncalibratedError
+from bitwright.errors import CalibrationError, FormatError, Problem, RangeDiverged, UncalibratedError
 from bitwright.formats import Format
 from bitwright.plan import SiteSpec
 from bitwright.registry import OBSERVERS
@@ -326,7 +326,7 @@ class Quantizer(nn.Module):
     def settle_to(self, low: Tensor, high: Tensor, shape: torch.Size) -> None:
         """Make the grid of a range that was seen here, or merged from what several processes saw."""
         if self.following and not bool((low.isfinite() & high.isfinite()).all()):
-            raise CalibrationError(
+            raise RangeDiverged(
                 "what reaches this site in training isn't finite",
                 where=self.site,
                 fix="lower the learning rate, clip gradients, or keep this site in float (format: float)",

@@ -1,6 +1,10 @@
-"""Measure models on this machine's runtimes."""
+"""Measure models on this machine's runtimes; grids of trainings and their leaderboards."""
 
+from bitwright.bench.grid import GridConfig
+from bitwright.bench.leaderboard import Leaderboard
 from bitwright.bench.made import Made
+from bitwright.bench.markdown import markdown
+from bitwright.bench.run_grid import Told, run_grid
 from bitwright.bench.runtimes import compare_runtimes
 
-__all__ = ["Made", "compare_runtimes"]
+__all__ = ["GridConfig", "Leaderboard", "Made", "Told", "compare_runtimes", "markdown", "run_grid"]

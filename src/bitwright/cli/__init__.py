@@ -15,6 +15,8 @@ from bitwright.cli import (  # noqa: I001
     export,  # noqa: F401
     check,  # noqa: F401
     bench,  # noqa: F401
+    report,  # noqa: F401
+    leaderboard,  # noqa: F401
     listing,  # noqa: F401
     doctor,  # noqa: F401
 )

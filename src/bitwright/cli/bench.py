@@ -1,4 +1,4 @@
-"""`bitwright bench`: one model on all runtimes of this machine, and the fastest of them."""
+"""`bitwright bench`: one model on all runtimes of this machine, or a grid of trainings."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from typing import Annotated
 import typer
 
 from bitwright.bench import Made, compare_runtimes
+from bitwright.cli import grid
 from bitwright.cli.data import open_workload
-from bitwright.cli.options import SamplesOption, WorkloadArg
+from bitwright.cli.options import ReportOption, SamplesOption
 from bitwright.cli.out import Out
 from bitwright.cli.prepared import CheckpointOption, PlanOption, read_plan
 from bitwright.cli.verb import CHECK_FAILED, verb
 from bitwright.errors import BitwrightError
 from bitwright.files import write_text
-from bitwright.report import words
+from bitwright.report import add_to_report, report_of, words
 from bitwright.report.comparison import Comparison, OnRuntime, Together
 from bitwright.report.record import Timing
 
@@ -35,11 +36,20 @@ class Mode(StrEnum):
     bitwright bench my_workload.py:small --runtimes onnxruntime,openvino --batch 1 --batch 16 --threads 2
     bitwright bench digits --model digits-int8 --mode accuracy
     bitwright bench digits --mode performance --instances 2 --cores 1 --batch 32 -o comparison.json
+    bitwright bench grid.yaml -o leaderboard.json
+    bitwright bench mqbench/config.yaml --workload my_workload.py:resnet18
+    bitwright bench grid.yaml --show
     """,
 )
 def bench(
     out: Out,
-    workload: WorkloadArg,
+    workload: Annotated[
+        str,
+        typer.Argument(
+            metavar="WORKLOAD|GRID.yaml",
+            help="file.py:function, a name that `bitwright list workloads` has, or the file of a grid (docs/grid.md).",
+        ),
+    ],
     runtimes: Annotated[
         str | None,
         typer.Option(
@@ -89,14 +99,46 @@ def bench(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Keep the figures as JSON.", show_default=False)
     ] = None,
+    report: ReportOption = None,
+    of_grid: Annotated[
+        str | None,
+        typer.Option("--workload", help="Of a grid: the model, if the file shall not name it.", show_default=False),
+    ] = None,
+    attempts: Annotated[
+        int | None,
+        typer.Option(min=1, help="Of a grid: how often a row that fails is tried in all.", show_default=False),
+    ] = None,
+    starts: Annotated[
+        Path | None,
+        typer.Option(help="Of a grid: the folder of float networks (default: beside the store).", show_default=False),
+    ] = None,
+    show: Annotated[bool, typer.Option("--show", help="Of a grid: run nothing, show what is known.")] = False,
 ) -> None:
     """Measure latency, accuracy, size and agreement of a model, float and INT8, on every runtime that runs here.
 
     The model is quantized for each runtime, or taken from a folder (--model) or a plan and its checkpoint. Latencies
     are of runs that take turns. Exits with 1 if a runtime diverges from the simulated model.
+
+    With the file of a grid: train every combination of its algorithms, backends, widths, models and seeds, and make a
+    leaderboard of what really ran. A grid goes on where it was left; give the command several times, on any machines
+    that see its store, to share the work. Exits with 1 if a row failed.
     """
+    if workload.endswith(grid.SUFFIXES):
+        others = (runtimes, mode, batch, threads, instances, cores, model, plan, checkpoint, samples, report)
+        if any(value is not None for value in others):
+            raise BitwrightError(
+                "a grid says itself what is measured", fix="leave out all options but --workload, --attempts, -o, …"
+            )
+        grid.run(out, Path(workload), workload=of_grid, attempts=attempts, starts=starts, show=show, output=output)
+        return
+    if of_grid is not None or attempts is not None or starts is not None or show:
+        raise BitwrightError(
+            "--workload, --attempts, --starts and --show are of grids", value=workload, fix="give a grid.yaml"
+        )
     made = _made(model, plan, checkpoint)
     found = open_workload(out, workload)
+    if report is not None:
+        report_of(report, found.name)  # one of another workload is an error now, not after the work
     names = None if runtimes in (None, "all") else [name.strip() for name in str(runtimes).split(",")]
     if names is None and runtimes == "all" and made is not None:
         raise BitwrightError(
@@ -120,6 +162,9 @@ def bench(
         )
     if output is not None:
         write_text(output, result.model_dump_json(indent=1) + "\n")
+    if report is not None:
+        add_to_report(report, found.name, comparison=result)
+        out.note(f"{report / 'report.html'} has the runtimes")
     _show(out, result)
     if not result.runtimes or any(not row.parity.passed for row in result.runtimes):
         failed = ", ".join(row.runtime for row in result.runtimes if not row.parity.passed) or "every runtime"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import typer
 
@@ -25,9 +26,8 @@ from bitwright.report import (
     parity,
     timings,
     words,
-    write_html,
-    write_json,
 )
+from bitwright.report import write_report as write_files
 from bitwright.workload import Workload, can_measure, measure
 
 _BATCHES, _RUNS = (1, 64), 100
@@ -83,8 +83,10 @@ def write_report(
     float_size: Size,
     timings: Iterable[Timing] = (),
     seed: int | None = None,
+    histograms: bool = True,
+    **parts: Any,
 ) -> Record:
-    """Check the artefact on real runtimes, evaluate it there, and write report.json and report.html."""
+    """Check the artefact on real runtimes, evaluate it there, and write the report; `parts` are the verb's own."""
     artefact = folder / "model.onnx"
     scores = [*accuracies, *evaluate(out, workload, quantized.model, "simulated")]
     checks: list[Check] = []
@@ -104,9 +106,9 @@ def write_report(
             sizes=[float_size, Size(name="model.onnx", bytes=artefact.stat().st_size)],
             timings=timings,
             parities=[parity(check) for check in checks],
-        )
-    write_json(record, folder / "report.json")
-    write_html(record, folder / "report.html")
+            histograms=histograms,
+        ).model_copy(update=parts)
+    write_files(record, folder)
     return record
 
 

@@ -21,6 +21,7 @@ from bitwright.cli.staging import filling
 from bitwright.cli.verb import verb
 from bitwright.deploy import export_float
 from bitwright.report import Size
+from bitwright.train.recorded import recorded
 
 
 @verb(
@@ -69,6 +70,7 @@ def deploy(
             accuracies=before,
             float_size=Size(name="model-float.onnx", bytes=yardstick.stat().st_size),
             timings=measured,
+            training=recorded(run),
         )
     show(out, record, output)
 

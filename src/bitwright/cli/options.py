@@ -98,6 +98,19 @@ StepOption = Annotated[
 SamplesOption = Annotated[
     int | None, typer.Option("--samples", min=1, help="Use at most this many samples.", show_default=False)
 ]
+HistogramsOption = Annotated[
+    bool,
+    typer.Option("--histograms/--no-histograms", help="Whether the report has a histogram of each site."),
+]
+ReportOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--report",
+        metavar="FOLDER",
+        help="Add what was found to the report in this folder, or begin one there.",
+        show_default=False,
+    ),
+]
 
 
 def chosen(plan: Path | None, **options: Unpack[Choices]) -> Choices:

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from bitwright.cli.data import open_workload
-from bitwright.cli.options import WorkloadArg
+from bitwright.cli.options import ReportOption, WorkloadArg
 from bitwright.cli.out import Out
 from bitwright.cli.settings import with_settings
 from bitwright.cli.stepping import BatchOption, LayoutOption, PrecisionOption, plan_of, training_batch, variant_of
@@ -19,7 +19,7 @@ from bitwright.plan import Plan
 from bitwright.predict import Cluster, Prediction, Predictor, write_trace
 from bitwright.predict.compare import Comparison, compare
 from bitwright.profile import DeviceProfile, StepGraph, StepSettings, record_step
-from bitwright.report import words
+from bitwright.report import add_to_report, forecast, report_of, words
 from bitwright.workload import Workload
 
 
@@ -28,6 +28,7 @@ from bitwright.workload import Workload
     examples="""
     bitwright predict digits-untrained --profile device.json --quantize int8
     bitwright predict digits-untrained --profile device.json --quantize plan.yaml --compare 30
+    bitwright predict digits-untrained --profile device.json --quantize int8 --compare 30 --report out
     bitwright predict digits-untrained --cluster cluster.yaml --trace step.trace.json
     """,
 )
@@ -56,6 +57,7 @@ def predict_(
         int | None,
         typer.Option("--compare", min=3, help="Run so many real steps here, and show both.", show_default=False),
     ] = None,
+    report: ReportOption = None,
 ) -> None:
     """Replay a training step from what was measured: its length, who waits for whom, memory and its peak."""
     if (profile is None) == (cluster is None):
@@ -63,6 +65,8 @@ def predict_(
     if steps is not None and profile is None:
         raise BitwrightError("only this device can be compared", where="--compare", fix="use --profile")
     found = open_workload(out, workload)
+    if report is not None:
+        report_of(report, found.name)  # one of another workload is an error now, not after the work
     pair, loss = training_batch(found, batch, channels_last=channels_last)
     recorded = StepGraph.load(graph) if graph is not None else record_step(found.model, pair, loss, name=found.name)
     plan = Plan() if quantize is None else plan_of(found, quantize)
@@ -76,6 +80,10 @@ def predict_(
         variant = variant_of(found, plan, pair, settings)
         with out.steps("running", steps) as step:
             comparison = compare(local, variant, pair, loss, steps=steps, clock=local.profile.clock, progress=step)
+    if report is not None:
+        name = f"{quantize or 'float'} on {', '.join(device.name for device in prediction.devices[:4])}"
+        add_to_report(report, found.name, forecasts=(forecast(prediction, name, comparison),))
+        out.note(f"{report / 'report.html'} has the timeline")
     _show(out, prediction, comparison, trace)
 
 

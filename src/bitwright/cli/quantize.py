@@ -20,7 +20,7 @@ from bitwright.backends import backend as find_backend
 from bitwright.cli.choosing import with_choices
 from bitwright.cli.data import calibration, open_workload
 from bitwright.cli.deliver import evaluate, show, write_artefacts, write_report
-from bitwright.cli.options import SamplesOption, StepOption, WorkloadArg
+from bitwright.cli.options import HistogramsOption, SamplesOption, StepOption, WorkloadArg
 from bitwright.cli.out import Out
 from bitwright.cli.staging import filling
 from bitwright.cli.verb import verb
@@ -60,6 +60,7 @@ def quantize(
     memory: Annotated[
         int, typer.Option("--memory", min=1, help="MiB of activations that steps keep; more go to the disk.")
     ] = MEMORY,
+    histograms: HistogramsOption = True,
 ) -> None:
     """Plan, calibrate, export and check a model; write plan, artefact, checkpoint and report.
 
@@ -113,6 +114,7 @@ def quantize(
             runtimes=runtimes,
             accuracies=before,
             float_size=Size(name="float weights", bytes=float_size),
+            histograms=histograms,
         )
     show(out, record, output)
 

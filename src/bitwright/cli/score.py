@@ -14,14 +14,14 @@ from bitwright.batching import split
 from bitwright.cli.choosing import with_choices
 from bitwright.cli.data import calibration, labelled, open_workload, probes
 from bitwright.cli.indicating import FormatsOption, IndicatorOption, refuse_choices, show_indications
-from bitwright.cli.options import WorkloadArg
+from bitwright.cli.options import ReportOption, WorkloadArg
 from bitwright.cli.out import Out
 from bitwright.cli.verb import verb
 from bitwright.errors import BitwrightError
 from bitwright.plan import Plan
 from bitwright.recipe import Quantized
 from bitwright.recipe import quantize as quantize_model
-from bitwright.report import words
+from bitwright.report import add_to_report, network, report_of, sensitivity, words
 from bitwright.sensitivity import Scores, SiteScore, Suggestion, suggest
 from bitwright.sensitivity import score as score_model
 from bitwright.workload import Workload, can_measure, measure
@@ -35,6 +35,7 @@ _BATCH = 32  # the numbers of one batch are kept: small ones need little memory
     bitwright score digits
     bitwright score digits --weights int4/channel/sym --backend academic --output better.yaml
     bitwright score my_workload.py:small --plan plan.yaml --samples 512 --top 30
+    bitwright score digits --report digits-int8
     bitwright score digits --indicator gradient-variance --formats int8,bf16 --output indications.json
     """,
 )
@@ -54,6 +55,7 @@ def score(
     ] = None,
     indicator: IndicatorOption = None,
     formats: FormatsOption = "int8",
+    report: ReportOption = None,
 ) -> None:
     """Quantize one site at a time, measure what becomes of the outputs and the loss, and suggest a better plan.
 
@@ -63,7 +65,11 @@ def score(
     """
     if indicator is not None:
         refuse_choices(plan, choices)
+        if report is not None:
+            raise BitwrightError("indications have no part in a report", where="--report", fix="leave --indicator out")
     found = open_workload(out, workload)
+    if report is not None:
+        report_of(report, found.name)  # one of another workload is an error now, not after the work
     if indicator is not None:
         show_indications(out, found, indicator, formats, samples=samples, top=top, output=output)
         return
@@ -88,6 +94,10 @@ def score(
     suggestion = _suggestion(out, found, quantized, scores, most) if can_measure(found) else None
     if suggestion is not None and output is not None:
         suggestion.plan.save(output)
+    if report is not None:
+        part = sensitivity(scores, suggestion, found.metric)
+        add_to_report(report, found.name, sensitivity=part, graph=network(quantized.graph))
+        out.note(f"{report / 'report.html'} has the scores")
     _show(out, found, quantized.plan, scores, suggestion, top=top, output=output)
 
 

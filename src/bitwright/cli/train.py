@@ -24,7 +24,9 @@ from bitwright.cli.options import (
 from bitwright.cli.out import Out
 from bitwright.cli.settings import with_settings
 from bitwright.cli.verb import verb
+from bitwright.report import new_record, write_report
 from bitwright.train import Callback, TensorBoard, TrainConfig, Trainer, tensorboard_problem
+from bitwright.train.recorded import recorded
 from bitwright.train.run import Run
 
 
@@ -147,6 +149,7 @@ def train(
     ).fit()
     if not bar.spoken:  # rank 0 speaks for all
         return
+    write_report(new_record(found.name, seed=settings.seed, training=recorded(output)), output)
     files = {name: str(output / name) for name in sorted(file.name for file in output.iterdir())}
     out.data({"files": files, "metrics": result.metrics, "best": result.best, "steps": result.steps})
     last = result.metrics[-1] if result.metrics else {}

@@ -14,10 +14,12 @@ from bitwright.cli.out import Out
 from bitwright.cli.quantize import usable_runtimes
 from bitwright.cli.verb import CHECK_FAILED, verb
 from bitwright.errors import BitwrightError
-from bitwright.report import Accuracy, Size, words
+from bitwright.report import Accuracy, Size, new_record, words
+from bitwright.report import write_report as write_files
 from bitwright.tuning import Budget, Goal, TuneConfig, Tuned
 from bitwright.tuning.baseline import Baseline
 from bitwright.tuning.explore import Asked
+from bitwright.tuning.recorded import recorded
 
 _SHOWN = 12  # trials in the table at the end
 
@@ -105,7 +107,10 @@ def tune(
             accuracies=before,
             float_size=size,
             seed=config.seed,
+            tuning=recorded(tuned, found.metric),
         )
+    else:  # float is the best: there is a search to tell of, but no quantized model
+        write_files(new_record(found.name, seed=config.seed, tuning=recorded(tuned, found.metric)), output)
     _show(out, tuned, found.metric, output)
     if tuned.met_goal is False:
         out.stderr.print(f"the goal was missed by {_missed(tuned, found.metric)}; the best model is in {output}")

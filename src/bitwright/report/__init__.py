@@ -4,14 +4,20 @@ from bitwright.report import words
 from bitwright.report.assemble import make_record
 from bitwright.report.comparison import Comparison
 from bitwright.report.environment import environment
+from bitwright.report.folder import add_to_report, join, new_record, report_of, write_report
+from bitwright.report.forecast import Forecast, forecast
 from bitwright.report.html import write_html
+from bitwright.report.markdown import write_markdown
+from bitwright.report.network import Node, network
 from bitwright.report.record import (
     RECORD_VERSION,
     Accuracy,
     Environment,
     FloatOperator,
+    Histogram,
     Parity,
     Record,
+    RunRow,
     SiteRow,
     Size,
     StepRow,
@@ -20,6 +26,8 @@ from bitwright.report.record import (
     write_json,
 )
 from bitwright.report.rows import parity, timing, timings
+from bitwright.report.searched import Training, Trial, Tuning
+from bitwright.report.sensitivity import Sensitivity, sensitivity
 from bitwright.report.sites import site_rows
 
 __all__ = [
@@ -28,20 +36,37 @@ __all__ = [
     "Comparison",
     "Environment",
     "FloatOperator",
+    "Forecast",
+    "Histogram",
+    "Node",
     "Parity",
     "Record",
+    "RunRow",
+    "Sensitivity",
     "SiteRow",
     "Size",
     "StepRow",
     "Timing",
+    "Training",
+    "Trial",
+    "Tuning",
+    "add_to_report",
     "environment",
+    "forecast",
+    "join",
     "make_record",
+    "network",
+    "new_record",
     "parity",
     "read_json",
+    "report_of",
+    "sensitivity",
     "site_rows",
     "timing",
     "timings",
     "words",
     "write_html",
     "write_json",
+    "write_markdown",
+    "write_report",
 ]

@@ -9,6 +9,7 @@ from typing import Any
 
 from bitwright.recipe import Quantized
 from bitwright.report.environment import environment
+from bitwright.report.network import network
 from bitwright.report.record import Accuracy, FloatOperator, Parity, Record, Size, StepRow, Timing
 from bitwright.report.sites import site_rows
 
@@ -24,8 +25,9 @@ def make_record(
     sizes: Iterable[Size] = (),
     timings: Iterable[Timing] = (),
     parities: Iterable[Parity] = (),
+    histograms: bool = True,
 ) -> Record:
-    """The record of one run; the sites are looked at with `batches` of inputs."""
+    """The record of one run; the sites are looked at with `batches` of inputs, which `histograms` are of, too."""
     plan, graph = quantized.plan, quantized.graph
     return Record(
         title=title or f"{workload} for {quantized.backend}",
@@ -39,7 +41,8 @@ def make_record(
         sizes=tuple(sizes),
         timings=tuple(timings),
         parities=tuple(parities),
-        sites=site_rows(quantized.model, batches),
+        sites=site_rows(quantized.model, batches, histograms=histograms),
+        graph=network(graph),
         float_operators=tuple(
             FloatOperator(operator=name, kind=graph.by_name[name].kind, why=why) for name, why in plan.float.items()
         ),

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from bitwright.report.record import Accuracy, Environment, Frozen, Parity, Size, Timing
+from bitwright.report.parts import Accuracy, Environment, Frozen, Parity, Size, Timing
 
 
 class OnRuntime(Frozen):

@@ -6,7 +6,7 @@ from math import isfinite
 from typing import Literal
 
 from bitwright.deploy import Check, Latency
-from bitwright.report.record import Parity, Timing
+from bitwright.report.parts import Parity, Timing
 
 
 def parity(check: Check) -> Parity:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from math import log10
+from math import inf, isfinite, log10
 from typing import Any
 
 import torch
@@ -13,8 +13,11 @@ from torch import Tensor, nn
 from bitwright.attach import Attachment, Quantizer, attachment_of, in_mode, tapped
 from bitwright.modes import evaluating
 from bitwright.plan import SiteSpec
-from bitwright.report.record import SiteRow
+from bitwright.report.parts import Histogram, SiteRow
 from bitwright.workload import call
+
+_BINS = 64
+_LOOKED_AT = 1 << 18  # numbers of one site that its histogram counts at most; more would only smooth it
 
 
 @dataclass
@@ -23,6 +26,10 @@ class _Sums:
     error: float = 0.0
     clipped: int = 0
     count: int = 0
+    low: float = inf
+    high: float = -inf
+    binned: int = 0
+    counts: Tensor | None = None
 
     @torch.no_grad()
     def add(self, quantizer: Quantizer, x: Tensor) -> None:
@@ -38,6 +45,29 @@ class _Sums:
         self.signal += float(x.double().square().sum())
         self.error += float((quantizer.quantize(x) - x).double().square().sum())
 
+    @torch.no_grad()
+    def bin(self, quantizer: Quantizer, x: Tensor) -> None:
+        """Count the numbers of the first batches; a large one is looked at here and there."""
+        x = x.detach().to(torch.float32)
+        least, most = torch.aminmax(x)
+        self.low, self.high = min(self.low, float(least)), max(self.high, float(most))
+        room = _LOOKED_AT - self.binned
+        if room <= 0:
+            return
+        flat = x.flatten()
+        # An odd step visits all channels, whose number is nearly always even.
+        flat = flat[:: -(-flat.numel() // room) | 1] if flat.numel() > room else flat
+        self.binned += flat.numel()
+        low, high = _binned(*_ends(quantizer))
+        found = torch.histc(flat.clamp(low, high), _BINS, low, high)
+        self.counts = found if self.counts is None else self.counts + found
+
+    def histogram(self, quantizer: Quantizer) -> Histogram | None:
+        if self.counts is None:
+            return None
+        low, high = _binned(*_ends(quantizer))
+        return Histogram(low=low, high=high, counts=tuple(int(count) for count in self.counts))
+
     @property
     def sqnr_db(self) -> float | None:
         if self.error == 0 or self.signal == 0:
@@ -45,10 +75,24 @@ class _Sums:
         return 10 * log10(self.signal / self.error)
 
 
-def site_rows(model: nn.Module, batches: Iterable[Any]) -> tuple[SiteRow, ...]:
+def _ends(quantizer: Quantizer) -> tuple[float, float]:
+    """The least and the greatest number that any of its grids has."""
+    grid = quantizer.grid()
+    scale, zero_point = grid.scale.double(), grid.zero_point.double()
+    return float(((grid.qmin - zero_point) * scale).min()), float(((grid.qmax - zero_point) * scale).max())
+
+
+def _binned(low: float, high: float) -> tuple[float, float]:
+    """What a histogram shows: the grid, and an eighth of its span on each side."""
+    margin = (high - low) / 8 or 1.0
+    return low - margin, high + margin
+
+
+def site_rows(model: nn.Module, batches: Iterable[Any], *, histograms: bool = False) -> tuple[SiteRow, ...]:
     """One row per site of a calibrated model, in the plan's order, measured on `batches`.
 
-    The error of a site is its own: the signal is what reaches it, with the errors of earlier sites.
+    The error of a site is its own: the signal is what reaches it, with the errors of earlier sites. Histograms are of
+    the numbers before they are quantized.
     """
     attachment = attachment_of(model)
     sums: dict[str, _Sums] = {}
@@ -56,7 +100,10 @@ def site_rows(model: nn.Module, batches: Iterable[Any]) -> tuple[SiteRow, ...]:
     def look(site: str, quantizer: Quantizer, x: Tensor) -> None:
         if quantizer.weight and site in sums:
             return  # a weight is the same in each batch
-        sums.setdefault(site, _Sums()).add(quantizer, x)
+        found = sums.setdefault(site, _Sums())
+        found.add(quantizer, x)
+        if histograms and x.numel():
+            found.bin(quantizer, x)
 
     with evaluating(model), torch.no_grad(), in_mode(model, "quantize"), tapped(model, look):
         for batch in batches:
@@ -68,6 +115,7 @@ def _row(site: str, spec: SiteSpec, attachment: Attachment, sums: _Sums) -> Site
     quantizer = attachment.quantizers[attachment.shared.get(site, site)]
     grid = quantizer.grid()
     scale, zero_point = grid.scale.double(), grid.zero_point.double()
+    low, high = _ends(quantizer)
     return SiteRow(
         site=site,
         format=str(quantizer.format),
@@ -80,9 +128,12 @@ def _row(site: str, spec: SiteSpec, attachment: Attachment, sums: _Sums) -> Site
         scale_max=float(scale.max()),
         zero_point_min=int(zero_point.min()),
         zero_point_max=int(zero_point.max()),
-        low=float(((grid.qmin - zero_point) * scale).min()),
-        high=float(((grid.qmax - zero_point) * scale).max()),
+        low=low,
+        high=high,
         clipped=sums.clipped / sums.count if sums.count else None,
         sqnr_db=sums.sqnr_db,
         why=spec.why,
+        seen_low=sums.low if isfinite(sums.low) else None,
+        seen_high=sums.high if isfinite(sums.high) else None,
+        histogram=sums.histogram(quantizer),
     )

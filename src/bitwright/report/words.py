@@ -57,3 +57,31 @@ def number(value: float) -> str:
 def span(low: str, high: str) -> str:
     """One value, or the first and last of several."""
     return low if low == high else f"{low} … {high}"
+
+
+def error(predicted: float, measured: float) -> str:
+    """How far a prediction is off.
+
+    >>> error(95.0, 100.0)
+    '-5.0 %'
+    """
+    return f"{100 * (predicted / measured - 1):+.1f} %" if measured > 0 else "–"
+
+
+def percent(share: float) -> str:
+    """A share, with a few digits."""
+    return f"{100 * share:.3g} %"
+
+
+def environment(record: Record) -> list[tuple[str, str]]:
+    """Where it was measured: names and values."""
+    found = record.environment
+    items = [
+        ("Machine", f"{found.cpu}, {found.cores} cores, {found.platform}"),
+        ("CPU features", ", ".join(found.cpu_features) or "none known"),
+        ("Threads of torch", str(found.threads)),
+        ("Python", found.python),
+        ("Packages", ", ".join(f"{name} {version}" for name, version in found.packages.items())),
+        ("Seed", "none" if record.seed is None else str(record.seed)),
+    ]
+    return items if record.plan_sha256 is None else [*items, ("Plan (SHA-256)", record.plan_sha256)]

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from bitwright.backends import Choices
 from bitwright.checkpoint import checkpoint_file, load_checkpoint, save_checkpoint
-from bitwright.errors import TrainError
+from bitwright.errors import TrainDiverged, TrainError
 from bitwright.files import write_text
 from bitwright.graph.tree import map_tensors
 from bitwright.modes import evaluating
@@ -295,7 +295,7 @@ class Run:
         self._losses, self._norms = [], []
         if not isfinite(self.loss):
             saved = self.checkpoints.latest() if self.checkpoints is not None else None
-            raise TrainError.single(
+            raise TrainDiverged.single(
                 "the loss is not finite",
                 where=f"step {self.step}",
                 value=self.loss,

@@ -26,6 +26,8 @@ def _keys(model: type[BaseModel], path: tuple[Any, ...]) -> list[str]:
     """The keys that a mapping at this place may have."""
     here: Any = model
     for part in path:
+        if isinstance(part, int):  # an item of a list is of the list's kind
+            continue
         if isinstance(here, type) and issubclass(here, BaseModel):
             field = _field(here, str(part))
             here = None if field is None else _inner(field)

@@ -1,0 +1,211 @@
+"""What the reference leaderboard says about the findings of the MQBench paper; every number is of its files.
+
+    python benchmarks/leaderboard_findings.py
+
+Reads results/leaderboard.json and results/leaderboard_why.json (`make leaderboard` makes them), writes
+results/leaderboard_findings.md.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from math import sqrt
+from pathlib import Path
+from statistics import mean, stdev
+
+from bitwright import Leaderboard
+from bitwright.bench.leaderboard import Row, Summary
+
+RESULTS = Path(__file__).parent / "results"
+PER_CHANNEL, PER_TENSOR = "tensorrt", ("snpe", "tvm")
+RESCALING = ("pact", "dorefa", "qil", "apot")  # they give a weight another size
+
+
+def main() -> None:
+    board = Leaderboard.load(RESULTS / "leaderboard.json")
+    why = Leaderboard.load(RESULTS / "leaderboard_why.json")
+    parts = [head(board), academic(board), per_tensor(board), winners(board), folding(board, why), gaps(board)]
+    text = "\n".join(line for part in parts for line in part)
+    (RESULTS / "leaderboard_findings.md").write_text(text + "\n", encoding="utf-8")
+    print(text)
+
+
+def drops(rows: Iterable[Row], **named: object) -> list[float]:
+    own = (row for row in rows if all(getattr(row, key) == value for key, value in named.items()))
+    return [row.drop for row in own if row.drop is not None]
+
+
+def show(values: list[float]) -> str:
+    return "" if not values else f"{mean(values):.1f} ± {stdev(values) if len(values) > 1 else 0.0:.1f}"
+
+
+def say(*words: str) -> str:
+    return "\n" + textwrap.fill(" ".join(words), 120, break_long_words=False, break_on_hyphens=False)
+
+
+def table(heads: Iterable[object], rows: Iterable[Iterable[object]], words: int = 1) -> Iterator[str]:
+    heads = list(heads)
+    yield ""
+    yield f"| {' | '.join(map(str, heads))} |"
+    yield f"|{'---|' * words}{'---:|' * (len(heads) - words)}"
+    for row in rows:
+        yield f"| {' | '.join(map(str, row))} |"
+
+
+def values_of(rows: Iterable[Row], key: str) -> list[object]:
+    return list(dict.fromkeys(getattr(row, key) for row in rows))
+
+
+def head(board: Leaderboard) -> Iterator[str]:
+    done = [row for row in board.rows if row.status == "done"]
+    states = Counter(row.status for row in board.rows)
+    minutes = sum(row.cpu_minutes or 0.0 for row in board.rows)
+    share = mean(row.float_accuracy or 0.0 for row in done) / 100
+    noise = 2 * 100 * sqrt(2 * share * (1 - share) / (done[0].samples or 1))
+    costs = ", ".join(
+        f"{f.accuracy - f.trained_on:+.1f} ({f.model}, seed {f.seed})" for f in board.floats if f.trained_on is not None
+    )
+    yield "# What the reference leaderboard says, beside the MQBench paper"
+    yield say(
+        f"{len(board.rows)} rows ({', '.join(f'{count} {state}' for state, count in states.items())}),",
+        f"{minutes:.0f} CPU minutes. [Tables](leaderboard.md); rows: leaderboard.json.",
+        "Numbers below are points below the float weights that a row started from, mean ± deviation.",
+    )
+    yield say(
+        "The paper has ImageNet networks and about 100 epochs. These are networks of 5,122 and 2,562",
+        "parameters on images",
+        f"of 14 and 16 pixels' side, one epoch on 3,000 images, {done[0].samples} test images, two seeds: a",
+        "difference of",
+        f"less than about {noise:.0f} points between two single rows is noise. The residual network is on",
+        "Fashion-MNIST and",
+        "the depthwise one on CIFAR-10, so what differs between them may be due to the data.",
+        f"The same epoch without quantizers costs the float networks, in points: {costs}.",
+    )
+
+
+def academic(board: Leaderboard) -> Iterator[str]:
+    rows = [row for row in board.rows if row.backend == "academic"]
+    models, widths, names = (values_of(rows, key) for key in ("model", "bits", "algorithm"))
+    means = {str(name): mean(found) for name in names if (found := drops(rows, algorithm=name, bits=4))}
+    yield "\n## “LSQ is about as good as the others, academically”"
+    yield from table(
+        ["algorithm", *(f"{m}, {b} bits" for m in models for b in widths)],
+        (
+            [name, *(show(drops(rows, algorithm=name, model=m, bits=b)) for m in models for b in widths)]
+            for name in sorted(means, key=means.__getitem__)
+        ),
+    )
+    near = [name for name, value in means.items() if name != "lsq" and abs(value - means["lsq"]) <= 2]
+    better = [name for name, value in means.items() if value < means["lsq"] - 2]
+    behind = [name for name, value in means.items() if value > means["lsq"] + 2]
+    yield say(
+        f"At 4 bits LSQ loses {means['lsq']:.1f} points, mean of both networks. Within two points of it:",
+        f"{', '.join(near) or 'none'}; better by more: {', '.join(better) or 'none'};",
+        f"worse by more: {', '.join(behind) or 'none'}.",
+        "The paper has LSQ, APoT, QIL, PACT and DoReFa within a point of each other on ResNet-18, and DoReFa",
+        "diverging on",
+        "MobileNetV2 and EfficientNet-Lite0.",
+    )
+
+
+def per_tensor(board: Leaderboard) -> Iterator[str]:
+    names = steady(board)
+    rows = [row for row in board.rows if row.algorithm in names]
+    models, widths = values_of(rows, "model"), values_of(rows, "bits")
+    yield "\n## “One scale per tensor hurts depthwise networks”"
+    yield say(f"Means over quantizers that run on all backends and keep the size of weights: {', '.join(names)}.")
+    yield from table(
+        ["scheme", *(f"{m}, {b} bits" for m in models for b in widths)],
+        (
+            [
+                f"{backend}, per {'channel' if backend == PER_CHANNEL else 'tensor'}",
+                *(show(drops(rows, backend=backend, bits=b, model=m)) for m in models for b in widths),
+            ]
+            for backend in (PER_CHANNEL, *PER_TENSOR)
+        ),
+    )
+    extra = []
+    for model in models:
+        for bits in widths:
+            whole = mean(mean(drops(rows, backend=b, bits=bits, model=model)) for b in PER_TENSOR)
+            apart = mean(drops(rows, backend=PER_CHANNEL, bits=bits, model=model))
+            extra.append(f"{whole - apart:+.1f} ({model}, {bits} bits)")
+    yield say(
+        f"One scale per tensor costs, beside one per channel: {', '.join(extra)}. The schemes differ in more",
+        "than that:",
+        "tvm's scales are powers of two, snpe's have zero points, and both have integers on both sides of an add.",
+    )
+
+
+def steady(board: Leaderboard) -> list[str]:
+    names = dict.fromkeys(row.algorithm for row in board.rows)
+    whole = [name for name in names if all(row.status == "done" for row in board.rows if row.algorithm == name)]
+    return [name for name in whole if name not in RESCALING]
+
+
+def winners(board: Leaderboard) -> Iterator[str]:
+    places: dict[tuple[object, ...], list[Summary]] = {}
+    for cell in board.summaries:
+        if None not in (cell.algorithm, cell.backend, cell.bits, cell.model) and cell.accuracy is not None:
+            places.setdefault((cell.backend, cell.bits, cell.model), []).append(cell)
+    first: Counter[str] = Counter()
+    ranks: dict[str, list[int]] = {}
+    for cells in places.values():
+        cells.sort(key=lambda cell: -(cell.accuracy.mean if cell.accuracy else 0.0))
+        first[str(cells[0].algorithm)] += 1
+        for rank, cell in enumerate(cells, 1):
+            ranks.setdefault(str(cell.algorithm), []).append(rank)
+    yield "\n## “No method wins everywhere”"
+    yield from table(
+        ["algorithm", "wins", "best rank", "mean rank", "worst rank", "places"],
+        (
+            [name, first[name], min(ranks[name]), f"{mean(ranks[name]):.1f}", max(ranks[name]), len(ranks[name])]
+            for name in sorted(ranks, key=lambda name: mean(ranks[name]))
+        ),
+    )
+    best, count = first.most_common(1)[0]
+    yield say(
+        f"Of {len(places)} places (backend, width, network) the most frequent winner, {best}, has {count};",
+        f"{len(first)} of {len(ranks)} algorithms win somewhere. With two seeds, places that are nearly ties",
+        "count as wins.",
+    )
+
+
+def folding(board: Leaderboard, why: Leaderboard) -> Iterator[str]:
+    own = [row for row in board.rows if row.backend in ("tensorrt", "tvm") and row.seed == 0]
+    yield "\n## Folded norms, and quantizers that give a weight another size"
+    yield from table(
+        ["algorithm", "bits", "folded (bnfold 4)", "norms as they are (bnfold -1)"],
+        (
+            [name, bits, *(show(drops(rows, algorithm=name, bits=bits)) for rows in (own, why.rows))]
+            for name in ("lsq", *RESCALING)
+            for bits in (8, 4)
+        ),
+    )
+    yield say(
+        "tensorrt and tvm, both networks, seed 0. DoReFa (and with it PACT's weights), QIL and APoT squeeze",
+        "or standardise",
+        "a weight. Where a norm is folded they get w·γ/σ, and what they make of it isn't as large as that",
+        "any more: dividing",
+        "by γ/σ again doesn't give w back, the output grows or shrinks with σ, and σ follows the output.",
+        "The second column is the same training with norms that run behind their convolutions.",
+    )
+
+
+def gaps(board: Leaderboard) -> Iterator[str]:
+    values = [row.device.gap for row in board.rows if row.device is not None and row.device.gap is not None]
+    same = sum(value == 0 for value in values)
+    yield "\n## Simulated and measured"
+    yield say(
+        f"{len(values)} models were exported and run on ONNX Runtime or OpenVINO: {same} with exactly the",
+        "simulated accuracy,",
+        f"all within {max(map(abs, values)):.2f} points (mean {mean(values):+.3f}). The paper reports gaps",
+        "below 0.1 point for",
+        "TensorRT and SNPE at 8 bits; neither runs here, so their rows are simulated only.",
+    )
+
+
+if __name__ == "__main__":
+    main()

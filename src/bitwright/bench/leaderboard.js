@@ -1,0 +1,151 @@
+// The leaderboard: filters that hold for the overview and the table, cells of means, and lines that open.
+const KEYS = ["algorithm", "backend", "bits", "model"];
+const board = document.getElementById("board");
+const lines = Array.from(board.tBodies[0].rows);
+const byId = new Map(record.rows.map((row) => [row.id, row]));
+const picks = Object.fromEntries([...KEYS, "status"].map((key) => [key, document.getElementById(`by-${key}`)]));
+// Points of drop at which the colour changes: the same for all widths, so that noise at 8 bits stays pale.
+const STEPS = [0.25, 0.5, 1, 2, 5, 10];
+const heat = (drop) => STEPS.filter((step) => drop >= step).length;
+const told = (value, digits) => value.toFixed(digits).replace(/^-(0(\.0*)?)$/, "$1");  // no minus zero
+
+const sorted = (values) => Array.from(new Set(values)).sort((a, b) => (typeof a === "number" ? b - a : a.localeCompare(b)));
+const fits = (row) => KEYS.every((key) => !picks[key].value || String(row[key]) === picks[key].value)
+  && (!picks.status.value || row.status === picks.status.value);
+
+function spread(values) {
+  const mean = values.reduce((sum, value) => sum + value, 0) / values.length;
+  const squares = values.reduce((sum, value) => sum + (value - mean) ** 2, 0);
+  return { mean, std: values.length > 1 ? Math.sqrt(squares / (values.length - 1)) : 0, count: values.length };
+}
+
+function update() {
+  const chosen = record.rows.filter(fits);
+  let shown = 0;
+  for (const line of lines) {
+    const good = KEYS.every((key) => !picks[key].value || line.dataset[key] === picks[key].value)
+      && (!picks.status.value || line.dataset.status.split(" ").includes(picks.status.value));
+    line.hidden = !good;
+    if (line.detail) line.detail.hidden = !good;
+    shown += good ? 1 : 0;
+  }
+  document.getElementById("shown").textContent = `${shown} of ${lines.length} lines, ${chosen.length} rows`;
+  overview(chosen);
+  const kept = Object.entries(picks).filter(([, pick]) => pick.value).map(([key, pick]) => [key, pick.value]);
+  const query = new URLSearchParams(kept).toString();
+  try {
+    history.replaceState(null, "", query ? `#?${query}` : location.pathname.split("/").pop() || "#");
+  } catch {
+    // A page in a frame may not change its address; then filters aren't kept in it.
+  }
+}
+
+// A table for each width: algorithms against backends, coloured by the mean drop.
+function overview(chosen) {
+  const place = document.getElementById("matrix");
+  const algorithms = sorted(chosen.map((row) => row.algorithm)), backends = sorted(chosen.map((row) => row.backend));
+  const tables = sorted(chosen.map((row) => row.bits)).map((bits) => {
+    const head = make("tr", {}, make("th", { scope: "col" }, `${bits} bits`),
+      ...backends.map((backend) => make("th", { scope: "col", class: "n" }, backend)), make("th", { scope: "col", class: "n" }, "all"));
+    const found = new Map();
+    const cellOf = (algorithm, backend) => {
+      const rows = chosen.filter((row) => row.bits === bits && row.algorithm === algorithm && (!backend || row.backend === backend));
+      const drops = rows.map((row) => row.drop).filter((drop) => typeof drop === "number");
+      return { rows, spread: drops.length ? spread(drops) : null };
+    };
+    for (const algorithm of algorithms) for (const backend of [...backends, null]) found.set(`${algorithm}\n${backend}`, cellOf(algorithm, backend));
+    const body = algorithms.map((algorithm) => make("tr", {}, make("th", { scope: "row" }, make("code", {}, algorithm)),
+      ...[...backends, null].map((backend) => {
+        const one = found.get(`${algorithm}\n${backend}`);
+        if (!one.spread) {
+          const states = sorted(one.rows.map((row) => row.status)).join(", ");
+          const why = sorted(one.rows.map((row) => row.reason || "").filter(Boolean)).join("; ");
+          return make("td", { class: "n none", "data-tip": why || null }, states || "–");
+        }
+        const { mean, std, count } = one.spread, label = `${algorithm}, ${backend || "all backends"}, ${bits} bits`;
+        const press = make("button", {
+          type: "button", class: `heat q${heat(mean)}`,
+          "aria-label": `${label}: drop ${told(mean, 2)} ± ${std.toFixed(2)}`, "data-tip": `${label}: ${told(mean, 2)} ± ${std.toFixed(2)} points, ${count} rows`,
+        }, make("b", {}, told(mean, 1)), count > 1 ? ` ± ${std.toFixed(1)}` : "");
+        press.addEventListener("click", () => {
+          picks.algorithm.value = algorithm;
+          picks.bits.value = String(bits);
+          if (backend) picks.backend.value = backend;
+          update();
+          document.getElementById("results").scrollIntoView();
+        });
+        return make("td", { class: "n" }, press);
+      })));
+    return make("div", { class: "scroll", role: "region", tabindex: "0", "aria-label": `Drop at ${bits} bits` },
+      make("table", { class: "matrix" }, make("thead", {}, head), make("tbody", {}, ...body)));
+  });
+  place.replaceChildren(...(tables.length ? tables : [make("p", { class: "note" }, "No row is left by these filters.")]));
+}
+
+board.addEventListener("click", (event) => {
+  const opener = event.target.closest(".opener");
+  if (opener) toggle(opener.closest("tr"));
+});
+function toggle(line) {
+  const opener = line.querySelector(".opener"), open = opener.getAttribute("aria-expanded") !== "true";
+  opener.setAttribute("aria-expanded", open);
+  if (!open) {
+    line.detail.remove();
+    line.detail = undefined;
+    return;
+  }
+  const rows = line.dataset.ids.split(" ").map((id) => byId.get(id)).filter(Boolean);
+  line.detail = make("tr", { class: "detail" }, make("td", { colspan: line.cells.length }, ...rows.map(one)));
+  line.after(line.detail);
+}
+
+const number = (value, digits = 2) => (typeof value === "number" ? value.toFixed(digits) : "–");
+function one(row) {
+  const items = [["State", row.reason ? `${row.status}: ${row.reason}` : row.status]];
+  if (typeof row.accuracy === "number") items.push(["Accuracy", `${number(row.accuracy)} %, float ${number(row.float_accuracy)} %, ${row.samples} samples`]);
+  if (row.device) {
+    const kinds = row.device.kinds ? `; ran as ${Object.entries(row.device.kinds).filter(([, n]) => n).map(([kind, n]) => `${n} ${kind}`).join(", ")}` : "";
+    items.push([`On ${row.device.runtime}`, typeof row.device.accuracy === "number"
+      ? `${number(row.device.accuracy)} %, gap ${number(row.device.gap)}${kinds}` : row.device.reason || "not measured"]);
+  }
+  if (row.executed) {
+    const sites = (group) => group.map((s) => `${s.sites} × ${s.quantizer.split(".").pop()}, ${s.format}, ${s.levels} levels`).join("; ") || "none";
+    items.push(["Executed, weights", sites(row.executed.weights)], ["Executed, activations", sites(row.executed.activations)]);
+    const folding = Object.entries(row.executed.folding || {}).map(([strategy, n]) => `${n} norms by strategy ${strategy}`).join(", ");
+    items.push(["Folding", folding || "norms run as they are"]);
+    const left = Object.entries(row.executed.kept_float || {}).map(([name, why]) => `${name}: ${why}`).join("; ");
+    if (left) items.push(["In float", left]);
+  }
+  if (row.beyond) items.push(["Beyond the backend", row.beyond]);
+  if (row.notes && row.notes.length) items.push(["Notes", row.notes.join("; ")]);
+  if (typeof row.minutes === "number") items.push(["Took", `${number(row.minutes)} minutes${row.machine ? ` on ${row.machine}` : ""}${row.finished ? `, ${row.finished}` : ""}`]);
+  const list = make("dl", {}, ...items.flatMap(([name, value]) => [make("dt", {}, name), make("dd", {}, value)]));
+  const link = make("a", { href: `#${row.id}`, title: "A link to this row" }, make("code", {}, row.id));
+  const config = make("details", {}, make("summary", {}, "Config, as YAML: runs this row again"), make("pre", {}, row.yaml),
+    make("a", { download: `${row.id}.yaml`, href: `data:text/yaml;charset=utf-8,${encodeURIComponent(row.yaml)}` }, "Download"));
+  return make("article", { id: row.id }, make("h3", {}, `Seed ${row.seed} `, link), list, config);
+}
+
+// An address may name a row, which is opened, or filters, which are set.
+function follow() {
+  const wanted = decodeURIComponent(location.hash.slice(1));
+  if (wanted.startsWith("?")) {
+    for (const [key, value] of new URLSearchParams(wanted.slice(1))) if (picks[key]) picks[key].value = value;
+    return;
+  }
+  const line = wanted && lines.find((other) => other.dataset.ids.split(" ").includes(wanted));
+  if (!line) return;
+  if (!line.detail) toggle(line);
+  document.getElementById(wanted).scrollIntoView();
+}
+for (const pick of Object.values(picks)) pick.addEventListener("change", update);
+document.getElementById("clear").addEventListener("click", () => {
+  for (const pick of Object.values(picks)) pick.value = "";
+  update();
+});
+addEventListener("hashchange", () => { if (!location.hash.startsWith("#?")) follow(); });
+document.getElementById("legend").append("points lost: ", ...[0, ...STEPS].flatMap((step, index) => [make("i", { class: `q${index}` }), index ? `from ${step}` : "less"]));
+follow();
+overview(record.rows.filter(fits));
+if (location.hash.startsWith("#?")) update();
+else document.getElementById("shown").textContent = `${lines.length} lines, ${record.rows.length} rows`;

@@ -1,0 +1,180 @@
+"""The result of a grid as a file: every row with what was asked for, what really ran, and what came out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from bitwright.errors import BitwrightError
+from bitwright.files import write_text
+from bitwright.report import Environment
+
+LEADERBOARD_VERSION = 1
+Status = Literal["done", "diverged", "refused", "failed", "pending"]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
+
+
+class Sites(_Strict):
+    """Sites of a prepared model at which the same thing ran, as read from that model."""
+
+    quantizer: str = Field(description="The class: bitwright.quantizers.lsq.Lsq.")
+    format: str = Field(description="The format in force, e.g. int4/channel/sym.")
+    sites: int
+    levels: int = Field(description="The most different values that one scale of any of them gave.")
+
+
+class Executed(_Strict):
+    """What a prepared and trained model says of itself."""
+
+    weights: tuple[Sites, ...]
+    activations: tuple[Sites, ...]
+    biases: int = Field(default=0, description="Biases on the grid of the integer accumulator.")
+    folding: dict[str, int] = Field(
+        default_factory=dict, description="Folding strategy → how many norms; empty: norms run as they are."
+    )
+    kept_float: dict[str, str] = Field(default_factory=dict, description="Operators that stayed float, and why.")
+
+
+class OnDevice(_Strict):
+    """The same model on the backend's runtime."""
+
+    runtime: str
+    accuracy: float | None = None
+    gap: float | None = Field(default=None, description="On the runtime minus simulated, in points.")
+    kinds: dict[str, int] | None = Field(
+        default=None, description="Products by the type in which the runtime really ran them; None: it doesn't tell."
+    )
+    reason: str | None = Field(default=None, description="Why there is no accuracy.")
+
+
+class Result(_Strict):
+    """What came out of a row."""
+
+    status: Status
+    reason: str | None = Field(default=None, description="Why it isn't done; of a failed row, the last error.")
+    metric: str | None = None
+    accuracy: float | None = Field(default=None, description="Simulated, after the last epoch.")
+    float_accuracy: float | None = Field(default=None, description="Of the float weights that it started from.")
+    samples: int | None = Field(default=None, description="On how many test samples.")
+    device: OnDevice | None = None
+    executed: Executed | None = None
+    beyond: str | None = Field(
+        default=None, description="Where the backend's scheme was simulated at a width that it can't run: which."
+    )
+    notes: tuple[str, ...] = ()
+    minutes: float | None = None
+    cpu_minutes: float | None = None
+    start: str | None = Field(default=None, description="The fingerprint of the float weights.")
+    finished: str | None = Field(default=None, description="UTC, ISO 8601.")
+
+    @property
+    def drop(self) -> float | None:
+        """Float minus quantized, in points."""
+        return None if self.accuracy is None or self.float_accuracy is None else self.float_accuracy - self.accuracy
+
+
+class Row(Result):
+    """One training of one model by one algorithm for one backend at one width with one seed."""
+
+    id: str = Field(description="The hash of `config`.")
+    model: str
+    algorithm: str
+    w_method: str
+    a_method: str
+    backend: str
+    bits: int
+    seed: int
+    attempts: int = Field(default=0, description="Times that it was begun and ended, with a result or an error.")
+    machine: str | None = Field(default=None, description="A key of `machines`.")
+    config: dict[str, Any] = Field(description="A grid of this row alone: `bitwright bench` runs it as it is.")
+
+
+class Spread(_Strict):
+    """Values as a mean and a deviation (of a sample; 0 for one value)."""
+
+    count: int
+    mean: float
+    std: float
+
+
+class Summary(_Strict):
+    """Rows that differ in what isn't named here, taken together; None stands for all."""
+
+    algorithm: str | None = None
+    backend: str | None = None
+    bits: int | None = None
+    model: str | None = None
+    accuracy: Spread | None = Field(default=None, description="Over rows that are done.")
+    drop: Spread | None = Field(default=None, description="Float minus quantized, in points: comparable over models.")
+    gap: Spread | None = Field(default=None, description="Runtime minus simulated, in points.")
+    over_backends: float | None = Field(
+        default=None, description="Deviation of the mean drops of backends: how much the hardware's scheme matters."
+    )
+    over_models: float | None = Field(default=None, description="Deviation of the mean drops of models.")
+    rows: dict[str, int] = Field(description="Status → how many rows.")
+
+
+class FloatNet(_Strict):
+    """The float network of a model and a seed: where its rows start."""
+
+    model: str
+    seed: int
+    accuracy: float
+    trained_on: float | None = Field(
+        default=None, description="After as much training as a row has: what quantizers cost is measured from here."
+    )
+    start: str = Field(description="The fingerprint of its weights.")
+
+
+class Leaderboard(_Strict):
+    """All rows of a grid, with means and deviations."""
+
+    version: Literal[1] = Field(default=1, alias="bitwright-leaderboard")
+    name: str
+    title: str = ""
+    config_hash: str
+    config: dict[str, Any] = Field(description="The grid as it was given, with defaults.")
+    machines: dict[str, Environment]
+    floats: tuple[FloatNet, ...] = ()
+    rows: tuple[Row, ...]
+    summaries: tuple[Summary, ...] = Field(
+        description="Each cell (algorithm, backend, bits, model) over seeds; then by algorithm and bits; "
+        "by algorithm, backend and bits; by algorithm, bits and model; by backend, bits and model."
+    )
+
+    def save(self, path: str | Path) -> Path:
+        """Write it as JSON, a row a line: compact, and differences can be read."""
+        data = self.model_dump(mode="json", by_alias=True, exclude_defaults=True)
+        return write_text(Path(path), _lines({"bitwright-leaderboard": LEADERBOARD_VERSION, **data}))
+
+    @staticmethod
+    def load(path: str | Path) -> Leaderboard:
+        """Read what `save` wrote."""
+        try:
+            return Leaderboard.model_validate_json(Path(path).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, ValidationError) as error:
+            raise BitwrightError(
+                f"not a leaderboard: {str(error).splitlines()[0]}",
+                where=str(path),
+                fix="make one: bitwright bench grid.yaml",
+            ) from error
+
+
+def _lines(data: dict[str, Any]) -> str:
+    def compact(value: Any) -> str:
+        return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+    parts = []
+    for key, value in data.items():
+        if isinstance(value, list):
+            inner = ",\n".join(compact(item) for item in value)
+            parts.append(f"{compact(key)}:[\n{inner}\n]")
+        else:
+            parts.append(f"{compact(key)}:{compact(value)}")
+    return "{" + ",\n".join(parts) + "}\n"

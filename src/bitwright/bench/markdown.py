@@ -1,0 +1,163 @@
+"""A leaderboard as Markdown: who stays nearest to float, where, and what was refused."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+
+from bitwright.bench.leaderboard import Leaderboard, Row, Spread, Summary
+from bitwright.bench.summary import spread
+
+
+def markdown(board: Leaderboard) -> str:
+    """The tables of a leaderboard."""
+    return "\n".join(_lines(board)) + "\n"
+
+
+def _lines(board: Leaderboard) -> Iterator[str]:
+    states = Counter(row.status for row in board.rows)
+    yield f"# {board.title or board.name}"
+    yield ""
+    yield f"{len(board.rows)} rows: {', '.join(f'{count} {state}' for state, count in states.items())}. "
+    minutes = sum(row.cpu_minutes or 0.0 for row in board.rows)
+    yield f"{minutes:.1f} CPU minutes. Points below float are those of the float weights that a row started from; "
+    yield "± is the deviation over all rows taken together. Config `" + board.config_hash + "`."
+    if board.floats:
+        yield ""
+        yield "| model | seed | float | trained on as long as a row |"
+        yield "|---|---:|---:|---:|"
+        for one in board.floats:
+            yield f"| {one.model} | {one.seed} | {one.accuracy:.2f} | {_value(one.trained_on)} |"
+    yield from _overall(board)
+    for model in dict.fromkeys(row.model for row in board.rows):
+        for bits in dict.fromkeys(row.bits for row in board.rows):
+            yield from _cells(board, model, bits)
+    yield from _schemes(board)
+    yield from _gaps(board)
+    yield from _reasons(board.rows)
+    yield ""
+    for key, machine in board.machines.items():
+        versions = ", ".join(f"{name} {version}" for name, version in machine.packages.items())
+        yield f"Machine {key}: {machine.cpu}, {machine.threads} thread(s), Python {machine.python}, {versions}."
+
+
+def _overall(board: Leaderboard) -> Iterator[str]:
+    """Points below float by algorithm and width, best first; how they vary over backends and models."""
+    widths = list(dict.fromkeys(row.bits for row in board.rows))
+    rows = {(s.algorithm, s.bits): s for s in board.summaries if s.backend is s.model is None}
+    names = list(dict.fromkeys(row.algorithm for row in board.rows))
+    names.sort(key=lambda name: _mean(rows[name, widths[-1]].drop))
+    yield "\n## Points below float, over all backends, models and seeds\n"
+    yield f"| algorithm | {' | '.join(f'{bits} bits | over backends | over models' for bits in widths)} |"
+    yield f"|---|{'---:|' * (3 * len(widths))}"
+    for name in names:
+        cells = []
+        for bits in widths:
+            one = rows[name, bits]
+            cells += [_spread(one.drop), _value(one.over_backends), _value(one.over_models)]
+        yield f"| {name} | {' | '.join(cells)} |"
+    yield "\n“Over backends” and “over models” are deviations of mean points below float.\n"
+
+
+def _cells(board: Leaderboard, model: str, bits: int) -> Iterator[str]:
+    """Accuracy of each algorithm on each backend."""
+    own = [s for s in board.summaries if (s.model, s.bits) == (model, bits)]
+    cells = {(s.algorithm, s.backend): s for s in own if None not in (s.algorithm, s.backend)}
+    backends = list(dict.fromkeys(row.backend for row in board.rows))
+    yield f"\n## {model}, {bits} bits: accuracy, mean ± deviation over seeds\n"
+    yield f"| algorithm | {' | '.join(backends)} |"
+    yield f"|---|{'---:|' * len(backends)}"
+    best = {b: max((_mean(cells[a, b].accuracy, -1.0) for a, c in cells if c == b), default=-1.0) for b in backends}
+    for name in dict.fromkeys(row.algorithm for row in board.rows):
+        texts = []
+        for backend in backends:
+            one = cells[name, backend]
+            text = _spread(one.accuracy) or _states(one)
+            mark = "**" if one.accuracy is not None and one.accuracy.mean == best[backend] else ""
+            texts.append(f"{mark}{text}{mark}")
+        yield f"| {name} | {' | '.join(texts)} |"
+
+
+def _schemes(board: Leaderboard) -> Iterator[str]:
+    """Points below float of each backend's scheme on each model, over algorithms and seeds."""
+    groups = [s for s in board.summaries if s.algorithm is None and s.backend is not None]
+    models = list(dict.fromkeys(row.model for row in board.rows))
+    widths = list(dict.fromkeys(row.bits for row in board.rows))
+    yield "\n## Points below float by backend, over algorithms that run on all of them\n"
+    common = everywhere(board.rows)
+    yield f"Algorithms: {', '.join(common) or 'none'}.\n"
+    yield f"| backend | {' | '.join(f'{m}, {b} bits' for m in models for b in widths)} |"
+    yield f"|---|{'---:|' * (len(models) * len(widths))}"
+    for backend in dict.fromkeys(s.backend for s in groups):
+        cells = []
+        for model in models:
+            for bits in widths:
+                own = (
+                    r.drop
+                    for r in board.rows
+                    if (r.backend, r.model, r.bits) == (backend, model, bits) and r.algorithm in common
+                )
+                cells.append(_spread(spread(own)))
+        yield f"| {backend} | {' | '.join(cells)} |"
+
+
+def everywhere(rows: Sequence[Row]) -> list[str]:
+    """Algorithms all of whose rows are done: only they can be compared over backends."""
+    return [
+        name
+        for name in dict.fromkeys(row.algorithm for row in rows)
+        if all(row.status == "done" for row in rows if row.algorithm == name)
+    ]
+
+
+def _gaps(board: Leaderboard) -> Iterator[str]:
+    """Runtime minus simulated."""
+    measured = [row for row in board.rows if row.device is not None and row.device.gap is not None]
+    if not measured:
+        return
+    yield "\n## Hardware gap: accuracy on the runtime minus simulated, in points\n"
+    yield "| runtime | bits | rows | mean | largest | products by type |"
+    yield "|---|---:|---:|---:|---:|---|"
+    for runtime, bits in dict.fromkeys((row.device.runtime, row.bits) for row in measured if row.device):
+        own = [row.device for row in measured if row.device and (row.device.runtime, row.bits) == (runtime, bits)]
+        gaps = [device.gap for device in own if device.gap is not None]
+        kinds: Counter[str] = Counter()
+        for device in own:
+            kinds.update(device.kinds or {})
+        text = ", ".join(f"{count} {kind}" for kind, count in kinds.items() if count)
+        mean, most = sum(gaps) / len(gaps), max(gaps, key=abs)
+        yield f"| {runtime} | {bits} | {len(gaps)} | {mean:+.3f} | {most:+.3f} | {text} |"
+
+
+def _reasons(rows: Iterable[Row]) -> Iterator[str]:
+    """Why rows have no accuracy, or none on the runtime."""
+    why: Counter[tuple[str, str, str, str]] = Counter()
+    for row in rows:
+        if row.status in ("refused", "diverged", "failed"):
+            why[row.status, row.algorithm, row.backend, row.reason or ""] += 1
+        if row.device is not None and row.device.reason is not None:
+            why["not on the runtime", row.algorithm, row.backend, row.device.reason] += 1
+    if not why:
+        return
+    yield "\n## Not done, and why\n"
+    yield "| what | algorithm | backend | rows | reason |"
+    yield "|---|---|---|---:|---|"
+    for (what, algorithm, backend, reason), count in sorted(why.items()):
+        escaped = reason.replace("|", "\\|")
+        yield f"| {what} | {algorithm} | {backend} | {count} | {escaped} |"
+
+
+def _states(one: Summary) -> str:
+    return ", ".join(state for state in one.rows)
+
+
+def _mean(value: Spread | None, otherwise: float = float("inf")) -> float:
+    return otherwise if value is None else value.mean
+
+
+def _spread(value: Spread | None) -> str:
+    return "" if value is None else f"{value.mean:.2f} ± {value.std:.2f}"
+
+
+def _value(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"

@@ -1,0 +1,196 @@
+"""`write_page`: a leaderboard as one page: filters, means and deviations, and what was really run for each row."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from html import escape
+from io import StringIO
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from ruamel.yaml import YAML
+
+from bitwright.bench.leaderboard import Leaderboard, Row, Spread, Summary
+from bitwright.files import write_text
+from bitwright.report.page.elements import asset, card, cards, cell, choice, document, facts, row, section, table
+
+_KEYS = ("algorithm", "backend", "bits", "model")
+_HEADS = ("Algorithm", "Backend", "#Bits", "Model", "#Accuracy", "#Drop", "#Gap on the runtime", "#Seeds", "State")
+
+
+def write_page(board: Leaderboard, path: str | Path) -> Path:
+    """Write the page, whole or not at all."""
+    return write_text(Path(path), page(board))
+
+
+def page(board: Leaderboard) -> str:
+    """The page's text; every string of the leaderboard is escaped."""
+    title = board.title or board.name
+    body = "\n".join([_header(board, title), _cards(board), _filters(board), _matrix(), _cells(board), _about(board)])
+    nav = [("overview", "Overview"), ("results", "Results"), ("about", "About")]
+    data = json.dumps({"rows": [_data(row) for row in board.rows]}, ensure_ascii=False, separators=(",", ":"))
+    scripts = [asset("leaderboard.js", "bitwright.bench")]
+    return document(title, body, data=data, nav=nav, scripts=scripts)
+
+
+def _header(board: Leaderboard, title: str) -> str:
+    return (
+        f"<header><h1>{escape(title)}</h1><p>leaderboard <b>{escape(board.name)}</b> · {len(board.rows)} rows · "
+        f"config <code>{escape(board.config_hash)}</code></p></header>"
+    )
+
+
+def _cards(board: Leaderboard) -> str:
+    states = Counter(row.status for row in board.rows)
+    left = [f"{count} {state}" for state, count in states.most_common() if state != "done"]
+    found = [card("Rows done", f"{states['done']} of {len(board.rows)}", ", ".join(left) or "nothing is left")]
+    found += [_width(board, bits) for bits in sorted({row.bits for row in board.rows}, reverse=True)]
+    gaps = [row for row in board.rows if row.device is not None and row.device.gap is not None]
+    if gaps:
+        worst = max(gaps, key=_gap)
+        found.append(
+            card(
+                "Largest hardware gap",
+                f"{worst.device.gap if worst.device else 0:+.2f} points",
+                f"{worst.algorithm}, {worst.backend}, {worst.bits} bits",
+                f"of {len(gaps)} rows on a runtime",
+            )
+        )
+    return cards(found)
+
+
+def _gap(row: Row) -> float:
+    return abs(row.device.gap) if row.device is not None and row.device.gap is not None else 0.0
+
+
+def _width(board: Leaderboard, bits: int) -> str:
+    """What a width costs, and how far algorithms lie apart."""
+    drops: dict[str, list[float]] = {}
+    for one in board.rows:
+        if one.bits == bits and one.drop is not None:
+            drops.setdefault(one.algorithm, []).append(one.drop)
+    if not drops:
+        return card(f"Mean drop at {bits} bits", "–", "no row is done")
+    means = sorted((mean(values), name) for name, values in drops.items())
+    whole = [value for values in drops.values() for value in values]
+    ends = [f"{name} {value:.1f}" for value, name in (means[0], means[-1])]
+    note = "over all backends and models"
+    return card(f"Mean drop at {bits} bits", f"{mean(whole):.1f} points", " … ".join(dict.fromkeys(ends)), note)
+
+
+def _filters(board: Leaderboard) -> str:
+    picks = []
+    for key, name in zip(_KEYS, ("Algorithm", "Backend", "Bits", "Model"), strict=True):
+        values = sorted({getattr(row, key) for row in board.rows})
+        picks.append(choice(f"by-{key}", name, [("", "all"), *((str(v), str(v)) for v in values)]))
+    states = sorted({row.status for row in board.rows})
+    picks.append(choice("by-status", "State", [("", "all"), *((state, state) for state in states)]))
+    return (
+        f'<section id="filters" class="filters" aria-label="Filters"><div class="tools">{"".join(picks)}'
+        '<button type="button" class="plain" id="clear">Clear</button>'
+        '<span class="note" id="shown" role="status"></span></div></section>'
+    )
+
+
+def _matrix() -> str:
+    note = (
+        "Points that quantization loses: float minus quantized, mean ± deviation over the rows that the filters leave. "
+        "Drops can be compared over models, accuracies can't. Warmer is worse. Choose a cell to filter by it."
+    )
+    empty = '<noscript><p class="note">The overview needs scripts; the table below is whole.</p></noscript>'
+    body = f'<p class="legend" id="legend" aria-hidden="true"></p><div id="matrix"></div>{empty}'
+    return section("overview", "Drop by algorithm and backend", body, note=note)
+
+
+def _cells(board: Leaderboard) -> str:
+    """One line for each (algorithm, backend, bits, model), over seeds."""
+    cells = [s for s in board.summaries if all(getattr(s, key) is not None for key in _KEYS)]
+    by_cell: dict[tuple[Any, ...], list[Row]] = {}
+    for one in board.rows:
+        by_cell.setdefault(tuple(getattr(one, key) for key in _KEYS), []).append(one)
+    lines = [_line(one, by_cell.get(tuple(getattr(one, key) for key in _KEYS), [])) for one in cells]
+    note = "Mean ± deviation over seeds. Open a line for each seed's config, hash, and what was really executed."
+    return section(
+        "results", "Results", table(_HEADS, lines, label="Results", sortable=True, anchor="board"), note=note
+    )
+
+
+def _line(one: Summary, rows: list[Row]) -> str:
+    states = ", ".join(f"{count} {state}" if len(one.rows) > 1 else state for state, count in one.rows.items())
+    bad = not set(one.rows) <= {"done", "pending"}
+    beyond = any(row.beyond for row in rows)
+    marks = " ".join(f'data-{key}="{escape(str(getattr(one, key)))}"' for key in _KEYS)
+    opener = (
+        '<button type="button" class="opener" aria-expanded="false">'
+        f"<code>{escape(one.algorithm or '')}</code></button>"
+    )
+    extra = '<small title="The backend can\'t run this width: its scheme is simulated.">beyond it</small>'
+    cells = [
+        f"<td>{opener}</td>",
+        f"<td>{escape(one.backend or '')}{extra if beyond else ''}</td>",
+        cell(str(one.bits), value=one.bits),
+        cell(one.model or ""),
+        _spread(one.accuracy, " %", worst=-1.0),
+        _spread(one.drop, "", worst=1e9),
+        _spread(one.gap, "", worst=1e9, sign=True),
+        cell(str(sum(one.rows.values())), value=sum(one.rows.values())),
+        cell(states, tone="bad" if bad else ""),
+    ]
+    ids = " ".join(row.id for row in rows)
+    return f'<tr {marks} data-status="{escape(" ".join(one.rows))}" data-ids="{escape(ids)}">{"".join(cells)}</tr>'
+
+
+def _spread(found: Spread | None, unit: str, *, worst: float, sign: bool = False) -> str:
+    if found is None:
+        return cell("–", value=worst)
+    mean = f"{found.mean:+.2f}" if sign else f"{found.mean:.2f}"
+    deviation = f" ± {found.std:.2f}" if found.count > 1 else ""
+    return cell(f"{mean}{deviation}{unit}", value=found.mean)
+
+
+def _about(board: Leaderboard) -> str:
+    machines = "".join(
+        f"<h3>{escape(name)}</h3>"
+        + facts(
+            [
+                ("Machine", f"{found.cpu}, {found.cores} cores, {found.platform}"),
+                ("CPU features", ", ".join(found.cpu_features) or "none known"),
+                ("Threads of torch", str(found.threads)),
+                ("Python", found.python),
+                ("Packages", ", ".join(f"{package} {version}" for package, version in found.packages.items())),
+            ]
+        )
+        for name, found in board.machines.items()
+    )
+    floats = ""
+    if board.floats:
+        lines = [
+            row(
+                cell(one.model),
+                cell(str(one.seed), value=one.seed),
+                cell(f"{one.accuracy:.2f} %", value=one.accuracy),
+                cell("–" if one.trained_on is None else f"{one.trained_on:.2f} %", value=one.trained_on or 0.0),
+                cell(one.start, code=True),
+            )
+            for one in board.floats
+        ]
+        heads = ["Float network", "#Seed", "#Accuracy", "#Trained on as a row", "Weights"]
+        floats = table(heads, lines, label="Float networks", sortable=True)
+    grid = f"<details><summary>The whole grid, as YAML</summary><pre>{escape(_yaml(board.config))}</pre></details>"
+    return section("about", "What was run, and where", floats + grid + machines)
+
+
+def _data(row: Row) -> dict[str, Any]:
+    """What the script shows of a row; the config as the YAML that runs it again."""
+    found = row.model_dump(mode="json", exclude={"config", "start"}, exclude_none=True)
+    return {**found, "drop": row.drop, "yaml": _yaml(row.config)}
+
+
+def _yaml(config: dict[str, Any]) -> str:
+    writer = YAML()
+    writer.default_flow_style = False
+    out = StringIO()
+    writer.dump(config, out)
+    return out.getvalue()

@@ -1,0 +1,199 @@
+"""One row of a grid: plan, train, read what ran, measure, and measure again on the runtime."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from pydantic import Field
+from torch import nn
+
+from bitwright.backends import BackendTable, Choices, backend
+from bitwright.bench.executed import mismatches, read_executed
+from bitwright.bench.grid import RowTask
+from bitwright.bench.leaderboard import OnDevice, Result
+from bitwright.bench.starts import Start, Starts
+from bitwright.deploy import Runtime, open_runtime, unexportable
+from bitwright.errors import BitwrightError, PlanError, RangeDiverged, TrainDiverged, TrainError
+from bitwright.formats import Format
+from bitwright.plan import NO_FOLDING, Plan
+from bitwright.planners import make_plan
+from bitwright.registry import QUANTIZERS, RUNTIMES
+from bitwright.report import Environment, environment
+from bitwright.train import TrainConfig, Trainer
+from bitwright.workload import Workload, measure
+
+
+class Outcome(Result):
+    """What a study keeps of a row."""
+
+    environment: Environment | None = Field(default=None)
+
+
+def gave_up(reason: str) -> Outcome:
+    """The outcome of a row whose process died again and again."""
+    return Outcome(status="failed", reason=reason)
+
+
+def run_row(task: RowTask, starts: Starts) -> Outcome:
+    """Run a row. What a backend or a quantizer can't do, and what diverges, is a result; all else raises."""
+    begin, cpu = time.perf_counter(), time.process_time()
+    with _threads(task.threads):
+        try:
+            found = _run(task, starts(task))
+        except (TrainDiverged, RangeDiverged) as error:
+            found = Outcome(status="diverged", reason=one_line(error))
+        except TrainError:
+            raise
+        except PlanError as error:
+            found = Outcome(status="refused", reason=one_line(error))
+        facts = {
+            "minutes": round((time.perf_counter() - begin) / 60, 4),
+            "cpu_minutes": round((time.process_time() - cpu) / 60, 4),
+            "finished": datetime.now(UTC).isoformat(timespec="seconds"),
+            "environment": environment(),
+        }
+        return found.model_copy(update=facts)
+
+
+def one_line(error: BaseException) -> str:
+    """An error's problems without its layout."""
+    if isinstance(error, BitwrightError):
+        return "; ".join(
+            (f"{p.where}: " if p.where else "") + p.what + (f" ({p.value})" if p.value is not None else "")
+            for p in error.problems[:5]
+        )
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:500]
+
+
+def _run(task: RowTask, start: Start) -> Outcome:
+    table = backend(task.backend)
+    plan, beyond = plan_of(task, table, start)
+    workload = replace(start.workload, model=copy.deepcopy(start.workload.model))
+    config = TrainConfig(
+        seed=task.seed,
+        quantizer_lr=task.algorithm.quantizer_lr,
+        quantizer_decay=task.algorithm.quantizer_decay,
+        **task.training.model_dump(),
+    )
+    # a plan beyond the table is checked against the one that allows everything
+    trainer = Trainer(workload, quantize=plan, backend="academic" if beyond else task.backend, config=config)
+    trained = trainer.fit()
+    assert trained.quantized is not None
+    wrong = mismatches(trained.model, task, trained.quantized.plan, table)
+    if wrong:
+        raise BitwrightError(f"what ran isn't what the row says: {'; '.join(wrong[:5])}", where=task.key)
+    values = measure(workload, trained.model)
+    accuracy = values[workload.metric]
+    notes = list(trained.notes)
+    if not table.fold and task.bnfold != NO_FOLDING:
+        notes.append(f"{table.name} runs norms as they are: bnfold {task.bnfold} has nothing to do")
+    return Outcome(
+        status="done",
+        metric=workload.metric,
+        accuracy=accuracy,
+        float_accuracy=start.accuracy,
+        samples=start.samples,
+        device=on_device(trained.model, table, workload, accuracy, task) if task.runtimes else None,
+        executed=read_executed(trained.model, trained.quantized.plan),
+        beyond=beyond,
+        notes=tuple(notes),
+        start=start.fingerprint,
+    )
+
+
+def train_float_on(task: RowTask, start: Start) -> float:
+    """The float network's accuracy after the training that a row has, without quantizers."""
+    workload = replace(start.workload, model=copy.deepcopy(start.workload.model))
+    with _threads(task.threads):
+        settings = task.training.model_dump(exclude={"freeze_observers", "freeze_bn"})
+        trained = Trainer(workload, config=TrainConfig(seed=task.seed, **settings)).fit()
+        return measure(workload, trained.model)[workload.metric]
+
+
+def plan_of(task: RowTask, table: BackendTable, start: Start) -> tuple[Plan, str | None]:
+    """The row's plan; and, where it goes beyond what the backend can run, which formats do."""
+    algorithm = task.algorithm
+    weights = _format(table, algorithm.weights, task.bits, weight=True)
+    activations = _format(table, algorithm.a_method, task.bits, weight=False)
+    low = task.bits < 8
+    beyond = None
+    if task.beyond == "simulate":
+        wide = [
+            (role, f) for role, f in ((table.weights, weights), (table.activations, activations)) if not role.allows(f)
+        ]
+        if wide:
+            names = " and ".join(dict.fromkeys(str(format) for _, format in wide))
+            beyond = f"{table.name} can't run {names}: its scheme is simulated"
+            anything = {"formats": ("*",)}
+            table = table.model_copy(
+                update={
+                    "weights": table.weights.model_copy(update=anything),
+                    "activations": table.activations.model_copy(update=anything),
+                }
+            )
+    choices: Choices = {
+        "weights": str(weights),
+        "activations": str(activations),
+        "quantizer": algorithm.a_method,
+        "weight_quantizer": algorithm.weights,
+        "observer": algorithm.observer or ("mse" if low else None),
+        "weight_observer": algorithm.weight_observer or ("mse" if low else None),
+        "bn": task.bnfold if table.fold or task.bnfold == NO_FOLDING else None,
+        "edges": task.edges if task.edges is not None and task.bits < task.edges else None,
+    }
+    plan = make_plan(start.graph, table, model=start.workload.name, **choices)
+    return replace(plan, backend=task.backend), beyond
+
+
+def _format(table: BackendTable, quantizer: str, bits: int, *, weight: bool) -> Format:
+    """The backend's format at this width; its symmetric kin for a quantizer without a zero point, if it runs there."""
+    choice = table.weights if weight else table.activations
+    usual = Format.parse(choice.format).with_bits(bits)
+    if usual.symmetric or not QUANTIZERS.get(quantizer).symmetric_only:
+        return usual
+    signed = replace(usual, name=f"int{bits}", signed=True, symmetric=True)
+    kin = signed if weight else replace(signed, adasign=True)
+    return kin if choice.allows(kin) else usual
+
+
+def on_device(
+    model: nn.Module, table: BackendTable, workload: Workload, accuracy: float, task: RowTask
+) -> OnDevice | None:
+    """The trained model as an artefact on the backend's runtime; None for a backend without one."""
+    if table.runtime is None:
+        return None
+    kind: type[Runtime] = RUNTIMES.get(table.runtime)
+    missing = kind.missing()
+    if missing is None and (problems := unexportable(model)):
+        missing = one_line(PlanError(problems[:1]))
+    if missing is not None:
+        return OnDevice(runtime=table.runtime, reason=missing)
+    try:
+        with TemporaryDirectory(prefix="bitwright-row-") as folder:
+            path = Path(folder) / f"model{kind.suffix}"
+            kind.write(model, path, workload.inputs)
+            session = open_runtime(table.runtime, path, threads=task.threads)
+            value = session.accuracy(workload)[workload.metric]
+            kinds = session.executed()
+            del session
+    except BitwrightError as error:
+        return OnDevice(runtime=table.runtime, reason=one_line(error))
+    return OnDevice(runtime=table.runtime, accuracy=value, gap=round(value - accuracy, 6), kinds=kinds)
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

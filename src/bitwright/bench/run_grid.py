@@ -1,0 +1,186 @@
+"""Run a grid: every row once, by any number of processes, however often they are killed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+from bitwright.bench.grid import GridConfig, RowTask
+from bitwright.bench.leaderboard import FloatNet, Leaderboard, Result, Row
+from bitwright.bench.rows import Outcome, gave_up, one_line, run_row, train_float_on
+from bitwright.bench.starts import Starts
+from bitwright.bench.summary import summaries
+from bitwright.errors import WorkloadError
+from bitwright.fingerprint import fingerprint
+from bitwright.report import Environment, environment
+from bitwright.study import Study, open_study
+from bitwright.train import Interrupted
+
+GridStudy: TypeAlias = Study[RowTask, Outcome]
+_WAIT = 0.5  # seconds between looks at what another worker does
+
+
+@dataclass(frozen=True, kw_only=True)
+class Told:
+    """A row that has just ended here, and where the grid stands."""
+
+    task: RowTask
+    result: Result
+    done: int
+    total: int
+
+
+def run_grid(
+    config: GridConfig,
+    *,
+    starts: str | Path | None = None,
+    watch: Callable[[Told], None] | None = None,
+    work: bool = True,
+) -> Leaderboard:
+    """Run what isn't known yet, and give all that is.
+
+    A grid goes on where it was left; processes with the same store share the work. `starts` is the folder for float
+    networks (by default beside the store, or in the current folder if that is a server). `watch` is told of each row
+    that ends here. Without `work` nothing is run.
+    """
+    study = open_grid(config)
+    try:
+        if work:
+            folder = Path(starts) if starts is not None else _beside(config)
+            floats = Starts(folder, study)
+            try:
+                _work(config, study, floats, watch or (lambda _: None))
+                _train_floats_on(config, study, floats)
+            except Interrupted:  # its own words are about one training
+                raise Interrupted("interrupted: all rows that ended are kept, run the grid again to go on") from None
+        return assemble(config, study)
+    finally:
+        study.close()
+
+
+def open_grid(config: GridConfig) -> GridStudy:
+    """The grid's study. Rows carry all their settings, so a grid may grow; rows that are no more asked for stay."""
+    store = config.store or f"{config.name}.db"
+    return open_study(store, config.name, {"grid": config.version}, resume=True, kind=Outcome, gave_up=gave_up)
+
+
+def _beside(config: GridConfig) -> Path:
+    store = config.store or f"{config.name}.db"
+    return Path(f"{config.name}.starts") if "://" in store else Path(store).with_suffix(".starts")
+
+
+def _work(config: GridConfig, study: GridStudy, starts: Starts, watch: Callable[[Told], None]) -> None:
+    tasks = config.tasks()
+    todo, done = tasks, 0
+    while todo:
+        left = []
+        for task in todo:
+            if study.known(task) is not None or len(study.failures(task)) >= config.attempts:
+                done += 1
+                continue
+            result = _attempt(study, task, starts)
+            if result is None or (result.status == "failed" and len(study.failures(task)) < config.attempts):
+                left.append(task)  # another worker is at it, or it is tried again when the others are done
+            else:
+                done += 1
+            if result is not None:
+                watch(Told(task=task, result=result, done=done, total=len(tasks)))
+        if len(left) == len(todo):
+            time.sleep(_WAIT)
+        todo = left
+
+
+def _train_floats_on(config: GridConfig, study: GridStudy, starts: Starts) -> None:
+    """What the rows' training alone does to the float networks: once each, known to all workers."""
+    for task in {(task.model.label, task.seed): task for task in config.tasks()}.values():
+        if study.recall(_float_name(task)) is not None:
+            continue
+        start = starts(task)
+        try:
+            trained_on = train_float_on(task, start)
+        except Exception:  # rows have said it; a number for comparison isn't worth the leaderboard
+            trained_on = None
+        study.keep(
+            _float_name(task),
+            FloatNet(
+                model=task.model.label,
+                seed=task.seed,
+                accuracy=start.accuracy,
+                trained_on=trained_on,
+                start=start.fingerprint,
+            ).model_dump(mode="json"),
+        )
+
+
+def _float_name(task: RowTask) -> str:
+    return f"float:{task.model.label}:{task.seed}:{fingerprint(repr((task.start, task.training, task.threads)))}"
+
+
+def _attempt(study: GridStudy, task: RowTask, starts: Starts) -> Outcome | None:
+    claim = study.claim(task)
+    if claim is None:
+        return None
+    try:
+        with study.beating(claim):
+            try:
+                outcome = run_row(task, starts)
+            except WorkloadError:
+                raise  # no row of it can be run: not this row's fault
+            except Exception as error:  # one row must not end all
+                outcome = Outcome(status="failed", reason=one_line(error), environment=environment())
+    except BaseException:
+        study.give_back(claim)
+        raise
+    if outcome.status == "failed":
+        study.fail(claim, outcome)
+    else:
+        study.finish(claim, outcome)
+    return outcome
+
+
+def assemble(config: GridConfig, study: GridStudy) -> Leaderboard:
+    """The leaderboard of what is known now."""
+    machines: dict[str, Environment] = {}
+    rows = tuple(_row(task, study, machines) for task in config.tasks())
+    return Leaderboard(
+        name=config.name,
+        title=config.title,
+        config_hash=config.digest,
+        config=config.model_dump(mode="json", by_alias=True, exclude={"store"}),
+        machines=machines,
+        floats=_floats(config, study),
+        rows=rows,
+        summaries=summaries(rows),
+    )
+
+
+def _floats(config: GridConfig, study: GridStudy) -> tuple[FloatNet, ...]:
+    names = dict.fromkeys(map(_float_name, config.tasks()))
+    return tuple(FloatNet.model_validate(known) for name in names if (known := study.recall(name)) is not None)
+
+
+def _row(task: RowTask, study: GridStudy, machines: dict[str, Environment]) -> Row:
+    failures = study.failures(task)
+    known = study.known(task)
+    outcome = known or (failures[-1] if failures else Outcome(status="pending"))
+    machine = None
+    if outcome.environment is not None:
+        machine = fingerprint(outcome.environment.model_dump_json())[:8]
+        machines[machine] = outcome.environment
+    return Row(
+        id=task.key,
+        model=task.model.label,
+        algorithm=task.algorithm.label,
+        w_method=task.algorithm.weights,
+        a_method=task.algorithm.a_method,
+        backend=task.backend,
+        bits=task.bits,
+        seed=task.seed,
+        attempts=len(failures) + (known is not None),
+        machine=machine,
+        config=task.grid(),
+        **{name: getattr(outcome, name) for name in Result.model_fields},
+    )

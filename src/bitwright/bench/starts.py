@@ -1,0 +1,114 @@
+"""The float networks that rows start from: one for each model and seed, trained once and kept in files."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+
+from bitwright.bench.grid import RowTask
+from bitwright.checkpoint import load_checkpoint, save_checkpoint
+from bitwright.errors import WorkloadError
+from bitwright.fingerprint import fingerprint
+from bitwright.graph import Graph, capture
+from bitwright.graph.tree import tensors_in
+from bitwright.study import Study
+from bitwright.train import TrainConfig, Trainer
+from bitwright.train.seeding import seed_all
+from bitwright.workload import Workload, can_measure, load_workload, measure
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """A workload whose model has the float weights, and what is known of it."""
+
+    workload: Workload
+    accuracy: float
+    samples: int | None
+    fingerprint: str
+    graph: Graph
+
+
+class Starts:
+    """Float networks by model and seed; the last few stay in memory."""
+
+    def __init__(self, folder: Path, study: Study[RowTask, Any]) -> None:
+        self.folder, self.study = folder, study
+        self._known: dict[tuple[str, ...], Start] = {}
+
+    def __call__(self, task: RowTask) -> Start:
+        """The start of a row."""
+        key = (task.model.workload, str(task.seed), repr(task.start), str(task.threads))
+        if key not in self._known:
+            if len(self._known) >= 4:
+                self._known.pop(next(iter(self._known)))
+            self._known[key] = self._make(task)
+        return self._known[key]
+
+    def _make(self, task: RowTask) -> Start:
+        with _random_numbers_kept():
+            seed_all(task.seed, "model")
+            workload = load_workload(task.model.workload)
+        if not can_measure(workload):
+            raise WorkloadError(
+                "a grid compares accuracies, and the workload has no evaluation data",
+                where=f"workload {workload.name!r}",
+                fix="give Workload(evaluation=...) or Workload(evaluate=...)",
+            )
+        name = self._same_as_before(task, workload)
+        if task.start is not None:
+            file = self.folder / f"{task.model.label}-{task.seed}-{name}.safetensors"
+            if file.exists():
+                load_checkpoint(workload.model, file)
+            else:
+                with _random_numbers_kept():
+                    trainer = Trainer(workload, config=TrainConfig(seed=task.seed, **task.start.model_dump()))
+                    workload = replace(workload, model=trainer.fit().model)
+                file.parent.mkdir(parents=True, exist_ok=True)
+                save_checkpoint(workload.model, file)
+        workload.model.eval()
+        values = measure(workload, workload.model)
+        return Start(
+            workload=workload,
+            accuracy=values[workload.metric],
+            samples=int(values["n"]) if "n" in values else None,
+            fingerprint=fingerprint(*_state(workload)),
+            graph=capture(workload.model, workload.inputs),
+        )
+
+    def _same_as_before(self, task: RowTask, workload: Workload) -> str:
+        """A name for network and data before training: rows of different ones mustn't stand side by side."""
+        data = next(iter(workload.evaluation())) if workload.evaluation is not None else ()
+        parts = [tensor for _, tensor in tensors_in((workload.inputs, data))]
+        now = fingerprint(*_state(workload), *parts, repr(task.start))
+        where = f"workload:{task.model.label}:{task.seed}:{fingerprint(repr(task.start))}"
+        before = self.study.keep(where, now)
+        if before != now:
+            raise WorkloadError(
+                "the workload was changed since this grid began: its model or its data are others",
+                where=task.model.label,
+                value=task.model.workload,
+                fix="begin another grid (name: or store:), or undo the change",
+            )
+        return now
+
+
+def _state(workload: Workload) -> list[str | Tensor]:
+    return [part for name, tensor in workload.model.state_dict().items() for part in (name, tensor)]
+
+
+@contextmanager
+def _random_numbers_kept() -> Iterator[None]:
+    """The caller's random numbers stay as they were."""
+    python, array = random.getstate(), numpy.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        yield
+    random.setstate(python)
+    numpy.random.set_state(array)

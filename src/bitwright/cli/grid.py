@@ -1,0 +1,88 @@
+"""`bitwright bench grid.yaml`: a grid of trainings, and its leaderboard."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import typer
+
+from bitwright.bench import GridConfig, Leaderboard, Told, markdown, run_grid
+from bitwright.bench.leaderboard import Summary
+from bitwright.cli.out import Out
+from bitwright.cli.verb import CHECK_FAILED
+from bitwright.errors import BitwrightError
+from bitwright.files import write_text
+
+SUFFIXES = (".yaml", ".yml")
+
+
+def run(
+    out: Out,
+    file: Path,
+    *,
+    workload: str | None,
+    attempts: int | None,
+    starts: Path | None,
+    show: bool,
+    output: Path | None,
+) -> None:
+    """Run what isn't known yet, and show all that is."""
+    if output is not None and output.suffix != ".json":
+        raise BitwrightError("a leaderboard is kept as JSON", where="--output", value=str(output), fix="-o board.json")
+    config = GridConfig.load(file, workload=workload)
+    if attempts is not None:
+        config = config.model_copy(update={"attempts": attempts})
+    for note in config.notes:
+        out.note(note)
+    with out.units() as progress:
+
+        def watch(told: Told) -> None:
+            task, result = told.task, told.result
+            name = f"{task.model.label}, {task.algorithm.label}, {task.backend}, {task.bits} bits, seed {task.seed}"
+            progress(name, told.done, told.total)
+            if result.status in ("failed", "diverged"):
+                out.note(f"{name}: {result.status}: {result.reason}")
+
+        board = run_grid(config, starts=starts, watch=watch, work=not show)
+    files = []
+    if output is not None:
+        files = [board.save(output), write_text(output.with_suffix(".md"), markdown(board))]
+    _show(out, board, files)
+    if any(row.status in ("failed", "pending") for row in board.rows):
+        raise typer.Exit(CHECK_FAILED)
+
+
+def _show(out: Out, board: Leaderboard, files: list[Path]) -> None:
+    out.data(board.model_dump(mode="json", by_alias=True))
+    cells = [s for s in board.summaries if None not in (s.algorithm, s.backend, s.bits, s.model)]
+    many = len(board.rows) > 60
+    shown = [s for s in board.summaries if s.backend is s.model is None] if many else cells
+    heads = ["algorithm", "backend", "#bits", "model", "#accuracy", "#below float", "#on the runtime", "rows"]
+    out.table(heads, map(_cells, shown), title=board.title or board.name)
+    for row in board.rows:
+        if row.status == "failed":
+            name = f"{row.model}, {row.algorithm}, {row.backend}, {row.bits} bits, seed {row.seed}"
+            out.say(f"failed: {name}: {row.reason}")
+    states = [row.status for row in board.rows]
+    counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
+    out.say(f"{len(states)} rows: {counts}; config {board.config_hash}")
+    for path in files:
+        out.say(f"  {path}")
+
+
+def _cells(one: Summary) -> tuple[str, ...]:
+    def spread(value: object) -> str:
+        return "" if value is None else f"{value.mean:.2f} ± {value.std:.2f}"  # type: ignore[attr-defined]
+
+    states = ", ".join(f"{count} {state}" for state, count in one.rows.items())
+    gap = "" if one.gap is None else f"{one.gap.mean:+.2f}"
+    return (
+        one.algorithm or "all",
+        one.backend or "all",
+        str(one.bits or "all"),
+        one.model or "all",
+        spread(one.accuracy) if one.model else "",
+        spread(one.drop),
+        gap,
+        states,
+    )

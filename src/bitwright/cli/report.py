@@ -1,0 +1,48 @@
+"""`bitwright report`: one page from what several runs recorded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from bitwright.cli.out import Out
+from bitwright.cli.verb import verb
+from bitwright.errors import BitwrightError
+from bitwright.report import join, read_json, write_html, write_json, write_markdown
+from bitwright.report.folder import REPORT
+
+_WRITERS = {".html": write_html, ".json": write_json, ".md": write_markdown}
+
+
+@verb(
+    "report",
+    examples="""
+    bitwright report digits-int8 -o page.html
+    bitwright report tuned digits-int8 scored/report.json -o page.html
+    bitwright report tuned digits-int8 -o page.md
+    """,
+)
+def report(
+    out: Out,
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="FOLDER…", help="Folders (or report.json files) of runs of one workload.")
+    ],
+    output: Annotated[
+        Path,
+        typer.Option("--output", "-o", help="The page: .html, .md or .json.", show_default=False),
+    ],
+) -> None:
+    """Write one page from what several runs of a workload recorded.
+
+    The first run that quantized something is shown whole; sensitivity, tuning, training, runtimes and forecasts are
+    taken from whichever run has them; all runs are points of accuracy against latency and size.
+    """
+    if output.suffix not in _WRITERS:
+        raise BitwrightError("unknown kind of page", where=str(output), fix="end its name with .html, .md or .json")
+    names = [run.name if run.is_dir() or run.name != REPORT else run.parent.name for run in runs]
+    record = join([read_json(run / REPORT if run.is_dir() else run) for run in runs], names)
+    _WRITERS[output.suffix](record, output)
+    out.data(record.model_dump(mode="json"))
+    out.say(f"{output}: {record.title}, {len(runs)} {'run' if len(runs) == 1 else 'runs'}")

@@ -1,0 +1,106 @@
+"""A run's folder: `report.json`, `report.html` and `report.md`, written together, and added to by later verbs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from bitwright.errors import BitwrightError
+from bitwright.report.environment import environment
+from bitwright.report.html import write_html
+from bitwright.report.markdown import write_markdown
+from bitwright.report.record import RECORD_VERSION, Record, RunRow, read_json, write_json
+
+REPORT = "report.json"
+_PARTS = ("sensitivity", "tuning", "training", "comparison")
+
+
+def write_report(record: Record, folder: str | Path) -> Path:
+    """The record as JSON, as a page and as Markdown; gives the page's path."""
+    place = Path(folder)
+    write_json(record, place / REPORT)
+    write_markdown(record, place / "report.md")
+    return write_html(record, place / "report.html")
+
+
+def new_record(workload: str, **parts: Any) -> Record:
+    """The record of a run that has no quantized model to tell of, only these parts."""
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    return Record(title=workload, workload=workload, created=now, environment=environment(), **parts)
+
+
+def report_of(folder: str | Path, workload: str) -> Record:
+    """The report in a folder, or a new one where there is none. One of another workload is an error."""
+    path = Path(folder) / REPORT
+    if not path.is_file():
+        return new_record(workload)
+    found = read_json(path)
+    if found.workload != workload:
+        raise BitwrightError(
+            "the report in this folder is of another workload",
+            where=str(folder),
+            value=f"{found.workload!r}, not {workload!r}",
+            fix="give another folder",
+        )
+    return found
+
+
+def add_to_report(folder: str | Path, workload: str, **parts: Any) -> Record:
+    """Put parts (`sensitivity=`, `forecasts=`, …) into the report of a folder; a folder without one gets one.
+
+    What is there already stays, but for the same parts; forecasts are replaced by name.
+    """
+    before = report_of(folder, workload)
+    if "forecasts" in parts:
+        new = {one.name for one in parts["forecasts"]}
+        parts["forecasts"] = (*(one for one in before.forecasts if one.name not in new), *parts["forecasts"])
+    record = before.model_copy(update={**parts, "version": RECORD_VERSION})
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    write_report(record, folder)
+    return record
+
+
+def join(records: Sequence[Record], names: Sequence[str] | None = None) -> Record:
+    """Several runs of one workload on one page.
+
+    The first that has sites is shown whole; parts that it lacks are taken from the others, which are rows beside it,
+    by their title or the `names` given.
+    """
+    if not records:
+        raise BitwrightError("there is no report to join", fix="give folders that have a report.json")
+    first = next((record for record in records if record.sites), records[0])
+    others = [record for record in records if record is not first]
+    titles = dict(zip(map(id, records), names or [record.title for record in records], strict=True))
+    strange = sorted({other.workload for other in others} - {first.workload})
+    if strange:
+        raise BitwrightError(
+            "these reports are of different workloads",
+            value=", ".join(map(repr, [first.workload, *strange])),
+            fix="join runs of one workload; make a page for each of the others",
+        )
+    found: dict[str, Any] = {}
+    for other in others:
+        for name in _PARTS:
+            if getattr(first, name) is None and name not in found and getattr(other, name) is not None:
+                found[name] = getattr(other, name)
+    there = {one.name for one in first.forecasts}
+    more = [one for other in others for one in other.forecasts]
+    found["forecasts"] = (*first.forecasts, *(one for one in more if one.name not in there))
+    found["others"] = (
+        *first.others,
+        *(_row(other, titles[id(other)]) for other in others if other.accuracies or other.timings),
+    )
+    return first.model_copy(update={**found, "version": RECORD_VERSION})
+
+
+def _row(record: Record, title: str) -> RunRow:
+    timing = next((one for one in record.timings if one.variant == "quantized"), None)
+    return RunRow(
+        title=title,
+        created=record.created,
+        accuracy=record.accuracies[-1] if record.accuracies else None,
+        size=record.sizes[-1] if record.sizes else None,
+        timing=timing,
+    )

@@ -1,0 +1,217 @@
+"""`write_markdown`: the record as text that a pull request, a wiki or a terminal can show."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from bitwright.files import write_text
+from bitwright.report import words
+from bitwright.report.record import Record
+
+
+def write_markdown(record: Record, path: str | Path) -> Path:
+    """Write the text, whole or not at all."""
+    return write_text(Path(path), markdown(record))
+
+
+def markdown(record: Record) -> str:
+    """The same figures as the page has, without its drawings and histograms."""
+    parts = [
+        f"# {_text(record.title)}",
+        _line(record),
+        *_measured(record),
+        *_sites(record),
+        *_searched(record),
+        *_devices(record),
+        "## Environment",
+        _table(["What", "Value"], words.environment(record)),
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _line(record: Record) -> str:
+    backend = "" if record.backend is None else f", backend {_text(record.backend)}"
+    return f"Workload {_text(record.workload)}{backend}, {record.created}."
+
+
+def _measured(record: Record) -> Iterable[str]:
+    if record.accuracies:
+        first = record.accuracies[0]
+        rows = [(a.where, words.score(a), "" if a is first else words.change(a, first)) for a in record.accuracies]
+        yield "## Accuracy"
+        yield _table(["run by", f"#{first.metric}", "#change"], rows)
+    if record.sizes:
+        yield "## Size"
+        yield _table(["form", "#size"], [(size.name, words.size(size.bytes)) for size in record.sizes])
+    if record.timings:
+        yield "## Latency"
+        heads = ["runtime", "variant", "#batch", "#threads", "#median", "#p10", "#p90", "#of float"]
+        times = [
+            (
+                t.runtime,
+                t.variant,
+                str(t.batch),
+                str(t.threads),
+                *_ms(t.median_ms, t.p10_ms, t.p90_ms),
+                f"{t.ratio:.2f}×",
+            )
+            for t in record.timings
+        ]
+        yield _table(heads, times)
+    if record.parities:
+        yield "## Runtime against simulation"
+        heads = ["runtime", "outputs", "#SQNR", "#largest error", "first diverging site"]
+        checks = [
+            (
+                p.runtime,
+                "agrees" if p.passed else "diverges",
+                words.decibels(p.sqnr_db),
+                f"{p.max_error:.3g}",
+                p.first_divergence or "none",
+            )
+            for p in record.parities
+        ]
+        yield _table(heads, checks)
+    if record.others:
+        yield "## Other runs"
+        others = [
+            (
+                o.title,
+                o.created,
+                "" if o.accuracy is None else words.score(o.accuracy),
+                "" if o.size is None else words.size(o.size.bytes),
+                "" if o.timing is None else f"{o.timing.ratio:.2f}×",
+            )
+            for o in record.others
+        ]
+        yield _table(["run", "when", "#accuracy", "#size", "#of float's latency"], others)
+
+
+def _sites(record: Record) -> Iterable[str]:
+    if record.sensitivity is not None:
+        yield "## Sensitivity"
+        heads = ["site", "format", "#own SQNR", "#output error", "#loss change"]
+        scores = [
+            (
+                s.site,
+                s.format,
+                words.decibels(s.sqnr_db),
+                words.percent(s.output_error),
+                "" if s.loss_change is None else f"{s.loss_change:+.3g}",
+            )
+            for s in record.sensitivity.sites
+        ]
+        yield _table(heads, scores)
+    if record.sites:
+        yield "## Plan"
+        heads = ["site", "format", "#SQNR", "#clipped", "#range", "why"]
+        rows = [
+            (
+                s.site,
+                s.format,
+                "" if s.sqnr_db is None else f"{s.sqnr_db:.1f} dB",
+                "" if s.clipped is None else words.percent(s.clipped),
+                words.span(words.number(s.low), words.number(s.high)),
+                s.why,
+            )
+            for s in record.sites
+        ]
+        yield _table(heads, rows)
+    if record.float_operators:
+        yield "## Left in float"
+        yield _table(["operator", "kind", "why"], [(o.operator, o.kind, o.why) for o in record.float_operators])
+    if record.folds:
+        yield "## Folded"
+        yield _table(["batch norm", "into"], list(record.folds.items()))
+    if record.steps:
+        yield "## Steps"
+        ran = [
+            (s.step, str(s.units), f"{s.seconds:.1f} s", "; ".join(f"{k}: {v}" for k, v in s.skipped.items()))
+            for s in record.steps
+        ]
+        yield _table(["step", "#units", "#time", "left alone"], ran)
+
+
+def _searched(record: Record) -> Iterable[str]:
+    if record.tuning is not None:
+        found = record.tuning
+        verdict = {True: "the goal holds", False: "the goal is missed", None: "no goal was checked"}[found.met_goal]
+        yield f"## Tuning by {_text(found.strategy)}"
+        yield f"{_text(found.goal)}: {verdict}. Ended: {_text(found.stopped_because)}."
+        heads = ["#trial", "passes", f"#{found.metric}", "#latency", "#size", "Pareto", "candidate"]
+        rows = [
+            (
+                str(t.number),
+                "yes" if t.passed else "no",
+                f"{t.metrics[found.metric]:.4g}" if found.metric in t.metrics else "",
+                "" if t.latency_ratio is None else f"{t.latency_ratio:.2f}×",
+                "" if t.size is None else words.size(t.size),
+                "yes" if t.pareto else "",
+                t.failed or t.candidate,
+            )
+            for t in found.trials
+        ]
+        yield _table(heads, rows)
+    if record.training is not None:
+        names = [name for name in (record.training.metrics or ({},))[0] if name != "n"]
+        yield f"## Training: {_text(record.training.precision)}"
+        epochs = [
+            (str(n), *(f"{epoch[name]:.4g}" if name in epoch else "" for name in names))
+            for n, epoch in enumerate(record.training.metrics, 1)
+        ]
+        yield _table(["#epoch", *(f"#{name}" for name in names)], epochs)
+    if record.comparison is not None:
+        yield "## Runtimes"
+        heads = ["runtime", "variant", "#batch", "#latency", "#of float"]
+        timings = [t for one in record.comparison.runtimes for t in one.timings]
+        yield _table(
+            heads, [(t.runtime, t.variant, str(t.batch), *_ms(t.median_ms), f"{t.ratio:.2f}×") for t in timings]
+        )
+
+
+def _devices(record: Record) -> Iterable[str]:
+    for found in record.forecasts:
+        yield f"## Training step: {_text(found.name)}"
+        yield f"{found.step_ms:.4g} ms, {found.samples_per_second:,.0f} samples per second, predicted."
+        heads = ["device", "#count", "#own work", "#busy", "#collectives", "#waits"]
+        rows = [
+            (
+                d.name,
+                str(d.count),
+                *_ms(d.computing_ms),
+                *(f"{100 * s:.0f} %" for s in (d.busy, d.communicating, d.waiting)),
+            )
+            for d in found.devices
+        ]
+        yield _table(heads, rows)
+        if found.measured is not None:
+            pairs = [found.measured.step, *found.measured.phases, *found.measured.groups]
+            lines = [
+                (
+                    b.name,
+                    f"{b.predicted_ms:.3f} ms",
+                    f"{b.measured_ms:.3f} ms",
+                    words.error(b.predicted_ms, b.measured_ms),
+                )
+                for b in pairs
+                if max(b.predicted_ms, b.measured_ms) > 0
+            ]
+            yield _table([f"median of {found.measured.steps} steps", "#predicted", "#measured", "#error"], lines)
+
+
+def _ms(*values: float) -> tuple[str, ...]:
+    return tuple(f"{value:.3g} ms" for value in values)
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Heads that begin with a hash are columns of numbers."""
+    names = "| " + " | ".join(_text(head.removeprefix("#")) for head in heads) + " |"
+    rule = "|" + "|".join("---:" if head.startswith("#") else "---" for head in heads) + "|"
+    return "\n".join([names, rule, *("| " + " | ".join(map(_text, row)) + " |" for row in rows)])
+
+
+def _text(value: str) -> str:
+    """Names come from others' models: neither markup nor a new column begins in one."""
+    return re.sub(r"[\\`*\[\]<>|]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])", r"\\\g<0>", " ".join(value.split()))

@@ -1,0 +1,1 @@
+"""Pages that need nothing else: the pieces that they are made of, and the sections of a report."""

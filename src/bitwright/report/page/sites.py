@@ -1,0 +1,90 @@
+"""The plan: every site with its format, range, loss and reason; and what stayed in float."""
+
+from __future__ import annotations
+
+from html import escape
+
+from bitwright.report import words
+from bitwright.report.page.elements import cell, choice, pair, row, section, table
+from bitwright.report.record import Record, SiteRow
+
+HEADS = ("Site", "Format", "#SQNR", "#Clipped", "#Range", "#Scale", "Why")
+
+
+def plan(record: Record) -> str:
+    """The table of sites, with a filter; a row opens to its histogram."""
+    if not record.sites:
+        return ""
+    count = len(record.sites)
+    formats = sorted({site.format for site in record.sites})
+    ports = sorted({_port(site.site) for site in record.sites})
+    damage = {} if record.sensitivity is None else {one.site: one for one in record.sensitivity.sites}
+    heads = list(HEADS)
+    if damage:
+        heads.insert(3, "#Output error")
+    tools = (
+        '<div class="tools"><input type="search" id="filter" placeholder="Filter: name, format, reason" '
+        'aria-label="Filter sites" aria-controls="site-table">'
+        f"{choice('by-port', 'Port', [('', 'all'), *((port, port) for port in ports)])}"
+        f"{choice('by-format', 'Format', [('', 'all'), *((one, one) for one in formats)])}"
+        '<label class="pick only-narrow">Sort<select id="sort-by"></select></label>'
+        f'<span class="note" id="shown" role="status">{count} of {count}</span></div>'
+    )
+    rows = []
+    for number, site in enumerate(record.sites):
+        scored = damage.get(site.site)
+        error = None if not damage else -1.0 if scored is None else scored.output_error
+        rows.append(_row(site, number, error))
+    opened = "Open a row for its histogram." if any(site.histogram for site in record.sites) else ""
+    note = f"What the plan says of each site, and what it costs there. {opened}".strip()
+    body = tools + table(heads, rows, label="Sites", sortable=True, anchor="site-table")
+    return section("sites", "Plan", body, note=note)
+
+
+def _port(site: str) -> str:
+    """The kind of a site: inputs are numbered where an operator has several."""
+    return site.rpartition(":")[2].rstrip("0123456789") or "site"
+
+
+def _row(site: SiteRow, number: int, error: float | None) -> str:
+    how = site.observer if site.quantizer == "plain" else site.quantizer
+    how = how if site.share is None else f"grid of {site.share}"
+    how += f", guard {site.guard}" if site.guard else ""
+    scale = words.span(words.number(site.scale_min), words.number(site.scale_max))
+    ends = words.span(str(site.zero_point_min), str(site.zero_point_max))
+    zero = "" if ends == "0" else f"<small>zero at {escape(ends)}</small>"
+    clipped = "–" if site.clipped is None else words.percent(site.clipped)
+    sqnr = "–" if site.sqnr_db is None else f"{site.sqnr_db:.1f} dB"
+    opener = (
+        f'<button type="button" class="opener" aria-expanded="false" data-n="{number}">'
+        f"<code>{escape(site.site)}</code></button>"
+    )
+    cells = [
+        f"<td>{opener}</td>",
+        f"<td><code>{escape(site.format)}</code><small>{escape(how)}</small></td>",
+        cell(sqnr, value=1e9 if site.sqnr_db is None else site.sqnr_db),
+        cell(clipped, value=-1.0 if site.clipped is None else site.clipped),
+        cell(words.span(words.number(site.low), words.number(site.high)), value=site.high - site.low),
+        f'<td class="n" data-v="{site.scale_min!r}">{escape(scale)}{zero}</td>',
+        f'<td class="why">{escape(site.why)}</td>',
+    ]
+    if error is not None:
+        cells.insert(3, cell("–" if error < 0 else words.percent(error), value=error))
+    return f'<tr data-port="{escape(_port(site.site))}" data-format="{escape(site.format)}">{"".join(cells)}</tr>'
+
+
+def left(record: Record) -> str:
+    """What stayed in float, and what vanished into its neighbour: nothing is skipped silently."""
+    if not record.sites and not record.float_operators:
+        return ""
+    if record.float_operators:
+        rows = [row(cell(one.operator, code=True), cell(one.kind), cell(one.why)) for one in record.float_operators]
+        inner = table(["Operator", "Kind", "Why"], rows, label="Left in float", sortable=True)
+    else:
+        inner = '<p class="note">None: all operators of this model are quantized, or part of one that is.</p>'
+    text = section("float", "Left in float", inner)
+    folds = ""
+    if record.folds:
+        rows = [row(cell(norm, code=True), cell(into, code=True)) for norm, into in record.folds.items()]
+        folds = section("folds", "Folded", table(["Batch norm", "Into"], rows, label="Folded batch norms"))
+    return pair(text, folds)

@@ -1,0 +1,151 @@
+"""Grids as files: ours and MQBench's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+from bitwright import GridConfig, PlanError
+from bitwright.bench.grid import Training, json_schema
+from bitwright.train import TrainConfig
+
+ROOT = Path(__file__).parents[2]
+
+# the snippet of MQBench's documentation, as it is
+MQBENCH = """\
+qparams:
+    w_method: lsq
+    a_method: lsq
+    bit: 4
+
+backend: academic
+bnfold: 4
+"""
+
+
+def load(folder: Path, text: str, **options: str) -> GridConfig:
+    (folder / "grid.yaml").write_text(text, encoding="utf-8")
+    return GridConfig.load(folder / "grid.yaml", **options)
+
+
+def test_rows_are_the_product_and_a_seed_is_complete_before_the_next(tmp_path: Path) -> None:
+    config = load(
+        tmp_path,
+        "models: [digits, digits-untrained]\nalgorithms: [lsq, pact]\nbackends: [academic, tvm]\nbits: [8, 4]\n"
+        "seeds: [3, 1]\nruntimes: first-seed\n",
+    )
+    tasks = config.tasks()
+    assert len(tasks) == 2 * 2 * 2 * 2 * 2
+    assert [task.seed for task in tasks] == [3] * 16 + [1] * 16
+    assert [task.runtimes for task in tasks] == [True] * 16 + [False] * 16
+    assert len({task.key for task in tasks}) == 32
+    pact = next(task for task in tasks if task.algorithm.a_method == "pact")
+    assert pact.algorithm.weights == "dorefa"
+    assert config.store == str(tmp_path / "grid.db")
+
+
+def test_a_row_is_a_grid_of_its_own(tmp_path: Path) -> None:
+    config = load(
+        tmp_path,
+        "models: digits\nalgorithms: {a_method: lsq, w_method: dorefa, quantizer_lr: 0.1}\nbackends: tvm\nbits: 4\n"
+        "seeds: 7\ntraining: {epochs: 3}\nstart: {}\nedges: null\nbeyond: simulate\nruntimes: none\n",
+    )
+    (task,) = config.tasks()
+    again = GridConfig.parse(task.grid(), where="row", folder=tmp_path)
+    assert [one.key for one in again.tasks()] == [task.key]
+    assert task.algorithm.label == "dorefa+lsq"
+
+
+def test_all_problems_at_once_with_path_and_nearest_key(tmp_path: Path) -> None:
+    with pytest.raises(PlanError) as caught:
+        load(
+            tmp_path,
+            "models: [digits]\nalgorithms: [{a_method: lsq, w_metod: lsq}]\nbackends: [tvm]\nbits: [four]\n"
+            "training: {epoch: 3}\nbakends: [x]\n",
+        )
+    found = {problem.where: problem.fix for problem in caught.value.problems}
+    assert found.keys() == {"algorithms.0.w_metod", "bits.0", "training.epoch", "bakends"}
+    assert found["algorithms.0.w_metod"] == "did you mean 'w_method', 'a_method'?"
+    assert "'epochs'" in str(found["training.epoch"])
+    assert "'backends'" in str(found["bakends"])
+
+
+def test_names_are_checked_before_any_work(tmp_path: Path) -> None:
+    with pytest.raises(PlanError) as caught:
+        load(
+            tmp_path,
+            "models: [digit]\nalgorithms: [lsk, {name: lsk, a_method: lsq, observer: mze}]\n"
+            "backends: [tensort, tvm, tvm]\nbits: [4, 99]\nseeds: [-1]\nbnfold: 9\ntraining: {warmup: 2}\n",
+        )
+    found = {problem.where: problem.fix for problem in caught.value.problems}
+    assert found.keys() == {
+        *("models.0", "algorithms.0.a_method", "algorithms.1.observer", "backends.0", "bits.1", "seeds.0", "bnfold"),
+        *("training.warmup", "algorithms", "backends"),
+    }
+    assert "'tensorrt'" in str(found["backends.0"])
+    assert "'mse'" in str(found["algorithms.1.observer"])
+
+
+def test_mqbenchs_file_runs_as_a_grid_of_one_row(tmp_path: Path) -> None:
+    config = load(tmp_path, MQBENCH)
+    (task,) = config.tasks()
+    assert (task.algorithm.weights, task.algorithm.a_method) == ("lsq", "lsq")
+    assert (task.bits, task.backend, task.bnfold, task.seed) == (4, "academic", 4, 1000)
+    assert task.model.workload == "digits"
+    assert "names no model" in config.notes[0]
+    assert task.training.label_smoothing == 0.1
+    (other,) = load(tmp_path, MQBENCH, workload="digits-untrained").tasks()
+    assert other.model.workload == "digits-untrained"
+
+
+def test_a_whole_mqbench_file_says_what_is_not_used(tmp_path: Path) -> None:
+    config = load(
+        tmp_path,
+        "model: {type: digits, kwargs: {num_classes: 10}}\n"
+        "qparams: {w_method: dorefa, a_method: pact, bit: 8, a_observer: EMAMinMaxObserver}\n"
+        "backend: tensorrt\nbnfold: 1\nseed: 5\nlabel_smooth: 0.0\nema: {enable: True, kwargs: {decay: 0.99}}\n"
+        "optimizer: {type: SGD, kwargs: {nesterov: True, momentum: 0.8, weight_decay: 0.001}}\n"
+        "lr_scheduler: {type: Cosine, kwargs: {base_lr: 0.02, warmup_steps: 10, max_epoch: 3}}\n"
+        "data: {batch_size: 32, root: x}\nsaver: {val_freq: 1}\n",
+    )
+    (task,) = config.tasks()
+    training = task.training
+    assert (training.lr, training.momentum, training.weight_decay, training.epochs) == (0.02, 0.8, 0.001, 3)
+    assert (training.batch, training.ema, training.label_smoothing) == (32, 0.99, 0.0)
+    assert (task.algorithm.observer, task.bnfold, task.seed) == ("ema-minmax", 1, 5)
+    notes = " ".join(config.notes)
+    assert "model.kwargs" in notes
+    assert "warmup_steps" in notes
+    assert "data.root, saver" in notes
+
+
+def test_mqbench_files_with_problems_list_them(tmp_path: Path) -> None:
+    with pytest.raises(PlanError) as caught:
+        load(tmp_path, "qparams: {w_metod: lsq, a_method: lsq, bit: 4}\nbnfolt: 4\nmodel: {type: resnet18}\n")
+    assert [problem.where for problem in caught.value.problems] == [
+        *("bnfolt", "qparams.w_metod", "qparams.w_method", "backend", "model.type")
+    ]
+    assert "--workload" in str(caught.value)
+
+
+def test_the_published_schema_is_the_one_in_the_code() -> None:
+    published = ROOT / "docs/schemas/grid-1.json"
+    assert json.loads(published.read_text(encoding="utf-8")) == json_schema(), (
+        "run: python -m bitwright.bench.grid > docs/schemas/grid-1.json"
+    )
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({"bitwright-grid": 1, "modells": []}, json_schema())
+
+
+def test_training_means_what_it_means_to_the_trainer() -> None:
+    for name in Training.model_fields:
+        assert name in TrainConfig.model_fields
+    TrainConfig(**Training().model_dump())
+
+
+def test_the_reference_leaderboards_grid_is_the_one_that_was_asked_for() -> None:
+    config = GridConfig.load(ROOT / "benchmarks" / "leaderboard.yaml")
+    assert len(config.tasks()) == 10 * 6 * 3 * 2 * 2

@@ -1,0 +1,187 @@
+"""Grids that run: what is executed is read, kept, compared, resumed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import grid_workloads
+from bitwright import BitwrightError, GridConfig, Leaderboard, Plan, make_plan, run_grid
+from bitwright.bench import Told, markdown
+from bitwright.bench.leaderboard import Row
+from grid_workloads import FILE, algorithm, grid
+
+
+@pytest.fixture(scope="module", autouse=True)
+def starts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Float networks are trained once for all tests here."""
+    global _starts
+    _starts = tmp_path_factory.mktemp("starts")
+    yield
+    _starts = None
+
+
+_starts: Path | None = None
+
+
+def run(folder: Path, watch: Any = None, work: bool = True, **changes: Any) -> Leaderboard:
+    config = GridConfig.parse(grid(folder, **changes), where="grid", folder=folder)
+    return run_grid(config, starts=_starts, watch=watch, work=work)
+
+
+@pytest.fixture(scope="module")
+def board(tmp_path_factory: pytest.TempPathFactory) -> Leaderboard:
+    return run(
+        tmp_path_factory.mktemp("grid"),
+        algorithms=[algorithm("lsq"), algorithm("tqt")],
+        backends=["academic", "tensorrt", "snpe", "onnxruntime"],
+        beyond="simulate",
+        runtimes="none",
+    )
+
+
+def row(board: Leaderboard, algorithm: str, backend: str) -> Row:
+    return next(r for r in board.rows if (r.algorithm, r.backend) == (algorithm, backend))
+
+
+def test_rows_say_what_really_ran(board: Leaderboard) -> None:
+    academic, runtime = row(board, "lsq", "academic"), row(board, "lsq", "onnxruntime")
+    assert academic.status == runtime.status == "done"
+    assert academic.executed is not None
+    assert runtime.executed is not None
+    assert {s.quantizer for s in (*academic.executed.weights, *academic.executed.activations)} == {
+        "bitwright.quantizers.lsq.Lsq"
+    }
+    assert {s.format for s in academic.executed.weights} == {"int4/tensor/sym", "int8/tensor/sym"}
+    assert all(s.levels <= 16 for s in academic.executed.weights if s.format.startswith("int4"))
+    assert max(s.levels for s in academic.executed.activations) > 16  # the edges have 8 bits
+    assert academic.executed.folding == {}
+    assert any("bnfold 4 has nothing to do" in note for note in academic.notes)
+    assert runtime.executed.folding == {"4": 5}
+    assert runtime.executed.biases == 6
+    assert runtime.device is None  # it wasn't asked for
+    assert academic.float_accuracy is not None
+    assert academic.float_accuracy > 50
+    assert academic.samples == 250
+    assert academic.machine in board.machines
+
+
+def test_the_gap_to_the_runtime_is_measured_where_it_runs(tmp_path: Path) -> None:
+    academic, runtime = run(tmp_path, backends=["academic", "onnxruntime"], bits=[8]).rows
+    assert academic.device is None
+    device = runtime.device
+    assert device is not None
+    assert device.runtime == "onnxruntime"
+    assert device.kinds == {"int8": 6, "float": 0}
+    assert device.accuracy is not None
+    assert runtime.accuracy is not None
+    assert device.gap == pytest.approx(device.accuracy - runtime.accuracy)
+    assert abs(device.gap) <= 1
+
+
+def test_what_cannot_be_done_is_a_row_with_its_reason(board: Leaderboard) -> None:
+    refused = row(board, "tqt", "snpe")
+    assert refused.status == "refused"
+    assert "Tqt is symmetric" in str(refused.reason)
+    simulated = row(board, "lsq", "tensorrt")
+    assert simulated.status == "done"
+    assert "can't run int4/channel/sym/narrow" in str(simulated.beyond)
+    # where the backend has a symmetric format, a symmetric quantizer takes it
+    kin = row(board, "tqt", "onnxruntime")
+    assert kin.executed is not None
+    assert all("/sym" in s.format for s in kin.executed.activations)
+
+
+def test_a_leaderboard_comes_back_from_its_file(board: Leaderboard, tmp_path: Path) -> None:
+    assert Leaderboard.load(board.save(tmp_path / "board.json")) == board
+    text = markdown(board)
+    assert "Tqt is symmetric" in text
+    assert "| lsq |" in text
+    (tmp_path / "other.json").write_text("{}")
+    with pytest.raises(BitwrightError, match="not a leaderboard"):
+        Leaderboard.load(tmp_path / "other.json")
+
+
+def test_two_runs_give_the_same_numbers(board: Leaderboard, tmp_path: Path) -> None:
+    again = run(tmp_path, backends=["onnxruntime"], beyond="simulate", runtimes="none")
+    (one,) = again.rows
+    before = row(board, "lsq", "onnxruntime")
+    assert one.id == before.id
+    assert one.start == before.start
+    assert one.accuracy == before.accuracy
+    assert one.executed == before.executed
+    assert again.floats[0].trained_on == board.floats[0].trained_on
+
+
+def test_a_grid_goes_on_where_it_was_left_and_may_grow(tmp_path: Path) -> None:
+    told: list[Told] = []
+    one = run(tmp_path, told.append)
+    assert run(tmp_path, told.append).rows == one.rows
+    assert len(told) == 1
+    assert run(tmp_path, told.append, work=False, seeds=[0, 1]).rows[1].status == "pending"
+    grown = run(tmp_path, told.append, seeds=[0, 1])
+    assert [t.task.seed for t in told] == [0, 1]
+    assert grown.rows[0] == one.rows[0]
+    assert grown.rows[1].start != one.rows[0].start
+
+
+def test_a_row_that_runs_something_else_than_it_says_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def other(*arguments: Any, **choices: Any) -> Plan:
+        return make_plan(*arguments, **{**choices, "quantizer": "plain", "weight_quantizer": "plain"})
+
+    monkeypatch.setattr("bitwright.bench.rows.make_plan", other)
+    (failed,) = run(tmp_path, attempts=1).rows
+    assert failed.status == "failed"
+    assert "bitwright.quantizers.plain.Plain runs instead of bitwright.quantizers.lsq.Lsq" in str(failed.reason)
+
+    def wide(*arguments: Any, **choices: Any) -> Plan:
+        return make_plan(*arguments, **{**choices, "weights": "int6/channel/sym", "bn": None})
+
+    monkeypatch.setattr("bitwright.bench.rows.make_plan", wide)
+    (failed,) = run(tmp_path, attempts=1, backends=["onnxruntime"], runtimes="none", bnfold=2).rows
+    assert "6 bits, the row says 4" in str(failed.reason)
+
+
+def test_norms_that_are_folded_otherwise_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def other(*arguments: Any, **choices: Any) -> Plan:
+        return make_plan(*arguments, **{**choices, "bn": 1})
+
+    monkeypatch.setattr("bitwright.bench.rows.make_plan", other)
+    (failed,) = run(tmp_path, attempts=1, backends=["tvm"]).rows
+    assert "norms are folded {1: 5}" in str(failed.reason)
+
+
+def test_failed_rows_are_tried_again_and_shown(tmp_path: Path) -> None:
+    grid_workloads._failed.clear()
+    changes = {"start": None, "models": [f"{FILE}:flaky"]}
+    told: list[Told] = []
+    (mended,) = run(tmp_path, told.append, **changes).rows
+    assert [t.result.status for t in told] == ["failed", "done"]
+    assert (mended.status, mended.attempts) == ("done", 2)
+    changes["models"] = [f"{FILE}:broken"]
+    (failed,) = run(tmp_path, **changes).rows
+    assert (failed.status, failed.attempts) == ("failed", 2)
+    assert failed.reason == "RuntimeError: it always goes wrong"
+    assert run(tmp_path, attempts=3, **changes).rows[0].attempts == 3
+
+
+def test_what_diverges_is_a_result(tmp_path: Path) -> None:
+    training = {"epochs": 1, "batch": 64, "optimizer": "sgd", "lr": 1e30}
+    (diverged,) = run(tmp_path, training=training, start=None).rows
+    assert diverged.status == "diverged"
+    assert diverged.attempts == 1
+
+
+def test_a_workload_that_was_changed_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(tmp_path)
+    original = grid_workloads.tiny()
+    changed = replace(original, inputs=(original.inputs[0] + 1,))  # type: ignore[index]
+    monkeypatch.setattr("bitwright.bench.starts.load_workload", lambda _: changed)
+    with pytest.raises(BitwrightError, match="was changed since this grid began"):
+        run(tmp_path, seeds=[0], bits=[3])

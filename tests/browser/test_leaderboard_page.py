@@ -1,0 +1,80 @@
+"""The leaderboard in a real browser."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bitwright.bench.page import write_page
+from contrast import CONTRAST
+from leaderboards import made_up
+from records import EVIL
+
+Show = Callable[..., Any]
+FEW = (("lsq", "apot", "tqt"), ("tvm", "onnxruntime"))
+
+
+@pytest.mark.slow
+def test_filters_hold_for_overview_and_table(show: Show, tmp_path: Path) -> None:
+    board = made_up(*FEW)
+    page = show(write_page(board, tmp_path / "board.html"))
+    assert page.inner_text("#shown") == "36 lines, 72 rows"
+    assert page.locator(".matrix").count() == 3
+    page.select_option("#by-bits", "4")
+    page.select_option("#by-algorithm", "lsq")
+    assert page.inner_text("#shown") == "4 of 36 lines, 8 rows"
+    assert page.locator(".matrix").count() == 1
+    drops = [row.drop for row in board.rows if (row.algorithm, row.bits, row.backend) == ("lsq", 4, "tvm")]
+    mean = sum(drop for drop in drops if drop is not None) / len(drops)
+    assert page.locator(".heat[aria-label^='lsq, tvm, 4 bits']").inner_text().startswith(f"{mean:.1f}")
+    page.reload()
+    assert page.inner_text("#shown") == "4 of 36 lines, 8 rows"  # filters are in the address
+    page.click("#clear")
+    page.select_option("#by-status", "refused")
+    assert page.inner_text("#shown") == "6 of 36 lines, 12 rows"
+    page.click("#clear")
+    page.locator(".heat").first.click()
+    assert page.input_value("#by-algorithm") == "apot"
+
+
+@pytest.mark.slow
+def test_a_line_opens_to_config_and_what_was_executed(show: Show, tmp_path: Path) -> None:
+    page = show(write_page(made_up(*FEW), tmp_path / "board.html"))
+    page.click("#board th button:text-is('Drop')")
+    cells = page.locator("#board tbody td:nth-child(6)").all()
+    values = [float(cell.get_attribute("data-v")) for cell in cells]
+    assert values == sorted(values)
+    page.locator("#board .opener").first.click()
+    text = page.inner_text("#board tr.detail")
+    assert "Executed, weights" in text
+    assert re.search(r"5 × \w+, int8/channel/sym, 256 levels", text)
+    page.locator("#board tr.detail summary").first.click()
+    assert "algorithms:" in page.inner_text("#board tr.detail pre >> nth=0")
+    row = page.get_attribute("#board tr.detail article", "id")
+    page.goto(f"{page.url.split('#')[0]}#{row}")
+    page.reload()
+    assert page.locator("#board tr.detail").count() == 1  # an address can name a row
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [1280, 360])
+def test_names_of_others_are_only_text(show: Show, tmp_path: Path, width: int) -> None:
+    page = show(write_page(made_up(*FEW, evil=EVIL), tmp_path / "board.html"), width=width)
+    for opener in page.locator("#board .opener").all()[:6]:
+        opener.click()
+    assert page.locator("img").count() == 0
+    assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_can_be_read_on_every_colour(show: Show, tmp_path: Path, scheme: str) -> None:
+    page = show(write_page(made_up(*FEW), tmp_path / "board.html"), scheme=scheme)
+    steps = "document.querySelectorAll('.heat').forEach((cell, n) => { cell.className = `heat q${n % 7}`; })"
+    page.evaluate(steps)
+    page.locator("#board .opener").first.click()
+    assert page.evaluate(CONTRAST) == []
