@@ -17,11 +17,15 @@ devices:
   slow: {profile: slow.json}
 YAML
 
-bitwright profile "$workload" --kernel int8 --batch 32 --rounds "${ROUNDS:-15}" -o "$out/fast.json"
-"$here/half_speed.sh" bitwright profile "$workload" --kernel int8 --batch 32 --rounds "${ROUNDS:-15}" -o "$out/slow.json"
+# encoders have no images to lay out
+layout=$(case $model in resnet | vgg) echo --channels-last ;; esac)
+measure="--kernel int8 --batch 32 --half-batch --rounds ${ROUNDS:-15} $layout"
+bitwright profile "$workload" $measure -o "$out/fast.json"
+"$here/half_speed.sh" bitwright profile "$workload" $measure -o "$out/slow.json"
 bitwright score "$workload" --indicator gradient-variance --formats int8 -o "$out/suffering.json"
-bitwright plan "$workload" --cluster "$out/cluster.yaml" --indications "$out/suffering.json" --batch 32 \
+bitwright plan "$workload" --cluster "$out/cluster.yaml" --indications "$out/suffering.json" --batch 32 $layout \
   --planner "${PLANNER:-recover+split}" -o "$out/plan.yaml"
-bitwright predict "$workload" --cluster "$out/cluster.yaml" --quantize "$out/plan.yaml" --batch 32
+bitwright predict "$workload" --cluster "$out/cluster.yaml" --quantize "$out/plan.yaml" --batch 32 $layout
 torchrun --nproc-per-node 2 --no-python "$here/rank.sh" \
-  bitwright train "$workload" --plan "$out/plan.yaml" --kind fast,slow --batch 32 --epochs "${EPOCHS:-2}" --lr 0.02 -o "$out/run"
+  bitwright train "$workload" --plan "$out/plan.yaml" --kind fast,slow --batch 32 --epochs "${EPOCHS:-4}" --lr 0.02 \
+  $layout -o "$out/run"

@@ -102,7 +102,7 @@ def _encoder(name: str) -> Workload:
         "num_attention_heads": 4,
         "intermediate_size": 1024,
         "max_position_embeddings": LENGTH + 8,
-        "type_vocab_size": 2,
+        "type_vocab_size": 4,  # which passage, and whether the other one has the word
         "num_labels": 2,
     }
     torch.manual_seed(0)
