@@ -116,6 +116,10 @@ def run_rank(rank: int, rounds: int, meeting: str, out: Path) -> None:
     half = (x[: BATCH // 2], y[: BATCH // 2])
     for size in (batch, half):
         own = profile(variants, size, F.cross_entropy, store=store, rounds=rounds, fit_casts=False)
+    busy = TrainingStep(copy.deepcopy(model), [batch], F.cross_entropy, StepSettings())
+    done = dist.barrier(async_op=True)
+    while not done.is_completed():  # both share this machine's memory, so the other one has to be measured beside work
+        busy()
     gathered: list[Any] = [None, None]
     dist.all_gather_object(gathered, own.to_json())
     found: list[Any] = [None]

@@ -10,7 +10,7 @@ from bitwright.errors import PlanError, Problem
 from bitwright.planners.ilp import ilp
 from bitwright.planners.machine import FLOAT, Machine, Plans, total_penalty
 
-SLACK = 0.02
+SLACK = 0.01
 """How much longer than the fastest step a plan may take to be more exact."""
 Assignment = dict[str, str]
 
