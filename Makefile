@@ -4,7 +4,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow lint bench leaderboard clean
+.PHONY: help setup demo test test-slow lint verbs docs bench leaderboard clean
 
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -33,6 +33,9 @@ lint: $(STAMP)  ## Check style, types and the direction of imports
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+verbs: $(STAMP)  ## Write down what verbs say of themselves: help without imports, and the man page
+	$(BIN)/python -m bitwright.cli.describing
 
 bench: $(STAMP)  ## Run the benchmarks, one by one
 	@set -e; for file in $(filter-out %/common.py %peers.py,$(wildcard benchmarks/*.py)); do echo "== $$file"; $(BIN)/python "$$file"; done
