@@ -107,5 +107,8 @@ def _show(out: Out, machine: OnCluster, rows: dict[str, Allocation], planner: st
             for name, one in rows.items()
         ],
     )
-    if output is not None:
-        out.say(f"{output}: train with --plan {output} --kind KIND")
+    chosen = rows[planner]
+    if not any(chosen.low.values()) and len(set(chosen.batches.values())) == 1:
+        out.say("nothing is won here by low precision: train without a plan")
+    elif output is not None:
+        out.say(f"{output}: train with --plan {output} --kind {','.join(machine.kinds)} (the kind of each process)")
