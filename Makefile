@@ -37,6 +37,10 @@ lint: $(STAMP)  ## Check style, types and the direction of imports
 verbs: $(STAMP)  ## Write down what verbs say of themselves: help without imports, and the man page
 	$(BIN)/python -m bitwright.cli.describing
 
+docs: $(STAMP)  ## Build the documentation into site/, with warnings as errors
+	test -x $(BIN)/mkdocs || $(BIN)/pip install -e ".[docs]"
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 bench: $(STAMP)  ## Run the benchmarks, one by one
 	@set -e; for file in $(filter-out %/common.py %peers.py,$(wildcard benchmarks/*.py)); do echo "== $$file"; $(BIN)/python "$$file"; done
 
@@ -47,6 +51,6 @@ leaderboard: $(STAMP)  ## Run the reference leaderboard (720 trainings, about ha
 	$(BIN)/python benchmarks/leaderboard_findings.py
 
 clean:  ## Remove what was made
-	rm -rf .venv build dist demo-output .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv build dist site demo-output .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 	rm -rf src/*.egg-info

@@ -40,8 +40,8 @@ def command_line() -> str:
     lines = [
         "# The command line",
         "",
-        "`bitwright --help` and `man bitwright` say the same. `bitwright --install-completion` teaches your shell the verbs,",
-        "their options, and the names of workloads, backends, quantizers and all else that is registered.",
+        "`bitwright --help` and `man bitwright` say the same. `bitwright --install-completion` teaches your shell the",
+        "verbs, their options, and the names of workloads, backends, quantizers and all else that is registered.",
         "",
     ]
     for facts in table:

@@ -276,7 +276,8 @@ def test_list(run, kind):
     assert entries[0]["name"] in run("list").out
 
 
-def test_doctor(run):
+def test_doctor(run, monkeypatch):
+    monkeypatch.setattr("bitwright.cli.examining._BATCH", 64)
     ran = run("doctor")
     assert ran.code == 0
     assert "onnxruntime" in ran.out
