@@ -10,7 +10,7 @@ from typing import Any
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[2]
-BESIDE = ("benchmarks/results/*.md", "benchmarks/results/*.svg", "examples/*/README.md")
+BESIDE = ("benchmarks/*.yaml", "benchmarks/results/*.md", "benchmarks/results/*.svg", "examples/*/README.md")
 
 
 def on_files(files: Any, config: Any) -> Any:
