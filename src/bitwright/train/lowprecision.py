@@ -48,7 +48,9 @@ def kind_of(plan: Plan, kinds: str | None, ranks: Ranks) -> str | None:
     if kinds is None:
         if len(plan.devices) == 1:
             return next(iter(plan.devices))
-        fix = f"say which one this is: kind={next(iter(plan.devices))!r}, or one for each rank with commas between"
+        fix = (
+            f"say which one this is: --kind {next(iter(plan.devices))}, or one for each rank: {','.join(plan.devices)}"
+        )
         raise TrainError.single("the plan has several kinds of device", where="kind", value=[*plan.devices], fix=fix)
     names = [name.strip() for name in kinds.split(",")]
     if len(names) not in (1, ranks.world):
