@@ -137,7 +137,7 @@ def test_memory_that_is_too_small_is_explained(measured: tuple[StepGraph, Device
 
 
 def test_convolutions_behind_convolutions_can_be_low() -> None:
-    """The first one's kernel gives channels-last memory, which a step in float doesn't have."""
+    """What a kernel hands on has the strides that the float operator's result has, or the next one isn't found."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(2, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(128, 3))
     batch = (torch.randn(4, 2, 8, 8), torch.randint(0, 3, (4,)))

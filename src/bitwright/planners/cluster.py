@@ -12,7 +12,6 @@ from bitwright.plan import ComputeSpec, Device, Plan
 from bitwright.planners.allocate import Allocation
 from bitwright.planners.machine import FLOAT, Assignment, Plans
 from bitwright.predict import Cluster, Local, Predictor
-from bitwright.predict.costs import Costs
 from bitwright.predict.memory import MemoryUse, memory_of
 from bitwright.predict.replay import Lane, replay
 from bitwright.profile import DeviceProfile, OperatorUnderPlan, StepGraph, StepSettings
@@ -53,7 +52,6 @@ class OnCluster:
         self._latest: dict[tuple[str, int], tuple[Assignment, Local]] = {
             (kind, local.graph.samples): ({}, local) for locals_ in steps for kind, local in locals_.items()
         }
-        self._costs = {kind: Costs(profile) for kind, profile in self.profiles.items()}
         self._formats = {
             kind: {
                 op.name: [FLOAT, *(f for f in self.computes if self._measured(kind, op.name, f))]
@@ -69,8 +67,7 @@ class OnCluster:
             return False
         op = self.graph.ops[self.graph.position[operator]]
         asked = OperatorUnderPlan(operator, op.call, Plan(compute={operator: self.computes[format]}))
-        # int8 convolutions hand on channels-last memory: in a profile, the next one's input has other strides than here
-        return self._costs[kind].measured(*operator_key(op.call, IMPLEMENTATIONS.way(asked)))
+        return operator_key(op.call, IMPLEMENTATIONS.way(asked)) in self.profiles[kind].by_operator
 
     @cached_property
     def kinds(self) -> Mapping[str, int]:

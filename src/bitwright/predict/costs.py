@@ -55,20 +55,12 @@ class Costs:
         known = self.profile.by_operator.get((text, format))
         if known is None:
             base = format.partition("/")[0]
-            known = (
-                self._loosely.get((_loose(text), format))
-                or self.profile.by_operator.get((text, base))
-                or self._loosely.get((_loose(text), base))
-            )
+            known = self.profile.by_operator.get((text, base)) or self._loosely.get((_loose(text), base))
             if known is None:
                 self.missing.setdefault((text, format), name)
                 return Cost(0.0)
             self.stood_in.add((text, format))
         return _cost(known)
-
-    def measured(self, text: str, format: str) -> bool:
-        """Whether this operator was measured in just this format; in whatever memory format its numbers were."""
-        return (_loose(text), format) in self._loosely
 
     def cast(self, cast: Cast, tensor: TensorSpec, name: str) -> Cost:
         """One cast of one tensor."""
