@@ -4,7 +4,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow lint bench leaderboard clean
+.PHONY: help setup demo test test-slow lint verbs docs bench leaderboard clean
 
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -34,6 +34,13 @@ lint: $(STAMP)  ## Check style, types and the direction of imports
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+verbs: $(STAMP)  ## Write down what verbs say of themselves: help without imports, and the man page
+	$(BIN)/python -m bitwright.cli.describing
+
+docs: $(STAMP)  ## Build the documentation into site/, with warnings as errors
+	test -x $(BIN)/mkdocs || $(BIN)/pip install -e ".[docs]"
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 bench: $(STAMP)  ## Run the benchmarks, one by one
 	@set -e; for file in $(filter-out %/common.py %peers.py,$(wildcard benchmarks/*.py)); do echo "== $$file"; $(BIN)/python "$$file"; done
 
@@ -44,6 +51,6 @@ leaderboard: $(STAMP)  ## Run the reference leaderboard (720 trainings, about ha
 	$(BIN)/python benchmarks/leaderboard_findings.py
 
 clean:  ## Remove what was made
-	rm -rf .venv build dist demo-output .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv build dist site demo-output .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 	rm -rf src/*.egg-info

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from bitwright.cli.known import read_table
 from bitwright.plan import Plan
 
-README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def block(language: str, containing: str = "") -> str:
@@ -28,7 +30,7 @@ def test_plan_block_is_a_plan_for_digits(tmp_path: Path) -> None:
     from bitwright import capture
     from bitwright.zoo.digits import DigitsNet, digits_split
 
-    plan = Plan.from_yaml(block("yaml"))
+    plan = Plan.from_yaml(block("yaml", "sites:"))
     resolved = plan.resolve(capture(DigitsNet(), digits_split().test_images[:1]))
     assert str(resolved.sites["head:weight"].format) == "int4/group16/sym"
     assert str(resolved.sites["conv1:weight"].format) == "int8/channel/sym"
@@ -39,7 +41,7 @@ def test_own_workload(tmp_path: Path) -> None:
 
     (tmp_path / "my_workload.py").write_text(block("", "# my_workload.py"))
     workload = load_workload(f"{tmp_path / 'my_workload.py'}:small")
-    assert measure(workload, workload.model)["n"] == 256
+    assert measure(workload, workload.model)["n"] == 512
 
 
 def test_verbs_are_those_of_the_command_line() -> None:
@@ -50,6 +52,35 @@ def test_verbs_are_those_of_the_command_line() -> None:
     help_text = CliRunner().invoke(app, ["--help"]).stdout
     for verb in set(re.findall(r"^bitwright (\w+)", README, re.MULTILINE)):
         assert re.search(rf"^  {verb} ", help_text, re.MULTILINE), verb
+
+
+def test_the_cluster_can_be_read() -> None:
+    from bitwright.predict import Cluster
+
+    assert set(Cluster.from_yaml(block("yaml", "bitwright_cluster")).devices) == {"big", "small"}
+
+
+def test_options_are_those_of_the_verbs() -> None:
+    known = {facts["name"]: facts for facts in read_table()}
+    for verb, words in re.findall(
+        r"bitwright (\w+) ([^\n#]*)", "\n".join(re.findall(r"^```\n(.*?)^```", README, re.M | re.S))
+    ):
+        if verb in known:
+            own = {option for one in known[verb]["options"] for option in (*one["names"], *one["off"])}
+            words = words.partition("&&")[0]
+            assert set(re.findall(r"(?<=\s)--?[a-z][\w-]*", f" {words}")) <= own, (verb, words)
+
+
+def test_figures_stand_in_the_results_that_they_link_to() -> None:
+    table = README[README.index("## What was measured") : README.index("## One idea")]
+    checked = 0
+    for row in table.splitlines():
+        for link in re.findall(r"\((benchmarks/results/\w+\.md)\)", row):
+            text = (ROOT / link).read_text(encoding="utf-8")
+            for figure in re.findall(r"(\d+\.\d\d) (?:%|/)", row):
+                assert figure in text, (link, figure)
+                checked += 1
+    assert checked > 8
 
 
 def test_no_path_of_a_machine() -> None:

@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 
 from bitwright import Plan
+from bitwright.planners import all_float
+from bitwright.registry import PLANNERS
 
 SPIRALS = f"{Path(__file__).parents[1] / 'spirals.py'}:workload"
 
@@ -42,3 +44,18 @@ def test_profile_score_plan_and_predict(tmp_path: Path) -> None:
     assert rows["recover+split"]["seconds"] <= min(row["seconds"] for row in rows.values()) * 1.03
     made = Plan.load(tmp_path / "plan.yaml")
     assert set(made.devices) == {"fast", "slow"}
+
+
+def test_planners_are_found_by_name(run, workloads, tmp_path):
+    """A plugin's as well as ours; a wrong one before anything is measured."""
+    ask = ("plan", f"{workloads}:with_loss", "--cluster", tmp_path / "none.yaml", "--planner")
+    wrong = run(*ask, "recovre")
+    assert wrong.code == 2
+    assert "did you mean 'recover'" in wrong.err
+    PLANNERS.register("mine", lambda machine: all_float(machine))
+    try:
+        assert "nothing says how much operators suffer" in run(*ask, "mine").err
+        listed = {row["name"] for row in run("list", "planners", "--json").json["planners"]}
+    finally:
+        PLANNERS.unregister("mine")
+    assert {"recover", "recover+split", "fastest", "batches", "float", "mine"} <= listed

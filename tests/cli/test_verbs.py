@@ -276,13 +276,15 @@ def test_list(run, kind):
     assert entries[0]["name"] in run("list").out
 
 
-def test_doctor(run):
+def test_doctor(run, monkeypatch):
+    monkeypatch.setattr("bitwright.cli.examining._BATCH", 64)
     ran = run("doctor")
     assert ran.code == 0
     assert "onnxruntime" in ran.out
     facts = run("doctor", "--json").json
     assert facts["environment"]["packages"]["torch"] == torch.__version__
     assert facts["runtimes"]["onnxruntime"]["saturates"] in (True, False)
+    assert {row["kernel"] for row in facts["kernels"]} >= {"int8", "bf16"}
 
 
 def test_quickstart(quickstart):
@@ -394,3 +396,37 @@ def test_wrong_steps_end_before_the_workload_is_opened(run, tmp_path):
     assert len(ran.json["problems"]) == 2
     assert "'adaround'" in ran.json["error"]
     assert not (tmp_path / "out").exists()
+
+
+def test_doctor_says_what_works_here_and_what_to_install(run, monkeypatch, tmp_path):
+    (tmp_path / "cifar10").mkdir()
+    monkeypatch.setenv("BITWRIGHT_DATA", str(tmp_path))
+    from bitwright.cli import examining
+
+    assert examining.data()["found"] == "cifar10"
+    monkeypatch.delenv("BITWRIGHT_DATA")
+    assert "set BITWRIGHT_DATA" in examining.data()["fix"]
+    monkeypatch.setattr(examining, "_installed", lambda package: package != "openvino")
+    lacking = {row["extra"]: row["fix"] for row in examining.extras()}
+    assert lacking["openvino"] == "pip install 'bitwright[openvino]'"
+    assert lacking["postgresql"] is None
+    assert "test" not in lacking
+    monkeypatch.setenv("PATH", str(tmp_path))
+    tools = {row["tool"]: row for row in examining.tools()}
+    assert tools["C++ compiler"]["found"] is None
+    assert "g++" in tools["C++ compiler"]["fix"]
+
+
+def test_doctor_times_kernels_and_survives_a_broken_one(monkeypatch):
+    from bitwright.cli import examining
+    from bitwright.registry import KERNELS
+
+    KERNELS.register("broken", None)
+    monkeypatch.setattr(examining, "_BATCH", 64)
+    try:
+        rows = {row["kernel"]: row for row in examining.kernels()}
+    finally:
+        KERNELS.unregister("broken")
+    assert "AttributeError" in rows["broken"]["problem"]
+    assert rows["int8"]["problem"] or rows["int8"]["of_float"] > 0
+    assert rows["bf16"]["of_float"] > 0

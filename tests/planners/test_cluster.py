@@ -134,3 +134,22 @@ def test_memory_that_is_too_small_is_explained(measured: tuple[StepGraph, Device
     given.cluster = replace(given.predictor, cluster=given.cluster.model_copy(update={"devices": tiny})).cluster
     with pytest.raises(PlanError, match=r"slow: needs .* GB with everything as small as it can be"):
         fastest(given)
+
+
+def test_convolutions_behind_convolutions_can_be_low() -> None:
+    """What a kernel hands on has the strides that the float operator's result has, or the next one isn't found."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(2, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(128, 3))
+    batch = (torch.randn(4, 2, 8, 8), torch.randint(0, 3, (4,)))
+    graph = capture(model, batch[0])
+    low = Plan(compute={"*": INT8}).resolve(graph)
+    variants = [
+        Variant(model=copy.deepcopy(model)),
+        Variant(model=prepare(copy.deepcopy(model), low, graph=graph), plan=low),
+    ]
+    own = profile(variants, batch, F.cross_entropy, rounds=3, fit_casts=False)
+    step = record_step(model, batch, F.cross_entropy)
+    penalties = {name: {"int8": 1.0} for name in ("0", "2", "4")}
+    machine = OnCluster(step, {"here": own}, Cluster.of({"here": 1}), penalties, {"int8": INT8})
+    assert machine.operators == ["0", "2", "4"]
+    assert machine.work("here", {"2": "int8"}, 4) != machine.work("here", {}, 4)

@@ -168,3 +168,13 @@ def test_two_kinds_of_device_train_one_model(tmp_path: Path) -> None:
     facts = json.loads((tmp_path / "run" / "result.json").read_text())
     assert facts["batches"] == [14, 6]
     assert replace(Plan.load(tmp_path / "run" / "plan.yaml"), model=None).devices["slow"].batch == 6
+
+
+def test_a_planner_may_say_that_float_is_best(tmp_path: Path) -> None:
+    config = TrainConfig(epochs=1, batch=50, lr=0.1)
+    trainer = Trainer(workload(), config=config, compute=Plan(devices={"big": Device(), "small": Device()}), kind="big")
+    trained = trainer.fit().model.state_dict()
+    plain = Trainer(workload(), config=config).fit().model.state_dict()
+    assert all(torch.equal(trained[name], tensor) for name, tensor in plain.items())
+    with pytest.raises(BitwrightError, match="computes nothing in low precision"):
+        Trainer(workload(), config=config, compute=Plan()).fit()

@@ -1,28 +1,29 @@
 """The command line: thin, each verb calls public functions."""
 
-# Importing a verb's module registers it; their order is that of --help.
-from bitwright.cli import (  # noqa: I001
-    quickstart,  # noqa: F401
-    inspecting,  # noqa: F401
-    plan,  # noqa: F401
-    quantize,  # noqa: F401
-    score,  # noqa: F401
-    tune,  # noqa: F401
-    train,  # noqa: F401
-    profile,  # noqa: F401
-    predict,  # noqa: F401
-    deploy,  # noqa: F401
-    export,  # noqa: F401
-    check,  # noqa: F401
-    bench,  # noqa: F401
-    report,  # noqa: F401
-    leaderboard,  # noqa: F401
-    listing,  # noqa: F401
-    doctor,  # noqa: F401
-)
 from bitwright.cli.app import app
 
-__all__ = ["app", "main"]
+__all__ = ["VERBS", "app", "main"]
+
+#: Verbs and their modules, in the order of --help. After a change of a verb's options or words: `make verbs`.
+VERBS = {
+    "quickstart": "quickstart",
+    "inspect": "inspecting",
+    "plan": "plan",
+    "quantize": "quantize",
+    "score": "score",
+    "tune": "tune",
+    "train": "train",
+    "profile": "profile",
+    "predict": "predict",
+    "deploy": "deploy",
+    "export": "export",
+    "check": "check",
+    "bench": "bench",
+    "report": "report",
+    "leaderboard": "leaderboard",
+    "list": "listing",
+    "doctor": "doctor",
+}
 
 
 def main() -> None:

@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 from bitwright.cli.out import Out
 from bitwright.cli.stepping import half_of
-from bitwright.errors import BitwrightError, did_you_mean
-from bitwright.planners import Allocation, dynamic_batching, fastest, recover, recover_and_split, uniform
+from bitwright.errors import BitwrightError
+from bitwright.planners import Allocation, uniform
 from bitwright.planners.cluster import OnCluster
 from bitwright.planners.machine import FLOAT
 from bitwright.predict import Cluster
 from bitwright.profile import record_step
 from bitwright.profile.step import Batch, Loss
+from bitwright.registry import PLANNERS
 from bitwright.report import words
 from bitwright.sensitivity import Indications, spec_of
 from bitwright.workload import Workload
-
-PLANNERS: dict[str, Callable[[OnCluster], Allocation]] = {
-    "recover": recover,
-    "recover+split": recover_and_split,
-    "fastest": fastest,
-    "batches": dynamic_batching,
-    "float": lambda machine: uniform(machine, FLOAT),
-}
 
 
 def allocate(
@@ -39,9 +31,7 @@ def allocate(
     output: Path | None,
 ) -> None:
     """Plan, compare with what one would do without planning, and write."""
-    if planner not in PLANNERS:
-        fix = did_you_mean(planner, PLANNERS)
-        raise BitwrightError("unknown planner", where="--planner", value=planner, fix=fix)
+    PLANNERS.get(planner)  # a wrong name is found before anything is loaded
     if indications is None:
         raise BitwrightError(
             "nothing says how much operators suffer",
@@ -74,7 +64,7 @@ def allocate(
         rows: dict[str, Allocation] = {}
         for name in dict.fromkeys([planner, "recover", "recover+split", "batches", "float"]):
             phase(f"planning: {name}")
-            rows[name] = PLANNERS[name](machine)
+            rows[name] = PLANNERS.get(name)(machine)
         for format in formats:
             rows[f"all {format}"] = uniform(machine, format)
     plan = machine.to_plan(rows[planner], model=workload.name)
@@ -117,5 +107,8 @@ def _show(out: Out, machine: OnCluster, rows: dict[str, Allocation], planner: st
             for name, one in rows.items()
         ],
     )
-    if output is not None:
-        out.say(f"{output}: train with --plan {output} --kind KIND")
+    chosen = rows[planner]
+    if not any(chosen.low.values()) and len(set(chosen.batches.values())) == 1:
+        out.say("nothing is won here by low precision: train without a plan")
+    elif output is not None:
+        out.say(f"{output}: train with --plan {output} --kind {','.join(machine.kinds)} (the kind of each process)")

@@ -8,6 +8,7 @@ import typer
 
 from bitwright.backends import BackendTable
 from bitwright.backends import backend as find_backend
+from bitwright.cli import examining
 from bitwright.cli.out import Out
 from bitwright.cli.verb import CHECK_FAILED, verb
 from bitwright.deploy import available_runtimes, saturates
@@ -35,15 +36,28 @@ NOT_OFFERED = {
     """,
 )
 def doctor(out: Out) -> None:
-    """Tell what is installed, what this CPU can do, and how exact its 8-bit products are.
+    """Tell what works here, and why the rest doesn't: runtimes, kernels, tools, data, extras.
 
+    Runtimes are probed for the exactness of 8-bit products; kernels of low-precision training are timed beside FP32.
     Exits with 1 if no runtime can be used.
     """
     found = environment()
     missing = available_runtimes()
     with out.steps("probing the runtimes"):
         runtimes = {name: _runtime(name, reason, found.packages) for name, reason in missing.items()}
-    out.data({"environment": found.model_dump(), "runtimes": runtimes, "not_offered": NOT_OFFERED})
+    with out.steps("timing the kernels"):
+        kernels = examining.kernels()
+    tools, extras = examining.tools(), examining.extras()
+    out.data(
+        {
+            "environment": found.model_dump(),
+            "runtimes": runtimes,
+            "kernels": kernels,
+            "tools": tools,
+            "extras": extras,
+            "not_offered": NOT_OFFERED,
+        }
+    )
     out.table(
         ["", ""],
         [
@@ -70,6 +84,21 @@ def doctor(out: Out) -> None:
         title="Runtimes",
     )
     out.table(
+        ["kernel", "works here", "#time of FP32"],
+        [(row["kernel"], row["problem"] or "yes", _speed(row["of_float"])) for row in kernels],
+        title=f"Kernels, in {examining.LAYER}, forward and backward",
+    )
+    out.table(
+        ["tool", "found", "for", "fix"],
+        [(row["tool"], row["found"] or "no", row["for"], row["fix"] or "") for row in tools],
+        title="Tools and data",
+    )
+    out.table(
+        ["extra", "missing", "install"],
+        [(row["extra"], ", ".join(row["missing"]) or "nothing", row["fix"] or "") for row in extras],
+        title="Extras",
+    )
+    out.table(
         ["not offered", "tried", "why"],
         [(name, facts["tried"], facts["why"]) for name, facts in NOT_OFFERED.items()],
         title="Runtimes that Bitwright can't use (docs/runtimes.md)",
@@ -77,6 +106,10 @@ def doctor(out: Out) -> None:
     if all(reason is not None for reason in missing.values()):
         out.error("no runtime can be used: artefacts can be made, but not checked", [])
         raise typer.Exit(CHECK_FAILED)
+
+
+def _speed(ratio: float | None) -> str:
+    return "" if ratio is None else f"{ratio:.2f}" + (": slower" if ratio > 1.05 else "")
 
 
 def _exactness(saturating: bool | None) -> str:

@@ -16,7 +16,9 @@ from bitwright.registry import (
     ARTEFACTS,
     BACKENDS,
     INDICATORS,
+    KERNELS,
     OBSERVERS,
+    PLANNERS,
     QUANTIZERS,
     RUNTIMES,
     STEPS,
@@ -37,7 +39,9 @@ class Kind(StrEnum):
     workloads = "workloads"
     steps = "steps"
     strategies = "strategies"
+    kernels = "kernels"
     indicators = "indicators"
+    planners = "planners"
     formats = "formats"
 
 
@@ -50,7 +54,9 @@ _REGISTRIES = {
     Kind.workloads: WORKLOADS,
     Kind.steps: STEPS,
     Kind.strategies: STRATEGIES,
+    Kind.kernels: KERNELS,
     Kind.indicators: INDICATORS,
+    Kind.planners: PLANNERS,
 }
 
 

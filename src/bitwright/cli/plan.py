@@ -11,7 +11,7 @@ import typer
 
 from bitwright.backends import Choices, check_plan
 from bitwright.backends import backend as find_backend
-from bitwright.cli.allocating import PLANNERS, allocate
+from bitwright.cli.allocating import allocate
 from bitwright.cli.choosing import with_choices
 from bitwright.cli.data import open_workload
 from bitwright.cli.options import load_plan
@@ -63,7 +63,7 @@ def plan(
         Path | None,
         typer.Option(help="How much operators suffer: of `bitwright score --indicator`.", show_default=False),
     ] = None,
-    planner: Annotated[str, typer.Option(help=f"For a cluster: {', '.join(PLANNERS)}.", show_default=True)] = "recover",
+    planner: Annotated[str, typer.Option(help="For a cluster: a name of `bitwright list planners`.")] = "recover",
     mapper: Annotated[
         Path | None,
         typer.Option(help="Make it of QSync's mapper (.npy), which is read without running it.", show_default=False),

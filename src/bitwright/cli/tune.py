@@ -199,6 +199,8 @@ def _show(out: Out, tuned: Tuned, metric: str, folder: Path) -> None:
             f"only float is right on {paired.only_float} samples, only the quantized model on {paired.only_quantized}: "
             f"p = {paired.p_value:.2g} (McNemar)"
         )
+    if tuned.quantized is None and tuned.met_goal:
+        out.say("nothing is quantized in it: your float model is the answer, and no artefact was written")
     outcome = tuned.outcome
     verdict = {True: "the goal holds", False: "the goal is missed", None: "no goal was checked"}[tuned.met_goal]
     speed = "" if outcome.latency_ratio is None else f", {outcome.latency_ratio:.2f}× float's latency"

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from bitwright.cli.app import app
+from bitwright.cli.known import REAL
 from bitwright.cli.out import Out
 from bitwright.errors import BitwrightError
 
@@ -54,7 +54,9 @@ def verb(name: str, *, examples: str) -> Callable[[Verb], Verb]:
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         lines = "\n".join(f"  {line.strip()}" for line in examples.strip().splitlines())
         text = f"{inspect.getdoc(function)}\n\n\b\nExamples:\n{lines}"
-        app.command(name, help=text)(run)
+        alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+        alone.command(name, help=text)(run)
+        REAL[name] = alone
         return function
 
     return register

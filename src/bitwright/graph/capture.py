@@ -34,8 +34,8 @@ def capture(model: nn.Module, *inputs: Any, train: bool = False) -> Graph:
     state, are as before afterwards.
 
     >>> graph = capture(nn.Sequential(nn.Linear(3, 2), nn.ReLU()), torch.ones(1, 3))
-    >>> [op.name for op in graph.ops]
-    ['0', '1']
+    >>> ", ".join(op.name for op in graph.ops)
+    '0, 1'
     """
     if not isinstance(model, nn.Module):
         raise CaptureError("capture needs a torch.nn.Module", value=type(model).__name__)

@@ -1,6 +1,6 @@
 """Planners: from a graph, a backend and a goal to a plan; from a cluster and penalties to precisions."""
 
-from bitwright.planners.allocate import Allocation, fastest, recover, uniform
+from bitwright.planners.allocate import Allocation, all_float, allocation, equal_batches, fastest, recover, uniform
 from bitwright.planners.batches import dynamic_batching, recover_and_split, split_batch
 from bitwright.planners.by_backend import make_plan
 from bitwright.planners.ilp import ilp
@@ -11,7 +11,10 @@ __all__ = [
     "Allocation",
     "Machine",
     "OperatorCost",
+    "all_float",
+    "allocation",
     "dynamic_batching",
+    "equal_batches",
     "fastest",
     "ilp",
     "make_plan",

@@ -57,6 +57,11 @@ def uniform(machine: Machine, format: str, batches: Mapping[str, int] | None = N
     return allocation(machine, plans, batches)
 
 
+def all_float(machine: Machine) -> Allocation:
+    """Everything in float, equal batches: what is there without a plan."""
+    return uniform(machine, FLOAT)
+
+
 def fastest(machine: Machine, batches: Mapping[str, int] | None = None) -> Allocation:
     """Each kind as fast as it can be within its memory; of equally fast plans the most exact.
 

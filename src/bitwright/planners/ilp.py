@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
 
 from bitwright.errors import PlanError, Problem
 from bitwright.planners.machine import Machine
@@ -21,6 +20,8 @@ def ilp(
 
     Costs of operators are taken as independent: each is measured against the plan with everything in its first format.
     """
+    from scipy.optimize import Bounds, LinearConstraint, milp  # takes most of a second; only planners wait for it
+
     batch = batch or machine.batch
     operators = list(machine.operators)
     pairs = [(op, format) for op in operators for format in machine.formats(kind, op)]

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.optimize import nnls
 
 
 @dataclass(frozen=True)
@@ -38,6 +37,8 @@ def fit(rows: Sequence[Sequence[float]], seconds: Sequence[float], *, hold_out: 
 
 
 def _solve(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    from scipy.optimize import nnls  # takes most of a second; only a profile that is made waits for it
+
     weights = 1.0 / np.maximum(y, 1e-12)
     scaled = x * weights[:, None]
     sizes = np.maximum(np.abs(scaled).max(axis=0), 1e-300)  # elements and a constant differ by many orders

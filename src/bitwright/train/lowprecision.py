@@ -34,7 +34,7 @@ def read(plan: Plan | str | Path) -> Plan:
     problems += found.validate()
     if problems:
         raise TrainError(problems, title="the plan can't be trained under")
-    if not found.compute and not any(device.compute or device.batch for device in found.devices.values()):
+    if not found.compute and not found.devices:  # a planner may find that float is best on every kind of device
         raise TrainError.single("the plan computes nothing in low precision", where="compute", fix="train without it")
     return found
 
@@ -48,7 +48,9 @@ def kind_of(plan: Plan, kinds: str | None, ranks: Ranks) -> str | None:
     if kinds is None:
         if len(plan.devices) == 1:
             return next(iter(plan.devices))
-        fix = f"say which one this is: kind={next(iter(plan.devices))!r}, or one for each rank with commas between"
+        fix = (
+            f"say which one this is: --kind {next(iter(plan.devices))}, or one for each rank: {','.join(plan.devices)}"
+        )
         raise TrainError.single("the plan has several kinds of device", where="kind", value=[*plan.devices], fix=fix)
     names = [name.strip() for name in kinds.split(",")]
     if len(names) not in (1, ranks.world):
@@ -73,7 +75,9 @@ class LowPrecision:
         own = replace(own, devices={}, backend=None).resolve(graph)
         prepare(model, own, graph=graph, simulate=simulate)
         self.notes: list[str] = []
+        where = "" if kind is None else f"{kind}: "
         if find_attachment(model) is None:
+            self.notes.append(f"{where}all operators in float, as the plan says")
             return
         kernels = attachment_of(model).kernels
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
@@ -85,7 +89,6 @@ class LowPrecision:
             if missing and (text := f"{kernel.name} is only simulated: {missing}") not in self.notes:
                 self.notes.append(text)
         words = ", ".join(f"{count} in {how}" for how, count in counts.items())
-        where = "" if kind is None else f"{kind}: "
         self.notes.insert(0, f"{where}of {len(graph.ops)} operators {words}; all others in float")
 
     @contextmanager

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from scipy.stats import binomtest, hypergeom
-
 ERROR = 1e-3
 """How likely a candidate that would pass is given up on a part of the data, at most, for each candidate."""
 
@@ -25,6 +23,8 @@ def hopeless(hits: int, looked_at: int, samples: int, required: int, error: floa
         return False
     if required > samples:
         return True
+    from scipy.stats import hypergeom  # takes most of a second, also here below
+
     return bool(hypergeom.cdf(hits, samples, required, looked_at) <= error)
 
 
@@ -57,6 +57,8 @@ def mcnemar(only_float: int, only_quantized: int) -> Paired:
     >>> round(mcnemar(2, 10).p_value, 4)
     0.0386
     """
+    from scipy.stats import binomtest
+
     differing = only_float + only_quantized
     p_value = float(binomtest(only_float, differing).pvalue) if differing else 1.0
     return Paired(only_float=only_float, only_quantized=only_quantized, p_value=p_value)

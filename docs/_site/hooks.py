@@ -1,0 +1,64 @@
+"""What the site has beside `docs/`: benchmark results, examples, and the command line's own words."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File
+
+ROOT = Path(__file__).parents[2]
+BESIDE = ("benchmarks/*.yaml", "benchmarks/results/*.md", "benchmarks/results/*.svg", "examples/*/*.*")
+
+_LEFT_OUT = {".pyc", ".json", ".db"}
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add pages from elsewhere in the repository under their own paths."""
+    for pattern in BESIDE:
+        for source in sorted(one for one in ROOT.glob(pattern) if one.suffix not in _LEFT_OUT):
+            uri = source.relative_to(ROOT).as_posix()
+            files.append(File.generated(config, uri, abs_src_path=str(source)))
+    files.append(File.generated(config, "reference/command-line.md", content=command_line()))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
+    """In the repository `docs/` is a folder; on the site it is the root."""
+    uri = page.file.src_uri
+    depth = uri.count("/")
+    if uri.startswith(("benchmarks/", "examples/")):
+        up = "../" * depth
+        return markdown.replace(f"]({up}docs/", f"]({up}")
+    up = "../" * (depth + 1)
+    return re.sub(rf"\]\({re.escape(up)}(benchmarks|examples)/", rf"]({'../' * depth}\1/", markdown)
+
+
+def command_line() -> str:
+    """The reference of all verbs, from the table that --help reads."""
+    table = json.loads((ROOT / "src/bitwright/cli/verbs.json").read_text(encoding="utf-8"))
+    lines = [
+        "# The command line",
+        "",
+        "`bitwright --help` and `man bitwright` say the same. `bitwright --install-completion` teaches your shell the",
+        "verbs, their options, and the names of workloads, backends, quantizers and all else that is registered.",
+        "",
+    ]
+    for facts in table:
+        about, _, examples = facts["help"].partition("\b\nExamples:\n")
+        lines += [f"## bitwright {facts['name']}", "", about.strip(), "", "```"]
+        lines += [line.strip() for line in examples.strip().splitlines()]
+        lines += ["```", "", "| | |", "|---|---|"]
+        lines += [f"| {_cell(f'`{left}`')} | {_cell(right)} |" for left, right in _records(facts)]
+        lines += [""]
+    return "\n".join(lines)
+
+
+def _records(facts: dict[str, Any]) -> list[list[str]]:
+    return [one["help"] for one in [*facts["arguments"], *facts["options"]] if "--help" not in one["names"]]
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", r"\|").replace("[", r"\[") if "`" not in text else text.replace("|", r"\|")
