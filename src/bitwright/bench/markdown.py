@@ -143,7 +143,8 @@ def _reasons(rows: Iterable[Row]) -> Iterator[str]:
     yield "| what | algorithm | backend | rows | reason |"
     yield "|---|---|---|---:|---|"
     for (what, algorithm, backend, reason), count in sorted(why.items()):
-        escaped = reason.replace("|", "\\|")
+        short = reason if len(reason) <= 160 else f"… {reason[-150:]}"  # a long list of sites, then what is wrong there
+        escaped = short.replace("|", "\\|")
         yield f"| {what} | {algorithm} | {backend} | {count} | {escaped} |"
 
 

@@ -173,7 +173,7 @@ def on_device(
     kind: type[Runtime] = RUNTIMES.get(table.runtime)
     missing = kind.missing()
     if missing is None and (problems := unexportable(model)):
-        missing = one_line(PlanError(problems[:1]))
+        missing = problems[0].what
     if missing is not None:
         return OnDevice(runtime=table.runtime, reason=missing)
     try:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from logging import WARNING, getLogger
 from pathlib import Path
 
 import typer
@@ -34,7 +37,7 @@ def run(
         config = config.model_copy(update={"attempts": attempts})
     for note in config.notes:
         out.note(note)
-    with out.units() as progress:
+    with out.units() as progress, _quiet_training():
 
         def watch(told: Told) -> None:
             task, result = told.task, told.result
@@ -50,6 +53,18 @@ def run(
     _show(out, board, files)
     if any(row.status in ("failed", "pending") for row in board.rows):
         raise typer.Exit(CHECK_FAILED)
+
+
+@contextmanager
+def _quiet_training() -> Iterator[None]:
+    """A training says what it decides for its user; rows keep that, and hundreds of such lines would hide the rest."""
+    log = getLogger("bitwright.train")
+    level = log.level
+    log.setLevel(WARNING)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
 
 
 def _show(out: Out, board: Leaderboard, files: list[Path]) -> None:
