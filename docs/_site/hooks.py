@@ -10,15 +10,14 @@ from typing import Any
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[2]
-BESIDE = ("benchmarks/*.yaml", "benchmarks/results/*.md", "benchmarks/results/*.svg", "examples/*/*.*")
-
-_LEFT_OUT = {".pyc", ".json", ".db"}
+RESULTS = ("benchmarks/*.yaml", "benchmarks/results/*.md", "benchmarks/results/*.svg")
+EXAMPLES = ("examples/*/*.md", "examples/*/*.py", "examples/*/*.sh")
 
 
 def on_files(files: Any, config: Any) -> Any:
     """Add pages from elsewhere in the repository under their own paths."""
-    for pattern in BESIDE:
-        for source in sorted(one for one in ROOT.glob(pattern) if one.suffix not in _LEFT_OUT):
+    for pattern in (*RESULTS, *EXAMPLES):
+        for source in sorted(ROOT.glob(pattern)):
             uri = source.relative_to(ROOT).as_posix()
             files.append(File.generated(config, uri, abs_src_path=str(source)))
     files.append(File.generated(config, "reference/command-line.md", content=command_line()))
