@@ -1,0 +1,38 @@
+"""The committed leaderboard is the whole of its grid, and says what ran."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bitwright import GridConfig, Leaderboard
+from bitwright.bench.executed import class_name
+from bitwright.registry import QUANTIZERS
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+NAMES = ("leaderboard", "leaderboard_why")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_is_the_result_of_its_grid(name: str) -> None:
+    config = GridConfig.load(BENCHMARKS / f"{name}.yaml")
+    file = BENCHMARKS / "results" / f"{name}.json"
+    board = Leaderboard.load(file)
+    assert board.config_hash == config.digest
+    assert [row.id for row in board.rows] == [task.key for task in config.tasks()]
+    assert {row.status for row in board.rows} <= {"done", "refused", "diverged"}
+    assert file.stat().st_size <= 2_000_000
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_ran_what_they_say(name: str) -> None:
+    for row in Leaderboard.load(BENCHMARKS / "results" / f"{name}.json").rows:
+        if row.status != "done":
+            assert row.reason
+            continue
+        assert row.executed is not None
+        for sites, method in ((row.executed.weights, row.w_method), (row.executed.activations, row.a_method)):
+            assert {one.quantizer for one in sites} == {class_name(QUANTIZERS.get(method))}
+            assert all(one.levels <= 2 ** int(one.format.partition("/")[0].lstrip("uint")) for one in sites)
+        assert row.executed.folding.keys() <= {str(row.config.get("bnfold", 4))}
