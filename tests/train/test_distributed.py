@@ -47,7 +47,7 @@ def state(out: Path) -> dict[str, torch.Tensor]:
     return load_file(out / "checkpoint.safetensors")
 
 
-@pytest.mark.parametrize("quantizer", ["lsq", "plain"])
+@pytest.mark.parametrize("quantizer", ["lsq", pytest.param("plain", marks=pytest.mark.slow)])
 def test_two_processes_train_one_model(tmp_path: Path, quantizer: str) -> None:
     # `Ranks.agree` compares every scale and weight bit by bit after each epoch: a difference would end the run
     options = ("--epochs", "2", "--quantize", "int8", "--quantizer", quantizer, "--observer", "ema-minmax")

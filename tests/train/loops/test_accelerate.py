@@ -78,7 +78,10 @@ def test_what_accelerate_unwraps_still_runs(tmp_path: Path) -> None:
     common.deploys(loop.qat, tmp_path / "model.onnx", x)
 
 
-@pytest.mark.parametrize("options", [{}, {"quantizer": "plain", "observer": "ema-minmax", "freeze_observers": 2}])
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param({}, marks=pytest.mark.slow), {"quantizer": "plain", "observer": "ema-minmax", "freeze_observers": 2}],
+)
 def test_save_state_resumes_to_the_bit(tmp_path: Path, options: dict[str, Any]) -> None:
     loop = Loop(tmp_path, **options)
     loop.epochs(1)

@@ -116,7 +116,10 @@ def test_it_trains_and_deploys(tmp_path: Path, settings: dict[str, Any]) -> None
     common.deploys(qat, tmp_path / "model.onnx", images())
 
 
-@pytest.mark.parametrize("options", [{}, {"quantizer": "plain", "observer": "ema-minmax", "freeze_observers": 1}])
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param({}, marks=pytest.mark.slow), {"quantizer": "plain", "observer": "ema-minmax", "freeze_observers": 1}],
+)
 def test_it_resumes_to_the_bit(tmp_path: Path, options: dict[str, Any]) -> None:
     watch = not options  # nothing is learned by `plain`
     whole, _, _, _ = run(tmp_path / "one", options=options, watch=watch)
@@ -171,7 +174,7 @@ def test_gradient_checkpointing_changes_nothing() -> None:
     assert len(quantizers_of(model)) > 10
 
 
-@pytest.mark.parametrize("quantizer", ["lsq", "plain"])
+@pytest.mark.parametrize("quantizer", ["lsq", pytest.param("plain", marks=pytest.mark.slow)])
 def test_two_processes_train_one_model(tmp_path: Path, quantizer: str) -> None:
     worker = Path(__file__).with_name("ddp_worker.py")
     command = [

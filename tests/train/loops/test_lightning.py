@@ -104,7 +104,10 @@ def test_it_trains_and_deploys(tmp_path: Path, part: str, settings: dict[str, An
     common.deploys(qat, tmp_path / "model.onnx", common.samples()[0])
 
 
-@pytest.mark.parametrize("options", [{}, {"quantizer": "plain", "observer": "ema-minmax", "freeze_observers": 1}])
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param({}, marks=pytest.mark.slow), {"quantizer": "plain", "observer": "ema-minmax", "freeze_observers": 1}],
+)
 def test_it_resumes_to_the_bit(tmp_path: Path, options: dict[str, Any]) -> None:
     whole = fit(tmp_path / "whole", Module(), **options)
     fit(tmp_path / "parts", Module(), max_epochs=1, **options)

@@ -51,7 +51,10 @@ def test_a_plain_loop(tmp_path: Path) -> None:
     common.deploys(qat, tmp_path / "model.onnx", common.samples()[0])
 
 
-@pytest.mark.parametrize("options", [{}, {"quantizer": "plain", "observer": "ema-minmax", "freeze_observers": 2}])
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param({}, marks=pytest.mark.slow), {"quantizer": "plain", "observer": "ema-minmax", "freeze_observers": 2}],
+)
 def test_three_states_resume_to_the_bit(tmp_path: Path, options: dict[str, Any]) -> None:
     qat, optimizer = make(**options)
     steps(qat, optimizer, 1)
