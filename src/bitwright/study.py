@@ -25,7 +25,7 @@ from optuna.storages import RDBStorage
 from optuna.trial import FrozenTrial, TrialState
 from pydantic import BaseModel
 from sqlalchemy import Connection, event
-from sqlalchemy.exc import DatabaseError
+from sqlalchemy.exc import DatabaseError, IntegrityError
 from sqlalchemy.pool import StaticPool
 
 from bitwright.errors import BitwrightError, PlanError, Problem
@@ -111,19 +111,22 @@ class Study(Generic[TaskT, OutcomeT]):
         return Claim(trial._trial_id)
 
     def finish(self, claim: Claim, outcome: OutcomeT) -> None:
-        """Keep what was found."""
-        self._storage.set_trial_user_attr(claim.id, _OUTCOME, outcome.model_dump(mode="json"))
-        self._close(claim.id)
+        """Keep what was found, unless we were silent for so long that others gave us up: then it is theirs."""
+        with suppress(optuna.exceptions.UpdateFinishedTrialError):
+            self._storage.set_trial_user_attr(claim.id, _OUTCOME, outcome.model_dump(mode="json"))
+            self._close(claim.id)
 
     def give_back(self, claim: Claim) -> None:
         """Somebody else, or the next run, shall do it: this one was interrupted."""
-        self._storage.set_trial_user_attr(claim.id, _INTERRUPTED, True)
-        self._fail(claim.id)
+        with suppress(optuna.exceptions.UpdateFinishedTrialError):
+            self._storage.set_trial_user_attr(claim.id, _INTERRUPTED, True)
+            self._fail(claim.id)
 
     def fail(self, claim: Claim, failure: OutcomeT) -> None:
         """It went wrong, and is free again: `failures` tells how often."""
-        self._storage.set_trial_user_attr(claim.id, _FAILURE, failure.model_dump(mode="json"))
-        self._fail(claim.id)
+        with suppress(optuna.exceptions.UpdateFinishedTrialError):
+            self._storage.set_trial_user_attr(claim.id, _FAILURE, failure.model_dump(mode="json"))
+            self._fail(claim.id)
 
     def failures(self, task: TaskT) -> list[OutcomeT]:
         """How a task went wrong so far, in order."""
@@ -307,7 +310,8 @@ def _storage(store: str | Path | None) -> RDBStorage:
                 _one_at_a_time(storage)
             return storage
         except (DatabaseError, ImportError) as error:
-            if left and "already exists" in str(error):  # two workers make the tables at the same moment
+            # two workers make the tables, or write their version, at the same moment
+            if left and (isinstance(error, IntegrityError) or "already exists" in str(error)):
                 time.sleep(0.2)
                 continue
             lines = str(error).strip().splitlines()

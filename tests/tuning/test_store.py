@@ -88,6 +88,19 @@ def test_what_went_wrong_is_free_again_and_remembered(tmp_path: Path, monkeypatc
     assert study.failures(candidate(1)) == []
 
 
+def test_who_was_taken_for_dead_leaves_its_task_to_others(tmp_path: Path) -> None:
+    slow, other = opened(tmp_path), opened(tmp_path)
+    claim = slow.claim(candidate(0))
+    assert claim is not None
+    other._fail(claim.id)  # as after a long silence
+    again = other.claim(candidate(0))
+    assert again is not None
+    slow.finish(claim, outcome(1))
+    assert slow.known(candidate(0)) is None
+    other.finish(again, outcome(2))
+    assert slow.known(candidate(0)) == outcome(2)
+
+
 def test_two_processes_never_have_the_same_trial(tmp_path: Path) -> None:
     opened(tmp_path)
     context = multiprocessing.get_context("spawn")

@@ -138,6 +138,8 @@ def _attempt(study: GridStudy, task: RowTask, starts: Starts) -> Outcome | None:
         study.fail(claim, outcome)
     else:
         study.finish(claim, outcome)
+        if study.known(task) is None:  # we were taken for dead: another worker has the row now
+            return None
     return outcome
 
 
