@@ -69,7 +69,9 @@ def test_what_is_wrong_is_said_before_anything_is_trained(tmp_path: Path) -> Non
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGKILL]
+)
 def test_an_interrupted_run_loses_nothing(tmp_path: Path, number: signal.Signals) -> None:
     options = ["train", TINY, *COMMON, "--save-steps", "3", "--quantize", "int8", "--no-tensorboard"]
     run(*options, "-o", tmp_path / "whole")

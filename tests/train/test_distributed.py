@@ -77,6 +77,7 @@ def test_shards_train_as_replicas_do(tmp_path: Path) -> None:
     assert losses[0][-1] == pytest.approx(losses[1][-1], rel=0.2)
 
 
+@pytest.mark.slow
 def test_shards_go_on_to_the_bit(tmp_path: Path) -> None:
     options = ("--epochs", "2", "--quantize", "int8", "--parallel", "fsdp", "--ema", "0.9", "--save-steps", "5")
     finish(launch(tmp_path / "whole", *options))
@@ -90,6 +91,7 @@ def test_shards_go_on_to_the_bit(tmp_path: Path) -> None:
     assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
 
 
+@pytest.mark.slow
 def test_a_run_whose_worker_is_killed_ends_as_an_unbroken_one(tmp_path: Path) -> None:
     options = ("--epochs", "2", "--save-steps", "5", "--quantize", "int8")
     finish(launch(tmp_path / "whole", *options))

@@ -9,7 +9,7 @@ import torch
 
 from bitwright.errors import WorkloadError
 from bitwright.zoo.blendcnn import BlendCNN
-from bitwright.zoo.descriptions import _pairs, blendcnn_descriptions
+from bitwright.zoo.descriptions import blendcnn_descriptions, description_pairs
 from bitwright.zoo.mrpc import blendcnn_mrpc, read_pairs
 from bitwright.zoo.scores import scores
 from bitwright.zoo.text import Pairs, WordPieces, Words, encode_pairs
@@ -120,7 +120,7 @@ def test_mrpc_as_it_is_published(data_dir: Path) -> None:
 
 
 def test_no_part_of_the_descriptions_has_a_passage_of_another() -> None:
-    parts = {part: _pairs(part) for part in ("training", "held-out", "test")}
+    parts = {part: description_pairs(part) for part in ("training", "held-out", "test")}
     texts = {part: {text for pair in pairs for text in pair} for part, (pairs, _) in parts.items()}
     assert [len(pairs) for pairs, _ in parts.values()] == [1600, 320, 320]
     assert all(sum(labels) * 2 == len(labels) for _, labels in parts.values())

@@ -5,14 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from bitwright.cli.out import Out
-from bitwright.cli.stepping import half_of
+from bitwright.cli.stepping import half_of, training_batch
 from bitwright.errors import BitwrightError
 from bitwright.planners import Allocation, uniform
 from bitwright.planners.cluster import OnCluster
 from bitwright.planners.machine import FLOAT
 from bitwright.predict import Cluster
 from bitwright.profile import record_step
-from bitwright.profile.step import Batch, Loss
 from bitwright.registry import PLANNERS
 from bitwright.report import words
 from bitwright.sensitivity import Indications, spec_of
@@ -22,11 +21,12 @@ from bitwright.workload import Workload
 def allocate(
     out: Out,
     workload: Workload,
-    step: tuple[Batch, Loss],
     cluster: Path,
     indications: Path | None,
     planner: str,
     *,
+    batch: int | None,
+    channels_last: bool,
     keep_float: list[str],
     output: Path | None,
 ) -> None:
@@ -40,6 +40,7 @@ def allocate(
         )
     described = Cluster.load(cluster)
     suffering = Indications.load(indications)
+    step = training_batch(workload, batch, channels_last=channels_last)
     formats = sorted({format for own in suffering.values.values() for format in own if format != FLOAT})
     machine = OnCluster(
         record_step(workload.model, *step, name=workload.name),

@@ -16,7 +16,7 @@ from bitwright.cli.choosing import with_choices
 from bitwright.cli.data import open_workload
 from bitwright.cli.options import load_plan
 from bitwright.cli.out import Out
-from bitwright.cli.stepping import LayoutOption, training_batch
+from bitwright.cli.stepping import LayoutOption
 from bitwright.cli.verb import verb
 from bitwright.errors import BitwrightError, PlanError
 from bitwright.graph import capture
@@ -86,8 +86,17 @@ def plan(
     if cluster is not None:
         kept = list(choices.get("keep_float", ()))
         found = open_workload(out, workload)
-        step = training_batch(found, batch, channels_last=channels_last)
-        allocate(out, found, step, cluster, indications, planner, keep_float=kept, output=output)
+        allocate(
+            out,
+            found,
+            cluster,
+            indications,
+            planner,
+            batch=batch,
+            channels_last=channels_last,
+            keep_float=kept,
+            output=output,
+        )
         return
     other = load_plan(against)
     table = find_backend(backend)  # before the workload is opened: a wrong name is found at once

@@ -174,7 +174,8 @@ def test_gradient_checkpointing_changes_nothing() -> None:
     assert len(quantizers_of(model)) > 10
 
 
-@pytest.mark.parametrize("quantizer", ["lsq", pytest.param("plain", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("quantizer", ["lsq", "plain"])
 def test_two_processes_train_one_model(tmp_path: Path, quantizer: str) -> None:
     worker = Path(__file__).with_name("ddp_worker.py")
     command = [
