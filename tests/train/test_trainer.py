@@ -416,4 +416,4 @@ def test_a_few_steps_of_qat_keep_resnet20(data_dir: Path, tmp_path: Path) -> Non
     artefact = result.quantized.export(tmp_path / "model.onnx").path
     parity = result.quantized.check(artefact, [images for images, _ in work.evaluation()])
     assert parity.passed
-    assert parity.outputs[0].top1_agreement >= 0.999
+    assert parity.outputs[0].top1_agreement >= 0.995
