@@ -1,9 +1,10 @@
-"""What all benchmarks share: the environment that is written beside the numbers, and where results go."""
+"""What benchmarks share: the environment that is written beside the numbers, where results go, limits of a process."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import platform
 import sys
 from pathlib import Path
@@ -43,3 +44,22 @@ def save(name: str, data: dict[str, Any], markdown: str) -> None:
     write_text(RESULTS / f"{name}.json", json.dumps(data, indent=1, sort_keys=True) + "\n")
     write_text(RESULTS / f"{name}.md", text)
     sys.stdout.write(text)
+
+
+def limited(pid: int, *, cores: float, memory_gb: float | None = None) -> list[Path]:
+    """Give a process a part of a core, and little memory, by cgroups (v1, as root); the groups that could be made."""
+    wanted = {"cpu": {"cpu.cfs_period_us": 10_000, "cpu.cfs_quota_us": int(10_000 * cores)}}
+    if memory_gb is not None:
+        wanted["memory"] = {"memory.limit_in_bytes": int(memory_gb * 1e9)}
+    made = []
+    for controller, values in wanted.items():
+        group = Path("/sys/fs/cgroup") / controller / f"bitwright-{os.getpid()}"
+        try:
+            group.mkdir()
+            for name, value in values.items():
+                (group / name).write_text(str(value), encoding="ascii")
+            (group / "cgroup.procs").write_text(str(pid), encoding="ascii")
+            made.append(group)
+        except OSError:
+            continue
+    return made

@@ -20,7 +20,6 @@ import copy
 import random
 import statistics
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,7 @@ from torch import Tensor, nn
 from bitwright.plan import Plan
 from bitwright.predict import Predictor
 from bitwright.profile import DeviceProfile, StepSettings, Variant, halves, open_store, record_step
+from bitwright.profile.halves import restricted
 from bitwright.profile.host import measure_host, measure_tensors
 from bitwright.profile.repeat import undisturbed
 from bitwright.profile.run import assemble, resident_bytes
@@ -88,15 +88,7 @@ def coin_plan(plan: Plan, seed: int) -> Plan:
     """Each operator keeps its quantizers or loses them."""
     coin = random.Random(seed)
     names = sorted({site.rpartition(":")[0] for site in plan.sites})
-    kept = {name for name in names if coin.random() < 0.5}
-    sites = {
-        site: spec
-        for site, spec in plan.sites.items()
-        if site.rpartition(":")[0] in kept and (spec.share is None or spec.share.rpartition(":")[0] in kept)
-    }
-    whole = {s: spec for s, spec in sites.items() if all(o in sites for o in spec.quantizer_options.get("of", []))}
-    folds = {norm: fold for norm, fold in plan.folds.items() if fold.into in kept}
-    return replace(plan, sites=whole, fold=folds)
+    return restricted(plan, {name for name in names if coin.random() < 0.5})
 
 
 def cases(model: nn.Module, batch: Any, with_amp: bool) -> dict[str, Variant]:

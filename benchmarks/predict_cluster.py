@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from common import environment, save
+from common import environment, limited, save
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -41,7 +41,6 @@ from bitwright.profile.watch import Watch, WatchedStep
 from bitwright.train import Qat
 from bitwright.zoo import ResNet20
 
-CGROUP = Path("/sys/fs/cgroup/cpu")
 ABLATIONS = {
     "whole": Modelled(),
     "without casts": Modelled(casts=False),
@@ -153,19 +152,6 @@ def judge(found: dict[str, Case], gathered: list[Any], world: int, buckets: Any)
     return rows
 
 
-def limited(pid: int, share: float) -> Path | None:
-    """Give a process a part of a core; None where cgroups can't be made."""
-    group = CGROUP / f"bitwright-{os.getpid()}"
-    try:
-        group.mkdir()
-        (group / "cpu.cfs_period_us").write_text("10000", encoding="ascii")
-        (group / "cpu.cfs_quota_us").write_text(str(int(10000 * share)), encoding="ascii")
-        (group / "cgroup.procs").write_text(str(pid), encoding="ascii")
-    except OSError:
-        return None
-    return group
-
-
 def run_world(world: int, rounds: int, quota: float, limit: int, cases: list[str]) -> tuple[list[Any], str]:
     with tempfile.TemporaryDirectory() as folder:
         out, meeting = Path(folder) / "rows.json", Path(folder) / "meeting"
@@ -191,9 +177,9 @@ def run_world(world: int, rounds: int, quota: float, limit: int, cases: list[str
         ]
         for rank, process in enumerate(ranks):
             os.sched_setaffinity(process.pid, {cores[rank % len(cores)]})
-        group = limited(ranks[-1].pid, quota)
+        groups = limited(ranks[-1].pid, cores=quota)
         beside = None
-        if group is None:
+        if not groups:
             beside = subprocess.Popen(
                 [sys.executable, "-c", f"import time; e=time.time()+{limit}\nwhile time.time()<e: pass"]
             )
@@ -205,11 +191,11 @@ def run_world(world: int, rounds: int, quota: float, limit: int, cases: list[str
                 if process.poll() is None:
                     process.kill()
                     process.wait()
-            if group is not None:
+            for group in groups:
                 group.rmdir()
         if any(codes):
             raise SystemExit(f"a rank ended with {codes}")
-        how = f"quota of {quota:g} core" if group is not None else "a core shared with a busy process"
+        how = f"quota of {quota:g} core" if groups else "a core shared with a busy process"
         return json.loads(out.read_text(encoding="utf-8")), how
 
 

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from common import environment, save
+from common import environment, limited, save
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
@@ -182,25 +182,6 @@ def ddp_step(model: nn.Module, plan: Plan, kind: str, x: Tensor, y: Tensor) -> T
     return TrainingStep(own, [(x[:size], y[:size])], F.cross_entropy, StepSettings(), net=shared)
 
 
-def limited(pid: int) -> list[Path]:
-    """Half of a core and little memory; what could be set."""
-    made = []
-    for controller, values in {
-        "cpu": {"cpu.cfs_period_us": 10_000, "cpu.cfs_quota_us": int(10_000 * QUOTA)},
-        "memory": {"memory.limit_in_bytes": int(MEMORY_GB * 1e9)},
-    }.items():
-        group = Path("/sys/fs/cgroup") / controller / f"bitwright-unequal-{os.getpid()}"
-        try:
-            group.mkdir()
-            for name, value in values.items():
-                (group / name).write_text(str(value), encoding="ascii")
-            (group / "cgroup.procs").write_text(str(pid), encoding="ascii")
-            made.append(group)
-        except OSError:
-            continue
-    return made
-
-
 def measure_steps(rounds: int, limit: int) -> tuple[list[Any], str]:
     with tempfile.TemporaryDirectory() as folder:
         out, meeting = Path(folder) / "rows.json", Path(folder) / "meeting"
@@ -211,7 +192,7 @@ def measure_steps(rounds: int, limit: int) -> tuple[list[Any], str]:
             command += ["--meeting", str(meeting), "--out", str(out)]
             ranks.append(subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}))
             os.sched_setaffinity(ranks[-1].pid, {cores[rank % len(cores)]})
-        groups = limited(ranks[1].pid)
+        groups = limited(ranks[1].pid, cores=QUOTA, memory_gb=MEMORY_GB)
         try:
             codes = [process.wait(timeout=limit) for process in ranks]
         finally:

@@ -1,4 +1,4 @@
-"""Files are written whole or not at all: into a temporary file beside the target, then renamed over it."""
+"""Files: written whole or not at all (into a temporary file beside the target, then renamed over it), settings read."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from errno import EISDIR
 from pathlib import Path
+from typing import Any
+
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
 
 from bitwright.errors import BitwrightError
 
@@ -42,3 +46,16 @@ def write_text(path: Path, text: str) -> Path:
     with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
     return Path(path)
+
+
+def read_settings(file: Path, what: str, begin: str) -> dict[str, Any]:
+    """The mapping of a YAML file; `what` is in it and `begin` is its first line, for those who gave another file."""
+    try:
+        data = YAML(typ="safe", pure=True).load(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise BitwrightError(f"can't read the file: {error}", where=str(file), fix="give a YAML file") from error
+    except YAMLError as error:
+        raise BitwrightError(f"not valid YAML: {error}", where=str(file), fix="mend the file") from error
+    if not isinstance(data, dict):
+        raise BitwrightError(f"{what} is a mapping", where=str(file), value=data, fix=f"begin with `{begin}`")
+    return data

@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
-from ruamel.yaml import YAML
-from ruamel.yaml.error import YAMLError
 
 from bitwright.bench.mqbench import is_mqbench, translate
-from bitwright.errors import BitwrightError, PlanError, Problem, did_you_mean
+from bitwright.errors import PlanError, Problem, did_you_mean
+from bitwright.files import read_settings
 from bitwright.plan import NO_FOLDING, STRATEGIES, known_strategies
 from bitwright.registry import BACKENDS, OBSERVERS, QUANTIZERS, WORKLOADS
 from bitwright.tuning.problems import problems_of
@@ -144,7 +143,8 @@ class GridConfig(_Strict):
         `workload` names the network of a file that names none.
         """
         file = Path(path)
-        return GridConfig.parse(_read(file), where=str(file), folder=file.parent, workload=workload)
+        data = read_settings(file, "a grid", "bitwright-grid: 1")
+        return GridConfig.parse(data, where=str(file), folder=file.parent, workload=workload)
 
     @staticmethod
     def parse(data: dict[str, Any], *, where: str, folder: Path, workload: str | None = None) -> GridConfig:
@@ -313,18 +313,6 @@ def _file_name(ref: str) -> str:
 
 def _digest(data: Any) -> str:
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _read(file: Path) -> dict[str, Any]:
-    try:
-        data = YAML(typ="safe", pure=True).load(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise BitwrightError(f"can't read the file: {error}", where=str(file), fix="give a YAML file") from error
-    except YAMLError as error:
-        raise BitwrightError(f"not valid YAML: {error}", where=str(file), fix="mend the file") from error
-    if not isinstance(data, dict):
-        raise BitwrightError("a grid is a mapping", where=str(file), value=data, fix="begin with `bitwright-grid: 1`")
-    return data
 
 
 def json_schema() -> dict[str, Any]:

@@ -8,12 +8,10 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from torch import Tensor
 
 from bitwright.attach import prepare
 from bitwright.errors import BitwrightError
-from bitwright.graph import capture
-from bitwright.graph.tree import batch_size, map_tensors, part
+from bitwright.graph import capture, tree
 from bitwright.plan import Plan
 from bitwright.planners import make_plan
 from bitwright.profile import StepSettings, Variant
@@ -58,18 +56,14 @@ def training_batch(workload: Workload, size: int | None, *, channels_last: bool 
     batch = next(data.epoch(0))
     if channels_last:
         workload.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        batch = map_tensors(batch, _last)
+        batch = tree.channels_last(batch)
     return batch, workload.loss
 
 
 def half_of(step: tuple[Batch, Loss]) -> tuple[Batch, Loss]:
     """The same with the first half of the batch."""
     batch, loss = step
-    return part(batch, 0, max(1, batch_size(batch) // 2)), loss
-
-
-def _last(tensor: Tensor) -> Tensor:
-    return tensor.contiguous(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor
+    return tree.part(batch, 0, max(1, tree.batch_size(batch) // 2)), loss
 
 
 def plan_of(workload: Workload, precision: str | Path) -> Plan:

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -37,6 +38,11 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(map_tensors(item, change) for item in value)
     return value
+
+
+def channels_last(value: Any) -> Any:
+    """The same nest with its images (tensors of four axes) as NHWC in memory."""
+    return map_tensors(value, lambda t: t.contiguous(memory_format=torch.channels_last) if t.dim() == 4 else t)
 
 
 def batch_size(batch: Any) -> int:

@@ -57,7 +57,7 @@ class _Linear(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             if "weight" in spec.backward:
                 # the transpose of the product of x's columns with the gradient's
-                codes = for_weight(flat, x, spec)
+                codes = _for_weight(flat, x, spec)
                 columns = Codes(values.t().contiguous(), torch.ones_like(codes.scales), x.zero)
                 rows = as_second(codes.values.t().contiguous(), codes, second_limit(flat))
                 right = products.linear(columns, rows, None, simulate=simulate).t()
@@ -69,7 +69,7 @@ class _Linear(torch.autograd.Function):
         return left, right, below, None, None
 
 
-def for_weight(grad: Tensor, x: Codes, spec: ComputeSpec) -> Codes:
+def _for_weight(grad: Tensor, x: Codes, spec: ComputeSpec) -> Codes:
     """The gradient as the weight's product wants it: rows are summed there, so x's steps are taken into one scale."""
     return encode(grad * x.steps, _seed() if spec.stochastic else None, signed=True, whole=True)
 
@@ -114,7 +114,7 @@ class _Conv2d(torch.autograd.Function):
             wants[0] = False
         if weighs:
             shape = (weight.shape[2:], stride, padding, dilation)
-            codes = for_weight(grad, x, spec)
+            codes = _for_weight(grad, x, spec)
             right = products.conv2d_weight(codes, x, *shape, second_limit(grad), simulate=simulate).to(weight.dtype)
             wants[1] = False
         if any(wants):

@@ -16,10 +16,10 @@ def halves(plan: Plan) -> list[Plan]:
     names = [name for name, spec in plan.compute.items() if spec.low]
     names += list(dict.fromkeys(site.rpartition(":")[0] for site, _ in plan.quantized))
     chosen = (set(names[0::2]), set(names[1::2]))
-    return [_only(plan, own) for own in chosen if own and len(own) < len(names)]
+    return [restricted(plan, own) for own in chosen if own and len(own) < len(names)]
 
 
-def _only(plan: Plan, operators: set[str]) -> Plan:
+def restricted(plan: Plan, operators: set[str]) -> Plan:
     """The plan without what other operators have; a quantizer that is shared or made of others goes with them."""
     sites = {
         site: spec

@@ -18,7 +18,7 @@ from bitwright.allocator import keep_memory
 from bitwright.attach import Quantizer
 from bitwright.batching import split
 from bitwright.graph.capture import untouched
-from bitwright.graph.tree import batch_size, map_tensors, part, tensors_in
+from bitwright.graph.tree import batch_size, channels_last, part, tensors_in
 from bitwright.registry import OBSERVERS
 
 LARGEST = 12 * 2**20
@@ -37,7 +37,7 @@ class Feed:
     def pieces(self, batch: Any) -> Iterator[Any]:
         """The batch as the model gets it."""
         for piece in [batch] if self.size is None else split([batch], self.size):
-            yield map_tensors(piece, _channels_last) if self.channels_last else piece
+            yield channels_last(piece) if self.channels_last else piece
 
 
 def how_to_feed(model: nn.Module, quantizers: Sequence[Quantizer], batch: Any, run: Callable[[Any], None]) -> Feed:
@@ -75,22 +75,14 @@ def how_to_feed(model: nn.Module, quantizers: Sequence[Quantizer], batch: Any, r
                 cut = _alike(apart, ranges(part(batch, 0, 2)))
         except Exception:  # only whole batches will do; if they won't either, they say what is wrong
             return Feed()
-        images = any(_has_channels(tensor) for tensor in tensors)
+        images = any(tensor.dim() == 4 and tensor.is_floating_point() for tensor in tensors)
         forget()
         try:
-            images = images and _alike(alone, ranges(map_tensors(first, _channels_last)))
+            images = images and _alike(alone, ranges(channels_last(first)))
         except Exception:  # such as of a view that wants another order
             images = False
     keep_memory()
     return Feed(max(1, size) if cut else None, images)
-
-
-def _has_channels(tensor: Tensor) -> bool:
-    return tensor.dim() == 4 and tensor.is_floating_point()
-
-
-def _channels_last(tensor: Tensor) -> Tensor:
-    return tensor.contiguous(memory_format=torch.channels_last) if _has_channels(tensor) else tensor
 
 
 def _alike(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:

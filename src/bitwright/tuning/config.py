@@ -10,13 +10,12 @@ from typing import Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from ruamel.yaml import YAML
-from ruamel.yaml.error import YAMLError
 from torch import nn
 
 from bitwright.backends import Choices
 from bitwright.datasets import Dataset
-from bitwright.errors import BitwrightError, PlanError, WorkloadError, did_you_mean
+from bitwright.errors import PlanError, WorkloadError, did_you_mean
+from bitwright.files import read_settings
 from bitwright.metrics import METRICS, make_evaluate, metric_name
 from bitwright.tuning.evaluate import Measuring
 from bitwright.tuning.goal import Budget, Goal
@@ -60,7 +59,7 @@ class TuneConfig(BaseModel):
     def load(path: str | Path) -> TuneConfig:
         """Read a file, ours or LPOT's; all its problems at once. Paths in it are relative to it."""
         file = Path(path)
-        data = _read(file)
+        data = read_settings(file, "a search", "workload: …")
         if is_lpot(data):
             data = translate(data, where=str(file))
         try:
@@ -169,18 +168,6 @@ class TuneConfig(BaseModel):
             **choices,
         }
         return tune(self.make_workload(workload), **{**arguments, **others})
-
-
-def _read(file: Path) -> dict[str, Any]:
-    try:
-        data = YAML(typ="safe", pure=True).load(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise BitwrightError(f"can't read the file: {error}", where=str(file), fix="give a YAML file") from error
-    except YAMLError as error:
-        raise BitwrightError(f"not valid YAML: {error}", where=str(file), fix="mend the file") from error
-    if not isinstance(data, dict):
-        raise BitwrightError("a search is a mapping", where=str(file), value=data, fix="begin with `workload: …`")
-    return data
 
 
 def json_schema() -> dict[str, Any]:
