@@ -96,6 +96,8 @@ def one(tool: str, model: str, batches: int, accuracy: bool) -> dict[str, Any]:
             "before_mb": before / 1024,
             "bytes": path.stat().st_size,
         }
+        if tool == "bitwright":  # what no way of observing can go below
+            result["forward"] = _forward(model, batches)
         if accuracy and path.suffix != ".pt2":
             runtime = bw.open_runtime("openvino" if path.suffix == ".xml" else "onnxruntime", path, threads=1)
             if workload is not None:
@@ -104,6 +106,21 @@ def one(tool: str, model: str, batches: int, accuracy: bool) -> dict[str, Any]:
                 same = [(runtime(**batch).argmax(1) == then) for batch, then in zip(fresh, chosen, strict=True)]
                 result["top1"] = 100 * float(torch.cat(same).float().mean())
     return result
+
+
+def _forward(model: str, batches: int) -> float:
+    """CPU seconds of the float model by itself on the same batches."""
+    import torch
+
+    from bitwright.workload import call
+
+    net, example, data, _ = _load(model, batches)
+    with torch.no_grad():
+        call(net.eval(), example)
+        start = time.process_time()
+        for batch in data:
+            call(net, batch)
+        return time.process_time() - start
 
 
 def _fresh(tool: str, model: str, batches: int, accuracy: bool) -> dict[str, Any]:
@@ -175,6 +192,7 @@ def _summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
         "before_mb": round(median(run["before_mb"] for run in sound)),
         "bytes": sound[0]["bytes"],
         **({"top1": sound[0]["top1"]} if "top1" in sound[0] else {}),
+        **({"forward": round(median(r["forward"] for r in sound), 3)} if "forward" in sound[0] else {}),
     }
 
 
@@ -203,6 +221,8 @@ def table(model: str, rows: dict[str, Any]) -> str:
             "",
             f"Ours / best peer: {calibration:.2f} for plain calibration (bar 0.5), {whole:.2f} for the whole.",
         ]
+    if "forward" in own:
+        lines.append(f"The float model's forward of these batches by itself: {own['forward']:.2f}.")
     return "\n".join(lines)
 
 

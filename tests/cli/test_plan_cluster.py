@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from bitwright import Plan
 from bitwright.planners import all_float
 from bitwright.registry import PLANNERS
@@ -26,10 +28,14 @@ def bitwright(folder: Path, *arguments: str) -> str:
 
 
 def test_profile_score_plan_and_predict(tmp_path: Path) -> None:
-    profile = ["profile", SPIRALS, "--batch", "64", "--kernel", "int8", "--rounds", "3", "--no-casts"]
+    profile = ["profile", SPIRALS, "--batch", "64", "--kernel", "int8", "--rounds", "3", "--no-casts", "--half-batch"]
     bitwright(tmp_path, *profile, "-o", "fast.json", "--quiet")
     known = json.loads((tmp_path / "fast.json").read_text())
     assert any(one["format"].startswith("kernel int8") for one in known["operators"])
+    for cost in known["operators"]:
+        for way in ("forward", "backward"):
+            if cost[way] is not None:
+                cost[way]["seconds"] *= 20
     (tmp_path / "slow.json").write_text(json.dumps(known))
     score = ["score", SPIRALS, "--indicator", "gradient-variance", "--formats", "int8"]
     bitwright(tmp_path, *score, "-o", "indications.json", "--quiet")
@@ -44,6 +50,13 @@ def test_profile_score_plan_and_predict(tmp_path: Path) -> None:
     assert rows["recover+split"]["seconds"] <= min(row["seconds"] for row in rows.values()) * 1.03
     made = Plan.load(tmp_path / "plan.yaml")
     assert set(made.devices) == {"fast", "slow"}
+    batches = rows["recover+split"]["batches"]
+    assert batches["fast"] > batches["slow"]
+    predict = ["predict", SPIRALS, "--cluster", "cluster.yaml", "--quantize", "plan.yaml", "--batch", "64", "--json"]
+    predicted = json.loads(bitwright(tmp_path, *predict))
+    assert predicted["seconds"] == pytest.approx(
+        rows["recover+split"]["seconds"]
+    )  # with the batches, on the same lines
 
 
 def test_planners_are_found_by_name(run, workloads, tmp_path):

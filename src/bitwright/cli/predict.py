@@ -12,7 +12,15 @@ from bitwright.cli.data import open_workload
 from bitwright.cli.options import ReportOption, WorkloadArg
 from bitwright.cli.out import Out
 from bitwright.cli.settings import with_settings
-from bitwright.cli.stepping import BatchOption, LayoutOption, PrecisionOption, plan_of, training_batch, variant_of
+from bitwright.cli.stepping import (
+    BatchOption,
+    LayoutOption,
+    PrecisionOption,
+    half_of,
+    plan_of,
+    training_batch,
+    variant_of,
+)
 from bitwright.cli.verb import verb
 from bitwright.errors import BitwrightError
 from bitwright.plan import Plan
@@ -70,7 +78,10 @@ def predict_(
     pair, loss = training_batch(found, batch, channels_last=channels_last)
     recorded = StepGraph.load(graph) if graph is not None else record_step(found.model, pair, loss, name=found.name)
     plan = Plan() if quantize is None else plan_of(found, quantize)
-    predictor = _predictor(found, recorded, plan, profile, cluster, settings)
+    # other batches lie on a line through this one and half of it, as for planners
+    unequal = graph is None and any(device.batch is not None for device in plan.devices.values())
+    half = record_step(found.model, *half_of((pair, loss)), name=found.name) if unequal else None
+    predictor = _predictor(found, recorded, half, plan, profile, cluster, settings)
     prediction = predictor.predict(exact=exact)
     if trace is not None:
         write_trace(prediction, trace)
@@ -90,6 +101,7 @@ def predict_(
 def _predictor(
     workload: Workload,
     graph: StepGraph,
+    half: StepGraph | None,
     plan: Plan,
     profile: Path | None,
     cluster: Path | None,
@@ -106,7 +118,7 @@ def _predictor(
         for name, kind in described.devices.items()
     }
     batches = {name: device.batch for name, device in plan.devices.items() if device.batch is not None}
-    return Predictor.make(graph, plans, described.profiles(folder), described, settings, batches=batches)
+    return Predictor.make(graph, plans, described.profiles(folder), described, settings, batches=batches, smaller=half)
 
 
 def _show(out: Out, prediction: Prediction, comparison: Comparison | None, trace: Path | None) -> None:
