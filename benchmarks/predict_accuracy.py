@@ -1,8 +1,9 @@
 """How well a step's time and memory are predicted: single process, float, INT8, AMP and random mixed plans.
 
-    python benchmarks/predict_accuracy.py [--rounds 30] [--models resnet20 bert efficientnet-lite0]
+    python benchmarks/predict_accuracy.py [--rounds 30] [--models resnet20 bert efficientnet-lite0] [--kernels]
 
-Each model is profiled in float, in uniform INT8 (simulated) and in the two halves of that plan, the first two also with
+Each model is profiled in float, in uniform INT8 and in the two halves of that plan. INT8 is simulated (QAT's learned
+quantizers), or with `--kernels` computed (training's int8 kernels). Simulated, float and INT8 are profiled also with
 autocast to bf16. What is predicted from that: float, INT8, and random mixed plans in which each operator is quantized
 or left in float by a coin, two of them under autocast; and a step with AdamW, clipping and two accumulated batches.
 Profiling steps (watched) and plain steps of every case are taken in turns; times are CPU seconds of one thread, so that
@@ -28,6 +29,8 @@ import torch.nn.functional as F
 from common import environment, save
 from torch import Tensor, nn
 
+from bitwright.attach import prepare
+from bitwright.graph import capture
 from bitwright.plan import Plan
 from bitwright.predict import Predictor
 from bitwright.profile import DeviceProfile, StepSettings, Variant, halves, open_store, record_step
@@ -37,6 +40,7 @@ from bitwright.profile.repeat import undisturbed
 from bitwright.profile.run import assemble, resident_bytes
 from bitwright.profile.step import CLOCKS
 from bitwright.profile.watch import Watch, WatchedStep
+from bitwright.sensitivity import spec_of
 from bitwright.train import Qat
 from bitwright.zoo import EfficientNetLite0, ResNet20
 
@@ -84,10 +88,29 @@ def prepared(model: nn.Module, batch: Any, plan: Plan | None, settings: StepSett
     return Variant(model=made.train(), plan=qat.plan, settings=settings)
 
 
+def computed(model: nn.Module, batch: Any, plan: Plan | None) -> Variant:
+    """A copy with int8 kernels where the plan says so; None is everywhere."""
+    made = copy.deepcopy(model)
+    if plan is None:
+        plan = Plan(compute={"*": spec_of("int8")}).resolve(capture(made, batch[0]))
+    prepare(made, plan, inputs=batch[0])
+    return Variant(model=made.train(), plan=plan)
+
+
+def kernel_cases(model: nn.Module, batch: Any) -> dict[str, Variant]:
+    found = {"float": Variant(model=copy.deepcopy(model).train()), "int8": computed(model, batch, None)}
+    uniform = found["int8"].plan
+    for number, plan in enumerate(halves(uniform)):
+        found[f"half {number + 1}"] = computed(model, batch, plan)
+    for seed in range(5):
+        found[f"mixed {seed + 1}"] = computed(model, batch, coin_plan(uniform, seed))
+    return found
+
+
 def coin_plan(plan: Plan, seed: int) -> Plan:
     """Each operator keeps its quantizers or loses them."""
     coin = random.Random(seed)
-    names = sorted({site.rpartition(":")[0] for site in plan.sites})
+    names = sorted({*(site.rpartition(":")[0] for site in plan.sites), *plan.compute})
     return restricted(plan, {name for name in names if coin.random() < 0.5})
 
 
@@ -138,14 +161,14 @@ def peak_bytes(step: WatchedStep) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
 
 
-def measure(name: str, rounds: int, with_amp: bool) -> list[dict[str, Any]]:
+def measure(name: str, rounds: int, with_amp: bool, kernels: bool) -> list[dict[str, Any]]:
     torch.manual_seed(0)
     model, batch, loss = MODELS[name]()
     graph = record_step(model, batch, loss, name=name)
     store = open_store(None, CLOCK)
     host = measure_host(CLOCK)
     store.add({"facts": {"host": host.model_dump()}})
-    variants = cases(model, batch, with_amp)
+    variants = kernel_cases(model, batch) if kernels else cases(model, batch, with_amp)
     read = CLOCKS[CLOCK]
     steps = {n: WatchedStep(v.model, [batch], loss, v.settings, clock=CLOCK) for n, v in variants.items()}
     watches = {
@@ -213,11 +236,12 @@ def row(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--amp", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--amp", nargs="*", default=["bert"], help="models with AMP (slow where bf16 is emulated)")
+    parser.add_argument("--kernels", action="store_true", help="computed INT8 instead of simulated")
     parser.add_argument("--models", nargs="*", default=list(MODELS))
     chosen = parser.parse_args()
     torch.set_num_threads(1)
-    rows = [found for name in chosen.models for found in measure(name, chosen.rounds, chosen.amp)]
+    rows = [found for name in chosen.models for found in measure(name, chosen.rounds, name in chosen.amp, chosen.kernels)]
     lines = [
         "| model | plan | predicted | measured | error | saved for backward | error | process peak, error |",
         "|---|---|---|---|---|---|---|---|",
@@ -233,7 +257,9 @@ def main() -> None:
         f"Medians of {chosen.rounds} rounds, CPU seconds of one thread."
     )
     data = {"environment": environment(rounds=chosen.rounds, models=chosen.models), "rows": rows}
-    save("predict_accuracy", data, "\n".join(["# Predicted and measured steps", "", bars, "", *lines]))
+    name = "predict_kernels" if chosen.kernels else "predict_accuracy"
+    words = "# Predicted and measured steps" + (" with int8 kernels" if chosen.kernels else "")
+    save(name, data, "\n".join([words, "", bars, "", *lines]))
 
 
 if __name__ == "__main__":

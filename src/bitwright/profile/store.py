@@ -27,7 +27,12 @@ class SampleStore:
     def __init__(self, path: Path | None = None, *, circumstances: dict[str, Any] | None = None) -> None:
         self.path = path
         self.circumstances = circumstances or {}
-        self.samples: dict[Key, list[tuple[float, float]]] = defaultdict(list)
+        self.samples: dict[Key, list[tuple[float, float, int]]] = defaultdict(list)
+        """Forward, backward, and in which round."""
+        self.totals: list[float] = []
+        """Of each round, all that was watched."""
+        self.alike: dict[frozenset[Key], list[int]] = defaultdict(list)
+        """Rounds of the same operators: steps of one model under one plan."""
         self.saved: dict[Key, Kept] = {}
         self.facts: dict[str, Any] = {}
         self.engine: list[float] = []
@@ -66,8 +71,13 @@ class SampleStore:
             os.fsync(file.fileno())
 
     def _take(self, line: dict[str, Any]) -> None:
-        for text, format, forward, backward in line.get("round", ()):
-            self.samples[(text, format)].append((forward, backward))
+        if line.get("round"):
+            number = len(self.totals)
+            rows = line["round"]
+            for text, format, forward, backward in rows:
+                self.samples[(text, format)].append((forward, backward, number))
+            self.alike[frozenset((row[0], row[1]) for row in rows)].append(number)
+            self.totals.append(line.get("total") or sum(row[2] + row[3] for row in rows))
         if "yardstick" in line:
             self.yardsticks.append(line["yardstick"])
         if "engine" in line:
@@ -88,7 +98,8 @@ class SampleStore:
             [*key, sample.forward.get(key, 0.0) / sample.calls[key], sample.backward.get(key, 0.0) / sample.calls[key]]
             for key in keys
         ]
-        self.add({"round": rows, "engine": sample.engine})
+        total = sum(sample.forward.get(key, 0.0) + sample.backward.get(key, 0.0) for key in keys)
+        self.add({"round": rows, "total": total, "engine": sample.engine})
 
     def add_saved(self, sample: Sample) -> None:
         """Keep what calls keep for backward."""
@@ -99,25 +110,38 @@ class SampleStore:
         return min((len(self.samples.get(key, ())) for key in keys), default=0)
 
     def costs(self) -> dict[Key, OperatorCost]:
-        """Medians."""
+        """Means over ordinary rounds."""
         found: dict[Key, OperatorCost] = {}
+        ordinary = self._ordinary()
         for key, rows in self.samples.items():
             if rows:
-                backward = [back for _, back in rows]
+                kept = [row for row in rows if row[2] in ordinary]
+                backward = [back for _, back, _ in kept]
                 found[key] = OperatorCost(
                     operator=key[0],
                     format=key[1],
-                    forward=median_of([forward for forward, _ in rows]),
-                    backward=median_of(backward) if any(backward) else None,
+                    forward=mean_of([forward for forward, _, _ in kept]),
+                    backward=mean_of(backward) if any(backward) else None,
                     saved=self.saved.get(key),
                 )
         return found
 
+    def _ordinary(self) -> set[int]:
+        """The middle half of the rounds of each kind, by what a round took as a whole.
 
-def median_of(values: list[float]) -> Timing:
-    """The median with its 95 % interval by order statistics, which needs no assumption about how times are spread."""
-    ordered = sorted(values)
-    n = len(ordered)
-    reach = 1.96 * sqrt(n) / 2
-    low, high = max(0, int(n / 2 - reach)), min(n - 1, int(n / 2 + reach))
-    return Timing(seconds=statistics.median(ordered), low=ordered[low], high=ordered[high], repetitions=n)
+        Medians of parts don't add up to the median of the whole: a pause that hits some operator in each step is in no
+        operator's median. Means do add up, and over these rounds they add up to an ordinary step.
+        """
+        found: set[int] = set()
+        for numbers in self.alike.values():
+            by_total = sorted(numbers, key=self.totals.__getitem__)
+            cut = len(by_total) // 4
+            found.update(by_total[cut : len(by_total) - cut])
+        return found
+
+
+def mean_of(values: list[float]) -> Timing:
+    """The mean with its 95 % interval."""
+    mean = statistics.fmean(values)
+    reach = 1.96 * statistics.stdev(values) / sqrt(len(values)) if len(values) > 1 else 0.0
+    return Timing(seconds=mean, low=max(0.0, mean - reach), high=mean + reach, repetitions=len(values))
