@@ -53,7 +53,7 @@ def limited(pid: int, *, cores: float, memory_gb: float | None = None) -> list[P
         wanted["memory"] = {"memory.limit_in_bytes": int(memory_gb * 1e9)}
     made = []
     for controller, values in wanted.items():
-        group = Path("/sys/fs/cgroup") / controller / f"bitwright-{os.getpid()}"
+        group = Path("/sys/fs/cgroup") / controller / f"bitwright-{pid}"
         try:
             group.mkdir()
             for name, value in values.items():

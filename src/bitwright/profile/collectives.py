@@ -17,10 +17,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bitwright.profile.device import CollectiveCost
 from bitwright.profile.fit import fit
-from bitwright.profile.repeat import undisturbed
+from bitwright.profile.repeat import typical, undisturbed
 from bitwright.profile.yardstick import yardstick
 
-_SIZES = (1 << 10, 1 << 13, 1 << 16, 1 << 18, 1 << 19, 1 << 20, 1 << 21, 1 << 22)  # bytes
+_SIZES = (1 << 10, 1 << 13, 1 << 16, 1 << 18, 1 << 20, 1 << 21, 1 << 22, 1 << 24)  # bytes
+_LONG = 0.03  # seconds
 _LAYERS = 30
 _MESSAGES = 4  # of 4 MB, while contention is measured
 
@@ -33,14 +34,22 @@ class Collectives:
             (operation, size): [] for operation in ("all_reduce", "broadcast") for size in _SIZES
         }
         self.tensors = {size: torch.zeros(size // 4) for size in _SIZES}
+        self.times: dict[tuple[str, int], int] = {}
+        """How often each is done in a row: a machine that was idle has strength for one (a quota that wasn't used)."""
 
     def round(self) -> None:
-        """Each once; all ranks together."""
+        """Each for a while; all ranks together."""
         for (operation, size), taken in self.taken.items():
+            times = self.times.get((operation, size), 1)
             dist.barrier()
             start = time.perf_counter()
-            _run(operation, self.tensors[size])
-            taken.append(time.perf_counter() - start)
+            for _ in range(times):
+                _run(operation, self.tensors[size])
+            taken.append((time.perf_counter() - start) / times)
+            if (operation, size) not in self.times:
+                wanted = torch.tensor(min(64.0, 1 + _LONG / taken[-1]))
+                dist.all_reduce(wanted, op=dist.ReduceOp.MAX)
+                self.times[(operation, size)] = int(wanted)
 
     def costs(self, *, warm: int = 2) -> list[CollectiveCost]:
         """latency + bytes · per_byte, the same on all ranks."""
@@ -68,7 +77,7 @@ class Collectives:
         taken = torch.tensor(self.taken[(operation, size)][warm:])
         # a broadcast's root only sends: what counts is when all have it
         dist.all_reduce(taken, op=dist.ReduceOp.MIN if operation == "all_reduce" else dist.ReduceOp.MAX)
-        return float(taken.median())
+        return typical(taken.tolist())
 
 
 def measure_collectives(*, rounds: int = 9) -> list[CollectiveCost]:

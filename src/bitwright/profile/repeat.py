@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import gc
 import statistics
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 Name = TypeVar("Name")
 
@@ -27,7 +27,7 @@ def undisturbed() -> Iterator[None]:
 def interleaved(
     work: Mapping[Name, Callable[[], float]], *, rounds: int, warm: int = 2, most: float = 20.0
 ) -> dict[Name, float]:
-    """The median of what each piece of work says of itself, in seconds; stops early after `most` seconds in all."""
+    """What each piece of work typically says of itself, in seconds; stops early after `most` seconds in all."""
     taken: dict[Name, list[float]] = {name: [] for name in work}
     with undisturbed():
         spent = 0.0
@@ -39,4 +39,20 @@ def interleaved(
                     taken[name].append(seconds)
             if spent > most and number >= warm + 2:
                 break
-    return {name: statistics.median(values) for name, values in taken.items()}
+    return {name: typical(values) for name, values in taken.items()}
+
+
+def middle_half(values: Iterable[Name], key: Callable[[Name], Any] | None = None) -> list[Name]:
+    """Without the lowest and the highest quarter.
+
+    >>> middle_half([9, 1, 2, 4, 3, 100, 5, 6])
+    [3, 4, 5, 6]
+    """
+    ordered = sorted(values, key=key)  # type: ignore[type-var, arg-type]
+    cut = len(ordered) // 4
+    return ordered[cut : len(ordered) - cut]
+
+
+def typical(values: Iterable[float]) -> float:
+    """The mean of the middle half: strangers don't count, and a machine that stands still every other time does."""
+    return statistics.fmean(middle_half(values))

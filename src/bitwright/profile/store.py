@@ -13,6 +13,7 @@ from typing import Any
 
 from bitwright.errors import BitwrightError
 from bitwright.profile.device import Kept, OperatorCost, Timing
+from bitwright.profile.repeat import middle_half
 from bitwright.profile.watch import Key, Sample
 
 VERSION = 1
@@ -134,9 +135,7 @@ class SampleStore:
         """
         found: set[int] = set()
         for numbers in self.alike.values():
-            by_total = sorted(numbers, key=self.totals.__getitem__)
-            cut = len(by_total) // 4
-            found.update(by_total[cut : len(by_total) - cut])
+            found.update(middle_half(numbers, key=self.totals.__getitem__))
         return found
 
 
