@@ -45,7 +45,6 @@ from bitwright.train import Qat
 from bitwright.zoo import EfficientNetLite0, ResNet20
 
 CLOCK = "cpu"
-BARS = {"float": 5.0, "int8": 5.0, "mixed": 8.0}
 
 
 def logits_loss(output: Any, target: Tensor) -> Tensor:
@@ -241,7 +240,9 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", default=list(MODELS))
     chosen = parser.parse_args()
     torch.set_num_threads(1)
-    rows = [found for name in chosen.models for found in measure(name, chosen.rounds, name in chosen.amp, chosen.kernels)]
+    rows = [
+        found for name in chosen.models for found in measure(name, chosen.rounds, name in chosen.amp, chosen.kernels)
+    ]
     lines = [
         "| model | plan | predicted | measured | error | saved for backward | error | process peak, error |",
         "|---|---|---|---|---|---|---|---|",

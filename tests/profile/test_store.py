@@ -12,8 +12,8 @@ import pytest
 from bitwright.errors import BitwrightError
 from bitwright.profile import SampleStore, Variant
 from bitwright.profile.store import mean_of
-from bitwright.profile.watch import Sample
 from bitwright.profile.sweep import measure
+from bitwright.profile.watch import Sample
 from step_cases import net, watched
 
 

@@ -21,7 +21,8 @@ from bitwright.profile.repeat import typical, undisturbed
 from bitwright.profile.yardstick import yardstick
 
 _SIZES = (1 << 10, 1 << 13, 1 << 16, 1 << 18, 1 << 20, 1 << 21, 1 << 22, 1 << 24)  # bytes
-_LONG = 0.03  # seconds
+_LONG, _TOO_LONG = 0.03, 0.5  # seconds
+_ENOUGH = 1 << 20  # bytes
 _LAYERS = 30
 _MESSAGES = 4  # of 4 MB, while contention is measured
 
@@ -41,22 +42,28 @@ class Collectives:
         """Each for a while; all ranks together."""
         for (operation, size), taken in self.taken.items():
             times = self.times.get((operation, size), 1)
+            if not times:
+                continue
             dist.barrier()
             start = time.perf_counter()
             for _ in range(times):
                 _run(operation, self.tensors[size])
             taken.append((time.perf_counter() - start) / times)
             if (operation, size) not in self.times:
-                wanted = torch.tensor(min(64.0, 1 + _LONG / taken[-1]))
-                dist.all_reduce(wanted, op=dist.ReduceOp.MAX)
-                self.times[(operation, size)] = int(wanted)
+                slowest = torch.tensor(taken[-1])
+                dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+                seconds = float(slowest)
+                # on a slow link the line is known without the largest ones
+                waste = seconds > _TOO_LONG and size > _ENOUGH
+                self.times[(operation, size)] = 0 if waste else int(min(64.0, 1 + _LONG / seconds))
 
     def costs(self, *, warm: int = 2) -> list[CollectiveCost]:
         """latency + bytes · per_byte, the same on all ranks."""
         found = []
         for operation in ("all_reduce", "broadcast"):
-            seconds = [self._of_last(operation, size, warm) for size in _SIZES]
-            line = fit([(float(size), 1.0) for size in _SIZES], seconds)
+            sizes = [size for size in _SIZES if self.times[(operation, size)]]
+            seconds = [self._of_last(operation, size, warm) for size in sizes]
+            line = fit([(float(size), 1.0) for size in sizes], seconds)
             found.append(
                 CollectiveCost.model_validate(
                     {
