@@ -1,14 +1,13 @@
 """How well a step's time and memory are predicted: single process, float, INT8, AMP and random mixed plans.
 
-    python benchmarks/predict_accuracy.py [--rounds 30] [--models resnet20 bert efficientnet-lite0] [--kernels]
+    python benchmarks/predict_accuracy.py [--rounds 30] [--models resnet20 bert …] [--kernels]
 
 Each model is profiled in float, in uniform INT8 and in the two halves of that plan. INT8 is simulated (QAT's learned
 quantizers), or with `--kernels` computed (training's int8 kernels). Simulated, float and INT8 are profiled also with
 autocast to bf16. What is predicted from that: float, INT8, and random mixed plans in which each operator is quantized
 or left in float by a coin, two of them under autocast; and a step with AdamW, clipping and two accumulated batches.
 Profiling steps (watched) and plain steps of every case are taken in turns; times are CPU seconds of one thread, so that
-others on the machine count less; medians over the rounds. EfficientNet-Lite0 was not looked at while the predictor was
-written.
+others on the machine count less; medians over the rounds. ConvNeXt was not looked at while the predictor was written.
 
 Memory: what backward keeps, against saved_tensors_hooks; the peak of the process (VmHWM of a step), against the
 prediction with the process's own share.
@@ -60,6 +59,14 @@ def bert() -> nn.Module:
     return BertForSequenceClassification(config)
 
 
+def convnext() -> nn.Module:
+    from transformers import ConvNextConfig, ConvNextForImageClassification
+
+    return ConvNextForImageClassification(
+        ConvNextConfig(depths=[2, 2, 2, 2], hidden_sizes=[32, 64, 128, 256], image_size=64, num_labels=10)
+    )
+
+
 Loss = Callable[[Any, Any], Tensor]
 MODELS: dict[str, Callable[[], tuple[nn.Module, Any, Loss]]] = {
     "resnet20": lambda: (
@@ -76,6 +83,11 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Any, Loss]]] = {
         EfficientNetLite0(classes=100, image_size=64),
         (torch.randn(8, 3, 64, 64), torch.randint(0, 100, (8,))),
         F.cross_entropy,
+    ),
+    "convnext": lambda: (
+        convnext(),
+        ({"pixel_values": torch.randn(8, 3, 64, 64)}, torch.randint(0, 10, (8,))),
+        logits_loss,
     ),
 }
 

@@ -36,7 +36,7 @@ def test_profile_score_plan_and_predict(tmp_path: Path) -> None:
     for name, pace in (("fast", 1e-6), ("slow", 20e-6)):
         for cost in known["operators"]:
             for way in ("forward", "backward"):
-                if cost[way] is not None:
+                if cost.get(way) is not None:
                     cost[way]["seconds"] = pace * (96 if "[96," in cost["operator"] else 48)
         (tmp_path / f"{name}.json").write_text(json.dumps(known))
     score = ["score", SPIRALS, "--indicator", "gradient-variance", "--formats", "int8"]
