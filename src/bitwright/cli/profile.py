@@ -25,6 +25,7 @@ from bitwright.errors import BitwrightError
 from bitwright.plan import Plan
 from bitwright.profile import DeviceProfile, StepSettings, halves, open_store, profile, record_step
 from bitwright.profile.import_trace import import_trace
+from bitwright.profile.published import published as from_data_sheet
 from bitwright.profile.step import CLOCKS, Clock
 from bitwright.profile.way import Amp
 
@@ -36,6 +37,7 @@ from bitwright.profile.way import Amp
     bitwright profile digits-untrained --kernel int8 --kernel int8/stochastic/weight -o device.json
     bitwright profile resnet20-cifar10 --batch 32 --amp bf16 -o device.json
     bitwright profile digits-untrained --trace my_run.json -o gpu.json
+    bitwright profile digits-untrained --published nvidia-t4 --kernel int8 -o t4.json
     """,
 )
 def profile_(
@@ -75,6 +77,15 @@ def profile_(
         Path | None,
         typer.Option("--trace", help="Take times from this torch.profiler trace instead.", show_default=False),
     ] = None,
+    published: Annotated[
+        str | None,
+        typer.Option(
+            "--published",
+            metavar="DEVICE",
+            help="Derive times from a data sheet instead: nvidia-t4, nvidia-v100, nvidia-a100.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Measure operators, casts, optimizers and the host within real training steps; write a DeviceProfile.
 
@@ -98,20 +109,23 @@ def profile_(
         plans += [half for plan in plans if plan is not None for half in halves(plan)]
         types: list[Amp | None] = [None, *(cast(Amp, word) for word in amp or [])]
         variants = [variant_of(found, plan, pair, StepSettings(amp=kind)) for plan in plans for kind in types]
-        samples = cache or output.with_suffix(".samples.jsonl")
-        store = open_store(samples, cast(Clock, clock))
-        for own in [pair, half_of((pair, loss))[0]] if half_batch else [pair]:
-            with out.units() as tell:
-                made = profile(
-                    variants,
-                    own,
-                    loss,
-                    store=store,
-                    clock=cast(Clock, clock),
-                    rounds=rounds,
-                    fit_casts=casts,
-                    progress=tell,
-                )
+        batches = [pair, half_of((pair, loss))[0]] if half_batch else [pair]
+        if published is not None:
+            made = from_data_sheet(published, variants, batches, loss)
+        else:
+            store = open_store(cache or output.with_suffix(".samples.jsonl"), cast(Clock, clock))
+            for own in batches:
+                with out.units() as tell:
+                    made = profile(
+                        variants,
+                        own,
+                        loss,
+                        store=store,
+                        clock=cast(Clock, clock),
+                        rounds=rounds,
+                        fit_casts=casts,
+                        progress=tell,
+                    )
     made.save(output)
     _show(out, made, output)
 
@@ -119,7 +133,7 @@ def profile_(
 def _show(out: Out, made: DeviceProfile, output: Path) -> None:
     out.data({"file": str(output), **made.model_dump(exclude={"operators"}), "operators": len(made.operators)})
     out.table(
-        ["slowest operators", "format", "#forward", "#backward", "#± of the median"],
+        ["slowest operators", "format", "#forward", "#backward", "#±"],
         [
             (
                 cost.operator[:90],
@@ -133,4 +147,6 @@ def _show(out: Out, made: DeviceProfile, output: Path) -> None:
             for cost in sorted(made.operators, key=lambda cost: -cost.forward.seconds)[:10]
         ],
     )
+    if made.note:
+        out.say(made.note)
     out.say(f"{output}: {len(made.operators)} operators and casts of {made.device}")

@@ -22,10 +22,10 @@ class _Part(BaseModel):
 
 
 class Timing(_Part):
-    """Seconds of one call: the median of interleaved repetitions, and where it lies with 95 % confidence."""
+    """Seconds of one call: the mean over ordinary steps, and where it lies with 95 % confidence."""
 
     seconds: float = Field(ge=0)
-    low: float | None = Field(default=None, description="Lower end of the confidence interval of the median.")
+    low: float | None = Field(default=None, description="Lower end of the confidence interval.")
     high: float | None = Field(default=None, description="Its upper end.")
     repetitions: int = Field(default=1, ge=0, description="0: not measured here (published or derived).")
 
@@ -56,8 +56,10 @@ class Line(_Part):
     per_element: float = Field(ge=0)
     fixed: float = Field(ge=0)
     start: int = Field(default=0, ge=0)
-    r2: float | None = Field(default=None, description="Of the sizes that were fitted.")
-    held_out: float | None = Field(default=None, description="Largest relative error at sizes that weren't.")
+    r2: float | None = Field(default=None, description="Of all sizes.")
+    held_out: float | None = Field(
+        default=None, description="Largest relative error at sizes that a fit of the others hadn't seen."
+    )
 
 
 class CastCost(_Part):

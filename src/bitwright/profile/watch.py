@@ -8,7 +8,7 @@ the engine does for it (summing gradients of several readers, too). So the parts
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -53,6 +53,15 @@ class Saved:
     """Bytes that nobody else has."""
 
 
+@dataclass(frozen=True)
+class Work:
+    """What one kind of call has to do."""
+
+    kind: str
+    inputs: Mapping[str, TensorSpec]
+    outputs: tuple[TensorSpec, ...]
+
+
 @dataclass
 class Sample:
     """What one step took at each key: seconds in all, and how many calls."""
@@ -61,6 +70,8 @@ class Sample:
     backward: dict[Key, float] = field(default_factory=lambda: defaultdict(float))
     calls: dict[Key, int] = field(default_factory=lambda: defaultdict(int))
     saved: dict[Key, Saved] = field(default_factory=dict)
+    work: dict[Key, Work] = field(default_factory=dict)
+    """Filled with `saved`, in a step that isn't for times."""
     engine: float = 0.0
     """From the call of backward to the first node."""
     nodes: int = 0
@@ -82,8 +93,10 @@ class _Plain(Interceptor):
 class _Frame:
     """One call that is under way."""
 
-    def __init__(self, key: Key, way: Way | None) -> None:
+    def __init__(self, key: Key, way: Way | None, kind: str, inputs: Iterable[tuple[str, TensorSpec]]) -> None:
         self.key = key
+        self.kind = kind
+        self.inputs = inputs
         self.way = way
         self.nested = 0.0
         self.added = 0.0
@@ -186,7 +199,7 @@ class Watch:
         call = describe(kind, func, args, kwargs)
         name = self._name(kind, args, kwargs)
         way = self._way(name, call)
-        frame = _Frame(operator_key(call, way), way)
+        frame = _Frame(operator_key(call, way), way, kind, call.ports)
         frame.added = self.hooked if way.casts else self.seen
         if self.saving:
             found = locate(kind, func, args, kwargs)
@@ -215,7 +228,8 @@ class Watch:
             for tensor in (x, also.get("factor")):  # what was made before us isn't ours
                 if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
                     self.own(tensor.grad_fn, outer.key)
-            frame = _Frame(cast_key(cast, TensorSpec.of(x)), None)
+            spec = TensorSpec.of(x)
+            frame = _Frame(cast_key(cast, spec), None, "cast", [("input", spec)])
             if self.saving:
                 frame.labels = {x.untyped_storage().data_ptr(): "input"}
             result: Tensor = self._timed(frame, lambda: forward(quantizer, x, site, **also))
@@ -295,6 +309,8 @@ class Watch:
             elif place not in self.parameters:
                 saved.own += tensor.untyped_storage().nbytes()
         self.sample.saved[frame.key] = saved
+        made = tuple(TensorSpec.of(tensor) for _, tensor in tensors_in(result))
+        self.sample.work[frame.key] = Work(frame.kind, dict(frame.inputs), made)
 
     # -- one step --------------------------------------------------------------------------------------------
 
@@ -321,7 +337,8 @@ class Watch:
 
     def loss(self, run: Callable[[], Tensor], loss: Any, output: Any, target: Any) -> Tensor:
         """The loss, as if it were one operator."""
-        frame = _Frame((loss_call(loss, output, target).key(), base_format(self.settings.amp)), None)
+        call = loss_call(loss, output, target)
+        frame = _Frame((call.key(), base_format(self.settings.amp)), None, call.kind, call.ports)
         if self.saving:
             frame.labels = {t.untyped_storage().data_ptr(): path or "output" for path, t in tensors_in(output)}
         result: Tensor = self._timed(frame, run)
