@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from statistics import mean, stdev
 
-from bitwright.bench.leaderboard import Executed, FloatNet, Leaderboard, OnDevice, Row, Sites, Spread, Summary
-from bitwright.report import environment
+from bitwright.bench.leaderboard import FloatNet, Leaderboard, Row, Spread, Summary
+from bitwright.report import Executed, OnDevice, Sites, environment
 
 ALGORITHMS = ("lsq", "lsqplus", "pact", "dorefa", "dsq", "qil", "apot", "tqt", "nnie", "plain")
 BACKENDS = ("academic", "tensorrt", "snpe", "tvm", "openvino", "onnxruntime")
