@@ -48,6 +48,7 @@ bench: $(STAMP)  ## Run the benchmarks, one by one
 leaderboard: $(STAMP)  ## Run the reference leaderboard (720 trainings, about half an hour of one core; BITWRIGHT_DATA)
 	OMP_NUM_THREADS=1 $(BIN)/bitwright bench benchmarks/leaderboard.yaml -o benchmarks/results/leaderboard.json
 	OMP_NUM_THREADS=1 $(BIN)/bitwright bench benchmarks/leaderboard_why.yaml -o benchmarks/results/leaderboard_why.json
+	OMP_NUM_THREADS=1 $(BIN)/bitwright bench benchmarks/leaderboard_ranges.yaml -o benchmarks/results/leaderboard_ranges.json
 	$(BIN)/python benchmarks/leaderboard_findings.py
 
 clean:  ## Remove what was made
