@@ -122,7 +122,7 @@ function one(row) {
   const list = make("dl", {}, ...items.flatMap(([name, value]) => [make("dt", {}, name), make("dd", {}, value)]));
   const link = make("a", { href: `#${row.id}`, title: "A link to this row" }, make("code", {}, row.id));
   const report = row.report ? [make("p", {}, make("a", { class: "report", href: row.report }, "Report: plan with reasons, ranges, graph"))] : [];
-  const config = make("details", {}, make("summary", {}, "Config, as YAML: runs this row again"), make("pre", {}, row.yaml),
+  const config = make("details", { class: "config" }, make("summary", {}, "Config, as YAML: runs this row again"), make("pre", {}, row.yaml),
     make("a", { download: `${row.id}.yaml`, href: `data:text/yaml;charset=utf-8,${encodeURIComponent(row.yaml)}` }, "Download"));
   return make("article", { id: row.id }, make("h3", {}, `Seed ${row.seed} `, link), ...report, list, ...sites(row), config, ...(row.status === "done" ? [again(row)] : []));
 }
