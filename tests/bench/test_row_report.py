@@ -70,8 +70,9 @@ def test_a_row_leaves_its_whole_report(made: Path, board: Leaderboard) -> None:
 def test_the_leaderboard_has_a_few_figures_of_each_site(made: Path, board: Leaderboard) -> None:
     for row in board.rows[:2]:
         record = read_json(made / "rows of it" / row.id / "report.json")
-        assert [one.site for one in row.sites] == [one.site for one in record.sites]
-        for short, whole in zip(row.sites, record.sites, strict=True):
+        sites = [one for one in record.sites if not one.site.endswith(":bias")]  # they follow from the others
+        assert [one.site for one in row.sites] == [one.site for one in sites]
+        for short, whole in zip(row.sites, sites, strict=True):
             assert short.format == whole.format
             assert short.high == pytest.approx(whole.high, rel=0.01)
             assert whole.clipped is not None

@@ -32,7 +32,7 @@ def first_batches(workload: Workload) -> Iterator[Any]:
 
 
 def site_facts(sites: Iterable[SiteRow]) -> tuple[SiteFacts, ...]:
-    """Three digits of what a reader of a leaderboard wants to know of each site."""
+    """Three digits of what a reader of a leaderboard wants to know of each site; biases follow from the others."""
     return tuple(
         SiteFacts(
             site=one.site,
@@ -43,6 +43,7 @@ def site_facts(sites: Iterable[SiteRow]) -> tuple[SiteFacts, ...]:
             sqnr_db=None if one.sqnr_db is None else round(one.sqnr_db, 1),
         )
         for one in sites
+        if one.quantizer != "product"
     )
 
 
