@@ -48,8 +48,8 @@ bench: $(STAMP)  ## Run the benchmarks, one by one
 # code, begin anew: rm -rf benchmarks/*.db benchmarks/*.starts
 leaderboard: $(STAMP)  ## Run the reference leaderboard (720 trainings, about half an hour of one core; BITWRIGHT_DATA)
 	OMP_NUM_THREADS=1 $(BIN)/bitwright bench benchmarks/leaderboard.yaml -o benchmarks/results/leaderboard.json
-	OMP_NUM_THREADS=1 $(BIN)/bitwright bench benchmarks/leaderboard_why.yaml -o benchmarks/results/leaderboard_why.json
-	OMP_NUM_THREADS=1 $(BIN)/bitwright bench benchmarks/leaderboard_ranges.yaml -o benchmarks/results/leaderboard_ranges.json
+	OMP_NUM_THREADS=1 $(BIN)/bitwright bench benchmarks/leaderboard_why.yaml --starts benchmarks/leaderboard.starts -o benchmarks/results/leaderboard_why.json
+	OMP_NUM_THREADS=1 $(BIN)/bitwright bench benchmarks/leaderboard_ranges.yaml --starts benchmarks/leaderboard.starts -o benchmarks/results/leaderboard_ranges.json
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/leaderboard_zero_points.py
 	$(BIN)/python benchmarks/leaderboard_findings.py
 
