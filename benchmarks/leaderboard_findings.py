@@ -279,19 +279,18 @@ def zero_points(board: Leaderboard, zeros: list[dict[str, Any]]) -> Iterator[str
     same = sum(one.accuracy == other.accuracy for one, other in pairs)
     alike = sum(one.accuracy == other.accuracy for one, other in having)
     most = max(zeros, key=lambda one: one["moved"])
+    times = 0.5 / most["moved"] // 50 * 50
     apart = max(zeros, key=lambda one: abs(one["accuracy"][0] - one["accuracy"][1]))
     yield "\n## LSQ and LSQ+"
     yield say(
         f"They have the same accuracy in {same} of {len(pairs)} pairs of rows. {len(pairs) - len(having)} pairs have",
         "symmetric formats only, without a zero point to learn: there LSQ+ is LSQ. In the other",
-        f"{len(having)}, {alike} are the same, because no zero point ever changes: it starts on a",
-        "code and has to move by",
-        f"half a code, and of {sum(one['sites'] for one in zeros)} sites",
-        f"({', '.join(one['backend'] for one in zeros)},",
-        f"residual network, 4 bits, seed 0) none moved by more than {most['moved']:.4f} in {most['steps']} steps",
-        "(leaderboard_zero_points.json). Adam's steps are about as long as the rate, 0.0003 codes",
-        "here: a training must be",
-        "hundreds of times longer, or faster, before LSQ+ can differ.",
+        f"{len(having)}, {alike} are the same: a zero point starts on a code, and has to move by half a code to change",
+        f"anything. Of {sum(one['sites'] for one in zeros)} sites that we looked at",
+        f"({', '.join(one['backend'] for one in zeros)}, residual network, 4 bits, seed 0) none moved by more than",
+        f"{most['moved']:.4f} of a code in {most['steps']} steps (leaderboard_zero_points.json).",
+        f"Adam's steps are about as long as the rate, 0.0003 here: {times:.0f} times the steps, or",
+        "the rate, and more are needed before LSQ+ can differ.",
     )
     yield say(
         f"Where the pairs do differ it is noise, and says how large that is: on {apart['backend']} their weights are",
