@@ -44,10 +44,13 @@ docs: $(STAMP)  ## Build the documentation into site/, with warnings as errors
 bench: $(STAMP)  ## Run the benchmarks, one by one
 	@set -e; for file in $(filter-out %/common.py %peers.py,$(wildcard benchmarks/*.py)); do echo "== $$file"; $(BIN)/python "$$file"; done
 
-# It goes on where it was left; `make leaderboard` in a second terminal, or on another machine, helps.
+# It goes on where it was left; `make leaderboard` in a second terminal, or on another machine, helps. After a change of the
+# code, begin anew: rm -rf benchmarks/*.db benchmarks/*.starts
 leaderboard: $(STAMP)  ## Run the reference leaderboard (720 trainings, about half an hour of one core; BITWRIGHT_DATA)
 	OMP_NUM_THREADS=1 $(BIN)/bitwright bench benchmarks/leaderboard.yaml -o benchmarks/results/leaderboard.json
-	OMP_NUM_THREADS=1 $(BIN)/bitwright bench benchmarks/leaderboard_why.yaml -o benchmarks/results/leaderboard_why.json
+	OMP_NUM_THREADS=1 $(BIN)/bitwright bench benchmarks/leaderboard_why.yaml --starts benchmarks/leaderboard.starts -o benchmarks/results/leaderboard_why.json
+	OMP_NUM_THREADS=1 $(BIN)/bitwright bench benchmarks/leaderboard_ranges.yaml --starts benchmarks/leaderboard.starts -o benchmarks/results/leaderboard_ranges.json
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/leaderboard_zero_points.py
 	$(BIN)/python benchmarks/leaderboard_findings.py
 
 clean:  ## Remove what was made

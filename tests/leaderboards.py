@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from statistics import mean, stdev
 
-from bitwright.bench.leaderboard import Executed, FloatNet, Leaderboard, OnDevice, Row, Sites, Spread, Summary
-from bitwright.report import environment
+from bitwright.bench.leaderboard import FloatNet, Leaderboard, Row, SiteFacts, Spread, Summary
+from bitwright.report import Executed, OnDevice, Sites, environment
 
 ALGORITHMS = ("lsq", "lsqplus", "pact", "dorefa", "dsq", "qil", "apot", "tqt", "nnie", "plain")
 BACKENDS = ("academic", "tensorrt", "snpe", "tvm", "openvino", "onnxruntime")
@@ -71,6 +71,7 @@ def _row(
         samples=2000,
         device=device if backend.startswith("onnxruntime") else None,
         executed=Executed(weights=(one,), activations=(one,), biases=7, folding={"4": 7}),
+        sites=tuple(SiteFacts(f"conv{n}{evil}:weight", format, -0.5, 0.5, 0.0125, 20.0 + n) for n in range(3)),
         notes=(f"a note{evil}",) if evil else (),
         attempts=1,
         minutes=0.3,

@@ -6,15 +6,19 @@ from bitwright.deploy import Latency
 from bitwright.report import (
     Accuracy,
     Comparison,
+    Executed,
     FloatOperator,
     Forecast,
+    GridRow,
     Histogram,
     Node,
+    OnDevice,
     Parity,
     Record,
     RunRow,
     Sensitivity,
     SiteRow,
+    Sites,
     Size,
     StepRow,
     Timing,
@@ -124,6 +128,7 @@ def record(name: str = "net") -> Record:
             notes=(name,),
         ),
         comparison=_comparison(name, tuple(timings(name, 1, 1, float=slow, quantized=fast))),
+        row=_row(name),
         others=(
             RunRow(
                 title=name,
@@ -132,6 +137,19 @@ def record(name: str = "net") -> Record:
                 size=Size(name=name, bytes=200),
             ),
         ),
+    )
+
+
+def _row(name: str) -> GridRow:
+    ran = Sites(quantizer=name, format=f"int8/{name}", sites=1, levels=256)
+    return GridRow(
+        id=name,
+        config={"bits": [8], "models": [{"workload": name}]},
+        executed=Executed(weights=(ran,), activations=(ran,), biases=1, folding={name: 1}, kept_float={name: name}),
+        device=OnDevice(runtime=name, accuracy=89.5, gap=-0.5, kinds={name: 1}),
+        beyond=name,
+        notes=(name,),
+        start=name,
     )
 
 

@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from errno import EISDIR
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,15 @@ def write_text(path: Path, text: str) -> Path:
     with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
     return Path(path)
+
+
+def yaml_text(data: dict[str, Any]) -> str:
+    """Settings as the text of a YAML file."""
+    writer = YAML()
+    writer.default_flow_style = False
+    out = StringIO()
+    writer.dump(data, out)
+    return out.getvalue()
 
 
 def read_settings(file: Path, what: str, begin: str) -> dict[str, Any]:

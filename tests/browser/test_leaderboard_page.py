@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from bitwright.bench.page import write_page
+from bitwright.report import write_report
 from contrast import CONTRAST
 from leaderboards import made_up
-from records import EVIL
+from records import EVIL, record
 
 Show = Callable[..., Any]
 FEW = (("lsq", "apot", "tqt"), ("tvm", "onnxruntime"))
@@ -52,12 +53,39 @@ def test_a_line_opens_to_config_and_what_was_executed(show: Show, tmp_path: Path
     text = page.inner_text("#board tr.detail")
     assert "Executed, weights" in text
     assert re.search(r"5 × \w+, int8/channel/sym, 256 levels", text)
-    page.locator("#board tr.detail summary").first.click()
+    page.locator("#board tr.detail .config summary").first.click()
     assert "algorithms:" in page.inner_text("#board tr.detail pre >> nth=0")
     row = page.get_attribute("#board tr.detail article", "id")
     page.goto(f"{page.url.split('#')[0]}#{row}")
     page.reload()
     assert page.locator("#board tr.detail").count() == 1  # an address can name a row
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [1280, 360])
+def test_a_row_opens_to_its_sites_and_its_report(show: Show, tmp_path: Path, width: int) -> None:
+    board = made_up(*FEW)
+    told = next(row for row in board.rows if row.status == "done")
+    write_report(record("its net"), tmp_path / "rows & reports" / told.id)
+    page = show(write_page(board, tmp_path / "board.html", reports=tmp_path / "rows & reports"), width=width)
+    page.goto(f"{page.url}#{told.id}")
+    page.reload()
+    row = page.locator(f"article[id='{told.id}']")
+    assert "Sites: 3; most is lost at conv0:weight, 20.0 dB" in row.inner_text()
+    row.locator("details.sites summary").click()
+    assert row.locator("details.sites tbody tr").count() == 3
+    assert "1.25 %" in row.locator("details.sites tbody tr").first.inner_text()
+    assert f"bitwright bench leaderboard.json --row {told.id}" in row.inner_text()
+    assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
+    assert page.locator("article a.report").count() == 1  # the other seed has none
+    row.locator("a.report").click()
+    assert page.inner_text("h1") == "its net"
+    assert page.locator("#ran tbody tr").count() == 2
+    page.locator("#ran summary").click()
+    assert "bits:" in page.inner_text("#ran pre")
+    assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
+    page.go_back()
+    assert page.locator(f"article[id='{told.id}']").count() == 1  # back at the row
 
 
 @pytest.mark.slow

@@ -83,6 +83,26 @@ def test_lsq_start(format: str, positive: bool, p: int) -> None:
     assert np.allclose(scale_of(*seen("lsq", data, format), format), expected, rtol=1e-6)
 
 
+@pytest.mark.parametrize("far", [-20.0, 20.0])
+def test_lsq_start_with_a_zero_point_keeps_to_the_many(far: float) -> None:
+    """One far number on either side must not push the range away from all the others."""
+    (batch,) = batches(3, rows=1)[:1]
+    batch[0, 0] = far
+    low, high = seen("lsq", [batch], "uint4/channel/asym")
+    clipped = ((batch < low - 0.25) | (batch > high + 0.25)).mean()
+    assert low < 0 < high
+    assert clipped < 0.05
+
+
+def test_lsq_start_with_a_zero_point_covers_what_fits() -> None:
+    """A range that is long enough has all data in it: on a short side, more codes are left for the other one."""
+    batch = np.linspace(-0.5, 3.0, 200, dtype=np.float32)[None]
+    low, high = (float(end[0]) for end in seen("lsq", [batch], "uint4/channel/asym"))
+    step = (high - low) / 15
+    assert low == pytest.approx(-0.5, abs=step / 2 + 1e-6)
+    assert high >= 3.0 - step / 2
+
+
 @pytest.mark.parametrize("positive", [False, True])
 def test_lsqplus_start(positive: bool) -> None:
     data = batches(4, positive=positive)

@@ -1,5 +1,6 @@
 """Measure models on this machine's runtimes; grids of trainings and their leaderboards."""
 
+from bitwright.bench.again import Again, run_again
 from bitwright.bench.grid import GridConfig
 from bitwright.bench.leaderboard import Leaderboard
 from bitwright.bench.made import Made
@@ -7,4 +8,14 @@ from bitwright.bench.markdown import markdown
 from bitwright.bench.run_grid import Told, run_grid
 from bitwright.bench.runtimes import compare_runtimes
 
-__all__ = ["GridConfig", "Leaderboard", "Made", "Told", "compare_runtimes", "markdown", "run_grid"]
+__all__ = [
+    "Again",
+    "GridConfig",
+    "Leaderboard",
+    "Made",
+    "Told",
+    "compare_runtimes",
+    "markdown",
+    "run_again",
+    "run_grid",
+]

@@ -12,10 +12,10 @@ from bitwright.attach import Quantizer, attachment_of
 from bitwright.attach.folding import BY_STRATEGY
 from bitwright.backends import BackendTable
 from bitwright.bench.grid import RowTask
-from bitwright.bench.leaderboard import Executed, Sites
 from bitwright.graph.naming import SiteName
 from bitwright.plan import NO_FOLDING, Plan
 from bitwright.registry import QUANTIZERS
+from bitwright.report import Executed, Sites
 
 _POINTS = 4096
 _STRATEGY_OF = {kind: strategy for strategy, kind in BY_STRATEGY.items()}

@@ -121,9 +121,31 @@ function one(row) {
   if (typeof row.minutes === "number") items.push(["Took", `${number(row.minutes)} minutes${row.machine ? ` on ${row.machine}` : ""}${row.finished ? `, ${row.finished}` : ""}`]);
   const list = make("dl", {}, ...items.flatMap(([name, value]) => [make("dt", {}, name), make("dd", {}, value)]));
   const link = make("a", { href: `#${row.id}`, title: "A link to this row" }, make("code", {}, row.id));
-  const config = make("details", {}, make("summary", {}, "Config, as YAML: runs this row again"), make("pre", {}, row.yaml),
+  const report = row.report ? [make("p", {}, make("a", { class: "report", href: row.report }, "Report: plan with reasons, ranges, graph"))] : [];
+  const config = make("details", { class: "config" }, make("summary", {}, "Config, as YAML: runs this row again"), make("pre", {}, row.yaml),
     make("a", { download: `${row.id}.yaml`, href: `data:text/yaml;charset=utf-8,${encodeURIComponent(row.yaml)}` }, "Download"));
-  return make("article", { id: row.id }, make("h3", {}, `Seed ${row.seed} `, link), list, config);
+  return make("article", { id: row.id }, make("h3", {}, `Seed ${row.seed} `, link), ...report, list, ...sites(row), config, ...(row.status === "done" ? [again(row)] : []));
+}
+
+// A small report of the row, for those whose whole one isn't beside the page.
+function sites(row) {
+  if (!row.sites || !row.sites.length) return [];
+  const heads = [["Site"], ["Format"], ["Range", "n"], ["Clipped", "n"], ["SQNR", "n"]];
+  const line = ([name, format, low, high, clipped, sqnr]) => make("tr", {},
+    make("td", {}, make("code", {}, name)), make("td", {}, make("code", {}, format)), make("td", { class: "n" }, `${low} … ${high}`),
+    make("td", { class: "n" }, typeof clipped === "number" ? `${told(100 * clipped, 2)} %` : "–"),
+    make("td", { class: "n" }, typeof sqnr === "number" ? `${sqnr.toFixed(1)} dB` : "–"));
+  const table = make("table", {}, make("thead", {}, make("tr", {}, ...heads.map(([name, kind]) => make("th", { scope: "col", class: kind || null }, name)))),
+    make("tbody", {}, ...row.sites.map(line)));
+  const worst = row.sites.filter((site) => typeof site[5] === "number").sort((a, b) => a[5] - b[5])[0];
+  const title = `Sites: ${row.sites.length}${worst ? `; most is lost at ${worst[0]}, ${worst[5].toFixed(1)} dB` : ""}`;
+  const place = make("div", { class: "scroll", role: "region", tabindex: "0", "aria-label": `Sites of ${row.id}` }, table);
+  return [make("details", { class: "sites" }, make("summary", {}, title), place)];
+}
+
+function again(row) {
+  const command = `bitwright bench ${record.results} --row ${row.id} --reports reports`;
+  return make("p", { class: "note" }, row.report ? "Run this row again: " : "Make the whole report of this row, from its config and seed: ", make("code", {}, command));
 }
 
 // An address may name a row, which is opened, or filters, which are set.

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from bitwright.errors import BitwrightError
 from bitwright.files import write_text
-from bitwright.report import Environment
+from bitwright.report import Environment, Executed, OnDevice
 
 LEADERBOARD_VERSION = 1
 Status = Literal["done", "diverged", "refused", "failed", "pending"]
@@ -20,37 +20,15 @@ class _Strict(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
 
 
-class Sites(_Strict):
-    """Sites of a prepared model at which the same thing ran, as read from that model."""
+class SiteFacts(NamedTuple):
+    """One site in a few figures; a list in the file, because there are many."""
 
-    quantizer: str = Field(description="The class: bitwright.quantizers.lsq.Lsq.")
-    format: str = Field(description="The format in force, e.g. int4/channel/sym.")
-    sites: int
-    levels: int = Field(description="The most different values that one scale of any of them gave.")
-
-
-class Executed(_Strict):
-    """What a prepared and trained model says of itself."""
-
-    weights: tuple[Sites, ...]
-    activations: tuple[Sites, ...]
-    biases: int = Field(default=0, description="Biases on the grid of the integer accumulator.")
-    folding: dict[str, int] = Field(
-        default_factory=dict, description="Folding strategy → how many norms; empty: norms run as they are."
-    )
-    kept_float: dict[str, str] = Field(default_factory=dict, description="Operators that stayed float, and why.")
-
-
-class OnDevice(_Strict):
-    """The same model on the backend's runtime."""
-
-    runtime: str
-    accuracy: float | None = None
-    gap: float | None = Field(default=None, description="On the runtime minus simulated, in points.")
-    kinds: dict[str, int] | None = Field(
-        default=None, description="Products by the type in which the runtime really ran them; None: it doesn't tell."
-    )
-    reason: str | None = Field(default=None, description="Why there is no accuracy.")
+    site: str
+    format: str
+    low: float  # the lowest number that the grid has
+    high: float
+    clipped: float | None  # share of numbers beyond the grid's ends
+    sqnr_db: float | None
 
 
 class Result(_Strict):
@@ -64,6 +42,9 @@ class Result(_Strict):
     samples: int | None = Field(default=None, description="On how many test samples.")
     device: OnDevice | None = None
     executed: Executed | None = None
+    sites: tuple[SiteFacts, ...] = Field(
+        default=(), description="Each: site, format, lowest and highest number of its grid, clipped share, SQNR in dB."
+    )
     beyond: str | None = Field(
         default=None, description="Where the backend's scheme was simulated at a width that it can't run: which."
     )

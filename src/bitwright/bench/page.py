@@ -3,34 +3,55 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
+from collections.abc import Mapping
 from html import escape
-from io import StringIO
 from pathlib import Path
 from statistics import mean
+from types import MappingProxyType
 from typing import Any
-
-from ruamel.yaml import YAML
+from urllib.parse import quote
 
 from bitwright.bench.leaderboard import Leaderboard, Row, Spread, Summary
-from bitwright.files import write_text
+from bitwright.bench.row_report import report_folder
+from bitwright.files import write_text, yaml_text
 from bitwright.report.page.elements import asset, card, cards, cell, choice, document, facts, row, section, table
 
 _KEYS = ("algorithm", "backend", "bits", "model")
 _HEADS = ("Algorithm", "Backend", "#Bits", "Model", "#Accuracy", "#Drop", "#Gap on the runtime", "#Seeds", "State")
 
 
-def write_page(board: Leaderboard, path: str | Path) -> Path:
-    """Write the page, whole or not at all."""
-    return write_text(Path(path), page(board))
+def write_page(
+    board: Leaderboard, path: str | Path, *, results: str = "leaderboard.json", reports: str | Path | None = None
+) -> Path:
+    """Write the page, whole or not at all. It links to the rows' reports in the folder `reports`, where there are any.
+
+    `results` is the leaderboard's file, as commands on the page name it.
+    """
+    found = {} if reports is None else links(board, Path(path), Path(reports))
+    return write_text(Path(path), page(board, results=results, reports=found))
 
 
-def page(board: Leaderboard) -> str:
-    """The page's text; every string of the leaderboard is escaped."""
+def links(board: Leaderboard, path: Path, reports: Path) -> dict[str, str]:
+    """Row → its report as the page sees it; only reports that are there."""
+    found = {}
+    for one in board.rows:
+        report = report_folder(reports, one.id) / "report.html"
+        if report.is_file():
+            found[one.id] = quote(Path(os.path.relpath(report.resolve(), path.resolve().parent)).as_posix())
+    return found
+
+
+def page(
+    board: Leaderboard, *, results: str = "leaderboard.json", reports: Mapping[str, str] = MappingProxyType({})
+) -> str:
+    """The page's text; every string of the leaderboard is escaped. `reports` are addresses by row."""
     title = board.title or board.name
     body = "\n".join([_header(board, title), _cards(board), _filters(board), _matrix(), _cells(board), _about(board)])
     nav = [("overview", "Overview"), ("results", "Results"), ("about", "About")]
-    data = json.dumps({"rows": [_data(row) for row in board.rows]}, ensure_ascii=False, separators=(",", ":"))
+    rows = [_data(row, reports.get(row.id)) for row in board.rows]
+    data = json.dumps({"results": results, "rows": rows}, ensure_ascii=False, separators=(",", ":"))
     scripts = [asset("leaderboard.js", "bitwright.bench")]
     return document(title, body, data=data, nav=nav, scripts=scripts)
 
@@ -111,7 +132,9 @@ def _cells(board: Leaderboard) -> str:
     for one in board.rows:
         by_cell.setdefault(tuple(getattr(one, key) for key in _KEYS), []).append(one)
     lines = [_line(one, by_cell.get(tuple(getattr(one, key) for key in _KEYS), [])) for one in cells]
-    note = "Mean ± deviation over seeds. Open a line for each seed's config, hash, and what was really executed."
+    note = (
+        "Mean ± deviation over seeds. Open a line for each seed: its report, its config, and what was really executed."
+    )
     return section(
         "results", "Results", table(_HEADS, lines, label="Results", sortable=True, anchor="board"), note=note
     )
@@ -178,19 +201,11 @@ def _about(board: Leaderboard) -> str:
         ]
         heads = ["Float network", "#Seed", "#Accuracy", "#Trained on as a row", "Weights"]
         floats = table(heads, lines, label="Float networks", sortable=True)
-    grid = f"<details><summary>The whole grid, as YAML</summary><pre>{escape(_yaml(board.config))}</pre></details>"
+    grid = f"<details><summary>The whole grid, as YAML</summary><pre>{escape(yaml_text(board.config))}</pre></details>"
     return section("about", "What was run, and where", floats + grid + machines)
 
 
-def _data(row: Row) -> dict[str, Any]:
+def _data(row: Row, report: str | None) -> dict[str, Any]:
     """What the script shows of a row; the config as the YAML that runs it again."""
     found = row.model_dump(mode="json", exclude={"config", "start"}, exclude_none=True)
-    return {**found, "drop": row.drop, "yaml": _yaml(row.config)}
-
-
-def _yaml(config: dict[str, Any]) -> str:
-    writer = YAML()
-    writer.default_flow_style = False
-    out = StringIO()
-    writer.dump(config, out)
-    return out.getvalue()
+    return {**found, "drop": row.drop, "yaml": yaml_text(row.config), **({"report": report} if report else {})}

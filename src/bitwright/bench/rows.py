@@ -18,7 +18,8 @@ from torch import nn
 from bitwright.backends import BackendTable, Choices, backend
 from bitwright.bench.executed import mismatches, read_executed
 from bitwright.bench.grid import RowTask
-from bitwright.bench.leaderboard import OnDevice, Result
+from bitwright.bench.leaderboard import Result
+from bitwright.bench.row_report import first_batches, row_record, site_facts, write_row_report
 from bitwright.bench.starts import Start, Starts
 from bitwright.deploy import Runtime, open_runtime, unexportable
 from bitwright.errors import BitwrightError, PlanError, RangeDiverged, TrainDiverged, TrainError
@@ -26,7 +27,7 @@ from bitwright.formats import Format
 from bitwright.plan import NO_FOLDING, Plan
 from bitwright.planners import make_plan
 from bitwright.registry import QUANTIZERS, RUNTIMES
-from bitwright.report import Environment, environment
+from bitwright.report import Environment, OnDevice, environment, site_rows
 from bitwright.train import TrainConfig, Trainer
 from bitwright.workload import Workload, measure
 
@@ -42,12 +43,15 @@ def gave_up(reason: str) -> Outcome:
     return Outcome(status="failed", reason=reason)
 
 
-def run_row(task: RowTask, starts: Starts) -> Outcome:
-    """Run a row. What a backend or a quantizer can't do, and what diverges, is a result; all else raises."""
+def run_row(task: RowTask, starts: Starts, *, reports: Path | None = None) -> Outcome:
+    """Run a row. What a backend or a quantizer can't do, and what diverges, is a result; all else raises.
+
+    A row that is done leaves its report in the folder `reports`.
+    """
     begin, cpu = time.perf_counter(), time.process_time()
     with _threads(task.threads):
         try:
-            found = _run(task, starts(task))
+            found = _run(task, starts(task), reports)
         except (TrainDiverged, RangeDiverged) as error:
             found = Outcome(status="diverged", reason=one_line(error))
         except TrainError:
@@ -73,7 +77,7 @@ def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:500]
 
 
-def _run(task: RowTask, start: Start) -> Outcome:
+def _run(task: RowTask, start: Start, reports: Path | None) -> Outcome:
     table = backend(task.backend)
     plan, beyond = plan_of(task, table, start)
     workload = replace(start.workload, model=copy.deepcopy(start.workload.model))
@@ -95,7 +99,7 @@ def _run(task: RowTask, start: Start) -> Outcome:
     notes = list(trained.notes)
     if not table.fold and task.bnfold != NO_FOLDING:
         notes.append(f"{table.name} runs norms as they are: bnfold {task.bnfold} has nothing to do")
-    return Outcome(
+    outcome = Outcome(
         status="done",
         metric=workload.metric,
         accuracy=accuracy,
@@ -107,6 +111,13 @@ def _run(task: RowTask, start: Start) -> Outcome:
         notes=tuple(notes),
         start=start.fingerprint,
     )
+    if reports is None:
+        sites = site_rows(trained.model, first_batches(workload))
+    else:
+        record = row_record(task, outcome, trained, workload, config)
+        write_row_report(record, reports)
+        sites = record.sites
+    return outcome.model_copy(update={"sites": site_facts(sites)})
 
 
 def train_float_on(task: RowTask, start: Start) -> float:

@@ -37,14 +37,16 @@ def run_grid(
     config: GridConfig,
     *,
     starts: str | Path | None = None,
+    reports: str | Path | None = None,
     watch: Callable[[Told], None] | None = None,
     work: bool = True,
 ) -> Leaderboard:
     """Run what isn't known yet, and give all that is.
 
     A grid goes on where it was left; processes with the same store share the work. `starts` is the folder for float
-    networks (by default beside the store, or in the current folder if that is a server). `watch` is told of each row
-    that ends here. Without `work` nothing is run.
+    networks (by default beside the store, or in the current folder if that is a server). Rows that are done here
+    leave their reports in the folder `reports`. `watch` is told of each row that ends here. Without `work` nothing is
+    run.
     """
     study = open_grid(config)
     try:
@@ -52,7 +54,7 @@ def run_grid(
             folder = Path(starts) if starts is not None else _beside(config)
             floats = Starts(folder, study)
             try:
-                _work(config, study, floats, watch or (lambda _: None))
+                _work(config, study, floats, watch or (lambda _: None), Path(reports) if reports is not None else None)
                 _train_floats_on(config, study, floats)
             except Interrupted:  # its own words are about one training
                 raise Interrupted("interrupted: all rows that ended are kept, run the grid again to go on") from None
@@ -72,7 +74,9 @@ def _beside(config: GridConfig) -> Path:
     return Path(f"{config.name}.starts") if "://" in store else Path(store).with_suffix(".starts")
 
 
-def _work(config: GridConfig, study: GridStudy, starts: Starts, watch: Callable[[Told], None]) -> None:
+def _work(
+    config: GridConfig, study: GridStudy, starts: Starts, watch: Callable[[Told], None], reports: Path | None
+) -> None:
     tasks = config.tasks()
     todo, done = tasks, 0
     while todo:
@@ -81,7 +85,7 @@ def _work(config: GridConfig, study: GridStudy, starts: Starts, watch: Callable[
             if study.known(task) is not None or len(study.failures(task)) >= config.attempts:
                 done += 1
                 continue
-            result = _attempt(study, task, starts)
+            result = _attempt(study, task, starts, reports)
             if result is None or (result.status == "failed" and len(study.failures(task)) < config.attempts):
                 left.append(task)  # another worker is at it, or it is tried again when the others are done
             else:
@@ -119,14 +123,14 @@ def _float_name(task: RowTask) -> str:
     return f"float:{task.model.label}:{task.seed}:{fingerprint(repr((task.start, task.training, task.threads)))}"
 
 
-def _attempt(study: GridStudy, task: RowTask, starts: Starts) -> Outcome | None:
+def _attempt(study: GridStudy, task: RowTask, starts: Starts, reports: Path | None) -> Outcome | None:
     claim = study.claim(task)
     if claim is None:
         return None
     try:
         with study.beating(claim):
             try:
-                outcome = run_row(task, starts)
+                outcome = run_row(task, starts, reports=reports)
             except WorkloadError:
                 raise  # no row of it can be run: not this row's fault
             except Exception as error:  # one row must not end all

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from bitwright.bench import Made, compare_runtimes
-from bitwright.cli import grid
+from bitwright.cli import again, grid
 from bitwright.cli.data import open_workload
 from bitwright.cli.options import ReportOption, SamplesOption
 from bitwright.cli.out import Out
@@ -39,6 +39,8 @@ class Mode(StrEnum):
     bitwright bench grid.yaml -o leaderboard.json
     bitwright bench mqbench/config.yaml --workload my_workload.py:resnet18
     bitwright bench grid.yaml --show
+    bitwright bench grid.yaml -o leaderboard.json --reports reports
+    bitwright bench leaderboard.json --row 3f9c --reports reports
     """,
 )
 def bench(
@@ -46,8 +48,9 @@ def bench(
     workload: Annotated[
         str,
         typer.Argument(
-            metavar="WORKLOAD|GRID.yaml",
-            help="file.py:function, a name that `bitwright list workloads` has, or the file of a grid (docs/grid.md).",
+            metavar="WORKLOAD|GRID.yaml|LEADERBOARD.json",
+            help="file.py:function, a name that `bitwright list workloads` has, the file of a grid (docs/grid.md), or "
+            "its results.",
         ),
     ],
     runtimes: Annotated[
@@ -112,6 +115,24 @@ def bench(
         Path | None,
         typer.Option(help="Of a grid: the folder of float networks (default: beside the store).", show_default=False),
     ] = None,
+    row: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--row",
+            metavar="ID",
+            help="Of a leaderboard: run this row again; the id, or how it begins. May be given several times.",
+            show_default=False,
+        ),
+    ] = None,
+    reports: Annotated[
+        Path | None,
+        typer.Option(
+            "--reports",
+            metavar="FOLDER",
+            help="Of a grid or its rows: write the report of each row that runs into FOLDER/ID.",
+            show_default=False,
+        ),
+    ] = None,
     show: Annotated[bool, typer.Option("--show", help="Of a grid: run nothing, show what is known.")] = False,
 ) -> None:
     """Measure latency, accuracy, size and agreement of a model, float and INT8, on every runtime that runs here.
@@ -122,18 +143,35 @@ def bench(
     With the file of a grid: train every combination of its algorithms, backends, widths, models and seeds, and make a
     leaderboard of what really ran. A grid goes on where it was left; give the command several times, on any machines
     that see its store, to share the work. Exits with 1 if a row failed.
+
+    With the leaderboard that a grid has written: run some of its rows again (--row), from their configs and seeds, and
+    write their reports. Exits with 1 if a row doesn't come out as the leaderboard says.
     """
-    if workload.endswith(grid.SUFFIXES):
+    if workload.endswith((*grid.SUFFIXES, again.SUFFIX)):
         others = (runtimes, mode, batch, threads, instances, cores, model, plan, checkpoint, samples, report)
         if any(value is not None for value in others):
             raise BitwrightError(
                 "a grid says itself what is measured", fix="leave out all options but --workload, --attempts, -o, …"
             )
-        grid.run(out, Path(workload), workload=of_grid, attempts=attempts, starts=starts, show=show, output=output)
+        file = Path(workload)
+        if file.suffix == again.SUFFIX:
+            if attempts is not None or show or output is not None:
+                raise BitwrightError("rows are run again, and the file stays as it is", fix="leave out -o, --attempts")
+            again.run(out, file, rows=row or [], workload=of_grid, starts=starts, reports=reports)
+            return
+        if row:
+            raise BitwrightError(
+                "a grid runs all of its rows", where="--row", fix="give its leaderboard.json, or a grid of that row"
+            )
+        grid.run(
+            out, file, workload=of_grid, attempts=attempts, starts=starts, show=show, output=output, reports=reports
+        )
         return
-    if of_grid is not None or attempts is not None or starts is not None or show:
+    if any(value is not None for value in (of_grid, attempts, starts, row, reports)) or show:
         raise BitwrightError(
-            "--workload, --attempts, --starts and --show are of grids", value=workload, fix="give a grid.yaml"
+            "--workload, --attempts, --starts, --row, --reports and --show are of grids",
+            value=workload,
+            fix="give a grid.yaml",
         )
     made = _made(model, plan, checkpoint)
     found = open_workload(out, workload)

@@ -11,6 +11,7 @@ import typer
 
 from bitwright.bench import GridConfig, Leaderboard, Told, markdown, run_grid
 from bitwright.bench.leaderboard import Summary
+from bitwright.bench.row_report import report_folder
 from bitwright.cli.out import Out
 from bitwright.cli.verb import CHECK_FAILED
 from bitwright.errors import BitwrightError
@@ -28,6 +29,7 @@ def run(
     starts: Path | None,
     show: bool,
     output: Path | None,
+    reports: Path | None,
 ) -> None:
     """Run what isn't known yet, and show all that is."""
     if output is not None and output.suffix != ".json":
@@ -37,7 +39,7 @@ def run(
         config = config.model_copy(update={"attempts": attempts})
     for note in config.notes:
         out.note(note)
-    with out.units() as progress, _quiet_training():
+    with out.units() as progress, quiet_training():
 
         def watch(told: Told) -> None:
             task, result = told.task, told.result
@@ -46,17 +48,19 @@ def run(
             if result.status in ("failed", "diverged"):
                 out.note(f"{name}: {result.status}: {result.reason}")
 
-        board = run_grid(config, starts=starts, watch=watch, work=not show)
+        board = run_grid(config, starts=starts, reports=reports, watch=watch, work=not show)
     files = []
     if output is not None:
         files = [board.save(output), write_text(output.with_suffix(".md"), markdown(board))]
     _show(out, board, files)
+    if reports is not None:
+        _tell_reports(out, board, reports, output)
     if any(row.status in ("failed", "pending") for row in board.rows):
         raise typer.Exit(CHECK_FAILED)
 
 
 @contextmanager
-def _quiet_training() -> Iterator[None]:
+def quiet_training() -> Iterator[None]:
     """A training says what it decides for its user; rows keep that, and hundreds of such lines would hide the rest."""
     log = getLogger("bitwright.train")
     level = log.level
@@ -83,6 +87,16 @@ def _show(out: Out, board: Leaderboard, files: list[Path]) -> None:
     out.say(f"{len(states)} rows: {counts}; config {board.config_hash}")
     for path in files:
         out.say(f"  {path}")
+
+
+def _tell_reports(out: Out, board: Leaderboard, reports: Path, output: Path | None) -> None:
+    """How many rows have a report, and how the others get one: what is known doesn't run twice."""
+    done = [row for row in board.rows if row.status == "done"]
+    missing = [row for row in done if not (report_folder(reports, row.id) / "report.html").is_file()]
+    out.say(f"{len(done) - len(missing)} of {len(done)} rows that are done have a report in {reports}")
+    if missing:
+        command = f"bitwright bench {output or 'leaderboard.json'} --row {missing[0].id} --reports {reports}"
+        out.note(f"the others ran elsewhere, or before: {command}")
 
 
 def _cells(one: Summary) -> tuple[str, ...]:

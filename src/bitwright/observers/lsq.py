@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from math import sqrt
 
+import torch
 from torch import Tensor
 
 from bitwright.attach.grid import EPS
@@ -12,10 +13,19 @@ from bitwright.observers.scaled import range_of_scale, settled
 
 
 class LsqStart(MomentsObserver):
-    """s = 2·mean|x|/√p over all batches; asymmetric formats count their steps from the lowest value."""
+    """s = 2·mean|x|/√p over all batches.
+
+    Where an asymmetric format has too few steps of it for all data, its range lies around zero, and is moved only to
+    the side that reaches further: counted from the lowest value on, one far number would clip all the others.
+    """
 
     def range(self) -> tuple[Tensor, Tensor]:
         """The range of that scale."""
-        low, _ = super().range()
-        scale = 2 * self.mean_abs() / sqrt(settled(self.format, low).qmax)
-        return range_of_scale(scale.clamp(min=EPS), low, self.format)
+        low, high = super().range()
+        scale = (2 * self.mean_abs() / sqrt(settled(self.format, low).qmax)).clamp(min=EPS)
+        if self.format.symmetric:
+            return range_of_scale(scale, low, self.format)
+        span = scale * (self.format.qmax - self.format.qmin)
+        bottom = torch.maximum(low.clamp(max=0.0), torch.minimum(-span / 2, high.clamp(min=0.0) - span))
+        bottom = torch.round(bottom / scale) * scale
+        return bottom, bottom + span

@@ -9,6 +9,7 @@ from bitwright.report.forecast import Forecast, forecast
 from bitwright.report.html import write_html
 from bitwright.report.markdown import write_markdown
 from bitwright.report.network import Node, network
+from bitwright.report.ran import Executed, GridRow, OnDevice, Sites
 from bitwright.report.record import (
     RECORD_VERSION,
     Accuracy,
@@ -35,15 +36,19 @@ __all__ = [
     "Accuracy",
     "Comparison",
     "Environment",
+    "Executed",
     "FloatOperator",
     "Forecast",
+    "GridRow",
     "Histogram",
     "Node",
+    "OnDevice",
     "Parity",
     "Record",
     "RunRow",
     "Sensitivity",
     "SiteRow",
+    "Sites",
     "Size",
     "StepRow",
     "Timing",

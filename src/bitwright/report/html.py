@@ -9,6 +9,7 @@ from bitwright.files import write_text
 from bitwright.report.page import sites, summary, work
 from bitwright.report.page.elements import asset, document, pair
 from bitwright.report.page.network import network
+from bitwright.report.page.ran import ran
 from bitwright.report.record import Record
 
 # What the bar at the top links to; the rest is near one of them.
@@ -16,6 +17,7 @@ _NAV = {
     "tradeoff": "Trade-off",
     "accuracy": "Accuracy",
     "latency": "Latency",
+    "ran": "What ran",
     "graph": "Graph",
     "sites": "Plan",
     "float": "Float",
@@ -39,6 +41,7 @@ def page(record: Record) -> str:
         summary.cards(record),
         summary.tradeoff(record),
         summary.measured(record),
+        ran(record),
         network(record),
         pair(summary.worst(record), work.suggestion(record)),
         sites.plan(record),

@@ -22,6 +22,7 @@ def markdown(record: Record) -> str:
         f"# {_text(record.title)}",
         _line(record),
         *_measured(record),
+        *_ran(record),
         *_sites(record),
         *_searched(record),
         *_devices(record),
@@ -87,6 +88,16 @@ def _measured(record: Record) -> Iterable[str]:
             for o in record.others
         ]
         yield _table(["run", "when", "#accuracy", "#size", "#of float's latency"], others)
+
+
+def _ran(record: Record) -> Iterable[str]:
+    if record.row is None:
+        return
+    yield "## What ran"
+    heads = ["role", "quantizer", "format in force", "#sites", "#levels counted"]
+    found = words.executed(record.row)
+    yield _table(heads, [(role, o.quantizer, o.format, str(o.sites), str(o.levels)) for role, o in found])
+    yield _table(["what", "value"], words.ran(record.row))
 
 
 def _sites(record: Record) -> Iterable[str]:

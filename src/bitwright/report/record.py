@@ -24,6 +24,7 @@ from bitwright.report.parts import (
     StepRow,
     Timing,
 )
+from bitwright.report.ran import GridRow
 from bitwright.report.searched import Training, Tuning
 from bitwright.report.sensitivity import Sensitivity
 
@@ -83,6 +84,7 @@ class Record(Frozen):
     tuning: Tuning | None = Field(default=None, description="By `bitwright tune`.")
     training: Training | None = Field(default=None, description="By `bitwright train`.")
     comparison: Comparison | None = Field(default=None, description="By `bitwright bench`.")
+    row: GridRow | None = Field(default=None, description="By a grid of `bitwright bench`.")
     others: tuple[RunRow, ...] = Field(default=(), description="Runs that `bitwright report` put beside this one.")
 
 

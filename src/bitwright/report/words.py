@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bitwright.report.ran import GridRow, Sites
 from bitwright.report.record import Accuracy, Record, Size, Timing
 
 
@@ -85,3 +86,29 @@ def environment(record: Record) -> list[tuple[str, str]]:
         ("Seed", "none" if record.seed is None else str(record.seed)),
     ]
     return items if record.plan_sha256 is None else [*items, ("Plan (SHA-256)", record.plan_sha256)]
+
+
+def executed(row: GridRow) -> list[tuple[str, Sites]]:
+    """What ran at weights, then at activations."""
+    both = {"weights": row.executed.weights, "activations": row.executed.activations}
+    return [(role, one) for role, found in both.items() for one in found]
+
+
+def ran(row: GridRow) -> list[tuple[str, str]]:
+    """How a row of a grid was run, beside its quantizers."""
+    folded = ", ".join(f"{count} by strategy {strategy}" for strategy, count in row.executed.folding.items())
+    items = [
+        ("Row", row.id),
+        ("Float weights", row.start),
+        ("Norms", f"folded: {folded}" if folded else "run as they are"),
+        ("Biases on the accumulator's grid", str(row.executed.biases)),
+    ]
+    device = row.device
+    if device is not None:
+        kinds = ", ".join(f"{count} {kind}" for kind, count in (device.kinds or {}).items() if count)
+        told = [] if device.gap is None else [f"{device.gap:+.2f} points from simulated"]
+        told += [f"ran {kinds}"] if kinds else []
+        items.append((f"On {device.runtime}", device.reason or "; ".join(told)))
+    if row.beyond is not None:
+        items.append(("Beyond the backend", row.beyond))
+    return [*items, *(("Note", note) for note in row.notes)]

@@ -1,0 +1,147 @@
+"""Reports of rows: written when they run, linked from the page, made again from the leaderboard's file."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+import pytest
+from ruamel.yaml import YAML
+from typer.testing import CliRunner
+
+from bitwright import BitwrightError, GridConfig, Leaderboard, run_again
+from bitwright.cli import app
+from bitwright.report import read_json
+from grid_workloads import FILE, algorithm, grid
+from leaderboards import made_up
+
+
+def invoke(*words: object) -> Any:
+    return CliRunner().invoke(app, [*map(str, words)])
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A grid that was run by the command line, with reports: two rows are done, one is refused."""
+    folder = tmp_path_factory.mktemp("made")
+    data = grid(folder, algorithms=[algorithm("tqt")], backends=["academic", "onnxruntime", "snpe"])
+    with (folder / "grid.yaml").open("w") as file:
+        YAML().dump(data, file)
+    result = invoke("bench", folder / "grid.yaml", "-o", folder / "board.json", "--reports", folder / "rows of it")
+    assert result.exit_code == 0, result.output
+    assert "2 of 2 rows that are done have a report" in result.stdout
+    return folder
+
+
+@pytest.fixture(scope="module")
+def board(made: Path) -> Leaderboard:
+    return Leaderboard.load(made / "board.json")
+
+
+def test_a_row_leaves_its_whole_report(made: Path, board: Leaderboard) -> None:
+    academic, runtime, refused = board.rows
+    assert refused.status == "refused"
+    assert sorted(path.name for path in (made / "rows of it").iterdir()) == sorted([academic.id, runtime.id])
+    record = read_json(made / "rows of it" / runtime.id / "report.json")
+    assert record.title == "tiny: tqt for onnxruntime, 4 bits, seed 0"
+    assert runtime.device is not None
+    assert {one.where: one.value for one in record.accuracies} == {
+        "float": runtime.float_accuracy,
+        "simulated": runtime.accuracy,
+        "onnxruntime": runtime.device.accuracy,
+    }
+    assert record.row is not None
+    assert record.row.id == runtime.id
+    assert record.row.config == runtime.config
+    assert record.row.executed == runtime.executed
+    assert record.training is not None
+    assert record.training.metrics[-1]["top1"] == runtime.accuracy
+    assert all(site.histogram is not None for site in record.sites)
+    assert next(site.why for site in record.sites if site.site == "bn2:output") == "read as integers by /add#0"
+    text = (made / "rows of it" / runtime.id / "report.html").read_text()
+    assert "bitwright.quantizers.tqt.Tqt" in text
+    assert "Config, as YAML" in text
+    assert "bitwright.quantizers.tqt.Tqt" in (made / "rows of it" / runtime.id / "report.md").read_text()
+
+
+def test_the_leaderboard_has_a_few_figures_of_each_site(made: Path, board: Leaderboard) -> None:
+    for row in board.rows[:2]:
+        record = read_json(made / "rows of it" / row.id / "report.json")
+        sites = [one for one in record.sites if not one.site.endswith(":bias")]  # they follow from the others
+        assert [one.site for one in row.sites] == [one.site for one in sites]
+        for short, whole in zip(row.sites, sites, strict=True):
+            assert short.format == whole.format
+            assert short.high == pytest.approx(whole.high, rel=0.01)
+            assert whole.clipped is not None
+            assert short.clipped == pytest.approx(whole.clipped, rel=0.01)
+    assert board.rows[2].sites == ()
+
+
+def test_a_row_runs_again_from_the_file_and_is_the_same(made: Path, board: Leaderboard, tmp_path: Path) -> None:
+    row = board.rows[1]
+    starts = made / "grid.starts"
+    again = ["bench", made / "board.json", "--starts", starts, "--row", row.id[:8]]
+    result = invoke(*again, "--reports", tmp_path)
+    assert result.exit_code == 0, result.output
+    assert "yes" in result.stdout
+    one, before = (read_json(place / row.id / "report.json") for place in (tmp_path, made / "rows of it"))
+    same = {"created": "", "environment": before.environment}  # all but when and where
+    assert one.model_copy(update=same) == before.model_copy(update=same)
+    # a leaderboard that says something else is found out
+    other = row.model_copy(update={"accuracy": 12.0})
+    board.model_copy(update={"rows": (other,)}).save(tmp_path / "board.json")
+    result = invoke("bench", tmp_path / "board.json", "--starts", starts, "--row", row.id)
+    assert result.exit_code == 1
+    assert "accuracy was 12.0, is" in result.stderr
+
+
+def test_rows_that_cannot_run_again_say_why(made: Path, board: Leaderboard, tmp_path: Path) -> None:
+    with pytest.raises(BitwrightError) as caught:
+        run_again(made_up(), ["zzzz", "0000", f"{3:016x}"])
+    assert [problem.what for problem in caught.value.problems] == [
+        "the leaderboard has no such row",
+        "720 rows begin so",
+    ]
+    moved = {**board.config, "models": [{"name": "tiny", "workload": "gone/grid_workloads.py:tiny"}]}
+    with pytest.raises(BitwrightError, match="the file of the row's workload isn't there"):
+        run_again(board.model_copy(update={"config": moved}), [board.rows[0].id])
+    with pytest.raises(BitwrightError, match="another hash"):
+        run_again(board, [board.rows[0].id], workload=f"{FILE}:flaky")
+    assert "--row ID" in invoke("bench", made / "board.json").output
+    assert "a grid runs all of its rows" in invoke("bench", made / "grid.yaml", "--row", "ab").output
+    assert "are of grids" in invoke("bench", "digits", "--reports", tmp_path).output
+
+
+def test_the_config_of_a_row_is_that_row(board: Leaderboard) -> None:
+    """What the page offers for download runs the row: the same hash, so the same row."""
+    for row in board.rows:
+        config = {**row.config, "models": [{**row.config["models"][0], "workload": f"{FILE}:tiny"}]}
+        (task,) = GridConfig.parse(config, where="row", folder=Path()).tasks()
+        assert task.key == row.id
+
+
+def test_the_page_links_to_the_reports_that_are_there(made: Path, board: Leaderboard, tmp_path: Path) -> None:
+    page = made / "pages" / "board.html"
+    result = invoke("leaderboard", made / "board.json", "--reports", made / "rows of it", "-o", page)
+    assert result.exit_code == 0, result.output
+    assert "3 rows, 2 with a report" in result.stdout
+    data = re.search(r'id="record">(.*?)</script>', page.read_text())
+    assert data is not None
+    found = json.loads(data[1])
+    assert found["results"] == "board.json"
+    links = [row.get("report") for row in found["rows"]]
+    assert links[0] == f"../rows%20of%20it/{board.rows[0].id}/report.html"
+    assert (page.parent / unquote(links[0])).is_file()
+    assert links[2] is None
+    assert len(found["rows"][0]["sites"]) == len(board.rows[0].sites) > 10
+    missing = invoke("leaderboard", made / "board.json", "--reports", tmp_path / "none", "-o", page)
+    assert missing.exit_code == 2
+
+
+def test_reports_of_rows_that_ran_before_are_told_of(made: Path, tmp_path: Path) -> None:
+    result = invoke("bench", made / "grid.yaml", "--reports", tmp_path)
+    assert "0 of 2 rows that are done have a report" in result.stdout
+    assert re.search(r"--row\s+\w{16}", result.output)
