@@ -252,9 +252,10 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", default=list(MODELS))
     chosen = parser.parse_args()
     torch.set_num_threads(1)
-    rows = [
-        found for name in chosen.models for found in measure(name, chosen.rounds, name in chosen.amp, chosen.kernels)
-    ]
+    rows = []
+    for name in chosen.models:
+        rows += measure(name, chosen.rounds, name in chosen.amp, chosen.kernels)
+        print(name, [f"{row['error_percent']:+.1f} %" for row in rows if row["model"] == name], flush=True)
     lines = [
         "| model | plan | predicted | measured | error | saved for backward | error | process peak, error |",
         "|---|---|---|---|---|---|---|---|",
