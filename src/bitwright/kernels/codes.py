@@ -36,8 +36,9 @@ class Codes:
 
     def float(self) -> Tensor:
         """The numbers."""
-        # three passes, each of which torch vectorises; one compiled pass from bytes is slower
-        return self.values.to(torch.float32).sub_(self.zero).mul_(self.steps)
+        # passes that torch vectorises; one compiled pass from bytes is slower
+        plain = self.values.to(torch.float32)
+        return (plain.sub_(self.zero) if self.zero else plain).mul_(self.steps)
 
 
 @dataclass(frozen=True)
