@@ -52,6 +52,9 @@ def test_profile_score_plan_and_predict(tmp_path: Path) -> None:
     assert rows["recover+split"]["seconds"] <= min(row["seconds"] for row in rows.values()) * 1.03
     made = Plan.load(tmp_path / "plan.yaml")
     assert set(made.devices) == {"fast", "slow"}
+    told = bitwright(tmp_path, *plan, "--planner", "recover", "-o", "other.yaml")  # splitting is better by far here
+    assert "recover+split is" in told or "batches is" in told
+    assert "torchrun --nproc-per-node 3" in told or "nothing is won" in told
     batches = rows["recover+split"]["batches"]
     assert batches["fast"] > batches["slow"]
     predict = ["predict", SPIRALS, "--cluster", "cluster.yaml", "--quantize", "plan.yaml", "--batch", "96", "--json"]

@@ -90,6 +90,12 @@ def test_the_notes_say_what_runs_how() -> None:
         ("bitwright: 1\ncompute: {'*': int8}\n", {"quantize": "int8"}, "exclude each other"),
         ("bitwright: 1\ndevices: {a: {compute: {'*': int8}}, b: {}}\n", {}, "several kinds"),
         ("bitwright: 1\ndevices: {a: {compute: {'*': int8}}, b: {}}\n", {"kind": "c"}, "no such device"),
+        ("bitwright: 1\ndevices: {big: {compute: {'*': int8}}, b: {}}\n", {"kind": "b,bigg"}, "did you mean 'big'"),
+        (
+            "bitwright: 1\ndevices: {a: {compute: {'*': int8}}, b: {}}\n",
+            {"kind": "a,b"},
+            "there is 1 process(.|\\n)*torchrun",
+        ),
         ("bitwright: 1\ncompute: {'9': int8}\n", {}, "matches no operator"),
     ],
 )

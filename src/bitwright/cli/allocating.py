@@ -17,6 +17,9 @@ from bitwright.report import words
 from bitwright.sensitivity import Indications, spec_of
 from bitwright.workload import Workload
 
+_WORTH = 1.03  # another planner is named where it is faster by more than predictions are wrong
+_IDLE = 32
+
 
 def allocate(
     out: Out,
@@ -95,7 +98,7 @@ def _show(out: Out, machine: OnCluster, rows: dict[str, Allocation], planner: st
         }
     )
     out.table(
-        ["planner", "#step", "#suffers", "low operators", "batches", "memory"],
+        ["planner", "#step", "#suffers", "low operators", "batches", "memory of a process"],
         [
             (
                 f"{name} (chosen)" if name == planner else name,
@@ -109,7 +112,20 @@ def _show(out: Out, machine: OnCluster, rows: dict[str, Allocation], planner: st
         ],
     )
     chosen = rows[planner]
+    best = min((name for name in rows if name in PLANNERS), key=lambda name: rows[name].seconds)
+    faster = chosen.seconds / rows[best].seconds
     if not any(chosen.low.values()) and len(set(chosen.batches.values())) == 1:
-        out.say("nothing is won here by low precision: train without a plan")
+        file = "" if output is None else f" ({output} says float everywhere)"
+        out.say(f"nothing is won here by low precision{'' if faster > _WORTH else ': train without a plan'}{file}")
     elif output is not None:
-        out.say(f"{output}: train with --plan {output} --kind {','.join(machine.kinds)} (the kind of each process)")
+        processes = [kind for kind, count in machine.kinds.items() for _ in range(count)]
+        out.say(f"{output}: train with")
+        out.say(
+            f"  torchrun --nproc-per-node {len(processes)} -m bitwright train WORKLOAD --plan {output} "
+            f"--kind {','.join(processes)} --batch {machine.batch}"
+        )
+    if faster > _WORTH:
+        out.say(f"{best} is {faster:.2g} times as fast: --planner {best}")
+    for kind, size in chosen.batches.items():
+        if size * _IDLE < max(chosen.batches.values()):
+            out.note(f"{kind} is left with {size} of {sum(chosen.batches.values())} samples: hardly worth its place")

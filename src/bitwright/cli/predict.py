@@ -125,7 +125,18 @@ def _show(out: Out, prediction: Prediction, comparison: Comparison | None, trace
     out.data({**prediction.to_dict(), "compared": None if comparison is None else asdict(comparison)})
     out.say(f"a step takes {1e3 * prediction.seconds:.2f} ms, {prediction.samples_per_second:.0f} samples per second")
     out.table(
-        ["device", "#count", "#own work", "#busy", "#collectives", "#waits", "#memory peak", "at", "fits"],
+        [
+            "device",
+            "#count",
+            "#own work",
+            "#busy",
+            "#collectives",
+            "#waits",
+            "#tensors",
+            "at",
+            "#process",
+            "fits",
+        ],
         [
             (
                 device.name,
@@ -136,11 +147,14 @@ def _show(out: Out, prediction: Prediction, comparison: Comparison | None, trace
                 f"{100 * device.waiting:.0f} %",
                 "" if device.memory is None else words.size(device.memory.peak),
                 "" if device.memory is None else device.memory.cause,
+                "" if device.memory is None else words.size(device.memory.process),
                 {True: "yes", False: "no", None: ""}[device.fits],
             )
             for device in prediction.devices[:20]
         ],
     )
+    if len(prediction.devices) > 1:
+        out.say("waits: for others and for collectives, which also run beside own work: shares don't add up to 100 %")
     for device in prediction.devices:
         if device.stood_in:
             out.note(f"{device.name}: {device.stood_in} operators weren't measured in their format; float stands in")

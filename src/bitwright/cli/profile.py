@@ -130,6 +130,16 @@ def profile_(
     _show(out, made, output)
 
 
+_UNSURE = 0.1
+
+
+def _spread(made: DeviceProfile) -> float:
+    """Half of the confidence interval, of the time, where the time goes."""
+    known = [c.forward for c in made.operators if c.forward.low is not None and c.forward.high is not None]
+    whole = sum(timing.seconds for timing in known)
+    return sum((t.high or 0.0) - (t.low or 0.0) for t in known) / 2 / whole if whole else 0.0
+
+
 def _show(out: Out, made: DeviceProfile, output: Path) -> None:
     out.data({"file": str(output), **made.model_dump(exclude={"operators"}), "operators": len(made.operators)})
     out.table(
@@ -149,4 +159,7 @@ def _show(out: Out, made: DeviceProfile, output: Path) -> None:
     )
     if made.note:
         out.say(made.note)
+    spread = _spread(made)
+    if spread > _UNSURE:
+        out.note(f"times are known to ±{100 * spread:.0f} % only: repeat on a quiet machine, or with --clock cpu")
     out.say(f"{output}: {len(made.operators)} operators and casts of {made.device}")

@@ -53,16 +53,20 @@ def kind_of(plan: Plan, kinds: str | None, ranks: Ranks) -> str | None:
         )
         raise TrainError.single("the plan has several kinds of device", where="kind", value=[*plan.devices], fix=fix)
     names = [name.strip() for name in kinds.split(",")]
+    for name in names:
+        if name not in plan.devices:
+            raise TrainError.single(
+                "the plan has no such device", where="kind", value=name, fix=did_you_mean(name, plan.devices)
+            )
     if len(names) not in (1, ranks.world):
+        there = "1 process" if ranks.world == 1 else f"{ranks.world} processes"
         raise TrainError.single(
-            "one kind for all processes, or one for each", where="kind", value=kinds, fix=f"name {ranks.world} of them"
+            f"{len(names)} kinds, but there {'is' if ranks.world == 1 else 'are'} {there}",
+            where="kind",
+            value=kinds,
+            fix=f"start {len(names)} (torchrun --nproc-per-node {len(names)} -m bitwright train …), or name one kind",
         )
-    name = names[0] if len(names) == 1 else names[ranks.rank]
-    if name not in plan.devices:
-        raise TrainError.single(
-            "the plan has no such device", where="kind", value=name, fix=did_you_mean(name, plan.devices)
-        )
-    return name
+    return names[0] if len(names) == 1 else names[ranks.rank]
 
 
 class LowPrecision:

@@ -129,8 +129,8 @@ class Run:
         self.low: LowPrecision | None = None
         if self.compute is not None:
             self.low = LowPrecision(self.model, self.compute, self.kind, self._example(), simulate=self.simulate)
-            for note in self.low.notes:
-                self.note(note)
+            for note in dict.fromkeys(note for notes in self.ranks.gather(self.low.notes) for note in notes):
+                self.note(note)  # a line for each kind of device, not only for the first rank's
         if resume is not None:  # before anybody holds parameters: a checkpoint gives scales their shapes
             load_checkpoint(model, resume.folder / "model.safetensors")
         self.parallel = self._share()
