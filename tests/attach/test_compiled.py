@@ -407,3 +407,35 @@ def test_a_model_that_writes_in_place_after_a_quantizer(counting: list[int]) -> 
         for on in (False, True):
             quantizer.compiled = on
             nn.functional.relu(quantizer(x).add_(1.0), inplace=True).sum().backward()
+
+
+_DIGEST = """
+import hashlib, torch
+from bitwright.kernels.codes import encode
+torch.set_num_threads(1)
+x = torch.randn(32, 4100, generator=torch.Generator().manual_seed(0))
+codes = encode(x, signed=True)
+print(hashlib.sha256(codes.values.numpy().tobytes()).hexdigest(), torch.backends.cpu.get_cpu_capability())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="needs vectors of two widths")
+def test_a_cache_that_machines_with_other_vectors_share(tmp_path: Path) -> None:
+    """torch's cache of generated code doesn't know their width: codes were garbage, and memory was overwritten."""
+    told = []
+    for width in ("avx2", "avx512"):
+        env = {**os.environ, "ATEN_CPU_CAPABILITY": width, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+        run = subprocess.run(
+            [sys.executable, "-c", _DIGEST], env=env, check=True, capture_output=True, text=True, timeout=300
+        )
+        told.append(run.stdout.split())
+    assert [capability for _, capability in told] == ["AVX2", "AVX512"]
+    assert len({digest for digest, _ in told}) == 1
+
+
+@pytest.mark.skipif(not torch.backends.cpu.get_cpu_capability().startswith("AVX"), reason="x86 only")
+def test_the_width_of_vectors_is_part_of_what_is_compiled() -> None:
+    width = {"AVX2": 256, "AVX512": 512}[torch.backends.cpu.get_cpu_capability()]
+    assert compiled.for_this_cpu() == {"cpp.simdlen": width}
+    assert "cpp.simdlen" in torch._inductor.list_options()

@@ -20,7 +20,18 @@ SMALL = 1 << 16
 """Tensors with fewer elements aren't worth a call into compiled code."""
 
 _VARIANTS = 64  # per function: ranks, dtypes of devices, with and without gradients, formats
+_WIDTHS = {"AVX512": 512, "AVX2": 256, "DEFAULT": 1}  # bits; of what isn't here nothing is said
 _broken: list[str] = []  # why compiling was given up in this process
+
+
+def for_this_cpu() -> dict[str, int]:
+    """Options of torch.compile that name the vectors' width, which is part of its cache's key then.
+
+    Without it, code that was generated for one width is taken from a cache that machines share, or that outlives a
+    machine, and built for another: it writes past the end of its tensors.
+    """
+    width = _WIDTHS.get(torch.backends.cpu.get_cpu_capability())
+    return {} if width is None else {"cpp.simdlen": width}
 
 
 def works_here() -> bool:
@@ -46,7 +57,12 @@ class Kernel:
         if self.twin is None:
             # fullgraph: more variants than allowed are an error, which is reported, and no silent eager run
             self.twin = torch.compile(  # type: ignore[call-overload]  # torch's overloads lack the two limits
-                self.function, dynamic=True, fullgraph=True, recompile_limit=_VARIANTS, isolate_recompiles=True
+                self.function,
+                dynamic=True,
+                fullgraph=True,
+                recompile_limit=_VARIANTS,
+                isolate_recompiles=True,
+                options=for_this_cpu(),
             )
         twin: Any = self.twin
         if not _broken:

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from bitwright.attach.compiled import for_this_cpu
 from bitwright.deploy import program_file
 from bitwright.deploy.program import QuantizedProgram, quantized_program
 from bitwright.deploy.runtime import Runtime, refused
@@ -62,7 +63,7 @@ class Inductor(Runtime):
         with self._threads(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's own notes about its internals
             with torch._inductor.config.patch(freezing=True):
-                self.compiled = torch.compile(module, dynamic=False)
+                self.compiled = torch.compile(module, dynamic=False, options=for_this_cpu())
                 self._run(self.example)
 
     def run(self, feed: dict[str, NDArray[Any]]) -> list[NDArray[Any]]:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from bitwright.attach.compiled import for_this_cpu
 from bitwright.backends import Choices
 from bitwright.checkpoint import checkpoint_file, load_checkpoint, save_checkpoint
 from bitwright.errors import TrainDiverged, TrainError
@@ -139,7 +140,7 @@ class Run:
         self.optimizer = make_optimizer(model, config)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.amp == "fp16")
         if config.compile:
-            self.net = torch.compile(self.net)
+            self.net = torch.compile(self.net, options=for_this_cpu())
         world = self.ranks.world
         whole = sum(self.data.parts) * config.accumulate
         self.note(
