@@ -28,12 +28,21 @@ def environment(**more: Any) -> dict[str, Any]:
         "python": platform.python_version(),
         "machine": platform.machine(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "vnni": _has_vnni(),
         "threads": torch.get_num_threads(),
         "seed": torch.initial_seed(),
         "command": " ".join(command),
         "config_hash": hashlib.sha256(json.dumps([command, more], sort_keys=True).encode()).hexdigest()[:16],
         **more,
     }
+
+
+def _has_vnni() -> bool | None:
+    """Whether this CPU multiplies 8-bit codes in one instruction, which decides what INT8 is worth; None: unknown."""
+    try:
+        return "_vnni" in Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return None
 
 
 def save(name: str, data: dict[str, Any], markdown: str) -> None:
