@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import copy
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import median
 
@@ -86,7 +86,12 @@ def step(model: nn.Module, x: Tensor, y: Tensor) -> Callable[[], None]:
     return run
 
 
-def planned(make: Callable[[bw.Plan | None], nn.Module], batch: tuple[Tensor, Tensor], graph: bw.Graph) -> bw.Plan:
+def planned(
+    make: Callable[[bw.Plan | None], nn.Module],
+    batch: tuple[Tensor, Tensor],
+    graph: bw.Graph,
+    keep_float: Sequence[str] = (),
+) -> bw.Plan:
     """The fastest plan by a profile of this machine."""
     specs = {way: WAYS[way] for way in ("+ input gradient", "+ weight gradient")}
     plans = [everywhere(graph, spec) for spec in specs.values()]
@@ -95,7 +100,7 @@ def planned(make: Callable[[bw.Plan | None], nn.Module], batch: tuple[Tensor, Te
     here = profile(models, batch, F.cross_entropy, clock="cpu", rounds=9, fit_casts=False)
     recorded = record_step(make(None), batch, F.cross_entropy)
     penalties = {name: dict.fromkeys(specs, 1.0) for name in plans[0].compute}
-    machine = OnCluster(recorded, {"here": here}, Cluster.of({"here": 1}), penalties, specs)
+    machine = OnCluster(recorded, {"here": here}, Cluster.of({"here": 1}), penalties, specs, keep_float=keep_float)
     return machine.to_plan(fastest(machine)).for_device("here")
 
 

@@ -2,16 +2,18 @@
 
     python benchmarks/lowprecision_cifar10.py [--seeds 3] [--images 12500] [--folder lowprecision-runs]
 
-Each pair of runs has the same seed, data order and settings. Stem and head stay float; every other convolution runs
-forward and the gradient of its input in INT8. Bar: the mean within 0.5 points of float's, and the cosine between the
-gradients of the whole model at least 0.98. Runs are kept in --folder: an interrupted benchmark goes on where it was.
+Runs of one seed have the same data order and settings. Stem and head stay float. Beside float: INT8 everywhere else,
+forward and the gradient of the input; the same and the gradient of the weight; and what the planner `fastest` makes of
+both by a profile of this machine. Bar: the mean within 0.5 points of float's, and the cosine between the gradients of
+the whole model at least 0.98. Plans and runs are kept in --folder: an interrupted benchmark goes on where it was.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-import time
+import re
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean, stdev
@@ -26,12 +28,45 @@ import bitwright as bw
 from bitwright import TrainConfig, Trainer, Workload
 from bitwright.plan import ComputeSpec
 from bitwright.zoo.resnet20 import ResNet20
+from kernels import planned
 
-FLOAT = ComputeSpec(format="float", why="first and last layer")
-PLAN = bw.Plan(compute={"*": ComputeSpec(format="int8"), "conv1": FLOAT, "linear": FLOAT})
+ENDS = ("conv1", "linear")
+
+
+def everywhere(*backward: str) -> bw.Plan:
+    ends = dict.fromkeys(ENDS, ComputeSpec(format="float", why="first and last layer"))
+    return bw.Plan(compute={"*": ComputeSpec(format="int8", backward=backward), **ends})
+
+
+def fastest_here() -> bw.Plan:
+    """By a profile of channels-last steps of 64 images."""
+    model = ResNet20().train().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    images = torch.randn(64, 3, 32, 32).to(memory_format=torch.channels_last)
+    graph = bw.capture(model, images)
+
+    def make(plan: bw.Plan | None) -> torch.nn.Module:
+        own = copy.deepcopy(model)
+        return own if plan is None else bw.prepare(own, plan, graph=graph)
+
+    return planned(make, (images, torch.randint(0, 10, (64,))), graph, keep_float=ENDS)
+
+
+def plans(folder: Path) -> dict[str, bw.Plan | None]:
+    kept = folder / "fastest.yaml"
+    if not kept.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        fastest_here().save(kept)
+    return {
+        "float": None,
+        "INT8": everywhere("input"),
+        "INT8, weight's gradient too": everywhere("input", "weight"),
+        "planned": bw.Plan.load(kept),
+    }
+
+
 RUNS: dict[str, dict[str, Any]] = {
     "from the checkpoint": {"share": 1.0, "epochs": 2, "lr": 0.01},
-    "from scratch": {"share": 0.25, "epochs": 4, "lr": 0.1, "warmup": 0.5},
+    "from scratch": {"share": 0.5, "epochs": 4, "lr": 0.1, "warmup": 0.5},
 }
 
 
@@ -61,8 +96,8 @@ def gradients(model: torch.nn.Module, images: torch.Tensor, labels: torch.Tensor
     return torch.cat([p.grad.flatten() for p in own.parameters() if p.grad is not None])
 
 
-def cosine(made: Workload, batches: int, size: int) -> list[float]:
-    """Between float's gradients and INT8's, of augmented training batches."""
+def cosine(made: Workload, plan: bw.Plan, batches: int, size: int) -> list[float]:
+    """Between float's gradients and the plan's, of augmented training batches."""
     assert made.training is not None
     data = made.training()
     torch.manual_seed(0)
@@ -70,7 +105,7 @@ def cosine(made: Workload, batches: int, size: int) -> list[float]:
     for batch in range(batches):
         items = data.__getitems__(list(range(batch * size, (batch + 1) * size)))  # type: ignore[attr-defined]
         images, labels = made.collate(items) if made.collate is not None else items
-        both = [gradients(made.model, images, labels, plan) for plan in (None, PLAN)]
+        both = [gradients(made.model, images, labels, p) for p in (None, plan)]
         found.append(float(torch.cosine_similarity(both[0], both[1], dim=0)))
     return found
 
@@ -84,58 +119,57 @@ def main() -> None:
     parser.add_argument("--only-cosine", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    rows, angles = [], {}
+    ways = plans(arguments.folder)
+    rows: list[dict[str, Any]] = []
+    angles: dict[str, dict[str, dict[int, list[float]]]] = {}
     for start in arguments.starts:
         settings = dict(RUNS[start])
         images = int(arguments.images * settings.pop("share"))
-        angles[start] = {size: cosine(workload(start, images, 0), 8, size) for size in (64, 256)}
-        print(start, {size: mean(values) for size, values in angles[start].items()}, flush=True)
+        angles[start] = {
+            way: {size: cosine(workload(start, images, 0), plan, 8, size) for size in (64, 256)}
+            for way, plan in ways.items()
+            if plan is not None
+        }
+        print(start, {w: {s: mean(v) for s, v in found.items()} for w, found in angles[start].items()}, flush=True)
         for seed in range(0 if arguments.only_cosine else arguments.seeds):
-            for precision in ("float", "int8"):
+            for way, plan in ways.items():
                 config = TrainConfig(**settings, batch=64, channels_last=True, seed=seed)
-                folder = arguments.folder / f"{start} {precision} {seed}".replace(" ", "-")
-                began = time.process_time()
+                folder = arguments.folder / re.sub(r"\W+", "-", f"{start} {way} {seed}")
                 result = Trainer(
-                    workload(start, images, seed),
-                    compute=PLAN if precision == "int8" else None,
-                    config=config,
-                    out=folder,
-                    resume=True,
+                    workload(start, images, seed), compute=plan, config=config, out=folder, resume=True
                 ).fit()
-                rows.append(
-                    {
-                        "start": start,
-                        "precision": precision,
-                        "seed": seed,
-                        "images": images,
-                        "config_hash": config.digest,
-                        "top1": [values["top1"] for values in result.metrics],
-                        "cpu_seconds": time.process_time() - began,
-                    }
-                )
+                top = [values["top1"] for values in result.metrics]
+                row = {"start": start, "way": way, "seed": seed, "images": images, "top1": top}
+                rows.append({**row, "config_hash": config.digest})
                 print(rows[-1], flush=True)
     if arguments.only_cosine:
         return
+    found = ways["planned"]
+    assert found is not None
+    low = Counter("/".join(("int8", *spec.backward)) for spec in found.compute.values() if spec.low)
+    chosen = ", ".join(f"{count} × {name}" for name, count in low.items()) or "float everywhere"
     lines = [
         "# Training ResNet-20 in INT8 beside float, CIFAR-10, 10,000 test images",
         "",
-        "Same seeds, order of data and settings. INT8: every convolution but the stem, forward and input gradient.",
+        "Same seeds, order of data and settings; stem and head in float. INT8: all other convolutions, forward and "
+        f"input gradient. Planned: what is fastest on this machine ({chosen}). Bar: within 0.5 points.",
         "",
-        "| start | training images, epochs | float, each seed | INT8, each seed | float | INT8 | difference |",
-        "|---|---|---|---|---|---|---|",
+        "| start | training images, epochs | way | top-1 | of float | each seed | cosine, batch 64 | batch 256 |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for start in arguments.starts:
-        own = [row for row in rows if row["start"] == start]
-        last = {p: [row["top1"][-1] for row in own if row["precision"] == p] for p in ("float", "int8")}
-        cells = [", ".join(f"{value:.2f}" for value in values) for values in last.values()]
-        cells += [f"{mean(v):.2f} ± {stdev(v) if len(v) > 1 else 0:.2f}" for v in last.values()]
-        size = own[0]["images"]
-        cells.append(f"{mean(last['int8']) - mean(last['float']):+.2f}")
-        lines.append(f"| {start} | {size:,} × {RUNS[start]['epochs']} | {' | '.join(cells)} |")
-    lines += ["", "Cosine between the gradients of the whole model, means of 8 augmented batches (bar 0.98):", ""]
-    for start, found in angles.items():
-        words = [f"batch {size}: {mean(all_):.4f} ({min(all_):.4f}–{max(all_):.4f})" for size, all_ in found.items()]
-        lines.append(f"- {start}: {'; '.join(words)}")
+        last = {way: [row["top1"][-1] for row in rows if row["start"] == start and row["way"] == way] for way in ways}
+        size = next(row["images"] for row in rows if row["start"] == start)
+        for way, values in last.items():
+            spread = stdev(values) if len(values) > 1 else 0.0
+            cells = [f"{mean(values):.2f} ± {spread:.2f}", f"{mean(values) - mean(last['float']):+.2f}"]
+            cells.append(", ".join(f"{value:.2f}" for value in values))
+            angle = angles[start].get(way, {})
+            cells += [
+                f"{mean(angle[n]):.4f} ({min(angle[n]):.4f}–{max(angle[n]):.4f})" if angle else "" for n in (64, 256)
+            ]
+            lines.append(f"| {start} | {size:,} × {RUNS[start]['epochs']} | {way} | {' | '.join(cells)} |")
+    lines += ["", "Cosines (bar 0.98): between the gradients of the whole model, means of 8 augmented batches."]
     save("lowprecision_cifar10", {"environment": environment(), "rows": rows, "cosine": angles}, "\n".join(lines))
 
 
