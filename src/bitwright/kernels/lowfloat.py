@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from bitwright.graph.functions import kind_of
 from bitwright.graph.tree import map_tensors
 from bitwright.kernels.kernel import Kernel
 
@@ -22,6 +23,10 @@ class _LowFloat(Kernel):
 
     def __call__(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Weights stay float32 outside of the call."""
+        if kind_of(func) == "embedding":
+            # rows are cast, not the table: sums of their gradients in half the bits would be some percent off
+            rows = func(*args, **kwargs)
+            return rows.to(self.dtype).to(rows.dtype)
         tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and t.is_floating_point()]
         wide = tensors[0].dtype if tensors else torch.float32
 
