@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +16,15 @@ from bitwright.kernels.calls import arguments, each_axis, padded
 from bitwright.kernels.codes import FULL, TINY, Codes, Signed, as_second, encode, encode_rows
 from bitwright.kernels.kernel import Kernel
 from bitwright.plan import ComputeSpec
+
+Run = TypeVar("Run", bound=Callable[..., Any])
+
+
+def _uncompiled(run: Run) -> Run:
+    """torch.compile of the whole model goes around it: it would take the packing of weights apart, and fail."""
+    disable: Any = torch.compiler.disable
+    wrapped: Run = disable(run, reason="integer products are compiled already")
+    return wrapped
 
 
 def _seed(spec: ComputeSpec) -> int | None:
@@ -261,7 +270,7 @@ class Int8(Kernel):
         """oneDNN's integer products on CPUs, torch._int_mm on CUDA."""
         return products.missing() if device.type == "cpu" else None
 
-    @torch.compiler.disable(reason="torch.compile can't look into integer products")
+    @_uncompiled
     def __call__(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the call; one that isn't as usual, or has nothing to compute, runs in float."""
         found = arguments(func, args, kwargs)

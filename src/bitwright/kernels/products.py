@@ -85,14 +85,15 @@ def linear(x: Codes, weight: Signed, bias: Tensor | None, *, simulate: bool) -> 
         return run(x, weight, bias)
     parts = zip(x.values.split(DEEP, -1), weight.values.split(DEEP, -1), strict=True)
     sums = [
-        run(
-            Codes(one.contiguous(), x.scales, x.zero),
-            Signed(other.contiguous(), weight.scales),
-            bias if not n else None,
-        )
-        for n, (one, other) in enumerate(parts)
+        run(Codes(one.contiguous(), x.scales, x.zero), Signed(other.contiguous(), weight.scales), None)
+        for one, other in parts
     ]
-    return torch.stack(sums).sum(0)
+    return _together(sums, bias)
+
+
+def _together(sums: list[Tensor], bias: Tensor | None) -> Tensor:
+    whole = torch.stack(sums).sum(0)
+    return whole if bias is None else whole + bias
 
 
 def _integers(device: str) -> Callable[[Codes, Signed, Tensor | None], Tensor] | None:
