@@ -245,10 +245,11 @@ class _Embedding(torch.autograd.Function):
 
 
 class Int8(Kernel):
-    """8-bit codes: a scale per sample or token for activations and gradients, per output for weights, found anew."""
+    """8-bit codes: a scale per sample or token (per output of a weight), or one for a tensor, found anew."""
 
     name = "int8"
     kinds: ClassVar[tuple[str, ...]] = ("linear", "conv2d", "conv1d", "matmul", "embedding")
+    compiles = False
 
     @classmethod
     def refuses(cls, op: Op, spec: ComputeSpec) -> str | None:
@@ -268,7 +269,22 @@ class Int8(Kernel):
     @classmethod
     def missing(cls, device: torch.device) -> str | None:
         """oneDNN's integer products on CPUs, torch._int_mm on CUDA."""
-        return products.missing() if device.type == "cpu" else None
+        if device.type == "cpu":
+            return products.missing()
+        return None if device.type == "cuda" else f"there are no integer products on {device.type}"
+
+    @classmethod
+    def missing_for(cls, kind: str, device: torch.device) -> str | None:
+        """Convolutions are oneDNN's alone."""
+        if device.type == "cuda" and kind.startswith("conv"):
+            return "integer convolutions run on CPUs only"
+        return cls.missing(device)
+
+    @classmethod
+    def rounded(cls, weight: Tensor, kind: str, spec: ComputeSpec) -> Tensor:
+        """By the forward product's codes."""
+        limit = FULL if kind == "embedding" else second_limit(weight)
+        return encode_rows(weight, limit, whole=spec.whole).float()
 
     @_uncompiled
     def __call__(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -280,9 +296,11 @@ class Int8(Kernel):
             "linear": self._linear,
             "matmul": self._matmul,
             "embedding": self._embedding,
+            "conv1d": self._conv,
+            "conv2d": self._conv,
         }
         with torch.autocast(device_type=found["input"].device.type, enabled=False):
-            result = run.get(kind_of(func), self._conv)(**found)
+            result = run[kind_of(func)](**found)
         return func(*args, **kwargs) if result is None else result
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
@@ -303,6 +321,8 @@ class Int8(Kernel):
         dims = weight.dim() - 2
         steps, apart = each_axis(stride, dims), each_axis(dilation, dims)
         input, sides = padded(input, weight, padding, apart)
+        self._stays("input", None if can_turn(steps, sides, apart, weight) else "strided, or with wide padding")
+        self._stays("weight", None if groups == 1 else "in groups")
         if dims == 1:  # a picture of one row
             shape = ((1, *steps), (0, *sides), (1, *apart), groups)
             wide = (input[:, :, None], weight[:, :, None])
@@ -328,9 +348,15 @@ class Int8(Kernel):
     ) -> Tensor | None:
         if max_norm is not None or scale_grad_by_freq or sparse:
             return None
+        self._stays("weight", "a sum of rows")
         # torch counts from the end, but to its own backward −1 is no row
         skipped = -1 if padding_idx is None else padding_idx % weight.shape[0]
         return _apply(_Embedding, input, weight, skipped, self.spec)
+
+    def _stays(self, product: str, reason: str | None) -> None:
+        """Say that a gradient's product is no plain product of codes."""
+        if reason is not None and product in self.spec.backward:
+            self.floats[product] = reason
 
 
 def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 from bitwright.graph.functions import kind_of
 from bitwright.graph.tree import map_tensors
 from bitwright.kernels.kernel import Kernel
+from bitwright.plan import ComputeSpec
 
 _KINDS = ("linear", "conv1d", "conv2d", "matmul", "embedding")
 
@@ -20,6 +21,11 @@ class _LowFloat(Kernel):
 
     dtype: ClassVar[torch.dtype]
     kinds: ClassVar[tuple[str, ...]] = _KINDS
+
+    @classmethod
+    def rounded(cls, weight: Tensor, kind: str, spec: ComputeSpec) -> Tensor:
+        """Cast and cast back."""
+        return weight.to(cls.dtype).to(weight.dtype)
 
     def __call__(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Weights stay float32 outside of the call."""
