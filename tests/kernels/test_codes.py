@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from bitwright.kernels.codes import FULL, Codes, as_second, encode, encode_rows
+from bitwright.kernels.codes import EXACT, FULL, TINY, as_second, encode, encode_rows
 
 arrays = hnp.arrays(np.float32, hnp.array_shapes(max_dims=3, max_side=20), elements=st.floats(-1e4, 1e4, width=32))
 
@@ -58,11 +58,45 @@ def test_rows_have_scales_of_their_own(array: np.ndarray) -> None:
     assert (np.abs(signed.float().numpy() - array) <= step * 0.501 + 1e-6 * np.abs(array)).all()
 
 
-def test_halved_codes_are_unbiased_and_within_the_limit() -> None:
-    values = torch.arange(1, 256, dtype=torch.uint8).view(1, -1)
-    signed = as_second(values, Codes(values, torch.tensor([0.5]), 128), 63)
-    assert int(signed.values.abs().max()) <= 64
-    error = signed.float() - (values.float() - 128) * 0.5
-    assert float(error.abs().max()) <= 0.5
-    assert abs(float(error.mean())) < 1e-2
-    assert as_second(values, Codes(values, torch.tensor([0.5]), 128), FULL).scales[0] == 0.5
+@pytest.mark.parametrize("limit", [FULL, EXACT])
+def test_a_second_operand_is_unbiased_number_by_number(limit: int) -> None:
+    """Within the limit at once: codes that are halved afterwards would be off by up to half a step in the mean."""
+    x, repeats = torch.linspace(-1, 1, 401).view(1, -1), 2000
+    total = torch.zeros_like(x)
+    for seed in range(repeats):
+        codes = encode(x, seed * 7919 + 13, signed=True, limit=limit, whole=True)
+        second = as_second(codes.values, codes)
+        assert int(second.values.abs().max()) <= limit
+        total += second.float()
+    bias = (total / repeats - x) / codes.scales
+    assert float(codes.scales) == pytest.approx(1 / limit)
+    assert abs(float(bias.mean())) < 0.01
+    assert float(bias.abs().max()) < 5 * 0.5 / repeats**0.5
+
+
+@pytest.mark.parametrize("size", [20, 200_000])  # uncompiled, compiled
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_rows_that_arent_finite_are_seen_and_others_are_as_ever(value: float, size: int) -> None:
+    x = torch.randn(3, size, generator=torch.Generator().manual_seed(0))
+    clean = encode(x).float()
+    x[1, 7] = value
+    for seed in (None, 5):
+        found = encode(x, seed).float()
+        assert found[1].isnan().all()
+        assert found[[0, 2]].isfinite().all()
+    assert torch.equal(encode(x).float()[[0, 2]], clean[[0, 2]])
+    assert encode_rows(x, FULL).float().isnan().all(1).tolist() == [False, True, False]
+    assert encode(x, whole=True).float().isnan().all()
+
+
+def test_zeros_and_tiny_numbers_have_tiny_scales() -> None:
+    x = torch.tensor([[0.0, 0.0], [1e-35, 0.0], [1.0, -1.0]])
+    assert encode(x).scales[:2].max() <= TINY
+    assert torch.equal(encode(x).float()[:2], torch.zeros(2, 2))
+    assert torch.equal(encode_rows(x, FULL).float()[:2], torch.zeros(2, 2))
+
+
+def test_one_scale_for_all_rows() -> None:
+    x = torch.tensor([[1.0, -2.0], [0.01, 12.7]])
+    assert encode_rows(x, FULL, whole=True).scales.tolist() == pytest.approx([0.1, 0.1])
+    assert encode(x, whole=True).scales.tolist() == pytest.approx([0.1])

@@ -14,7 +14,7 @@ from ruamel.yaml import YAML
 
 from bitwright.errors import BitwrightError, PlanError
 from bitwright.formats import Format
-from bitwright.plan import SCHEMA_VERSION, Device, FoldSpec, Plan, SiteSpec, json_schema
+from bitwright.plan import SCHEMA_VERSION, ComputeSpec, Device, FoldSpec, Plan, SiteSpec, json_schema
 
 PUBLISHED = Path(__file__).parents[2] / "docs" / "schemas" / f"plan-{SCHEMA_VERSION}.json"
 
@@ -346,3 +346,17 @@ def test_invalid_data(data: Any) -> None:
         jsonschema.validate(data, json_schema())
     with pytest.raises(BitwrightError):
         Plan.from_yaml(json.dumps(data))
+
+
+def test_scales_of_kernels_are_written_where_they_arent_usual() -> None:
+    text = "bitwright: 1\ncompute:\n  a: {format: int8, scales: tensor}\n  b: {format: int8, scales: row}\n"
+    plan = Plan.from_yaml(text)
+    assert [plan.compute[name].whole for name in "ab"] == [True, False]
+    assert plan.compute["b"] == ComputeSpec(format="int8")
+    assert Plan.from_yaml(plan.to_yaml()) == plan
+    assert "scales: tensor" in plan.to_yaml()
+    assert "row" not in plan.to_yaml()
+    with pytest.raises(PlanError, match="scales"):
+        Plan.from_yaml(text.replace("tensor", "column"))
+    wrong = Plan(compute={"a": ComputeSpec(format="int8", scales="column")}).validate()
+    assert [problem.what for problem in wrong] == ["no such choice of scales"]

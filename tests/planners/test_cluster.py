@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bitwright import Plan, PlanError, capture, prepare
+from bitwright.kernels.int8 import Int8
 from bitwright.plan import ComputeSpec
 from bitwright.planners import dynamic_batching, fastest, recover, recover_and_split, uniform
 from bitwright.planners.cluster import OnCluster
@@ -75,6 +76,30 @@ def test_the_planner_sees_what_was_measured(measured: tuple[StepGraph, DevicePro
     low, high = (given.work("slow", dict.fromkeys(given.operators, f), 64) for f in ("int8", FLOAT))
     assert low < high
     assert given.work("slow", {}, 128) > 1.5 * given.work("slow", {}, 64)
+
+
+def test_a_kernel_may_say_its_cost_where_nobody_measured_it(
+    measured: tuple[StepGraph, DeviceProfile], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graph, own = measured
+    bare = own.model_copy(update={"operators": [c for c in own.operators if not c.format.startswith("kernel")]})
+
+    def planner() -> OnCluster:
+        return OnCluster(graph, {"here": bare}, Cluster.of({"here": 1}), PENALTIES, {"int8": INT8})
+
+    assert not planner().operators
+    monkeypatch.setattr(Int8, "seconds", lambda kind, shapes, spec: (1.0, 2.0 * (kind, shapes["weight"][0]).count(64)))
+    told = planner()
+    assert told.formats("here", "2") == [FLOAT, "int8"]
+    plain, low = (told.work("here", plan, 64) for plan in ({}, {"2": "int8"}))
+    assert low - plain == pytest.approx(3.0, abs=0.1)
+    # what was measured counts more
+    assert (
+        OnCluster(graph, {"here": own}, Cluster.of({"here": 1}), PENALTIES, {"int8": INT8}).work(
+            "here", {"2": "int8"}, 64
+        )
+        < 1.0
+    )
 
 
 def test_a_replay_of_the_planner_is_the_predictors(measured: tuple[StepGraph, DeviceProfile]) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from bitwright import BitwrightError, Indications, capture, indicate
 from bitwright.errors import CalibrationError, UnknownName
+from bitwright.kernels import products
 from bitwright.kernels.codes import encode
 from bitwright.registry import INDICATORS, KERNELS
 from bitwright.sensitivity import Subject
@@ -120,7 +121,7 @@ def test_rounding_variance_is_a_twelfth_or_a_sixth_of_a_squared_step(stochastic:
     assert float(found.mean()) == pytest.approx(float(variance.mean()), rel=0.02)
 
 
-@pytest.mark.parametrize("format", ["int8", "int8/weight", "int8/stochastic/weight", "bf16"])
+@pytest.mark.parametrize("format", ["int8", "int8/weight", "int8/stochastic/weight", "int8/tensor/weight", "bf16"])
 def test_one_linear_layer_is_within_a_tenth_of_monte_carlo(format: str) -> None:
     """With a loss whose gradient is given, so that nothing but the layer's own products counts."""
     torch.manual_seed(0)
@@ -153,7 +154,13 @@ def test_errors_reach_the_gradients_of_all_layers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "data", "format"), [(Cnn, pictures, "int8"), (Cnn, pictures, "bf16"), (Words, sentences, "int8")]
+    ("kind", "data", "format"),
+    [
+        (Cnn, pictures, "int8"),
+        (Cnn, pictures, "bf16"),
+        (Words, sentences, "int8"),
+        (Words, sentences, "int8/tensor/weight"),
+    ],
 )
 def test_ranks_are_those_of_monte_carlo(kind: type[nn.Module], data: Callable[[int], Any], format: str) -> None:
     model, batches = made(kind), data(6)
@@ -191,6 +198,45 @@ def test_every_indicator(indicator: str) -> None:
     assert all("forward" not in module.__dict__ for module in model.modules())
     assert all(parameter.grad is None for parameter in model.parameters())
     assert torch.equal(torch.random.get_rng_state(), seed)
+
+
+@pytest.mark.parametrize("format", ["int8/weight", "int8/stochastic/weight"])
+def test_tokens_of_zeros_count_for_nothing(format: str) -> None:
+    torch.manual_seed(0)
+    model, x, target = nn.Linear(16, 8), torch.randn(20, 16), torch.randn(20, 8)
+    padded = torch.cat([x, torch.zeros(5, 16)]), torch.cat([target, torch.ones(5, 8)])
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return (output * target).sum()
+
+    without, with_zeros = (
+        indicate(model, [batch], loss, formats=[format]).value("/linear#0", format) for batch in ((x, target), padded)
+    )
+    assert with_zeros == pytest.approx(without, rel=1e-3)
+
+
+@pytest.mark.parametrize("limit", [127, 63])
+def test_a_products_second_gradient_is_that_of_monte_carlo(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
+    """torch.bmm by its own names; the gradient is what is rounded at random."""
+    monkeypatch.setattr(products, "limit", lambda: limit)
+
+    class Product(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = (nn.Parameter(torch.randn(2, 12, 12)) for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.bmm(self.first * x, mat2=self.second)
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return (output * target).sum()
+
+    model, batches = made(Product), [(torch.randn(2, 12, 12), torch.randn(2, 12, 12)) for _ in range(30)]
+    format = "int8/stochastic/weight"
+    truth = monte_carlo(model, batches, loss, format)
+    found = indicate(model, batches, loss, formats=[format])
+    for name, value in truth.items():
+        assert found.value(name, format) == pytest.approx(value, rel=0.1)
 
 
 def test_stochastic_rounding_has_more_variance_than_the_nearest() -> None:

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from bitwright import BitwrightError, Plan, TrainConfig, Trainer
 from bitwright.plan import ComputeSpec, Device
 from bitwright.train.data import TrainingData
+from bitwright.train.lowprecision import LowPrecision
 from bitwright.train.ranks import Ranks
 from spirals import workload
 
@@ -78,6 +79,39 @@ def test_the_notes_say_what_runs_how() -> None:
     plan = Plan(compute={"2": ComputeSpec(format="int8"), "4": ComputeSpec(format="bf16")})
     result = Trainer(workload(), config=TrainConfig(batch=50), compute=plan).fit()
     assert any("1 in int8, 1 in bf16" in note for note in result.notes)
+
+
+def test_the_notes_say_which_gradients_stay_float() -> None:
+    model = torch.nn.Sequential(
+        torch.nn.Conv2d(2, 4, 3, stride=2, padding="valid"), torch.nn.Conv2d(4, 4, 1, groups=4), torch.nn.Flatten()
+    )
+    low = LowPrecision(model, Plan(compute={"*": INT8}), None, torch.randn(3, 2, 5, 5), simulate=False)
+    assert any("2 in int8" in note for note in low.notes)
+    assert any("of the input stay float in 1 operators, strided" in note and note.endswith(": 0") for note in low.notes)
+    assert any("of the weight stay float in 1 operators, in groups: 1" in note for note in low.notes)
+    assert low.uncompiled == ["int8"]
+
+
+def test_a_nan_weight_stops_training_as_in_float() -> None:
+    for options in ({}, {"compute": Plan(compute={"*": INT8})}):
+        broken = workload()
+        with torch.no_grad():
+            broken.model[2].weight[3, 3] = float("nan")
+        with pytest.raises(BitwrightError, match="the loss is not finite"):
+            Trainer(broken, config=TrainConfig(epochs=2, batch=50, lr=0.1, log_steps=1), **options).fit()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own imports, in its compiler
+def test_a_compiled_model_goes_around_the_kernels() -> None:
+    """The same numbers as without; torch's compiler once failed on the packed weights."""
+    states = []
+    for compile in (True, False):
+        config = TrainConfig(epochs=1, batch=50, lr=0.1, compile=compile)
+        result = Trainer(workload(), config=config, compute=Plan(compute={"*": INT8})).fit()
+        assert any("in int8 aren't compiled" in note for note in result.notes) == compile
+        states.append(result.model.state_dict())
+    assert all(torch.allclose(tensor, states[1][name], atol=1e-4) for name, tensor in states[0].items())
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from bitwright.attach.compiled import dense, worthwhile
 
 FULL = 127
 TINY = 1e-30
-"""Smaller scales have no inverse: such numbers are as good as zero."""
+"""The smallest scale, of zeros too: smaller ones have no inverse."""
 EXACT = 63
 """The largest code of one operand where 8-bit products are added in saturating pairs: 2·255·63 fits into int16."""
 
@@ -53,11 +53,13 @@ class Signed:
         return self.values.to(torch.float32) * self.scales.view(-1, *(1,) * (self.values.dim() - 1))
 
 
-def encode(x: Tensor, seed: int | None = None, *, signed: bool = False, whole: bool = False) -> Codes:
+def encode(
+    x: Tensor, seed: int | None = None, *, signed: bool = False, limit: int = FULL, whole: bool = False
+) -> Codes:
     """Codes of a tensor, by the largest number of each row; without negative numbers all 255 levels are above zero.
 
-    With a `seed` numbers are rounded up or down at random, in the mean to themselves. `signed`: around 128 always.
-    `whole`: one scale for all rows.
+    With a `seed` numbers are rounded up or down at random, in the mean to themselves. `signed`: around 128 always, by
+    at most `limit`. `whole`: one scale for all rows. Rows that aren't finite have the scale NaN.
     """
     x = x.detach().to(torch.float32)
     if not x.numel():
@@ -65,7 +67,7 @@ def encode(x: Tensor, seed: int | None = None, *, signed: bool = False, whole: b
     x = x if dense(x) else x.contiguous()
     count = 1 if whole else x.shape[0]
     rows = x.as_strided((count, x.numel() // count), (x.numel() // count, 1))  # in the order of memory
-    around = torch.tensor(signed, device=x.device)
+    around = torch.tensor(float(limit) if signed else 0.0, device=x.device)
     more = [] if seed is None else [torch.tensor(seed & 0x7FFFFFFF, device=x.device)]
     function = _NEAREST if seed is None else _STOCHASTIC
     run = function.compiled if worthwhile(x) else function.function
@@ -73,36 +75,37 @@ def encode(x: Tensor, seed: int | None = None, *, signed: bool = False, whole: b
     return Codes(values.as_strided(x.shape, x.stride()), scales, int(zero))
 
 
-def encode_rows(x: Tensor, limit: int) -> Signed:
-    """Signed codes up to `limit`, with a scale for each row of the first axis."""
+def encode_rows(x: Tensor, limit: int, *, whole: bool = False) -> Signed:
+    """Signed codes up to `limit`, with a scale for each row of the first axis; `whole`: the same one."""
     rows = x.detach().to(torch.float32).reshape(x.shape[0], -1)
-    scales = rows.abs().amax(1) / limit
-    scales = torch.where((scales > TINY) & scales.isfinite(), scales, 1.0)
+    largest = rows.abs().amax(1)
+    scales = _usable((largest.amax().expand_as(largest).contiguous() if whole else largest) / limit)
     codes = (rows / scales[:, None]).round_().clamp_(-limit, limit).to(torch.int8)
     return Signed(codes.view(x.shape).contiguous(), scales)
 
 
-def as_second(values: Tensor, codes: Codes, limit: int) -> Signed:
-    """Codes with one scale as rows of a second operand, halved where products would saturate otherwise.
+def as_second(values: Tensor, codes: Codes) -> Signed:
+    """Codes around 128 with one scale as rows of a second operand."""
+    return Signed(signed_bytes(values).contiguous(), codes.scales.expand(values.shape[0]).contiguous())
 
-    Halves are rounded to even, so that they are neither up nor down in the mean. Only codes around 128 can be: they
-    have a sign.
-    """
-    shifted = values.to(torch.int16) - codes.zero
-    scales = codes.scales.expand(values.shape[0])
-    if limit < FULL:  # to ±64, with which products are exact as well
-        shifted = (shifted + ((shifted >> 1) & 1)) >> 1
-        scales = scales * 2
-    return Signed(shifted.to(torch.int8).contiguous(), scales.contiguous())
+
+def signed_bytes(values: Tensor) -> Tensor:
+    """Unsigned codes less 128."""
+    return values.bitwise_xor(128).view(torch.int8)
+
+
+def _usable(scale: Tensor) -> Tensor:
+    """Tiny ones are replaced. What isn't finite must be seen: by whoever looks at the loss, and by loss scaling."""
+    return torch.where(scale < float("inf"), scale.clamp(min=TINY), float("nan"))
 
 
 def _grid(x: Tensor, signed: Tensor) -> tuple[Tensor, Tensor]:
-    """Scales of the rows, and the zero of all."""
+    """Scales of the rows, and the zero of all; `signed` is the largest code, or 0 if numbers decide."""
     low, high = x.amin(1), x.amax(1)
-    both = signed | (low.amin() < 0)
-    scale = torch.where(both, torch.maximum(high, -low) / FULL, high / 255)
-    scale = torch.where((scale > TINY) & (scale < float("inf")), scale, 1.0)
-    return scale, torch.where(both, 128.0, 0.0)
+    both = (signed > 0) | (low < 0).any()  # NaN is neither: it decides nothing for other rows
+    most = torch.where(signed > 0, signed, float(FULL))
+    scale = torch.where(both, torch.maximum(high, -low) / most, high / 255)
+    return _usable(scale), torch.where(both, 128.0, 0.0)
 
 
 def _nearest(x: Tensor, signed: Tensor) -> tuple[Tensor, Tensor, Tensor]:

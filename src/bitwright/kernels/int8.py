@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from bitwright.graph import Op
+from bitwright.graph.functions import kind_of
 from bitwright.kernels import products
-from bitwright.kernels.codes import FULL, Codes, as_second, encode, encode_rows
+from bitwright.kernels.calls import arguments, each_axis, padded
+from bitwright.kernels.codes import FULL, TINY, Codes, Signed, as_second, encode, encode_rows
 from bitwright.kernels.kernel import Kernel
 from bitwright.plan import ComputeSpec
 
+Run = TypeVar("Run", bound=Callable[..., Any])
 
-def _seed() -> int:
+
+def _uncompiled(run: Run) -> Run:
+    """torch.compile of the whole model goes around it: it would take the packing of weights apart, and fail."""
+    disable: Any = torch.compiler.disable
+    wrapped: Run = disable(run, reason="integer products are compiled already")
+    return wrapped
+
+
+def _seed(spec: ComputeSpec) -> int | None:
     """Drawn from torch's own generator, so that a seeded run is the same again."""
-    return int(torch.randint(0, 2**31 - 1, ()))
+    return int(torch.randint(0, 2**31 - 1, ())) if spec.stochastic else None
 
 
 def second_limit(x: Tensor) -> int:
@@ -30,7 +40,8 @@ def second_limit(x: Tensor) -> int:
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, spec: ComputeSpec, simulate: bool) -> Tensor:
-        codes, rows = encode(x.reshape(-1, x.shape[-1])), encode_rows(weight, second_limit(x))
+        codes = encode(x.reshape(-1, x.shape[-1]), whole=spec.whole)
+        rows = encode_rows(weight, second_limit(x), whole=spec.whole)
         ctx.save_for_backward(codes.values, codes.scales, weight)
         ctx.zero, ctx.spec, ctx.simulate = codes.zero, spec, simulate
         ctx.dtype, ctx.has_bias, ctx.shape = x.dtype, bias is not None, x.shape
@@ -48,8 +59,8 @@ class _Linear(torch.autograd.Function):
         left = right = below = None
         if ctx.needs_input_grad[0]:
             if "input" in spec.backward:
-                codes = encode(flat, _seed() if spec.stochastic else None, signed=True)
-                turned = encode_rows(weight.t(), second_limit(flat))
+                codes = encode(flat, _seed(spec), signed=True, whole=spec.whole)
+                turned = encode_rows(weight.t(), second_limit(flat), whole=spec.whole)
                 left = products.linear(codes, turned, None, simulate=simulate)
             else:
                 left = flat @ weight.to(torch.float32)
@@ -59,7 +70,7 @@ class _Linear(torch.autograd.Function):
                 # the transpose of the product of x's columns with the gradient's
                 codes = _for_weight(flat, x, spec)
                 columns = Codes(values.t().contiguous(), torch.ones_like(codes.scales), x.zero)
-                rows = as_second(codes.values.t().contiguous(), codes, second_limit(flat))
+                rows = as_second(codes.values.t(), codes)
                 right = products.linear(columns, rows, None, simulate=simulate).t()
             else:
                 right = flat.t() @ x.float()
@@ -71,7 +82,12 @@ class _Linear(torch.autograd.Function):
 
 def _for_weight(grad: Tensor, x: Codes, spec: ComputeSpec) -> Codes:
     """The gradient as the weight's product wants it: rows are summed there, so x's steps are taken into one scale."""
-    return encode(grad * x.steps, _seed() if spec.stochastic else None, signed=True, whole=True)
+    return encode(grad * steps_of(x), _seed(spec), signed=True, limit=second_limit(grad), whole=True)
+
+
+def steps_of(x: Codes) -> Tensor:
+    """The steps of the rows, none where all is zero: such rows, padding say, have no say in a common scale."""
+    return torch.where(x.steps <= TINY, 0.0, x.steps)
 
 
 class _Conv2d(torch.autograd.Function):
@@ -86,8 +102,8 @@ class _Conv2d(torch.autograd.Function):
         simulate: bool,
     ) -> Tensor:
         ctx.last = _channels_last(x) or _channels_last(weight)
-        codes = encode(x.contiguous(memory_format=torch.channels_last))
-        rows = encode_rows(weight, second_limit(x))
+        codes = encode(x.contiguous(memory_format=torch.channels_last), whole=spec.whole)
+        rows = encode_rows(weight, second_limit(x), whole=spec.whole)
         ctx.save_for_backward(codes.values, codes.scales, weight)
         ctx.zero, ctx.spec, ctx.simulate, ctx.shape = codes.zero, spec, simulate, shape
         ctx.dtype, ctx.has_bias = x.dtype, bias is not None
@@ -107,15 +123,15 @@ class _Conv2d(torch.autograd.Function):
         turns = wants[0] and "input" in spec.backward and can_turn(stride, padding, dilation, weight)
         weighs = wants[1] and "weight" in spec.backward and groups == 1
         if turns:
-            codes = encode(grad, _seed() if spec.stochastic else None, signed=True)
-            turned = encode_rows(turn(weight, groups), second_limit(grad))
+            codes = encode(grad, _seed(spec), signed=True, whole=spec.whole)
+            turned = encode_rows(turn(weight, groups), second_limit(grad), whole=spec.whole)
             around = [d * (k - 1) - p for d, k, p in zip(dilation, weight.shape[2:], padding, strict=True)]
             left = products.conv2d(codes, turned, None, (1, 1), around, dilation, groups, simulate=simulate)
             wants[0] = False
         if weighs:
             shape = (weight.shape[2:], stride, padding, dilation)
             codes = _for_weight(grad, x, spec)
-            right = products.conv2d_weight(codes, x, *shape, second_limit(grad), simulate=simulate).to(weight.dtype)
+            right = products.conv2d_weight(codes, x, *shape, simulate=simulate).to(weight.dtype)
             wants[1] = False
         if any(wants):
             # without the weight's gradient only the input's shape is looked at
@@ -170,33 +186,39 @@ class _MatMul(torch.autograd.Function):
     def forward(ctx: Any, a: Tensor, b: Tensor, spec: ComputeSpec, simulate: bool) -> Tensor:
         ctx.save_for_backward(a, b)
         ctx.spec, ctx.simulate = spec, simulate
-        return _products(a, b, None, simulate)
+        return _products(a, b, None, spec, simulate)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         a, b = ctx.saved_tensors
         spec, simulate = ctx.spec, ctx.simulate
-        seed = _seed() if spec.stochastic else None
         left = right = None
         if ctx.needs_input_grad[0]:
             turned = b.transpose(-1, -2)
-            left = _products(grad, turned, seed, simulate) if "input" in spec.backward else grad @ turned
+            left = _products(grad, turned, _seed(spec), spec, simulate) if "input" in spec.backward else grad @ turned
         if ctx.needs_input_grad[1]:
-            turned = a.transpose(-1, -2)
-            right = _products(turned, grad, seed, simulate) if "weight" in spec.backward else turned @ grad
+            if "weight" in spec.backward:  # the transpose: the gradient comes first, and is rounded as such
+                right = _products(grad.transpose(-1, -2), a, _seed(spec), spec, simulate).transpose(-1, -2)
+            else:
+                right = a.transpose(-1, -2) @ grad
         return left, right, None, None
 
 
-def _products(a: Tensor, b: Tensor, seed: int | None, simulate: bool) -> Tensor:
+def _products(a: Tensor, b: Tensor, seed: int | None, spec: ComputeSpec, simulate: bool) -> Tensor:
     """a · b over equal leading axes."""
-    most = second_limit(a)
-    codes = encode(a.reshape(-1, a.shape[-1]), seed)
-    parts = zip(codes.values.view(-1, *a.shape[-2:]), codes.scales.view(-1, a.shape[-2]), strict=True)
-    columns = b.transpose(-1, -2).reshape(-1, b.shape[-1], b.shape[-2])
+    codes = encode(a.reshape(-1, a.shape[-1]), seed, whole=spec.whole)
+    columns = b.transpose(-1, -2)
+    others = encode_rows(columns.reshape(-1, b.shape[-2]), second_limit(a), whole=spec.whole)
     found = [
-        products.linear(Codes(*one, codes.zero), encode_rows(other, most), None, simulate=simulate)
-        for one, other in zip(parts, columns, strict=True)
+        products.linear(Codes(one, step, codes.zero), Signed(other, scales), None, simulate=simulate)
+        for one, step, other, scales in zip(
+            codes.values.view(-1, *a.shape[-2:]),
+            codes.scales.expand(a.shape[:-1].numel()).view(-1, a.shape[-2]),
+            others.values.view(-1, *columns.shape[-2:]),
+            others.scales.view(-1, b.shape[-1]),
+            strict=True,
+        )
     ]
     return torch.stack(found).view(*a.shape[:-1], b.shape[-1]).to(a.dtype)
 
@@ -205,59 +227,87 @@ class _Embedding(torch.autograd.Function):
     """Rows of 8-bit codes; their gradient goes to the float table as usual."""
 
     @staticmethod
-    def forward(ctx: Any, index: Tensor, weight: Tensor, padding_idx: int) -> Tensor:
+    def forward(ctx: Any, index: Tensor, weight: Tensor, padding_idx: int, spec: ComputeSpec) -> Tensor:
         ctx.save_for_backward(index)
         ctx.rows, ctx.padding, ctx.dtype = weight.shape[0], padding_idx, weight.dtype
+        if spec.whole:
+            return encode_rows(weight, FULL, whole=True).float()[index].to(weight.dtype)
         picked, places = torch.unique(index, return_inverse=True)
-        return encode_rows(weight.detach()[picked], 127).float()[places].to(weight.dtype)
+        return encode_rows(weight.detach()[picked], FULL).float()[places].to(weight.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         (index,) = ctx.saved_tensors
-        table = torch.ops.aten.embedding_dense_backward(grad.contiguous(), index, ctx.rows, ctx.padding, False)
-        return None, table.to(ctx.dtype), None
+        wide = grad.to(torch.float32).contiguous()
+        table = torch.ops.aten.embedding_dense_backward(wide, index, ctx.rows, ctx.padding, False)
+        return None, table.to(ctx.dtype), None, None
 
 
 class Int8(Kernel):
-    """8-bit codes: a scale per sample or token for activations and gradients, per output for weights, found anew."""
+    """8-bit codes: a scale per sample or token (per output of a weight), or one for a tensor, found anew."""
 
     name = "int8"
     kinds: ClassVar[tuple[str, ...]] = ("linear", "conv2d", "conv1d", "matmul", "embedding")
+    compiles = False
 
     @classmethod
     def refuses(cls, op: Op, spec: ComputeSpec) -> str | None:
-        """Nothing of its kinds but what has other numbers than floats."""
+        """Nothing of its kinds but what has other numbers than floats, or other axes than usual."""
         known = super().refuses(op, spec)
         if known is not None or op.kind == "embedding":
             return known
-        return None if all(port.is_floating for port in op.ports) else "its inputs are no floating-point numbers"
+        if not all(port.is_floating for port in op.ports):
+            return "its inputs are no floating-point numbers"
+        if op.kind == "matmul":
+            vectors = any(len(port.shape) < 2 for port in op.ports)
+            return "a product with a vector stays float" if vectors else None
+        weight = op.port("weight")
+        odd = op.kind == "linear" and weight is not None and len(weight.shape) != 2
+        return "its weight is no matrix" if odd else None
 
     @classmethod
     def missing(cls, device: torch.device) -> str | None:
         """oneDNN's integer products on CPUs, torch._int_mm on CUDA."""
-        return products.missing() if device.type == "cpu" else None
+        if device.type == "cpu":
+            return products.missing()
+        return None if device.type == "cuda" else f"there are no integer products on {device.type}"
 
+    @classmethod
+    def missing_for(cls, kind: str, device: torch.device) -> str | None:
+        """Convolutions are oneDNN's alone."""
+        if device.type == "cuda" and kind.startswith("conv"):
+            return "integer convolutions run on CPUs only"
+        return cls.missing(device)
+
+    @classmethod
+    def rounded(cls, weight: Tensor, kind: str, spec: ComputeSpec) -> Tensor:
+        """By the forward product's codes."""
+        limit = FULL if kind == "embedding" else second_limit(weight)
+        return encode_rows(weight, limit, whole=spec.whole).float()
+
+    @_uncompiled
     def __call__(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the call; one that has other arguments than the usual ones runs in float."""
-        known: dict[Any, Callable[..., Any]] = {
-            F.linear: self._linear,
-            F.conv2d: self._conv,
-            torch.conv2d: self._conv,
-            F.conv1d: self._conv,
-            torch.conv1d: self._conv,
-            F.embedding: self._embedding,
+        """Run the call; one that isn't as usual, or has nothing to compute, runs in float."""
+        found = arguments(func, args, kwargs)
+        if found is None or not all(value.numel() for value in found.values() if isinstance(value, Tensor)):
+            return func(*args, **kwargs)
+        run: dict[str | None, Callable[..., Tensor | None]] = {
+            "linear": self._linear,
+            "matmul": self._matmul,
+            "embedding": self._embedding,
+            "conv1d": self._conv,
+            "conv2d": self._conv,
         }
-        with torch.autocast(device_type=_device(args).type, enabled=False):
-            run: Any = known.get(func, self._matmul)
-            return run(func, *args, **kwargs)
+        with torch.autocast(device_type=found["input"].device.type, enabled=False):
+            result = run[kind_of(func)](**found)
+        return func(*args, **kwargs) if result is None else result
 
-    def _linear(self, func: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return _apply(_Linear, input, weight, bias, self.spec, self.simulate)
+    def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
+        return None if weight.dim() != 2 else _apply(_Linear, input, weight, bias, self.spec, self.simulate)
 
     def _conv(
         self,
-        func: Any,
         input: Tensor,
         weight: Tensor,
         bias: Tensor | None = None,
@@ -266,27 +316,28 @@ class Int8(Kernel):
         dilation: Any = 1,
         groups: int = 1,
     ) -> Tensor:
-        if isinstance(padding, str) or input.dim() != weight.dim():
-            result: Tensor = func(input, weight, bias, stride, padding, dilation, groups)
-            return result
+        if input.dim() < weight.dim():
+            return self._conv(input[None], weight, bias, stride, padding, dilation, groups)[0]
         dims = weight.dim() - 2
-        shape = [each_axis(value, dims) for value in (stride, padding, dilation)]
+        steps, apart = each_axis(stride, dims), each_axis(dilation, dims)
+        input, sides = padded(input, weight, padding, apart)
+        self._stays("input", None if can_turn(steps, sides, apart, weight) else "strided, or with wide padding")
+        self._stays("weight", None if groups == 1 else "in groups")
         if dims == 1:  # a picture of one row
-            shape = [(first, *part) for first, part in zip((1, 0, 1), shape, strict=True)]
+            shape = ((1, *steps), (0, *sides), (1, *apart), groups)
             wide = (input[:, :, None], weight[:, :, None])
-            return _apply(_Conv2d, *wide, bias, (*shape, groups), self.spec, self.simulate)[:, :, 0]
-        return _apply(_Conv2d, input, weight, bias, (*shape, groups), self.spec, self.simulate)
+            return _apply(_Conv2d, *wide, bias, shape, self.spec, self.simulate)[:, :, 0]
+        return _apply(_Conv2d, input, weight, bias, (steps, sides, apart, groups), self.spec, self.simulate)
 
-    def _matmul(self, func: Any, input: Tensor, other: Tensor) -> Any:
+    def _matmul(self, input: Tensor, other: Tensor) -> Tensor | None:
         if min(input.dim(), other.dim()) < 2:
-            return func(input, other)
+            return None
         lead = torch.broadcast_shapes(input.shape[:-2], other.shape[:-2])
         a, b = input.expand(*lead, *input.shape[-2:]), other.expand(*lead, *other.shape[-2:])
         return _apply(_MatMul, a, b, self.spec, self.simulate)
 
     def _embedding(
         self,
-        func: Any,
         input: Tensor,
         weight: Tensor,
         padding_idx: int | None = None,
@@ -294,21 +345,20 @@ class Int8(Kernel):
         norm_type: float = 2.0,
         scale_grad_by_freq: bool = False,
         sparse: bool = False,
-    ) -> Any:
+    ) -> Tensor | None:
         if max_norm is not None or scale_grad_by_freq or sparse:
-            return func(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
-        return _apply(_Embedding, input, weight, -1 if padding_idx is None else padding_idx)
+            return None
+        self._stays("weight", "a sum of rows")
+        # torch counts from the end, but to its own backward −1 is no row
+        skipped = -1 if padding_idx is None else padding_idx % weight.shape[0]
+        return _apply(_Embedding, input, weight, skipped, self.spec)
+
+    def _stays(self, product: str, reason: str | None) -> None:
+        """Say that a gradient's product is no plain product of codes."""
+        if reason is not None and product in self.spec.backward:
+            self.floats[product] = reason
 
 
 def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:
     result: Tensor = function.apply(*arguments)
     return result
-
-
-def each_axis(value: Any, dims: int) -> tuple[int, ...]:
-    """A stride, padding or dilation for each axis."""
-    return (value,) * dims if isinstance(value, int) else tuple(value) * (dims if len(value) == 1 else 1)
-
-
-def _device(args: tuple[Any, ...]) -> torch.device:
-    return next((value.device for value in args if isinstance(value, Tensor)), torch.device("cpu"))

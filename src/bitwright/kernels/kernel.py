@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, TypeVar
 
 import torch
+from torch import Tensor
 
 from bitwright.graph import Op
 from bitwright.plan import ComputeSpec
@@ -21,10 +22,14 @@ class Kernel(ABC):
 
     name: ClassVar[str]
     kinds: ClassVar[tuple[str, ...]]
+    compiles: ClassVar[bool] = True
+    """Whether torch.compile of a whole model looks into it, too."""
 
     def __init__(self, spec: ComputeSpec, *, simulate: bool = False) -> None:
         self.spec = spec
         self.simulate = simulate
+        self.floats: dict[str, str] = {}
+        """Products of the backward pass that the plan wants low and that stay float, with the reason: after a call."""
 
     @classmethod
     def refuses(cls, op: Op, spec: ComputeSpec) -> str | None:
@@ -34,6 +39,21 @@ class Kernel(ABC):
     @classmethod
     def missing(cls, device: torch.device) -> str | None:
         """Why it can only be simulated on this device; None if it really runs there."""
+        return None
+
+    @classmethod
+    def missing_for(cls, kind: str, device: torch.device) -> str | None:
+        """The same for operators of one kind, where it differs by that."""
+        return cls.missing(device)
+
+    @classmethod
+    def rounded(cls, weight: Tensor, kind: str, spec: ComputeSpec) -> Tensor | None:
+        """The weight as its output sees it, for indicators that look at weights alone; None if it can't say."""
+        return None
+
+    @classmethod
+    def seconds(cls, kind: str, shapes: Mapping[str, tuple[int, ...]], spec: ComputeSpec) -> tuple[float, float] | None:
+        """What a call with these shapes takes forward and backward where no profile has it; None if it can't say."""
         return None
 
     @abstractmethod

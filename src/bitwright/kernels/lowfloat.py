@@ -8,8 +8,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from bitwright.graph.functions import kind_of
 from bitwright.graph.tree import map_tensors
 from bitwright.kernels.kernel import Kernel
+from bitwright.plan import ComputeSpec
 
 _KINDS = ("linear", "conv1d", "conv2d", "matmul", "embedding")
 
@@ -20,8 +22,17 @@ class _LowFloat(Kernel):
     dtype: ClassVar[torch.dtype]
     kinds: ClassVar[tuple[str, ...]] = _KINDS
 
+    @classmethod
+    def rounded(cls, weight: Tensor, kind: str, spec: ComputeSpec) -> Tensor:
+        """Cast and cast back."""
+        return weight.to(cls.dtype).to(weight.dtype)
+
     def __call__(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Weights stay float32 outside of the call."""
+        if kind_of(func) == "embedding":
+            # rows are cast, not the table: sums of their gradients in half the bits would be some percent off
+            rows = func(*args, **kwargs)
+            return rows.to(self.dtype).to(rows.dtype)
         tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and t.is_floating_point()]
         wide = tensors[0].dtype if tensors else torch.float32
 

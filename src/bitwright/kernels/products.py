@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
+from math import prod
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bitwright.kernels.codes import EXACT, FULL, Codes, Signed, as_second
+from bitwright.kernels.codes import EXACT, FULL, Codes, Signed, as_second, signed_bytes
 
 Ints = Sequence[int]
+DEEP = 1 << 16
+"""Longer sums of products might not fit into int32: 255·127·66,312 doesn't."""
 
 
 @cache
@@ -75,11 +78,29 @@ def limit() -> int:
 
 def linear(x: Codes, weight: Signed, bias: Tensor | None, *, simulate: bool) -> Tensor:
     """By integers where they run, else by floats of the same values."""
-    if not simulate and x.values.device.type == "cpu" and missing() is None:
-        return onednn_linear(x, weight, bias)
-    if not simulate and x.values.device.type == "cuda":
-        return _int_mm(x, weight, bias)
-    return F.linear(x.float(), weight.float(), bias)
+    run = None if simulate else _integers(x.values.device.type)
+    if run is None:
+        return F.linear(x.float(), weight.float(), bias)
+    if x.values.shape[-1] <= DEEP:
+        return run(x, weight, bias)
+    parts = zip(x.values.split(DEEP, -1), weight.values.split(DEEP, -1), strict=True)
+    sums = [
+        run(Codes(one.contiguous(), x.scales, x.zero), Signed(other.contiguous(), weight.scales), None)
+        for one, other in parts
+    ]
+    return _together(sums, bias)
+
+
+def _together(sums: list[Tensor], bias: Tensor | None) -> Tensor:
+    whole = torch.stack(sums).sum(0)
+    return whole if bias is None else whole + bias
+
+
+def _integers(device: str) -> Callable[[Codes, Signed, Tensor | None], Tensor] | None:
+    """What multiplies integers on such a device."""
+    if device == "cpu":
+        return onednn_linear if missing() is None else None
+    return _int_mm if device == "cuda" else None
 
 
 def conv2d(
@@ -94,13 +115,25 @@ def conv2d(
     simulate: bool,
 ) -> Tensor:
     """By integers where they run, else by floats of the same values."""
-    if not simulate and x.values.device.type == "cpu" and missing() is None:
-        return onednn_conv2d(x, weight, bias, stride, padding, dilation, groups)
-    return F.conv2d(x.float(), weight.float(), bias, list(stride), list(padding), list(dilation), groups)
+    shape = (stride, padding, dilation, groups)
+    channels, *kernel = weight.values.shape[1:]
+    if simulate or x.values.device.type != "cpu" or missing() is not None or prod(kernel) > DEEP:
+        return F.conv2d(x.float(), weight.float(), bias, list(stride), list(padding), list(dilation), groups)
+    if channels * prod(kernel) <= DEEP:
+        return onednn_conv2d(x, weight, bias, *shape)
+    most = DEEP // prod(kernel)
+    parts = zip(x.values.unflatten(1, (groups, channels)).split(most, 2), weight.values.split(most, 1), strict=True)
+    sums = [
+        onednn_conv2d(
+            Codes(one.flatten(1, 2), x.scales, x.zero), Signed(other.contiguous(), weight.scales), None, *shape
+        )
+        for one, other in parts
+    ]
+    return _together(sums, None if bias is None else bias.view(-1, 1, 1))
 
 
 def conv2d_weight(
-    grad: Codes, x: Codes, kernel: Ints, stride: Ints, padding: Ints, dilation: Ints, most: int, *, simulate: bool
+    grad: Codes, x: Codes, kernel: Ints, stride: Ints, padding: Ints, dilation: Ints, *, simulate: bool
 ) -> Tensor:
     """The gradient of the weight: each shifted view of the input against the output's gradient, as one product.
 
@@ -117,17 +150,20 @@ def conv2d_weight(
         (first, row * dilation[0], column * dilation[1], batch, row * stride[0], column * stride[1]),
     )
     columns = Codes(windows.reshape(channels * kernel[0] * kernel[1], -1), torch.ones_like(grad.scales), x.zero)
-    rows = as_second(grad.values.permute(1, 0, 2, 3).reshape(outputs, -1), grad, most)
+    rows = as_second(grad.values.permute(1, 0, 2, 3).reshape(outputs, -1), grad)
     found = linear(columns, rows, None, simulate=simulate)
     return found.view(channels, *kernel, outputs).permute(3, 0, 1, 2).contiguous()
 
 
 def _int_mm(x: Codes, weight: Signed, bias: Tensor | None) -> Tensor:
-    """torch._int_mm wants signed codes, and sizes in multiples of 8."""
-    rows = (x.values.reshape(-1, x.values.shape[-1]).to(torch.int16) - x.zero).clamp(-128, 127).to(torch.int8)
+    """torch._int_mm wants signed codes, so 128 is taken from all and given back, and sizes in multiples of 8."""
+    rows = x.values.reshape(-1, x.values.shape[-1])
     count, depth, columns = rows.shape[0], rows.shape[1], weight.values.shape[0]
-    if x.zero == 0 or depth % 8 or columns % 8 or count <= 16:
+    if depth % 8 or columns % 8 or count <= 16:
         return F.linear(x.float(), weight.float(), bias)
-    result = torch._int_mm(rows, weight.values.t()).to(torch.float32) * (x.scales[:, None] * weight.scales)
+    found = torch._int_mm(signed_bytes(rows), weight.values.t())
+    if x.zero != 128:
+        found += (128 - x.zero) * weight.values.sum(1, dtype=torch.int32)
+    result = found.to(torch.float32) * (x.scales[:, None] * weight.scales)
     result = result.view(*x.values.shape[:-1], columns)
     return result if bias is None else result + bias

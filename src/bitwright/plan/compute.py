@@ -13,6 +13,7 @@ from bitwright.registry import KERNELS
 
 FLOAT = "float"
 _GRADIENTS = ("input", "weight")
+_SCALES = ("row", "tensor")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,12 +26,19 @@ class ComputeSpec:
     """Which products of the backward pass run in that precision, too: of the `input`, of the `weight`."""
     stochastic: bool = False
     """Round gradients at random, in the mean to themselves."""
+    scales: str = _SCALES[0]
+    """Of integers: one for each `row` (a sample or token; an output of a weight), or one for the `tensor`."""
     why: str = ""
 
     @property
     def low(self) -> bool:
         """Whether anything is other than usual."""
         return self.format != FLOAT
+
+    @property
+    def whole(self) -> bool:
+        """Whether a tensor has one scale."""
+        return self.scales == _SCALES[1]
 
     def entry(self) -> dict[str, Any] | str:
         """As the file has it: only what differs from the defaults."""
@@ -70,6 +78,9 @@ def problems_of(
         if wrong:
             fix = f"use some of: {', '.join(_GRADIENTS)}"
             yield Problem(what="no such product of the backward pass", where=where, value=wrong[0], fix=fix)
+        if spec.scales not in _SCALES:
+            fix = f"use one of: {', '.join(_SCALES)}"
+            yield Problem(what="no such choice of scales", where=where, value=spec.scales, fix=fix)
         quantized = [site for site, one in sites.items() if site.rpartition(":")[0] == key and one.quantizes]
         if spec.low and quantized:
             yield Problem(

@@ -154,7 +154,7 @@ def _computes(entries: Mapping[str, ComputeEntry | str]) -> dict[str, ComputeSpe
     return {
         name: ComputeSpec(format=entry)
         if isinstance(entry, str)
-        else ComputeSpec(format=entry.format, backward=entry.backward, stochastic=entry.stochastic, why=entry.why or "")
+        else ComputeSpec(**{**entry.model_dump(), "why": entry.why or ""})
         for name, entry in entries.items()
     }
 

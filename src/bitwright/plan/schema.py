@@ -60,6 +60,9 @@ class ComputeEntry(_Strict):
         default=("input",), description="Products of the backward pass that run in that precision, too."
     )
     stochastic: bool = Field(default=False, strict=True, description="Round gradients at random.")
+    scales: Literal["row", "tensor"] = Field(
+        default="row", description="Of integers: one for each sample, token or output of a weight, or for the tensor."
+    )
     why: str | None = None
 
 

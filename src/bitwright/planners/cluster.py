@@ -12,6 +12,7 @@ from bitwright.plan import ComputeSpec, Device, Plan
 from bitwright.planners.allocate import Allocation
 from bitwright.planners.machine import FLOAT, Assignment, Plans
 from bitwright.predict import Cluster, Local, Predictor
+from bitwright.predict.costs import told
 from bitwright.predict.memory import MemoryUse, memory_of
 from bitwright.predict.replay import Lane, replay
 from bitwright.profile import DeviceProfile, OperatorUnderPlan, StepGraph, StepSettings
@@ -23,8 +24,9 @@ class OnCluster:
     """A `Machine`: seconds and bytes from profiles, penalties from an indicator.
 
     `computes` says how each format is run: {"int8": ComputeSpec(format="int8", …)}. An operator can have the formats in
-    which a device's profile has it. `smaller` is the step recorded with a smaller batch: where profiles have that, too,
-    other batches lie on the line through both; else they are taken as proportional in what grows with them.
+    which a device's profile has it, or of which the kernel itself says the cost. `smaller` is the step recorded with a
+    smaller batch: where profiles have that, too, other batches lie on the line through both; else they are taken as
+    proportional in what grows with them.
     """
 
     def __init__(
@@ -67,7 +69,8 @@ class OnCluster:
             return False
         op = self.graph.ops[self.graph.position[operator]]
         asked = OperatorUnderPlan(operator, op.call, Plan(compute={operator: self.computes[format]}))
-        return operator_key(op.call, IMPLEMENTATIONS.way(asked)) in self.profiles[kind].by_operator
+        measured = operator_key(op.call, IMPLEMENTATIONS.way(asked)) in self.profiles[kind].by_operator
+        return measured or told(op.call, self.computes[format]) is not None
 
     @cached_property
     def kinds(self) -> Mapping[str, int]:

@@ -9,7 +9,7 @@ from itertools import accumulate as running_sum
 
 from bitwright.graph.naming import site_name
 from bitwright.plan import Plan
-from bitwright.predict.costs import Cost, Costs
+from bitwright.predict.costs import Cost, Costs, told
 from bitwright.predict.flow import given, incoming, must_be_float
 from bitwright.profile.device import DeviceProfile
 from bitwright.profile.signature import FLOATS, CallSpec, TensorSpec
@@ -128,7 +128,7 @@ class Local:
         call = op.call if not now else _with(op, now)
         text, format = operator_key(call, way)
         gives = given(op, way, settings.amp, before)
-        cost = self.costs.operator(text, format, op.name)
+        cost = self.costs.operator(text, format, op.name, lambda: told(op.call, plan.compute.get(op.name)))
         placed = [self._placed(op, cast, call.port(cast.port), gives) for cast in way.casts]
         placed += [
             self._placed(op, Cast(port, f"{type}→{way.takes}"), spec.with_(dtype=type), gives)

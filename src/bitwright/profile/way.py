@@ -140,7 +140,8 @@ class Kernels:
             return None
         backward = "+".join(spec.backward) or "none"
         rounding = "/stochastic" if spec.stochastic and spec.backward else ""
-        return Way(f"kernel {spec.format}/{backward}{rounding}")
+        scales = "/tensor" if spec.whole else ""
+        return Way(f"kernel {spec.format}/{backward}{rounding}{scales}")
 
 
 class Implementations:

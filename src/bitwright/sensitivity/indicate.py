@@ -21,7 +21,7 @@ from bitwright.sensitivity.indications import Indications
 Loss = Callable[[Any, Any], Tensor]
 Values = dict[str, dict[str, float]]
 """By operator and format."""
-_WORDS = ("forward", "stochastic", "weight")
+_WORDS = ("forward", "stochastic", "tensor", "weight")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +70,7 @@ def indicate(
 
     Batches are (inputs, target); a few are enough. A format is a kernel's name, with words after slashes: `stochastic`
     (gradients are rounded at random), `weight` (the weight's gradient is computed in that format, too), `forward` (no
-    gradient is): `int8/stochastic/weight`. The model is left as it was.
+    gradient is), `tensor` (one scale for a tensor): `int8/stochastic/weight`. The model is left as it was.
     """
     ask: Indicator = INDICATORS.get(indicator)
     specs = {text: spec_of(text) for text in formats}
@@ -109,7 +109,8 @@ def spec_of(text: str) -> ComputeSpec:
         if word not in _WORDS:
             raise BitwrightError("unknown word of a format", where=text, value=word, fix=did_you_mean(word, _WORDS))
     backward = () if "forward" in words else ("input", "weight") if "weight" in words else ("input",)
-    return ComputeSpec(format=name, backward=backward, stochastic="stochastic" in words)
+    scales = "tensor" if "tensor" in words else "row"
+    return ComputeSpec(format=name, backward=backward, stochastic="stochastic" in words, scales=scales)
 
 
 def _cases(graph: Graph, specs: Mapping[str, ComputeSpec]) -> dict[str, dict[str, ComputeSpec]]:

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bitwright.kernels.int8 import each_axis
+from bitwright.kernels.calls import arguments, each_axis, padded
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,8 @@ class Places:
         """Run the call; one that kernels leave in float is left alone."""
         known: dict[str, Callable[..., Found]] = {"linear": _linear, "embedding": _embedding, "matmul": _matmul}
         find: Callable[..., Found] = known.get(self.kind, _conv)
-        found = find(*args, **kwargs)
+        named = arguments(func, args, kwargs)
+        found = None if named is None else find(**named)
         if found is None:
             return func(*args, **kwargs)
         products, left, right, bias = found
@@ -141,6 +142,8 @@ Found = tuple[Products, Tensor, Tensor, Tensor | None] | None
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Found:
+    if weight.dim() != 2:
+        return None
     products = Products(
         "linear",
         F.linear,
@@ -159,17 +162,19 @@ def _conv(
     dilation: Any = 1,
     groups: int = 1,
 ) -> Found:
-    if isinstance(padding, str) or input.dim() != weight.dim():
+    if input.dim() != weight.dim():
         return None
     dims = weight.dim() - 2
-    shape = tuple(each_axis(value, dims) for value in (stride, padding, dilation))
+    apart = each_axis(dilation, dims)
+    input, sides = padded(input, weight, padding, apart)
+    shape = (each_axis(stride, dims), sides, apart)
     run: Callable[..., Tensor] = F.conv1d if dims == 1 else F.conv2d
 
     def back(grad: Tensor, left: Tensor, right: Tensor, which: int) -> Tensor:
-        sides = [list(part) for part in shape]
+        lists = [list(part) for part in shape]
         wants = [which == 0, which == 1, False]
         found: tuple[Tensor, ...] = torch.ops.aten.convolution_backward(
-            grad, left, right, None, *sides, False, [0] * dims, groups, wants
+            grad, left, right, None, *lists, False, [0] * dims, groups, wants
         )
         return found[which]
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from bitwright.kernels.codes import FULL, as_second, encode, encode_rows
-from bitwright.kernels.int8 import can_turn, second_limit, turn
+from bitwright.kernels.codes import FULL, encode, encode_rows
+from bitwright.kernels.int8 import can_turn, second_limit, steps_of, turn
 from bitwright.plan import ComputeSpec
 from bitwright.registry import KERNELS
 from bitwright.sensitivity.places import Seen
@@ -55,9 +55,9 @@ class Error:
 Errors = Callable[[Seen, ComputeSpec], Iterator[Error]]
 
 
-def stochastic_variance(x: Tensor, *, signed: bool = False, whole: bool = False) -> Tensor:
+def stochastic_variance(x: Tensor, *, signed: bool = False, limit: int = FULL, whole: bool = False) -> Tensor:
     """Of codes that are rounded at random."""
-    step = encode(x, signed=signed, whole=whole).steps
+    step = encode(x, signed=signed, limit=limit, whole=whole).steps
     up = x / step
     up -= up.floor()
     return up * (1 - up) * step**2
@@ -68,17 +68,17 @@ def int8_errors(seen: Seen, spec: ComputeSpec) -> Iterator[Error]:
     if seen.products.kind == "matmul":
         return _int8_matmul(seen, spec)
     if seen.products.kind == "embedding":
-        return iter([Error(("right",), _rows(seen.right, FULL))])
+        return iter([Error(("right",), _rows(seen.right, FULL, spec))])
     return _int8_weighted(seen, spec)
 
 
 def _int8_weighted(seen: Seen, spec: ComputeSpec) -> Iterator[Error]:
     left, weight, grad, channel = seen.left, seen.right, seen.grad, seen.channel
     limit = second_limit(left)
-    codes = encode(seen.rows(left))
+    codes = encode(seen.rows(left), whole=spec.whole)
     # codes are kept for the backward pass
     yield Error(("left", "left_again"), codes.float().view(left.shape) - left, channel)
-    yield Error(("right",), _rows(weight, limit))
+    yield Error(("right",), _rows(weight, limit, spec))
     if grad is None:
         return
     for_left, for_right = "input" in spec.backward, "weight" in spec.backward
@@ -87,68 +87,67 @@ def _int8_weighted(seen: Seen, spec: ComputeSpec) -> Iterator[Error]:
         for_left = for_left and can_turn(stride, padding, dilation, weight)
         for_right = for_right and groups == 1
     if for_left:
-        yield Error(("right_again",), _turned(seen, limit))
+        yield Error(("right_again",), _turned(seen, limit, spec))
         yield _encoded(("grad_for_left",), seen, grad, spec, signed=True)
     if for_right:
-        yield from _for_weight(seen, grad, codes.steps, spec, limit)
+        yield _for_weight(seen, grad, steps_of(codes), spec, limit)
 
 
-def _for_weight(seen: Seen, grad: Tensor, steps: Tensor, spec: ComputeSpec, limit: int) -> Iterator[Error]:
+def _for_weight(seen: Seen, grad: Tensor, steps: Tensor, spec: ComputeSpec, limit: int) -> Error:
     """Of the gradient times the input's steps, with one scale; in units of the gradient."""
     rows = seen.rows(grad)
-    codes = encode(rows * steps, signed=True, whole=True)
+    units = torch.where(steps > 0, 1.0 / steps, 0.0)  # what meets zeros has no effect
     if spec.stochastic:
-        variance = stochastic_variance(rows * steps, signed=True, whole=True) / steps.square()
-        yield Error(("grad_for_right",), variance.view(grad.shape))
-    else:
-        yield Error(("grad_for_right",), (codes.float() / steps - rows).view(grad.shape), seen.channel)
-    halves = as_second(codes.values.reshape(grad.shape[0], -1), codes, limit).float().view(rows.shape)
-    yield Error(("grad_for_right",), ((halves - codes.float()) / steps).view(grad.shape), seen.channel)
+        variance = stochastic_variance(rows * steps, signed=True, limit=limit, whole=True) * units.square()
+        return Error(("grad_for_right",), variance.view(grad.shape))
+    codes = encode(rows * steps, signed=True, limit=limit, whole=True)
+    return Error(("grad_for_right",), ((codes.float() - rows * steps) * units).view(grad.shape), seen.channel)
 
 
 def _int8_matmul(seen: Seen, spec: ComputeSpec) -> Iterator[Error]:
     left, right, grad, channel = seen.left, seen.right, seen.grad, seen.channel
     limit = second_limit(left)
-    yield Error(("left",), encode(seen.rows(left)).float().view(left.shape) - left, channel)
-    yield Error(("right",), _columns(right, limit))
+    yield Error(("left",), encode(seen.rows(left), whole=spec.whole).float().view(left.shape) - left, channel)
+    yield Error(("right",), _columns(right, limit, spec))
     if grad is None:
         return
     if "input" in spec.backward:
         yield _encoded(("grad_for_left",), seen, grad, spec)
-        yield Error(("right_again",), _columns(right.transpose(-1, -2), limit).transpose(-1, -2))
+        yield Error(("right_again",), _columns(right.transpose(-1, -2), limit, spec).transpose(-1, -2))
     if "weight" in spec.backward:
-        turned = _encoded(("left_again",), seen, left.transpose(-1, -2), spec)
+        turned = _encoded(("grad_for_right",), seen, grad.transpose(-1, -2), spec)
         yield replace(turned, sizes=turned.sizes.transpose(-1, -2))
-        yield Error(("grad_for_right",), _columns(grad, limit))
+        yield Error(("left_again",), _columns(left, limit, spec))
 
 
 def _encoded(places: tuple[str, ...], seen: Seen, x: Tensor, spec: ComputeSpec, *, signed: bool = False) -> Error:
     rows = seen.rows(x)
     if spec.stochastic:
-        return Error(places, stochastic_variance(rows, signed=signed).view(x.shape))
-    return Error(places, (encode(rows, signed=signed).float() - rows).view(x.shape), seen.channel)
+        return Error(places, stochastic_variance(rows, signed=signed, whole=spec.whole).view(x.shape))
+    codes = encode(rows, signed=signed, whole=spec.whole)
+    return Error(places, (codes.float() - rows).view(x.shape), seen.channel)
 
 
-def _rows(x: Tensor, limit: int) -> Tensor:
+def _rows(x: Tensor, limit: int, spec: ComputeSpec) -> Tensor:
     """Squared errors with a scale for each row."""
-    return (encode_rows(x, limit).float() - x).square_()
+    return (encode_rows(x, limit, whole=spec.whole).float() - x).square_()
 
 
-def _columns(x: Tensor, limit: int) -> Tensor:
+def _columns(x: Tensor, limit: int, spec: ComputeSpec) -> Tensor:
     """Squared errors with a scale for each column of each matrix."""
     rows = x.transpose(-1, -2)
-    return _rows(rows.reshape(-1, x.shape[-2]), limit).view(rows.shape).transpose(-1, -2)
+    return _rows(rows.reshape(-1, x.shape[-2]), limit, spec).view(rows.shape).transpose(-1, -2)
 
 
-def _turned(seen: Seen, limit: int) -> Tensor:
+def _turned(seen: Seen, limit: int, spec: ComputeSpec) -> Tensor:
     """Squared errors of a weight whose rows are those of its inputs: it has other scales on the way back."""
     weight = seen.right
     if not seen.products.shape:
-        return _rows(weight.t(), limit).t()
+        return _rows(weight.t(), limit, spec).t()
     groups, wide = seen.products.shape[3], weight if weight.dim() == 4 else weight[:, :, None]
     numbers = torch.arange(wide.numel(), device=wide.device).view(wide.shape)
     back = turn(numbers, groups).reshape(-1).argsort()
-    return _rows(turn(wide, groups), limit).reshape(-1)[back].view(weight.shape)
+    return _rows(turn(wide, groups), limit, spec).reshape(-1)[back].view(weight.shape)
 
 
 def cast_errors(dtype: torch.dtype) -> Errors:
@@ -168,7 +167,7 @@ def cast_errors(dtype: torch.dtype) -> Errors:
             yield error(("grad_for_left", "grad_for_right"), seen.grad, seen.channel)
         if "to_left" in seen.given:
             yield error(("to_left",), seen.given["to_left"], seen.channel)
-        if "to_right" in seen.given:
+        if "to_right" in seen.given and seen.products.kind != "embedding":  # whose sums are in float32
             yield error(("to_right",), seen.given["to_right"], weight)
 
     return errors

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from bitwright.errors import BitwrightError
 from bitwright.graph import Op
-from bitwright.kernels.codes import FULL, encode_rows
-from bitwright.kernels.int8 import second_limit
 from bitwright.plan import ComputeSpec
-
-_CASTS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+from bitwright.registry import KERNELS
 
 
 def weight_name(op: Op) -> str | None:
@@ -29,9 +25,8 @@ def weight_of(model: nn.Module, op: Op) -> Tensor | None:
 
 def rounded_weight(weight: Tensor, kind: str, spec: ComputeSpec) -> Tensor:
     """As the kernel's output sees it."""
-    if spec.format in _CASTS:
-        return weight.to(_CASTS[spec.format]).to(weight.dtype)
-    if spec.format == "int8":
-        return encode_rows(weight, FULL if kind == "embedding" else second_limit(weight)).float()
-    fix = f"use output-error, which runs the kernel itself, or one of: int8, {', '.join(_CASTS)}"
-    raise BitwrightError("it isn't known how this kernel rounds weights", value=spec.format, fix=fix)
+    found: Tensor | None = KERNELS.get(spec.format).rounded(weight, kind, spec)
+    if found is None:
+        fix = "use output-error, which runs the kernel itself, or give the kernel a `rounded` (docs/add-a-kernel.md)"
+        raise BitwrightError("it isn't known how this kernel rounds weights", value=spec.format, fix=fix)
+    return found

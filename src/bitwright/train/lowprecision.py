@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -14,8 +14,13 @@ from torch import nn
 from bitwright.attach import attachment_of, find_attachment, in_mode, prepare, strip
 from bitwright.errors import Problem, TrainError, did_you_mean
 from bitwright.graph import capture
+from bitwright.modes import evaluating
 from bitwright.plan import Device, Plan
 from bitwright.train.ranks import Ranks
+from bitwright.workload import call
+
+_SHOWN = 3
+"""Operators that a note names: it doesn't grow with the model."""
 
 
 def read(plan: Plan | str | Path) -> Plan:
@@ -86,14 +91,34 @@ class LowPrecision:
         kernels = attachment_of(model).kernels
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         counts: dict[str, int] = {}
-        for kernel in kernels.values():
-            missing = None if simulate else kernel.missing(device)
+        for name, kernel in kernels.items():
+            missing = None if simulate else kernel.missing_for(graph.by_name[name].kind, device)
             how = f"{kernel.name}, simulated" if simulate or missing else kernel.name
             counts[how] = counts.get(how, 0) + 1
             if missing and (text := f"{kernel.name} is only simulated: {missing}") not in self.notes:
                 self.notes.append(text)
         words = ", ".join(f"{count} in {how}" for how, count in counts.items())
         self.notes.insert(0, f"{where}of {len(graph.ops)} operators {words}; all others in float")
+        self.notes += [f"{where}{text}" for text in self._in_float(kernels, example)]
+
+    def _in_float(self, kernels: Mapping[str, Any], example: Any) -> Iterator[str]:
+        """Gradients that the plan wants low and that stay float: kernels know after a call."""
+        with evaluating(self.model), torch.no_grad(), torch.random.fork_rng(devices=[]):
+            call(self.model, example)
+        found: dict[tuple[str, str, str], list[str]] = {}
+        for name, kernel in kernels.items():
+            for product, reason in kernel.floats.items():
+                found.setdefault((kernel.name, product, reason), []).append(name)
+        for (format, product, reason), names in found.items():
+            which = ", ".join(names[:_SHOWN]) + (", …" if len(names) > _SHOWN else "")
+            yield f"{format}: gradients of the {product} stay float in {len(names)} operators, {reason}: {which}"
+
+    @property
+    def uncompiled(self) -> list[str]:
+        """Kernels that torch.compile of the model goes around."""
+        attachment = find_attachment(self.model)
+        kernels = {} if attachment is None else attachment.kernels
+        return sorted({kernel.name for kernel in kernels.values() if not kernel.compiles})
 
     @contextmanager
     def float(self) -> Iterator[None]:

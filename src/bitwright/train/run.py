@@ -140,6 +140,8 @@ class Run:
         self.optimizer = make_optimizer(model, config)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.amp == "fp16")
         if config.compile:
+            for name in [] if self.low is None else self.low.uncompiled:
+                self.note(f"operators in {name} aren't compiled with the rest of the model: they are as fast without")
             self.net = torch.compile(self.net, options=for_this_cpu())
         world = self.ranks.world
         whole = sum(self.data.parts) * config.accumulate
