@@ -117,8 +117,11 @@ class Predictor:
 
     def lane(self, name: str) -> Lane:
         """One kind's work."""
-        lane = self._recorded(name, self.locals[name])
-        share, small = self.share(name), self.smaller.get(name)
+        return self.lane_of(name, self.locals[name], self.smaller.get(name), self.share(name))
+
+    def lane_of(self, name: str, local: Local, small: Local | None, share: float) -> Lane:
+        """The work of this kind with another plan and batch: `small` is the plan's step with the smaller one."""
+        lane = self._recorded(name, local)
         if share == 1:
             return lane
         if small is None:
