@@ -49,7 +49,7 @@ class OnCluster:
         if wrong:
             fix = did_you_mean(wrong[0], names)
             raise PlanError([Problem(what="matches no operator", where="keep_float", value=wrong[0], fix=fix)])
-        kept = {name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in keep_float)}
+        self.kept = {name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in keep_float)}
         self.predictor = Predictor.make(graph, Plan(), self.profiles, cluster, settings, smaller=smaller)
         steps = (self.predictor.locals, self.predictor.smaller)
         self._latest: dict[tuple[str, int], tuple[Assignment, Local]] = {
@@ -59,16 +59,30 @@ class OnCluster:
             kind: {
                 op.name: [FLOAT, *(f for f in self.computes if self._measured(kind, op.name, f))]
                 for op in graph.ops
-                if op.name in penalties and op.name not in kept
+                if op.name in penalties and op.name not in self.kept
             }
             for kind in self.kinds
         }
         self._memories: dict[tuple[str, _Low], MemoryUse] = {}
         self._lanes: dict[tuple[str, _Low, int], Lane] = {}
 
+    @cached_property
+    def unscored(self) -> Sequence[str]:
+        """Operators that some device has in a lower format, but of which no indication says what they suffer."""
+        return [
+            op.name
+            for op in self.graph.ops
+            if any(
+                format not in self.penalties.get(op.name, {}) and self._has(kind, op.name, format)
+                for kind in self.kinds
+                for format in self.computes
+            )
+        ]
+
     def _measured(self, kind: str, operator: str, format: str) -> bool:
-        if format not in self.penalties[operator]:
-            return False
+        return format in self.penalties[operator] and self._has(kind, operator, format)
+
+    def _has(self, kind: str, operator: str, format: str) -> bool:
         op = self.graph.ops[self.graph.position[operator]]
         return operator_key(op.call, self._way(op, format)) in self.profiles[kind].by_operator
 
