@@ -27,5 +27,5 @@ bitwright plan "$workload" --cluster "$out/cluster.yaml" --indications "$out/suf
   --planner "${PLANNER:-recover+split}" -o "$out/plan.yaml"
 bitwright predict "$workload" --cluster "$out/cluster.yaml" --quantize "$out/plan.yaml" --batch 32 $layout
 torchrun --nproc-per-node 2 --no-python "$here/rank.sh" \
-  bitwright train "$workload" --plan "$out/plan.yaml" --kind fast,slow --batch 32 --epochs "${EPOCHS:-4}" --lr 0.02 \
+  bitwright train "$workload" --plan "$out/plan.yaml" --kind fast,slow --epochs "${EPOCHS:-4}" --lr 0.02 \
   $layout -o "$out/run"

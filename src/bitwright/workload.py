@@ -51,6 +51,7 @@ class Workload:
     #: Makes a batch (inputs, target) of samples; torch's ``default_collate`` if not given. A data set with
     #: ``__getitems__(indices)`` may give whole batches: then this is ``lambda batch: batch``.
     collate: Callable[[Any], tuple[Any, Any]] | None = None
+    #: Gets the model's output and the target; a mean over samples, or those of unequal batches don't count alike.
     loss: Callable[[Any, Any], Tensor] | None = None
     #: The key of the measured values on which goals are set; more is better.
     metric: str = "top1"

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,7 +28,10 @@ def bitwright(folder: Path, *arguments: str) -> str:
     return done.stdout
 
 
-def test_profile_score_plan_and_predict(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with two profiles, a cluster of them, and indications."""
+    tmp_path = tmp_path_factory.mktemp("cluster")
     profile = ["profile", SPIRALS, "--batch", "96", "--kernel", "int8", "--rounds", "3", "--no-casts", "--half-batch"]
     bitwright(tmp_path, *profile, "-o", "fast.json", "--quiet")
     known = json.loads((tmp_path / "fast.json").read_text())
@@ -45,6 +49,11 @@ def test_profile_score_plan_and_predict(tmp_path: Path) -> None:
         "bitwright_cluster: 1\nlink: {latency_us: 20, gbit_per_s: 10}\n"
         "devices:\n  fast: {profile: fast.json}\n  slow: {profile: slow.json, count: 2}\n"
     )
+    return tmp_path
+
+
+def test_profile_score_plan_and_predict(measured: Path) -> None:
+    tmp_path = measured
     plan = ["plan", SPIRALS, "--cluster", "cluster.yaml", "--indications", "indications.json", "--batch", "96"]
     told = json.loads(bitwright(tmp_path, *plan, "--planner", "recover+split", "-o", "plan.yaml", "--json"))
     rows = told["allocations"]
@@ -64,6 +73,98 @@ def test_profile_score_plan_and_predict(tmp_path: Path) -> None:
     )  # with the batches, on the same lines
 
 
+@pytest.fixture
+def plan(run: Any, measured: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`bitwright plan --cluster` in that folder."""
+    monkeypatch.chdir(measured)
+
+    def asked(*options: str, cluster: str = "cluster.yaml", scores: str = "indications.json") -> Any:
+        return run("plan", SPIRALS, "--cluster", cluster, "--indications", scores, "--batch", "96", *options)
+
+    return asked
+
+
+def test_a_plan_says_every_batch(plan: Any, measured: Path) -> None:
+    """Also those that all have: `train` has no other word for it."""
+    assert plan("--planner", "uniform", "-o", "uniform.yaml").code == 0
+    assert {device.batch for device in Plan.load(measured / "uniform.yaml").devices.values()} == {96}
+
+
+@pytest.mark.parametrize("planner", ["ilp", "uniform", "fastest", "batches", "float"])
+def test_each_planner_has_a_name(plan: Any, planner: str) -> None:
+    assert plan("--planner", planner, "--json").json["planner"] == planner
+
+
+def test_profiles_can_be_given_beside_the_cluster(plan: Any, measured: Path) -> None:
+    text = (measured / "cluster.yaml").read_text()
+    bare = text.replace("{profile: fast.json}", "{}").replace("profile: slow.json, ", "")
+    (measured / "bare.yaml").write_text(bare)
+    missing = plan(cluster="bare.yaml")
+    assert missing.code == 2
+    assert "fast: this kind of device has no profile" in missing.err
+    assert "slow: this kind of device has no profile" in missing.err
+    given = plan("--profiles", "fast.json", "--profiles", "slow=slow.json", "--json", cluster="bare.yaml")
+    assert given.json["allocations"] == plan("--json").json["allocations"]
+    assert (
+        plan("--profiles", "slow=fast.json,fast=fast.json", "--json").json["allocations"] != given.json["allocations"]
+    )
+    assert "did you mean 'slow'" in plan("--profiles", "slwo=slow.json").err
+
+
+def test_options_that_do_nothing_are_refused_all_at_once(plan: Any, run: Any) -> None:
+    wrong = plan("--weights", "int4/channel/sym", "--against", "a.yaml", "--mapper", "a.npy", "--backend", "academic")
+    assert wrong.code == 2
+    for name in ("--weights", "--against", "--mapper", "--backend"):
+        assert name in wrong.err
+    alone = run("plan", SPIRALS, "--indications", "indications.json", "--planner", "ilp")
+    assert "these are for a --cluster (got '--indications, --planner')" in alone.err
+
+
+def test_indications_that_do_not_fit_the_model_are_named(plan: Any, measured: Path) -> None:
+    known = json.loads((measured / "indications.json").read_text())
+    values = dict(known["values"])
+    (measured / "other.json").write_text(json.dumps({**known, "values": {"conv9": {"int8": 1.0}}}))
+    wrong = plan(scores="other.json").err
+    assert "the indications are of another model: they score conv9, the model has" in wrong
+    lost = next(iter(values))
+    some = {**{name: own for name, own in values.items() if name != lost}, "conv9": {"int8": 1.0}}
+    (measured / "part.json").write_text(json.dumps({**known, "values": some}))
+    told = plan(scores="part.json")
+    assert told.code == 0
+    notes = " ".join(told.err.split())
+    assert f"{lost} stay in float: part.json doesn't say what they suffer" in notes
+    assert "part.json scores conv9, which the model doesn't have" in notes
+    assert "all operators that could be lower are kept in float" in plan("--keep-float", "*").err
+
+
+def test_a_planner_that_can_does_not_fail_for_one_that_cannot(plan: Any, measured: Path) -> None:
+    """What doesn't fit with equal batches is said in its row; float's needs are marked."""
+    free = plan("--planner", "float", "--json").json["allocations"]["float"]["memory"]["slow"]
+    text = (measured / "cluster.yaml").read_text()
+    process = json.loads((measured / "slow.json").read_text())["memory"]["process"]
+    tight = (process + 0.9 * (free - process)) / 1e9
+    (measured / "tight.yaml").write_text(
+        text.replace("slow.json, count: 2", f"slow.json, count: 2, memory_gb: {tight:.9f}")
+    )
+    split = plan("--planner", "recover+split", "--json", cluster="tight.yaml")
+    assert split.code == 0
+    assert split.json["allocations"]["recover+split"]["memory"]["slow"] <= tight * 1e9
+    batches = plan("--planner", "batches", "--json", cluster="tight.yaml")
+    assert batches.code == 0
+    assert batches.json["allocations"]["batches"]["memory"]["slow"] <= tight * 1e9
+    none = process / 1e9
+    (measured / "none.yaml").write_text(
+        text.replace("slow.json, count: 2", f"slow.json, count: 2, memory_gb: {none:.9f}")
+    )
+    plain = plan("--planner", "float", "--json", cluster="none.yaml")
+    assert plain.code == 0
+    assert "on `slow`, limit" in plain.json["failed"]["recover"][0]
+    assert "float doesn't fit" in plain.err
+    wrong = plan("--planner", "recover", cluster="none.yaml")
+    assert wrong.code == 2
+    assert "largest contributors the process itself" in " ".join(wrong.err.split())
+
+
 def test_planners_are_found_by_name(run, workloads, tmp_path):
     """A plugin's as well as ours; a wrong one before anything is measured."""
     ask = ("plan", f"{workloads}:with_loss", "--cluster", tmp_path / "none.yaml", "--planner")
@@ -76,4 +177,4 @@ def test_planners_are_found_by_name(run, workloads, tmp_path):
         listed = {row["name"] for row in run("list", "planners", "--json").json["planners"]}
     finally:
         PLANNERS.unregister("mine")
-    assert {"recover", "recover+split", "fastest", "batches", "float", "mine"} <= listed
+    assert {"recover", "recover+split", "fastest", "batches", "ilp", "uniform", "float", "mine"} <= listed

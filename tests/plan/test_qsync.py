@@ -27,6 +27,9 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(32, 4))
 
 
+GRAPH = capture(net(), randn(1, 3, 6, 6))
+
+
 def saved(path: Path, value: Any) -> Path:
     np.save(path, value, allow_pickle=True)
     return path
@@ -92,6 +95,35 @@ def test_a_file_that_is_no_npy_is_told(tmp_path: Path) -> None:
         load_mapper(tmp_path / "a.npy")
     with pytest.raises(BitwrightError, match="no mapper"):
         load_mapper(saved(tmp_path / "b.npy", np.zeros(3)))
+
+
+def test_bits_that_are_no_number_are_told(tmp_path: Path) -> None:
+    graph = capture(net(), randn(1, 3, 6, 6))
+    path = saved(tmp_path / "a.npy", {"0": float("nan"), "2": float("inf"), "4": [8]})
+    with pytest.raises(PlanError) as error:
+        plan_of_mapper(load_mapper(path), graph)
+    assert [problem.where for problem in error.value.problems] == ["mapper.0", "mapper.2", "mapper.4"]
+
+
+@given(st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 255)), min_size=1, max_size=3), st.integers(0, 400))
+@settings(max_examples=400, deadline=None)
+def test_damaged_files_are_one_error_that_names_them(
+    tmp_path_factory: pytest.TempPathFactory, changes: list[tuple[int, int]], cut: int
+) -> None:
+    folder = tmp_path_factory.getbasetemp()
+    path = folder / "damaged.npy"
+    raw = bytearray(saved(path, {"linear_0": 8, "x": [1, (2, 3)], "n": np.int64(3)}).read_bytes())
+    for place, value in changes:
+        raw[place % len(raw)] = value
+    path.write_bytes(bytes(raw[: len(raw) - cut if cut < 40 else None]))
+    told = ""
+    try:
+        plan_of_mapper(load_mapper(path), GRAPH)
+    except PlanError:
+        return  # it could be read, and is another one
+    except BitwrightError as error:
+        told = str(error)
+    assert not told or str(path) in told
 
 
 def test_the_command_line_takes_it(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from bitwright.errors import BitwrightError, PlanError
+from bitwright.graph import tree
 from bitwright.plan import Plan
 from bitwright.predict import Cluster, Link, Predictor, make_buckets, predict, write_trace
 from bitwright.predict.cluster import json_schema
@@ -117,6 +118,22 @@ def test_plans_and_profiles_by_kind(tmp_path: Path) -> None:
     for pid in (1, 2):  # one thing at a time on each compute lane
         lane = sorted((e["ts"], e["ts"] + e["dur"]) for e in spans if e["pid"] == pid and e["tid"] == 1)
         assert all(end <= start + 0.01 for (_, end), (start, _) in pairwise(lane))
+
+
+def test_the_critical_path_begins_with_the_step() -> None:
+    """A batch whose times lie on the line through two measured ones has phases on that line: no forward below 0."""
+    model, batch, loss = net()
+    half = tree.part(batch, 0, tree.batch_size(batch) // 2)
+    keys = {*watched(Variant(model=model), batch, loss).calls, *watched(Variant(model=model), half, loss).calls}
+    cluster = Cluster.of({"fast": 1, "slow": 1}, link=Link(latency_us=1, gbit_per_s=10))
+    profiles = {"fast": profile_of(keys), "slow": profile_of(keys, forward=3e-3, backward=6e-3)}
+    graph, small = record_step(model, batch, loss), record_step(model, half, loss)
+    sizes = {"slow": 5 * graph.samples}
+    made = Predictor.make(graph, Plan(), profiles, cluster, batches=sizes, smaller=small).predict()
+    assert made.critical[0].startswith("slow: forward, ")
+    slow = next(device for device in made.devices if device.name == "slow")
+    assert float(made.critical[0].split()[-2]) > 0
+    assert sum(slow.phases.values()) == pytest.approx(slow.computing, rel=0.05)
 
 
 def test_a_thousand_devices_and_a_changed_operator() -> None:

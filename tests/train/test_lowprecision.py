@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file
+from torch import nn
 
 from bitwright import BitwrightError, Plan, TrainConfig, Trainer
 from bitwright.plan import ComputeSpec, Device
 from bitwright.train.data import TrainingData
 from bitwright.train.lowprecision import LowPrecision
+from bitwright.train.objective import Objective
 from bitwright.train.ranks import Ranks
 from spirals import workload
 
@@ -131,6 +138,11 @@ def test_a_compiled_model_goes_around_the_kernels() -> None:
             "there is 1 process(.|\\n)*torchrun",
         ),
         ("bitwright: 1\ncompute: {'9': int8}\n", {}, "matches no operator"),
+        (
+            "bitwright: 1\ndevices: {a: {compute: {'*': int8}}, b: {compute: {nope: int8}}}\n",
+            {"kind": "a"},
+            "devices.b compute.nope: matches no operator",
+        ),
     ],
 )
 def test_wrong_plans_are_refused(tmp_path: Path, text: str, options: dict[str, Any], word: str) -> None:
@@ -156,19 +168,78 @@ def test_each_device_has_its_section_and_batch() -> None:
 class _Fixed(Ranks):
     """Ranks whose others are known without a process group."""
 
+    parts: tuple[int, ...] = (12, 20, 3)
+
     def gather(self, value: Any) -> list[Any]:
-        return [12, 20, 3]
+        return list(self.parts)
 
 
-def test_unequal_batches_cover_each_sample_once() -> None:
-    seen: list[int] = []
-    for rank, batch in enumerate((12, 20, 3)):
-        data = TrainingData(workload(), batch=batch, seed=5, ranks=_Fixed(rank=rank, world=3), workers=0)
+def shards(parts: tuple[int, ...], size: int, **options: Any) -> list[TrainingData]:
+    """A training set of so many samples as each rank sees it."""
+    given = replace(workload(), training=lambda: [(torch.zeros(2), 0)] * size)
+    kind = type("Fixed", (_Fixed,), {"parts": parts})
+    return [
+        TrainingData(given, batch=batch, seed=5, ranks=kind(rank=rank, world=len(parts)), workers=0, **options)
+        for rank, batch in enumerate(parts)
+    ]
+
+
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=4), st.integers(0, 200), st.integers(1, 4))
+@settings(max_examples=80, deadline=None)
+def test_each_sample_is_seen_once_and_counts_the_same(parts: list[int], more: int, accumulate: int) -> None:
+    size = sum(parts) + more
+    ranks = shards(tuple(parts), size)
+    orders = [data.order(2) for data in ranks]
+    assert sorted(index for order in orders for keys in order for _, _, index in keys) == list(range(size))
+    assert {len(order) for order in orders} == {ranks[0].batches}
+    for order, part in zip(orders, parts, strict=True):
+        assert all(len(keys) == part for keys in order[:-1])
+        assert len(order[-1]) >= min(2, part)  # nobody is without samples: collectives want all, norms want two
+    for step in range(ranks[0].steps(accumulate)):
+        numbers = ranks[0].numbers(step, accumulate)
+        samples = sum(len(order[n]) for order in orders for n in numbers)
+        for data, order in zip(ranks, orders, strict=True):
+            for number in numbers:  # DDP divides by the number of ranks, a mean by that of samples
+                each = data.weight(number, numbers) / len(parts) / len(order[number])
+                assert each == pytest.approx(1 / samples)
+
+
+def test_the_last_batch_can_be_dropped() -> None:
+    for data in shards((12, 20, 3), 500, drop_last=True):
         assert data.batches == 500 // 35
-        order = data.order(2)
-        assert {len(keys) for keys in order} == {batch}
-        seen += [index for keys in order for _, _, index in keys]
-    assert len(seen) == len(set(seen)) == 35 * (500 // 35)
+        assert {len(keys) for keys in data.order(2)} == {data.batch}
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_a_short_last_step_has_the_mean_of_its_samples(accumulate: int) -> None:
+    """One full step and a short one, beside plain SGD on the same samples."""
+    config = TrainConfig(
+        epochs=1, batch=60, lr=0.1, momentum=0.0, weight_decay=0.0, schedule="constant", accumulate=accumulate
+    )
+    given = workload()
+    model = copy.deepcopy(given.model)
+    result = Trainer(given, config=config).fit()
+    assert result.steps == -(-9 // accumulate)
+    data = TrainingData(workload(), batch=60, seed=0, ranks=Ranks(), workers=0)
+    batches = list(data.epoch(0))
+    assert given.loss is not None
+    for start in range(0, len(batches), accumulate):
+        inputs, targets = (torch.cat(list(part)) for part in zip(*batches[start : start + accumulate], strict=True))
+        model.zero_grad()
+        given.loss(model(inputs), targets).backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.1 * parameter.grad  # type: ignore[operator]
+    for name, tensor in result.model.state_dict().items():
+        torch.testing.assert_close(tensor, model.state_dict()[name], rtol=1e-4, atol=1e-5)
+
+
+def test_sums_of_losses_count_each_sample_once() -> None:
+    """A sum says already how many samples there are: weights by batch would count them twice."""
+    for loss in (nn.CrossEntropyLoss(reduction="sum"), partial(F.cross_entropy, reduction="sum")):
+        assert Objective(replace(workload(), loss=loss), TrainConfig(), None).sums
+    for loss in (nn.CrossEntropyLoss(), F.cross_entropy):
+        assert not Objective(replace(workload(), loss=loss), TrainConfig(), None).sums
 
 
 def launch(out: Path, *options: str) -> list[float]:

@@ -85,6 +85,7 @@ def _run(task: RowTask, start: Start, reports: Path | None) -> Outcome:
         seed=task.seed,
         quantizer_lr=task.algorithm.quantizer_lr,
         quantizer_decay=task.algorithm.quantizer_decay,
+        drop_last=True,  # batches all alike, as published rows were trained
         **task.training.model_dump(),
     )
     # a plan beyond the table is checked against the one that allows everything
@@ -125,7 +126,7 @@ def train_float_on(task: RowTask, start: Start) -> float:
     workload = replace(start.workload, model=copy.deepcopy(start.workload.model))
     with _threads(task.threads):
         settings = task.training.model_dump(exclude={"freeze_observers", "freeze_bn"})
-        trained = Trainer(workload, config=TrainConfig(seed=task.seed, **settings)).fit()
+        trained = Trainer(workload, config=TrainConfig(seed=task.seed, drop_last=True, **settings)).fit()
         return measure(workload, trained.model)[workload.metric]
 
 

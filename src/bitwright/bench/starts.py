@@ -69,7 +69,8 @@ class Starts:
                 load_checkpoint(workload.model, file)
             else:
                 with _random_numbers_kept():
-                    trainer = Trainer(workload, config=TrainConfig(seed=task.seed, **task.start.model_dump()))
+                    config = TrainConfig(seed=task.seed, drop_last=True, **task.start.model_dump())
+                    trainer = Trainer(workload, config=config)
                     workload = replace(workload, model=trainer.fit().model)
                 file.parent.mkdir(parents=True, exist_ok=True)
                 save_checkpoint(workload.model, file)

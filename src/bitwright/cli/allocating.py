@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from bitwright.cli.out import Out
 from bitwright.cli.stepping import half_of, training_batch
-from bitwright.errors import BitwrightError
+from bitwright.errors import BitwrightError, PlanError
 from bitwright.planners import Allocation, uniform
+from bitwright.planners.allocate import over_limits
 from bitwright.planners.cluster import OnCluster
 from bitwright.planners.machine import FLOAT
 from bitwright.predict import Cluster
@@ -19,6 +21,7 @@ from bitwright.workload import Workload
 
 _WORTH = 1.03  # another planner is named where it is faster by more than predictions are wrong
 _IDLE = 32
+_BESIDE = ("recover", "recover+split", "batches", "float")  # what one would do else
 
 
 def allocate(
@@ -28,6 +31,7 @@ def allocate(
     indications: Path | None,
     planner: str,
     *,
+    profiles: list[str],
     batch: int | None,
     channels_last: bool,
     keep_float: list[str],
@@ -43,43 +47,112 @@ def allocate(
         )
     described = Cluster.load(cluster)
     suffering = Indications.load(indications)
+    measured = described.profiles(cluster.parent, _by_kind(profiles))
     step = training_batch(workload, batch, channels_last=channels_last)
     formats = sorted({format for own in suffering.values.values() for format in own if format != FLOAT})
     machine = OnCluster(
         record_step(workload.model, *step, name=workload.name),
-        described.profiles(cluster.parent),
+        measured,
         described,
         suffering.values,
         {format: spec_of(format) for format in formats},
         keep_float=keep_float,
         smaller=record_step(workload.model, *half_of(step), name=workload.name),
     )
-    proportional = [kind for kind in machine.kinds if kind not in machine.predictor.smaller]
-    if proportional:
-        words = ", ".join(proportional)
-        out.note(f"other batches are taken as proportional on {words}: bitwright profile --half-batch measures them")
-    if not machine.operators:
-        raise BitwrightError(
-            "no profile has an operator in these formats",
-            value=", ".join(formats),
-            fix=f"on each device: bitwright profile WORKLOAD --kernel {formats[0] if formats else 'int8'}",
-        )
-    with out.phases("planning") as phase:
-        rows: dict[str, Allocation] = {}
-        for name in dict.fromkeys([planner, "recover", "recover+split", "batches", "float"]):
-            phase(f"planning: {name}")
-            rows[name] = PLANNERS.get(name)(machine)
-        for format in formats:
-            rows[f"all {format}"] = uniform(machine, format)
+    _check(out, machine, suffering, formats, indications, keep_float)
+    rows, failed = _rows(out, machine, planner, formats)
     plan = machine.to_plan(rows[planner], model=workload.name)
     if output is not None:
         plan.save(output)
-    _show(out, machine, rows, planner, output)
+    _show(out, machine, rows, failed, planner, output)
     if output is None and not out.json:
         out.result(plan.to_yaml())
 
 
-def _show(out: Out, machine: OnCluster, rows: dict[str, Allocation], planner: str, output: Path | None) -> None:
+def _by_kind(profiles: list[str]) -> dict[str, Path]:
+    """`big=a.json`, or `big.json` for the kind of that name; several with commas between."""
+    found = {}
+    for text in (part for given in profiles for part in given.split(",")):
+        kind, equals, path = text.partition("=")
+        found[kind if equals else Path(text).stem] = Path(path if equals else text)
+    return found
+
+
+def _check(
+    out: Out, machine: OnCluster, suffering: Indications, formats: list[str], file: Path, keep_float: list[str]
+) -> None:
+    """Say what can't be planned, and why."""
+    names = set(machine.graph.position)
+    strange = [name for name in suffering.values if name not in names]
+    if machine.operators:
+        if strange:
+            out.note(
+                f"{file} scores {_some(strange)}, which the model doesn't have: another model's, or an older one's?"
+            )
+        if machine.unscored:
+            out.note(f"{_some(machine.unscored)} stay in float: {file} doesn't say what they suffer")
+        proportional = ", ".join(kind for kind in machine.kinds if kind not in machine.predictor.smaller)
+        if proportional:
+            fix = "bitwright profile --half-batch measures them"
+            out.note(f"other batches are taken as proportional on {proportional}: {fix}")
+        return
+    scored = [name for name in suffering.values if name in names]
+    if not scored:
+        raise BitwrightError(
+            f"the indications are of another model: they score {_some(strange)}, the model has {_some(sorted(names))}",
+            where=str(file),
+            fix="bitwright score WORKLOAD --indicator gradient-variance --formats int8 -o indications.json",
+        )
+    if all(name in machine.kept for name in scored):
+        raise BitwrightError(
+            "all operators that could be lower are kept in float",
+            where="--keep-float",
+            value=", ".join(keep_float),
+            fix=f"leave some of {_some(scored)} to the planner, or train without a plan",
+        )
+    raise BitwrightError(
+        f"no profile has an operator in these formats: {_some(scored)} were scored in them",
+        value=", ".join(formats),
+        fix=f"on each device: bitwright profile WORKLOAD --kernel {formats[0] if formats else 'int8'}",
+    )
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
+
+
+def _rows(
+    out: Out, machine: OnCluster, planner: str, formats: list[str]
+) -> tuple[dict[str, Allocation], dict[str, PlanError]]:
+    """What was asked for, and beside it what others would do: one that can't doesn't matter to the one that can."""
+    rows: dict[str, Allocation] = {}
+    failed: dict[str, PlanError] = {}
+    with out.phases("planning") as phase:
+        for name in dict.fromkeys([planner, *_BESIDE]):
+            phase(f"planning: {name}")
+            try:
+                rows[name] = PLANNERS.get(name)(machine)
+            except PlanError as error:
+                if name == planner:
+                    raise
+                failed[name] = error
+        for format in formats:
+            rows[f"all {format}"] = uniform(machine, format)
+    for problem in over_limits(machine, rows[planner]):
+        out.note(f"{planner} doesn't fit: {problem}")
+    return rows, failed
+
+
+def _show(
+    out: Out,
+    machine: OnCluster,
+    rows: dict[str, Allocation],
+    failed: dict[str, PlanError],
+    planner: str,
+    output: Path | None,
+) -> None:
+    limits = {kind: machine.limit(kind) for kind in machine.kinds}
     out.data(
         {
             "output": None if output is None else str(output),
@@ -95,6 +168,7 @@ def _show(out: Out, machine: OnCluster, rows: dict[str, Allocation], planner: st
                 }
                 for name, one in rows.items()
             },
+            "failed": {name: [str(problem) for problem in error.problems] for name, error in failed.items()},
         }
     )
     out.table(
@@ -106,13 +180,15 @@ def _show(out: Out, machine: OnCluster, rows: dict[str, Allocation], planner: st
                 f"{one.penalty:.3g}",
                 ", ".join(f"{kind} {count} of {len(machine.operators)}" for kind, count in one.low.items()),
                 ", ".join(f"{kind} {size}" for kind, size in one.batches.items()),
-                ", ".join(f"{kind} {words.size(used)}" for kind, used in one.memory.items()),
+                ", ".join(_memory(kind, used, limits[kind]) for kind, used in one.memory.items()),
             )
             for name, one in rows.items()
-        ],
+        ]
+        + [(name, "–", "–", "no plan fits", "–", error.problems[0].what) for name, error in failed.items()],
     )
     chosen = rows[planner]
-    best = min((name for name in rows if name in PLANNERS), key=lambda name: rows[name].seconds)
+    sound = [name for name in rows if name in PLANNERS and (name == planner or not over_limits(machine, rows[name]))]
+    best = min(sound, key=lambda name: rows[name].seconds)
     faster = chosen.seconds / rows[best].seconds
     if not any(chosen.low.values()) and len(set(chosen.batches.values())) == 1:
         file = "" if output is None else f" ({output} says float everywhere)"
@@ -122,10 +198,15 @@ def _show(out: Out, machine: OnCluster, rows: dict[str, Allocation], planner: st
         out.say(f"{output}: train with")
         out.say(
             f"  torchrun --nproc-per-node {len(processes)} -m bitwright train WORKLOAD --plan {output} "
-            f"--kind {','.join(processes)} --batch {machine.batch}"
+            f"--kind {','.join(processes)}"
         )
     if faster > _WORTH:
         out.say(f"{best} is {faster:.2g} times as fast: --planner {best}")
     for kind, size in chosen.batches.items():
         if size * _IDLE < max(chosen.batches.values()):
             out.note(f"{kind} is left with {size} of {sum(chosen.batches.values())} samples: hardly worth its place")
+
+
+def _memory(kind: str, used: int, limit: int | None) -> str:
+    over = f" (of {words.size(limit)}: too much)" if limit is not None and used > limit else ""
+    return f"{kind} {words.size(used)}{over}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -14,7 +15,7 @@ from bitwright.backends import backend as find_backend
 from bitwright.cli.allocating import allocate
 from bitwright.cli.choosing import with_choices
 from bitwright.cli.data import open_workload
-from bitwright.cli.options import load_plan
+from bitwright.cli.options import load_plan, target
 from bitwright.cli.out import Out
 from bitwright.cli.stepping import LayoutOption
 from bitwright.cli.verb import verb
@@ -23,6 +24,9 @@ from bitwright.graph import capture
 from bitwright.plan import Plan, json_schema
 from bitwright.plan.qsync import load_mapper, plan_of_mapper
 from bitwright.planners import make_plan
+
+_PLANNER = "recover"
+_BACKEND = target(None, None)
 
 
 @verb(
@@ -63,7 +67,15 @@ def plan(
         Path | None,
         typer.Option(help="How much operators suffer: of `bitwright score --indicator`.", show_default=False),
     ] = None,
-    planner: Annotated[str, typer.Option(help="For a cluster: a name of `bitwright list planners`.")] = "recover",
+    profiles: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KIND=FILE",
+            help="Profiles of the cluster's kinds, where cluster.yaml names none or others; several times, or commas.",
+            show_default=False,
+        ),
+    ] = None,
+    planner: Annotated[str, typer.Option(help="For a cluster: a name of `bitwright list planners`.")] = _PLANNER,
     mapper: Annotated[
         Path | None,
         typer.Option(help="Make it of QSync's mapper (.npy), which is read without running it.", show_default=False),
@@ -83,7 +95,20 @@ def plan(
         return
     if workload is None:
         raise BitwrightError("there is no workload to plan for", fix="bitwright plan WORKLOAD, or --schema")
+    if cluster is None:
+        _refuse(
+            "these are for a --cluster",
+            {"indications": indications, "profiles": profiles, "planner": planner != _PLANNER, "batch": batch}
+            | {"channels_last": channels_last},
+            "add --cluster FILE",
+        )
     if cluster is not None:
+        _refuse(
+            "these don't go with --cluster",
+            {"backend": backend != _BACKEND, "plan": plan, "mapper": mapper, "against": against}
+            | {name: value for name, value in choices.items() if name != "keep_float"},
+            "leave them out: operators that train in low precision have kernels, not quantizers",
+        )
         kept = list(choices.get("keep_float", ()))
         found = open_workload(out, workload)
         allocate(
@@ -92,6 +117,7 @@ def plan(
             cluster,
             indications,
             planner,
+            profiles=profiles or [],
             batch=batch,
             channels_last=channels_last,
             keep_float=kept,
@@ -114,6 +140,13 @@ def plan(
     if output is not None:
         made.save(output)
     _show(out, made, other.resolve(graph) if other is not None else None, output)
+
+
+def _refuse(what: str, given: Mapping[str, object], fix: str) -> None:
+    """Options that would do nothing are named, all of them."""
+    names = [f"--{name.replace('_', '-')}" for name, value in given.items() if value not in (None, False, [])]
+    if names:
+        raise BitwrightError(what, value=", ".join(names), fix=fix)
 
 
 def _show(out: Out, plan: Plan, other: Plan | None, output: Path | None) -> None:

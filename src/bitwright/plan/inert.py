@@ -37,17 +37,24 @@ _PLAIN = _ARRAYS | _SCALARS | _DTYPES | _BYTES | {"numpy.ndarray"}
 def load_npy(path: str | Path) -> Any:
     """What an .npy file holds; of an object array of no axes, its one value."""
     try:
-        with Path(path).open("rb") as file:
-            version = np.lib.format.read_magic(file)
-            reader = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-            shape, _, dtype = reader(file)
-            if not dtype.hasobject:
-                file.seek(0)
-                return np.load(file, allow_pickle=False)
-            value = read_pickle(file, str(path))
-    except (OSError, ValueError, EOFError) as error:
+        return _loaded(Path(path))
+    except BitwrightError:
+        raise
+    except Exception as error:  # a damaged file fails anywhere in NumPy's, pickletools' or this code
+        words = " ".join(str(error).split()) or type(error).__name__
         fix = "give a file that numpy.save wrote"
-        raise BitwrightError(f"can't be read: {error}", where=str(path), fix=fix) from error
+        raise BitwrightError(f"can't be read: {words[:200]}", where=str(path), fix=fix) from error
+
+
+def _loaded(path: Path) -> Any:
+    with path.open("rb") as file:
+        version = np.lib.format.read_magic(file)
+        reader = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, _, dtype = reader(file)
+        if not dtype.hasobject:
+            file.seek(0)
+            return np.load(file, allow_pickle=False)
+        value = read_pickle(file, str(path))
     if isinstance(value, _Call) and value.name in _ARRAYS and isinstance(value.state, tuple):
         value = value.state[-1]
     return value[0] if shape == () and isinstance(value, list) and len(value) == 1 else value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ def plan_of_mapper(mapper: Mapping[str, Any], graph: Graph, *, kind: str | None 
         if found is None:
             fix = did_you_mean(key, graph.by_name)
             problems.append(Problem(what="the model has no such layer", where="mapper", value=key, fix=fix))
-        elif bits not in FORMATS:
+        elif not isinstance(bits, int) or bits not in FORMATS:
             fix = f"one of {', '.join(map(str, FORMATS))}"
             problems.append(Problem(what="no such bit-width", where=f"mapper.{key}", value=bits, fix=fix))
         else:
@@ -66,4 +67,5 @@ def _find(key: str, graph: Graph, counted: Mapping[str, list[Op]]) -> Op | None:
 
 
 def _bits(value: Any) -> int:
-    return int(value) if isinstance(value, (int, float)) and int(value) == value else value
+    whole = isinstance(value, (int, float)) and math.isfinite(value) and int(value) == value
+    return int(value) if whole else value

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 from bitwright.errors import PlanError, Problem
-from bitwright.planners.ilp import ilp
+from bitwright.planners.blocks import polished, quickest
+from bitwright.planners.explain import too_large
+from bitwright.planners.ilp import Program, smallest
 from bitwright.planners.machine import FLOAT, Machine, Plans, total_penalty
 
 SLACK = 0.01
 """How much longer than the fastest step a plan may take to be more exact."""
+_SEARCHED = 6  # programs for one kind: each halves what isn't known of the work that it may have
 Assignment = dict[str, str]
 
 
@@ -57,46 +61,73 @@ def uniform(machine: Machine, format: str, batches: Mapping[str, int] | None = N
     return allocation(machine, plans, batches)
 
 
+def one_format(machine: Machine) -> Allocation:
+    """One format on all kinds: of those that fit the fastest."""
+    every = dict.fromkeys(f for kind in machine.kinds for op in machine.operators for f in machine.formats(kind, op))
+    found = [uniform(machine, format) for format in every]
+    fitting = [one for one in found if not over_limits(machine, one)]
+    if not fitting:
+        smallest_one = min(found, key=lambda one: max(one.memory.values()))
+        raise PlanError(over_limits(machine, smallest_one), title="no plan fits")
+    return min(fitting, key=lambda one: one.seconds)
+
+
+def over_limits(machine: Machine, found: Allocation) -> list[Problem]:
+    """What doesn't fit, explained; plans that nobody fitted may need more than there is."""
+    return [
+        too_large(machine, kind, found.plans[kind], found.batches[kind], limit)
+        for kind, used in found.memory.items()
+        if (limit := machine.limit(kind)) is not None and used > limit
+    ]
+
+
 def all_float(machine: Machine) -> Allocation:
     """Everything in float, equal batches: what is there without a plan."""
     return uniform(machine, FLOAT)
 
 
 def fastest(machine: Machine, batches: Mapping[str, int] | None = None) -> Allocation:
-    """Each kind as fast as it can be within its memory; of equally fast plans the most exact.
+    """Each kind as fast as it can be within its memory; float where a lower format is hardly faster.
 
-    Operators are changed one after the other, each to what makes the device's work least with all others as they are,
-    until nothing changes: casts between neighbours are in the work, so a change may make another one worthwhile. What
-    doesn't fit is then made smaller where that costs the least time for each byte.
+    Block by block, memory aside (`blocks.quickest`). What doesn't fit is made smaller where that costs the least time
+    for each byte, and around that plan by the integer program: the faster one of both counts.
     """
     batches = batches or equal_batches(machine)
-    plans = {
-        kind: _fit(machine, kind, _quickest(machine, kind, batches[kind]), batches[kind]) for kind in machine.kinds
-    }
+    plans: dict[str, Assignment] = {}
+    problems: list[Problem] = []
+    for kind in machine.kinds:
+        try:
+            plans[kind] = _fit(machine, kind, quickest(machine, kind, batches[kind]), batches[kind])
+        except PlanError as error:
+            problems += error.problems
+    if problems:
+        raise PlanError(problems, title="no plan fits")
     return allocation(machine, plans, batches)
 
 
-def _quickest(machine: Machine, kind: str, batch: int) -> Assignment:
-    plan: Assignment = dict.fromkeys(machine.operators, FLOAT)
-    work = machine.work(kind, plan, batch)
-    changed = True
-    while changed:
-        changed = False
-        for operator in machine.operators:
-            for format in machine.formats(kind, operator):
-                if format == plan[operator]:
-                    continue
-                other = machine.work(kind, {**plan, operator: format}, batch)
-                if other < work * (1 - 1e-9):
-                    plan, work, changed = {**plan, operator: format}, other, True
-    return plan
-
-
 def _fit(machine: Machine, kind: str, plan: Assignment, batch: int) -> Assignment:
-    """Smaller formats until it fits, the cheapest byte first; all problems of a device that can't are explained."""
+    """Within memory, as fast as can be; a device that can't is explained."""
     limit = machine.limit(kind)
+    if limit is None or machine.memory(kind, plan, batch) <= limit:
+        return plan
+    least = smallest(machine, kind, batch)
+    if machine.memory(kind, least, batch) > limit:
+        raise PlanError([too_large(machine, kind, least, batch, limit)], title="no plan fits")
+    near = _shrunk(machine, kind, plan, batch, limit) or least
+    found = [near]
+    with suppress(PlanError):  # bytes that are no sum: the program may have tightened its limit too far
+        found.append(Program(machine, kind, batch, near).solve("seconds", memory=limit))
+    plans = [polished(machine, kind, batch, one, limit=limit) for one in found]
+    return min(plans, key=lambda one: machine.work(kind, one, batch))
+
+
+def _shrunk(machine: Machine, kind: str, plan: Assignment, batch: int, limit: int) -> Assignment | None:
+    """Smaller formats until it fits, the cheapest byte first; None where single changes don't lead there.
+
+    What a change saves is asked again before it is made, as others were since; only if it is much less all are.
+    """
     used = machine.memory(kind, plan, batch)
-    while limit is not None and used > limit:
+    while used > limit:
         options = []
         work = machine.work(kind, plan, batch)
         for operator in machine.operators:
@@ -108,26 +139,18 @@ def _fit(machine: Machine, kind: str, plan: Assignment, batch: int) -> Assignmen
                     # of what costs nothing the largest; else the least time for each byte
                     options.append((lost / saved if lost > 0 else 0.0, -saved, operator, format))
         if not options:
-            raise PlanError([_too_large(machine, kind, plan, batch, limit)], title="no plan fits")
-        _, saved, operator, format = min(options)
-        plan, used = {**plan, operator: format}, used + saved
+            return None
+        begun = used
+        for _, expected, operator, format in sorted(options):
+            other = {**plan, operator: format}
+            now = machine.memory(kind, other, batch)
+            if used - now >= -expected / 2:
+                plan, used = other, now
+            elif used < begun:
+                break
+            if used <= limit:
+                break
     return plan
-
-
-def _too_large(machine: Machine, kind: str, plan: Assignment, batch: int, limit: int) -> Problem:
-    used = machine.memory(kind, plan, batch)
-    without = {
-        operator: used - machine.memory(kind, {op: f for op, f in plan.items() if op != operator}, batch)
-        for operator in machine.operators
-    }
-    largest = sorted(without, key=lambda operator: -without[operator])[:3]
-    parts = ", ".join(f"{name} {without[name] / 1e9:.3g} GB" for name in largest)
-    return Problem(
-        what=f"needs {used / 1e9:.3g} GB with everything as small as it can be, has {limit / 1e9:.3g}",
-        where=kind,
-        value=f"largest: {parts}",
-        fix="a smaller batch for this kind, or more memory",
-    )
 
 
 def recover(
@@ -157,25 +180,49 @@ def recover(
     return allocation(machine, plans, batches)
 
 
+def integer(machine: Machine, *, slack: float = SLACK) -> Allocation:
+    """The least penalty by integer programming, within each kind's memory and the fastest step, and a little."""
+    batches = equal_batches(machine)
+    begin = fastest(machine, batches)
+    plans = {kind: dict(plan) for kind, plan in begin.plans.items()}
+    for kind in plans:
+        plans[kind] = _exchanged(machine, plans, batches, kind, begin.seconds * (1 + slack)) or plans[kind]
+    return allocation(machine, plans, batches)
+
+
 def _exchanged(
     machine: Machine, plans: dict[str, Assignment], batches: Mapping[str, int], kind: str, limit: float
 ) -> Assignment | None:
+    """Another plan that suffers less; as much work as the limit allows, which for one that waits is more than it has.
+
+    How much that is only the cluster's step can say, so it is searched for, between all of it and what is left now.
+    """
     plan, batch = plans[kind], batches[kind]
-    left = max(0.0, limit - machine.step(plans, batches))
-    try:
-        other = ilp(
-            machine,
-            kind,
-            batch=batch,
-            seconds=(machine.work(kind, plan, batch) + left) * (1 + 1e-9),
-            memory=machine.limit(kind),
-        )
-    except PlanError:  # costs that depend on each other: the sum of differences is no plan's cost
+    program = Program(machine, kind, batch, plan)
+    before = sum(machine.penalty(op, f) for op, f in plan.items())
+    if before == 0:
         return None
-    before, after = (sum(machine.penalty(op, f) for op, f in one.items()) for one in (plan, other))
-    most = machine.limit(kind)
-    fits = most is None or machine.memory(kind, other, batch) <= most
-    return other if after < before and fits and machine.step({**plans, kind: other}, batches) <= limit else None
+    sure, most = machine.work(kind, plan, batch) + max(0.0, limit - machine.step(plans, batches)), limit
+    found: Assignment | None = None
+    seconds = most
+    for _ in range(_SEARCHED):
+        try:
+            other = program.solve("penalty", seconds=seconds, memory=machine.limit(kind))
+        except PlanError:  # costs that depend on each other: the sum of differences is no plan's cost
+            break
+        after = sum(machine.penalty(op, f) for op, f in other.items())
+        if after >= before and seconds == limit:  # even all of it helps nothing
+            break
+        if after < before and machine.step({**plans, kind: other}, batches) <= limit * (1 + 1e-12):
+            found, before, sure = other, after, seconds
+        elif after < before:
+            most = seconds
+        else:
+            sure = seconds
+        if most - sure <= 1e-3 * limit:
+            break
+        seconds = sure if seconds == limit else (sure + most) / 2
+    return found
 
 
 def _climb(

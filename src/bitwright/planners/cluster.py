@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -13,11 +13,14 @@ from bitwright.planners.allocate import Allocation
 from bitwright.planners.machine import FLOAT, Assignment, Plans
 from bitwright.predict import Cluster, Local, Predictor
 from bitwright.predict.costs import told
-from bitwright.predict.memory import MemoryUse, memory_of
+from bitwright.predict.memory import MemoryUse, memory_of, saved_by_operator
 from bitwright.predict.replay import Lane, replay
 from bitwright.profile import DeviceProfile, OperatorUnderPlan, StepGraph, StepSettings
+from bitwright.profile.stepgraph import StepOp
 from bitwright.profile.watch import operator_key
-from bitwright.profile.way import IMPLEMENTATIONS
+from bitwright.profile.way import IMPLEMENTATIONS, Way
+
+_Low = tuple[tuple[str, str], ...]  # operators that aren't float
 
 
 class OnCluster:
@@ -48,7 +51,7 @@ class OnCluster:
         if wrong:
             fix = did_you_mean(wrong[0], names)
             raise PlanError([Problem(what="matches no operator", where="keep_float", value=wrong[0], fix=fix)])
-        kept = {name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in keep_float)}
+        self.kept = {name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in keep_float)}
         self.predictor = Predictor.make(graph, Plan(), self.profiles, cluster, settings, smaller=smaller)
         steps = (self.predictor.locals, self.predictor.smaller)
         self._latest: dict[tuple[str, int], tuple[Assignment, Local]] = {
@@ -58,18 +61,32 @@ class OnCluster:
             kind: {
                 op.name: [FLOAT, *(f for f in self.computes if self._measured(kind, op.name, f))]
                 for op in graph.ops
-                if op.name in penalties and op.name not in kept
+                if op.name in penalties and op.name not in self.kept
             }
             for kind in self.kinds
         }
-        self._memories: dict[tuple[str, tuple[tuple[str, str], ...]], MemoryUse] = {}
+        self._memories: dict[tuple[str, _Low], MemoryUse] = {}
+        self._lanes: dict[tuple[str, _Low, int], Lane] = {}
+
+    @cached_property
+    def unscored(self) -> Sequence[str]:
+        """Operators that some device has in a lower format, but of which no indication says what they suffer."""
+        return [
+            op.name
+            for op in self.graph.ops
+            if any(
+                format not in self.penalties.get(op.name, {}) and self._has(kind, op.name, format)
+                for kind in self.kinds
+                for format in self.computes
+            )
+        ]
 
     def _measured(self, kind: str, operator: str, format: str) -> bool:
-        if format not in self.penalties[operator]:
-            return False
+        return format in self.penalties[operator] and self._has(kind, operator, format)
+
+    def _has(self, kind: str, operator: str, format: str) -> bool:
         op = self.graph.ops[self.graph.position[operator]]
-        asked = OperatorUnderPlan(operator, op.call, Plan(compute={operator: self.computes[format]}))
-        measured = operator_key(op.call, IMPLEMENTATIONS.way(asked)) in self.profiles[kind].by_operator
+        measured = operator_key(op.call, self._way(op, format)) in self.profiles[kind].by_operator
         return measured or told(op.call, self.computes[format]) is not None
 
     @cached_property
@@ -115,14 +132,18 @@ class OnCluster:
             self._latest[kind, batch] = (dict(assignment), local)
         return local
 
+    def _low(self, assignment: Assignment) -> _Low:
+        return tuple((op, f) for op in self.operators if (f := assignment.get(op, FLOAT)) != FLOAT)
+
     def _lane(self, kind: str, assignment: Assignment, batch: int) -> Lane:
-        local = self._local(kind, assignment, self.batch)
-        small = self.predictor.smaller.get(kind)
-        smaller = {}
-        if small is not None and batch != self.batch:
-            smaller = {kind: self._local(kind, assignment, small.graph.samples)}
-        locals_ = {**self.predictor.locals, kind: local}
-        return replace(self.predictor, locals=locals_, smaller=smaller, batches={kind: batch}).lane(kind)
+        """Remembered: planners ask for the same plans again, and one planner for those of another."""
+        key = (kind, self._low(assignment), batch)
+        if key not in self._lanes:
+            local, small = self._local(kind, assignment, self.batch), self.predictor.smaller.get(kind)
+            if small is not None:
+                small = self._local(kind, assignment, small.graph.samples) if batch != self.batch else None
+            self._lanes[key] = self.predictor.lane_of(kind, local, small, batch / self.batch)
+        return self._lanes[key]
 
     def work(self, kind: str, assignment: Assignment, batch: int) -> float:
         """What it computes by itself."""
@@ -136,12 +157,77 @@ class OnCluster:
 
     def memory(self, kind: str, assignment: Assignment, batch: int) -> int:
         """The process at its peak; activations grow with the batch, the rest doesn't."""
-        key = (kind, tuple(sorted((op, f) for op, f in assignment.items() if f != FLOAT)))
+        return self._memory(kind, assignment).of_batch(batch / self.batch).process
+
+    def _memory(self, kind: str, assignment: Assignment) -> MemoryUse:
+        key = (kind, self._low(assignment))
         if key not in self._memories:
-            self._memories[key] = memory_of(
-                self._local(kind, assignment, self.batch), distributed=self.cluster.world > 1
+            local = self._local(kind, assignment, self.batch)
+            self._memories[key] = memory_of(local, distributed=self.cluster.world > 1)
+        return self._memories[key]
+
+    def parts(self, kind: str, assignment: Assignment, batch: int) -> Mapping[str, int]:
+        """As the prediction has them, and what each operator keeps for its backward."""
+        share = batch / self.batch
+        use = self._memory(kind, assignment).of_batch(share)
+        kept = saved_by_operator(self._local(kind, assignment, self.batch))
+        return {
+            "weights": use.weights,
+            "gradients": use.gradients,
+            "optimizer state": use.optimizer,
+            "buffers": use.buffers,
+            "the process itself": self.profiles[kind].memory.process,
+            **{f"activations of {name}": int(share * bytes) for name, bytes in kept.items()},
+        }
+
+    @cached_property
+    def _readable(self) -> Mapping[str, Sequence[str]]:
+        """For each operator with a choice those whose results reach it through none that has one.
+
+        Kernels that give float, as operators do, change nothing for whoever reads them.
+        """
+        choices = set(self.operators)
+        behind: dict[str, set[str]] = {}  # choices that an operator's result depends on directly
+        found: dict[str, Sequence[str]] = {}
+        for op in self.graph.ops:
+            sources = [source.removeprefix("op:") for source in op.sources if source.startswith("op:")]
+            reached = {name for source in sources for name in behind.get(source, ())}
+            behind[op.name] = reached if op.name not in choices else {op.name} if self._tells(op) else set()
+            if op.name in choices:
+                found[op.name] = sorted(reached, key=lambda name: self.graph.position[name])
+        return found
+
+    def _tells(self, op: StepOp) -> bool:
+        """Whether an operator's format changes what its readers get."""
+        ways = [self._way(op, format) for format in {f for kind in self.kinds for f in self.formats(kind, op.name)}]
+        recorded = op.outputs[0].dtype if op.outputs else None
+        return any(way.gives not in (None, recorded) or way.cast_at("output") is not None for way in ways)
+
+    def _way(self, op: StepOp, format: str) -> Way:
+        plan = Plan() if format == FLOAT else Plan(compute={op.name: self.computes[format]})
+        return IMPLEMENTATIONS.way(OperatorUnderPlan(op.name, op.call, plan))
+
+    def reads(self, operator: str) -> Sequence[str]:
+        """By the recorded graph."""
+        return self._readable[operator]
+
+    @cached_property
+    def _alike(self) -> Mapping[str, Hashable]:
+        """All that was recorded from the choice before up to each one: calls, and how far away their sources are."""
+        position, found = self.graph.position, {}
+        begin = 0
+        for name in self.operators:
+            end = position[name] + 1
+            found[name] = tuple(
+                (op.call.key(), tuple(_offset(source, index, position) for source in op.sources))
+                for index, op in enumerate(self.graph.ops[begin:end], begin)
             )
-        return self._memories[key].of_batch(batch / self.batch).process
+            begin = end
+        return found
+
+    def likeness(self, kind: str, operator: str) -> Hashable:
+        """By what was recorded; its profile has one cost for equal calls."""
+        return (tuple(self.formats(kind, operator)), self._alike[operator])
 
     def to_plan(self, allocation: Allocation, *, model: str | None = None) -> Plan:
         """One plan with a section for each kind of device."""
@@ -151,5 +237,10 @@ class OnCluster:
             batch = allocation.batches[kind]
             low = len(own.compute)
             why = f"{low} of {len(self.operators)} operators low; {1e3 * self.work(kind, assignment, batch):.3g} ms"
-            devices[kind] = Device(compute=own.compute, batch=None if batch == self.batch else batch, why=why)
+            devices[kind] = Device(compute=own.compute, batch=batch, why=why)
         return Plan(devices=devices, model=model)
+
+
+def _offset(source: str, index: int, position: Mapping[str, int]) -> int | str:
+    name = source.removeprefix("op:")
+    return index - position[name] if source.startswith("op:") and name in position else source.partition(":")[0]

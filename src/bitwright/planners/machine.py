@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -41,6 +41,15 @@ class Machine(Protocol):
 
     def limit(self, kind: str) -> int | None:
         """Bytes that such a device has."""
+
+    def parts(self, kind: str, assignment: Assignment, batch: int) -> Mapping[str, int]:
+        """What those bytes are made of, in words: for a user whose model doesn't fit."""
+
+    def reads(self, operator: str) -> Sequence[str]:
+        """Operators before it whose format may change what this one costs: there may be a cast between them."""
+
+    def likeness(self, kind: str, operator: str) -> Hashable:
+        """Equal for operators that cost the same in every format, next to equal ones: one is asked for all."""
 
     @property
     def batch(self) -> int:
@@ -107,6 +116,20 @@ class Additive:
     def limit(self, kind: str) -> int | None:
         """What was said."""
         return self.limits.get(kind)
+
+    def parts(self, kind: str, assignment: Assignment, batch: int) -> Mapping[str, int]:
+        """Each operator, and what is there without any."""
+        own = {op: int(batch / self.batch * self.costs[kind][op][f].bytes) for op, f in assignment.items()}
+        return {"the process itself": self.base.get(kind, 0), **own}
+
+    def reads(self, operator: str) -> Sequence[str]:
+        """A table has no graph: each is taken to follow the one before it."""
+        index = list(self.operators).index(operator)
+        return list(self.operators)[max(0, index - 1) : index]
+
+    def likeness(self, kind: str, operator: str) -> Hashable:
+        """By its costs."""
+        return tuple(self.costs[kind][operator].items())
 
     def with_limits(self, **limits: int) -> Additive:
         """The same with other memory."""

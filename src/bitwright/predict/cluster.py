@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
-from bitwright.errors import BitwrightError, PlanError, Problem
+from bitwright.errors import BitwrightError, PlanError, Problem, did_you_mean
 from bitwright.profile.device import CollectiveCost, DeviceProfile
 
 
@@ -29,7 +30,10 @@ class Link(_Part):
 class DeviceKind(_Part):
     """One kind of device."""
 
-    profile: str = Field(description="The path of its DeviceProfile, relative to this file.")
+    profile: str | None = Field(
+        default=None,
+        description="The path of its DeviceProfile, relative to this file; else `plan --profiles` says it.",
+    )
     count: int = Field(default=1, ge=1)
     memory_gb: float | None = Field(default=None, gt=0, description="Its memory; the profile's if not given.")
     plan: str | None = Field(
@@ -80,9 +84,23 @@ class Cluster(_Part):
         devices = {name: DeviceKind(profile=f"{name}.json", count=count) for name, count in kinds.items()}
         return Cluster(bitwright_cluster=1, devices=devices, **settings)
 
-    def profiles(self, folder: Path) -> dict[str, DeviceProfile]:
-        """The profiles that the file names."""
-        return {name: DeviceProfile.load(folder / kind.profile) for name, kind in self.devices.items()}
+    def profiles(self, folder: Path, given: Mapping[str, Path] | None = None) -> dict[str, DeviceProfile]:
+        """The profiles that the file names, or those that are given in their place; all that lack are named."""
+        paths = {name: folder / kind.profile for name, kind in self.devices.items() if kind.profile is not None}
+        paths |= given or {}
+        problems = [
+            Problem(what="no such kind of device", where="profiles", value=name, fix=did_you_mean(name, self.devices))
+            for name in paths
+            if name not in self.devices
+        ]
+        problems += [
+            Problem(what="this kind of device has no profile", where=name, fix=f"--profiles {name}=FILE, or `profile:`")
+            for name in self.devices
+            if name not in paths
+        ]
+        if problems:
+            raise PlanError(problems, title="profiles and devices don't go together")
+        return {name: DeviceProfile.load(path) for name, path in paths.items()}
 
     def collective(self, operation: str, profiles: dict[str, DeviceProfile], world: int) -> CollectiveCost:
         """What a collective costs among these: the slowest kind's measurement, or a ring over the slowest link."""

@@ -89,10 +89,12 @@ class Local:
         gives = _Given(local)
         waiting = sorted(self.graph.position[name] for name in changed)
         seen = set(waiting)
+        same = True
         while waiting:
             index = waiting.pop(0)
             old = local.blocks[index]
             new = local.blocks[index] = local._block(old.op, plan, gives)
+            same = same and new.gradients == old.gradients
             moved = (new.way.cast_at("output") is None) != (old.way.cast_at("output") is None)
             if moved or new.gives != old.gives:  # readers get another type or other strides: look at them again
                 for reader in self._readers.get(old.op.name, ()):
@@ -101,6 +103,9 @@ class Local:
                         waiting.append(reader)
                 waiting.sort()
         local.costs.complain()
+        # what the graph alone decides, and what gradients do, needn't be found again: planners change plans often
+        kept = ("_readers", "_order", "trained", "tail") if same else ("_readers", "_order")
+        local.__dict__.update({name: self.__dict__[name] for name in kept if name in self.__dict__})
         return local
 
     @cached_property

@@ -68,6 +68,16 @@ def memory_of(local: Local, *, distributed: bool = False) -> MemoryUse:
     )
 
 
+def saved_by_operator(local: Local) -> dict[str, int]:
+    """What backward keeps of one forward, by the operator that keeps it first."""
+    walk = _Walk(local)
+    found = {block.op.name: own for block, own in zip(local.blocks, walk.own, strict=True)}
+    for place, users in walk.saved_by.items():
+        if place in walk.sizes:
+            found[local.blocks[min(users)].op.name] += walk.sizes[place]
+    return found
+
+
 class _Walk:
     """Pieces of memory by name: those of the recorded graph by number, a cast's result by operator and port."""
 

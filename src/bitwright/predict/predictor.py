@@ -117,8 +117,11 @@ class Predictor:
 
     def lane(self, name: str) -> Lane:
         """One kind's work."""
-        lane = self._recorded(name, self.locals[name])
-        share, small = self.share(name), self.smaller.get(name)
+        return self.lane_of(name, self.locals[name], self.smaller.get(name), self.share(name))
+
+    def lane_of(self, name: str, local: Local, small: Local | None, share: float) -> Lane:
+        """The work of this kind with another plan and batch: `small` is the plan's step with the smaller one."""
+        lane = self._recorded(name, local)
         if share == 1:
             return lane
         if small is None:
@@ -199,14 +202,14 @@ class Predictor:
                     busy=busy,
                     communicating=min(1.0, sending / step.period) if step.period else 0.0,
                     waiting=max(0.0, 1.0 - busy),
-                    phases={n: s * (self.share(kind) if n in _GROWING else 1) for n, s in local.phases.items()},
+                    phases=self._phases(kind),
                     memory=memory[kind],
                     memory_limit=self._limit(kind),
                     stood_in=len(local.costs.stood_in),
                 )
             )
         forward = {
-            run.lane.name: run.lane.computing - self.locals[kind].backward_seconds * self.share(kind)
+            run.lane.name: max(0.0, run.lane.computing - self._phases(kind)["backward"])
             for kind, run in zip(kinds, step.lanes, strict=True)
         }
         samples = sum(self.batches.get(n, self.graph.samples) * kind.count for n, kind in self.cluster.devices.items())
@@ -220,6 +223,18 @@ class Predictor:
             replay=step,
             locals=dict(self.locals),
         )
+
+    def _phases(self, kind: str) -> dict[str, float]:
+        """Seconds of a device's step alone, with its batch: on the line that its lane lies on."""
+        share, small, now = self.share(kind), self.smaller.get(kind), self.locals[kind].phases
+        if share == 1:
+            return dict(now)
+        at, before = (0.0, dict.fromkeys(now, 0.0))
+        if small is not None:
+            at, before = small.graph.samples / self.graph.samples, small.phases
+        weight = (share - at) / (1 - at)
+        grown = {name: max(0.0, before[name] + weight * (now[name] - before[name])) for name in _GROWING}
+        return {**now, **grown}
 
     def _limit(self, kind: str) -> int | None:
         said = self.cluster.devices[kind].memory_gb

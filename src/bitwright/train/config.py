@@ -53,6 +53,9 @@ class TrainConfig(BaseModel):
     compile: bool = Field(default=False, description="torch.compile the whole model.")
     fuse: bool = Field(default=True, description="Compile the quantizers' arithmetic on its own.")
     channels_last: bool = Field(default=False, description="Keep images as NHWC in memory.")
+    drop_last: bool = Field(
+        default=False, description="Leave an epoch's short last batch out; else each sample is seen once in it."
+    )
     seed: int = Field(default=0, ge=0, description="Of data order, augmentation and dropout.")
     workers: int = Field(default=0, ge=0, description="Processes that load data.")
     save_steps: int | None = Field(default=None, ge=1, description="Checkpoint so often, beside each epoch's end.")

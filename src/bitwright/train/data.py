@@ -14,18 +14,29 @@ from bitwright.train.seeding import seed_all, seed_of
 from bitwright.workload import Workload
 
 _DEFAULT_BATCH = 64
+_FEWEST = 2  # samples of a rank in a short batch: batch norm's statistics need two
 _Key = tuple[int, int, int]  # epoch, batch, sample
 
 
 class TrainingData:
     """A workload's training set as this rank sees it.
 
-    An epoch is a permutation cut into global batches; each rank takes its part of every one. What is left over at
-    the end is dropped (another shuffle drops others), so that all ranks have equally many batches, each rank's of one
-    size.
+    An epoch is a permutation cut into global batches; each rank takes its part of every one. What is left over makes a
+    last, short one, in which each rank has two samples at least (norms can't do with one); fewer go with the batch
+    before. So each sample is seen once, and all ranks have equally many batches. `drop_last` leaves it out: another
+    shuffle leaves out others.
     """
 
-    def __init__(self, workload: Workload, *, batch: int | None, seed: int, ranks: Ranks, workers: int) -> None:
+    def __init__(
+        self,
+        workload: Workload,
+        *,
+        batch: int | None,
+        seed: int,
+        ranks: Ranks,
+        workers: int,
+        drop_last: bool = False,
+    ) -> None:
         where = f"workload {workload.name!r}"
         assert workload.training is not None  # the trainer has refused it before
         source = workload.training()
@@ -56,8 +67,19 @@ class TrainingData:
         self.seed = seed
         self.ranks = ranks
         self.workers = workers
+        self.drop_last = drop_last
         self.samples = _Seeded(source, seed, ranks.rank)
-        self.batches = self.size // sum(self.parts)
+        self.batches, left = divmod(self.size, sum(self.parts))
+        self.last = self.parts
+        """The samples of each rank in an epoch's last batch."""
+        if left and self.batches and not drop_last:
+            fewest = [min(_FEWEST, part) for part in self.parts]
+            if left >= sum(fewest):
+                self.batches += 1
+                room = [part - few for part, few in zip(self.parts, fewest, strict=True)]
+                self.last = _sums(fewest, _shares(left - sum(fewest), room))
+            else:
+                self.last = _sums(self.parts, _shares(left, self.parts))
         if self.batches == 0:
             raise TrainError.single(
                 "the training set is smaller than one batch",
@@ -66,18 +88,37 @@ class TrainingData:
                 fix=f"use a batch of at most {self.size // ranks.world}",
             )
 
-    @property
-    def weight(self) -> float:
-        """What this rank's mean loss counts, where all ranks' are averaged: so the gradient is the mean of samples."""
-        return self.batch * len(self.parts) / sum(self.parts)
+    def sizes(self, number: int) -> list[int]:
+        """How many samples each rank has in a batch of an epoch."""
+        return self.last if number == self.batches - 1 else self.parts
+
+    def steps(self, accumulate: int) -> int:
+        """Of an epoch, where so many batches make one; the last may have fewer, unless it is dropped."""
+        return (self.batches if self.drop_last else self.batches + accumulate - 1) // accumulate
+
+    def numbers(self, step: int, accumulate: int) -> range:
+        """The batches of an epoch's step."""
+        return range(step * accumulate, min((step + 1) * accumulate, self.batches))
+
+    def weight(self, number: int, step: range) -> float:
+        """What the mean loss of this rank's batch counts in a step of these batches, where all ranks' are averaged.
+
+        So the gradient is the mean of the step's samples, whoever has however many of them.
+        """
+        samples = sum(sum(self.sizes(other)) for other in step)
+        return self.sizes(number)[self.ranks.rank] * len(self.parts) / samples
 
     def order(self, epoch: int) -> list[list[_Key]]:
         """The keys of this rank's batches of an epoch."""
         generator = torch.Generator().manual_seed(seed_of(self.seed, "order", epoch))
         shuffled = torch.randperm(self.size, generator=generator).tolist()
-        stride, own = sum(self.parts), sum(self.parts[: self.ranks.rank])
-        starts = ((number, number * stride + own) for number in range(self.batches))
-        return [[(epoch, n, i) for i in shuffled[start : start + self.batch]] for n, start in starts]
+        stride, rank = sum(self.parts), self.ranks.rank
+        found = []
+        for number in range(self.batches):
+            sizes = self.sizes(number)
+            start = number * stride + sum(sizes[:rank])
+            found.append([(epoch, number, index) for index in shuffled[start : start + sizes[rank]]])
+        return found
 
     def epoch(self, epoch: int, *, skip: int = 0) -> Iterator[tuple[Any, Any]]:
         """The batches of an epoch, (inputs, target) each, from the one after `skip`."""
@@ -95,6 +136,26 @@ class TrainingData:
                     fix="let the data set give pairs; several inputs are a tuple or a dict within the pair",
                 )
             yield batch[0], batch[1]
+
+
+def _shares(count: int, weights: list[int]) -> list[int]:
+    """Whole numbers in these proportions that sum up to the count.
+
+    >>> _shares(7, [12, 20, 3])
+    [2, 4, 1]
+    """
+    whole = sum(weights)
+    if whole == 0:
+        return [0] * len(weights)
+    found = [count * weight // whole for weight in weights]
+    first = sorted(range(len(weights)), key=lambda i: -(count * weights[i] % whole))  # who lost most by rounding
+    for index in first[: count - sum(found)]:
+        found[index] += 1
+    return found
+
+
+def _sums(some: list[int], others: list[int]) -> list[int]:
+    return [a + b for a, b in zip(some, others, strict=True)]
 
 
 class _Seeded(Dataset[Any]):

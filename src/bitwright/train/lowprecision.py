@@ -79,8 +79,12 @@ class LowPrecision:
 
     def __init__(self, model: nn.Module, plan: Plan, kind: str | None, example: Any, *, simulate: bool) -> None:
         self.model = model
-        own = plan if kind is None else plan.for_device(kind)
         graph = capture(model, example)
+        # every section, on every rank: another rank's mistake would leave this one waiting for it
+        problems = replace(plan, backend=None).validate(graph)
+        if problems:
+            raise TrainError(problems, title="the plan doesn't fit the model")
+        own = plan if kind is None else plan.for_device(kind)
         own = replace(own, devices={}, backend=None).resolve(graph)
         prepare(model, own, graph=graph, simulate=simulate)
         self.notes: list[str] = []

@@ -26,6 +26,8 @@ class Objective:
         self.share = config.distill
         self.temperature = config.temperature
         self.teacher = teacher
+        self.sums = teacher is None and _reduction(self.task) == "sum"
+        """Whether the loss is a sum over samples, not their mean, as far as can be seen."""
         if teacher is not None:
             teacher.requires_grad_(False)
 
@@ -40,6 +42,11 @@ class Objective:
         student, teacher = (F.log_softmax(x.float() / heat, dim=-1) for x in (_logits(output), taught))
         distance = F.kl_div(student, teacher, log_target=True, reduction="batchmean") * heat**2
         return (1 - self.share) * loss + self.share * distance
+
+
+def _reduction(loss: Loss) -> object:
+    """Of a loss module, or of a function with its reduction fixed; others are taken as means."""
+    return loss.keywords.get("reduction") if isinstance(loss, partial) else getattr(loss, "reduction", None)
 
 
 def _logits(output: Any) -> Tensor:

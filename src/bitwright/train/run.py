@@ -86,9 +86,16 @@ class Run:
         self.kind = None if compute is None else kind_of(compute, kinds, ranks)
         section = None if compute is None or self.kind is None else compute.devices[self.kind]
         batch = batch_of(section, config.batch)
-        self.data = TrainingData(workload, batch=batch, seed=config.seed, ranks=ranks, workers=config.workers)
-        self.steps_per_epoch = self.data.batches // config.accumulate
-        if self.steps_per_epoch == 0:
+        self.data = TrainingData(
+            workload,
+            batch=batch,
+            seed=config.seed,
+            ranks=ranks,
+            workers=config.workers,
+            drop_last=config.drop_last,
+        )
+        self.steps_per_epoch = self.data.steps(config.accumulate)
+        if self.data.batches < config.accumulate:
             raise TrainError.single(
                 "an epoch has fewer batches than one step accumulates",
                 where="accumulate",
@@ -145,8 +152,12 @@ class Run:
             self.net = torch.compile(self.net, options=for_this_cpu())
         world = self.ranks.world
         whole = sum(self.data.parts) * config.accumulate
+        last = sum(
+            sum(self.data.sizes(number)) for number in self.data.numbers(self.steps_per_epoch - 1, config.accumulate)
+        )
         self.note(
             f"{self.data.size} samples, {self.steps_per_epoch} steps of {whole} samples per epoch"
+            + (f", the last one of {last}" if last != whole else "")
             + (f" ({self._parts()} of {world} processes; the learning rate is as given)" if world > 1 else "")
         )
 
@@ -256,13 +267,15 @@ class Run:
         self.optimizer.zero_grad(set_to_none=True)
         self.parallel.begin_step()
         total = torch.zeros((), device=self.device)
-        for part in range(config.accumulate):
+        numbers = self.data.numbers(self.step - self.epoch * self.steps_per_epoch, config.accumulate)
+        for part, number in enumerate(numbers):
             inputs, target = (self._move(value) for value in next(data))
             seed_all(config.seed, "step", self.step, part, self.ranks.rank)
-            with self.parallel.accumulating(part == config.accumulate - 1):
+            with self.parallel.accumulating(part == len(numbers) - 1):
                 with self._autocast():
                     loss = self.objective(call(self.net, inputs), inputs, target)
-                share_of_batch = self.data.weight / config.accumulate
+                weight = self.data.weight(number, numbers)
+                share_of_batch = 1 / config.accumulate if self.objective.sums else weight  # samples count already
                 self.scaler.scale(loss * share_of_batch).backward()
             total += loss.detach().float() * share_of_batch
         self.parallel.end_backward()

@@ -1,0 +1,44 @@
+"""Why a model doesn't fit a device: what needs the memory, and what would help."""
+
+from __future__ import annotations
+
+from bitwright.errors import Problem
+from bitwright.planners.machine import Assignment, Machine
+
+_SHOWN = 4
+
+
+def too_large(machine: Machine, kind: str, plan: Assignment, batch: int, limit: int) -> Problem:
+    """The problem of a device with a plan that is too large."""
+    used = machine.memory(kind, plan, batch)
+    parts = machine.parts(kind, plan, batch)
+    largest = sorted((name for name in parts if parts[name] > 0), key=lambda name: -parts[name])[:_SHOWN]
+    words = ", ".join(f"{name} {_size(parts[name])}" for name in largest)
+    fitting = largest_batch(machine, kind, plan, batch)
+    if fitting:
+        fix = f"{fitting} of {batch} samples fit: --planner recover+split gives others the rest; or --batch {fitting}"
+    else:
+        fix = "more memory, or a smaller model: not even one sample fits"
+    return Problem(
+        what=f"needs {_size(used)} on `{kind}`, limit {_size(limit)}: largest contributors {words}",
+        fix=fix,
+    )
+
+
+def largest_batch(machine: Machine, kind: str, plan: Assignment, most: int) -> int:
+    """How many samples fit, up to so many: memory only grows with them. 0 if not even one does."""
+    limit = machine.limit(kind)
+    if limit is None or machine.memory(kind, plan, most) <= limit:
+        return most
+    fits, fails = 0, most
+    while fails - fits > 1:
+        middle = (fits + fails) // 2
+        if machine.memory(kind, plan, middle) <= limit:
+            fits = middle
+        else:
+            fails = middle
+    return fits
+
+
+def _size(bytes: int) -> str:
+    return f"{bytes / 1e9:.3g} GB" if bytes >= 1e7 else f"{bytes / 1e6:.3g} MB"
