@@ -141,6 +141,16 @@ def test_the_interval_has_the_true_mean_as_often_as_it_says(other: float) -> Non
     assert 0.90 <= hits / 300 <= 0.99
 
 
+def test_rounds_in_different_company_have_an_interval_too() -> None:
+    """Each round has other operators beside this one: none is like another."""
+    store = SampleStore()
+    for number, seconds in enumerate((1.0, 2.0, 3.0)):
+        store.add({"round": [["add(x)", "float32", seconds, 0.0], [f"relu({number})", "float32", 1.0, 0.0]]})
+    timing = store.costs()[("add(x)", "float32")].forward
+    assert timing.high is not None
+    assert timing.high > 3.0
+
+
 def test_one_round_has_no_interval() -> None:
     timing = rounds_of([2.0], [1.0]).costs()[("conv2d(a)", "float32")].forward
     assert (timing.seconds, timing.low, timing.high, timing.repetitions) == (2.0, 2.0, 2.0, 1)

@@ -172,13 +172,18 @@ class SampleStore:
 
 
 def timing(values: np.ndarray, counts: np.ndarray, resampled: np.ndarray) -> Timing:
-    """The mean of the rounds that count, with its 95 % interval from means of rounds that were drawn again."""
+    """The mean of the rounds that count, with its 95 % interval.
+
+    From means of rounds that were drawn again; or from the spread of those that count, if that is more: rounds that are
+    alike are drawn for each other, and where each is another's only one, drawing changes nothing.
+    """
     repetitions = int(counts.sum())
     mean = float(values @ counts / repetitions)
     reach = 0.0
-    if len(values) > 1:
-        spread = float(np.std(resampled @ values / resampled.sum(axis=1)))
-        reach = _student(repetitions - 1) * spread * sqrt(len(values) / (len(values) - 1))
+    if repetitions > 1:
+        drawn = float(np.std(resampled @ values / resampled.sum(axis=1))) * sqrt(len(values) / (len(values) - 1))
+        plain = float(np.std(values[counts > 0], ddof=1)) / sqrt(repetitions)
+        reach = _student(repetitions - 1) * max(drawn, plain)
     return Timing(seconds=mean, low=max(0.0, mean - reach), high=mean + reach, repetitions=repetitions)
 
 
