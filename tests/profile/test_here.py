@@ -8,9 +8,11 @@ import torch
 from torch import nn
 
 from bitwright.errors import BitwrightError
-from bitwright.profile import StepSettings, Variant, profile
+from bitwright.profile import SampleStore, StepSettings, Variant, profile
 from bitwright.profile import here as machine
-from bitwright.profile.run import training_peak
+from bitwright.profile.device import TensorsCost
+from bitwright.profile.host import COLD
+from bitwright.profile.run import _touched, training_peak
 from step_cases import net
 
 
@@ -60,3 +62,23 @@ def test_a_few_steps_for_memory_leave_the_model_as_it_was() -> None:
     assert not model.training
     assert all(parameter.grad is None for parameter in model.parameters())
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_optimizers_are_measured_as_warm_as_the_step_leaves_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A short step leaves parameters in the caches, a long one doesn't; what is known of either isn't measured again."""
+    asked = []
+
+    def measured(clock: str, *, rounds: int, between: int) -> list[TensorsCost]:
+        asked.append(between)
+        return [TensorsCost(name="sgd/loop", per_element=0.0, per_tensor=0.0, fixed=float(between))]
+
+    monkeypatch.setattr("bitwright.profile.run.measure_tensors", measured)
+    model, (images, target), loss = net()
+    large = (torch.randn(4, 3, 256, 256), target)
+    assert _touched(model, (images, target), loss) == 1 << 20
+    assert _touched(model, large, loss) == COLD
+    store = SampleStore()
+    for batch, between in (((images, target), 1 << 20), (large, COLD), ((images, target), 1 << 20)):
+        made = profile([Variant(model=model)], batch, loss, store=store, rounds=3, fit_casts=False)
+        assert made.by_name["sgd/loop"].fixed == between
+    assert asked == [1 << 20, COLD]

@@ -152,7 +152,7 @@ def profile_(
             plans += [half for plan in plans if plan is not None for half in halves(plan)]
             types: list[Amp | None] = [None, *(cast(Amp, word) for word in amp or [])]
             variants = [variant_of(found, plan, pair, StepSettings(amp=kind)) for plan in plans for kind in types]
-            batches = [pair, half_of((pair, loss))[0]] if half_batch else [pair]
+            batches = [half_of((pair, loss))[0], pair] if half_batch else [pair]  # the last one says what a step is
             if published is not None:
                 made = from_data_sheet(published, variants, batches, loss)
             else:

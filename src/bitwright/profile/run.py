@@ -7,14 +7,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from bitwright.attach import find_attachment
 from bitwright.errors import BitwrightError
 from bitwright.profile.casts import DTYPES, measure_casts
 from bitwright.profile.collectives import group_facts, group_lacks, measure_group
 from bitwright.profile.device import CastCost, CollectiveCost, DeviceProfile, Host, MemoryFacts, TensorsCost
 from bitwright.profile.here import circumstances, device_name, memory_limit, most_resident_bytes, resident_bytes
-from bitwright.profile.host import measure_host, measure_tensors
+from bitwright.profile.host import COLD, measure_host, measure_tensors
+from bitwright.profile.record import record_step
 from bitwright.profile.step import Batch, Clock, Loss, StepSettings, TrainingStep
 from bitwright.profile.store import SampleStore
 from bitwright.profile.sweep import Variant, measure
@@ -62,9 +64,13 @@ def profile(
         host=host,
         progress=lambda done: tell("steps", done, rounds),
     )
-    if "tensors" not in facts:
+    between = _touched(variants[0].model, batch, loss)
+    if f"tensors {between}" not in facts:
         tell("optimizers", 0, 1)
-        store.add({"facts": {"tensors": [cost.model_dump() for cost in measure_tensors(clock, rounds=min(rounds, 9))]}})
+        costs = measure_tensors(clock, rounds=min(rounds, 9), between=between)
+        store.add({"facts": {f"tensors {between}": [cost.model_dump() for cost in costs]}})
+    if facts.get("tensors") != facts[f"tensors {between}"]:  # those of the model that is profiled now
+        store.add({"facts": {"tensors": facts[f"tensors {between}"]}})
     wanted = [*casts, *DTYPES] if fit_casts else []
     for number, cast in enumerate(wanted):
         if f"cast {cast.kind}" not in facts:
@@ -120,7 +126,7 @@ def training_peak(model: nn.Module, batch: Batch, loss: Loss, *, steps: int = 3)
     To be called before anything else is measured: a trainer's process is like this one then.
     """
     training = model.training
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    before: dict[str, Tensor] = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     step = TrainingStep(model.train(), [batch], loss, StepSettings())
     for _ in range(steps):
         step()
@@ -135,3 +141,13 @@ def _process_bytes(variants: Sequence[Variant]) -> int:
     """This process without its models."""
     ours = sum(p.numel() * p.element_size() for variant in variants for p in variant.model.parameters())
     return max(0, resident_bytes() - ours)
+
+
+def _touched(model: nn.Module, batch: Batch, loss: Loss) -> int:
+    """Bytes that a step touches between two turns of the optimizer, in powers of two; no more than make caches cold."""
+    if find_attachment(model) is not None:
+        return COLD
+    step = record_step(model, batch, loss)
+    activations = sum(storage.bytes for storage in step.storages if storage.kind == "op")
+    touched = 2 * activations + step.input_bytes + sum(spec.bytes for spec in step.parameters.values())
+    return min(COLD, 1 << max(20, (touched - 1).bit_length()))
