@@ -34,9 +34,10 @@ from bitwright.plan import Plan
 from bitwright.predict import Predictor
 from bitwright.profile import DeviceProfile, StepSettings, Variant, halves, open_store, record_step
 from bitwright.profile.halves import restricted
+from bitwright.profile.here import resident_bytes
 from bitwright.profile.host import measure_host, measure_tensors
 from bitwright.profile.repeat import undisturbed
-from bitwright.profile.run import assemble, resident_bytes
+from bitwright.profile.run import assemble
 from bitwright.profile.step import CLOCKS
 from bitwright.profile.watch import Watch, WatchedStep
 from bitwright.sensitivity import spec_of

@@ -39,7 +39,7 @@ from torch.nn.parallel import DistributedDataParallel
 from bitwright.plan import Plan
 from bitwright.predict import Cluster, Modelled, predict
 from bitwright.profile import DeviceProfile, StepSettings, Variant, open_store, record_step
-from bitwright.profile.collectives import Collectives, measure_group
+from bitwright.profile.collectives import Collectives, group_fact, measure_group
 from bitwright.profile.host import measure_host, measure_tensors
 from bitwright.profile.repeat import undisturbed
 from bitwright.profile.run import assemble
@@ -120,7 +120,7 @@ def run_rank(rank: int, world: int, rounds: int, store_file: str, out: Path, cho
                     store.add_round(sample, wanted=2 * rounds)
                     taken[name].append(spent)
                     parts[name].append(alone)
-    store.add({"facts": {"collectives": [cost.model_dump() for cost in group.costs()]}})
+    store.add({"facts": {group_fact("collectives"): [cost.model_dump() for cost in group.costs()]}})
     store.add({"facts": {"tensors": [cost.model_dump() for cost in measure_tensors("wall", rounds=5)]}})
     buckets = {n: step.net._get_ddp_logging_data()["rebuilt_bucket_sizes"] for n, step in shared.items()}
     local = {n: {part: statistics.median(one[part] for one in all_) for part in all_[0]} for n, all_ in parts.items()}

@@ -39,7 +39,7 @@ from bitwright.planners.cluster import OnCluster
 from bitwright.planners.machine import FLOAT
 from bitwright.predict import Cluster
 from bitwright.profile import DeviceProfile, StepSettings, Variant, halves, open_store, profile, record_step
-from bitwright.profile.collectives import measure_collectives, measure_group
+from bitwright.profile.collectives import group_fact, measure_collectives, measure_group
 from bitwright.profile.repeat import undisturbed
 from bitwright.profile.step import TrainingStep
 from bitwright.zoo.data import data_folder, npz_images
@@ -110,7 +110,7 @@ def run_rank(rank: int, rounds: int, meeting: str, out: Path) -> None:
     kernels = prepare(copy.deepcopy(model), low, graph=graph)
     store = open_store(None, "wall")
     store.add({"facts": measure_group()})
-    store.add({"facts": {"collectives": [cost.model_dump() for cost in measure_collectives()]}})
+    store.add({"facts": {group_fact("collectives"): [cost.model_dump() for cost in measure_collectives()]}})
     variants = [Variant(model=copy.deepcopy(model)), Variant(model=kernels, plan=low)]
     variants += [Variant(model=prepare(copy.deepcopy(model), p, graph=graph), plan=p) for p in halves(low)]
     half = (x[: BATCH // 2], y[: BATCH // 2])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,14 @@ sys.path.insert(0, str(Path(__file__).parent))  # makes `two_ranks` importable
 # A shared machine makes one example late now and then: pytest-timeout watches over whole tests instead.
 settings.register_profile("bitwright", deadline=None)
 settings.load_profile("bitwright")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def samples_of_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Samples that tests take aren't the device's: nothing goes to the user's cache folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("BITWRIGHT_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -20,8 +20,8 @@ YAML
 # encoders have no images to lay out
 layout=$(case $model in resnet | vgg) echo --channels-last ;; esac)
 measure="--kernel int8 --batch 32 --half-batch --rounds ${ROUNDS:-15} $layout"
-bitwright profile "$workload" $measure -o "$out/fast.json"
-"$here/half_speed.sh" bitwright profile "$workload" $measure -o "$out/slow.json"
+bitwright profile "$workload" $measure -o "$out/fast.json" --cache "$out/fast.jsonl"
+"$here/half_speed.sh" bitwright profile "$workload" $measure -o "$out/slow.json" --cache "$out/slow.jsonl"
 bitwright score "$workload" --indicator gradient-variance --formats int8 -o "$out/suffering.json"
 bitwright plan "$workload" --cluster "$out/cluster.yaml" --indications "$out/suffering.json" --batch 32 $layout \
   --planner "${PLANNER:-recover+split}" -o "$out/plan.yaml"

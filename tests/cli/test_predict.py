@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 
 from bitwright.cli import app
 from bitwright.profile import DeviceProfile
+from bitwright.profile.here import samples_file
 from bitwright.report import read_json
 
 
@@ -17,8 +18,9 @@ def run(*arguments: str, code: int = 0) -> dict:  # type: ignore[type-arg]
     return json.loads(result.stdout)  # type: ignore[no-any-return]
 
 
-def test_profile_predict_compare(tmp_path: Path) -> None:
+def test_profile_predict_compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole way, on a real workload: measure, predict, run, look at both."""
+    monkeypatch.setenv("BITWRIGHT_CACHE", str(tmp_path / "cache"))
     device, step = tmp_path / "device.json", tmp_path / "step.json"
     words = ["digits-untrained", "--batch", "8"]
     made = run(
@@ -26,10 +28,12 @@ def test_profile_predict_compare(tmp_path: Path) -> None:
     )
     assert made["operators"] > 20
     assert DeviceProfile.load(device).host.engine > 0
-    samples = device.with_suffix(".samples.jsonl")
+    samples = samples_file("wall")
     lines = samples.read_text().count("\n")
-    run("profile", *words, "--quantize", "int8", "--rounds", "3", "--no-casts", "-o", str(device))
-    assert samples.read_text().count("\n") == lines  # nothing was measured again
+    other = tmp_path / "other.json"
+    run("profile", *words, "--quantize", "int8", "--rounds", "3", "--no-casts", "-o", str(other))
+    assert samples.read_text().count("\n") == lines  # nothing was measured again, though it goes to another file
+    assert DeviceProfile.load(other).operators == DeviceProfile.load(device).operators
 
     float_ = run("predict", *words, "--profile", str(device), "--graph", str(step))
     trace = tmp_path / "trace.json"

@@ -7,12 +7,14 @@ import jsonschema
 import numpy as np
 import pytest
 
+from bitwright.attach.compiled import SMALL
 from bitwright.errors import BitwrightError
-from bitwright.profile import DeviceProfile
-from bitwright.profile.casts import measure_casts
+from bitwright.profile import DeviceProfile, SampleStore
+from bitwright.profile.casts import _SIZES, _lines, measure_casts
 from bitwright.profile.device import Line, at, json_schema
 from bitwright.profile.fit import fit
 from bitwright.profile.host import measure_host
+from bitwright.profile.run import assemble
 from bitwright.profile.way import Cast
 from step_cases import profile_of
 
@@ -83,3 +85,22 @@ def test_the_host_has_a_price() -> None:
     assert host.engine > 0
     assert host.schedule > 0
     assert host.hooked > 0  # a quantizer's operator costs more than one that is only seen
+
+
+def test_groups_of_other_sizes_are_kept_apart() -> None:
+    def fact(world: int) -> dict[str, object]:
+        return {"operation": "all_reduce", "backend": "gloo", "world": world, "latency": 1e-4, "per_byte": 1e-9}
+
+    store = SampleStore()
+    for world in (2, 3, 2):
+        ddp = {"ddp_forward": 1e-3 * world, "contention": 0.1}
+        store.add({"facts": {f"collectives gloo {world}": [fact(world)], f"ddp gloo {world}": ddp}})
+    made = assemble(store, "wall")
+    assert [cost.world for cost in made.collectives] == [2, 3]
+    assert made.host.ddp_forward == 3e-3
+
+
+def test_both_lines_of_a_fused_quantizer_know_their_error() -> None:
+    lines = _lines([(size, 1e-6 + 1e-9 * size) for size in _SIZES], broken=True)
+    assert [line.start for line in lines] == [0, SMALL]
+    assert all(line.held_out is not None for line in lines)

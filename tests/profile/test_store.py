@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -11,7 +12,6 @@ import pytest
 
 from bitwright.errors import BitwrightError
 from bitwright.profile import SampleStore, Variant
-from bitwright.profile.store import mean_of
 from bitwright.profile.sweep import measure
 from bitwright.profile.watch import Sample
 from step_cases import net, watched
@@ -56,6 +56,29 @@ def test_a_line_that_was_cut_off_is_dropped_and_measured_again(tmp_path: Path) -
         json.loads(line)
 
 
+def test_a_file_without_a_whole_head_is_a_new_one(tmp_path: Path) -> None:
+    path = tmp_path / "samples.jsonl"
+    for text in ("", '{"bitwright_sam'):
+        path.write_text(text)
+        SampleStore(path, circumstances={"device": "this one"}).add({"facts": {"host": {}}})
+        again = SampleStore(path, circumstances={"device": "this one"})
+        assert again.facts == {"host": {}}
+
+
+def test_damage_is_said_with_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "samples.jsonl"
+    filled(path)
+    head, *lines = path.read_text().splitlines()
+    for wrong in ("", "[]", '{"round": 3}', '{"round": [["add"]]}', '{"saved": [[1]]}', "\x00\xff", '{"facts": 3}'):
+        path.write_text("\n".join([head, lines[0], wrong, *lines[1:]]) + "\n")
+        with pytest.raises(BitwrightError, match=r"samples\.jsonl, line 3: the samples are damaged"):
+            SampleStore(path, circumstances={"device": "this one"})
+    for wrong in ("[]", "words", "3"):
+        path.write_text(wrong + "\n")
+        with pytest.raises(BitwrightError, match="line 1: the samples are damaged"):
+            SampleStore(path, circumstances={"device": "this one"})
+
+
 def test_another_device_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "samples.jsonl"
     filled(path)
@@ -91,11 +114,46 @@ def test_rounds_are_the_mean_of_a_steps_calls() -> None:
     assert store.samples[key] == [(sample.forward[key] / 2, sample.backward[key] / 2, 0)]
 
 
-def test_the_interval_of_a_mean() -> None:
-    timing = mean_of([float(n) for n in range(1, 31)])
-    assert (timing.seconds, timing.repetitions) == (15.5, 30)
-    assert timing.low == pytest.approx(15.5 - 1.96 * 8.803 / 30**0.5, abs=1e-3)
-    assert timing.high == pytest.approx(15.5 + 1.96 * 8.803 / 30**0.5, abs=1e-3)
+def rounds_of(values: list[float], other: list[float]) -> SampleStore:
+    store = SampleStore()
+    for seconds, more in zip(values, other, strict=True):
+        sample = Sample()
+        for name, taken in (("conv2d(a)", seconds), ("relu(b)", more)):
+            key = (name, "float32")
+            sample.calls[key] = 1
+            sample.forward[key] = taken
+        store.add_round(sample, wanted=len(values))
+    return store
+
+
+@pytest.mark.parametrize("other", [0.0, 1.0])
+def test_the_interval_has_the_true_mean_as_often_as_it_says(other: float) -> None:
+    """Whether an operator is the whole step, so that its own slow rounds are left out, or a part of it."""
+    chance = random.Random(1)
+    hits = 0
+    for _ in range(300):
+        values = [chance.gauss(1, 0.1) for _ in range(30)]
+        store = rounds_of(values, [other * abs(chance.gauss(1, 0.1)) for _ in values])
+        timing = store.costs()[("conv2d(a)", "float32")].forward
+        assert timing.low is not None
+        assert timing.high is not None
+        hits += timing.low <= 1 <= timing.high
+    assert 0.90 <= hits / 300 <= 0.99
+
+
+def test_rounds_in_different_company_have_an_interval_too() -> None:
+    """Each round has other operators beside this one: none is like another."""
+    store = SampleStore()
+    for number, seconds in enumerate((1.0, 2.0, 3.0)):
+        store.add({"round": [["add(x)", "float32", seconds, 0.0], [f"relu({number})", "float32", 1.0, 0.0]]})
+    timing = store.costs()[("add(x)", "float32")].forward
+    assert timing.high is not None
+    assert timing.high > 3.0
+
+
+def test_one_round_has_no_interval() -> None:
+    timing = rounds_of([2.0], [1.0]).costs()[("conv2d(a)", "float32")].forward
+    assert (timing.seconds, timing.low, timing.high, timing.repetitions) == (2.0, 2.0, 2.0, 1)
 
 
 def test_a_pause_that_hits_another_operator_in_each_step_is_in_the_sum() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, cast
 
@@ -23,11 +26,29 @@ from bitwright.cli.stepping import (
 from bitwright.cli.verb import verb
 from bitwright.errors import BitwrightError
 from bitwright.plan import Plan
-from bitwright.profile import DeviceProfile, StepSettings, halves, open_store, profile, record_step
+from bitwright.predict import predict
+from bitwright.profile import (
+    DeviceProfile,
+    SampleStore,
+    StepGraph,
+    StepSettings,
+    halves,
+    open_store,
+    profile,
+    record_step,
+)
+from bitwright.profile.device import CollectiveCost, Line, TensorsCost
+from bitwright.profile.here import of_rank, samples_file
 from bitwright.profile.import_trace import import_trace
 from bitwright.profile.published import published as from_data_sheet
+from bitwright.profile.run import check_device, training_peak
 from bitwright.profile.step import CLOCKS, Clock
 from bitwright.profile.way import Amp
+from bitwright.train.ranks import joined
+
+_ROUNDS = 30
+_UNSURE = 0.1  # half of the intervals, of the time
+_R2, _HELD_OUT = 0.9, 0.3  # a line is worse than that: it is said
 
 
 @verb(
@@ -36,6 +57,7 @@ from bitwright.profile.way import Amp
     bitwright profile digits-untrained --quantize int8 -o device.json
     bitwright profile digits-untrained --kernel int8 --kernel int8/stochastic/weight -o device.json
     bitwright profile resnet20-cifar10 --batch 32 --amp bf16 -o device.json
+    torchrun --nproc-per-node 2 -m bitwright profile digits-untrained -o device.json
     bitwright profile digits-untrained --trace my_run.json -o gpu.json
     bitwright profile digits-untrained --published nvidia-t4 --kernel int8 -o t4.json
     """,
@@ -61,14 +83,16 @@ def profile_(
         bool,
         typer.Option("--half-batch", help="Measure half of the batch, too: for planners that choose batches."),
     ] = False,
-    rounds: Annotated[int, typer.Option(min=3, help="Steps of each plan, by turns.")] = 30,
+    rounds: Annotated[int, typer.Option(min=3, help="Steps of each plan, by turns.")] = _ROUNDS,
     clock: ClockOption = "wall",
     casts: Annotated[
         bool, typer.Option("--casts/--no-casts", help="Fit casts by size, for shapes that no model has shown.")
     ] = True,
     cache: Annotated[
         Path | None,
-        typer.Option("--cache", help="The device's samples (default: the profile's name with .samples.jsonl)."),
+        typer.Option(
+            "--cache", help="The device's samples (default: in BITWRIGHT_CACHE, else the user's cache folder)."
+        ),
     ] = None,
     graph: Annotated[
         Path | None, typer.Option("--graph", help="Write the recorded step here, too.", show_default=False)
@@ -90,47 +114,99 @@ def profile_(
     """Measure operators, casts, optimizers and the host within real training steps; write a DeviceProfile.
 
     What was measured before, with this model or another, is taken from the cache; a run that was killed goes on.
+    Under torchrun collectives are measured, too, and each rank has its own profile: device.json, device.rank1.json.
     """
+    measuring = {
+        "--cache": cache is not None,
+        "--rounds": rounds != _ROUNDS,
+        "--clock": clock != "wall",
+        "--no-casts": not casts,
+        "torchrun": int(os.environ.get("WORLD_SIZE", "1")) > 1,
+    }
+    planning = {"--quantize": quantize, "--kernel": kernel, "--amp": amp, "--half-batch": half_batch}
+    if trace is not None:
+        _refuse("--trace", {**planning, "--published": published is not None, **measuring})
+    elif published is not None:
+        _refuse("--published", measuring)
     if clock not in CLOCKS:
         raise BitwrightError("unknown clock", where="--clock", value=clock, fix="use wall or cpu")
     for word in amp or []:
         if word not in ("bf16", "fp16"):
             raise BitwrightError("unknown autocast type", where="--amp", value=word, fix="use bf16 or fp16")
-    found = open_workload(out, workload)
-    pair, loss = training_batch(found, batch, channels_last=channels_last)
-    recorded = record_step(found.model, pair, loss, name=found.name)
-    if graph is not None:
-        recorded.save(graph)
-    if trace is not None:
-        made = import_trace(trace, recorded)
-    else:
-        plans: list[Plan | None] = [None, *(plan_of(found, word) for word in quantize or [])]
-        plans += [kernels_of(found, word) for word in kernel or []]
-        plans += [half for plan in plans if plan is not None for half in halves(plan)]
-        types: list[Amp | None] = [None, *(cast(Amp, word) for word in amp or [])]
-        variants = [variant_of(found, plan, pair, StepSettings(amp=kind)) for plan in plans for kind in types]
-        batches = [pair, half_of((pair, loss))[0]] if half_batch else [pair]
-        if published is not None:
-            made = from_data_sheet(published, variants, batches, loss)
+    with joined() as ranks:
+        out = out if ranks.first else Out(json=False, quiet=True)
+        found = open_workload(out, workload)
+        pair, loss = training_batch(found, batch, channels_last=channels_last)
+        peak = 0
+        if trace is None and published is None:
+            check_device(found.model)
+            peak = training_peak(found.model, pair, loss)
+        recorded = record_step(found.model, pair, loss, name=found.name)
+        if graph is not None and ranks.first:
+            recorded.save(graph)
+        if trace is not None:
+            made = import_trace(trace, recorded)
         else:
-            store = open_store(cache or output.with_suffix(".samples.jsonl"), cast(Clock, clock))
-            for own in batches:
-                with out.units() as tell:
-                    made = profile(
-                        variants,
-                        own,
-                        loss,
-                        store=store,
-                        clock=cast(Clock, clock),
-                        rounds=rounds,
-                        fit_casts=casts,
-                        progress=tell,
-                    )
-    made.save(output)
-    _show(out, made, output)
+            plans: list[Plan | None] = [None, *(plan_of(found, word) for word in quantize or [])]
+            plans += [kernels_of(found, word) for word in kernel or []]
+            plans += [half for plan in plans if plan is not None for half in halves(plan)]
+            types: list[Amp | None] = [None, *(cast(Amp, word) for word in amp or [])]
+            variants = [variant_of(found, plan, pair, StepSettings(amp=kind)) for plan in plans for kind in types]
+            batches = [half_of((pair, loss))[0], pair] if half_batch else [pair]  # the last one says what a step is
+            if published is not None:
+                made = from_data_sheet(published, variants, batches, loss)
+            else:
+                chosen = cast(Clock, clock)
+                store = open_store(of_rank(cache or samples_file(chosen), ranks.rank), chosen)
+                for own in batches:
+                    with out.units() as tell, _telling_what_is_kept(store):
+                        made = profile(
+                            variants,
+                            own,
+                            loss,
+                            store=store,
+                            clock=chosen,
+                            rounds=rounds,
+                            fit_casts=casts,
+                            progress=tell,
+                        )
+                made = _with_process(made, recorded, peak)
+        output = of_rank(output, ranks.rank)
+        made.save(output)
+        _show(out, made, output)
+        if ranks.several:
+            out.say(f"each rank has its own: {output}, {of_rank(output, 1)}{', …' if ranks.world > 2 else ''}")
 
 
-_UNSURE = 0.1
+def _refuse(flag: str, others: Mapping[str, object]) -> None:
+    """Options that would change nothing, all at once."""
+    ignored = [name for name, given in others.items() if given]
+    if ignored:
+        raise BitwrightError(
+            f"{flag} measures nothing, so that these would be ignored",
+            where=", ".join(ignored),
+            fix=f"leave them out, or profile without {flag}",
+        )
+
+
+@contextmanager
+def _telling_what_is_kept(store: SampleStore) -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(
+            f"interrupted: no profile was written; {len(store.totals)} rounds are kept in {store.path}, "
+            "and the same command goes on from there"
+        ) from None
+
+
+def _with_process(made: DeviceProfile, recorded: StepGraph, peak: int) -> DeviceProfile:
+    """What a training process of this model had in memory that its tensors don't explain."""
+    memory = predict(recorded, Plan(), made).devices[0].memory
+    if not peak or memory is None:
+        return made
+    facts = made.memory.model_copy(update={"process": max(0, peak - memory.peak)})
+    return made.model_copy(update={"memory": facts})
 
 
 def _spread(made: DeviceProfile) -> float:
@@ -138,6 +214,23 @@ def _spread(made: DeviceProfile) -> float:
     known = [c.forward for c in made.operators if c.forward.low is not None and c.forward.high is not None]
     whole = sum(timing.seconds for timing in known)
     return sum((t.high or 0.0) - (t.low or 0.0) for t in known) / 2 / whole if whole else 0.0
+
+
+def _bad_lines(made: DeviceProfile) -> list[str]:
+    """Fitted lines that don't say what was measured, each with how far it is off."""
+    lines: list[tuple[str, Line | TensorsCost | CollectiveCost]] = [
+        (f"{cost.kind} {way}", line)
+        for cost in made.casts
+        for way, found in (("forward", cost.forward), ("backward", cost.backward))
+        for line in found
+    ]
+    lines += [(tensors.name, tensors) for tensors in made.tensors]
+    lines += [(f"{sent.operation} of {sent.world}", sent) for sent in made.collectives]
+    return [
+        f"{name} (R² {line.r2:.2f}, {100 * (line.held_out or 0):.0f} % off at sizes held out)"
+        for name, line in lines
+        if line.r2 is not None and (line.r2 < _R2 or (line.held_out or 0) > _HELD_OUT)
+    ]
 
 
 def _show(out: Out, made: DeviceProfile, output: Path) -> None:
@@ -161,5 +254,10 @@ def _show(out: Out, made: DeviceProfile, output: Path) -> None:
         out.say(made.note)
     spread = _spread(made)
     if spread > _UNSURE:
-        out.note(f"times are known to ±{100 * spread:.0f} % only: repeat on a quiet machine, or with --clock cpu")
+        fix = "more --rounds" if made.clock == "cpu" else "--clock cpu"
+        out.note(f"times are known to ±{100 * spread:.0f} % only: repeat on a quiet machine, or with {fix}")
+    bad = _bad_lines(made)
+    if bad:
+        more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
+        out.note(f"lines that fit badly, so that other sizes are guessed: {'; '.join(bad[:3])}{more}")
     out.say(f"{output}: {len(made.operators)} operators and casts of {made.device}")

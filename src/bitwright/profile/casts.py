@@ -21,7 +21,8 @@ from bitwright.profile.step import CLOCKS, Clock
 from bitwright.profile.way import Cast, is_quantizer
 from bitwright.registry import QUANTIZERS
 
-_SIZES = (1 << 10, 1 << 12, 1 << 14, 3 << 14, SMALL, 3 << 15, 1 << 18, 1 << 19, 1 << 20, 1 << 21)
+# on both sides of where compiled code takes over, enough of them that some can be held out
+_SIZES = (*(1 << k for k in range(10, 16)), 3 << 14, SMALL, 3 << 15, *(1 << k for k in range(18, 22)))
 DTYPES = [Cast("input", "float32→bfloat16"), Cast("input", "bfloat16→float32")]
 
 

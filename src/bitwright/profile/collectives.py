@@ -1,13 +1,14 @@
 """What collectives cost in this process group, what DDP adds to a step, and how computing suffers meanwhile.
 
-All ranks call these together. Times are wall time: a collective is waiting.
+All ranks call these together. Times are wall time: a collective is waiting. With nccl tensors are in the GPUs' memory,
+and what is the host's work beside gloo (DDP, contention) isn't measured.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -27,6 +28,20 @@ _LAYERS = 30
 _MESSAGES = 4  # of 4 MB, while contention is measured
 
 
+def _place() -> torch.device:
+    """Where the group's tensors have to be."""
+    if dist.get_backend() == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _now() -> float:
+    """The time when all that was begun is done: on a GPU calls come back before."""
+    if dist.get_backend() == "nccl":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
 class Collectives:
     """Samples of all_reduce and broadcast over a range of sizes, round by round, beside whatever else is measured."""
 
@@ -34,7 +49,7 @@ class Collectives:
         self.taken: dict[tuple[str, int], list[float]] = {
             (operation, size): [] for operation in ("all_reduce", "broadcast") for size in _SIZES
         }
-        self.tensors = {size: torch.zeros(size // 4) for size in _SIZES}
+        self.tensors = {size: torch.zeros(size // 4, device=_place()) for size in _SIZES}
         self.times: dict[tuple[str, int], int] = {}
         """How often each is done in a row: a machine that was idle has strength for one (a quota that wasn't used)."""
 
@@ -45,12 +60,12 @@ class Collectives:
             if not times:
                 continue
             dist.barrier()
-            start = time.perf_counter()
+            start = _now()
             for _ in range(times):
                 _run(operation, self.tensors[size])
-            taken.append((time.perf_counter() - start) / times)
+            taken.append((_now() - start) / times)
             if (operation, size) not in self.times:
-                slowest = torch.tensor(taken[-1])
+                slowest = torch.tensor(taken[-1], device=_place())
                 dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
                 seconds = float(slowest)
                 # on a slow link the line is known without the largest ones
@@ -81,7 +96,7 @@ class Collectives:
 
     def _of_last(self, operation: str, size: int, warm: int) -> float:
         """Seconds as the rank sees them that comes last and waits for nobody."""
-        taken = torch.tensor(self.taken[(operation, size)][warm:])
+        taken = torch.tensor(self.taken[(operation, size)][warm:], device=_place())
         # a broadcast's root only sends: what counts is when all have it
         dist.all_reduce(taken, op=dist.ReduceOp.MIN if operation == "all_reduce" else dist.ReduceOp.MAX)
         return typical(taken.tolist())
@@ -172,8 +187,31 @@ def _pass(model: Callable[[Tensor], Tensor], data: Tensor) -> tuple[float, float
     return middle - start, time.perf_counter() - middle
 
 
+def group_fact(name: str) -> str:
+    """What a store calls something about this group: groups of other sizes have facts of their own."""
+    return f"{name} {dist.get_backend()} {dist.get_world_size()}"
+
+
 def measure_group() -> dict[str, Any]:
     """Everything that a group of processes adds to a profile's facts."""
     collectives = measure_collectives()
-    facts = {**measure_ddp(collectives[0]), **measure_contention()}
-    return {"collectives": [cost.model_dump() for cost in collectives], "ddp": facts}
+    facts: dict[str, Any] = {group_fact("collectives"): [cost.model_dump() for cost in collectives]}
+    if dist.get_backend() != "nccl":
+        facts[group_fact("ddp")] = {**measure_ddp(collectives[0]), **measure_contention()}
+    return facts
+
+
+def group_lacks(facts: Mapping[str, Any]) -> bool:
+    """Whether this process is in a group that some rank's facts don't have; the same answer on all ranks."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() < 2:
+        return False
+    lacks = torch.tensor(float(group_fact("collectives") not in facts), device=_place())
+    dist.all_reduce(lacks, op=dist.ReduceOp.MAX)
+    return bool(lacks)
+
+
+def group_facts(facts: Mapping[str, Any]) -> tuple[list[Any], dict[str, float]]:
+    """Collectives of all groups; what DDP adds, from the largest: a host has one figure."""
+    lists = [fact for name, fact in facts.items() if name.startswith("collectives ")]
+    hosts = {int(name.split()[-1]): fact for name, fact in facts.items() if name.startswith("ddp ")}
+    return [cost for found in lists for cost in found], hosts[max(hosts)] if hosts else {}

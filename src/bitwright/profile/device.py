@@ -120,9 +120,13 @@ class Host(_Part):
 
 
 class MemoryFacts(_Part):
-    """What a process needs before any tensor."""
+    """What a process needs beside its tensors."""
 
-    process: int = Field(default=0, ge=0, description="Bytes of a process that has imported everything.")
+    process: int = Field(
+        default=0,
+        ge=0,
+        description="Bytes of a training process that its tensors don't explain: libraries, workspaces.",
+    )
     limit: int | None = Field(default=None, description="Bytes that the device has.")
 
 

@@ -10,6 +10,7 @@ from itertools import product
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bitwright.attach import prepare
@@ -23,6 +24,7 @@ from bitwright.profile.watch import Sample, Watch, WatchedStep
 from bitwright.ptq import calibrate
 
 _LINKS = 30  # operators of the chain that gaps are measured with: enough that a step's start doesn't count
+COLD = 24 << 20  # bytes: more than the caches that a core has for itself
 _TENSORS, _ELEMENTS = (8, 32, 96), (64, 4096, 65536)
 
 
@@ -108,10 +110,14 @@ def _timed(clock: Clock, run: Callable[[], Any]) -> float:
 # -- work on all parameters ----------------------------------------------------------------------------------
 
 
-def measure_tensors(clock: Clock, *, rounds: int = 9) -> list[TensorsCost]:
-    """Optimizers in a loop and with foreach, clipping, accumulation, and giving gradients back."""
-    found = [_optimizer(clock, name, foreach, rounds) for name, foreach in product(("sgd", "adamw"), (False, True))]
-    return [*found, _clip(clock, rounds), _accumulate(clock, rounds), _zero_grad(clock, rounds)]
+def measure_tensors(clock: Clock, *, rounds: int = 9, between: int = COLD) -> list[TensorsCost]:
+    """Optimizers in a loop and with foreach, clipping, accumulation, and giving gradients back.
+
+    `between`: bytes that the rest of a step touches until these tensors' turn comes again.
+    """
+    ways = product(("sgd", "adamw"), (False, True))
+    found = [_optimizer(clock, name, foreach, rounds, between) for name, foreach in ways]
+    return [*found, *(make(clock, rounds, between) for make in (_clip, _accumulate, _zero_grad))]
 
 
 def _parameters(tensors: int, elements: int) -> list[nn.Parameter]:
@@ -121,9 +127,11 @@ def _parameters(tensors: int, elements: int) -> list[nn.Parameter]:
     return made
 
 
-def _over_sizes(name: str, make: Callable[[list[nn.Parameter]], Callable[[], float]], rounds: int) -> TensorsCost:
+def _over_sizes(
+    name: str, make: Callable[[list[nn.Parameter]], Callable[[], float]], rounds: int, between: int
+) -> TensorsCost:
     sizes = list(product(_TENSORS, _ELEMENTS))
-    work = {size: _cold(make(_parameters(*size))) for size in sizes}
+    work = {size: _within_a_step(make(_parameters(*size)), between) for size in sizes}
     seconds = interleaved(work, rounds=rounds, warm=1)
     rows = [(float(tensors * elements), float(tensors), 1.0) for tensors, elements in sizes]
     found = fit(rows, [seconds[size] for size in sizes])
@@ -133,41 +141,53 @@ def _over_sizes(name: str, make: Callable[[list[nn.Parameter]], Callable[[], flo
     )
 
 
-_FILLER = 6 << 20  # elements: 24 MB, more than the caches that a core has for itself
+@cache
+def _filler() -> Tensor:
+    return torch.zeros(COLD // 4)
 
 
 @cache
-def _filler() -> Tensor:
-    return torch.zeros(_FILLER)
+def _small_net() -> nn.Module:
+    return nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.LayerNorm(64), nn.ReLU())))
 
 
-def _cold(run: Callable[[], float]) -> Callable[[], float]:
-    """Within a step these tensors were last touched long ago."""
+def _elsewhere() -> None:
+    """A forward and a backward: within a step the optimizer's code isn't what ran last, either."""
+    data = torch.ones(64, 64)
+    F.cross_entropy(_small_net()(data), data.argmax(1)).backward()
+    _small_net().zero_grad()
 
-    def cold() -> float:
-        _filler().add_(1.0)
+
+def _within_a_step(run: Callable[[], float], between: int) -> Callable[[], float]:
+    """Within a step these tensors were last touched a step ago: a short one leaves them in the caches."""
+
+    def again() -> float:
+        if between < COLD:
+            run()  # the other sizes were measured meanwhile
+            _elsewhere()
+        _filler()[: between // 4].add_(1.0)
         return run()
 
-    return cold
+    return again
 
 
-def _optimizer(clock: Clock, name: str, foreach: bool, rounds: int) -> TensorsCost:
+def _optimizer(clock: Clock, name: str, foreach: bool, rounds: int, between: int) -> TensorsCost:
     def make(parameters: list[nn.Parameter]) -> Callable[[], float]:
         settings = StepSettings.model_validate({"optimizer": name, "foreach": foreach})
         optimizer = make_optimizer(parameters, settings)
         return lambda: _timed(clock, optimizer.step)
 
-    return _over_sizes(f"{name}/{'foreach' if foreach else 'loop'}", make, rounds)
+    return _over_sizes(f"{name}/{'foreach' if foreach else 'loop'}", make, rounds, between)
 
 
-def _clip(clock: Clock, rounds: int) -> TensorsCost:
+def _clip(clock: Clock, rounds: int, between: int) -> TensorsCost:
     def make(parameters: list[nn.Parameter]) -> Callable[[], float]:
         return lambda: _timed(clock, lambda: nn.utils.clip_grad_norm_(parameters, 1e9))
 
-    return _over_sizes("clip", make, rounds)
+    return _over_sizes("clip", make, rounds, between)
 
 
-def _accumulate(clock: Clock, rounds: int) -> TensorsCost:
+def _accumulate(clock: Clock, rounds: int, between: int) -> TensorsCost:
     """What adding to a gradient takes more than taking it as it comes."""
 
     def make(parameters: Sequence[nn.Parameter]) -> Callable[[], float]:
@@ -180,10 +200,10 @@ def _accumulate(clock: Clock, rounds: int) -> TensorsCost:
 
         return lambda: _timed(clock, add)
 
-    return _over_sizes("accumulate", make, rounds)
+    return _over_sizes("accumulate", make, rounds, between)
 
 
-def _zero_grad(clock: Clock, rounds: int = 9) -> TensorsCost:
+def _zero_grad(clock: Clock, rounds: int = 9, between: int = COLD) -> TensorsCost:
     """Giving gradients' memory back."""
 
     def make(parameters: list[nn.Parameter]) -> Callable[[], float]:
@@ -196,4 +216,4 @@ def _zero_grad(clock: Clock, rounds: int = 9) -> TensorsCost:
 
         return run
 
-    return _over_sizes("zero_grad", make, rounds)
+    return _over_sizes("zero_grad", make, rounds, between)

@@ -1,221 +1,215 @@
 """A `torch.profiler` Chrome trace of somebody's own run becomes a DeviceProfile: for devices that we can't run on.
 
-torch writes the same events for CPUs and GPUs. Operators (`cpu_op`) carry their input shapes (`record_shapes=True`)
-and a sequence number that backward's operators share with forward's. On a GPU the time is that of the kernels: each
-was launched within an operator, and the launch and the kernel have one correlation number.
+torch writes the same events for CPUs and GPUs. Operators carry their input shapes (`record_shapes=True`). Autograd
+counts the nodes that it makes: an operator says where the counter stood when it began (a linear layer makes two or four
+nodes), and backward's events say which node runs. So a node is the last operator's that began at or before its number.
 """
 
 from __future__ import annotations
 
-import gzip
-import json
 import re
 import statistics
 from bisect import bisect_right
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 from bitwright.errors import BitwrightError
-from bitwright.profile.device import DeviceProfile, Host, OperatorCost, TensorsCost, Timing
-from bitwright.profile.signature import TensorSpec
-from bitwright.profile.stepgraph import StepGraph, StepOp
-from bitwright.profile.way import base_format
+from bitwright.profile.device import DeviceProfile, OperatorCost, TensorsCost, Timing
+from bitwright.profile.repeat import middle_half
+from bitwright.profile.signature import CallSpec
+from bitwright.profile.stepgraph import StepGraph
+from bitwright.profile.traces import Event, Shape, TracedStep, read_trace, training_steps
+from bitwright.profile.watch import ACCUMULATE, Key
+from bitwright.profile.way import AMP_DTYPES, Amp, base_format
 
 # What torch's dispatcher calls the operators that models call; others have the name of their kind.
 _ATEN = {
     "matmul": ("matmul", "bmm", "mm"),
     "linear": ("linear", "addmm"),
-    "cross_entropy": ("cross_entropy_loss",),
     "getitem": ("slice", "select", "index"),
     "contiguous": ("contiguous", "clone"),
     "max_pool2d": ("max_pool2d", "max_pool2d_with_indices"),
 }
 
 
-@dataclass
-class _Event:
-    name: str
-    start: float
-    end: float
-    thread: Any
-    shapes: Any = None
-    sequence: int | None = None
-    correlation: int | None = None
-    device: float = 0.0
-    """Microseconds of the kernels that were launched within it."""
-    children: list[_Event] = field(default_factory=list)
-
-    @property
-    def seconds(self) -> float:
-        return 1e-6 * (self.device if self.device > 0 else self.end - self.start)
-
-
 def import_trace(path: Path, graph: StepGraph, *, device: str | None = None) -> DeviceProfile:
-    """Match the trace's operators with the recorded step's, by kind, shapes and order; give their median times."""
-    operators, kernels, annotated, named = _read(path)
-    on_gpu = _charge(operators, kernels)
-    tops = _tops(operators)
-    backward = _backward_by_sequence(tops)
-    samples: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    unmatched = []
-    for op in graph.ops:
-        found = [event for event in tops if _is(event, op)]
-        if not found:
-            unmatched.append(op.name)
-            continue
-        for event in found:
-            samples[op.call.key()].append((event.seconds, backward.get(event.sequence or -1, 0.0)))
-    matched = {op.call.key() for op in graph.ops} & samples.keys()
-    if not matched:
+    """Match the trace's operators with the recorded step's, by kind, shapes and order; give means of ordinary steps."""
+    trace = read_trace(path)
+    read = [_read(step, graph) for step in training_steps(trace.tops)]
+    most = max((len(step.matched) for step in read), default=0)
+    if not most:
         raise BitwrightError(
             "the trace has no operator of this model",
             where=str(path),
-            value=f"{len(tops)} operators",
+            value=f"{len(trace.tops)} operators",
             fix="record training steps of the same model and batch with record_shapes=True",
         )
-    loss = [event for event in tops if event.name in ("cross_entropy_loss", "nll_loss", "mse_loss")]
-    costs = [_cost(text, rows) for text, rows in samples.items()]
-    if loss:
-        costs.append(_cost(graph.loss.key(), [(e.seconds, backward.get(e.sequence or -1, 0.0)) for e in loss]))
+    whole = [step for step in read if len(step.matched) == most]  # the trace may begin or end within a step
+    costs = _costs(whole)
+    formats = sorted({step.format for step in whole})
     # views cost next to nothing and have no event of their own where torch skips them
-    known = {cost.operator for cost in costs}
-    for text in [op.call.key() for op in graph.ops] + [graph.loss.key()]:
-        if text not in known:
-            costs.append(
-                OperatorCost(operator=text, format=base_format(None), forward=Timing(seconds=0, repetitions=0))
-            )
-            known.add(text)
+    free = Timing(seconds=0, repetitions=0)
+    for call in [*(op.call for op in graph.ops), graph.loss]:
+        for format in formats:
+            for text in _texts(call, {}, format):
+                costs.setdefault((text, format), OperatorCost(operator=text, format=format, forward=free))
+    note = f"from {path.name}; {len(graph.ops) - most} of {len(graph.ops)} operators weren't in it and count as free"
     return DeviceProfile(
         bitwright_profile=1,
-        device=device or named or ("a GPU" if on_gpu else "a CPU"),
+        device=device or trace.device or ("a GPU" if trace.on_gpu else "a CPU"),
         source="imported",
-        note=f"from {path.name}; {len(unmatched)} of {len(graph.ops)} operators weren't in it and count as free",
-        operators=costs,
-        tensors=_optimizers(annotated),
-        host=Host(),
+        note=note,
+        operators=list(costs.values()),
+        tensors=_optimizers(trace.annotated),
     )
 
 
-def _cost(text: str, rows: list[tuple[float, float]]) -> OperatorCost:
-    forward = statistics.median(forward for forward, _ in rows)
-    backward = statistics.median(back for _, back in rows)
+@dataclass
+class _Read:
+    """One traced step by the recorded step's calls."""
+
+    format: str
+    matched: set[int] = field(default_factory=set)
+    """Positions of operators that were found."""
+    keys: dict[int, list[Key]] = field(default_factory=dict)
+    """By position; the loss comes after the last operator. Several where types may be others."""
+    forward: dict[int, float] = field(default_factory=lambda: defaultdict(float))
+    backward: dict[int, float] = field(default_factory=lambda: defaultdict(float))
+    gradients: dict[Key, list[float]] = field(default_factory=lambda: defaultdict(list))
+
+    @property
+    def total(self) -> float:
+        return sum(self.forward.values()) + sum(self.backward.values())
+
+
+def _read(step: TracedStep, graph: StepGraph) -> _Read:
+    """Whose each event is: an operator's, or that of the one which it follows; after the last one it is the loss's."""
+    found = _match(step.forward, graph)
+    types = {position: _types(graph.ops[position].call, event) for position, event in found.items()}
+    read = _Read(_format(types), set(found))
+    at = {id(event): position for position, event in found.items()}
+    last = max(found, default=-1)
+    numbers: list[int] = []
+    owners: list[int | None] = []
+    owner: int | None = None
+    for event in step.forward:
+        position = at.get(id(event))
+        if position is not None:
+            owner = position
+        elif owner == last:
+            owner = len(graph.ops)
+        elif owner is not None and owner + 1 not in found:
+            owner += 1  # the dispatcher knows it by other names
+        numbers.append(event.sequence or 0)
+        owners.append(owner)
+        if owner is not None:
+            read.forward[owner] += event.seconds
+    for event in step.backward:
+        shape = event.gradient
+        if shape is not None:
+            for text in {str(spec) for spec in graph.parameters.values() if spec.grad and spec.shape == shape}:
+                read.gradients[(text, ACCUMULATE)].append(event.seconds)
+        elif event.sequence is not None:
+            index = bisect_right(numbers, event.sequence) - 1
+            owner = owners[index] if index >= 0 else None
+            if owner is not None:
+                read.backward[owner] += event.seconds
+    calls = [*(op.call for op in graph.ops), graph.loss]
+    for position in read.forward:
+        texts = _texts(calls[position], types.get(position, {}), read.format)
+        read.keys[position] = [(text, read.format) for text in texts]
+    return read
+
+
+def _match(events: list[Event], graph: StepGraph) -> dict[int, Event]:
+    """For each operator that was found, by position, its event: the k-th call of its kind and shapes has the k-th."""
+    alike: dict[tuple[str, tuple[Shape, ...]], list[int]] = defaultdict(list)
+    for position, op in enumerate(graph.ops):
+        alike[(op.call.kind, tuple(sorted(spec.shape for _, spec in op.call.ports)))].append(position)
+    found: dict[int, Event] = {}
+    taken: set[int] = set()
+    for (kind, shapes), positions in alike.items():
+        names = _ATEN.get(kind, (kind,))
+        fitting = [event for event in events if id(event) not in taken and _fits(event, names, shapes)]
+        for position, event in zip(positions, fitting, strict=False):
+            found[position] = event
+            taken.add(id(event))
+    return found
+
+
+def _fits(event: Event, names: tuple[str, ...], shapes: tuple[Shape, ...]) -> bool:
+    """Whether it has this name and all of these shapes; aten's order isn't always Python's (embedding)."""
+    if event.inputs is None or (event.name not in names and event.name.removesuffix("_") not in names):
+        return False
+    return Counter(shapes) <= Counter(shape for shape, _ in event.inputs)
+
+
+def _types(call: CallSpec, event: Event) -> dict[str, str]:
+    """Ports that came in another float type than was recorded."""
+    left = list(event.inputs or ())
+    found: dict[str, str] = {}
+    for port, spec in call.ports:
+        index = next((i for i, (shape, _) in enumerate(left) if shape == spec.shape), None)
+        if index is not None:
+            type = left.pop(index)[1]
+            if type is not None and spec.is_float and type != spec.dtype:
+                found[port] = type
+    return found
+
+
+def _format(types: Mapping[int, Mapping[str, str]]) -> str:
+    """Under autocast some operators get 16 bits where the model has 32."""
+    came = {type for changed in types.values() for type in changed.values()}
+    amp = next((name for name, type in AMP_DTYPES.items() if type in came), None)
+    return base_format(cast(Amp | None, amp))
+
+
+def _texts(call: CallSpec, types: Mapping[str, str], format: str) -> list[str]:
+    """The call as it was; under autocast also with all types as recorded, and with all of them short.
+
+    Which operators give 16 bits isn't the same on all devices: a prediction may expect others than the trace had.
+    """
+    short = next((type for name, type in AMP_DTYPES.items() if base_format(cast(Amp, name)) == format), None)
+    traced = {port: spec.with_(dtype=types[port]) for port, spec in call.ports if port in types}
+    if short is None:
+        return [call.key(traced)]
+    inputs = {p: s.with_(dtype=short) for p, s in call.ports if s.is_float and p not in ("weight", "bias")}
+    return list(dict.fromkeys([call.key(traced), call.key(inputs), call.key()]))
+
+
+def _costs(steps: list[_Read]) -> dict[Key, OperatorCost]:
+    """Means over the middle half of the steps in each format: they add up to a step, as medians don't."""
+    rows: dict[Key, list[tuple[float, float]]] = defaultdict(list)
+    first: dict[Key, int] = {}
+    for format in {step.format for step in steps}:
+        for step in middle_half([step for step in steps if step.format == format], key=lambda step: step.total):
+            for position, keys in step.keys.items():
+                for rank, key in enumerate(
+                    keys
+                ):  # a call that was so counts, one that is only thought to be so doesn't
+                    if rank < first.get(key, len(keys)):
+                        rows[key], first[key] = [], rank
+                    if rank == first[key]:
+                        rows[key].append((step.forward[position], step.backward[position]))
+            for key, seconds in step.gradients.items():
+                rows[key] += [(0.0, taken) for taken in seconds]
+    return {key: _cost(key, values) for key, values in rows.items()}
+
+
+def _cost(key: Key, rows: list[tuple[float, float]]) -> OperatorCost:
+    forward, backward = (statistics.fmean(column) for column in zip(*rows, strict=True))
     return OperatorCost(
-        operator=text,
-        format=base_format(None),
+        operator=key[0],
+        format=key[1],
         forward=Timing(seconds=forward, repetitions=len(rows)),
         backward=Timing(seconds=backward, repetitions=len(rows)) if backward else None,
     )
 
 
-Annotations = dict[str, dict[str, list[float]]]
-
-
-def _read(path: Path) -> tuple[list[_Event], dict[int, float], Annotations, str | None]:
-    """Operators, the kernels' time by correlation number, and annotations by category and name."""
-    raw = path.read_bytes()
-    try:
-        data = json.loads(gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw)
-        events = data["traceEvents"] if isinstance(data, dict) else data
-    except (ValueError, KeyError, OSError) as error:
-        raise BitwrightError(
-            "not a Chrome trace", where=str(path), value=type(error).__name__, fix="use prof.export_chrome_trace(path)"
-        ) from None
-    operators: list[_Event] = []
-    kernels: dict[int, float] = defaultdict(float)
-    annotated: Annotations = defaultdict(lambda: defaultdict(list))
-    devices = data.get("deviceProperties") if isinstance(data, dict) else None
-    for event in events:
-        if event.get("ph") != "X":
-            continue
-        args = event.get("args") or {}
-        category = event.get("cat", "")
-        if category == "kernel" or category.startswith("gpu_mem"):
-            kernels[args.get("correlation", -1)] += float(event["dur"])
-        elif category.endswith("user_annotation"):
-            annotated[category][str(event["name"])].append(1e-6 * float(event["dur"]))
-        elif category in ("cpu_op", "cuda_runtime", "cuda_driver"):
-            start = float(event["ts"])
-            operators.append(
-                _Event(
-                    name=str(event["name"]).removeprefix("aten::"),
-                    start=start,
-                    end=start + float(event.get("dur", 0)),
-                    thread=event.get("tid"),
-                    shapes=args.get("Input Dims"),
-                    sequence=args.get("Sequence number"),
-                    correlation=args.get("correlation") if category != "cpu_op" else None,
-                )
-            )
-    return operators, kernels, annotated, devices[0].get("name") if devices else None
-
-
-def _charge(events: list[_Event], kernels: dict[int, float]) -> bool:
-    """Give each operator its kernels' time; says whether there are kernels."""
-    if not kernels:
-        return False
-    by_thread: dict[Any, list[_Event]] = defaultdict(list)
-    for event in events:
-        if event.correlation is None:
-            by_thread[event.thread].append(event)
-    starts = {}
-    for thread, found in by_thread.items():
-        found.sort(key=lambda event: (event.start, -event.end))
-        starts[thread] = [event.start for event in found]
-    for launch in events:
-        if launch.correlation is None or launch.correlation not in kernels:
-            continue
-        around = by_thread.get(launch.thread, [])
-        index = bisect_right(starts.get(launch.thread, []), launch.start) - 1
-        while index >= 0:
-            if around[index].end >= launch.end:
-                around[index].device += kernels[launch.correlation]
-            index -= 1
-            if index >= 0 and around[index].end < launch.start and around[index].start < launch.start - 1e7:
-                break
-    return True
-
-
-def _tops(events: list[_Event]) -> list[_Event]:
-    """Operators that no other operator has called, in order."""
-    found: list[_Event] = []
-    by_thread: dict[Any, float] = {}
-    for event in sorted((e for e in events if e.correlation is None), key=lambda e: (e.start, -e.end)):
-        if event.start >= by_thread.get(event.thread, -1.0):
-            by_thread[event.thread] = event.end
-            found.append(event)
-    return found
-
-
-def _backward_by_sequence(tops: list[_Event]) -> dict[int, float]:
-    """Seconds of backward's operators by the sequence number of forward's."""
-    found: dict[int, float] = defaultdict(float)
-    for event in tops:
-        if event.name.startswith("autograd::engine::evaluate_function: ") and event.sequence is not None:
-            found[event.sequence] += event.seconds
-    return found
-
-
-def _is(event: _Event, op: StepOp) -> bool:
-    names = _ATEN.get(op.call.kind, (op.call.kind,))
-    if event.name not in names and event.name.removesuffix("_") not in names:
-        return False
-    return _fits(event.shapes, [spec for _, spec in op.call.ports])
-
-
-def _fits(shapes: Any, ports: list[TensorSpec]) -> bool:
-    """Whether the shapes of the ports come in this order among those of the event."""
-    if shapes is None:
-        return False
-    waiting = [list(spec.shape) for spec in ports]
-    for shape in shapes:
-        if waiting and shape == waiting[0]:
-            waiting.pop(0)
-    return not waiting
-
-
-def _optimizers(annotated: Annotations) -> list[TensorsCost]:
+def _optimizers(annotated: Mapping[str, Mapping[str, list[float]]]) -> list[TensorsCost]:
     """Steps of optimizers, whole: torch annotates them in every trace; on a GPU with the time of their kernels."""
     found: dict[str, float] = {}
     for name, times in {**annotated["user_annotation"], **annotated["gpu_user_annotation"]}.items():

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import os
-import platform
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
+from torch import Tensor, nn
 
+from bitwright.attach import find_attachment
 from bitwright.errors import BitwrightError
 from bitwright.profile.casts import DTYPES, measure_casts
+from bitwright.profile.collectives import group_facts, group_lacks, measure_group
 from bitwright.profile.device import CastCost, CollectiveCost, DeviceProfile, Host, MemoryFacts, TensorsCost
-from bitwright.profile.host import measure_host, measure_tensors
-from bitwright.profile.step import Batch, Clock, Loss
+from bitwright.profile.here import circumstances, device_name, memory_limit, most_resident_bytes, resident_bytes
+from bitwright.profile.host import COLD, measure_host, measure_tensors
+from bitwright.profile.record import record_step
+from bitwright.profile.step import Batch, Clock, Loss, StepSettings, TrainingStep
 from bitwright.profile.store import SampleStore
 from bitwright.profile.sweep import Variant, measure
 
@@ -33,16 +35,20 @@ def profile(
     fit_casts: bool = True,
     progress: Progress | None = None,
 ) -> DeviceProfile:
-    """Measure what the store doesn't have yet, and give all that it has."""
+    """Measure what the store doesn't have yet, and give all that it has. In a process group all ranks call it."""
     if clock == "cpu" and torch.get_num_threads() > 1:
         raise BitwrightError(
             "the clock `cpu` counts one thread only",
             value=torch.get_num_threads(),
             fix="set OMP_NUM_THREADS=1, or use the clock `wall`",
         )
+    for variant in variants:
+        check_device(variant.model)
     store = store or open_store(None, clock)
     tell = progress or (lambda words, done, total: None)
     facts = store.facts
+    if "process" not in facts:  # later on there is memory that steps have used, and would be counted twice
+        store.add({"facts": {"process": _process_bytes(variants)}})
     if "host" not in facts:
         tell("the host's gaps", 0, 1)
         store.add({"facts": {"host": measure_host(clock, rounds=rounds).model_dump()}})
@@ -58,17 +64,22 @@ def profile(
         host=host,
         progress=lambda done: tell("steps", done, rounds),
     )
-    if "process" not in facts:
-        store.add({"facts": {"process": _process_bytes(variants)}})
-    if "tensors" not in facts:
+    between = _touched(variants[0].model, batch, loss)
+    if f"tensors {between}" not in facts:
         tell("optimizers", 0, 1)
-        store.add({"facts": {"tensors": [cost.model_dump() for cost in measure_tensors(clock, rounds=min(rounds, 9))]}})
+        costs = measure_tensors(clock, rounds=min(rounds, 9), between=between)
+        store.add({"facts": {f"tensors {between}": [cost.model_dump() for cost in costs]}})
+    if facts.get("tensors") != facts[f"tensors {between}"]:  # those of the model that is profiled now
+        store.add({"facts": {"tensors": facts[f"tensors {between}"]}})
     wanted = [*casts, *DTYPES] if fit_casts else []
     for number, cast in enumerate(wanted):
         if f"cast {cast.kind}" not in facts:
             tell("casts", number, len(wanted))
             for cost in measure_casts([cast], clock):
                 store.add({"facts": {f"cast {cost.kind}": cost.model_dump()}})
+    if group_lacks(facts):
+        tell("collectives", 0, 1)
+        store.add({"facts": measure_group()})
     return assemble(store, clock)
 
 
@@ -77,6 +88,7 @@ def assemble(store: SampleStore, clock: Clock) -> DeviceProfile:
     facts = store.facts
     speed = statistics.median(store.yardsticks) if store.yardsticks else 0.0
     casts = [CastCost.model_validate(fact) for name, fact in facts.items() if name.startswith("cast ")]
+    collectives, ddp = group_facts(facts)
     return DeviceProfile(
         bitwright_profile=1,
         device=device_name(),
@@ -86,53 +98,56 @@ def assemble(store: SampleStore, clock: Clock) -> DeviceProfile:
         operators=list(store.costs().values()),
         casts=casts,
         tensors=[TensorsCost.model_validate(fact) for fact in facts.get("tensors", [])],
-        collectives=[CollectiveCost.model_validate(fact) for fact in facts.get("collectives", [])],
-        host=Host.model_validate({**facts.get("host", {}), **facts.get("ddp", {}), "yardstick": speed}),
-        memory=MemoryFacts(process=facts.get("process", 0), limit=_memory_limit()),
+        collectives=[CollectiveCost.model_validate(fact) for fact in collectives],
+        host=Host.model_validate({**facts.get("host", {}), **ddp, "yardstick": speed}),
+        memory=MemoryFacts(process=facts.get("process", 0), limit=memory_limit()),
     )
 
 
 def open_store(path: Path | None, clock: Clock) -> SampleStore:
     """The samples of this device: another's aren't mixed with them."""
-    about: dict[str, Any] = {
-        "device": device_name(),
-        "clock": clock,
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-    }
-    return SampleStore(path, circumstances=about)
+    return SampleStore(path, circumstances=circumstances(clock))
 
 
-def device_name() -> str:
-    """What to call this device."""
-    if torch.cuda.is_available():
-        return str(torch.cuda.get_device_name())
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        model = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        model = platform.processor() or platform.machine()
-    return f"{model}, {torch.get_num_threads()} thread{'s' if torch.get_num_threads() > 1 else ''}"
+def check_device(model: nn.Module) -> None:
+    """Times are taken on the host's clock: a GPU's kernels would count as nothing but their launches."""
+    places = sorted({p.device.type for p in model.parameters()} - {"cpu"})
+    if places:
+        raise BitwrightError(
+            "steps are measured on the CPU, and this model is elsewhere",
+            value=places[0],
+            fix="record a torch.profiler trace of your steps there, and import it: bitwright profile --trace run.json",
+        )
 
 
-def resident_bytes() -> int:
-    """What this process has in memory now; 0 where nobody tells."""
-    try:
-        return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError, IndexError):
-        return 0
+def training_peak(model: nn.Module, batch: Batch, loss: Loss, *, steps: int = 3) -> int:
+    """The most memory that this process has had after a few plain steps; the model is left as it was.
+
+    To be called before anything else is measured: a trainer's process is like this one then.
+    """
+    training = model.training
+    before: dict[str, Tensor] = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    step = TrainingStep(model.train(), [batch], loss, StepSettings())
+    for _ in range(steps):
+        step()
+    step.optimizer.zero_grad(set_to_none=True)
+    peak = most_resident_bytes()
+    model.load_state_dict(before)
+    model.train(training)
+    return max(0, peak - sum(tensor.numel() * tensor.element_size() for tensor in before.values()))
 
 
 def _process_bytes(variants: Sequence[Variant]) -> int:
-    """This process without its models, their gradients and the optimizers' momenta."""
-    ours = sum(3 * p.numel() * p.element_size() for variant in variants for p in variant.model.parameters())
+    """This process without its models."""
+    ours = sum(p.numel() * p.element_size() for variant in variants for p in variant.model.parameters())
     return max(0, resident_bytes() - ours)
 
 
-def _memory_limit() -> int | None:
-    if torch.cuda.is_available():
-        return int(torch.cuda.get_device_properties(0).total_memory)
-    try:
-        return int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    except (ValueError, OSError):
-        return None
+def _touched(model: nn.Module, batch: Batch, loss: Loss) -> int:
+    """Bytes that a step touches between two turns of the optimizer, in powers of two; no more than make caches cold."""
+    if find_attachment(model) is not None:
+        return COLD
+    step = record_step(model, batch, loss)
+    activations = sum(storage.bytes for storage in step.storages if storage.kind == "op")
+    touched = 2 * activations + step.input_bytes + sum(spec.bytes for spec in step.parameters.values())
+    return min(COLD, 1 << max(20, (touched - 1).bit_length()))

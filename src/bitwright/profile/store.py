@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import statistics
 from collections import defaultdict
 from collections.abc import Iterable
 from math import sqrt
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from bitwright.errors import BitwrightError
 from bitwright.profile.device import Kept, OperatorCost, Timing
@@ -17,6 +18,7 @@ from bitwright.profile.repeat import middle_half
 from bitwright.profile.watch import Key, Sample
 
 VERSION = 1
+_DRAWS = 400
 
 
 class SampleStore:
@@ -41,26 +43,39 @@ class SampleStore:
         if path is not None and path.exists():
             self._load(path)
         elif path is not None:
-            self._append({"bitwright_samples": VERSION, **self.circumstances})
+            self._append(self._head)
 
     def _load(self, path: Path) -> None:
-        text = path.read_text(encoding="utf-8")
-        whole = text[: text.rfind("\n") + 1]
-        head, *lines = [json.loads(line) for line in whole.splitlines()] or [{}]
-        wanted = {"bitwright_samples": VERSION, **self.circumstances}
+        raw = path.read_bytes()
+        whole = raw[: raw.rfind(b"\n") + 1]
+        if len(whole) != len(raw):
+            with path.open("r+b") as file:
+                file.truncate(len(whole))
+        if not whole:  # killed before the first line was there
+            self._append(self._head)
+            return
+        head, *lines = whole.splitlines()
+        self._check(_parsed(head, path, 1))
+        for number, line in enumerate(lines, start=2):
+            try:
+                self._take(_parsed(line, path, number))
+            except (LookupError, TypeError, ValueError) as error:
+                raise _damaged(path, number, type(error).__name__) from None
+
+    @property
+    def _head(self) -> dict[str, Any]:
+        return {"bitwright_samples": VERSION, **self.circumstances}
+
+    def _check(self, head: dict[str, Any]) -> None:
+        wanted = self._head
         if head != wanted:
             wrong = next((key for key in wanted if head.get(key) != wanted[key]), "bitwright_samples")
             raise BitwrightError(
                 f"these samples were taken under other circumstances ({wrong})",
-                where=str(path),
+                where=str(self.path),
                 value=head.get(wrong),
                 fix=f"this run has {wanted.get(wrong)!r}: use another file for it",
             )
-        if len(whole) != len(text):
-            with path.open("r+b") as file:
-                file.truncate(len(whole.encode()))
-        for line in lines:
-            self._take(line)
 
     def _append(self, line: dict[str, Any]) -> None:
         if self.path is None:
@@ -113,34 +128,89 @@ class SampleStore:
     def costs(self) -> dict[Key, OperatorCost]:
         """Means over ordinary rounds."""
         found: dict[Key, OperatorCost] = {}
-        ordinary = self._ordinary()
+        weights, resampled = self._ordinary(), self._resampled()
         for key, rows in self.samples.items():
             if rows:
-                kept = [row for row in rows if row[2] in ordinary]
-                backward = [back for _, back, _ in kept]
+                numbers = [number for *_, number in rows]
+                forward, backward = np.array([row[0] for row in rows]), np.array([row[1] for row in rows])
+                counts = weights[numbers], resampled[:, numbers]
                 found[key] = OperatorCost(
                     operator=key[0],
                     format=key[1],
-                    forward=mean_of([forward for forward, _, _ in kept]),
-                    backward=mean_of(backward) if any(backward) else None,
+                    forward=timing(forward, *counts),
+                    backward=timing(backward, *counts) if backward.any() else None,
                     saved=self.saved.get(key),
                 )
         return found
 
-    def _ordinary(self) -> set[int]:
-        """The middle half of the rounds of each kind, by what a round took as a whole.
+    def _ordinary(self) -> np.ndarray:
+        """1 for the middle half of the rounds of each kind, by what a round took as a whole, 0 for the others.
 
         Medians of parts don't add up to the median of the whole: a pause that hits some operator in each step is in no
         operator's median. Means do add up, and over these rounds they add up to an ordinary step.
         """
-        found: set[int] = set()
+        found = np.zeros(len(self.totals))
         for numbers in self.alike.values():
-            found.update(middle_half(numbers, key=self.totals.__getitem__))
+            found[middle_half(numbers, key=self.totals.__getitem__)] = 1.0
+        return found
+
+    def _resampled(self) -> np.ndarray:
+        """The same for rounds that were drawn again with repetition, many times: how often each one counts.
+
+        The rounds that are left out say how far the mean could have been elsewhere: those in the middle alone don't.
+        """
+        chance = np.random.default_rng(0)
+        found = np.zeros((_DRAWS, len(self.totals)))
+        draws = np.arange(_DRAWS)[:, None]
+        totals = np.asarray(self.totals)
+        for numbers in map(np.asarray, self.alike.values()):
+            drawn = numbers[chance.integers(0, len(numbers), (_DRAWS, len(numbers)))]
+            cut = len(numbers) // 4
+            order = np.argsort(totals[drawn], axis=1)[:, cut : len(numbers) - cut]
+            np.add.at(found, (draws, np.take_along_axis(drawn, order, axis=1)), 1.0)
         return found
 
 
-def mean_of(values: list[float]) -> Timing:
-    """The mean with its 95 % interval."""
-    mean = statistics.fmean(values)
-    reach = 1.96 * statistics.stdev(values) / sqrt(len(values)) if len(values) > 1 else 0.0
-    return Timing(seconds=mean, low=max(0.0, mean - reach), high=mean + reach, repetitions=len(values))
+def timing(values: np.ndarray, counts: np.ndarray, resampled: np.ndarray) -> Timing:
+    """The mean of the rounds that count, with its 95 % interval.
+
+    From means of rounds that were drawn again; or from the spread of those that count, if that is more: rounds that are
+    alike are drawn for each other, and where each is another's only one, drawing changes nothing.
+    """
+    repetitions = int(counts.sum())
+    mean = float(values @ counts / repetitions)
+    reach = 0.0
+    if repetitions > 1:
+        drawn = float(np.std(resampled @ values / resampled.sum(axis=1))) * sqrt(len(values) / (len(values) - 1))
+        plain = float(np.std(values[counts > 0], ddof=1)) / sqrt(repetitions)
+        reach = _student(repetitions - 1) * max(drawn, plain)
+    return Timing(seconds=mean, low=max(0.0, mean - reach), high=mean + reach, repetitions=repetitions)
+
+
+def _student(freedom: int) -> float:
+    """The 97.5 % point of Student's distribution, nearly.
+
+    >>> round(_student(15), 2)
+    2.13
+    """
+    freedom = max(1, freedom)
+    return 1.96 + 2.372 / freedom + 2.82 / freedom**2
+
+
+def _parsed(line: bytes, path: Path, number: int) -> dict[str, Any]:
+    try:
+        found = json.loads(line)
+    except ValueError as error:
+        raise _damaged(path, number, type(error).__name__) from None
+    if not isinstance(found, dict):
+        raise _damaged(path, number, type(found).__name__)
+    return found
+
+
+def _damaged(path: Path, number: int, value: str) -> BitwrightError:
+    return BitwrightError(
+        "the samples are damaged",
+        where=f"{path}, line {number}",
+        value=value,
+        fix="delete the file to measure anew" if number == 1 else "delete this line: what it had is measured again",
+    )

@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bitwright.cli.profile import _bad_lines
+from bitwright.profile import DeviceProfile, SampleStore
+from bitwright.profile.device import CastCost, Line
+from step_cases import profile_of
+
+WORDS = ["profile", "digits-untrained", "--batch", "8", "--no-casts"]
+
+
+def test_options_that_would_be_ignored_are_refused_at_once(run: Any, tmp_path: Path) -> None:
+    ran = run(*WORDS, "--trace", tmp_path / "t.json", "--amp", "bf16", "--quantize", "int8", "--half-batch")
+    assert ran.code == 2
+    for flag in ("--amp", "--quantize", "--half-batch", "--no-casts"):
+        assert flag in ran.err
+    ran = run("profile", "digits-untrained", "--published", "nvidia-t4", "--rounds", "5", "--clock", "cpu")
+    assert ran.code == 2
+    assert "--rounds, --clock" in ran.err
+
+
+def test_a_damaged_cache_is_said(run: Any, tmp_path: Path) -> None:
+    cache = tmp_path / "samples.jsonl"
+    cache.write_text("[]\n")
+    ran = run(*WORDS, "--cache", cache, "-o", tmp_path / "d.json")
+    assert ran.code == 2
+    assert f"{cache}, line 1: the samples are damaged" in ran.err
+
+
+def test_lines_that_fit_badly_are_named() -> None:
+    good, bad = (Line(per_element=1.0, fixed=0.0, r2=r2, held_out=0.1) for r2 in (0.99, 0.5))
+    off = Line(per_element=1.0, fixed=0.0, r2=0.99, held_out=0.6)
+    made = profile_of([]).model_copy(
+        update={"casts": [CastCost(kind="a", forward=[good, bad]), CastCost(kind="b", forward=[good], backward=[off])]}
+    )
+    assert [line.partition(" (")[0] for line in _bad_lines(made)] == ["a forward", "b backward"]
+
+
+def test_an_interrupted_run_says_what_is_kept(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any, store: SampleStore, **__: Any) -> None:
+        for _ in range(7):
+            store.add({"round": [["add(x)", "float32", 1.0, 2.0]]})
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("bitwright.cli.profile.profile", interrupted)
+    cache = tmp_path / "samples.jsonl"
+    ran = run(*WORDS, "-o", tmp_path / "d.json", "--cache", cache)
+    assert ran.code == 130
+    assert f"7 rounds are kept in {cache}" in ran.err
+    assert "nothing was written" not in ran.err
+    assert not (tmp_path / "d.json").exists()
+
+
+@pytest.mark.timeout(400)
+def test_two_ranks_measure_their_collectives(tmp_path: Path) -> None:
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"),
+        *("--nproc-per-node", "2", "-m", "bitwright", *WORDS, "--rounds", "3", "-o", "here.json"),
+    ]
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "BITWRIGHT_CACHE": str(tmp_path / "cache"),
+    }
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=350, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "each rank has its own: here.json, here.rank1.json" in done.stdout
+    for name in ("here.json", "here.rank1.json"):
+        made = DeviceProfile.load(tmp_path / name)
+        assert {(cost.operation, cost.backend, cost.world) for cost in made.collectives} == {
+            ("all_reduce", "gloo", 2),
+            ("broadcast", "gloo", 2),
+        }
+        assert made.host.ddp_forward >= 0
+    assert len(list((tmp_path / "cache" / "samples").iterdir())) == 2  # nobody writes into another's file
