@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from statistics import median
 
@@ -23,6 +23,8 @@ class Cost:
     forward: float
     backward: float = 0.0
     saved: Kept | None = None
+    stands_in: bool = False
+    """Not measured so: the cost in plain float, or with other strides."""
 
 
 @dataclass
@@ -31,8 +33,6 @@ class Costs:
 
     profile: DeviceProfile
     missing: dict[tuple[str, str], str] = field(default_factory=dict)
-    stood_in: set[tuple[str, str]] = field(default_factory=set)
-    """Operators that weren't measured so: their cost in plain float, or with other strides, stands in."""
 
     @cached_property
     def _loosely(self) -> dict[tuple[str, str], OperatorCost]:
@@ -47,7 +47,7 @@ class Costs:
     def fresh(self) -> Costs:
         """The same profile for another trial: what one lacked isn't the next one's fault."""
         other = copy(self)
-        other.missing, other.stood_in = {}, set(self.stood_in)
+        other.missing = {}
         return other
 
     def operator(self, text: str, format: str, name: str) -> Cost:
@@ -59,7 +59,7 @@ class Costs:
             if known is None:
                 self.missing.setdefault((text, format), name)
                 return Cost(0.0)
-            self.stood_in.add((text, format))
+            return replace(_cost(known), stands_in=True)
         return _cost(known)
 
     def cast(self, cast: Cast, tensor: TensorSpec, name: str) -> Cost:

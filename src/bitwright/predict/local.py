@@ -7,10 +7,12 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate as running_sum
 
+from bitwright.errors import BitwrightError, did_you_mean
 from bitwright.graph.naming import site_name
 from bitwright.plan import Plan
 from bitwright.predict.costs import Cost, Costs
 from bitwright.predict.flow import given, incoming, must_be_float
+from bitwright.predict.gradients import gradients_of
 from bitwright.profile.device import DeviceProfile
 from bitwright.profile.signature import FLOATS, CallSpec, TensorSpec
 from bitwright.profile.step import StepSettings
@@ -85,9 +87,14 @@ class Local:
 
     def replaced(self, plan: Plan, changed: set[str]) -> Local:
         """The same step with another plan, which differs at these operators only."""
+        wrong = sorted(name for name in changed if name not in self.graph.position)
+        if wrong:
+            raise BitwrightError(
+                "the step has no such operator", value=wrong[0], fix=did_you_mean(wrong[0], self.graph.position)
+            )
         local = Local(self.graph, plan, self.costs.fresh(), self.settings, list(self.blocks), casts=self.casts)
         gives = _Given(local)
-        waiting = sorted(self.graph.position[name] for name in changed)
+        waiting = sorted(self.graph.position[name] for name in changed | self._with_them(plan, changed))
         seen = set(waiting)
         while waiting:
             index = waiting.pop(0)
@@ -100,8 +107,23 @@ class Local:
                         seen.add(reader)
                         waiting.append(reader)
                 waiting.sort()
+        _ = local.loss, local.tail
         local.costs.complain()
         return local
+
+    def _with_them(self, plan: Plan, changed: set[str]) -> set[str]:
+        """Operators that the plans treat differently because of others: folded norms, shared quantizers."""
+        found: set[str] = set()
+        before, now = self.plan.folds, plan.folds
+        for norm in before.keys() | now.keys():
+            old, new = before.get(norm), now.get(norm)
+            if old != new:
+                found |= {norm, *(fold.into for fold in (old, new) if fold is not None)}
+        for sites in (self.plan.sites, plan.sites):
+            for site, spec in sites.items():
+                if spec.share is not None and spec.share.rpartition(":")[0] in changed:
+                    found.add(site.rpartition(":")[0])
+        return {name for name in found if name in self.graph.position}
 
     @cached_property
     def _readers(self) -> dict[str, list[int]]:
@@ -141,7 +163,7 @@ class Local:
                 for (port, spec), (_, type) in zip(op.call.ports, types, strict=True)
                 if spec.is_float and type not in FLOATS
             ]
-        gradients = self._gradients(op, way)
+        gradients = gradients_of(self.graph, op, way, plan)
         taken = sum(self.costs.accumulation(tensor) for _, tensor in gradients)
         casts = tuple(placed) if self.casts else ()
         return Block(op, way, cost, casts, gives, gradients, taken if op.has_backward else 0.0)
@@ -156,27 +178,6 @@ class Local:
         if spec is None:  # the output, or a bias that a folded norm brings
             spec = op.outputs[0].with_(dtype=gives)
         return PlacedCast(cast, spec, self.costs.cast(cast, spec, op.name))
-
-    def _gradients(self, op: StepOp, way: Way) -> tuple[tuple[str, TensorSpec], ...]:
-        """Parameters whose gradients are complete once this operator's backward is done."""
-        found: dict[str, TensorSpec] = {}
-        for source, (_, spec) in zip(op.sources, op.call.ports, strict=True):
-            name = source.removeprefix("param:")
-            if source.startswith("param:") and spec.grad and self.graph.uses.get(name) == op.name:
-                found[name] = spec
-        for cast in way.casts:
-            if cast.learns:
-                channels = "/channel/" in cast.kind and cast.weight
-                spec_ = op.call.port(cast.port)
-                shape = (spec_.shape[0],) if channels and spec_ is not None and spec_.shape else ()
-                if (cast.state or op.name).rpartition(":")[0] in ("", op.name):  # else its owner's
-                    found[f"bitwright.{op.name}:{cast.port}.scale"] = TensorSpec(shape, "float32", True)
-        order = self._order
-        return tuple(sorted(found.items(), key=lambda item: order.get(item[0], len(order))))
-
-    @cached_property
-    def _order(self) -> dict[str, int]:
-        return {name: number for number, name in enumerate(self.graph.gradient_order)}
 
     # -- seconds ---------------------------------------------------------------------------------------------
 
@@ -264,6 +265,16 @@ class Local:
             "optimizer": tail["optimizer"],
             "other": tail["other"],
         }
+
+    @property
+    def still(self) -> dict[str, float]:
+        """What of the phases before the collectives no batch makes longer."""
+        return {"backward": self.tail["accumulate"], "other": self.tail["other"]}
+
+    @property
+    def stood_in(self) -> int:
+        """Operators that weren't measured in their format."""
+        return sum(block.cost.stands_in for block in self.blocks) + self.loss.stands_in
 
     @property
     def seconds(self) -> float:
