@@ -60,8 +60,14 @@ def test_measured_collectives_count_and_their_lack_is_said() -> None:
     made = profile_of([]).model_copy(update={"collectives": [measured]})
     cluster = Cluster.of({"a": 2})
     assert cluster.collective("all_reduce", {"a": made}, 2) == measured
-    with pytest.raises(BitwrightError, match="among 3 devices"):
+    with pytest.raises(BitwrightError, match="among 3 devices: it was measured among 2"):
         cluster.collective("all_reduce", {"a": made}, 3)
+    partly = Cluster.from_yaml(
+        "bitwright_cluster: 1\ndevices:\n  a: {profile: a.json, link: {gbit_per_s: 1}}\n  b: {profile: b.json}\n"
+    )
+    with pytest.raises(BitwrightError, match="no profile has it measured") as error:
+        partly.collective("all_reduce", {}, 2)
+    assert error.value.problems[0].where == "cluster, b"  # a has one
 
 
 @pytest.mark.parametrize("cap", [None, 0.005, 1])

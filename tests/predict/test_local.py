@@ -56,6 +56,17 @@ def test_all_that_a_profile_lacks_is_said_at_once() -> None:
     missing = {problem.where for problem in error.value.problems}
     assert {"conv:weight", "conv:input", "head:weight"} <= missing
     assert "bitwright profile" in str(error.value)
+    for source, words in (("published", "--published"), ("imported", "--trace")):
+        with pytest.raises(PlanError, match=words):
+            Local.build(graph, plan, made.model_copy(update={"source": source}), StepSettings(fuse=False))
+
+
+def test_a_batch_that_the_profile_has_is_named() -> None:
+    model, batch, loss = net()
+    graph = record_step(model, (batch[0][:2], batch[1][:2]), loss)
+    made = profile_of(watched(Variant(model=model), batch, loss).calls)
+    with pytest.raises(PlanError, match="predict with --batch 4, which the profile has"):
+        Local.build(graph, Plan(), made, StepSettings())
 
 
 def test_an_operator_that_was_not_measured_in_its_format_is_counted() -> None:

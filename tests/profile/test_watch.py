@@ -33,7 +33,7 @@ def test_what_is_measured_is_what_is_asked_for(make, backend, amp) -> None:  # t
         variant = prepared(model, batch, int8_plan(model, batch, backend), settings)
     sample = watched(variant, batch, loss)
     local = Local.build(graph, variant.plan, profile_of_sample(sample), settings)
-    assert not local.stood_in
+    assert not local.costs.stood_in
     seen = sum(n for (_, format), n in sample.calls.items() if format != ACCUMULATE)
     assert seen == len(local.blocks) + sum(len(block.casts) for block in local.blocks) + 1
 

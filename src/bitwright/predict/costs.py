@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from statistics import median
 
@@ -23,8 +23,6 @@ class Cost:
     forward: float
     backward: float = 0.0
     saved: Kept | None = None
-    stands_in: bool = False
-    """Not measured so: the cost in plain float, or with other strides."""
 
 
 @dataclass
@@ -33,6 +31,8 @@ class Costs:
 
     profile: DeviceProfile
     missing: dict[tuple[str, str], str] = field(default_factory=dict)
+    stood_in: set[tuple[str, str]] = field(default_factory=set)
+    """Operators that weren't measured so: their cost in plain float, or with other strides, stands in."""
 
     @cached_property
     def _loosely(self) -> dict[tuple[str, str], OperatorCost]:
@@ -59,7 +59,7 @@ class Costs:
             if known is None:
                 self.missing.setdefault((text, format), name)
                 return Cost(0.0)
-            return replace(_cost(known), stands_in=True)
+            self.stood_in.add((text, format))
         return _cost(known)
 
     def cast(self, cast: Cast, tensor: TensorSpec, name: str) -> Cost:
@@ -97,18 +97,46 @@ class Costs:
         if not self.missing:
             return
         problems = [
-            Problem(
-                what="not in the profile",
-                where=name,
-                value=f"{text} in {format}",
-                fix="measure it: bitwright profile WORKLOAD with the same batch, plan and --amp, and the same cache",
-            )
+            Problem(what="not in the profile", where=name, value=f"{text} in {format}", fix=self._fix(text, format))
             for (text, format), name in self.missing.items()
         ]
         shown = problems[:20]
         more = f", of which {len(shown)} are shown" if len(problems) > len(shown) else ""
         title = f"the profile of {self.profile.device} lacks {len(problems)} measurements{more}"
         raise PlanError(shown, title=title)
+
+    def _fix(self, text: str, format: str) -> str:
+        """Where the missing time can come from: not all profiles are measured by us."""
+        if self.profile.source == "published":
+            fix = "bitwright profile WORKLOAD --published DEVICE with the same batch, --quantize, --kernel and --amp"
+        elif self.profile.source == "imported":
+            fix = "trace a step with the same batch, plan and autocast: bitwright profile WORKLOAD --trace FILE"
+        else:
+            fix = "measure it: bitwright profile WORKLOAD with the same batch, plan and --amp, and the same cache"
+        other = self._batches.get((_any_batch(text), format))
+        return fix if other is None else f"predict with --batch {other}, which the profile has; or {fix}"
+
+    @cached_property
+    def _batches(self) -> dict[tuple[str, str], str]:
+        """The first size of what operators are given, by all the rest of them."""
+        found = {}
+        for text, format in self.profile.by_operator:
+            size = _FIRST_SIZE.match(text)
+            if size is not None:
+                found[_any_batch(text), format] = size[2]
+        return found
+
+
+_FIRST_SIZE = re.compile(r"([\w:.]+\(\w+=\w+\[)(\d+)(?=,)")
+
+
+def _any_batch(text: str) -> str:
+    """Without the first size of the first tensor.
+
+    >>> _any_batch("linear(input=f32[64,24]+, weight=f32[8,24]+)")
+    'linear(input=f32[*,24]+, weight=f32[8,24]+)'
+    """
+    return _FIRST_SIZE.sub(r"\1*", text, count=1)
 
 
 def _loose(text: str) -> str:

@@ -41,6 +41,8 @@ class Block:
     gives: str
     gradients: tuple[tuple[str, TensorSpec], ...]
     accumulation: float
+    key: tuple[str, str] = ("", "")
+    """What its cost was looked up by."""
 
     @cached_property
     def forward(self) -> float:
@@ -96,10 +98,12 @@ class Local:
         gives = _Given(local)
         waiting = sorted(self.graph.position[name] for name in changed | self._with_them(plan, changed))
         seen = set(waiting)
+        same = True
         while waiting:
             index = waiting.pop(0)
             old = local.blocks[index]
             new = local.blocks[index] = local._block(old.op, plan, gives)
+            same = same and new.gradients == old.gradients
             moved = (new.way.cast_at("output") is None) != (old.way.cast_at("output") is None)
             if moved or new.gives != old.gives:  # readers get another type or other strides: look at them again
                 for reader in self._readers.get(old.op.name, ()):
@@ -107,6 +111,9 @@ class Local:
                         seen.add(reader)
                         waiting.append(reader)
                 waiting.sort()
+        # what the graph alone decides, and what gradients do, needn't be found again: planners change plans often
+        kept = ("_readers", "trained", "tail") if same else ("_readers",)
+        local.__dict__.update({name: self.__dict__[name] for name in kept if name in self.__dict__})
         _ = local.loss, local.tail
         local.costs.complain()
         return local
@@ -166,7 +173,7 @@ class Local:
         gradients = gradients_of(self.graph, op, way, plan)
         taken = sum(self.costs.accumulation(tensor) for _, tensor in gradients)
         casts = tuple(placed) if self.casts else ()
-        return Block(op, way, cost, casts, gives, gradients, taken if op.has_backward else 0.0)
+        return Block(op, way, cost, casts, gives, gradients, taken if op.has_backward else 0.0, (text, format))
 
     @staticmethod
     def _is_cast(source: str, plan: Plan) -> bool:
@@ -274,7 +281,8 @@ class Local:
     @property
     def stood_in(self) -> int:
         """Operators that weren't measured in their format."""
-        return sum(block.cost.stands_in for block in self.blocks) + self.loss.stands_in
+        loss = (self.loss_text, base_format(self.settings.amp))
+        return sum(key in self.costs.stood_in for key in [*(block.key for block in self.blocks), loss])
 
     @property
     def seconds(self) -> float:

@@ -123,31 +123,28 @@ class Predictor:
 
     def lane(self, name: str) -> Lane:
         """One kind's work."""
-        lane = self._recorded(name, self.locals[name])
-        share, (at, small) = self.share(name), self._other_batch(name)
+        return self.lane_of(name, self.locals[name], self.smaller.get(name), self.share(name))
+
+    def lane_of(self, name: str, local: Local, small: Local | None, share: float) -> Lane:
+        """The work of this kind with another plan and batch: `small` is the plan's step with the smaller one."""
+        lane = self._recorded(name, local)
         if share == 1:
             return lane
-        if small is not None:
-            return lane.of_batch(share, at, self._recorded(name, small))
-        still = sum(self.locals[name].still.values())
+        if small is not None and small.graph.samples < self.graph.samples:
+            return lane.of_batch(share, small.graph.samples / self.graph.samples, self._recorded(name, small))
+        still = sum(local.still.values())
         nothing = replace(lane, ready=(still,) * len(lane.ready), begun=still, turned=still, computing=still)
-        return lane.of_batch(share, at, nothing)
-
-    def _other_batch(self, name: str) -> tuple[float, Local | None]:
-        """A second point beside the recorded batch, and how large it is: no samples at all if none was measured."""
-        small = self.smaller.get(name)
-        if small is None or small.graph.samples >= self.graph.samples:
-            return 0.0, None
-        return small.graph.samples / self.graph.samples, small
+        return lane.of_batch(share, 0.0, nothing)
 
     def _phases(self, name: str) -> dict[str, float]:
         """A kind's step by phase, with its batch: the parts of its lane."""
-        share, (at, small) = self.share(name), self._other_batch(name)
-        whole = self.locals[name].phases
+        local, small, share = self.locals[name], self.smaller.get(name), self.share(name)
+        whole = local.phases
         if share == 1:
             return whole
-        still = self.locals[name].still
-        other = small.phases if small is not None else {phase: still.get(phase, 0.0) for phase in whole}
+        at, other = 0.0, {phase: local.still.get(phase, 0.0) for phase in whole}
+        if small is not None and small.graph.samples < self.graph.samples:
+            at, other = small.graph.samples / self.graph.samples, small.phases
         return {n: s if n in _AFTER else on_line(share, at, other[n], s) for n, s in whole.items()}
 
     def _recorded(self, name: str, local: Local) -> Lane:
