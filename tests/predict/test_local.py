@@ -241,3 +241,20 @@ def test_a_changed_operator_that_is_not_there_is_said() -> None:
         predictor.changed("device", Plan(), {"haed"})
     with pytest.raises(BitwrightError, match="did you mean 'device'"):
         predictor.changed("devise", Plan(), {"head"})
+
+
+def test_fp16_has_its_loss_scaled() -> None:
+    model, batch, loss = net()
+    graph = record_step(model, batch, loss)
+    settings = StepSettings(amp="fp16")
+    made = profile_of(watched(Variant(model=model, settings=settings), batch, loss).calls)
+    scaling = TensorsCost(name="scaling", per_element=0, per_tensor=0, fixed=1.0)
+    without = Local.build(graph, Plan(), made.model_copy(), settings)
+    assert without.lacks_scaling
+    made = made.model_copy(update={"tensors": [*made.tensors, scaling]})
+    local = Local.build(graph, Plan(), made, settings)
+    assert not local.lacks_scaling
+    assert local.phases["optimizer"] == pytest.approx(without.phases["optimizer"] + 1)
+    clipped = Local.build(graph, Plan(), made, settings.model_copy(update={"clip": 1.0}))
+    assert clipped.phases["clip"] == pytest.approx(1.0)
+    assert Local.build(graph, Plan(), made, StepSettings(amp="fp16", clip=1.0)).seconds == pytest.approx(local.seconds)

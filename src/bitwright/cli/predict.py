@@ -223,6 +223,9 @@ def _show(out: Out, prediction: Prediction, comparison: Comparison | None, trace
     for device in prediction.devices:
         if device.stood_in:
             out.note(f"{device.name}: {device.stood_in} operators weren't measured in their format; float stands in")
+    lacking = [name for name, local in prediction.locals.items() if local.lacks_scaling]
+    if lacking:
+        out.note(f"fp16's loss scaling isn't in the step: the profile of {', '.join(lacking)} doesn't have it")
     out.say("critical path: " + " → ".join(prediction.critical))
     if comparison is not None:
         if comparison.drift is not None and comparison.error_without_drift is not None:

@@ -88,6 +88,11 @@ class Costs:
             return 0.0
         return known.seconds(elements, tensors)
 
+    def scaling(self, elements: int, tensors: int) -> float:
+        """Fp16's loss scaling; nothing where a profile (an imported one, say) doesn't have it."""
+        known = self.profile.by_name.get("scaling")
+        return known.seconds(elements, tensors) if known is not None else 0.0
+
     def optimizer(self, settings: StepSettings, elements: int, tensors: int) -> float:
         """One step of the optimizer."""
         return self.on_all(f"{settings.optimizer}/{'foreach' if settings.uses_foreach else 'loop'}", elements, tensors)

@@ -250,10 +250,12 @@ class Local:
         elements = sum(spec.elements for _, spec in self.trained)
         settings, host, costs = self.settings, self.profile.host, self.costs
         again = settings.accumulate - 1
+        clips = settings.clip is not None
+        scaling = costs.scaling(elements, tensors) if settings.amp == "fp16" else 0.0
         return {
             "accumulate": again * costs.on_all("accumulate", elements, tensors) if again else 0.0,
-            "clip": costs.on_all("clip", elements, tensors) if settings.clip is not None else 0.0,
-            "optimizer": costs.optimizer(settings, elements, tensors),
+            "clip": costs.on_all("clip", elements, tensors) + scaling if clips else 0.0,  # of what is unscaled
+            "optimizer": costs.optimizer(settings, elements, tensors) + (0.0 if clips else scaling),
             "other": host.step
             + costs.on_all("zero_grad", elements, tensors)
             + (host.schedule if settings.schedule else 0.0),
@@ -277,6 +279,11 @@ class Local:
     def still(self) -> dict[str, float]:
         """What of the phases before the collectives no batch makes longer."""
         return {"backward": self.tail["accumulate"], "other": self.tail["other"]}
+
+    @property
+    def lacks_scaling(self) -> bool:
+        """Whether fp16's loss scaling belongs to the step, but isn't in the profile."""
+        return self.settings.amp == "fp16" and "scaling" not in self.profile.by_name
 
     @property
     def stood_in(self) -> int:

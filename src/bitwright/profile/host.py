@@ -111,7 +111,8 @@ def _timed(clock: Clock, run: Callable[[], Any]) -> float:
 def measure_tensors(clock: Clock, *, rounds: int = 9) -> list[TensorsCost]:
     """Optimizers in a loop and with foreach, clipping, accumulation, and giving gradients back."""
     found = [_optimizer(clock, name, foreach, rounds) for name, foreach in product(("sgd", "adamw"), (False, True))]
-    return [*found, _clip(clock, rounds), _accumulate(clock, rounds), _zero_grad(clock, rounds)]
+    others = (_clip, _scaling, _accumulate, _zero_grad)
+    return [*found, *(measure(clock, rounds) for measure in others)]
 
 
 def _parameters(tensors: int, elements: int) -> list[nn.Parameter]:
@@ -165,6 +166,25 @@ def _clip(clock: Clock, rounds: int) -> TensorsCost:
         return lambda: _timed(clock, lambda: nn.utils.clip_grad_norm_(parameters, 1e9))
 
     return _over_sizes("clip", make, rounds)
+
+
+def _scaling(clock: Clock, rounds: int) -> TensorsCost:
+    """What fp16's loss scaling adds to a step: scaling, unscaling, looking for infinities, the next scale."""
+
+    def make(parameters: list[nn.Parameter]) -> Callable[[], float]:
+        optimizer = make_optimizer(parameters, StepSettings())
+        optimizer.step = lambda: None  # type: ignore[assignment, method-assign]  # it is measured by itself
+        scaler: Any = torch.amp.GradScaler("cpu", init_scale=1.0)
+        loss = torch.ones(())
+
+        def step() -> None:
+            scaler.scale(loss)
+            scaler.step(optimizer)
+            scaler.update(1.0)  # else gradients would shrink from round to round
+
+        return lambda: _timed(clock, step)
+
+    return _over_sizes("scaling", make, rounds)
 
 
 def _accumulate(clock: Clock, rounds: int) -> TensorsCost:
