@@ -9,16 +9,23 @@ or left in float by a coin, two of them under autocast; and a step with AdamW, c
 Profiling steps (watched) and plain steps of every case are taken in turns; times are CPU seconds of one thread, so that
 others on the machine count less; medians over the rounds. ConvNeXt was not looked at while the predictor was written.
 
-Memory: what backward keeps, against saved_tensors_hooks; the peak of the process (VmHWM of a step), against the
-prediction with the process's own share.
+The bars are about steps of 40 ms and more; `small` is README's perceptron: most of its 1 ms is the host's.
+
+Memory: what backward keeps, against saved_tensors_hooks; the peak of a process (VmHWM) that builds the model, prepares
+the plan and makes a few steps, one new process for each case, against the prediction (`MemoryUse.process`). What a
+process needs by itself is measured in another one, which imports the same and makes steps of a tiny model.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import json
 import random
 import statistics
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,17 +41,17 @@ from bitwright.plan import Plan
 from bitwright.predict import Predictor
 from bitwright.profile import DeviceProfile, StepSettings, Variant, halves, open_store, record_step
 from bitwright.profile.halves import restricted
-from bitwright.profile.here import resident_bytes
 from bitwright.profile.host import measure_host, measure_tensors
 from bitwright.profile.repeat import undisturbed
 from bitwright.profile.run import assemble
-from bitwright.profile.step import CLOCKS
+from bitwright.profile.step import CLOCKS, TrainingStep
 from bitwright.profile.watch import Watch, WatchedStep
 from bitwright.sensitivity import spec_of
 from bitwright.train import Qat
 from bitwright.zoo import EfficientNetLite0, ResNet20
 
 CLOCK = "cpu"
+MEASURED_ALONE = ("float", "int8", "mixed 1")  # cases whose memory is measured: each takes a process
 
 
 def logits_loss(output: Any, target: Tensor) -> Tensor:
@@ -70,6 +77,11 @@ def convnext() -> nn.Module:
 
 Loss = Callable[[Any, Any], Tensor]
 MODELS: dict[str, Callable[[], tuple[nn.Module, Any, Loss]]] = {
+    "small": lambda: (
+        nn.Sequential(nn.Linear(16, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 4)),
+        (torch.randn(64, 16), torch.randint(0, 4, (64,))),
+        F.cross_entropy,
+    ),
     "resnet20": lambda: (
         ResNet20(),
         (torch.randn(32, 3, 32, 32), torch.randint(0, 10, (32,))),
@@ -165,12 +177,43 @@ def saved_bytes(variant: Variant, batch: Any, loss: Loss) -> int:
     return sum(seen.values())
 
 
-def peak_bytes(step: WatchedStep) -> int:
-    """The most that the process has in memory during a step."""
-    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-    step()
+def alone(name: str, plan: Path | None, settings: StepSettings, kernels: bool, steps: int) -> None:
+    """In a process of its own: the model, its plan and some steps; says how much memory that took at most."""
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    model, batch, loss = MODELS[name]()
+    if not steps:
+        weights = sum(t.untyped_storage().nbytes() for t in (*model.parameters(), *model.buffers()))
+        inputs = batch[0].values() if isinstance(batch[0], dict) else [batch[0]]
+        tiny = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 4))
+        step = TrainingStep(tiny.train(), [(torch.randn(2, 3, 8, 8), torch.zeros(2).long())], F.cross_entropy, settings)
+        for _ in range(3):
+            step()  # what torch loads when it is first needed
+        print(status_bytes("VmRSS") - weights - sum(t.untyped_storage().nbytes() for t in (*inputs, batch[1])))
+        return
+    if plan is not None and kernels:
+        prepare(model, Plan.load(plan), inputs=batch[0])
+    elif plan is not None:
+        Qat(model, [batch[0]], quantize=Plan.load(plan), example=batch[0])
+    step = TrainingStep(model.train(), [batch], loss, settings)
+    for _ in range(steps):
+        step()
+    print(status_bytes("VmHWM"))
+
+
+def status_bytes(name: str) -> int:
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
+
+
+def in_new_process(name: str, variant: Variant, kernels: bool, steps: int) -> int:
+    """What `alone` says."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, __file__, "--alone", name, "--steps", str(steps)]
+        command += ["--settings", variant.settings.model_dump_json(), *(["--kernels"] if kernels else [])]
+        if variant.plan != Plan():
+            command += ["--plan", str(variant.plan.save(Path(folder) / "plan.yaml"))]
+        return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
 
 
 def measure(name: str, rounds: int, with_amp: bool, kernels: bool) -> list[dict[str, Any]]:
@@ -201,9 +244,10 @@ def measure(name: str, rounds: int, with_amp: bool, kernels: bool) -> list[dict[
                 if n in watches and number >= 3:
                     store.add_round(watches[n].run(step), wanted=2 * rounds)
     store.add({"facts": {"tensors": [cost.model_dump() for cost in measure_tensors(CLOCK)]}})
+    store.add({"facts": {"process": in_new_process(name, variants["float"], kernels, 0)}})
     profile = assemble(store, CLOCK)
     return [
-        row(name, n, v, graph, profile, taken[n], steps[n], batch, loss)
+        row(name, n, v, graph, profile, taken[n], batch, loss, kernels)
         for n, v in variants.items()
         if not n.startswith("half")
     ]
@@ -216,20 +260,16 @@ def row(
     graph: Any,
     profile: DeviceProfile,
     taken: list[float],
-    step: WatchedStep,
     batch: Any,
     loss: Loss,
+    kernels: bool,
 ) -> dict[str, Any]:
     predictor = Predictor.make(graph, variant.plan, profile, None, variant.settings)
     predicted, measured = predictor.seconds, statistics.median(taken)
     use = predictor.predict().devices[0].memory
     assert use is not None
     saved = saved_bytes(variant, batch, loss)
-    for parameter in variant.model.parameters():
-        parameter.grad = None
-    idle = resident_bytes()  # with weights and momenta, without gradients
-    there = use.weights + use.optimizer + use.buffers + graph.input_bytes
-    peak = peak_bytes(step)
+    peak = in_new_process(model, variant, kernels, 4) if case in MEASURED_ALONE else None
     return {
         "model": model,
         "case": case,
@@ -239,10 +279,20 @@ def row(
         "saved_predicted": use.saved,
         "saved_measured": saved,
         "saved_error_percent": 100 * (use.saved / saved - 1),
-        "peak_predicted": idle + use.peak - there,
-        "peak_measured": peak,
-        "peak_error_percent": 100 * ((idle + use.peak - there) / peak - 1),
+        "tensors_peak": use.peak,
+        "process_predicted": use.process,
+        "process_measured": peak,
+        "process_error_percent": None if peak is None else 100 * (use.process / peak - 1),
     }
+
+
+def process_words(r: dict[str, Any]) -> str:
+    if r["process_measured"] is None:
+        return ""
+    without = 100 * ((r["process_predicted"] - r["tensors_peak"]) / r["process_measured"] - 1)
+    return (
+        f"{r['process_measured'] / 1e6:.0f} MB, {r['process_error_percent']:+.1f} % (without tensors {without:+.0f} %)"
+    )
 
 
 def main() -> None:
@@ -251,21 +301,29 @@ def main() -> None:
     parser.add_argument("--amp", nargs="*", default=["bert"], help="models with AMP (slow where bf16 is emulated)")
     parser.add_argument("--kernels", action="store_true", help="computed INT8 instead of simulated")
     parser.add_argument("--models", nargs="*", default=list(MODELS))
+    parser.add_argument("--alone", help=argparse.SUPPRESS)
+    parser.add_argument("--plan", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--settings", default="{}", help=argparse.SUPPRESS)
+    parser.add_argument("--steps", type=int, help=argparse.SUPPRESS)
     chosen = parser.parse_args()
+    if chosen.alone:
+        settings = StepSettings.model_validate(json.loads(chosen.settings))
+        alone(chosen.alone, chosen.plan, settings, chosen.kernels, chosen.steps)
+        return
     torch.set_num_threads(1)
     rows = []
     for name in chosen.models:
         rows += measure(name, chosen.rounds, name in chosen.amp, chosen.kernels)
         print(name, [f"{row['error_percent']:+.1f} %" for row in rows if row["model"] == name], flush=True)
     lines = [
-        "| model | plan | predicted | measured | error | saved for backward | error | process peak, error |",
+        "| model | plan | predicted | measured | error | saved for backward | error | process at its peak |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for r in rows:
         lines.append(
             f"| {r['model']} | {r['case']} | {r['predicted_ms']:.1f} ms | {r['measured_ms']:.1f} ms "
             f"| {r['error_percent']:+.1f} % | {r['saved_measured'] / 1e6:.1f} MB | {r['saved_error_percent']:+.2f} % "
-            f"| {r['peak_error_percent']:+.1f} % |"
+            f"| {process_words(r)} |"
         )
     bars = (
         "Bars: float and uniform INT8 5 %, mixed plans 8 % (goal 3 %); saved bytes 5 %, process peak 10 %. "

@@ -141,6 +141,9 @@ def judge(found: dict[str, Case], gathered: list[Any], world: int, buckets: Any)
     for name, (variant, batch, model) in found.items():
         graph = record_step(model, batch, F.cross_entropy, name=name)
         measured = statistics.fmean(times[name] for _, times, _ in gathered)
+        ours = predict(graph, variant.plan, profiles, cluster, variant.settings).buckets
+        if ", ".join(map(str, ours)) != buckets[name]:
+            raise SystemExit(f"{name}: buckets of {ours} bytes, but DDP's have {buckets[name]}")
         for words, modelled in ABLATIONS.items():
             plan: Plan = variant.plan
             made = predict(graph, plan, profiles, cluster, variant.settings, modelled=modelled)

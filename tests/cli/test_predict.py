@@ -4,12 +4,14 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from bitwright.cli import app
 from bitwright.profile import DeviceProfile
 from bitwright.profile.here import samples_file
 from bitwright.report import read_json
+from step_cases import profile_of
 
 
 def run(*arguments: str, code: int = 0) -> dict:  # type: ignore[type-arg]
@@ -43,6 +45,8 @@ def test_profile_predict_compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert int8["devices"][0]["memory"]["saved"] > float_["devices"][0]["memory"]["saved"]
     pairs = {pair["name"]: pair for pair in int8["compared"]["groups"]}
     assert {"conv2d", "quantizers", "batch_norm", "loss"} <= pairs.keys()
+    assert "relu" not in pairs  # within quantizers
+    assert "clip" not in {pair["name"] for pair in int8["compared"]["phases"]}
     assert 0.2 < int8["compared"]["step"]["predicted"] / int8["compared"]["step"]["measured"] < 5
     assert json.loads(trace.read_text())["traceEvents"]
 
@@ -74,3 +78,58 @@ def test_wrong_usage_is_said() -> None:
     assert "either" in run("predict", "digits-untrained", code=2)["error"]
     assert "clock" in run("profile", "digits-untrained", "--clock", "sun", code=2)["error"]
     assert "autocast" in run("profile", "digits-untrained", "--amp", "int8", code=2)["error"]
+
+
+def problems_of(*arguments: str) -> list[dict[str, str]]:
+    return run("predict", "digits-untrained", *arguments, code=2)["problems"]  # type: ignore[no-any-return]
+
+
+def test_all_files_that_cannot_be_used_are_said_together(tmp_path: Path) -> None:
+    cluster = tmp_path / "cluster.yaml"
+    cluster.write_text(
+        "bitwright_cluster: 1\ndevices:\n  a: {profile: none.json, plan: none.yaml}\n  b: {profile: bad.json}\n"
+    )
+    (tmp_path / "bad.json").write_text("{}")
+    found = problems_of("--cluster", str(cluster), "--graph", str(tmp_path / "step.json"))
+    places = " ".join(problem["where"] for problem in found)
+    assert all(name in places for name in ("none.json", "none.yaml", "bad.json", "step.json"))
+    assert all(problem["fix"] for problem in found)
+    (one,) = problems_of("--profile", str(tmp_path / "no.json"))
+    assert "no.json" in one["where"]
+    (one,) = problems_of("--cluster", str(tmp_path / "no.yaml"))
+    assert "no.yaml" in one["where"]
+    assert one["fix"]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"), [("a: [", ":1:"), ("", "bitwright_cluster: 1"), ("- 1", "bitwright_cluster: 1")]
+)
+def test_a_file_that_is_no_cluster_is_said(text: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / "cluster.yaml").write_text(text)
+    (problem,) = problems_of("--cluster", str(tmp_path / "cluster.yaml"))
+    assert words in problem["where"] + problem["fix"]
+    assert problem["fix"]
+
+
+@pytest.mark.parametrize(
+    "text", ["{", '{"version": 1}', "[]", '{"version": 7}', '{"version": 1, "ops": 3}', "\x00\xff"]
+)
+def test_a_file_that_is_no_step_is_said(text: str, tmp_path: Path) -> None:
+    file, device = tmp_path / "step.json", tmp_path / "device.json"
+    file.write_bytes(text.encode("latin-1"))
+    device.write_text(profile_of([]).to_json())
+    (problem,) = problems_of("--profile", str(device), "--graph", str(file))
+    assert "step.json" in problem["where"]
+    assert "bitwright profile" in problem["fix"]
+
+
+def test_only_a_profile_of_this_device_is_compared(tmp_path: Path) -> None:
+    device = tmp_path / "device.json"
+    published = profile_of([]).model_copy(update={"source": "published", "device": "NVIDIA A100"})
+    device.write_text(published.to_json())
+    found = problems_of("--profile", str(device), "--compare", "3")
+    assert [problem["where"] for problem in found] == ["source"]
+    other = profile_of([]).model_copy(update={"threads": 1 + torch.get_num_threads()})
+    device.write_text(other.to_json())
+    found = problems_of("--profile", str(device), "--compare", "3")
+    assert {problem["where"] for problem in found} == {"device", "threads"}

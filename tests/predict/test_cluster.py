@@ -12,15 +12,16 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+import two_ranks
 from bitwright.errors import BitwrightError, PlanError
 from bitwright.graph import tree
 from bitwright.plan import Plan
-from bitwright.predict import Cluster, Link, Predictor, make_buckets, predict, write_trace
+from bitwright.predict import Cluster, Link, Local, Predictor, make_buckets, predict, write_trace
 from bitwright.predict.cluster import json_schema
 from bitwright.profile import StepSettings, Variant, record_step
 from bitwright.profile.device import CollectiveCost
 from bitwright.profile.signature import TensorSpec
-from step_cases import bert, int8_plan, net, prepared, profile_of, watched
+from step_cases import bert, digits, int8_plan, net, prepared, profile_of, watched
 
 YAML = """
 bitwright_cluster: 1
@@ -61,8 +62,14 @@ def test_measured_collectives_count_and_their_lack_is_said() -> None:
     made = profile_of([]).model_copy(update={"collectives": [measured]})
     cluster = Cluster.of({"a": 2})
     assert cluster.collective("all_reduce", {"a": made}, 2) == measured
-    with pytest.raises(BitwrightError, match="among 3 devices"):
+    with pytest.raises(BitwrightError, match="among 3 devices: it was measured among 2"):
         cluster.collective("all_reduce", {"a": made}, 3)
+    partly = Cluster.from_yaml(
+        "bitwright_cluster: 1\ndevices:\n  a: {profile: a.json, link: {gbit_per_s: 1}}\n  b: {profile: b.json}\n"
+    )
+    with pytest.raises(BitwrightError, match="no profile has it measured") as error:
+        partly.collective("all_reduce", {}, 2)
+    assert error.value.problems[0].where == "cluster, b"  # a has one
 
 
 @pytest.mark.parametrize("cap", [None, 0.005, 1])
@@ -80,6 +87,21 @@ def test_buckets_are_those_of_ddp(cap: float | None, tmp_path: Path) -> None:
     finally:
         dist.destroy_process_group()
     assert ", ".join(str(bucket.bytes) for bucket in ours) == theirs
+
+
+def test_buckets_of_folded_norms_are_those_of_ddp(tmp_path: Path) -> None:
+    """In two real processes: a folded norm's weight gets its gradient with its convolution's."""
+    model, batch, loss = digits()
+    graph = record_step(model, batch, loss)
+    plan = int8_plan(model, batch)
+    assert plan.folds
+    made = profile_of(watched(prepared(model, batch, plan), batch, loss).calls)
+    trained = Local.build(graph, plan, made, StepSettings(fuse=False)).trained
+    theirs = two_ranks.run(Path(__file__).parent / "buckets_worker.py", tmp_path, seconds=300)
+    for cap, sizes in theirs[0].items():
+        ours = [bucket.bytes for bucket in make_buckets(trained, cap)]
+        assert len(ours) > 1
+        assert ", ".join(map(str, ours)) == sizes
 
 
 def test_a_big_tensor_has_a_bucket_of_its_own() -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -7,13 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from bitwright.errors import PlanError
+from bitwright.errors import BitwrightError, PlanError
 from bitwright.formats import Format
-from bitwright.plan import Plan, SiteSpec
+from bitwright.plan import FoldSpec, Plan, SiteSpec
 from bitwright.predict import Local, Predictor, predict
 from bitwright.profile import IMPLEMENTATIONS, Cast, OperatorUnderPlan, StepSettings, Variant, Way, record_step
-from bitwright.profile.device import CastCost, Line, TensorsCost
-from step_cases import int8_plan, net, prepared, profile_of, watched
+from bitwright.profile.device import CastCost, Line, TensorsCost, Timing
+from bitwright.profile.halves import restricted
+from step_cases import digits, int8_plan, net, prepared, profile_of, watched
 
 
 def test_every_second_is_somebodys() -> None:
@@ -54,6 +56,17 @@ def test_all_that_a_profile_lacks_is_said_at_once() -> None:
     missing = {problem.where for problem in error.value.problems}
     assert {"conv:weight", "conv:input", "head:weight"} <= missing
     assert "bitwright profile" in str(error.value)
+    for source, words in (("published", "--published"), ("imported", "--trace")):
+        with pytest.raises(PlanError, match=words):
+            Local.build(graph, plan, made.model_copy(update={"source": source}), StepSettings(fuse=False))
+
+
+def test_a_batch_that_the_profile_has_is_named() -> None:
+    model, batch, loss = net()
+    graph = record_step(model, (batch[0][:2], batch[1][:2]), loss)
+    made = profile_of(watched(Variant(model=model), batch, loss).calls)
+    with pytest.raises(PlanError, match="predict with --batch 4, which the profile has"):
+        Local.build(graph, Plan(), made, StepSettings())
 
 
 def test_an_operator_that_was_not_measured_in_its_format_is_counted() -> None:
@@ -165,3 +178,83 @@ def test_a_trial_that_fails_leaves_nothing_behind() -> None:
         with pytest.raises(PlanError, match="lacks 1 measurements"):
             predictor.changed("device", unknown, {"head"})
     assert predictor.changed("device", Plan(), {"head"}).seconds == before == predictor.seconds
+
+
+@pytest.mark.parametrize("backend", ["onnxruntime", "academic"])
+@pytest.mark.parametrize("strategy", [0, 1, 2, 3, 4])
+def test_gradients_come_in_autograds_order(backend: str, strategy: int) -> None:
+    """Buckets are made of it: a folded norm's weight comes with its convolution's."""
+    model, batch, loss = net()
+    graph = record_step(model, batch, loss)
+    plan = int8_plan(model, batch, backend)
+    folds = {norm: FoldSpec(into=fold.into, strategy=strategy) for norm, fold in plan.folds.items()}
+    plan = replace(plan, fold=folds)
+    variant = prepared(model, batch, plan)
+    made = profile_of({*watched(variant, batch, loss).calls, *watched(Variant(model=model), batch, loss).calls})
+    real: list[str] = []
+    for name, parameter in variant.model.named_parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(lambda _, name=name: real.append(name))
+    loss(variant.model(batch[0]), batch[1]).backward()
+    local = Local.build(graph, plan, made, StepSettings(fuse=False))
+    assert [name for name, _ in local.trained] == real
+    shapes = {name: tuple(parameter.shape) for name, parameter in variant.model.named_parameters()}
+    assert all(spec.shape == shapes[name] for name, spec in local.trained)
+
+
+def test_changed_plans_are_predicted_as_if_from_nothing() -> None:
+    """Whatever the plans: folds come and go with their convolutions, shared quantizers with their owners."""
+    model, batch, loss = digits()
+    graph = record_step(model, batch, loss)
+    settings = StepSettings(fuse=False)
+    whole = int8_plan(model, batch)
+    names = sorted({site.rpartition(":")[0] for site in whole.sites})
+    keys = set(watched(prepared(model, batch, whole), batch, loss).calls)
+    keys |= set(watched(Variant(model=model), batch, loss).calls)
+    made = profile_of(sorted(keys))
+    # each costs something else, so that no change hides another
+    costs = [cost.model_copy(update={"forward": Timing(seconds=1e-3 * n)}) for n, cost in enumerate(made.operators, 1)]
+    made = made.model_copy(update={"operators": costs})
+    casts = [
+        CastCost(kind=kind, forward=[Line(per_element=1e-6, fixed=1e-3)]) for _, kind in keys if kind.startswith("lsq")
+    ]
+    made = made.model_copy(update={"casts": casts})
+    coin = random.Random(0)
+    plan = whole
+    predictor = Predictor.make(graph, plan, made, None, settings)
+    for _ in range(25):
+        now = restricted(whole, {name for name in names if coin.random() < 0.6})
+        sites = {*plan.sites} ^ {*now.sites}
+        predictor = predictor.changed("device", now, {site.rpartition(":")[0] for site in sites})
+        fresh = Predictor.make(graph, now, made, None, settings)
+        assert predictor.seconds == pytest.approx(fresh.seconds, abs=1e-12)
+        assert predictor.predict().devices == fresh.predict().devices
+        plan = now
+
+
+def test_a_changed_operator_that_is_not_there_is_said() -> None:
+    model, batch, loss = net()
+    graph = record_step(model, batch, loss)
+    made = profile_of(watched(Variant(model=model), batch, loss).calls)
+    predictor = Predictor.make(graph, Plan(), made)
+    with pytest.raises(BitwrightError, match="did you mean 'head'"):
+        predictor.changed("device", Plan(), {"haed"})
+    with pytest.raises(BitwrightError, match="did you mean 'device'"):
+        predictor.changed("devise", Plan(), {"head"})
+
+
+def test_fp16_has_its_loss_scaled() -> None:
+    model, batch, loss = net()
+    graph = record_step(model, batch, loss)
+    settings = StepSettings(amp="fp16")
+    made = profile_of(watched(Variant(model=model, settings=settings), batch, loss).calls)
+    scaling = TensorsCost(name="scaling", per_element=0, per_tensor=0, fixed=1.0)
+    without = Local.build(graph, Plan(), made.model_copy(), settings)
+    assert without.lacks_scaling
+    made = made.model_copy(update={"tensors": [*made.tensors, scaling]})
+    local = Local.build(graph, Plan(), made, settings)
+    assert not local.lacks_scaling
+    assert local.phases["optimizer"] == pytest.approx(without.phases["optimizer"] + 1)
+    clipped = Local.build(graph, Plan(), made, settings.model_copy(update={"clip": 1.0}))
+    assert clipped.phases["clip"] == pytest.approx(1.0)
+    assert Local.build(graph, Plan(), made, StepSettings(amp="fp16", clip=1.0)).seconds == pytest.approx(local.seconds)

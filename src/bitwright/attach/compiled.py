@@ -24,7 +24,7 @@ _WIDTHS = {"AVX512": 512, "AVX2": 256, "DEFAULT": 1}  # bits; of what isn't here
 _broken: list[str] = []  # why compiling was given up in this process
 
 
-def for_this_cpu() -> dict[str, int]:
+def for_this_cpu() -> dict[str, Any]:
     """Options of torch.compile that name the vectors' width, which is part of its cache's key then.
 
     Without it, code that was generated for one width is taken from a cache that machines share, or that outlives a

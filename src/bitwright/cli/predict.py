@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -22,10 +24,10 @@ from bitwright.cli.stepping import (
     variant_of,
 )
 from bitwright.cli.verb import verb
-from bitwright.errors import BitwrightError
+from bitwright.errors import BitwrightError, PlanError, Problem
 from bitwright.plan import Plan
 from bitwright.predict import Cluster, Prediction, Predictor, write_trace
-from bitwright.predict.compare import Comparison, compare
+from bitwright.predict.compare import Comparison, check_is_here, compare
 from bitwright.profile import DeviceProfile, StepGraph, StepSettings, record_step
 from bitwright.report import add_to_report, forecast, report_of, words
 from bitwright.workload import Workload
@@ -72,16 +74,26 @@ def predict_(
         raise BitwrightError("give either --profile or --cluster", fix="--profile device.json for one device")
     if steps is not None and profile is None:
         raise BitwrightError("only this device can be compared", where="--compare", fix="use --profile")
+    profiles, described, recorded = _read(profile, cluster, graph)
+    if steps is not None:
+        (here,) = profiles.values()
+        check_is_here(here)
+        if here.source == "imported":
+            out.note("the profile was imported: nobody says if its trace is of this device, with as many threads")
     found = open_workload(out, workload)
     if report is not None:
         report_of(report, found.name)  # one of another workload is an error now, not after the work
     pair, loss = training_batch(found, batch, channels_last=channels_last)
-    recorded = StepGraph.load(graph) if graph is not None else record_step(found.model, pair, loss, name=found.name)
+    if recorded is None:
+        recorded = record_step(found.model, pair, loss, name=found.name)
     plan = Plan() if quantize is None else plan_of(found, quantize)
     # other batches lie on a line through this one and half of it, as for planners
     unequal = graph is None and any(device.batch is not None for device in plan.devices.values())
     half = record_step(found.model, *half_of((pair, loss)), name=found.name) if unequal else None
-    predictor = _predictor(found, recorded, half, plan, profile, cluster, settings)
+    if described is None or cluster is None:
+        predictor = Predictor.make(recorded, plan, profiles, None, settings)
+    else:
+        predictor = _on_cluster(found, recorded, half, plan, profiles, described, cluster.parent, settings)
     prediction = predictor.predict(exact=exact)
     if trace is not None:
         write_trace(prediction, trace)
@@ -98,27 +110,80 @@ def predict_(
     _show(out, prediction, comparison, trace)
 
 
-def _predictor(
+def _read(
+    profile: Path | None, cluster: Path | None, graph: Path | None
+) -> tuple[dict[str, DeviceProfile], Cluster | None, StepGraph | None]:
+    """The files that were named; what is wrong with any of them is said together, before any work."""
+    problems: list[Problem] = []
+    profiles: dict[str, DeviceProfile] = {}
+    described = recorded = None
+    if profile is not None:
+        with _collecting(problems, profile):
+            profiles = {"device": DeviceProfile.load(profile)}
+    if cluster is not None:
+        with _collecting(problems, cluster):
+            described = Cluster.load(cluster)
+            problems += _missing_plans(described, cluster.parent)
+            profiles = described.profiles(cluster.parent)
+    if graph is not None:
+        with _collecting(problems, graph):
+            recorded = _graph(graph)
+    if problems:
+        raise PlanError(problems, title="what was given can't be used")
+    return profiles, described, recorded
+
+
+@contextmanager
+def _collecting(problems: list[Problem], file: Path) -> Iterator[None]:
+    try:
+        yield
+    except BitwrightError as error:
+        for problem in error.problems:
+            where = problem.where or ""
+            problems.append(problem if file.name in where else replace(problem, where=f"{file}: {where}"))
+
+
+def _missing_plans(cluster: Cluster, folder: Path) -> list[Problem]:
+    fix = "write it, or leave `plan` out: the common plan counts then"
+    return [
+        Problem(what="there is no such plan", where=f"{name}: {folder / kind.plan}", fix=fix)
+        for name, kind in cluster.devices.items()
+        if kind.plan is not None and not (folder / kind.plan).is_file()
+    ]
+
+
+def _graph(path: Path) -> StepGraph:
+    """A step that was recorded before; a file that isn't one says so."""
+    fix = "record it again: bitwright profile WORKLOAD --graph FILE"
+    try:
+        return StepGraph.load(path)
+    except OSError as error:
+        what = f"can't read the step graph: {error.strerror}"
+        raise BitwrightError(what, where=str(path), fix="make it: bitwright profile WORKLOAD --graph FILE") from None
+    except KeyError as error:
+        raise BitwrightError(f"not a whole step graph: it lacks {error}", where=str(path), fix=fix) from None
+    except (ValueError, TypeError, AttributeError) as error:  # no text, no JSON, or other things in it
+        raise BitwrightError("not a step graph", where=str(path), value=str(error), fix=fix) from None
+
+
+def _on_cluster(
     workload: Workload,
     graph: StepGraph,
     half: StepGraph | None,
     plan: Plan,
-    profile: Path | None,
-    cluster: Path | None,
+    profiles: dict[str, DeviceProfile],
+    cluster: Cluster,
+    folder: Path,
     settings: StepSettings,
 ) -> Predictor:
-    if profile is not None:
-        return Predictor.make(graph, plan, DeviceProfile.load(profile), None, settings)
-    assert cluster is not None
-    described, folder = Cluster.load(cluster), cluster.parent
     plans = {
         name: plan_of(workload, folder / kind.plan)
         if kind.plan is not None
         else (plan.for_device(name) if name in plan.devices else plan)
-        for name, kind in described.devices.items()
+        for name, kind in cluster.devices.items()
     }
     batches = {name: device.batch for name, device in plan.devices.items() if device.batch is not None}
-    return Predictor.make(graph, plans, described.profiles(folder), described, settings, batches=batches, smaller=half)
+    return Predictor.make(graph, plans, profiles, cluster, settings, batches=batches, smaller=half)
 
 
 def _show(out: Out, prediction: Prediction, comparison: Comparison | None, trace: Path | None) -> None:
@@ -158,6 +223,9 @@ def _show(out: Out, prediction: Prediction, comparison: Comparison | None, trace
     for device in prediction.devices:
         if device.stood_in:
             out.note(f"{device.name}: {device.stood_in} operators weren't measured in their format; float stands in")
+    lacking = [name for name, local in prediction.locals.items() if local.lacks_scaling]
+    if lacking:
+        out.note(f"fp16's loss scaling isn't in the step: the profile of {', '.join(lacking)} doesn't have it")
     out.say("critical path: " + " → ".join(prediction.critical))
     if comparison is not None:
         if comparison.drift is not None and comparison.error_without_drift is not None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from ruamel.yaml import YAML
-from ruamel.yaml.error import YAMLError
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
 from bitwright.errors import BitwrightError, PlanError, Problem, did_you_mean
 from bitwright.profile.device import CollectiveCost, DeviceProfile
@@ -59,9 +60,19 @@ class Cluster(_Part):
     def from_yaml(text: str, *, where: str = "cluster") -> Cluster:
         """Read a cluster; all its problems are raised at once."""
         try:
-            data: Any = YAML(typ="safe").load(text)
+            data: Any = YAML(typ="safe", pure=True).load(text)
         except YAMLError as error:
-            raise BitwrightError("not YAML", where=where, value=str(error).splitlines()[0]) from None
+            mark = error.problem_mark if isinstance(error, MarkedYAMLError) else None
+            line = f"{where}:{mark.line + 1}:{mark.column + 1}" if mark else where
+            what = error.problem if isinstance(error, MarkedYAMLError) else str(error)
+            raise BitwrightError(f"not valid YAML: {what}", where=line, fix="mend the file at this line") from None
+        if not isinstance(data, dict):
+            raise BitwrightError(
+                "a cluster is a mapping",
+                where=where,
+                value="nothing" if data is None else data,
+                fix="begin with `bitwright_cluster: 1`, then `devices:`; docs/predict.md has an example",
+            )
         try:
             return Cluster.model_validate(data)
         except ValidationError as error:
@@ -76,7 +87,14 @@ class Cluster(_Part):
     @staticmethod
     def load(path: str | Path) -> Cluster:
         """Read a file."""
-        return Cluster.from_yaml(Path(path).read_text(encoding="utf-8"), where=str(path))
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "not a text file"
+            raise BitwrightError(
+                f"can't read the cluster: {reason}", where=str(path), fix="give the path of a cluster.yaml"
+            ) from None
+        return Cluster.from_yaml(text, where=str(path))
 
     @staticmethod
     def of(kinds: dict[str, int], **settings: Any) -> Cluster:
@@ -85,7 +103,7 @@ class Cluster(_Part):
         return Cluster(bitwright_cluster=1, devices=devices, **settings)
 
     def profiles(self, folder: Path, given: Mapping[str, Path] | None = None) -> dict[str, DeviceProfile]:
-        """The profiles that the file names, or those that are given in their place; all that lack are named."""
+        """The profiles that the file names, or those given in their place; all problems are said at once."""
         paths = {name: folder / kind.profile for name, kind in self.devices.items() if kind.profile is not None}
         paths |= given or {}
         problems = [
@@ -98,9 +116,15 @@ class Cluster(_Part):
             for name in self.devices
             if name not in paths
         ]
+        found: dict[str, DeviceProfile] = {}
+        for name, path in paths.items():
+            try:
+                found[name] = DeviceProfile.load(path)
+            except BitwrightError as error:
+                problems += [replace(problem, where=f"{name}: {problem.where}") for problem in error.problems]
         if problems:
-            raise PlanError(problems, title="profiles and devices don't go together")
-        return {name: DeviceProfile.load(path) for name, path in paths.items()}
+            raise PlanError(problems, title="the cluster's profiles have problems")
+        return found
 
     def collective(self, operation: str, profiles: dict[str, DeviceProfile], world: int) -> CollectiveCost:
         """What a collective costs among these: the slowest kind's measurement, or a ring over the slowest link."""
@@ -127,11 +151,14 @@ class Cluster(_Part):
         same = [cost for cost in measured if cost.world == world]
         if same:
             return max(same, key=lambda cost: cost.latency + cost.per_byte * 1e6)
+        without = [name for name, link in zip(self.devices, links, strict=True) if link is None]
+        sizes = sorted({cost.world for cost in measured})
         raise BitwrightError(
-            f"nothing says what {operation} costs among {world} devices",
-            where="cluster",
-            value=sorted({cost.world for cost in measured}),
-            fix="give the cluster a `link`, or profile a process group of this size",
+            f"nothing says what {operation} costs among {world} devices: "
+            + ("no profile has it measured" if not sizes else f"it was measured among {', '.join(map(str, sizes))}"),
+            where=f"cluster, {', '.join(without)}",
+            fix=f"give the cluster a `link`, or one to {', '.join(without)}; or profile a process group of this size "
+            f"with {self.backend}",
         )
 
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
+from bitwright.errors import PlanError, Problem
 from bitwright.predict.local import Local
+from bitwright.profile.device import DeviceProfile
+from bitwright.profile.here import device_name
 from bitwright.profile.repeat import undisturbed
 from bitwright.profile.step import CLOCKS, PHASES, Batch, Clock, Loss
 from bitwright.profile.sweep import Variant
@@ -63,6 +69,7 @@ def compare(
     progress: Callable[[int], None] | None = None,
 ) -> Comparison:
     """Run the plan and put it beside the prediction."""
+    check_is_here(local.profile)
     variant.model.train()
     step = WatchedStep(variant.model, [batch], loss, variant.settings, clock=clock)
     watch = Watch(variant.model, variant.plan, variant.settings, CLOCKS[clock], host=local.profile.host)
@@ -74,12 +81,13 @@ def compare(
     with undisturbed():
         for number in range(steps):
             speeds.append(yardstick(CLOCKS[clock]))
+            step()  # the yardstick and the watch have left other things in the caches; a trainer's step follows its own
             plain.append(step())
             seen.append(_groups(watch.run(step)))
             if progress is not None:
                 progress(number + 1)
     predicted = predicted_groups(local)
-    names = sorted({*predicted, *seen[0]}, key=lambda name: -predicted.get(name, 0.0))
+    names = sorted({*predicted, *seen[0]} - _inside_others(local), key=lambda name: -predicted.get(name, 0.0))
     return Comparison(
         step=Pair(
             name="step",
@@ -89,6 +97,7 @@ def compare(
         phases=tuple(
             Pair(name=name, predicted=local.phases[name], measured=statistics.median(spent[name] for spent in plain))
             for name in PHASES
+            if name != "clip" or variant.settings.clip is not None
         ),
         groups=tuple(
             Pair(
@@ -101,6 +110,42 @@ def compare(
         steps=steps,
         drift=statistics.median(speeds) / then if (then := local.profile.host.yardstick) else None,
     )
+
+
+def check_is_here(profile: DeviceProfile) -> None:
+    """Refuse a profile that isn't of this device, as it is set up now: comparing would say nothing of either.
+
+    An imported one says neither its device's name nor its threads.
+    """
+    fix = "profile this device as it is now: bitwright profile"
+    threads = torch.get_num_threads()
+    problems = []
+    if profile.source == "published":
+        problems.append(Problem(what="it was published, not measured here", where="source", fix=fix))
+    if profile.source == "measured" and _without_threads(profile.device) != _without_threads(device_name()):
+        what = f"this one is {device_name()}"
+        problems.append(Problem(what=what, where="device", value=profile.device, fix=fix))
+    if profile.source == "measured" and profile.threads != threads:
+        words = f"set OMP_NUM_THREADS={profile.threads}, or profile with {threads}"
+        problems.append(Problem(what=f"now there are {threads}", where="threads", value=profile.threads, fix=words))
+    if profile.clock == "cpu" and threads > 1:
+        words = "set OMP_NUM_THREADS=1, or profile with --clock wall"
+        problems.append(Problem(what="it counts one thread only", where="clock", value=profile.clock, fix=words))
+    if problems:
+        raise PlanError(problems, title=f"the profile of {profile.device} can't be compared with steps here")
+
+
+def _without_threads(device: str) -> str:
+    return re.sub(r", \d+ threads?$", "", device)
+
+
+def _inside_others(local: Local) -> set[str]:
+    """Kinds that aren't in the step: each call of them is done within a quantizer."""
+    within: dict[str, bool] = {}
+    for block in local.blocks:
+        kind = block.op.call.kind
+        within[kind] = within.get(kind, True) and block.way.format == "within-cast"
+    return {kind for kind, all_ in within.items() if all_}
 
 
 def _group(text: str, format: str) -> str:

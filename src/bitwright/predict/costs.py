@@ -59,7 +59,7 @@ class Costs:
     def fresh(self) -> Costs:
         """The same profile for another trial: what one lacked isn't the next one's fault."""
         other = copy(self)
-        other.missing, other.stood_in = {}, set(self.stood_in)
+        other.missing = {}
         return other
 
     def operator(self, text: str, format: str, name: str, told: Callable[[], Cost | None] = lambda: None) -> Cost:
@@ -103,6 +103,11 @@ class Costs:
             return 0.0
         return known.seconds(elements, tensors)
 
+    def scaling(self, elements: int, tensors: int) -> float:
+        """Fp16's loss scaling; nothing where a profile (an imported one, say) doesn't have it."""
+        known = self.profile.by_name.get("scaling")
+        return known.seconds(elements, tensors) if known is not None else 0.0
+
     def optimizer(self, settings: StepSettings, elements: int, tensors: int) -> float:
         """One step of the optimizer."""
         return self.on_all(f"{settings.optimizer}/{'foreach' if settings.uses_foreach else 'loop'}", elements, tensors)
@@ -112,18 +117,46 @@ class Costs:
         if not self.missing:
             return
         problems = [
-            Problem(
-                what="not in the profile",
-                where=name,
-                value=f"{text} in {format}",
-                fix="measure it: bitwright profile WORKLOAD with the same batch, plan and --amp, and the same cache",
-            )
+            Problem(what="not in the profile", where=name, value=f"{text} in {format}", fix=self._fix(text, format))
             for (text, format), name in self.missing.items()
         ]
         shown = problems[:20]
         more = f", of which {len(shown)} are shown" if len(problems) > len(shown) else ""
         title = f"the profile of {self.profile.device} lacks {len(problems)} measurements{more}"
         raise PlanError(shown, title=title)
+
+    def _fix(self, text: str, format: str) -> str:
+        """Where the missing time can come from: not all profiles are measured by us."""
+        if self.profile.source == "published":
+            fix = "bitwright profile WORKLOAD --published DEVICE with the same batch, --quantize, --kernel and --amp"
+        elif self.profile.source == "imported":
+            fix = "trace a step with the same batch, plan and autocast: bitwright profile WORKLOAD --trace FILE"
+        else:
+            fix = "measure it: bitwright profile WORKLOAD with the same batch, plan and --amp, and the same cache"
+        other = self._batches.get((_any_batch(text), format))
+        return fix if other is None else f"predict with --batch {other}, which the profile has; or {fix}"
+
+    @cached_property
+    def _batches(self) -> dict[tuple[str, str], str]:
+        """The first size of what operators are given, by all the rest of them."""
+        found = {}
+        for text, format in self.profile.by_operator:
+            size = _FIRST_SIZE.match(text)
+            if size is not None:
+                found[_any_batch(text), format] = size[2]
+        return found
+
+
+_FIRST_SIZE = re.compile(r"([\w:.]+\(\w+=\w+\[)(\d+)(?=,)")
+
+
+def _any_batch(text: str) -> str:
+    """Without the first size of the first tensor.
+
+    >>> _any_batch("linear(input=f32[64,24]+, weight=f32[8,24]+)")
+    'linear(input=f32[*,24]+, weight=f32[8,24]+)'
+    """
+    return _FIRST_SIZE.sub(r"\1*", text, count=1)
 
 
 def _loose(text: str) -> str:

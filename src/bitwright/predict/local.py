@@ -7,10 +7,12 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate as running_sum
 
+from bitwright.errors import BitwrightError, did_you_mean
 from bitwright.graph.naming import site_name
 from bitwright.plan import Plan
 from bitwright.predict.costs import Cost, Costs, told
 from bitwright.predict.flow import given, incoming, must_be_float
+from bitwright.predict.gradients import gradients_of
 from bitwright.profile.device import DeviceProfile
 from bitwright.profile.signature import FLOATS, CallSpec, TensorSpec
 from bitwright.profile.step import StepSettings
@@ -39,6 +41,8 @@ class Block:
     gives: str
     gradients: tuple[tuple[str, TensorSpec], ...]
     accumulation: float
+    key: tuple[str, str] = ("", "")
+    """What its cost was looked up by."""
 
     @cached_property
     def forward(self) -> float:
@@ -85,9 +89,14 @@ class Local:
 
     def replaced(self, plan: Plan, changed: set[str]) -> Local:
         """The same step with another plan, which differs at these operators only."""
+        wrong = sorted(name for name in changed if name not in self.graph.position)
+        if wrong:
+            raise BitwrightError(
+                "the step has no such operator", value=wrong[0], fix=did_you_mean(wrong[0], self.graph.position)
+            )
         local = Local(self.graph, plan, self.costs.fresh(), self.settings, list(self.blocks), casts=self.casts)
         gives = _Given(local)
-        waiting = sorted(self.graph.position[name] for name in changed)
+        waiting = sorted(self.graph.position[name] for name in changed | self._with_them(plan, changed))
         seen = set(waiting)
         same = True
         while waiting:
@@ -102,11 +111,26 @@ class Local:
                         seen.add(reader)
                         waiting.append(reader)
                 waiting.sort()
-        local.costs.complain()
         # what the graph alone decides, and what gradients do, needn't be found again: planners change plans often
-        kept = ("_readers", "_order", "trained", "tail") if same else ("_readers", "_order")
+        kept = ("_readers", "trained", "tail") if same else ("_readers",)
         local.__dict__.update({name: self.__dict__[name] for name in kept if name in self.__dict__})
+        _ = local.loss, local.tail
+        local.costs.complain()
         return local
+
+    def _with_them(self, plan: Plan, changed: set[str]) -> set[str]:
+        """Operators that the plans treat differently because of others: folded norms, shared quantizers."""
+        found: set[str] = set()
+        before, now = self.plan.folds, plan.folds
+        for norm in before.keys() | now.keys():
+            old, new = before.get(norm), now.get(norm)
+            if old != new:
+                found |= {norm, *(fold.into for fold in (old, new) if fold is not None)}
+        for sites in (self.plan.sites, plan.sites):
+            for site, spec in sites.items():
+                if spec.share is not None and spec.share.rpartition(":")[0] in changed:
+                    found.add(site.rpartition(":")[0])
+        return {name for name in found if name in self.graph.position}
 
     @cached_property
     def _readers(self) -> dict[str, list[int]]:
@@ -146,10 +170,10 @@ class Local:
                 for (port, spec), (_, type) in zip(op.call.ports, types, strict=True)
                 if spec.is_float and type not in FLOATS
             ]
-        gradients = self._gradients(op, way)
+        gradients = gradients_of(self.graph, op, way, plan)
         taken = sum(self.costs.accumulation(tensor) for _, tensor in gradients)
         casts = tuple(placed) if self.casts else ()
-        return Block(op, way, cost, casts, gives, gradients, taken if op.has_backward else 0.0)
+        return Block(op, way, cost, casts, gives, gradients, taken if op.has_backward else 0.0, (text, format))
 
     @staticmethod
     def _is_cast(source: str, plan: Plan) -> bool:
@@ -161,27 +185,6 @@ class Local:
         if spec is None:  # the output, or a bias that a folded norm brings
             spec = op.outputs[0].with_(dtype=gives)
         return PlacedCast(cast, spec, self.costs.cast(cast, spec, op.name))
-
-    def _gradients(self, op: StepOp, way: Way) -> tuple[tuple[str, TensorSpec], ...]:
-        """Parameters whose gradients are complete once this operator's backward is done."""
-        found: dict[str, TensorSpec] = {}
-        for source, (_, spec) in zip(op.sources, op.call.ports, strict=True):
-            name = source.removeprefix("param:")
-            if source.startswith("param:") and spec.grad and self.graph.uses.get(name) == op.name:
-                found[name] = spec
-        for cast in way.casts:
-            if cast.learns:
-                channels = "/channel/" in cast.kind and cast.weight
-                spec_ = op.call.port(cast.port)
-                shape = (spec_.shape[0],) if channels and spec_ is not None and spec_.shape else ()
-                if (cast.state or op.name).rpartition(":")[0] in ("", op.name):  # else its owner's
-                    found[f"bitwright.{op.name}:{cast.port}.scale"] = TensorSpec(shape, "float32", True)
-        order = self._order
-        return tuple(sorted(found.items(), key=lambda item: order.get(item[0], len(order))))
-
-    @cached_property
-    def _order(self) -> dict[str, int]:
-        return {name: number for number, name in enumerate(self.graph.gradient_order)}
 
     # -- seconds ---------------------------------------------------------------------------------------------
 
@@ -247,10 +250,12 @@ class Local:
         elements = sum(spec.elements for _, spec in self.trained)
         settings, host, costs = self.settings, self.profile.host, self.costs
         again = settings.accumulate - 1
+        clips = settings.clip is not None
+        scaling = costs.scaling(elements, tensors) if settings.amp == "fp16" else 0.0
         return {
             "accumulate": again * costs.on_all("accumulate", elements, tensors) if again else 0.0,
-            "clip": costs.on_all("clip", elements, tensors) if settings.clip is not None else 0.0,
-            "optimizer": costs.optimizer(settings, elements, tensors),
+            "clip": costs.on_all("clip", elements, tensors) + scaling if clips else 0.0,  # of what is unscaled
+            "optimizer": costs.optimizer(settings, elements, tensors) + (0.0 if clips else scaling),
             "other": host.step
             + costs.on_all("zero_grad", elements, tensors)
             + (host.schedule if settings.schedule else 0.0),
@@ -269,6 +274,22 @@ class Local:
             "optimizer": tail["optimizer"],
             "other": tail["other"],
         }
+
+    @property
+    def still(self) -> dict[str, float]:
+        """What of the phases before the collectives no batch makes longer."""
+        return {"backward": self.tail["accumulate"], "other": self.tail["other"]}
+
+    @property
+    def lacks_scaling(self) -> bool:
+        """Whether fp16's loss scaling belongs to the step, but isn't in the profile."""
+        return self.settings.amp == "fp16" and "scaling" not in self.profile.by_name
+
+    @property
+    def stood_in(self) -> int:
+        """Operators that weren't measured in their format."""
+        loss = (self.loss_text, base_format(self.settings.amp))
+        return sum(key in self.costs.stood_in for key in [*(block.key for block in self.blocks), loss])
 
     @property
     def seconds(self) -> float:

@@ -32,10 +32,10 @@ class DevicePrediction:
 
     @property
     def fits(self) -> bool | None:
-        """Whether its memory is enough; None if nobody said how much it has."""
+        """Whether its memory is enough for the whole process; None if nobody said how much it has."""
         if self.memory is None or self.memory_limit is None:
             return None
-        return self.memory.peak <= self.memory_limit
+        return self.memory.process <= self.memory_limit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,13 +73,13 @@ class Prediction:
         }
 
 
-def critical_path(replay: StepReplay, forward: dict[str, float]) -> tuple[str, ...]:
+def critical_path(replay: StepReplay) -> tuple[str, ...]:
     """Back from the end: who finished last, what it waited for, and so on to the start."""
     last = max(replay.lanes, key=lambda run: run.finished)
     words = [f"{last.lane.name}: clipping and optimizer, {_ms(last.lane.tail)}"]
     if not replay.sent or last.computed > replay.sent[-1].end:
-        first = last.lane.name
-        words.append(f"{first}: backward to its end, {_ms(last.lane.computing - forward[first])}")
+        lane = last.lane
+        words.append(f"{lane.name}: backward to its end, {_ms(lane.computing - lane.turned)}")
     else:
         index = len(replay.sent) - 1
         end = replay.sent[index].end
@@ -90,8 +90,8 @@ def critical_path(replay: StepReplay, forward: dict[str, float]) -> tuple[str, .
         words.append(f"collectives of {span}, {_ms(end - sent.start)}")
         first = sent.waited_for or last.lane.name
         lane = next(run.lane for run in replay.lanes if run.lane.name == first)
-        words.append(f"{first}: backward to bucket {index}, {_ms(max(0.0, lane.ready[index] - forward[first]))}")
-    words.append(f"{first}: forward, {_ms(forward[first])}")
+        words.append(f"{first}: backward to bucket {index}, {_ms(max(0.0, lane.ready[index] - lane.turned))}")
+    words.append(f"{lane.name}: forward, {_ms(lane.turned)}")
     return tuple(reversed(words))
 
 

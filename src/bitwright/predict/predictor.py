@@ -14,12 +14,12 @@ from bitwright.predict.cluster import Cluster
 from bitwright.predict.local import Local
 from bitwright.predict.memory import memory_of
 from bitwright.predict.prediction import DevicePrediction, Prediction, critical_path
-from bitwright.predict.replay import Lane, StepReplay, replay
+from bitwright.predict.replay import Lane, StepReplay, on_line, replay
 from bitwright.profile.device import DeviceProfile
 from bitwright.profile.step import StepSettings
 from bitwright.profile.stepgraph import StepGraph
 
-_GROWING = ("forward", "loss", "backward")  # phases that take longer with a larger batch
+_AFTER = ("clip", "optimizer")  # phases after the collectives, which don't take longer with a larger batch
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,13 @@ class Predictor:
 
     def changed(self, kind: str, plan: Plan, operators: set[str]) -> Predictor:
         """Another plan for one kind, which differs at these operators only."""
-        return replace(self, locals={**self.locals, kind: self.locals[kind].replaced(plan, operators)})
+        if kind not in self.locals:
+            raise BitwrightError("no such kind of device", value=kind, fix=did_you_mean(kind, self.locals))
+        small = {name: local for name, local in self.smaller.items() if name != kind}
+        if kind in self.smaller:
+            with suppress(BitwrightError):  # not measured
+                small[kind] = self.smaller[kind].replaced(plan, operators)
+        return replace(self, locals={**self.locals, kind: self.locals[kind].replaced(plan, operators)}, smaller=small)
 
     # -- the cluster's work ----------------------------------------------------------------------------------
 
@@ -124,9 +130,22 @@ class Predictor:
         lane = self._recorded(name, local)
         if share == 1:
             return lane
-        if small is None:
-            return lane.of_batch(share)
-        return lane.of_batch(share, (small.graph.samples / self.graph.samples, self._recorded(name, small)))
+        if small is not None and small.graph.samples < self.graph.samples:
+            return lane.of_batch(share, small.graph.samples / self.graph.samples, self._recorded(name, small))
+        still = sum(local.still.values())
+        nothing = replace(lane, ready=(still,) * len(lane.ready), begun=still, turned=still, computing=still)
+        return lane.of_batch(share, 0.0, nothing)
+
+    def _phases(self, name: str) -> dict[str, float]:
+        """A kind's step by phase, with its batch: the parts of its lane."""
+        local, small, share = self.locals[name], self.smaller.get(name), self.share(name)
+        whole = local.phases
+        if share == 1:
+            return whole
+        at, other = 0.0, {phase: local.still.get(phase, 0.0) for phase in whole}
+        if small is not None and small.graph.samples < self.graph.samples:
+            at, other = small.graph.samples / self.graph.samples, small.phases
+        return {n: s if n in _AFTER else on_line(share, at, other[n], s) for n, s in whole.items()}
 
     def _recorded(self, name: str, local: Local) -> Lane:
         """The work of a step as it was recorded."""
@@ -134,9 +153,9 @@ class Predictor:
         several = self.cluster.world > 1
         count = self.settings.accumulate
         per_gradient = host.ddp_gradient if several else 0.0
-        before = local.tail["other"] + count * (local.forward_seconds + local.loss.forward)
-        before += (count - 1) * local.backward_seconds + local.tail["accumulate"]
-        before += host.ddp_forward * count if several else 0.0
+        forward = local.forward_seconds + local.loss.forward + (host.ddp_forward if several else 0.0)
+        begun = local.tail["other"] + (count - 1) * (forward + local.backward_seconds) + local.tail["accumulate"]
+        before = begun + forward
         ready = local.gradient_offsets
         end = before + local.backward_seconds + len(ready) * per_gradient
         return Lane(
@@ -147,6 +166,9 @@ class Predictor:
             host.contention if several and self.modelled.contention else 0.0,
             self.cluster.devices[name].count,
             host.stretch if several and self.modelled.contention else 1.0,
+            name,
+            begun,
+            before,
         )
 
     def share(self, kind: str) -> float:
@@ -183,17 +205,15 @@ class Predictor:
         """Everything."""
         step = self.replay(exact=exact)
         sending = sum(sent.end - sent.start for sent in step.sent) + self.first
-        kinds = [run.lane.name.rpartition("-")[0] if exact else run.lane.name for run in step.lanes]
         memory = {
             name: memory_of(local, distributed=self.cluster.world > 1).of_batch(self.share(name))
             for name, local in self.locals.items()
         }
         devices = []
-        for kind, run in zip(kinds, step.lanes, strict=True):
-            local, lane = self.locals[kind], run.lane
-            spent = run.computed - run.knots[0][0] + lane.tail
-            stalled = sum(t1 - t0 for (t0, w0), (t1, w1) in zip(run.knots, run.knots[1:], strict=False) if w1 == w0)
-            busy = min(1.0, (spent - min(stalled, spent)) / step.period) if step.period else 0.0
+        for run in step.lanes:
+            kind, lane = run.lane.kind, run.lane
+            spent = run.computed - run.knots[0][0] + lane.tail  # slowed by messages or not; waiting comes after it
+            busy = min(1.0, spent / step.period) if step.period else 0.0
             devices.append(
                 DevicePrediction(
                     name=lane.name,
@@ -205,36 +225,20 @@ class Predictor:
                     phases=self._phases(kind),
                     memory=memory[kind],
                     memory_limit=self._limit(kind),
-                    stood_in=len(local.costs.stood_in),
+                    stood_in=self.locals[kind].stood_in,
                 )
             )
-        forward = {
-            run.lane.name: max(0.0, run.lane.computing - self._phases(kind)["backward"])
-            for kind, run in zip(kinds, step.lanes, strict=True)
-        }
         samples = sum(self.batches.get(n, self.graph.samples) * kind.count for n, kind in self.cluster.devices.items())
         return Prediction(
             model=self.graph.model,
             seconds=step.period,
             devices=tuple(devices),
             buckets=tuple(bucket.bytes for bucket in self.buckets),
-            critical=critical_path(step, forward),
+            critical=critical_path(step),
             samples=self.settings.accumulate * samples,
             replay=step,
             locals=dict(self.locals),
         )
-
-    def _phases(self, kind: str) -> dict[str, float]:
-        """Seconds of a device's step alone, with its batch: on the line that its lane lies on."""
-        share, small, now = self.share(kind), self.smaller.get(kind), self.locals[kind].phases
-        if share == 1:
-            return dict(now)
-        at, before = (0.0, dict.fromkeys(now, 0.0))
-        if small is not None:
-            at, before = small.graph.samples / self.graph.samples, small.phases
-        weight = (share - at) / (1 - at)
-        grown = {name: max(0.0, before[name] + weight * (now[name] - before[name])) for name in _GROWING}
-        return {**now, **grown}
 
     def _limit(self, kind: str) -> int | None:
         said = self.cluster.devices[kind].memory_gb

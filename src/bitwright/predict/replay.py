@@ -12,6 +12,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 
+def on_line(share: float, at: float, low: float, high: float) -> float:
+    """Seconds of a batch `share` times the recorded one, which takes `high`, where `at` times takes `low`.
+
+    >>> on_line(0.25, 0.5, 6.0, 10.0)
+    4.0
+    """
+    return max(0.0, low + (share - at) / (1 - at) * (high - low))
+
+
 @dataclass(frozen=True)
 class Lane:
     """One device, or several that are the same: work in seconds of undisturbed computing from a step's start."""
@@ -28,18 +37,24 @@ class Lane:
     count: int = 1
     stretch: float = 1.0
     """How much longer a collective takes while this device computes."""
+    kind: str = ""
+    """The kind of device; lanes of one kind have names of their own where each device is replayed."""
+    begun: float = 0.0
+    """Work before the last batch's forward."""
+    turned: float = 0.0
+    """Work before its backward."""
 
-    def of_batch(self, share: float, smaller: tuple[float, Lane] | None = None) -> Lane:
-        """With a batch `share` times as large: on the line through this lane and a smaller batch's, else through 0.
+    def of_batch(self, share: float, at: float, other: Lane) -> Lane:
+        """With a batch `share` times as large: on the line through this lane and another, `at` times as large.
 
         Work after the collectives stays.
         """
-        at, other = smaller or (0.0, replace(self, ready=(0.0,) * len(self.ready), computing=0.0))
-        weight = (share - at) / (1 - at)
-        pairs = zip(other.ready, self.ready, strict=True)
-        ready = tuple(max(0.0, low + weight * (high - low)) for low, high in pairs)
         return replace(
-            self, ready=ready, computing=max(0.0, other.computing + weight * (self.computing - other.computing))
+            self,
+            ready=tuple(on_line(share, at, low, high) for low, high in zip(other.ready, self.ready, strict=True)),
+            begun=on_line(share, at, other.begun, self.begun),
+            turned=on_line(share, at, other.turned, self.turned),
+            computing=on_line(share, at, other.computing, self.computing),
         )
 
 
@@ -84,6 +99,9 @@ class StepReplay:
     lanes: list[LaneReplay]
     sent: list[Sent]
     start: float
+    """When the first lane began, or what all do together before their forwards."""
+    first: float = 0.0
+    """Seconds of that."""
     period: float = 0.0
 
 
@@ -133,7 +151,7 @@ def _step(
             run.knots.append((time + left, run.lane.computing))
         run.computed = run.time_at(run.lane.computing)
         run.finished = max(run.computed, through) + run.lane.tail
-    return StepReplay(replays, sent, min(begun))
+    return StepReplay(replays, sent, min(begun) - first, first)
 
 
 def _stretched(replays: Sequence[LaneReplay], start: float, seconds: float) -> float:

@@ -117,7 +117,7 @@ def measure_tensors(clock: Clock, *, rounds: int = 9, between: int = COLD) -> li
     """
     ways = product(("sgd", "adamw"), (False, True))
     found = [_optimizer(clock, name, foreach, rounds, between) for name, foreach in ways]
-    return [*found, *(make(clock, rounds, between) for make in (_clip, _accumulate, _zero_grad))]
+    return [*found, *(make(clock, rounds, between) for make in (_clip, _scaling, _accumulate, _zero_grad))]
 
 
 def _parameters(tensors: int, elements: int) -> list[nn.Parameter]:
@@ -185,6 +185,25 @@ def _clip(clock: Clock, rounds: int, between: int) -> TensorsCost:
         return lambda: _timed(clock, lambda: nn.utils.clip_grad_norm_(parameters, 1e9))
 
     return _over_sizes("clip", make, rounds, between)
+
+
+def _scaling(clock: Clock, rounds: int, between: int) -> TensorsCost:
+    """What fp16's loss scaling adds to a step: scaling, unscaling, looking for infinities, the next scale."""
+
+    def make(parameters: list[nn.Parameter]) -> Callable[[], float]:
+        optimizer = make_optimizer(parameters, StepSettings())
+        optimizer.step = lambda: None  # type: ignore[assignment, method-assign]  # it is measured by itself
+        scaler: Any = torch.amp.GradScaler("cpu", init_scale=1.0)
+        loss = torch.ones(())
+
+        def step() -> None:
+            scaler.scale(loss)
+            scaler.step(optimizer)
+            scaler.update(1.0)  # else gradients would shrink from round to round
+
+        return lambda: _timed(clock, step)
+
+    return _over_sizes("scaling", make, rounds, between)
 
 
 def _accumulate(clock: Clock, rounds: int, between: int) -> TensorsCost:
