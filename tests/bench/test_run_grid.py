@@ -8,11 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import grid_workloads
 from bitwright import BitwrightError, GridConfig, Leaderboard, Plan, make_plan, run_grid
+from bitwright.attach import attachment_of
 from bitwright.bench import Told, markdown
 from bitwright.bench.leaderboard import Row
+from bitwright.bench.machine import revision
+from bitwright.train import Trainer
 from grid_workloads import FILE, algorithm, grid
 
 
@@ -146,6 +150,60 @@ def test_a_row_that_runs_something_else_than_it_says_is_an_error(
     monkeypatch.setattr("bitwright.bench.rows.make_plan", wide)
     (failed,) = run(tmp_path, attempts=1, backends=["onnxruntime"], runtimes="none", bnfold=2).rows
     assert "6 bits, the row says 4" in str(failed.reason)
+
+
+def test_more_bits_than_the_row_says_are_for_its_edges_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wide(*arguments: Any, **choices: Any) -> Plan:
+        """Eight bits, where the row has four and eight at its edges."""
+        eight = {key: choices[key].replace("int4", "int8") for key in ("weights", "activations")}
+        return make_plan(*arguments, **{**choices, **eight, "edges": None})
+
+    monkeypatch.setattr("bitwright.bench.rows.make_plan", wide)
+    (failed,) = run(tmp_path, attempts=1).rows
+    assert failed.status == "failed"
+    assert ": 8 bits, the row says 4" in str(failed.reason)
+
+
+def test_bits_that_the_plan_does_not_have_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fit = Trainer.fit
+
+    def narrow(trainer: Trainer) -> Any:
+        """The edges as trained, but with a width of the row where the plan has eight bits."""
+        result = fit(trainer)
+        if result.quantized is not None:
+            for quantizer in attachment_of(result.model).quantizers.values():
+                quantizer.spec = replace(quantizer.spec, format=quantizer.spec.format.with_bits(4))
+        return result
+
+    monkeypatch.setattr(Trainer, "fit", narrow)
+    (failed,) = run(tmp_path, attempts=1).rows
+    assert "4 bits, the row says 8" in str(failed.reason)
+    assert "the plan says" in str(failed.reason)
+
+
+def test_other_observers_than_the_row_says_are_an_error(
+    board: Leaderboard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = row(board, "lsq", "academic").observers
+    assert seen is not None
+    assert seen.weights.keys() == seen.activations.keys() == {"bitwright.observers.minmax.MinMax"}
+
+    def other(*arguments: Any, **choices: Any) -> Plan:
+        return make_plan(*arguments, **{**choices, "observer": "mse"})
+
+    monkeypatch.setattr("bitwright.bench.rows.make_plan", other)
+    (failed,) = run(tmp_path, attempts=1).rows
+    assert failed.status == "failed"
+    words = "bitwright.observers.mse.Mse gave the range instead of bitwright.observers.minmax.MinMax"
+    assert words in str(failed.reason)
+
+
+def test_rows_that_are_done_say_where_and_with_which_ranges(board: Leaderboard) -> None:
+    for one in board.rows:
+        assert bool(one.sites) == (one.status == "done")
+        where = board.machines[str(one.machine)]
+        assert where.isa == torch.backends.cpu.get_cpu_capability()
+        assert where.revision == revision()
 
 
 def test_norms_that_are_folded_otherwise_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,9 +8,10 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from bitwright.bench.machine import Machine
 from bitwright.errors import BitwrightError
 from bitwright.files import write_text
-from bitwright.report import Environment, Executed, OnDevice
+from bitwright.report import Executed, OnDevice
 
 LEADERBOARD_VERSION = 1
 Status = Literal["done", "diverged", "refused", "failed", "pending"]
@@ -31,6 +32,13 @@ class SiteFacts(NamedTuple):
     sqnr_db: float | None
 
 
+class Observers(_Strict):
+    """Which classes found the ranges, read from the trained model; each with its number of sites."""
+
+    weights: dict[str, int]
+    activations: dict[str, int]
+
+
 class Result(_Strict):
     """What came out of a row."""
 
@@ -42,6 +50,7 @@ class Result(_Strict):
     samples: int | None = Field(default=None, description="On how many test samples.")
     device: OnDevice | None = None
     executed: Executed | None = None
+    observers: Observers | None = None
     sites: tuple[SiteFacts, ...] = Field(
         default=(), description="Each: site, format, lowest and highest number of its grid, clipped share, SQNR in dB."
     )
@@ -121,7 +130,7 @@ class Leaderboard(_Strict):
     title: str = ""
     config_hash: str
     config: dict[str, Any] = Field(description="The grid as it was given, with defaults.")
-    machines: dict[str, Environment]
+    machines: dict[str, Machine]
     floats: tuple[FloatNet, ...] = ()
     rows: tuple[Row, ...]
     summaries: tuple[Summary, ...] = Field(

@@ -10,12 +10,12 @@ from typing import TypeAlias
 
 from bitwright.bench.grid import GridConfig, RowTask
 from bitwright.bench.leaderboard import FloatNet, Leaderboard, Result, Row
+from bitwright.bench.machine import Machine, machine
 from bitwright.bench.rows import Outcome, gave_up, one_line, run_row, train_float_on
 from bitwright.bench.starts import Starts
 from bitwright.bench.summary import summaries
 from bitwright.errors import WorkloadError
 from bitwright.fingerprint import fingerprint
-from bitwright.report import Environment, environment
 from bitwright.study import Study, open_study
 from bitwright.train import Interrupted
 
@@ -134,7 +134,7 @@ def _attempt(study: GridStudy, task: RowTask, starts: Starts, reports: Path | No
             except WorkloadError:
                 raise  # no row of it can be run: not this row's fault
             except Exception as error:  # one row must not end all
-                outcome = Outcome(status="failed", reason=one_line(error), environment=environment())
+                outcome = Outcome(status="failed", reason=one_line(error), environment=machine())
     except BaseException:
         study.give_back(claim)
         raise
@@ -149,7 +149,7 @@ def _attempt(study: GridStudy, task: RowTask, starts: Starts, reports: Path | No
 
 def assemble(config: GridConfig, study: GridStudy) -> Leaderboard:
     """The leaderboard of what is known now."""
-    machines: dict[str, Environment] = {}
+    machines: dict[str, Machine] = {}
     rows = tuple(_row(task, study, machines) for task in config.tasks())
     return Leaderboard(
         name=config.name,
@@ -168,14 +168,14 @@ def _floats(config: GridConfig, study: GridStudy) -> tuple[FloatNet, ...]:
     return tuple(FloatNet.model_validate(known) for name in names if (known := study.recall(name)) is not None)
 
 
-def _row(task: RowTask, study: GridStudy, machines: dict[str, Environment]) -> Row:
+def _row(task: RowTask, study: GridStudy, machines: dict[str, Machine]) -> Row:
     failures = study.failures(task)
     known = study.known(task)
     outcome = known or (failures[-1] if failures else Outcome(status="pending"))
-    machine = None
+    where = None
     if outcome.environment is not None:
-        machine = fingerprint(outcome.environment.model_dump_json())[:8]
-        machines[machine] = outcome.environment
+        where = fingerprint(outcome.environment.model_dump_json())[:8]
+        machines[where] = outcome.environment
     return Row(
         id=task.key,
         model=task.model.label,
@@ -186,7 +186,7 @@ def _row(task: RowTask, study: GridStudy, machines: dict[str, Environment]) -> R
         bits=task.bits,
         seed=task.seed,
         attempts=len(failures) + (known is not None),
-        machine=machine,
+        machine=where,
         config=task.grid(),
         **{name: getattr(outcome, name) for name in Result.model_fields},
     )
