@@ -122,6 +122,34 @@ def test_a_whole_mqbench_file_says_what_is_not_used(tmp_path: Path) -> None:
     assert "data.root, saver" in notes
 
 
+def test_mqbench_simulates_what_hardware_cannot_run_and_so_do_we(tmp_path: Path) -> None:
+    (task,) = load(tmp_path, MQBENCH.replace("academic", "tensorrt")).tasks()
+    assert (task.bits, task.backend, task.beyond) == (4, "tensorrt", "simulate")
+
+
+def test_every_key_of_mqbench_that_means_nothing_here_is_noted(tmp_path: Path) -> None:
+    config = load(
+        tmp_path,
+        MQBENCH + "model: {type: digits, pretrained: True}\n"
+        "optimizer: {type: SGD, groups: [], kwargs: {nesterov: False, dampening: 0.1, lr: 0.1}}\n"
+        "lr_scheduler: {type: Step, by: iter, kwargs: {base_lr: 0.1, max_iter: 500400, lr_steps: [1, 2]}}\n"
+        "ema: {enable: True, type: x, kwargs: {decay: 0.9, copy: True}}\ndist: {sync: False}\n",
+    )
+    notes = "\n".join(config.notes)
+    for key in (
+        *("model.pretrained", "optimizer.groups", "optimizer.kwargs.dampening", "optimizer.kwargs.nesterov False"),
+        *("lr_scheduler.type Step", "lr_scheduler.by", "lr_scheduler.kwargs.lr_steps", "max_iter 500400", "ema.type"),
+        *("ema.kwargs.copy", "dist"),
+    ):
+        assert key in notes, key
+    assert "one epoch is trained" in notes
+    (task,) = config.tasks()
+    assert (task.training.schedule, task.training.epochs) == ("cosine", 1)
+    constant = load(tmp_path, MQBENCH + "lr_scheduler: {type: Constant}\noptimizer: {kwargs: {nesterov: True}}\n")
+    assert constant.training.schedule == "constant"
+    assert len(constant.notes) == 1  # that it names no model
+
+
 def test_mqbench_files_with_problems_list_them(tmp_path: Path) -> None:
     with pytest.raises(PlanError) as caught:
         load(tmp_path, "qparams: {w_metod: lsq, a_method: lsq, bit: 4}\nbnfolt: 4\nmodel: {type: resnet18}\n")
