@@ -16,7 +16,9 @@ from bitwright.attach import attachment_of
 from bitwright.bench import Told, markdown
 from bitwright.bench.leaderboard import Row
 from bitwright.bench.machine import revision
+from bitwright.checkpoint import load_checkpoint, save_checkpoint
 from bitwright.train import Trainer
+from bitwright.workload import load_workload
 from grid_workloads import FILE, algorithm, grid
 
 
@@ -243,3 +245,38 @@ def test_a_workload_that_was_changed_is_refused(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr("bitwright.bench.starts.load_workload", lambda _: changed)
     with pytest.raises(BitwrightError, match="was changed since this grid began"):
         run(tmp_path, seeds=[0], bits=[3])
+
+
+def test_a_changed_label_of_the_last_batch_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = grid_workloads.tiny()
+    assert original.evaluation is not None
+    ((images, labels),) = original.evaluation()
+    changed = labels.clone()
+    changed[-1] = (changed[-1] + 1) % 10
+
+    def halves(targets: torch.Tensor) -> Any:
+        seeded = grid_workloads.tiny()
+        pairs = list(zip(images.split(125), targets.split(125), strict=True))
+        return replace(seeded, evaluation=lambda: pairs)
+
+    monkeypatch.setattr("bitwright.bench.starts.load_workload", lambda _: halves(labels))
+    run(tmp_path)
+    monkeypatch.setattr("bitwright.bench.starts.load_workload", lambda _: halves(changed))
+    with pytest.raises(BitwrightError, match="was changed since this grid began"):
+        run(tmp_path, bits=[3])
+
+
+def test_rows_of_other_float_weights_do_not_join_a_grid(tmp_path: Path) -> None:
+    run(tmp_path)
+    config = GridConfig.parse(grid(tmp_path, bits=[3]), where="grid", folder=tmp_path)
+    other = tmp_path / "other"
+    run_grid(GridConfig.parse(grid(other), where="grid", folder=other), starts=other)
+    (file,) = other.glob("*.safetensors")
+    model = load_workload(f"{FILE}:tiny").model
+    load_checkpoint(model, file)
+    with torch.no_grad():
+        next(model.parameters()).mul_(1.0001)  # as a CPU with wider vectors would
+    save_checkpoint(model, file)
+    with pytest.raises(BitwrightError, match="aren't those that rows of this grid started from") as caught:
+        run_grid(config, starts=other)
+    assert "ATEN_CPU_CAPABILITY" in str(caught.value)
