@@ -89,6 +89,32 @@ def test_names_are_checked_before_any_work(tmp_path: Path) -> None:
     assert "'mse'" in str(found["algorithms.1.observer"])
 
 
+def test_what_the_schema_refuses_hides_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "w.py").write_text("def there():\n    ...\n")
+    with pytest.raises(PlanError) as caught:
+        load(
+            tmp_path,
+            "models: [digits, 'nofile.py:x', 'w.py:nofunc', 'w.py:there']\nbackends: [tensort, 7]\nbits: [four, 99]\n"
+            "seeds: [-1]\nbnfold: 9\ntraning: {}\ntraining: {epochs: 0, warmup: 9}\n",
+        )
+    found = {problem.where: problem for problem in caught.value.problems}
+    assert found.keys() == {
+        *("models.1", "models.2", "algorithms", "backends.0", "backends.1", "bits.0", "bits.1", "seeds.0", "traning"),
+        *("training.epochs", "training.warmup", "bnfold"),
+    }
+    assert (found["algorithms"].what, found["algorithms"].fix) == ("is missing", "algorithms: [lsq]")
+    assert found["models.1"].what == "there is no such workload file"
+    assert "relative to the grid's file" in str(found["models.1"].fix)
+    assert found["models.2"].what == "the workload file has no such function"
+    assert "Field required" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["models: {name: x}\nbits: []\n", "algorithms: 3\n", "training: 3\nbits: {a: 1}\n"])
+def test_files_far_from_a_grid_have_problems_all_the_same(tmp_path: Path, text: str) -> None:
+    with pytest.raises(PlanError, match="has problems"):
+        load(tmp_path, text)
+
+
 def test_mqbenchs_file_runs_as_a_grid_of_one_row(tmp_path: Path) -> None:
     config = load(tmp_path, MQBENCH)
     (task,) = config.tasks()

@@ -247,6 +247,18 @@ def test_a_workload_that_was_changed_is_refused(tmp_path: Path, monkeypatch: pyt
         run(tmp_path, seeds=[0], bits=[3])
 
 
+def test_all_workloads_are_loaded_before_the_first_is_trained(tmp_path: Path) -> None:
+    (tmp_path / "w.py").write_text(
+        "def raises():\n    raise ValueError('no data here')\n\n\ndef other():\n    return 3\n"
+    )
+    models = [f"{FILE}:tiny", f"{tmp_path}/w.py:raises", f"{tmp_path}/w.py:other"]
+    told: list[Told] = []
+    with pytest.raises(BitwrightError, match="workloads of the grid can't be used") as caught:
+        run(tmp_path, told.append, models=models)
+    assert len(caught.value.problems) == 2
+    assert not told
+
+
 def test_a_changed_label_of_the_last_batch_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     original = grid_workloads.tiny()
     assert original.evaluation is not None

@@ -61,6 +61,7 @@ def run_again(
         study = open_study(None, "again", {}, resume=True, kind=Outcome, gave_up=gave_up)
         try:
             floats = Starts(Path(temporary) if starts is None else Path(starts), study)
+            floats.check([task for _, task in tasks])
             for row, task in tasks:
                 result = run_row(task, floats, reports=place)
                 done = place is not None and result.status == "done"

@@ -53,6 +53,7 @@ def run_grid(
         if work:
             folder = Path(starts) if starts is not None else _beside(config)
             floats = Starts(folder, study)
+            floats.check([task for task in config.tasks() if study.known(task) is None])
             try:
                 _work(config, study, floats, watch or (lambda _: None), Path(reports) if reports is not None else None)
                 _train_floats_on(config, study, floats)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,17 +13,18 @@ import numpy
 import torch
 from torch import Tensor
 
+from bitwright.bench.finding import loading_problems
 from bitwright.bench.grid import RowTask
 from bitwright.bench.machine import ONEDNN_VARIABLE, TORCH_VARIABLE
 from bitwright.checkpoint import load_checkpoint, save_checkpoint
-from bitwright.errors import WorkloadError
+from bitwright.errors import PlanError, WorkloadError
 from bitwright.fingerprint import fingerprint
 from bitwright.graph import Graph, capture
 from bitwright.graph.tree import tensors_in
 from bitwright.study import Study
 from bitwright.train import TrainConfig, Trainer
 from bitwright.train.seeding import seed_all
-from bitwright.workload import Workload, can_measure, load_workload, measure
+from bitwright.workload import Workload, load_workload, measure
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,16 +54,18 @@ class Starts:
             self._known[key] = self._make(task)
         return self._known[key]
 
+    def check(self, tasks: Sequence[RowTask]) -> None:
+        """Load all workloads before any is trained: the last one's problem must not come after hours of the first's."""
+        with _random_numbers_kept():
+            refs = list(dict.fromkeys(task.model.workload for task in tasks))
+            problems = list(loading_problems(refs, load_workload))
+        if problems:
+            raise PlanError(problems, title="workloads of the grid can't be used")
+
     def _make(self, task: RowTask) -> Start:
         with _random_numbers_kept():
             seed_all(task.seed, "model")
             workload = load_workload(task.model.workload)
-        if not can_measure(workload):
-            raise WorkloadError(
-                "a grid compares accuracies, and the workload has no evaluation data",
-                where=f"workload {workload.name!r}",
-                fix="give Workload(evaluation=...) or Workload(evaluate=...)",
-            )
         name = self._same_as_before(task, workload)
         if task.start is not None:
             file = self.folder / f"{task.model.label}-{task.seed}-{name}.safetensors"
