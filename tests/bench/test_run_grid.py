@@ -112,6 +112,16 @@ def test_a_leaderboard_comes_back_from_its_file(board: Leaderboard, tmp_path: Pa
         Leaderboard.load(tmp_path / "other.json")
 
 
+def test_drops_are_those_of_the_quantizers_alone(board: Leaderboard) -> None:
+    (net,) = board.floats
+    assert board.drops_from == "trained"
+    done = row(board, "lsq", "academic")
+    assert done.float_trained == net.trained_on
+    assert done.accuracy is not None
+    assert net.trained_on is not None
+    assert done.drop == net.trained_on - done.accuracy
+
+
 def test_two_runs_give_the_same_numbers(board: Leaderboard, tmp_path: Path) -> None:
     again = run(tmp_path, backends=["onnxruntime"], beyond="simulate", runtimes="none")
     (one,) = again.rows

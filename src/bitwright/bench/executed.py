@@ -138,8 +138,8 @@ def _fed_by(op: Op, plan: Plan, graph: Graph) -> str | None:
         here = op.site(port.name)
         source = port.sources[0] if len(port.sources) == 1 else None
         before = graph.by_name[source.name] if source is not None and source.kind == "op" else None
-        site = next((s for s in (here, before and before.site("output")) if s in plan.sites), None)
-        if site is not None:
+        made = "" if before is None else before.site("output")
+        if (site := next((s for s in (here, made) if s in plan.sites), None)) is not None:
             return plan.sites[site].share or site
         if before is None:
             return None

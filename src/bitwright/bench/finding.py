@@ -39,9 +39,8 @@ def schema_problems(error: ValidationError, model: type[BaseModel]) -> Iterator[
 def mended(data: dict[str, Any], error: ValidationError) -> dict[str, Any]:
     """The file with something harmless in each place that the schema refuses: the rest can then be looked at."""
     made = copy.deepcopy(data)
-    for key in _EXAMPLES:
-        items = made.get(key, [])
-        items = items if isinstance(items, list | tuple) else [items]
+    for key in _EXAMPLES.keys() & made.keys():
+        items = made[key] if isinstance(made[key], list | tuple) else [made[key]]
         named = _NAMED.get(key)
         made[key] = [{named: item} if named and isinstance(item, str) else item for item in items]
     for one in error.errors():

@@ -63,11 +63,6 @@ class Result(_Strict):
     start: str | None = Field(default=None, description="The fingerprint of the float weights.")
     finished: str | None = Field(default=None, description="UTC, ISO 8601.")
 
-    @property
-    def drop(self) -> float | None:
-        """Float minus quantized, in points."""
-        return None if self.accuracy is None or self.float_accuracy is None else self.float_accuracy - self.accuracy
-
 
 class Row(Result):
     """One training of one model by one algorithm for one backend at one width with one seed."""
@@ -83,6 +78,15 @@ class Row(Result):
     attempts: int = Field(default=0, description="Times that it was begun and ended, with a result or an error.")
     machine: str | None = Field(default=None, description="A key of `machines`.")
     config: dict[str, Any] = Field(description="A grid of this row alone: `bitwright bench` runs it as it is.")
+    float_trained: float | None = Field(
+        default=None, description="The float network's accuracy after the same training, if drops are measured from it."
+    )
+
+    @property
+    def drop(self) -> float | None:
+        """Float minus quantized, in points: what quantizers cost, and not what the training alone does."""
+        reference = self.float_accuracy if self.float_trained is None else self.float_trained
+        return None if self.accuracy is None or reference is None else reference - self.accuracy
 
 
 class Spread(_Strict):
@@ -132,6 +136,10 @@ class Leaderboard(_Strict):
     config: dict[str, Any] = Field(description="The grid as it was given, with defaults.")
     machines: dict[str, Machine]
     floats: tuple[FloatNet, ...] = ()
+    drops_from: Literal["start", "trained"] = Field(
+        default="start",
+        description="start: float weights that rows started from; trained: those, trained on as rows are.",
+    )
     rows: tuple[Row, ...]
     summaries: tuple[Summary, ...] = Field(
         description="Each cell (algorithm, backend, bits, model) over seeds; then by algorithm and bits; "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -151,14 +151,17 @@ def _attempt(study: GridStudy, task: RowTask, starts: Starts, reports: Path | No
 def assemble(config: GridConfig, study: GridStudy) -> Leaderboard:
     """The leaderboard of what is known now."""
     machines: dict[str, Machine] = {}
-    rows = tuple(_row(task, study, machines) for task in config.tasks())
+    floats = _floats(config, study)
+    trained = _trained(config, floats)
+    rows = tuple(_row(task, study, machines, trained) for task in config.tasks())
     return Leaderboard(
         name=config.name,
         title=config.title,
         config_hash=config.digest,
         config=config.model_dump(mode="json", by_alias=True, exclude={"store"}),
         machines=machines,
-        floats=_floats(config, study),
+        floats=floats,
+        drops_from="trained" if trained else "start",
         rows=rows,
         summaries=summaries(rows),
     )
@@ -169,7 +172,16 @@ def _floats(config: GridConfig, study: GridStudy) -> tuple[FloatNet, ...]:
     return tuple(FloatNet.model_validate(known) for name in names if (known := study.recall(name)) is not None)
 
 
-def _row(task: RowTask, study: GridStudy, machines: dict[str, Machine]) -> Row:
+def _trained(config: GridConfig, floats: Sequence[FloatNet]) -> dict[tuple[str, int], float]:
+    """Accuracies of float networks that were trained on as rows are: of all or of none, to compare like with like."""
+    found = {(one.model, one.seed): one.trained_on for one in floats if one.trained_on is not None}
+    wanted = {(task.model.label, task.seed) for task in config.tasks()}
+    return found if wanted <= found.keys() else {}
+
+
+def _row(
+    task: RowTask, study: GridStudy, machines: dict[str, Machine], trained: Mapping[tuple[str, int], float]
+) -> Row:
     failures = study.failures(task)
     known = study.known(task)
     outcome = known or (failures[-1] if failures else Outcome(status="pending"))
@@ -189,5 +201,6 @@ def _row(task: RowTask, study: GridStudy, machines: dict[str, Machine]) -> Row:
         attempts=len(failures) + (known is not None),
         machine=where,
         config=task.grid(),
+        float_trained=trained.get((task.model.label, task.seed)) if outcome.accuracy is not None else None,
         **{name: getattr(outcome, name) for name in Result.model_fields},
     )
