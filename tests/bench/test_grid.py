@@ -202,4 +202,7 @@ def test_training_means_what_it_means_to_the_trainer() -> None:
 
 def test_the_reference_leaderboards_grid_is_the_one_that_was_asked_for() -> None:
     config = GridConfig.load(ROOT / "benchmarks" / "leaderboard.yaml")
-    assert len(config.tasks()) == 10 * 6 * 3 * 2 * 2
+    assert len(config.tasks()) == 10 * 6 * 3 * 2 * 4
+    nets, data = ({model.label.split("-", 1)[part] for model in config.models} for part in (0, 1))
+    assert len(config.models) == len(nets) * len(data)  # each network on each data set
+    assert any("2,000 to test on" in note for note in config.notes)  # sizes are in the head of leaderboard.md

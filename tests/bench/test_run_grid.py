@@ -210,6 +210,15 @@ def test_other_observers_than_the_row_says_are_an_error(
     assert words in str(failed.reason)
 
 
+def test_quantizers_that_follow_their_ranges_are_read_too(tmp_path: Path) -> None:
+    made = {"a_method": "dsq", "observer": "lsq", "weight_observer": "minmax"}
+    (done,) = run(tmp_path, algorithms=[made], start=None, attempts=1).rows
+    assert done.status == "done", done.reason
+    assert done.observers is not None
+    assert list(done.observers.weights) == ["bitwright.observers.minmax.MinMax"]
+    assert list(done.observers.activations) == ["bitwright.observers.lsq.LsqStart"]
+
+
 def test_rows_that_are_done_say_where_and_with_which_ranges(board: Leaderboard) -> None:
     for one in board.rows:
         assert bool(one.sites) == (one.status == "done")

@@ -78,7 +78,8 @@ def read_observers(model: nn.Module) -> Observers:
 
 
 def _observer(quantizer: Quantizer) -> str:
-    return "none" if quantizer.observer is None else class_name(type(quantizer.observer))
+    """The class that found the range; where ranges were followed in training it was let go: what the quantizer makes."""
+    return class_name(type(quantizer.observer or quantizer.new_observer()))
 
 
 def mismatches(model: nn.Module, task: RowTask, plan: Plan, table: BackendTable, graph: Graph) -> list[str]:
