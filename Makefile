@@ -50,7 +50,7 @@ bench: $(STAMP)  ## Run the benchmarks, one by one
 leaderboard: export ATEN_CPU_CAPABILITY := avx2
 leaderboard: export ONEDNN_MAX_CPU_ISA := AVX2
 leaderboard: export OMP_NUM_THREADS := 1
-leaderboard: $(STAMP)  ## Run the reference leaderboard (720 trainings, about half an hour of one core; BITWRIGHT_DATA)
+leaderboard: $(STAMP)  ## Run the reference leaderboard (1,440 trainings, about an hour of one core; BITWRIGHT_DATA)
 	$(BIN)/bitwright bench benchmarks/leaderboard.yaml -o benchmarks/results/leaderboard.json
 	$(BIN)/bitwright bench benchmarks/leaderboard_why.yaml --starts benchmarks/leaderboard.starts -o benchmarks/results/leaderboard_why.json
 	$(BIN)/bitwright bench benchmarks/leaderboard_ranges.yaml --starts benchmarks/leaderboard.starts -o benchmarks/results/leaderboard_ranges.json
