@@ -20,9 +20,11 @@ from typing import Any
 
 from bitwright import Leaderboard
 from bitwright.bench.leaderboard import Row, Summary
+from bitwright.bench.words import drop_words
 
 RESULTS = Path(__file__).parent / "results"
 PER_CHANNEL, PER_TENSOR = "tensorrt", ("snpe", "tvm")
+TWINS = ("openvino", "onnxruntime")  # tables that say the same
 LEARNED = ("lsq", "tqt")
 FOLLOWING = ("dsq", "fixed")  # they don't learn their ranges
 WITH_ZERO_POINTS, WITHOUT = ("snpe", "openvino", "onnxruntime"), ("academic", "tensorrt", "tvm")
@@ -36,6 +38,7 @@ def main() -> None:
     zeros = json.loads((RESULTS / "leaderboard_zero_points.json").read_text(encoding="utf-8"))
     parts = [
         head(board),
+        schemes(board),
         academic(board),
         per_tensor(board),
         winners(board),
@@ -88,17 +91,46 @@ def head(board: Leaderboard) -> Iterator[str]:
     yield say(
         f"{len(board.rows)} rows ({', '.join(f'{count} {state}' for state, count in states.items())}),",
         f"{minutes:.0f} CPU minutes. [Tables](leaderboard.md); rows: leaderboard.json.",
-        "Numbers below are points below the float weights that a row started from, mean ± deviation.",
+        f"Numbers below are points below {drop_words(board)}, mean ± deviation.",
     )
     yield say(
-        "The paper has ImageNet networks and about 100 epochs. These are networks of 5,122 and 2,562",
-        "parameters on images",
+        "The paper has ImageNet networks and about 100 epochs. These are networks of about 5,200 (residual) and 2,500",
+        "parameters (depthwise) on images",
         f"of 14 and 16 pixels' side, one epoch on 3,000 images, {done[0].samples} test images, two seeds: a",
         "difference of",
-        f"less than about {noise:.0f} points between two single rows is noise. The residual network is on",
-        "Fashion-MNIST and",
-        "the depthwise one on CIFAR-10, so what differs between them may be due to the data.",
+        f"less than about {noise:.0f} points between two single rows is noise. {confounded(board)}",
         f"The same epoch without quantizers costs the float networks, in points: {costs}.",
+    )
+
+
+def confounded(board: Leaderboard) -> str:
+    """Whether what differs between networks may be due to their data."""
+    models = {str(model) for model in values_of(board.rows, "model")}
+    nets, data = ({model.split("-", 1)[part] for model in models} for part in (0, 1))
+    if len(models) == len(nets) * len(data):
+        return "Each network is on each data set, so that what one does isn't taken for the other's doing."
+    return f"The rows are of {' and '.join(sorted(models))} only: what differs between them may be due to the data."
+
+
+def twins(board: Leaderboard) -> tuple[int, int]:
+    """Of how many pairs of rows, openvino's and onnxruntime's, how many are the same."""
+    keys = ("algorithm", "bits", "model", "seed")
+    found: dict[tuple[object, ...], list[Row]] = {}
+    for row in board.rows:
+        if row.backend in TWINS:
+            found.setdefault(tuple(getattr(row, key) for key in keys), []).append(row)
+    pairs = [pair for pair in found.values() if len(pair) == 2]
+    return sum(one.accuracy == other.accuracy for one, other in pairs), len(pairs)
+
+
+def schemes(board: Leaderboard) -> Iterator[str]:
+    """Backends that quantize alike are one scheme."""
+    same, pairs = twins(board)
+    yield "\n## Six backends, five schemes"
+    yield say(
+        f"{' and '.join(TWINS)} have the same accuracy in {same} of {pairs} pairs of rows: their tables place the same",
+        "quantizers in the same formats, so that both are one scheme, trained twice. What they add is two runtimes to",
+        "measure it on. Below, where places are counted, they count once if all pairs are the same.",
     )
 
 
@@ -118,7 +150,7 @@ def academic(board: Leaderboard) -> Iterator[str]:
     better = [name for name, value in means.items() if value < means["lsq"] - 2]
     behind = [name for name, value in means.items() if value > means["lsq"] + 2]
     yield say(
-        f"At 4 bits LSQ loses {means['lsq']:.1f} points, mean of both networks. Within two points of it:",
+        f"At 4 bits LSQ loses {means['lsq']:.1f} points, mean of all networks. Within two points of it:",
         f"{', '.join(near) or 'none'}; better by more: {', '.join(better) or 'none'};",
         f"worse by more: {', '.join(behind) or 'none'}.",
         "The paper has LSQ, APoT, QIL, PACT and DoReFa within a point of each other on ResNet-18, and DoReFa",
@@ -173,7 +205,12 @@ def per_tensor(board: Leaderboard) -> Iterator[str]:
 def winners(board: Leaderboard) -> Iterator[str]:
     places: dict[tuple[object, ...], list[Summary]] = {}
     for cell in board.summaries:
-        if None not in (cell.algorithm, cell.backend, cell.bits, cell.model) and cell.accuracy is not None:
+        again = cell.backend == TWINS[1] and len(set(twins(board))) == 1
+        if (
+            None not in (cell.algorithm, cell.backend, cell.bits, cell.model)
+            and cell.accuracy is not None
+            and not again
+        ):
             places.setdefault((cell.backend, cell.bits, cell.model), []).append(cell)
     first: Counter[str] = Counter()
     ranks: dict[str, list[int]] = {}
@@ -204,7 +241,8 @@ def winners(board: Leaderboard) -> Iterator[str]:
 
 
 def folding(board: Leaderboard, why: Leaderboard) -> Iterator[str]:
-    own = [row for row in board.rows if row.backend in ("tensorrt", "tvm") and row.seed == 0]
+    models = values_of(why.rows, "model")
+    own = [r for r in board.rows if r.backend in ("tensorrt", "tvm") and r.seed == 0 and r.model in models]
     yield "\n## Folded norms, and quantizers that give a weight another size"
     yield from table(
         ["algorithm", "bits", "folded (bnfold 4)", "norms as they are (bnfold -1)"],
@@ -215,8 +253,8 @@ def folding(board: Leaderboard, why: Leaderboard) -> Iterator[str]:
         ),
     )
     yield say(
-        "tensorrt and tvm, both networks, seed 0; the second column is the same training with norms that run",
-        "behind their",
+        f"tensorrt and tvm, {' and '.join(map(str, models))}, seed 0; the second column is the same training with",
+        "norms that run behind their",
         "convolutions. DoReFa (and with it PACT's weights), QIL and APoT squeeze or standardise a weight.",
         "With norms as they",
         "are PACT at 8 bits loses what LSQ does, DoReFa what it loses academically, APoT less than half:",
@@ -230,8 +268,10 @@ def folding(board: Leaderboard, why: Leaderboard) -> Iterator[str]:
 
 def starting_ranges(board: Leaderboard, ranges: Leaderboard) -> Iterator[str]:
     """Quantizers that don't learn their ranges, by two observers."""
+    models = values_of(ranges.rows, "model")
+    rows = [row for row in board.rows if row.model in models]
     lost = {
-        (name, zero, bits): [d for b in found for d in drops(board.rows, algorithm=name, backend=b, bits=bits)]
+        (name, zero, bits): [d for b in found for d in drops(rows, algorithm=name, backend=b, bits=bits)]
         for name in FOLLOWING
         for zero, found in (("yes", WITH_ZERO_POINTS), ("no", WITHOUT))
         for bits in (8, 4, 2)

@@ -6,7 +6,8 @@ import random
 from statistics import mean, stdev
 
 from bitwright.bench.leaderboard import FloatNet, Leaderboard, Row, SiteFacts, Spread, Summary
-from bitwright.report import Executed, OnDevice, Sites, environment
+from bitwright.bench.machine import machine
+from bitwright.report import Executed, OnDevice, Sites
 
 ALGORITHMS = ("lsq", "lsqplus", "pact", "dorefa", "dsq", "qil", "apot", "tqt", "nnie", "plain")
 BACKENDS = ("academic", "tensorrt", "snpe", "tvm", "openvino", "onnxruntime")
@@ -32,7 +33,7 @@ def made_up(
         title=f"Made-up numbers{evil}",
         config_hash="0123456789abcdef",
         config={"name": evil or "made-up", "bits": [8, 4, 2]},
-        machines={f"m1{evil}": environment()},
+        machines={f"m1{evil}": machine()},
         floats=(FloatNet(model=f"residual{evil}", seed=0, accuracy=91.0, trained_on=91.3, start=f"ab12{evil}"),),
         rows=tuple(rows),
         summaries=tuple(_summaries(rows)),

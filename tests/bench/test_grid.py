@@ -89,6 +89,32 @@ def test_names_are_checked_before_any_work(tmp_path: Path) -> None:
     assert "'mse'" in str(found["algorithms.1.observer"])
 
 
+def test_what_the_schema_refuses_hides_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "w.py").write_text("def there():\n    ...\n")
+    with pytest.raises(PlanError) as caught:
+        load(
+            tmp_path,
+            "models: [digits, 'nofile.py:x', 'w.py:nofunc', 'w.py:there']\nbackends: [tensort, 7]\nbits: [four, 99]\n"
+            "seeds: [-1]\nbnfold: 9\ntraning: {}\ntraining: {epochs: 0, warmup: 9}\n",
+        )
+    found = {problem.where: problem for problem in caught.value.problems}
+    assert found.keys() == {
+        *("models.1", "models.2", "algorithms", "backends.0", "backends.1", "bits.0", "bits.1", "seeds.0", "traning"),
+        *("training.epochs", "training.warmup", "bnfold"),
+    }
+    assert (found["algorithms"].what, found["algorithms"].fix) == ("is missing", "algorithms: [lsq]")
+    assert found["models.1"].what == "there is no such workload file"
+    assert "relative to the grid's file" in str(found["models.1"].fix)
+    assert found["models.2"].what == "the workload file has no such function"
+    assert "Field required" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["models: {name: x}\nbits: []\n", "algorithms: 3\n", "training: 3\nbits: {a: 1}\n"])
+def test_files_far_from_a_grid_have_problems_all_the_same(tmp_path: Path, text: str) -> None:
+    with pytest.raises(PlanError, match="has problems"):
+        load(tmp_path, text)
+
+
 def test_mqbenchs_file_runs_as_a_grid_of_one_row(tmp_path: Path) -> None:
     config = load(tmp_path, MQBENCH)
     (task,) = config.tasks()
@@ -122,6 +148,34 @@ def test_a_whole_mqbench_file_says_what_is_not_used(tmp_path: Path) -> None:
     assert "data.root, saver" in notes
 
 
+def test_mqbench_simulates_what_hardware_cannot_run_and_so_do_we(tmp_path: Path) -> None:
+    (task,) = load(tmp_path, MQBENCH.replace("academic", "tensorrt")).tasks()
+    assert (task.bits, task.backend, task.beyond) == (4, "tensorrt", "simulate")
+
+
+def test_every_key_of_mqbench_that_means_nothing_here_is_noted(tmp_path: Path) -> None:
+    config = load(
+        tmp_path,
+        MQBENCH + "model: {type: digits, pretrained: True}\n"
+        "optimizer: {type: SGD, groups: [], kwargs: {nesterov: False, dampening: 0.1, lr: 0.1}}\n"
+        "lr_scheduler: {type: Step, by: iter, kwargs: {base_lr: 0.1, max_iter: 500400, lr_steps: [1, 2]}}\n"
+        "ema: {enable: True, type: x, kwargs: {decay: 0.9, copy: True}}\ndist: {sync: False}\n",
+    )
+    notes = "\n".join(config.notes)
+    for key in (
+        *("model.pretrained", "optimizer.groups", "optimizer.kwargs.dampening", "optimizer.kwargs.nesterov False"),
+        *("lr_scheduler.type Step", "lr_scheduler.by", "lr_scheduler.kwargs.lr_steps", "max_iter 500400", "ema.type"),
+        *("ema.kwargs.copy", "dist"),
+    ):
+        assert key in notes, key
+    assert "one epoch is trained" in notes
+    (task,) = config.tasks()
+    assert (task.training.schedule, task.training.epochs) == ("cosine", 1)
+    constant = load(tmp_path, MQBENCH + "lr_scheduler: {type: Constant}\noptimizer: {kwargs: {nesterov: True}}\n")
+    assert constant.training.schedule == "constant"
+    assert len(constant.notes) == 1  # that it names no model
+
+
 def test_mqbench_files_with_problems_list_them(tmp_path: Path) -> None:
     with pytest.raises(PlanError) as caught:
         load(tmp_path, "qparams: {w_metod: lsq, a_method: lsq, bit: 4}\nbnfolt: 4\nmodel: {type: resnet18}\n")
@@ -148,4 +202,7 @@ def test_training_means_what_it_means_to_the_trainer() -> None:
 
 def test_the_reference_leaderboards_grid_is_the_one_that_was_asked_for() -> None:
     config = GridConfig.load(ROOT / "benchmarks" / "leaderboard.yaml")
-    assert len(config.tasks()) == 10 * 6 * 3 * 2 * 2
+    assert len(config.tasks()) == 10 * 6 * 3 * 2 * 4
+    nets, data = ({model.label.split("-", 1)[part] for model in config.models} for part in (0, 1))
+    assert len(config.models) == len(nets) * len(data)  # each network on each data set
+    assert any("2,000 to test on" in note for note in config.notes)  # sizes are in the head of leaderboard.md

@@ -6,11 +6,14 @@ import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from statistics import mean
 
 import pytest
 from typer.testing import CliRunner
 
+from bitwright.bench.markdown import markdown
 from bitwright.bench.page import page
+from bitwright.bench.summary import comparable, summaries
 from bitwright.cli import app
 from leaderboards import made_up
 from records import EVIL
@@ -55,6 +58,48 @@ def test_the_verb(tmp_path: Path) -> None:
     results.write_text("{}")
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 2
+
+
+def test_markdown_escapes_every_name() -> None:
+    text = markdown(made_up(*FEW, evil=EVIL))
+    assert "made" in text.lower()
+    assert not re.search(r"(?<!\\)<", text)
+    assert not re.search(r"(?<!\\)`(?!0123456789abcdef`)(?<!0123456789abcdef`)", text)
+
+
+def test_one_value_has_no_deviation_and_one_row_no_plural() -> None:
+    board = made_up(("lsq",), ("tvm",))
+    rows = tuple(row for row in board.rows if (row.seed, row.bits) == (0, 8))[:1]
+    text = markdown(board.model_copy(update={"rows": rows, "summaries": summaries(rows)}))
+    assert text.splitlines()[2].startswith("1 row: 1 done")
+    assert "±" not in text.split("Config")[1].replace("mean ± deviation", "")
+    assert ", 1 thread," in text or " threads," in text
+
+
+def test_means_over_backends_are_of_rows_that_all_algorithms_have() -> None:
+    board = made_up(("lsq", "apot"), ("tvm", "onnxruntime"))  # apot is refused by tvm
+    shared = comparable(board.rows)
+    assert {row.backend for row in shared} == {"onnxruntime"}
+    assert {row.algorithm for row in shared} == {"lsq", "apot"}
+    text = markdown(board)
+    assert "backends left out: tvm" in text
+    own = [row.drop for row in shared if (row.algorithm, row.bits) == ("lsq", 8) and row.drop is not None]
+    assert f"| lsq | {mean(own):.2f} ±" in text
+    # one that has no accuracy at all hides nobody else's
+    refused = [row for row in board.rows if row.backend == "tvm"]
+    assert {row.algorithm for row in comparable(refused)} == {"lsq"}
+
+
+def test_drops_are_from_the_float_network_that_was_trained_on() -> None:
+    row = next(row for row in made_up(*FEW).rows if row.accuracy is not None)
+    assert row.accuracy is not None
+    assert row.float_accuracy is not None
+    assert row.drop == row.float_accuracy - row.accuracy
+    assert row.model_copy(update={"float_trained": 80.0}).drop == 80.0 - row.accuracy
+    board = made_up(*FEW)
+    start, trained = (markdown(board.model_copy(update={"drops_from": name})) for name in ("start", "trained"))
+    assert "below the float weights that a row started from" in start
+    assert "below the float network after the same training without quantizers" in trained
 
 
 @pytest.mark.parametrize("algorithms", [("lsq",), ()])

@@ -96,6 +96,23 @@ def test_a_row_runs_again_from_the_file_and_is_the_same(made: Path, board: Leade
     result = invoke("bench", tmp_path / "board.json", "--starts", starts, "--row", row.id)
     assert result.exit_code == 1
     assert "accuracy was 12.0, is" in result.stderr
+    assert "the rows are of revision" in result.stderr
+    assert "ATEN_CPU_CAPABILITY" not in result.stderr
+
+
+def test_a_row_of_other_instructions_says_which_variables_to_set(
+    made: Path, board: Leaderboard, tmp_path: Path
+) -> None:
+    here = board.machines[str(board.rows[0].machine)]
+    other = "DEFAULT" if here.isa != "DEFAULT" else "AVX2"
+    elsewhere = {"elsewhere": here.model_copy(update={"isa": other, "cpu_features": ("avx2",)})}
+    rows = tuple(row.model_copy(update={"machine": "elsewhere"}) for row in board.rows)
+    board.model_copy(update={"machines": elsewhere, "rows": rows}).save(tmp_path / "board.json")
+    result = invoke("bench", tmp_path / "board.json", "--starts", made / "grid.starts", "--row", rows[0].id)
+    assert result.exit_code == 0, result.output
+    assert "it ran with" in result.stderr
+    if other == "DEFAULT":
+        assert "set ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=AVX2" in result.stderr
 
 
 def test_rows_that_cannot_run_again_say_why(made: Path, board: Leaderboard, tmp_path: Path) -> None:

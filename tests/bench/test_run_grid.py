@@ -8,11 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import grid_workloads
 from bitwright import BitwrightError, GridConfig, Leaderboard, Plan, make_plan, run_grid
+from bitwright.attach import attachment_of
 from bitwright.bench import Told, markdown
 from bitwright.bench.leaderboard import Row
+from bitwright.bench.machine import revision
+from bitwright.checkpoint import load_checkpoint, save_checkpoint
+from bitwright.train import Trainer
+from bitwright.workload import load_workload
 from grid_workloads import FILE, algorithm, grid
 
 
@@ -106,6 +112,16 @@ def test_a_leaderboard_comes_back_from_its_file(board: Leaderboard, tmp_path: Pa
         Leaderboard.load(tmp_path / "other.json")
 
 
+def test_drops_are_those_of_the_quantizers_alone(board: Leaderboard) -> None:
+    (net,) = board.floats
+    assert board.drops_from == "trained"
+    done = row(board, "lsq", "academic")
+    assert done.float_trained == net.trained_on
+    assert done.accuracy is not None
+    assert net.trained_on is not None
+    assert done.drop == net.trained_on - done.accuracy
+
+
 def test_two_runs_give_the_same_numbers(board: Leaderboard, tmp_path: Path) -> None:
     again = run(tmp_path, backends=["onnxruntime"], beyond="simulate", runtimes="none")
     (one,) = again.rows
@@ -148,6 +164,69 @@ def test_a_row_that_runs_something_else_than_it_says_is_an_error(
     assert "6 bits, the row says 4" in str(failed.reason)
 
 
+def test_more_bits_than_the_row_says_are_for_its_edges_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wide(*arguments: Any, **choices: Any) -> Plan:
+        """Eight bits, where the row has four and eight at its edges."""
+        eight = {key: choices[key].replace("int4", "int8") for key in ("weights", "activations")}
+        return make_plan(*arguments, **{**choices, **eight, "edges": None})
+
+    monkeypatch.setattr("bitwright.bench.rows.make_plan", wide)
+    (failed,) = run(tmp_path, attempts=1).rows
+    assert failed.status == "failed"
+    assert ": 8 bits, the row says 4" in str(failed.reason)
+
+
+def test_bits_that_the_plan_does_not_have_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fit = Trainer.fit
+
+    def narrow(trainer: Trainer) -> Any:
+        """The edges as trained, but with a width of the row where the plan has eight bits."""
+        result = fit(trainer)
+        if result.quantized is not None:
+            for quantizer in attachment_of(result.model).quantizers.values():
+                quantizer.spec = replace(quantizer.spec, format=quantizer.spec.format.with_bits(4))
+        return result
+
+    monkeypatch.setattr(Trainer, "fit", narrow)
+    (failed,) = run(tmp_path, attempts=1).rows
+    assert "4 bits, the row says 8" in str(failed.reason)
+    assert "the plan says" in str(failed.reason)
+
+
+def test_other_observers_than_the_row_says_are_an_error(
+    board: Leaderboard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = row(board, "lsq", "academic").observers
+    assert seen is not None
+    assert seen.weights.keys() == seen.activations.keys() == {"bitwright.observers.minmax.MinMax"}
+
+    def other(*arguments: Any, **choices: Any) -> Plan:
+        return make_plan(*arguments, **{**choices, "observer": "mse"})
+
+    monkeypatch.setattr("bitwright.bench.rows.make_plan", other)
+    (failed,) = run(tmp_path, attempts=1).rows
+    assert failed.status == "failed"
+    words = "bitwright.observers.mse.Mse gave the range instead of bitwright.observers.minmax.MinMax"
+    assert words in str(failed.reason)
+
+
+def test_quantizers_that_follow_their_ranges_are_read_too(tmp_path: Path) -> None:
+    made = {"a_method": "dsq", "observer": "lsq", "weight_observer": "minmax"}
+    (done,) = run(tmp_path, algorithms=[made], start=None, attempts=1).rows
+    assert done.status == "done", done.reason
+    assert done.observers is not None
+    assert list(done.observers.weights) == ["bitwright.observers.minmax.MinMax"]
+    assert list(done.observers.activations) == ["bitwright.observers.lsq.LsqStart"]
+
+
+def test_rows_that_are_done_say_where_and_with_which_ranges(board: Leaderboard) -> None:
+    for one in board.rows:
+        assert bool(one.sites) == (one.status == "done")
+        where = board.machines[str(one.machine)]
+        assert where.isa == torch.backends.cpu.get_cpu_capability()
+        assert where.revision == revision()
+
+
 def test_norms_that_are_folded_otherwise_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def other(*arguments: Any, **choices: Any) -> Plan:
         return make_plan(*arguments, **{**choices, "bn": 1})
@@ -185,3 +264,50 @@ def test_a_workload_that_was_changed_is_refused(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr("bitwright.bench.starts.load_workload", lambda _: changed)
     with pytest.raises(BitwrightError, match="was changed since this grid began"):
         run(tmp_path, seeds=[0], bits=[3])
+
+
+def test_all_workloads_are_loaded_before_the_first_is_trained(tmp_path: Path) -> None:
+    (tmp_path / "w.py").write_text(
+        "def raises():\n    raise ValueError('no data here')\n\n\ndef other():\n    return 3\n"
+    )
+    models = [f"{FILE}:tiny", f"{tmp_path}/w.py:raises", f"{tmp_path}/w.py:other"]
+    told: list[Told] = []
+    with pytest.raises(BitwrightError, match="workloads of the grid can't be used") as caught:
+        run(tmp_path, told.append, models=models)
+    assert len(caught.value.problems) == 2
+    assert not told
+
+
+def test_a_changed_label_of_the_last_batch_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = grid_workloads.tiny()
+    assert original.evaluation is not None
+    ((images, labels),) = original.evaluation()
+    changed = labels.clone()
+    changed[-1] = (changed[-1] + 1) % 10
+
+    def halves(targets: torch.Tensor) -> Any:
+        seeded = grid_workloads.tiny()
+        pairs = list(zip(images.split(125), targets.split(125), strict=True))
+        return replace(seeded, evaluation=lambda: pairs)
+
+    monkeypatch.setattr("bitwright.bench.starts.load_workload", lambda _: halves(labels))
+    run(tmp_path)
+    monkeypatch.setattr("bitwright.bench.starts.load_workload", lambda _: halves(changed))
+    with pytest.raises(BitwrightError, match="was changed since this grid began"):
+        run(tmp_path, bits=[3])
+
+
+def test_rows_of_other_float_weights_do_not_join_a_grid(tmp_path: Path) -> None:
+    run(tmp_path)
+    config = GridConfig.parse(grid(tmp_path, bits=[3]), where="grid", folder=tmp_path)
+    other = tmp_path / "other"
+    run_grid(GridConfig.parse(grid(other), where="grid", folder=other), starts=other)
+    (file,) = other.glob("*.safetensors")
+    model = load_workload(f"{FILE}:tiny").model
+    load_checkpoint(model, file)
+    with torch.no_grad():
+        next(model.parameters()).mul_(1.0001)  # as a CPU with wider vectors would
+    save_checkpoint(model, file)
+    with pytest.raises(BitwrightError, match="aren't those that rows of this grid started from") as caught:
+        run_grid(config, starts=other)
+    assert "ATEN_CPU_CAPABILITY" in str(caught.value)

@@ -25,7 +25,7 @@ def test_mqbenchs_config_runs_unchanged(tmp_path: Path) -> None:
     board, model = tmp_path / "board.json", f"{FILE}:tiny"
     shown = bitwright("bench", tmp_path / "config.yaml", "--workload", model, "--show")
     assert shown.exit_code == 1  # nothing is done yet
-    assert "1 rows: 1 pending" in shown.output
+    assert "1 row: 1 pending" in shown.output
     done = bitwright("bench", tmp_path / "config.yaml", "--workload", model, "-o", board)
     assert done.exit_code == 0, done.output
     (row,) = Leaderboard.load(board).rows
@@ -46,6 +46,15 @@ def test_mqbenchs_config_runs_without_any_option(tmp_path: Path) -> None:
     (row,) = json.loads(done.stdout)["rows"]
     assert row["model"] == "digits"
     assert row["float_accuracy"] - row["accuracy"] < 5
+
+
+def test_a_grid_of_refused_rows_says_why_and_fails(tmp_path: Path) -> None:
+    file = tmp_path / "grid.yaml"
+    file.write_text(json.dumps(grid(tmp_path, backends=["tensorrt"], start=None)))
+    done = bitwright("bench", file, "-o", tmp_path / "board.json")
+    assert done.exit_code == 1
+    assert "refused: lsq, tensorrt, 1 row: plan: tensorrt can't run this weight format" in done.output
+    assert "± 0.00" not in (tmp_path / "board.md").read_text(encoding="utf-8")
 
 
 def test_wrong_uses_say_what_to_do(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from tempfile import TemporaryDirectory
 
 from bitwright.bench.grid import GridConfig, RowTask
 from bitwright.bench.leaderboard import Leaderboard, Result, Row
+from bitwright.bench.machine import machine, other_instructions
 from bitwright.bench.row_report import report_folder
 from bitwright.bench.rows import Outcome, gave_up, run_row
 from bitwright.bench.starts import Starts
@@ -60,6 +61,7 @@ def run_again(
         study = open_study(None, "again", {}, resume=True, kind=Outcome, gave_up=gave_up)
         try:
             floats = Starts(Path(temporary) if starts is None else Path(starts), study)
+            floats.check([task for _, task in tasks])
             for row, task in tasks:
                 result = run_row(task, floats, reports=place)
                 done = place is not None and result.status == "done"
@@ -70,6 +72,12 @@ def run_again(
         finally:
             study.close()
     return found
+
+
+def ran_elsewhere(board: Leaderboard, row: Row) -> str | None:
+    """What must be set in the environment for a row to come out the same here; None: nothing that is known of."""
+    was = board.machines.get(row.machine or "")
+    return None if was is None else other_instructions(was, machine())
 
 
 def find_rows(board: Leaderboard, wanted: Sequence[str]) -> list[Row]:

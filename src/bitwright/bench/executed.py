@@ -12,9 +12,11 @@ from bitwright.attach import Quantizer, attachment_of
 from bitwright.attach.folding import BY_STRATEGY
 from bitwright.backends import BackendTable
 from bitwright.bench.grid import RowTask
+from bitwright.bench.leaderboard import Observers
+from bitwright.graph import Graph, Op
 from bitwright.graph.naming import SiteName
 from bitwright.plan import NO_FOLDING, Plan
-from bitwright.registry import QUANTIZERS
+from bitwright.registry import OBSERVERS, QUANTIZERS
 from bitwright.report import Executed, Sites
 
 _POINTS = 4096
@@ -66,11 +68,27 @@ def levels(model: nn.Module, quantizer: Quantizer) -> int:
     return max(int(row.unique().numel()) for row in quantizer.layout.rows(given))
 
 
-def mismatches(model: nn.Module, task: RowTask, plan: Plan, table: BackendTable) -> list[str]:
+def read_observers(model: nn.Module) -> Observers:
+    """Classes of the observers that gave ranges."""
+    found: dict[bool, Counter[str]] = {True: Counter(), False: Counter()}
+    for quantizer in attachment_of(model).quantizers.values():
+        if not quantizer.of:
+            found[quantizer.weight][_observer(quantizer)] += 1
+    return Observers(weights=dict(sorted(found[True].items())), activations=dict(sorted(found[False].items())))
+
+
+def _observer(quantizer: Quantizer) -> str:
+    """The class that found the range; where ranges were followed in training it was let go: what the quantizer makes."""
+    return class_name(type(quantizer.observer or quantizer.new_observer()))
+
+
+def mismatches(model: nn.Module, task: RowTask, plan: Plan, table: BackendTable, graph: Graph) -> list[str]:
     """Where the model does something else than the row says; empty if it doesn't."""
     attachment = attachment_of(model)
     wrong: list[str] = []
     kinds = {True: QUANTIZERS.get(task.algorithm.weights), False: QUANTIZERS.get(task.algorithm.a_method)}
+    observers = {True: _asked_observer(task, table, weight=True), False: _asked_observer(task, table, weight=False)}
+    bits = _bits(task, plan, table, graph)
     seen: set[bool] = set()
     for site, quantizer in attachment.quantizers.items():
         if quantizer.of:
@@ -79,7 +97,11 @@ def mismatches(model: nn.Module, task: RowTask, plan: Plan, table: BackendTable)
         wanted = kinds[quantizer.weight]
         if type(quantizer) is not wanted:
             wrong.append(f"{site}: {class_name(type(quantizer))} runs instead of {class_name(wanted)}")
-        wrong += _format_problems(model, site, quantizer, task, plan)
+        if _observer(quantizer) != observers[quantizer.weight]:
+            wrong.append(f"{site}: {_observer(quantizer)} gave the range instead of {observers[quantizer.weight]}")
+        if quantizer.format.bits not in (allowed := bits.get(site, (task.bits,))):
+            wrong.append(f"{site}: {quantizer.format.bits} bits, the row says {' or '.join(map(str, allowed))}")
+        wrong += _format_problems(model, site, quantizer, plan)
     wrong += [f"no {'weight' if role else 'activation'} is quantized" for role in (True, False) if role not in seen]
     folded = Counter(_STRATEGY_OF[type(fold)] for fold in attachment.folds.values())
     expected = {} if task.bnfold == NO_FOLDING or not table.fold else {task.bnfold: len(plan.folds)}
@@ -88,12 +110,48 @@ def mismatches(model: nn.Module, task: RowTask, plan: Plan, table: BackendTable)
     return wrong
 
 
-def _format_problems(model: nn.Module, site: str, quantizer: Quantizer, task: RowTask, plan: Plan) -> Iterator[str]:
+def _asked_observer(task: RowTask, table: BackendTable, *, weight: bool) -> str:
+    """The class that the row says; where it says none, mse below 8 bits, and the backend's at 8."""
+    asked = task.algorithm.weight_observer if weight else task.algorithm.observer
+    usual = table.weights.observer if weight else table.activations.observer
+    return class_name(OBSERVERS.get(asked or ("mse" if task.bits < 8 else usual)))
+
+
+def _bits(task: RowTask, plan: Plan, table: BackendTable, graph: Graph) -> dict[str, tuple[int, ...]]:
+    """Widths that the first and the last operator with a weight may have; all other sites have the row's."""
+    asked = task.edges if task.edges is not None and task.bits < task.edges else table.edges
+    if asked is None or asked <= task.bits:
+        return {}
+    found: dict[str, tuple[int, ...]] = {}
+    weighted = [op for op in graph.ops if op.site("weight") in plan.sites]
+    for op in (*weighted[:1], *weighted[-1:]):
+        if (fed := _fed_by(op, plan, graph)) is not None:
+            found[fed] = (asked, task.bits)  # a tensor that others read too may be left as it is
+        weight = op.site("weight")
+        found[plan.sites[weight].share or weight] = (asked,)
+    return found
+
+
+def _fed_by(op: Op, plan: Plan, graph: Graph) -> str | None:
+    """The site whose quantizer makes what an operator reads: its own, or that of the tensor where it was made."""
+    port = op.port("input") or op.port("input0")
+    while port is not None:
+        here = op.site(port.name)
+        source = port.sources[0] if len(port.sources) == 1 else None
+        before = graph.by_name[source.name] if source is not None and source.kind == "op" else None
+        made = "" if before is None else before.site("output")
+        if (site := next((s for s in (here, made) if s in plan.sites), None)) is not None:
+            return plan.sites[site].share or site
+        if before is None:
+            return None
+        op, port = before, before.port("input") or before.port("input0")
+    return None
+
+
+def _format_problems(model: nn.Module, site: str, quantizer: Quantizer, plan: Plan) -> Iterator[str]:
     """Whether state and behaviour are those of the format."""
     format = quantizer.format
-    if format.bits not in (task.bits, max(task.bits, task.edges or 0)):
-        yield f"{site}: {format.bits} bits, the row says {task.bits}"
-    if str(plan.sites[site].format.with_bits(format.bits)) != str(quantizer.spec.format):
+    if str(plan.sites[site].format) != str(quantizer.spec.format):
         yield f"{site}: {quantizer.spec.format}, the plan says {plan.sites[site].format}"
     most = 2**format.bits
     if quantizer.qmax - quantizer.qmin + 1 > most:

@@ -7,18 +7,19 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from bitwright.bench.finding import file_problem, mended, schema_problems
 from bitwright.bench.mqbench import is_mqbench, translate
 from bitwright.errors import PlanError, Problem, did_you_mean
 from bitwright.files import read_settings
 from bitwright.plan import NO_FOLDING, STRATEGIES, known_strategies
 from bitwright.registry import BACKENDS, OBSERVERS, QUANTIZERS, WORKLOADS
-from bitwright.tuning.problems import problems_of
 
 GRID_VERSION = 1
 _REGISTRIES = {"a_method": QUANTIZERS, "w_method": QUANTIZERS, "observer": OBSERVERS, "weight_observer": OBSERVERS}
@@ -156,7 +157,7 @@ class GridConfig(_Strict):
         try:
             config = GridConfig.model_validate(data)
         except ValidationError as error:
-            raise PlanError(problems_of(error, GridConfig), title=f"{where} has problems") from error
+            raise PlanError(_all_problems(data, error, folder), title=f"{where} has problems") from error
         config = config._beside(folder)
         problems = list(config.problems())
         if problems:
@@ -199,6 +200,8 @@ class GridConfig(_Strict):
             if ":" not in model.workload and model.workload not in WORKLOADS:
                 fix = did_you_mean(model.workload, WORKLOADS.names())
                 yield Problem(what="unknown workload", where=f"models.{index}", value=model.workload, fix=fix)
+            elif ":" in model.workload and (wrong := file_problem(model.workload)) is not None:
+                yield replace(wrong, where=f"models.{index}")
         for index, bits in enumerate(self.bits):
             if not 2 <= bits <= 8:
                 yield Problem(what="widths are 2 to 8 bits", where=f"bits.{index}", value=bits)
@@ -299,6 +302,18 @@ class RowTask(_Strict):
         data["runtimes"] = "every" if data["runtimes"] else "none"
         rest = {k: v for k, v in data.items() if GridConfig.model_fields[k].default != v}
         return {"bitwright-grid": GRID_VERSION, **lists, **{k: v for k, v in training.items() if v is not None}, **rest}
+
+
+def _all_problems(data: dict[str, Any], error: ValidationError, folder: Path) -> list[Problem]:
+    """What the schema refuses, and what else is wrong."""
+    found = list(schema_problems(error, GridConfig))
+    places = {problem.where for problem in found}
+    lists = {str(one["loc"][0]) for one in error.errors()}  # with stand-ins, which may be there twice
+    try:
+        rest = GridConfig.model_validate(mended(data, error))._beside(folder).problems()
+    except (ValidationError, LookupError, TypeError, AttributeError):  # too far from a grid to be looked at
+        return found
+    return [*found, *(one for one in rest if one.where not in {*places, *lists})]
 
 
 def _changed(training: dict[str, Any] | None) -> dict[str, Any] | None:

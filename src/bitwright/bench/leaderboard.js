@@ -48,9 +48,17 @@ function overview(chosen) {
     const head = make("tr", {}, make("th", { scope: "col" }, `${bits} bits`),
       ...backends.map((backend) => make("th", { scope: "col", class: "n" }, backend)), make("th", { scope: "col", class: "n" }, "all"));
     const found = new Map();
+    // A mean over all backends is over places that all algorithms have: who is refused where it is hard isn't better.
+    const placeOf = (row) => [row.backend, row.model, row.seed].join("\n");
+    const places = new Map();
+    for (const row of chosen) if (row.bits === bits && typeof row.drop === "number") {
+      places.set(placeOf(row), (places.get(placeOf(row)) || new Set()).add(row.algorithm));
+    }
+    const having = new Set(Array.from(places.values()).flatMap((names) => Array.from(names)));
     const cellOf = (algorithm, backend) => {
       const rows = chosen.filter((row) => row.bits === bits && row.algorithm === algorithm && (!backend || row.backend === backend));
-      const drops = rows.map((row) => row.drop).filter((drop) => typeof drop === "number");
+      const counts = (row) => typeof row.drop === "number" && (backend || places.get(placeOf(row)).size === having.size);
+      const drops = rows.filter(counts).map((row) => row.drop);
       return { rows, spread: drops.length ? spread(drops) : null };
     };
     for (const algorithm of algorithms) for (const backend of [...backends, null]) found.set(`${algorithm}\n${backend}`, cellOf(algorithm, backend));
@@ -63,9 +71,10 @@ function overview(chosen) {
           return make("td", { class: "n none", "data-tip": why || null }, states || "–");
         }
         const { mean, std, count } = one.spread, label = `${algorithm}, ${backend || "all backends"}, ${bits} bits`;
+        const wide = count > 1 ? ` ± ${std.toFixed(2)}` : "";
         const press = make("button", {
           type: "button", class: `heat q${heat(mean)}`,
-          "aria-label": `${label}: drop ${told(mean, 2)} ± ${std.toFixed(2)}`, "data-tip": `${label}: ${told(mean, 2)} ± ${std.toFixed(2)} points, ${count} rows`,
+          "aria-label": `${label}: drop ${told(mean, 2)}${wide}`, "data-tip": `${label}: ${told(mean, 2)}${wide} points, ${count} ${count === 1 ? "row" : "rows"}`,
         }, make("b", {}, told(mean, 1)), count > 1 ? ` ± ${std.toFixed(1)}` : "");
         press.addEventListener("click", () => {
           picks.algorithm.value = algorithm;
@@ -102,7 +111,8 @@ function toggle(line) {
 const number = (value, digits = 2) => (typeof value === "number" ? value.toFixed(digits) : "–");
 function one(row) {
   const items = [["State", row.reason ? `${row.status}: ${row.reason}` : row.status]];
-  if (typeof row.accuracy === "number") items.push(["Accuracy", `${number(row.accuracy)} %, float ${number(row.float_accuracy)} %, ${row.samples} samples`]);
+  if (typeof row.accuracy === "number") items.push(["Accuracy", `${number(row.accuracy)} %, float ${number(row.float_accuracy)} %${
+    typeof row.float_trained === "number" ? ` (${number(row.float_trained)} % after the same training)` : ""}, ${row.samples} samples`]);
   if (row.device) {
     const kinds = row.device.kinds ? `; ran as ${Object.entries(row.device.kinds).filter(([, n]) => n).map(([kind, n]) => `${n} ${kind}`).join(", ")}` : "";
     items.push([`On ${row.device.runtime}`, typeof row.device.accuracy === "number"
@@ -111,6 +121,8 @@ function one(row) {
   if (row.executed) {
     const sites = (group) => group.map((s) => `${s.sites} × ${s.quantizer.split(".").pop()}, ${s.format}, ${s.levels} levels`).join("; ") || "none";
     items.push(["Executed, weights", sites(row.executed.weights)], ["Executed, activations", sites(row.executed.activations)]);
+    const ranges = (found) => Object.entries(found).map(([name, n]) => `${n} × ${name.split(".").pop()}`).join(", ");
+    if (row.observers) items.push(["Ranges by", `weights: ${ranges(row.observers.weights)}; activations: ${ranges(row.observers.activations)}`]);
     const folding = Object.entries(row.executed.folding || {}).map(([strategy, n]) => `${n} norms by strategy ${strategy}`).join(", ");
     items.push(["Folding", folding || "norms run as they are"]);
     const left = Object.entries(row.executed.kept_float || {}).map(([name, why]) => `${name}: ${why}`).join("; ");

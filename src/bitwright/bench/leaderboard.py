@@ -8,9 +8,10 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from bitwright.bench.machine import Machine
 from bitwright.errors import BitwrightError
 from bitwright.files import write_text
-from bitwright.report import Environment, Executed, OnDevice
+from bitwright.report import Executed, OnDevice
 
 LEADERBOARD_VERSION = 1
 Status = Literal["done", "diverged", "refused", "failed", "pending"]
@@ -31,6 +32,13 @@ class SiteFacts(NamedTuple):
     sqnr_db: float | None
 
 
+class Observers(_Strict):
+    """Which classes found the ranges, read from the trained model; each with its number of sites."""
+
+    weights: dict[str, int]
+    activations: dict[str, int]
+
+
 class Result(_Strict):
     """What came out of a row."""
 
@@ -42,6 +50,7 @@ class Result(_Strict):
     samples: int | None = Field(default=None, description="On how many test samples.")
     device: OnDevice | None = None
     executed: Executed | None = None
+    observers: Observers | None = None
     sites: tuple[SiteFacts, ...] = Field(
         default=(), description="Each: site, format, lowest and highest number of its grid, clipped share, SQNR in dB."
     )
@@ -53,11 +62,6 @@ class Result(_Strict):
     cpu_minutes: float | None = None
     start: str | None = Field(default=None, description="The fingerprint of the float weights.")
     finished: str | None = Field(default=None, description="UTC, ISO 8601.")
-
-    @property
-    def drop(self) -> float | None:
-        """Float minus quantized, in points."""
-        return None if self.accuracy is None or self.float_accuracy is None else self.float_accuracy - self.accuracy
 
 
 class Row(Result):
@@ -74,6 +78,15 @@ class Row(Result):
     attempts: int = Field(default=0, description="Times that it was begun and ended, with a result or an error.")
     machine: str | None = Field(default=None, description="A key of `machines`.")
     config: dict[str, Any] = Field(description="A grid of this row alone: `bitwright bench` runs it as it is.")
+    float_trained: float | None = Field(
+        default=None, description="The float network's accuracy after the same training, if drops are measured from it."
+    )
+
+    @property
+    def drop(self) -> float | None:
+        """Float minus quantized, in points: what quantizers cost, and not what the training alone does."""
+        reference = self.float_accuracy if self.float_trained is None else self.float_trained
+        return None if self.accuracy is None or reference is None else reference - self.accuracy
 
 
 class Spread(_Strict):
@@ -121,8 +134,12 @@ class Leaderboard(_Strict):
     title: str = ""
     config_hash: str
     config: dict[str, Any] = Field(description="The grid as it was given, with defaults.")
-    machines: dict[str, Environment]
+    machines: dict[str, Machine]
     floats: tuple[FloatNet, ...] = ()
+    drops_from: Literal["start", "trained"] = Field(
+        default="start",
+        description="start: float weights that rows started from; trained: those, trained on as rows are.",
+    )
     rows: tuple[Row, ...]
     summaries: tuple[Summary, ...] = Field(
         description="Each cell (algorithm, backend, bits, model) over seeds; then by algorithm and bits; "

@@ -6,7 +6,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from bitwright.bench.leaderboard import Leaderboard, Row, Spread, Summary
-from bitwright.bench.summary import spread
+from bitwright.bench.summary import comparable, reasons, short_reason, spread, summary
+from bitwright.bench.words import counted, drop_words, spread_words
+from bitwright.report.markdown import _text  # one way to escape, for reports and for leaderboards
 
 
 def markdown(board: Leaderboard) -> str:
@@ -16,18 +18,21 @@ def markdown(board: Leaderboard) -> str:
 
 def _lines(board: Leaderboard) -> Iterator[str]:
     states = Counter(row.status for row in board.rows)
-    yield f"# {board.title or board.name}"
+    yield f"# {_text(board.title or board.name)}"
     yield ""
-    yield f"{len(board.rows)} rows: {', '.join(f'{count} {state}' for state, count in states.items())}. "
+    yield f"{counted(len(board.rows), 'row')}: {', '.join(f'{count} {state}' for state, count in states.items())}. "
     minutes = sum(row.cpu_minutes or 0.0 for row in board.rows)
-    yield f"{minutes:.1f} CPU minutes. Points below float are those of the float weights that a row started from; "
+    yield f"{minutes:.1f} CPU minutes. Points below float are below {drop_words(board)}; "
     yield "± is the deviation over all rows taken together. Config `" + board.config_hash + "`."
+    notes = board.config.get("notes") or ()
+    for note in notes:
+        yield f"\n{_text(str(note))}"
     if board.floats:
         yield ""
         yield "| model | seed | float | trained on as long as a row |"
         yield "|---|---:|---:|---:|"
         for one in board.floats:
-            yield f"| {one.model} | {one.seed} | {one.accuracy:.2f} | {_value(one.trained_on)} |"
+            yield f"| {_text(one.model)} | {one.seed} | {one.accuracy:.2f} | {_value(one.trained_on)} |"
     yield from _overall(board)
     for model in dict.fromkeys(row.model for row in board.rows):
         for bits in dict.fromkeys(row.bits for row in board.rows):
@@ -38,25 +43,45 @@ def _lines(board: Leaderboard) -> Iterator[str]:
     yield ""
     for key, machine in board.machines.items():
         versions = ", ".join(f"{name} {version}" for name, version in machine.packages.items())
-        yield f"Machine {key}: {machine.cpu}, {machine.threads} thread(s), Python {machine.python}, {versions}."
+        code = f"Bitwright {machine.bitwright}" + (f" ({machine.revision})" if machine.revision else "")
+        yield _text(
+            f"Machine {key}: {machine.cpu}, {' and '.join(dict.fromkeys(machine.instructions))}, "
+            f"{counted(machine.threads, 'thread')}, Python {machine.python}, {code}, {versions}."
+        )
 
 
 def _overall(board: Leaderboard) -> Iterator[str]:
     """Points below float by algorithm and width, best first; how they vary over backends and models."""
     widths = list(dict.fromkeys(row.bits for row in board.rows))
-    rows = {(s.algorithm, s.bits): s for s in board.summaries if s.backend is s.model is None}
+    shared = comparable(board.rows)
+    rows: dict[tuple[str, int], Summary] = {}
+    for row in board.rows:
+        own = [one for one in shared if (one.algorithm, one.bits) == (row.algorithm, row.bits)]
+        if (row.algorithm, row.bits) not in rows:
+            rows[row.algorithm, row.bits] = summary(own, algorithm=row.algorithm, bits=row.bits)
     names = list(dict.fromkeys(row.algorithm for row in board.rows))
     names.sort(key=lambda name: _mean(rows[name, widths[-1]].drop))
-    yield "\n## Points below float, over all backends, models and seeds\n"
+    yield "\n## Points below float, over backends, models and seeds that all algorithms have\n"
+    yield from _left_out(board.rows, shared)
     yield f"| algorithm | {' | '.join(f'{bits} bits | over backends | over models' for bits in widths)} |"
     yield f"|---|{'---:|' * (3 * len(widths))}"
     for name in names:
         cells = []
         for bits in widths:
             one = rows[name, bits]
-            cells += [_spread(one.drop), _value(one.over_backends), _value(one.over_models)]
-        yield f"| {name} | {' | '.join(cells)} |"
+            cells += [spread_words(one.drop), _value(one.over_backends), _value(one.over_models)]
+        yield f"| {_text(name)} | {' | '.join(cells)} |"
     yield "\n“Over backends” and “over models” are deviations of mean points below float.\n"
+
+
+def _left_out(rows: Sequence[Row], shared: Sequence[Row]) -> Iterator[str]:
+    """Backends that are in no mean, since some algorithm isn't done there."""
+    kept = {row.backend for row in shared}
+    out = [backend for backend in dict.fromkeys(row.backend for row in rows) if backend not in kept]
+    done = sum(row.accuracy is not None for row in rows)
+    if len(shared) < done:
+        names = f" (backends left out: {', '.join(map(_text, out))})" if out else ""
+        yield f"These are {len(shared)} of {counted(done, 'row')} that are done{names}.\n"
 
 
 def _cells(board: Leaderboard, model: str, bits: int) -> Iterator[str]:
@@ -64,18 +89,18 @@ def _cells(board: Leaderboard, model: str, bits: int) -> Iterator[str]:
     own = [s for s in board.summaries if (s.model, s.bits) == (model, bits)]
     cells = {(s.algorithm, s.backend): s for s in own if None not in (s.algorithm, s.backend)}
     backends = list(dict.fromkeys(row.backend for row in board.rows))
-    yield f"\n## {model}, {bits} bits: accuracy, mean ± deviation over seeds\n"
-    yield f"| algorithm | {' | '.join(backends)} |"
+    yield f"\n## {_text(model)}, {bits} bits: accuracy, mean ± deviation over seeds\n"
+    yield f"| algorithm | {' | '.join(map(_text, backends))} |"
     yield f"|---|{'---:|' * len(backends)}"
     best = {b: max((_mean(cells[a, b].accuracy, -1.0) for a, c in cells if c == b), default=-1.0) for b in backends}
     for name in dict.fromkeys(row.algorithm for row in board.rows):
         texts = []
         for backend in backends:
             one = cells[name, backend]
-            text = _spread(one.accuracy) or _states(one)
+            text = spread_words(one.accuracy) or _states(one)
             mark = "**" if one.accuracy is not None and one.accuracy.mean == best[backend] else ""
             texts.append(f"{mark}{text}{mark}")
-        yield f"| {name} | {' | '.join(texts)} |"
+        yield f"| {_text(name)} | {' | '.join(texts)} |"
 
 
 def _schemes(board: Leaderboard) -> Iterator[str]:
@@ -85,8 +110,8 @@ def _schemes(board: Leaderboard) -> Iterator[str]:
     widths = list(dict.fromkeys(row.bits for row in board.rows))
     yield "\n## Points below float by backend, over algorithms that run on all of them\n"
     common = everywhere(board.rows)
-    yield f"Algorithms: {', '.join(common) or 'none'}.\n"
-    yield f"| backend | {' | '.join(f'{m}, {b} bits' for m in models for b in widths)} |"
+    yield f"Algorithms: {', '.join(map(_text, common)) or 'none'}.\n"
+    yield f"| backend | {' | '.join(f'{_text(m)}, {b} bits' for m in models for b in widths)} |"
     yield f"|---|{'---:|' * (len(models) * len(widths))}"
     for backend in dict.fromkeys(s.backend for s in groups):
         cells = []
@@ -97,8 +122,8 @@ def _schemes(board: Leaderboard) -> Iterator[str]:
                     for r in board.rows
                     if (r.backend, r.model, r.bits) == (backend, model, bits) and r.algorithm in common
                 )
-                cells.append(_spread(spread(own)))
-        yield f"| {backend} | {' | '.join(cells)} |"
+                cells.append(spread_words(spread(own)))
+        yield f"| {_text(backend or '')} | {' | '.join(cells)} |"
 
 
 def everywhere(rows: Sequence[Row]) -> list[str]:
@@ -126,26 +151,19 @@ def _gaps(board: Leaderboard) -> Iterator[str]:
             kinds.update(device.kinds or {})
         text = ", ".join(f"{count} {kind}" for kind, count in kinds.items() if count)
         mean, most = sum(gaps) / len(gaps), max(gaps, key=abs)
-        yield f"| {runtime} | {bits} | {len(gaps)} | {mean:+.3f} | {most:+.3f} | {text} |"
+        yield f"| {_text(runtime)} | {bits} | {len(gaps)} | {mean:+.3f} | {most:+.3f} | {text} |"
 
 
 def _reasons(rows: Iterable[Row]) -> Iterator[str]:
     """Why rows have no accuracy, or none on the runtime."""
-    why: Counter[tuple[str, str, str, str]] = Counter()
-    for row in rows:
-        if row.status in ("refused", "diverged", "failed"):
-            why[row.status, row.algorithm, row.backend, row.reason or ""] += 1
-        if row.device is not None and row.device.reason is not None:
-            why["not on the runtime", row.algorithm, row.backend, row.device.reason] += 1
+    why = reasons(rows)
     if not why:
         return
     yield "\n## Not done, and why\n"
     yield "| what | algorithm | backend | rows | reason |"
     yield "|---|---|---|---:|---|"
-    for (what, algorithm, backend, reason), count in sorted(why.items()):
-        short = reason if len(reason) <= 160 else f"… {reason[-150:]}"  # a long list of sites, then what is wrong there
-        escaped = short.replace("|", "\\|")
-        yield f"| {what} | {algorithm} | {backend} | {count} | {escaped} |"
+    for what, algorithm, backend, reason, count in why:
+        yield f"| {what} | {_text(algorithm)} | {_text(backend)} | {count} | {_text(short_reason(reason))} |"
 
 
 def _states(one: Summary) -> str:
@@ -154,10 +172,6 @@ def _states(one: Summary) -> str:
 
 def _mean(value: Spread | None, otherwise: float = float("inf")) -> float:
     return otherwise if value is None else value.mean
-
-
-def _spread(value: Spread | None) -> str:
-    return "" if value is None else f"{value.mean:.2f} ± {value.std:.2f}"
 
 
 def _value(value: float | None) -> str:

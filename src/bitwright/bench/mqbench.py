@@ -69,6 +69,7 @@ def translate(data: Mapping[str, Any], *, where: str, workload: str | None = Non
         "bits": [qparams["bit"]],
         "seeds": [data.get("seed", 1000)],
         "training": training,
+        "beyond": "simulate",  # as MQBench does where hardware has no such width
         "notes": notes,
     }
     if "bnfold" in data:
@@ -79,6 +80,9 @@ def translate(data: Mapping[str, Any], *, where: str, workload: str | None = Non
 def _model(data: Mapping[str, Any], workload: str | None, notes: list[str], problems: list[Problem]) -> str:
     section = _mapping(data, "model", problems)
     named = str(section["type"]) if "type" in section else None
+    unused = [f"model.{key}" for key in section if key != "type" and section[key]]
+    if unused:
+        notes.append(f"{', '.join(unused)}: not used, a workload builds its own model")
     if workload is not None:
         if named is not None:
             notes.append(f"model.type {named} gives way to {workload}")
@@ -89,8 +93,6 @@ def _model(data: Mapping[str, Any], workload: str | None, notes: list[str], prob
     if named not in WORKLOADS and ":" not in named:
         fix = f"name a workload of yours with --workload; {did_you_mean(named, WORKLOADS.names())}"
         problems.append(Problem(what="there is no such workload", where="model.type", value=named, fix=fix))
-    if section.get("kwargs"):
-        notes.append("model.kwargs aren't used: a workload builds its own model")
     return named
 
 
@@ -104,29 +106,61 @@ def _training(data: Mapping[str, Any], notes: list[str], problems: list[Problem]
     made["optimizer"] = kind.lower()
     options = _mapping(optimizer, "kwargs", problems, "optimizer.")
     made |= {key: options[key] for key in ("lr", "momentum", "weight_decay") if key in options}
-    schedule = _mapping(_mapping(data, "lr_scheduler", problems), "kwargs", problems, "lr_scheduler.")
-    if "base_lr" in schedule:
-        made["lr"] = schedule["base_lr"]
-    for key in ("max_epoch", "max_epochs"):
-        if key in schedule:
-            made["epochs"] = schedule[key]
-    dropped = sorted(set(schedule) - {"base_lr", "max_epoch", "max_epochs"})
-    if dropped:
-        notes.append(f"lr_scheduler: {', '.join(dropped)} aren't used; a cosine over all epochs is")
+    if "nesterov" in options and bool(options["nesterov"]) != (kind.lower() == "sgd"):
+        what = "SGD always has Nesterov's momentum here" if kind.lower() == "sgd" else "of SGD only"
+        notes.append(f"optimizer.kwargs.nesterov {options['nesterov']} isn't used: {what}")
     if "label_smooth" in data:
         made["label_smoothing"] = data["label_smooth"]
     ema = _mapping(data, "ema", problems)
+    averaging = _mapping(ema, "kwargs", problems, "ema.")
     if ema.get("enable"):
-        made["ema"] = _mapping(ema, "kwargs", problems, "ema.").get("decay", 0.999)
+        made["ema"] = averaging.get("decay", 0.999)
     section = _mapping(data, "data", problems)
     if "batch_size" in section:
         made["batch"] = section["batch_size"]
-    if "max_epoch" in section:
-        made["epochs"] = section["max_epoch"]
+    made |= _schedule(_mapping(data, "lr_scheduler", problems), section, notes, problems)
     unused = [f"data.{key}" for key in section if key not in ("batch_size", "max_epoch")]
     unused += [key for key in ("saver", "dist") if key in data]
     if unused:
         notes.append(f"{', '.join(unused)}: not used, the workload brings its data and the store keeps results")
+    others = {
+        "optimizer": set(optimizer) - {"type", "kwargs"},
+        "optimizer.kwargs": set(options) - {"lr", "momentum", "weight_decay", "nesterov"},
+        "ema": set(ema) - {"enable", "kwargs"},
+        "ema.kwargs": set(averaging) - {"decay"},
+    }
+    left = [f"{place}.{key}" for place, keys in others.items() for key in sorted(map(str, keys))]
+    if left:
+        notes.append(f"{', '.join(left)}: not used, there is no such setting here")
+    return made
+
+
+def _schedule(
+    section: Mapping[str, Any], data: Mapping[str, Any], notes: list[str], problems: list[Problem]
+) -> dict[str, Any]:
+    """How long, and how the rate goes down. Steps can't be told as epochs: only the workload knows its data."""
+    made: dict[str, Any] = {}
+    kind = str(section.get("type", "Cosine"))
+    made["schedule"] = next((ours for ours in ("cosine", "constant") if ours in kind.lower()), "cosine")
+    if made["schedule"] not in kind.lower():
+        notes.append(f"lr_scheduler.type {kind} isn't there: the rate follows a cosine over all epochs")
+    options = _mapping(section, "kwargs", problems, "lr_scheduler.")
+    if "base_lr" in options:
+        made["lr"] = options["base_lr"]
+    lengths = [options[key] for key in ("max_epoch", "max_epochs") if key in options]
+    lengths += [data["max_epoch"]] if "max_epoch" in data else []
+    if lengths:
+        made["epochs"] = lengths[-1]
+    elif "max_iter" in options:
+        notes.append(
+            f"lr_scheduler.kwargs.max_iter {options['max_iter']} isn't used: one epoch is trained, since only the "
+            "workload knows how many steps that is (say lr_scheduler.kwargs.max_epoch)"
+        )
+    known = {"base_lr", "max_epoch", "max_epochs"} | ({"max_iter"} if not lengths else set())
+    left = [f"lr_scheduler.{key}" for key in sorted(set(section) - {"type", "kwargs"})]
+    left += [f"lr_scheduler.kwargs.{key}" for key in sorted(set(options) - known)]
+    if left:
+        notes.append(f"{', '.join(left)}: not used, the rate goes down over all epochs without a warm-up")
     return made
 
 

@@ -15,6 +15,8 @@ from urllib.parse import quote
 
 from bitwright.bench.leaderboard import Leaderboard, Row, Spread, Summary
 from bitwright.bench.row_report import report_folder
+from bitwright.bench.summary import comparable
+from bitwright.bench.words import counted, drop_words
 from bitwright.files import write_text, yaml_text
 from bitwright.report.page.elements import asset, card, cards, cell, choice, document, facts, row, section, table
 
@@ -48,7 +50,9 @@ def page(
 ) -> str:
     """The page's text; every string of the leaderboard is escaped. `reports` are addresses by row."""
     title = board.title or board.name
-    body = "\n".join([_header(board, title), _cards(board), _filters(board), _matrix(), _cells(board), _about(board)])
+    body = "\n".join(
+        [_header(board, title), _cards(board), _filters(board), _matrix(board), _cells(board), _about(board)]
+    )
     nav = [("overview", "Overview"), ("results", "Results"), ("about", "About")]
     rows = [_data(row, reports.get(row.id)) for row in board.rows]
     data = json.dumps({"results": results, "rows": rows}, ensure_ascii=False, separators=(",", ":"))
@@ -58,8 +62,8 @@ def page(
 
 def _header(board: Leaderboard, title: str) -> str:
     return (
-        f"<header><h1>{escape(title)}</h1><p>leaderboard <b>{escape(board.name)}</b> · {len(board.rows)} rows · "
-        f"config <code>{escape(board.config_hash)}</code></p></header>"
+        f"<header><h1>{escape(title)}</h1><p>leaderboard <b>{escape(board.name)}</b> · "
+        f"{counted(len(board.rows), 'row')} · config <code>{escape(board.config_hash)}</code></p></header>"
     )
 
 
@@ -76,7 +80,7 @@ def _cards(board: Leaderboard) -> str:
                 "Largest hardware gap",
                 f"{worst.device.gap if worst.device else 0:+.2f} points",
                 f"{worst.algorithm}, {worst.backend}, {worst.bits} bits",
-                f"of {len(gaps)} rows on a runtime",
+                f"of {counted(len(gaps), 'row')} on a runtime",
             )
         )
     return cards(found)
@@ -89,7 +93,7 @@ def _gap(row: Row) -> float:
 def _width(board: Leaderboard, bits: int) -> str:
     """What a width costs, and how far algorithms lie apart."""
     drops: dict[str, list[float]] = {}
-    for one in board.rows:
+    for one in comparable(board.rows):
         if one.bits == bits and one.drop is not None:
             drops.setdefault(one.algorithm, []).append(one.drop)
     if not drops:
@@ -97,7 +101,7 @@ def _width(board: Leaderboard, bits: int) -> str:
     means = sorted((mean(values), name) for name, values in drops.items())
     whole = [value for values in drops.values() for value in values]
     ends = [f"{name} {value:.1f}" for value, name in (means[0], means[-1])]
-    note = "over all backends and models"
+    note = "over backends and models that all algorithms have"
     return card(f"Mean drop at {bits} bits", f"{mean(whole):.1f} points", " … ".join(dict.fromkeys(ends)), note)
 
 
@@ -115,10 +119,11 @@ def _filters(board: Leaderboard) -> str:
     )
 
 
-def _matrix() -> str:
+def _matrix(board: Leaderboard) -> str:
     note = (
-        "Points that quantization loses: float minus quantized, mean ± deviation over the rows that the filters leave. "
-        "Drops can be compared over models, accuracies can't. Warmer is worse. Choose a cell to filter by it."
+        f"Points below {drop_words(board)}: mean ± deviation over the rows that the filters leave; “all” is over those "
+        "that every algorithm has. Drops can be compared over models, accuracies can't. Warmer is worse. Choose a cell "
+        "to filter by it."
     )
     empty = '<noscript><p class="note">The overview needs scripts; the table below is whole.</p></noscript>'
     body = f'<p class="legend" id="legend" aria-hidden="true"></p><div id="matrix"></div>{empty}'
@@ -178,7 +183,9 @@ def _about(board: Leaderboard) -> str:
         f"<h3>{escape(name)}</h3>"
         + facts(
             [
-                ("Machine", f"{found.cpu}, {found.cores} cores, {found.platform}"),
+                ("Machine", f"{found.cpu}, {counted(found.cores, 'core')}, {found.platform}"),
+                ("Instructions", " and ".join(dict.fromkeys(found.instructions))),
+                ("Bitwright", found.bitwright + (f", revision {found.revision}" if found.revision else "")),
                 ("CPU features", ", ".join(found.cpu_features) or "none known"),
                 ("Threads of torch", str(found.threads)),
                 ("Python", found.python),

@@ -16,9 +16,10 @@ from pydantic import Field
 from torch import nn
 
 from bitwright.backends import BackendTable, Choices, backend
-from bitwright.bench.executed import mismatches, read_executed
+from bitwright.bench.executed import mismatches, read_executed, read_observers
 from bitwright.bench.grid import RowTask
 from bitwright.bench.leaderboard import Result
+from bitwright.bench.machine import Machine, machine
 from bitwright.bench.row_report import first_batches, row_record, site_facts, write_row_report
 from bitwright.bench.starts import Start, Starts
 from bitwright.deploy import Runtime, open_runtime, unexportable
@@ -27,7 +28,7 @@ from bitwright.formats import Format
 from bitwright.plan import NO_FOLDING, Plan
 from bitwright.planners import make_plan
 from bitwright.registry import QUANTIZERS, RUNTIMES
-from bitwright.report import Environment, OnDevice, environment, site_rows
+from bitwright.report import OnDevice, site_rows
 from bitwright.train import TrainConfig, Trainer
 from bitwright.workload import Workload, measure
 
@@ -35,7 +36,7 @@ from bitwright.workload import Workload, measure
 class Outcome(Result):
     """What a study keeps of a row."""
 
-    environment: Environment | None = Field(default=None)
+    environment: Machine | None = Field(default=None)
 
 
 def gave_up(reason: str) -> Outcome:
@@ -62,7 +63,7 @@ def run_row(task: RowTask, starts: Starts, *, reports: Path | None = None) -> Ou
             "minutes": round((time.perf_counter() - begin) / 60, 4),
             "cpu_minutes": round((time.process_time() - cpu) / 60, 4),
             "finished": datetime.now(UTC).isoformat(timespec="seconds"),
-            "environment": environment(),
+            "environment": machine(),
         }
         return found.model_copy(update=facts)
 
@@ -92,7 +93,7 @@ def _run(task: RowTask, start: Start, reports: Path | None) -> Outcome:
     trainer = Trainer(workload, quantize=plan, backend="academic" if beyond else task.backend, config=config)
     trained = trainer.fit()
     assert trained.quantized is not None
-    wrong = mismatches(trained.model, task, trained.quantized.plan, table)
+    wrong = mismatches(trained.model, task, trained.quantized.plan, table, start.graph)
     if wrong:
         raise BitwrightError(f"what ran isn't what the row says: {'; '.join(wrong[:5])}", where=task.key)
     values = measure(workload, trained.model)
@@ -108,6 +109,7 @@ def _run(task: RowTask, start: Start, reports: Path | None) -> Outcome:
         samples=start.samples,
         device=on_device(trained.model, table, workload, accuracy, task) if task.runtimes else None,
         executed=read_executed(trained.model, trained.quantized.plan),
+        observers=read_observers(trained.model),
         beyond=beyond,
         notes=tuple(notes),
         start=start.fingerprint,

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
 from bitwright.bench.grid import GridConfig, RowTask
 from bitwright.bench.leaderboard import FloatNet, Leaderboard, Result, Row
+from bitwright.bench.machine import Machine, machine
 from bitwright.bench.rows import Outcome, gave_up, one_line, run_row, train_float_on
 from bitwright.bench.starts import Starts
 from bitwright.bench.summary import summaries
 from bitwright.errors import WorkloadError
 from bitwright.fingerprint import fingerprint
-from bitwright.report import Environment, environment
 from bitwright.study import Study, open_study
 from bitwright.train import Interrupted
 
@@ -53,6 +53,7 @@ def run_grid(
         if work:
             folder = Path(starts) if starts is not None else _beside(config)
             floats = Starts(folder, study)
+            floats.check([task for task in config.tasks() if study.known(task) is None])
             try:
                 _work(config, study, floats, watch or (lambda _: None), Path(reports) if reports is not None else None)
                 _train_floats_on(config, study, floats)
@@ -134,7 +135,7 @@ def _attempt(study: GridStudy, task: RowTask, starts: Starts, reports: Path | No
             except WorkloadError:
                 raise  # no row of it can be run: not this row's fault
             except Exception as error:  # one row must not end all
-                outcome = Outcome(status="failed", reason=one_line(error), environment=environment())
+                outcome = Outcome(status="failed", reason=one_line(error), environment=machine())
     except BaseException:
         study.give_back(claim)
         raise
@@ -149,15 +150,18 @@ def _attempt(study: GridStudy, task: RowTask, starts: Starts, reports: Path | No
 
 def assemble(config: GridConfig, study: GridStudy) -> Leaderboard:
     """The leaderboard of what is known now."""
-    machines: dict[str, Environment] = {}
-    rows = tuple(_row(task, study, machines) for task in config.tasks())
+    machines: dict[str, Machine] = {}
+    floats = _floats(config, study)
+    trained = _trained(config, floats)
+    rows = tuple(_row(task, study, machines, trained) for task in config.tasks())
     return Leaderboard(
         name=config.name,
         title=config.title,
         config_hash=config.digest,
         config=config.model_dump(mode="json", by_alias=True, exclude={"store"}),
         machines=machines,
-        floats=_floats(config, study),
+        floats=floats,
+        drops_from="trained" if trained else "start",
         rows=rows,
         summaries=summaries(rows),
     )
@@ -168,14 +172,23 @@ def _floats(config: GridConfig, study: GridStudy) -> tuple[FloatNet, ...]:
     return tuple(FloatNet.model_validate(known) for name in names if (known := study.recall(name)) is not None)
 
 
-def _row(task: RowTask, study: GridStudy, machines: dict[str, Environment]) -> Row:
+def _trained(config: GridConfig, floats: Sequence[FloatNet]) -> dict[tuple[str, int], float]:
+    """Accuracies of float networks that were trained on as rows are: of all or of none, to compare like with like."""
+    found = {(one.model, one.seed): one.trained_on for one in floats if one.trained_on is not None}
+    wanted = {(task.model.label, task.seed) for task in config.tasks()}
+    return found if wanted <= found.keys() else {}
+
+
+def _row(
+    task: RowTask, study: GridStudy, machines: dict[str, Machine], trained: Mapping[tuple[str, int], float]
+) -> Row:
     failures = study.failures(task)
     known = study.known(task)
     outcome = known or (failures[-1] if failures else Outcome(status="pending"))
-    machine = None
+    where = None
     if outcome.environment is not None:
-        machine = fingerprint(outcome.environment.model_dump_json())[:8]
-        machines[machine] = outcome.environment
+        where = fingerprint(outcome.environment.model_dump_json())[:8]
+        machines[where] = outcome.environment
     return Row(
         id=task.key,
         model=task.model.label,
@@ -186,7 +199,8 @@ def _row(task: RowTask, study: GridStudy, machines: dict[str, Environment]) -> R
         bits=task.bits,
         seed=task.seed,
         attempts=len(failures) + (known is not None),
-        machine=machine,
+        machine=where,
         config=task.grid(),
+        float_trained=trained.get((task.model.label, task.seed)) if outcome.accuracy is not None else None,
         **{name: getattr(outcome, name) for name in Result.model_fields},
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,16 +13,18 @@ import numpy
 import torch
 from torch import Tensor
 
+from bitwright.bench.finding import loading_problems
 from bitwright.bench.grid import RowTask
+from bitwright.bench.machine import ONEDNN_VARIABLE, TORCH_VARIABLE
 from bitwright.checkpoint import load_checkpoint, save_checkpoint
-from bitwright.errors import WorkloadError
+from bitwright.errors import PlanError, WorkloadError
 from bitwright.fingerprint import fingerprint
 from bitwright.graph import Graph, capture
 from bitwright.graph.tree import tensors_in
 from bitwright.study import Study
 from bitwright.train import TrainConfig, Trainer
 from bitwright.train.seeding import seed_all
-from bitwright.workload import Workload, can_measure, load_workload, measure
+from bitwright.workload import Workload, load_workload, measure
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,16 +54,18 @@ class Starts:
             self._known[key] = self._make(task)
         return self._known[key]
 
+    def check(self, tasks: Sequence[RowTask]) -> None:
+        """Load all workloads before any is trained: the last one's problem must not come after hours of the first's."""
+        with _random_numbers_kept():
+            refs = list(dict.fromkeys(task.model.workload for task in tasks))
+            problems = list(loading_problems(refs, load_workload))
+        if problems:
+            raise PlanError(problems, title="workloads of the grid can't be used")
+
     def _make(self, task: RowTask) -> Start:
         with _random_numbers_kept():
             seed_all(task.seed, "model")
             workload = load_workload(task.model.workload)
-        if not can_measure(workload):
-            raise WorkloadError(
-                "a grid compares accuracies, and the workload has no evaluation data",
-                where=f"workload {workload.name!r}",
-                fix="give Workload(evaluation=...) or Workload(evaluate=...)",
-            )
         name = self._same_as_before(task, workload)
         if task.start is not None:
             file = self.folder / f"{task.model.label}-{task.seed}-{name}.safetensors"
@@ -74,21 +78,21 @@ class Starts:
                     workload = replace(workload, model=trainer.fit().model)
                 file.parent.mkdir(parents=True, exist_ok=True)
                 save_checkpoint(workload.model, file)
+        weights = fingerprint(*_state(workload))
+        self._same_weights(task, weights)
         workload.model.eval()
         values = measure(workload, workload.model)
         return Start(
             workload=workload,
             accuracy=values[workload.metric],
             samples=int(values["n"]) if "n" in values else None,
-            fingerprint=fingerprint(*_state(workload)),
+            fingerprint=weights,
             graph=capture(workload.model, workload.inputs),
         )
 
     def _same_as_before(self, task: RowTask, workload: Workload) -> str:
         """A name for network and data before training: rows of different ones mustn't stand side by side."""
-        data = next(iter(workload.evaluation())) if workload.evaluation is not None else ()
-        parts = [tensor for _, tensor in tensors_in((workload.inputs, data))]
-        now = fingerprint(*_state(workload), *parts, repr(task.start))
+        now = fingerprint(*_state(workload), *_data(workload), repr(task.start))
         where = f"workload:{task.model.label}:{task.seed}:{fingerprint(repr(task.start))}"
         before = self.study.keep(where, now)
         if before != now:
@@ -99,6 +103,28 @@ class Starts:
                 fix="begin another grid (name: or store:), or undo the change",
             )
         return now
+
+    def _same_weights(self, task: RowTask, weights: str) -> None:
+        """Workers whose float weights differ (another CPU, another folder of starts) mustn't fill one table."""
+        settings = fingerprint(repr((task.start, task.threads)))
+        before = self.study.keep(f"start:{task.model.label}:{task.seed}:{settings}", weights)
+        if before != weights:
+            raise WorkloadError(
+                "the float weights aren't those that rows of this grid started from",
+                where=f"{task.model.label}, seed {task.seed}",
+                value=f"{weights}, the grid has {before}",
+                fix=f"use the same folder (--starts) and instructions ({TORCH_VARIABLE}=avx2 {ONEDNN_VARIABLE}=AVX2 on "
+                "all machines), or begin another grid (name: or store:)",
+            )
+
+
+def _data(workload: Workload) -> Iterator[str]:
+    """Example inputs and all that is evaluated on, a batch at a time."""
+    yield fingerprint(*(tensor for _, tensor in tensors_in(workload.inputs)))
+    if workload.evaluation is not None:
+        with _random_numbers_kept():
+            for batch in workload.evaluation():
+                yield fingerprint(*(tensor for _, tensor in tensors_in(batch)))
 
 
 def _state(workload: Workload) -> list[str | Tensor]:

@@ -42,6 +42,41 @@ def summary(rows: Sequence[Row], **named: object) -> Summary:
     )
 
 
+def comparable(rows: Sequence[Row]) -> list[Row]:
+    """Rows at places (bits, backend, model, seed) where all algorithms have an accuracy.
+
+    A mean over other places would flatter whoever is refused where it is hard. An algorithm that has no accuracy at a
+    width is in no comparison there.
+    """
+    having: dict[int, set[str]] = {}
+    places: dict[tuple[object, ...], set[str]] = {}
+    for row in rows:
+        if row.accuracy is not None:
+            having.setdefault(row.bits, set()).add(row.algorithm)
+            places.setdefault(_place(row), set()).add(row.algorithm)
+    return [row for row in rows if row.accuracy is not None and places[_place(row)] == having[row.bits]]
+
+
+def _place(row: Row) -> tuple[object, ...]:
+    return row.bits, row.backend, row.model, row.seed
+
+
+def reasons(rows: Iterable[Row]) -> list[tuple[str, str, str, str, int]]:
+    """Why rows have no accuracy, or none on the runtime: what, algorithm, backend, reason, how many."""
+    why: Counter[tuple[str, str, str, str]] = Counter()
+    for row in rows:
+        if row.status in ("refused", "diverged", "failed"):
+            why[row.status, row.algorithm, row.backend, row.reason or ""] += 1
+        if row.device is not None and row.device.reason is not None:
+            why["not on the runtime", row.algorithm, row.backend, row.device.reason] += 1
+    return [(*key, count) for key, count in sorted(why.items())]
+
+
+def short_reason(reason: str) -> str:
+    """A reason for a line: of a long list of sites the end, which says what is wrong there."""
+    return reason if len(reason) <= 160 else f"… {reason[-150:]}"
+
+
 def spread(values: Iterable[float | None]) -> Spread | None:
     """Mean and deviation of what there is."""
     known = [value for value in values if value is not None]

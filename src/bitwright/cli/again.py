@@ -7,6 +7,8 @@ from pathlib import Path
 import typer
 
 from bitwright.bench import Again, Leaderboard, run_again
+from bitwright.bench.again import find_rows, ran_elsewhere
+from bitwright.bench.machine import revision
 from bitwright.cli.grid import quiet_training
 from bitwright.cli.out import Out
 from bitwright.cli.verb import CHECK_FAILED
@@ -24,6 +26,11 @@ def run(
         raise BitwrightError(
             "which rows shall run again?", where=str(file), fix="--row ID; ids are on the page (bitwright leaderboard)"
         )
+    wanted = find_rows(board, rows)
+    advice = {row.id: ran_elsewhere(board, row) for row in wanted}
+    for text in dict.fromkeys(filter(None, advice.values())):
+        own = [row for row, said in advice.items() if said == text]
+        out.note(f"{', '.join(own[:3])}{' …' if len(own) > 3 else ''}: {text}")
     with out.units() as progress, quiet_training():
         ended = 0
 
@@ -43,7 +50,10 @@ def run(
         for one in found:
             for difference in one.differences:
                 out.stderr.print(f"{one.row.id}: {difference}")
-        out.note("another kind of machine or another torch adds numbers in another order: see `machines` in the file")
+        made = {board.machines[row.machine].revision or "unknown" for row in wanted if row.machine in board.machines}
+        out.note(f"the rows are of revision {', '.join(sorted(made)) or 'unknown'}, this is {revision() or 'unknown'}")
+        if not any(advice.values()):
+            out.note("another kind of machine or another torch adds numbers in another order: `machines` in the file")
         raise typer.Exit(CHECK_FAILED)
 
 

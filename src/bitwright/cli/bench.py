@@ -142,7 +142,7 @@ def bench(
 
     With the file of a grid: train every combination of its algorithms, backends, widths, models and seeds, and make a
     leaderboard of what really ran. A grid goes on where it was left; give the command several times, on any machines
-    that see its store, to share the work. Exits with 1 if a row failed.
+    that see its store, to share the work. Exits with 1 if a row failed or is pending, or if all were refused.
 
     With the leaderboard that a grid has written: run some of its rows again (--row), from their configs and seeds, and
     write their reports. Exits with 1 if a row doesn't come out as the leaderboard says.

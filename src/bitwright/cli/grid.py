@@ -12,6 +12,8 @@ import typer
 from bitwright.bench import GridConfig, Leaderboard, Told, markdown, run_grid
 from bitwright.bench.leaderboard import Summary
 from bitwright.bench.row_report import report_folder
+from bitwright.bench.summary import comparable, reasons, short_reason, summary
+from bitwright.bench.words import counted, drop_words, spread_words
 from bitwright.cli.out import Out
 from bitwright.cli.verb import CHECK_FAILED
 from bitwright.errors import BitwrightError
@@ -55,7 +57,8 @@ def run(
     _show(out, board, files)
     if reports is not None:
         _tell_reports(out, board, reports, output)
-    if any(row.status in ("failed", "pending") for row in board.rows):
+    states = {row.status for row in board.rows}
+    if states & {"failed", "pending"} or states == {"refused"}:
         raise typer.Exit(CHECK_FAILED)
 
 
@@ -75,18 +78,27 @@ def _show(out: Out, board: Leaderboard, files: list[Path]) -> None:
     out.data(board.model_dump(mode="json", by_alias=True))
     cells = [s for s in board.summaries if None not in (s.algorithm, s.backend, s.bits, s.model)]
     many = len(board.rows) > 60
-    shown = [s for s in board.summaries if s.backend is s.model is None] if many else cells
+    shown = list(_overall(board)) if many else cells
     heads = ["algorithm", "backend", "#bits", "model", "#accuracy", "#below float", "#on the runtime", "rows"]
     out.table(heads, map(_cells, shown), title=board.title or board.name)
-    for row in board.rows:
-        if row.status == "failed":
-            name = f"{row.model}, {row.algorithm}, {row.backend}, {row.bits} bits, seed {row.seed}"
-            out.say(f"failed: {name}: {row.reason}")
+    for what, algorithm, backend, reason, count in reasons(board.rows):
+        out.say(f"{what}: {algorithm}, {backend}, {counted(count, 'row')}: {short_reason(reason)}")
     states = [row.status for row in board.rows]
     counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
-    out.say(f"{len(states)} rows: {counts}; config {board.config_hash}")
+    out.say(f"{counted(len(states), 'row')}: {counts}; config {board.config_hash}")
+    out.say(f"“below float” is below {drop_words(board)}")
     for path in files:
         out.say(f"  {path}")
+
+
+def _overall(board: Leaderboard) -> Iterator[Summary]:
+    """Each algorithm at each width, over places that all algorithms have; all of its states beside it."""
+    shared = comparable(board.rows)
+    for one in board.summaries:
+        if one.backend is one.model is None:
+            own = [row for row in shared if (row.algorithm, row.bits) == (one.algorithm, one.bits)]
+            found = summary(own, algorithm=one.algorithm, bits=one.bits)
+            yield found.model_copy(update={"rows": one.rows})
 
 
 def _tell_reports(out: Out, board: Leaderboard, reports: Path, output: Path | None) -> None:
@@ -100,9 +112,6 @@ def _tell_reports(out: Out, board: Leaderboard, reports: Path, output: Path | No
 
 
 def _cells(one: Summary) -> tuple[str, ...]:
-    def spread(value: object) -> str:
-        return "" if value is None else f"{value.mean:.2f} ± {value.std:.2f}"  # type: ignore[attr-defined]
-
     states = ", ".join(f"{count} {state}" for state, count in one.rows.items())
     gap = "" if one.gap is None else f"{one.gap.mean:+.2f}"
     return (
@@ -110,8 +119,8 @@ def _cells(one: Summary) -> tuple[str, ...]:
         one.backend or "all",
         str(one.bits or "all"),
         one.model or "all",
-        spread(one.accuracy) if one.model else "",
-        spread(one.drop),
+        spread_words(one.accuracy) if one.model else "",
+        spread_words(one.drop),
         gap,
         states,
     )

@@ -9,6 +9,7 @@ import typer
 
 from bitwright.bench.leaderboard import Leaderboard
 from bitwright.bench.page import links, write_page
+from bitwright.bench.words import counted
 from bitwright.cli.out import Out
 from bitwright.cli.verb import verb
 from bitwright.errors import BitwrightError
@@ -50,4 +51,4 @@ def leaderboard(
     linked = 0 if reports is None else len(links(board, output, reports))
     write_page(board, output, results=results.name, reports=reports)
     out.data({"page": str(output), "rows": len(board.rows), "reports": linked, "config_hash": board.config_hash})
-    out.say(f"{output}: {len(board.rows)} rows{'' if reports is None else f', {linked} with a report'}")
+    out.say(f"{output}: {counted(len(board.rows), 'row')}{'' if reports is None else f', {linked} with a report'}")
