@@ -166,7 +166,7 @@ document.getElementById("clear").addEventListener("click", () => {
   update();
 });
 addEventListener("hashchange", () => { if (!location.hash.startsWith("#?")) follow(); });
-document.getElementById("legend").append("points lost: ", ...[0, ...STEPS].flatMap((step, index) => [make("i", { class: `q${index}` }), index ? `from ${step}` : "less"]));
+document.getElementById("legend").append("points lost: ", ...[0, ...STEPS].map((step, index) => make("span", {}, make("i", { class: `q${index}` }), index ? `from ${step}` : "less")));
 follow();
 overview(record.rows.filter(fits));
 if (location.hash.startsWith("#?")) update();

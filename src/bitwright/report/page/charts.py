@@ -9,6 +9,7 @@ from itertools import groupby, pairwise
 from math import ceil, floor, log10
 
 from bitwright.report.parts import SiteRow, Timing
+from bitwright.report.words import percent
 
 _STOPS = 16  # points of a chart that the Tab key visits
 _MOST = 10  # more bars than this are a table's job
@@ -35,15 +36,16 @@ def latency(timings: Iterable[Timing]) -> str:
 
 
 def worst_sites(rows: Iterable[SiteRow]) -> str:
-    """The sites with the lowest SQNR."""
+    """The sites with the lowest SQNR; a bar is as long as the noise, so the worst has the longest."""
     known = sorted((row.sqnr_db, row.site) for row in rows if row.sqnr_db is not None and row.share is None)
     shown = known[:_MOST]
-    longest = max((sqnr for sqnr, _ in shown), default=1.0)
+    most = 10 ** (-shown[0][0] / 20) if shown else 1.0
     parts = [
-        _bar(_ROW * index, site, f"{sqnr:.1f} dB", sqnr / longest if longest > 0 else 0.0, "quantized")
+        _bar(_ROW * index, site, f"{percent(noise)} · {sqnr:.1f} dB", noise / most, "quantized")
         for index, (sqnr, site) in enumerate(shown)
+        for noise in (10 ** (-sqnr / 20),)
     ]
-    return svg(parts, _ROW * len(shown), "The sites with the lowest ratio of signal to quantization noise")
+    return svg(parts, _ROW * len(shown), "The sites with the most quantization noise, relative to their signal")
 
 
 @dataclass(frozen=True, kw_only=True)
