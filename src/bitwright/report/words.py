@@ -47,7 +47,7 @@ def decibels(value: float | None) -> str:
 
 def own_accuracy(record: Record) -> Accuracy:
     """Of the quantized model on the backend's own runtime, else on the first that was checked, else the last known."""
-    names = [record.backend, *(one.runtime for one in (*record.parities, *record.timings))]
+    names = [record.backend, *(one.runtime for one in record.parities), *(one.runtime for one in record.timings)]
     found = {one.where: one for one in record.accuracies[1:]}
     return next((found[name] for name in names if name in found), record.accuracies[-1])
 

@@ -125,6 +125,15 @@ function placeNames(drawing) {
     if (free) put(name, free, x, y);
   }
 }
+// Names in bars: those that fit.
+function fitNames(drawing) {
+  for (const name of drawing.querySelectorAll("text.in")) {
+    const bar = name.previousElementSibling.getBBox();
+    name.style.visibility = name.getBBox().width + 10 > bar.width ? "hidden" : "";
+  }
+}
+const fitted = new ResizeObserver((entries) => entries.forEach((entry) => fitNames(entry.target)));
+document.querySelectorAll("svg.lanes").forEach((drawing) => fitted.observe(drawing));
 const named = new ResizeObserver((entries) => entries.forEach((entry) => placeNames(entry.target)));
 document.querySelectorAll("svg.scatter").forEach((drawing) => named.observe(drawing));
 
