@@ -86,7 +86,7 @@ def _ends(quantizer: Quantizer) -> tuple[float, float]:
 
 
 def _binned(low: float, high: float, least: float, most: float) -> tuple[float, float]:
-    """What a histogram shows: the grid, and as far beyond as the first batch reaches, from an eighth of its span to all.
+    """What a histogram shows: the grid, and as far beyond as the first batch reaches, an eighth to all of its span.
 
     An accumulator's grid is a million times as wide as its numbers: it shows just these.
     """

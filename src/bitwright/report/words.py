@@ -67,7 +67,7 @@ def seen(site: SiteRow) -> tuple[float, float] | None:
 
 
 def ranges(site: SiteRow) -> tuple[str, str]:
-    """What was seen at a site, and its grid. An accumulator's 32 bits reach far beyond any number: that says nothing."""
+    """What was seen at a site, and its grid. An accumulator's 32 bits reach far beyond any number: they say nothing."""
     wide = site.format.startswith("int32")
     grid = "" if wide else span(number(site.low), number(site.high))
     found = seen(site)

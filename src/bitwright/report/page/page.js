@@ -56,7 +56,22 @@ function sortBy(table, column, down) {
     return down ? -order : order;
   });
   body.append(...keyed.flatMap(([, row]) => (row.detail ? [row, row.detail] : [row])));
+  table.dispatchEvent(new Event("sorted"));
 }
+// Narrow screens hide the heads of a table whose rows are cards there: numbers get their head's name beside them.
+const narrow = matchMedia("(max-width: 46rem)");
+function nameCells(table) {
+  const heads = Array.from(table.tHead.rows[0].cells).map((head) => head.textContent);
+  let done = false;
+  const name = () => {
+    if (!narrow.matches || done) return;
+    done = true;
+    for (const row of table.tBodies[0].rows) for (const cell of row.cells) cell.dataset.h = heads[cell.cellIndex];
+  };
+  narrow.addEventListener("change", name);
+  name();
+}
+document.querySelectorAll("table.stacked").forEach(nameCells);
 for (const table of document.querySelectorAll("table.sortable")) {
   Array.from(table.tHead.rows[0].cells).forEach((head, column) => {
     head.querySelector("button").addEventListener("click", () => {

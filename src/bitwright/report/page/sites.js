@@ -27,7 +27,7 @@ if (siteTable) {
   byPort.addEventListener("change", filter);
   byFormat.addEventListener("change", filter);
 
-  // Narrow screens hide the heads: they sort by a list, and numbers have their head's name beside them.
+  // Narrow screens hide the heads: they sort by a list.
   const sorter = document.getElementById("sort-by");
   sorter.append(make("option", { value: "" }, "as planned"));
   heads.forEach((head, column) => sorter.append(make("option", { value: column }, head)));
@@ -36,15 +36,6 @@ if (siteTable) {
     if (sorter.value === "") siteTable.tBodies[0].append(...planned.flatMap((row) => (row.detail ? [row, row.detail] : [row])));
     else sortBy(siteTable, Number(sorter.value), ["Clipped", "Output error"].includes(heads[sorter.value]));
   });
-  const narrow = matchMedia("(max-width: 46rem)");
-  let named = false;
-  const name = () => {
-    if (!narrow.matches || named) return;
-    named = true;
-    for (const row of rows) for (const cell of row.cells) cell.dataset.h = heads[cell.cellIndex];
-  };
-  narrow.addEventListener("change", name);
-  name();
 
   siteTable.addEventListener("click", (event) => {
     const opener = event.target.closest(".opener");

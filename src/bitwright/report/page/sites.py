@@ -37,7 +37,7 @@ def plan(record: Record) -> str:
         rows.append(_row(site, number, error))
     opened = "Open a row for its histogram." if any(site.histogram for site in record.sites) else ""
     note = f"What the plan says of each site, and what it costs there. {opened}".strip()
-    body = tools + table(heads, rows, label="Sites", sortable=True, anchor="site-table")
+    body = tools + table(heads, rows, label="Sites", sortable=True, anchor="site-table", stacked=True)
     return section("sites", "Plan", body, note=note)
 
 

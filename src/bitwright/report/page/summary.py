@@ -11,8 +11,12 @@ from bitwright.report.page.elements import card, cell, pair, row, section, table
 from bitwright.report.record import Record
 from bitwright.report.tradeoff import Point, front, points
 
-
-_KINDS = {"float": "float", "quantized": "this run", "trial": "a trial of its search", "other": "other runs and runtimes"}
+_KINDS = {
+    "float": "float",
+    "quantized": "this run",
+    "trial": "a trial of its search",
+    "other": "other runs and runtimes",
+}
 
 
 def header(record: Record) -> str:

@@ -106,7 +106,7 @@ def _timeline(found: Forecast, device: Device, *, first: bool) -> str:
 
 
 def _phases(device: Device) -> list[charts.Bar]:
-    """The phases on the clock of the operators: what a step waits for between backward and optimizer has its time, too."""
+    """The phases on the clock of the operators: waiting between backward and optimizer takes its time, too."""
     hull: dict[str, tuple[float, float]] = {}
     for span in device.spans:
         start, end = hull.get(span.kind, (span.start_ms, span.end_ms))
