@@ -74,7 +74,8 @@ _CROSSING = """() => {
   const found = [];
   for (const drawing of document.querySelectorAll("svg.scatter")) {
     const edge = drawing.getBoundingClientRect();
-    const boxes = (what) => [...drawing.querySelectorAll(what)].map((one) => [one.textContent, one.getBoundingClientRect()]);
+    const box = (one) => [one.textContent, one.getBoundingClientRect()];
+    const boxes = (what) => [...drawing.querySelectorAll(what)].map(box);
     const names = boxes("text.name"), others = boxes(".dot, text:not(.name)");
     names.forEach(([name, a], index) => {
       if (!a.width || a.left < edge.left - 1 || a.right > edge.right + 1) found.push(`${name} is cut`);
