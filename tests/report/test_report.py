@@ -74,7 +74,9 @@ def test_unreadable_json_is_one_clear_error(tmp_path: Path) -> None:
 def test_a_leaderboard_is_told_from_a_report(tmp_path: Path) -> None:
     path = tmp_path / "lb.json"
     path.write_text('{"bitwright-leaderboard":1,\n"name":"x","rows":[]}')
-    with pytest.raises(bitwright.BitwrightError, match=r"this is a leaderboard\n    fix: bitwright leaderboard \S+lb.json"):
+    with pytest.raises(
+        bitwright.BitwrightError, match=r"this is a leaderboard\n    fix: bitwright leaderboard \S+lb.json"
+    ):
         read_json(path)
     path.write_text('{"version": 2, "title": 1, "strange": 3}')
     with pytest.raises(bitwright.BitwrightError, match="and 3 more") as error:
