@@ -27,7 +27,7 @@ if (place) {
   // How each measure is read, which end is bad, and how it is told. Those with `steps` change colour there, whatever the
   // model: 40 dB is harmless everywhere. The others have no such scale, and go from the least to the most.
   const measures = {
-    loss_change: { of: (node) => worst(scores.get(node.name), (one) => one.loss_change, Math.max), floor: 0, root: true, tell: decimals },
+    loss_change: { of: (node) => worst(scores.get(node.name), (one) => one.loss_change, Math.max), steps: [0.001, 0.003, 0.01, 0.03, 0.1, 0.3], tell: decimals, unit: "" },
     output_error: { of: (node) => worst(scores.get(node.name), (one) => one.output_error, Math.max), steps: [0.001, 0.003, 0.01, 0.03, 0.1, 0.3], tell: (v) => percent(v) },
     sqnr_db: { of: (node) => worst(sites.get(node.name), (one) => one.sqnr_db, Math.min), low: true, steps: [40, 35, 30, 25, 20, 15], tell: (v) => `${v.toFixed(1)} dB`, unit: "dB" },
     clipped: { of: (node) => worst(sites.get(node.name), (one) => one.clipped, Math.max), steps: [0.0001, 0.001, 0.005, 0.01, 0.05, 0.1], tell: (v) => percent(v) },
@@ -131,7 +131,7 @@ if (place) {
       box.dataset.tip = `${name} (${box.node.kind}): ${told}`;
     }
     if (measure.steps) {
-      const bound = (step) => (measure.unit ? String(step) : percent(step));
+      const bound = (step) => (measure.unit === undefined ? percent(step) : String(step));
       const words = measure.steps.map((step) => `${measure.low ? "under" : "from"} ${bound(step)}`);
       const first = `${measure.low ? "from" : "under"} ${bound(measure.steps[0])}${measure.unit ? ` ${measure.unit}` : ""}`;
       legend.replaceChildren(...[first, ...words].map((word, index) => make("span", {}, make("i", { class: `q${index}` }), word)));
