@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from bitwright.cli.known import read_table
 from bitwright.plan import Plan
 
 ROOT = Path(__file__).parents[1]
@@ -39,7 +38,7 @@ def test_plan_block_is_a_plan_for_digits(tmp_path: Path) -> None:
 def test_own_workload(tmp_path: Path) -> None:
     from bitwright import load_workload, measure
 
-    (tmp_path / "my_workload.py").write_text(block("", "# my_workload.py"))
+    (tmp_path / "my_workload.py").write_text(block("python", "# my_workload.py"))
     workload = load_workload(f"{tmp_path / 'my_workload.py'}:small")
     assert measure(workload, workload.model)["n"] == 512
 
@@ -60,17 +59,6 @@ def test_the_cluster_can_be_read() -> None:
     assert set(Cluster.from_yaml(block("yaml", "bitwright_cluster")).devices) == {"big", "small"}
 
 
-def test_options_are_those_of_the_verbs() -> None:
-    known = {facts["name"]: facts for facts in read_table()}
-    for verb, words in re.findall(
-        r"bitwright (\w+) ([^\n#]*)", "\n".join(re.findall(r"^```\n(.*?)^```", README, re.M | re.S))
-    ):
-        if verb in known:
-            own = {option for one in known[verb]["options"] for option in (*one["names"], *one["off"])}
-            words = words.partition("&&")[0]
-            assert set(re.findall(r"(?<=\s)--?[a-z][\w-]*", f" {words}")) <= own, (verb, words)
-
-
 def test_figures_stand_in_the_results_that_they_link_to() -> None:
     table = README[README.index("## What was measured") : README.index("## One idea")]
     checked = 0
@@ -81,6 +69,28 @@ def test_figures_stand_in_the_results_that_they_link_to() -> None:
                 assert figure in text, (link, figure)
                 checked += 1
     assert checked > 8
+
+
+def _numbers(text: str) -> list[float]:
+    """All that a page of results says, and times of tables with a line for float, of float's."""
+    found = [float(number) for number in re.findall(r"\d+\.\d+", text)]
+    for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
+        times = {name: float(time) for name, time in re.findall(r"^\| ([^|]+) \| (\d+\.\d+) \|", table, re.MULTILINE)}
+        found += [time / times["float"] for time in times.values() if "float" in times]
+    return found
+
+
+def test_ratios_stand_in_the_results_that_they_link_to() -> None:
+    """Those that were measured since then are in the files: the README has to follow."""
+    table = README[README.index("## What was measured") : README.index("## One idea")]
+    checked = 0
+    for row in table.splitlines():
+        links = re.findall(r"\((benchmarks/results/\w+\.md)\)", row)
+        near = {f"{number:.2f}" for link in links for number in _numbers((ROOT / link).read_text(encoding="utf-8"))}
+        for figure in re.findall(r"(\d+\.\d\d)×", row):
+            assert figure in near, (links, figure)
+            checked += 1
+    assert checked > 15
 
 
 def test_no_path_of_a_machine() -> None:

@@ -45,10 +45,14 @@ def test_filters_hold_for_overview_and_table(show: Show, tmp_path: Path) -> None
 @pytest.mark.slow
 def test_a_line_opens_to_config_and_what_was_executed(show: Show, tmp_path: Path) -> None:
     page = show(write_page(made_up(*FEW), tmp_path / "board.html"))
+
+    def drops() -> list[float]:
+        return [float(cell.get_attribute("data-v")) for cell in page.locator("#board tbody td:nth-child(6)").all()]
+
+    assert drops() == sorted(drops())  # what loses least comes first
     page.click("#board th button:text-is('Drop')")
-    cells = page.locator("#board tbody td:nth-child(6)").all()
-    values = [float(cell.get_attribute("data-v")) for cell in cells]
-    assert values == sorted(values)
+    assert drops() == sorted(drops(), reverse=True)
+    page.click("#board th button:text-is('Drop')")
     page.locator("#board .opener").first.click()
     text = page.inner_text("#board tr.detail")
     assert "Executed, weights" in text
@@ -59,6 +63,40 @@ def test_a_line_opens_to_config_and_what_was_executed(show: Show, tmp_path: Path
     page.goto(f"{page.url.split('#')[0]}#{row}")
     page.reload()
     assert page.locator("#board tr.detail").count() == 1  # an address can name a row
+
+
+@pytest.mark.slow
+def test_many_lines_are_shown_a_part_at_a_time(show: Show, tmp_path: Path) -> None:
+    board = made_up(("lsq", "apot", "tqt", "dsq", "pact"), ("tvm", "onnxruntime", "academic"))
+    page = show(write_page(board, tmp_path / "board.html"))
+    lines = page.locator("#board tbody tr:not([hidden])")
+    assert lines.count() == 60
+    assert page.inner_text("#more") == "Show 30 more of 30"
+    page.select_option("#by-algorithm", "lsq")
+    assert lines.count() == 18
+    assert page.locator("#more").is_hidden()
+    page.click("#clear")
+    page.click("#more")
+    assert lines.count() == 90
+    # a heading isn't hidden by what sticks to the top
+    page.evaluate("document.documentElement.style.scrollBehavior = 'auto'")
+    page.evaluate("document.getElementById('results').scrollIntoView()")
+    bar, head = (page.locator(one).bounding_box() for one in ("#filters", "#results-h"))
+    assert head["y"] > bar["y"] + bar["height"]
+
+
+@pytest.mark.slow
+def test_a_phone(show: Show, tmp_path: Path) -> None:
+    page = show(write_page(made_up(*FEW), tmp_path / "board.html"), width=390)
+    assert page.locator("#board tbody tr:not([hidden])").count() == 20
+    for cell in page.locator("#board tbody tr >> nth=0").locator("td").all():
+        box = cell.bounding_box()
+        assert box["x"] + box["width"] <= 390  # nothing of a line is off the screen
+    cut = "[...document.querySelectorAll('.heat')].filter((one) => one.scrollWidth > one.clientWidth).length"
+    assert page.evaluate(cut) == 0
+    page.select_option("#sort-by", label="Accuracy")
+    first = page.locator("#board tbody tr >> nth=0").locator("td:nth-child(5)").get_attribute("data-v")
+    assert float(first) == max(one.accuracy.mean for one in made_up(*FEW).summaries if one.model and one.accuracy)
 
 
 @pytest.mark.slow

@@ -70,6 +70,42 @@ def test_names_of_others_are_only_text(show: Show, tmp_path: Path) -> None:
     assert page.locator("img").count() == 0
 
 
+_CROSSING = """() => {
+  const found = [];
+  for (const drawing of document.querySelectorAll("svg.scatter")) {
+    const edge = drawing.getBoundingClientRect();
+    const box = (one) => [one.textContent, one.getBoundingClientRect()];
+    const boxes = (what) => [...drawing.querySelectorAll(what)].map(box);
+    const names = boxes("text.name"), others = boxes(".dot, text:not(.name)");
+    names.forEach(([name, a], index) => {
+      if (!a.width || a.left < edge.left - 1 || a.right > edge.right + 1) found.push(`${name} is cut`);
+      for (const [other, b] of [...names.slice(index + 1), ...others]) {
+        const wide = Math.min(a.right, b.right) - Math.max(a.left, b.left);
+        const high = Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top);
+        if (wide > 1 && high > 3) found.push(`${name} over ${other}`);
+      }
+    });
+  }
+  return found;
+}"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [1280, 390])
+def test_names_of_points_meet_nothing(show: Show, tmp_path: Path, width: int) -> None:
+    made = record("quantized by a name")
+    close = [
+        timing.model_copy(update={"runtime": name}) for name in ("onnxruntime", "openvino") for timing in made.timings
+    ]
+    others = tuple(made.others[0].model_copy(update={"title": f"another run, number {n}"}) for n in range(4))
+    page = show(
+        write_html(made.model_copy(update={"timings": tuple(close), "others": others}), tmp_path / "report.html"),
+        width=width,
+    )
+    assert page.locator("svg.scatter text.name").count() >= 8
+    assert page.evaluate(_CROSSING) == []
+
+
 @pytest.mark.slow
 def test_the_graph_by_keys(show: Show, tmp_path: Path) -> None:
     page = show(write_html(large(20), tmp_path / "report.html"))
@@ -87,7 +123,11 @@ def test_the_graph_by_keys(show: Show, tmp_path: Path) -> None:
     assert page.evaluate(focused).startswith("layers.9.conv")
     page.click("#operator button")
     assert page.inner_text("#shown") == "2 of 20"
-    # colours follow the measure
+    # boxes say which module they are
+    assert "layers.9.conv" in page.locator(".network .op").last.text_content()
+    # colours follow the measure; those of decibels are the same for every model
+    page.select_option("#measure", "sqnr_db")
+    assert "from 40 dB" in page.inner_text("#legend")
     before = page.get_attribute(".network .op", "class")
     page.select_option("#measure", "macs")
     assert page.get_attribute(".network .op >> nth=9", "class") != before

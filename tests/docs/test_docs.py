@@ -18,7 +18,7 @@ PAGES = [*sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def blocks(page: Path, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S)
+    return re.findall(rf'^```{language}(?: title="[^"]*")?\n(.*?)^```', page.read_text(encoding="utf-8"), re.M | re.S)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT / "docs").as_posix())

@@ -29,9 +29,10 @@ from bitwright.report import (
     write_json,
     write_markdown,
 )
+from bitwright.report.page.work import _phases
 from bitwright.report.schema import json_schema
 from bitwright.report.tradeoff import front, points
-from records import EVIL, record
+from records import EVIL, large, record
 
 
 class Tags(HTMLParser):
@@ -68,6 +69,19 @@ def test_unreadable_json_is_one_clear_error(tmp_path: Path) -> None:
         path.write_text(text)
         with pytest.raises(bitwright.BitwrightError, match="can't read the report"):
             read_json(path)
+
+
+def test_a_leaderboard_is_told_from_a_report(tmp_path: Path) -> None:
+    path = tmp_path / "lb.json"
+    path.write_text('{"bitwright-leaderboard":1,\n"name":"x","rows":[]}')
+    with pytest.raises(
+        bitwright.BitwrightError, match=r"this is a leaderboard\n    fix: bitwright leaderboard \S+lb.json"
+    ):
+        read_json(path)
+    path.write_text('{"version": 2, "title": 1, "strange": 3}')
+    with pytest.raises(bitwright.BitwrightError, match="and 3 more") as error:
+        read_json(path)
+    assert len(str(error.value).splitlines()) == 2  # the error and its fix
 
 
 def test_page_is_escaped_and_well_formed(tmp_path: Path) -> None:
@@ -266,6 +280,57 @@ def test_sites_leave_the_model_as_it_was() -> None:
     site_rows(model, [torch.randn(8, 6)])
     assert all(module.training for module in model)
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_a_report_of_a_thousand_sites_is_small(tmp_path: Path) -> None:
+    path = write_html(large(1000), tmp_path / "report.html")
+    assert path.stat().st_size <= 6_000_000  # how fast it opens: benchmarks/report_page.py
+
+
+def test_the_card_says_the_backends_own_accuracy(tmp_path: Path) -> None:
+    made = record().model_copy(update={"backend": "onnxruntime"})
+    places = {"float": 91.5, "simulated": 91.4, "onnxruntime": 91.3, "openvino": 90.1}
+    scores = tuple(made.accuracies[0].model_copy(update={"where": w, "value": v}) for w, v in places.items())
+    page = write_html(made.model_copy(update={"accuracies": scores}), tmp_path / "report.html").read_text()
+    card = page[page.index('<div class="card">') :].partition("</div>")[0]
+    assert "91.30 %" in card
+    assert "on onnxruntime" in card
+
+
+def test_latency_comes_from_what_was_measured(tmp_path: Path) -> None:
+    def title(made: Record) -> str:
+        found = re.search(r"<h3>Latency[^<]*</h3><strong>([^<]*)", write_html(made, tmp_path / "r.html").read_text())
+        return "" if found is None else found[1]
+
+    benched = record().model_copy(update={"timings": ()})
+    assert title(record()) == title(benched) == "1 ms"
+    tuned = benched.model_copy(update={"comparison": None})
+    assert title(tuned) == "0.90×"  # of the chosen trial
+    assert title(tuned.model_copy(update={"tuning": None})) == ""
+
+
+def test_ranges_are_those_that_were_seen() -> None:
+    site = record().sites[0]
+    assert words.ranges(site) == ("-3 … 2.5", "-2.56 … 2.54")
+    bias = site.model_copy(update={"format": "int32/channel/sym", "low": -2.2e5, "high": 2.2e5})
+    assert words.ranges(bias) == ("-3 … 2.5", "")
+    assert words.ranges(bias.model_copy(update={"seen_low": None})) == ("–", "")
+
+
+def test_phases_are_on_the_clock_of_the_operators(tmp_path: Path) -> None:
+    made = record()
+    forecast = made.forecasts[0]
+    kinds = {"forward": (0.1, 2.1), "backward": (2.2, 6.0), "collective": (6.0, 8.0), "tail": (8.0, 9.0)}
+    spans = tuple(
+        forecast.devices[0].spans[0].model_copy(update={"kind": kind, "start_ms": start, "end_ms": end})
+        for kind, (start, end) in kinds.items()
+    )
+    device = forecast.devices[0].model_copy(update={"spans": spans})
+    bars = {bar.name: (bar.start, bar.end) for bar in _phases(device)}
+    assert bars["forward"] == (0.1, 2.1)
+    assert bars["waits"] == (6.0, 8.0)
+    assert bars["optimizer"] == (8.0, 9.0)
+    assert max(end for _, end in bars.values()) == 9.0
 
 
 @pytest.mark.parametrize(

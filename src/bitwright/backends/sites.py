@@ -155,7 +155,8 @@ class Sites:
         if weight.guard and _is_depthwise(op):  # one product per step: nothing is paired
             weight = replace(weight, guard=None)
         reasons = (self.decisions.quantized[op.name].why, self.guard_why if weight.guard else "")
-        self.sites[site] = replace(weight, why="; ".join(reason for reason in reasons if reason))
+        why = "; ".join(reason for reason in reasons if reason) or f"weight of {op.kind}"
+        self.sites[site] = replace(weight, why=why)
 
 
 def _is_depthwise(op: Op) -> bool:

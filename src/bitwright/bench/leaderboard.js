@@ -19,16 +19,49 @@ function spread(values) {
   return { mean, std: values.length > 1 ? Math.sqrt(squares / (values.length - 1)) : 0, count: values.length };
 }
 
+// Hundreds of lines are shown a part at a time; filters and sorting are over all of them.
+const FEW = narrow.matches ? 20 : 60;
+let most = FEW;
+const more = document.getElementById("more");
+function limit() {
+  let left = most, hidden = 0;
+  for (const line of board.tBodies[0].rows) {
+    if (line.classList.contains("detail")) continue;
+    line.hidden = !line.fits || left <= 0;
+    if (line.detail) line.detail.hidden = line.hidden;
+    if (line.fits) left -= 1;
+    if (line.fits && line.hidden) hidden += 1;
+  }
+  more.hidden = !hidden;
+  more.textContent = `Show ${Math.min(hidden, 5 * FEW)} more of ${hidden}`;
+}
+more.addEventListener("click", () => {
+  const next = lines.length && Array.from(board.tBodies[0].rows).find((line) => line.fits && line.hidden);
+  most += 5 * FEW;
+  limit();
+  if (next) next.querySelector(".opener").focus({ preventScroll: true });
+});
+board.addEventListener("sorted", limit);
+board.closest(".scroll").classList.remove("long");  // it has few lines now
+for (const line of lines) line.fits = true;
+
+// Narrow screens sort by a list. What is better comes first.
+const heads = Array.from(board.tHead.rows[0].cells).map((head) => head.textContent), sorter = document.getElementById("sort-by");
+heads.forEach((head, column) => sorter.append(make("option", { value: column }, head)));
+sorter.value = heads.indexOf("Drop");
+sorter.addEventListener("change", () => sortBy(board, Number(sorter.value), heads[sorter.value] === "Accuracy"));
+
 function update() {
   const chosen = record.rows.filter(fits);
   let shown = 0;
+  most = FEW;
   for (const line of lines) {
     const good = KEYS.every((key) => !picks[key].value || line.dataset[key] === picks[key].value)
       && (!picks.status.value || line.dataset.status.split(" ").includes(picks.status.value));
-    line.hidden = !good;
-    if (line.detail) line.detail.hidden = !good;
+    line.fits = good;
     shown += good ? 1 : 0;
   }
+  limit();
   document.getElementById("shown").textContent = `${shown} of ${lines.length} lines, ${chosen.length} rows`;
   overview(chosen);
   const kept = Object.entries(picks).filter(([, pick]) => pick.value).map(([key, pick]) => [key, pick.value]);
@@ -46,7 +79,7 @@ function overview(chosen) {
   const algorithms = sorted(chosen.map((row) => row.algorithm)), backends = sorted(chosen.map((row) => row.backend));
   const tables = sorted(chosen.map((row) => row.bits)).map((bits) => {
     const head = make("tr", {}, make("th", { scope: "col" }, `${bits} bits`),
-      ...backends.map((backend) => make("th", { scope: "col", class: "n" }, backend)), make("th", { scope: "col", class: "n" }, "all"));
+      ...[...backends, "all"].map((backend) => make("th", { scope: "col", class: "n" }, make("span", {}, backend))));
     const found = new Map();
     // A mean over all backends is over places that all algorithms have: who is refused where it is hard isn't better.
     const placeOf = (row) => [row.backend, row.model, row.seed].join("\n");
@@ -75,7 +108,7 @@ function overview(chosen) {
         const press = make("button", {
           type: "button", class: `heat q${heat(mean)}`,
           "aria-label": `${label}: drop ${told(mean, 2)}${wide}`, "data-tip": `${label}: ${told(mean, 2)}${wide} points, ${count} ${count === 1 ? "row" : "rows"}`,
-        }, make("b", {}, told(mean, 1)), count > 1 ? ` ± ${std.toFixed(1)}` : "");
+        }, make("b", {}, told(mean, 1)), count > 1 ? make("span", { class: "std" }, ` ± ${std.toFixed(1)}`) : "");
         press.addEventListener("click", () => {
           picks.algorithm.value = algorithm;
           picks.bits.value = String(bits);
@@ -86,7 +119,7 @@ function overview(chosen) {
         return make("td", { class: "n" }, press);
       })));
     return make("div", { class: "scroll", role: "region", tabindex: "0", "aria-label": `Drop at ${bits} bits` },
-      make("table", { class: "matrix" }, make("thead", {}, head), make("tbody", {}, ...body)));
+      make("table", { class: "matrix", style: `--n: ${backends.length + 1}` }, make("thead", {}, head), make("tbody", {}, ...body)));
   });
   place.replaceChildren(...(tables.length ? tables : [make("p", { class: "note" }, "No row is left by these filters.")]));
 }
@@ -169,6 +202,10 @@ function follow() {
   }
   const line = wanted && lines.find((other) => other.dataset.ids.split(" ").includes(wanted));
   if (!line) return;
+  if (line.hidden) {
+    most = lines.length;
+    limit();
+  }
   if (!line.detail) toggle(line);
   document.getElementById(wanted).scrollIntoView();
 }
@@ -178,7 +215,11 @@ document.getElementById("clear").addEventListener("click", () => {
   update();
 });
 addEventListener("hashchange", () => { if (!location.hash.startsWith("#?")) follow(); });
-document.getElementById("legend").append("points lost: ", ...[0, ...STEPS].flatMap((step, index) => [make("i", { class: `q${index}` }), index ? `from ${step}` : "less"]));
+document.getElementById("legend").append("points lost: ", ...[0, ...STEPS].map((step, index) => make("span", {}, make("i", { class: `q${index}` }), index ? `from ${step}` : "less")));
+// Sections that an address or a cell leads to stop under the filters, however high these are.
+const bar = document.getElementById("filters");
+new ResizeObserver(() => document.documentElement.style.setProperty("--filters", `${bar.offsetHeight + 8}px`)).observe(bar);
+limit();
 follow();
 overview(record.rows.filter(fits));
 if (location.hash.startsWith("#?")) update();

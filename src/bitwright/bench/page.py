@@ -50,9 +50,8 @@ def page(
 ) -> str:
     """The page's text; every string of the leaderboard is escaped. `reports` are addresses by row."""
     title = board.title or board.name
-    body = "\n".join(
-        [_header(board, title), _cards(board), _filters(board), _matrix(board), _cells(board), _about(board)]
-    )
+    results_ = _cells(board, reports=bool(reports))
+    body = "\n".join([_header(board, title), _cards(board), _filters(board), _matrix(board), results_, _about(board)])
     nav = [("overview", "Overview"), ("results", "Results"), ("about", "About")]
     rows = [_data(row, reports.get(row.id)) for row in board.rows]
     data = json.dumps({"results": results, "rows": rows}, ensure_ascii=False, separators=(",", ":"))
@@ -130,19 +129,20 @@ def _matrix(board: Leaderboard) -> str:
     return section("overview", "Drop by algorithm and backend", body, note=note)
 
 
-def _cells(board: Leaderboard) -> str:
-    """One line for each (algorithm, backend, bits, model), over seeds."""
+def _cells(board: Leaderboard, *, reports: bool) -> str:
+    """One line for each (algorithm, backend, bits, model), over seeds; those that lose least come first."""
     cells = [s for s in board.summaries if all(getattr(s, key) is not None for key in _KEYS)]
     by_cell: dict[tuple[Any, ...], list[Row]] = {}
     for one in board.rows:
         by_cell.setdefault(tuple(getattr(one, key) for key in _KEYS), []).append(one)
+    cells.sort(key=lambda one: one.drop.mean if one.drop is not None else 1e9)
     lines = [_line(one, by_cell.get(tuple(getattr(one, key) for key in _KEYS), [])) for one in cells]
-    note = (
-        "Mean ± deviation over seeds. Open a line for each seed: its report, its config, and what was really executed."
-    )
-    return section(
-        "results", "Results", table(_HEADS, lines, label="Results", sortable=True, anchor="board"), note=note
-    )
+    told = "its report, its config" if reports else "its config"
+    note = f"Mean ± deviation over seeds. Open a line for each seed: {told}, and what was really executed."
+    tools = '<div class="tools only-narrow"><label class="pick">Sort<select id="sort-by"></select></label></div>'
+    found = table(_HEADS, lines, label="Results", sortable=True, anchor="board", stacked=True, ascending="Drop")
+    more = '<button type="button" class="plain" id="more" hidden></button>'
+    return section("results", "Results", tools + found + more, note=note)
 
 
 def _line(one: Summary, rows: list[Row]) -> str:
@@ -173,7 +173,8 @@ def _line(one: Summary, rows: list[Row]) -> str:
 def _spread(found: Spread | None, unit: str, *, worst: float, sign: bool = False) -> str:
     if found is None:
         return cell("–", value=worst)
-    mean = f"{found.mean:+.2f}" if sign else f"{found.mean:.2f}"
+    rounded = round(found.mean, 2) or 0.0  # no minus zero
+    mean = f"{rounded:+.2f}" if sign else f"{rounded:.2f}"
     deviation = f" ± {found.std:.2f}" if found.count > 1 else ""
     return cell(f"{mean}{deviation}{unit}", value=found.mean)
 

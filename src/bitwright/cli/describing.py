@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,31 @@ from bitwright.files import write_text
 
 #: In a checkout; a wheel carries the page to share/man, where `man` finds it.
 MAN = Path(__file__).parents[3] / "man" / "bitwright.1"
+
+
+#: What a value is, in a reader's words. Choices (`<a|b>`) say it themselves.
+_WORDS = {
+    "<list[int]>": "N",
+    "<list[str]>": "TEXT",
+    "<int range>": "N",
+    "<int>": "N",
+    "<float range>": "NUMBER",
+    "<float>": "NUMBER",
+    "<path>": "PATH",
+    "<str>": "TEXT",
+}
+
+
+def in_words(text: str) -> str:
+    """Types of values as readers call them; an argument's own name says what it is.
+
+    >>> in_words("--batch <int range>"), in_words("FOLDER… <list[Path]>")
+    ('--batch N', 'FOLDER…')
+    """
+    text = re.sub(r"^(\s*[^-\s]\S*) <[a-z\[A-Z\] ]+>", r"\1", text, flags=re.MULTILINE)
+    for kind, word in _WORDS.items():
+        text = text.replace(kind, word)
+    return text
 
 
 def describe() -> list[dict[str, Any]]:
@@ -45,7 +71,7 @@ def _parameter(parameter: Any, context: Any, *, argument: bool) -> dict[str, Any
         "flag": bool(getattr(parameter, "is_flag", False)),
         "many": bool(parameter.multiple) or parameter.nargs == -1,
         "choices": [one.value for one in kind] if hasattr(kind, "__members__") else None,
-        "help": list(parameter.get_help_record(context)),
+        "help": [in_words(parameter.get_help_record(context)[0]), parameter.get_help_record(context)[1]],
     }
 
 

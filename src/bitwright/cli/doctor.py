@@ -94,8 +94,16 @@ def doctor(out: Out) -> None:
         title="Tools and data",
     )
     out.table(
-        ["extra", "missing", "install"],
-        [(row["extra"], ", ".join(row["missing"]) or "nothing", row["fix"] or "") for row in extras],
+        ["extra", "found", "missing", "install"],
+        [
+            (
+                row["extra"],
+                ", ".join(f"{package} {version}" for package, version in row["found"].items()) or "–",
+                ", ".join(row["missing"]) or "–",
+                row["fix"] or "all is there",
+            )
+            for row in extras
+        ],
         title="Extras",
     )
     out.table(

@@ -97,7 +97,7 @@ def data() -> Row:
 
 
 def extras() -> list[Row]:
-    """Optional parts: what each still lacks, with the line that installs it."""
+    """Optional parts: what each has and still lacks, with the line that installs it."""
     try:
         lines = metadata("bitwright").get_all("Requires-Dist") or []
     except PackageNotFoundError:  # run from a checkout that isn't installed
@@ -110,15 +110,17 @@ def extras() -> list[Row]:
             wanted.setdefault(extra[1], []).append(package[0])
     rows = []
     for extra_name, packages in wanted.items():
-        missing = [package for package in packages if not _installed(package)]
+        versions = {package: _installed(package) for package in packages}
+        missing = [package for package, version in versions.items() if not version]
+        found = {package: version for package, version in versions.items() if version}
         fix = f"pip install 'bitwright[{extra_name}]'" if missing else None
-        rows.append({"extra": extra_name, "missing": missing, "fix": fix})
+        rows.append({"extra": extra_name, "found": found, "missing": missing, "fix": fix})
     return rows
 
 
-def _installed(package: str) -> bool:
+def _installed(package: str) -> str | None:
+    """Its version."""
     try:
-        distribution(package)
+        return distribution(package).version
     except PackageNotFoundError:
-        return False
-    return True
+        return None

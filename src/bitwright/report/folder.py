@@ -12,6 +12,7 @@ from bitwright.report.environment import environment
 from bitwright.report.html import write_html
 from bitwright.report.markdown import write_markdown
 from bitwright.report.record import RECORD_VERSION, Record, RunRow, read_json, write_json
+from bitwright.report.words import own_accuracy
 
 REPORT = "report.json"
 _PARTS = ("sensitivity", "tuning", "training", "comparison")
@@ -100,7 +101,7 @@ def _row(record: Record, title: str) -> RunRow:
     return RunRow(
         title=title,
         created=record.created,
-        accuracy=record.accuracies[-1] if record.accuracies else None,
+        accuracy=own_accuracy(record) if record.accuracies else None,
         size=record.sizes[-1] if record.sizes else None,
         timing=timing,
     )

@@ -124,7 +124,7 @@ def _sites(record: Record) -> Iterable[str]:
                 s.format,
                 "" if s.sqnr_db is None else f"{s.sqnr_db:.1f} dB",
                 "" if s.clipped is None else words.percent(s.clipped),
-                words.span(words.number(s.low), words.number(s.high)),
+                words.ranges(s)[0],
                 s.why,
             )
             for s in record.sites

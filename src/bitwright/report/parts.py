@@ -72,7 +72,8 @@ class Parity(Frozen):
 class Histogram(Frozen):
     """How often numbers fall between `low` and `high`, in bins of equal width.
 
-    The ends are those of the grid and an eighth of its span beyond; numbers further out are in the outermost bins.
+    The ends are those of the grid and from an eighth of its span beyond, as far as the first batch reaches; where the
+    grid is far wider than the numbers, they are those of the numbers. What is further out is in the outermost bins.
     """
 
     low: float

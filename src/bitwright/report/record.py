@@ -95,11 +95,22 @@ def write_json(record: Record, path: str | Path) -> Path:
 
 def read_json(path: str | Path) -> Record:
     """Read what `write_json` wrote, also by earlier versions."""
+    fix = f"give a report.json of version 1 to {RECORD_VERSION}"
     try:
-        return Record.model_validate_json(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, ValidationError) as error:
-        raise BitwrightError(
-            f"can't read the report: {error}",
-            where=str(path),
-            fix=f"give a report.json of version 1 to {RECORD_VERSION}",
-        ) from error
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise BitwrightError(f"can't read the report: {error}", where=str(path), fix=fix) from error
+    try:
+        return Record.model_validate_json(text)
+    except ValidationError as error:
+        if '"bitwright-leaderboard":' in text[:200]:
+            what = "can't read the report: this is a leaderboard"
+            raise BitwrightError(what, where=str(path), fix=f"bitwright leaderboard {path} -o page.html") from error
+        raise BitwrightError(f"can't read the report: {_first(error)}", where=str(path), fix=fix) from error
+
+
+def _first(error: ValidationError) -> str:
+    """A file of another kind has dozens of problems that all say the same."""
+    found = [f"{'.'.join(map(str, one['loc'])) or 'the file'}: {one['msg']}" for one in error.errors()]
+    more = f"; and {len(found) - 2} more" if len(found) > 2 else ""
+    return "; ".join(found[:2]) + more

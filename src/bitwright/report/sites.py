@@ -29,6 +29,7 @@ class _Sums:
     low: float = inf
     high: float = -inf
     binned: int = 0
+    drawn: tuple[float, float] | None = None
     counts: Tensor | None = None
 
     @torch.no_grad()
@@ -58,14 +59,16 @@ class _Sums:
         # An odd step visits all channels, whose number is nearly always even.
         flat = flat[:: -(-flat.numel() // room) | 1] if flat.numel() > room else flat
         self.binned += flat.numel()
-        low, high = _binned(*_ends(quantizer))
+        if self.drawn is None:
+            self.drawn = _binned(*_ends(quantizer), self.low, self.high)
+        low, high = self.drawn
         found = torch.histc(flat.clamp(low, high), _BINS, low, high)
         self.counts = found if self.counts is None else self.counts + found
 
-    def histogram(self, quantizer: Quantizer) -> Histogram | None:
-        if self.counts is None:
+    def histogram(self) -> Histogram | None:
+        if self.counts is None or self.drawn is None:
             return None
-        low, high = _binned(*_ends(quantizer))
+        low, high = self.drawn
         return Histogram(low=low, high=high, counts=tuple(int(count) for count in self.counts))
 
     @property
@@ -82,10 +85,17 @@ def _ends(quantizer: Quantizer) -> tuple[float, float]:
     return float(((grid.qmin - zero_point) * scale).min()), float(((grid.qmax - zero_point) * scale).max())
 
 
-def _binned(low: float, high: float) -> tuple[float, float]:
-    """What a histogram shows: the grid, and an eighth of its span on each side."""
-    margin = (high - low) / 8 or 1.0
-    return low - margin, high + margin
+def _binned(low: float, high: float, least: float, most: float) -> tuple[float, float]:
+    """What a histogram shows: the grid, and as far beyond as the first batch reaches, an eighth to all of its span.
+
+    An accumulator's grid is a million times as wide as its numbers: it shows just these.
+    """
+    span = (high - low) or 1.0
+    if most - least < span / 64 and low <= least <= most <= high:
+        margin = (most - least) / 8 or abs(most) / 8 or 1.0
+        return least - margin, most + margin
+    before, beyond = (min(max(distance, span / 8), span) for distance in (low - least, most - high))
+    return low - before, high + beyond
 
 
 def site_rows(model: nn.Module, batches: Iterable[Any], *, histograms: bool = False) -> tuple[SiteRow, ...]:
@@ -135,5 +145,5 @@ def _row(site: str, spec: SiteSpec, attachment: Attachment, sums: _Sums) -> Site
         why=spec.why,
         seen_low=sums.low if isfinite(sums.low) else None,
         seen_high=sums.high if isfinite(sums.high) else None,
-        histogram=sums.histogram(quantizer),
+        histogram=sums.histogram(),
     )

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from bitwright.report.record import Record, Timing
+from bitwright.report.words import own_accuracy
 
 Kind = Literal["float", "quantized", "trial", "other"]
 
@@ -55,8 +56,8 @@ def _own(record: Record) -> list[Point]:
             Point(name=f"quantized, {timing.runtime}", kind="quantized", score=score, ratio=timing.ratio, size=size)
         )
     if not timings:
-        where, score = list(by_place.items())[-1]
-        found.append(Point(name=f"quantized, {where}", kind="quantized", score=score, ratio=None, size=size))
+        own = own_accuracy(record)
+        found.append(Point(name=f"quantized, {own.where}", kind="quantized", score=own.value, ratio=None, size=size))
     return found
 
 

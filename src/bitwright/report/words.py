@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bitwright.report.ran import GridRow, Sites
-from bitwright.report.record import Accuracy, Record, Size, Timing
+from bitwright.report.record import Accuracy, Record, SiteRow, Size, Timing
 
 
 def size(count: int) -> str:
@@ -45,6 +45,35 @@ def decibels(value: float | None) -> str:
     return "exact" if value is None else f"{value:.1f} dB"
 
 
+def own_accuracy(record: Record) -> Accuracy:
+    """Of the quantized model on the backend's own runtime, else on the first that was checked, else the last known."""
+    names = [record.backend, *(one.runtime for one in record.parities), *(one.runtime for one in record.timings)]
+    found = {one.where: one for one in record.accuracies[1:]}
+    return next((found[name] for name in names if name in found), record.accuracies[-1])
+
+
+def own_timings(record: Record) -> tuple[Timing, ...]:
+    """Of the run itself, else of the backend's own runtime, or the first, as `bitwright bench` measured it."""
+    if record.timings or record.comparison is None:
+        return record.timings
+    rows = [row for row in record.comparison.runtimes if row.timings]
+    own = [row for row in rows if record.backend in (row.backend, row.runtime)]
+    return next((row.timings for row in (*own, *rows)), ())
+
+
+def seen(site: SiteRow) -> tuple[float, float] | None:
+    """The least and greatest number that reached a site, as far as it was looked at."""
+    return None if site.seen_low is None or site.seen_high is None else (site.seen_low, site.seen_high)
+
+
+def ranges(site: SiteRow) -> tuple[str, str]:
+    """What was seen at a site, and its grid. An accumulator's 32 bits reach far beyond any number: they say nothing."""
+    wide = site.format.startswith("int32")
+    grid = "" if wide else span(number(site.low), number(site.high))
+    found = seen(site)
+    return ("–" if wide else grid, "") if found is None else (span(*map(number, found)), grid)
+
+
 def float_and_quantized(record: Record) -> tuple[Size, Size] | None:
     """The two sizes to compare: the first is the reference."""
     return (record.sizes[0], record.sizes[-1]) if len(record.sizes) > 1 else None
@@ -70,8 +99,12 @@ def error(predicted: float, measured: float) -> str:
 
 
 def percent(share: float) -> str:
-    """A share, with a few digits."""
-    return f"{100 * share:.3g} %"
+    """A share, with a few digits.
+
+    >>> percent(0.125), percent(1.2e-4), percent(9.5e-7), percent(0)
+    ('12.5 %', '0.012 %', '< 0.001 %', '0 %')
+    """
+    return "< 0.001 %" if 0 < share < 1e-5 else f"{100 * share:.3g} %"
 
 
 def environment(record: Record) -> list[tuple[str, str]]:

@@ -9,6 +9,7 @@ from itertools import groupby, pairwise
 from math import ceil, floor, log10
 
 from bitwright.report.parts import SiteRow, Timing
+from bitwright.report.words import percent
 
 _STOPS = 16  # points of a chart that the Tab key visits
 _MOST = 10  # more bars than this are a table's job
@@ -35,15 +36,16 @@ def latency(timings: Iterable[Timing]) -> str:
 
 
 def worst_sites(rows: Iterable[SiteRow]) -> str:
-    """The sites with the lowest SQNR."""
+    """The sites with the lowest SQNR; a bar is as long as the noise, so the worst has the longest."""
     known = sorted((row.sqnr_db, row.site) for row in rows if row.sqnr_db is not None and row.share is None)
     shown = known[:_MOST]
-    longest = max((sqnr for sqnr, _ in shown), default=1.0)
+    most = 10 ** (-shown[0][0] / 20) if shown else 1.0
     parts = [
-        _bar(_ROW * index, site, f"{sqnr:.1f} dB", sqnr / longest if longest > 0 else 0.0, "quantized")
+        _bar(_ROW * index, site, f"{percent(noise)} · {sqnr:.1f} dB", noise / most, "quantized")
         for index, (sqnr, site) in enumerate(shown)
+        for noise in (10 ** (-sqnr / 20),)
     ]
-    return svg(parts, _ROW * len(shown), "The sites with the lowest ratio of signal to quantization noise")
+    return svg(parts, _ROW * len(shown), "The sites with the most quantization noise, relative to their signal")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,9 +107,9 @@ def scatter(
     for (ax, ay), (bx, by) in pairwise(front):
         parts.append(f'<line class="front" x1="{px(ax)}" x2="{px(bx)}" y1="{py(ay)}" y2="{py(ay)}"/>')
         parts.append(f'<line class="front" x1="{px(bx)}" x2="{px(bx)}" y1="{py(ay)}" y2="{py(by)}"/>')
-    taken: list[tuple[float, float]] = []
     # Each point tells itself by the keyboard; a hundred of them are read in their table instead.
     stop = ' tabindex="0"' if len(dots) <= _STOPS else ""
+    names: list[str] = []
     for dot in dots:
         words = escape(f"{dot.name}: {dot.words}")
         parts.append(
@@ -115,19 +117,18 @@ def scatter(
             f'aria-label="{words}" data-tip="{words}"/>'
         )
         if dot.label:
-            parts.append(_label(dot, px(dot.x), py(dot.y), (dot.x - x0) / ((x1 - x0) or 1.0), taken))
-    return svg(parts, height, label, kind="scatter")
+            names.append(_label(dot, px(dot.x), py(dot.y), (dot.x - x0) / ((x1 - x0) or 1.0)))
+    # Names over all points: none is overprinted by a later one.
+    return svg([*parts, *names], height, label, kind="scatter")
 
 
-def _label(dot: Dot, x: str, y: float, share: float, taken: list[tuple[float, float]]) -> str:
-    """A name beside its point, on the side where there is room, moved down until it is free."""
-    at = y + 4
-    while any(abs(at - other) < 14 and abs(share - near) < 0.35 for near, other in taken):
-        at += 14
-    taken.append((share, at))
+def _label(dot: Dot, x: str, y: float, share: float) -> str:
+    """A name beside its point, on the side where there is room.
+
+    How wide it is, and whether it meets others, is known on the screen only: `page.js` moves it to where it is free.
+    """
     side = 'text-anchor="end" dx="-10"' if share > 0.6 else 'dx="10"'
-    name = dot.name if len(dot.name) <= 30 else f"{dot.name[:29]}…"
-    return f'<text class="name" x="{x}" y="{at}" {side}>{escape(name)}</text>'
+    return f'<text class="name" data-x="{x}" data-y="{y}" x="{x}" y="{y + 4}" {side}>{escape(dot.name)}</text>'
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -85,14 +85,28 @@ def row(*cells: str) -> str:
     return f"<tr>{''.join(cells)}</tr>"
 
 
-def table(heads: Iterable[str], rows: Iterable[str], *, label: str, sortable: bool = False, anchor: str = "") -> str:
-    """A table; heads that begin with a hash are columns of numbers. A wide one scrolls by itself, by keys, too."""
+def table(
+    heads: Iterable[str],
+    rows: Iterable[str],
+    *,
+    label: str,
+    sortable: bool = False,
+    anchor: str = "",
+    stacked: bool = False,
+    ascending: str = "",
+) -> str:
+    """A table; heads that begin with a hash are columns of numbers. A wide one scrolls by itself, by keys, too.
+
+    A `stacked` one shows each row as a small card on narrow screens. `ascending` is the head that rows are sorted by.
+    """
     cells = []
     for head in heads:
         name, mark = escape(head.removeprefix("#")), ' class="n"' if head.startswith("#") else ""
         inner = f'<button type="button">{name}</button>' if sortable else name
-        cells.append(f'<th scope="col"{mark}>{inner}</th>')
-    kind = ' class="sortable"' if sortable else ""
+        order = ' aria-sort="ascending"' if name == ascending else ""
+        cells.append(f'<th scope="col"{mark}{order}>{inner}</th>')
+    kinds = [*(["sortable"] if sortable else []), *(["stacked"] if stacked else [])]
+    kind = f' class="{" ".join(kinds)}"' if kinds else ""
     named = f' id="{anchor}"' if anchor else ""
     lines = list(rows)
     # A long table is laid out when it comes into view; until then its height is guessed from its rows.

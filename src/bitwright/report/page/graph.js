@@ -24,23 +24,29 @@ if (place) {
     return known.length ? choose(...known) : null;
   };
   const decimals = (value) => `${value.toPrecision(3)}`;
-  // How each measure is read, which end is bad, and how it is told.
+  // How each measure is read, which end is bad, and how it is told. Those with `steps` change colour there, whatever the
+  // model: 40 dB is harmless everywhere. The others have no such scale, and go from the least to the most.
   const measures = {
-    loss_change: { of: (node) => worst(scores.get(node.name), (one) => one.loss_change, Math.max), floor: 0, root: true, tell: decimals },
-    output_error: { of: (node) => worst(scores.get(node.name), (one) => one.output_error, Math.max), floor: 0, root: true, tell: (v) => percent(v) },
-    sqnr_db: { of: (node) => worst(sites.get(node.name), (one) => one.sqnr_db, Math.min), low: true, tell: (v) => `${v.toFixed(1)} dB` },
-    clipped: { of: (node) => worst(sites.get(node.name), (one) => one.clipped, Math.max), floor: 0, root: true, tell: (v) => percent(v) },
-    bits: { of: (node) => worst(sites.get(node.name), bits, Math.min), low: true, tell: (v) => `${v} bits` },
+    loss_change: { of: (node) => worst(scores.get(node.name), (one) => one.loss_change, Math.max), steps: [0.001, 0.003, 0.01, 0.03, 0.1, 0.3], tell: decimals, unit: "" },
+    output_error: { of: (node) => worst(scores.get(node.name), (one) => one.output_error, Math.max), steps: [0.001, 0.003, 0.01, 0.03, 0.1, 0.3], tell: (v) => percent(v) },
+    sqnr_db: { of: (node) => worst(sites.get(node.name), (one) => one.sqnr_db, Math.min), low: true, steps: [40, 35, 30, 25, 20, 15], tell: (v) => `${v.toFixed(1)} dB`, unit: "dB" },
+    clipped: { of: (node) => worst(sites.get(node.name), (one) => one.clipped, Math.max), steps: [0.0001, 0.001, 0.005, 0.01, 0.05, 0.1], tell: (v) => percent(v) },
+    bits: { of: (node) => worst(sites.get(node.name), bits, Math.min), low: true, steps: [16, 8, 6, 5, 4, 3], tell: (v) => `${v} bits`, unit: "bits" },
     macs: { of: (node) => node.macs || null, floor: 0, root: true, tell: (v) => v.toLocaleString("en") },
   };
   const CLASSES = 7;
   const picker = document.getElementById("measure"), legend = document.getElementById("legend");
   const dense = nodes.length > 160;
-  const cell = dense ? { w: 15, h: 15, x: 24, y: 23 } : { w: 80, h: 24, x: 96, y: 38 };
+  const cell = dense ? { w: 15, h: 15, x: 24, y: 23 } : { w: 98, h: 34, x: 112, y: 48 };
+  const gutter = dense ? 92 : 0;  // where a row of hundreds says in which block it begins
+  const tail = (text, most) => (text.length > most ? `…${text.slice(1 - most)}` : text);
+  // The module's path, without the number of a call that nobody counts.
+  const path = (node) => node.name.replace(/^\//, "").replace(/#0$/, "");
+  const block = (node) => tail(path(node).split(/[./]/).slice(0, -1).join(".") || path(node), 13);
   let chosen = null, boxes = new Map();
 
   function draw() {
-    const room = Math.max(place.clientWidth - 16, 4 * cell.x), columns = Math.max(3, Math.floor(room / cell.x));
+    const room = Math.max(place.clientWidth - 16 - gutter, 3 * cell.x), columns = Math.max(3, Math.floor(room / cell.x));
     const lanes = [];  // how many each row of levels needs
     for (const node of nodes) {
       const row = Math.floor(node.level / columns);
@@ -51,12 +57,21 @@ if (place) {
     lanes.forEach((count, row) => { tops[row] = height; height += count * cell.y + (dense ? 10 : 18); });
     const at = (node) => {
       const row = Math.floor(node.level / columns);
-      return { row, x: (node.level % columns) * cell.x + 4, y: tops[row] + node.lane * cell.y };
+      return { row, x: gutter + (node.level % columns) * cell.x + 4, y: tops[row] + node.lane * cell.y };
     };
-    const drawing = make("svg", { width: columns * cell.x, height, role: "group", "aria-label": "The model's operators" });
+    const drawing = make("svg", { width: gutter + columns * cell.x, height, role: "group", "aria-label": "The model's operators" });
     const wires = make("g", { "aria-hidden": "true" });
     drawing.append(wires);
-    const right = columns * cell.x - 1;
+    const right = gutter + columns * cell.x - 1;
+    if (dense) {
+      let last = "";
+      lanes.forEach((_, row) => {
+        const first = nodes.find((node) => Math.floor(node.level / columns) === row && node.lane === 0) || nodes.find((node) => Math.floor(node.level / columns) === row);
+        const name = first ? block(first) : "";
+        if (name && name !== last) drawing.append(make("text", { svg: true, class: "soft", x: 0, y: tops[row] + 12 }, name));
+        last = name;
+      });
+    }
     for (const node of nodes) {
       const end = at(node);
       for (const name of node.inputs) {
@@ -71,8 +86,9 @@ if (place) {
       const box = make("g", { class: "op", transform: `translate(${x} ${y})`, role: "button", tabindex: "-1", "aria-pressed": "false" },
         make("rect", { width: cell.w, height: cell.h, rx: dense ? 3 : 6 }));
       if (!dense) {
-        const kind = node.kind.length > 12 ? `…${node.kind.slice(-10)}` : node.kind;
-        box.append(make("text", { svg: true, x: cell.w / 2, y: cell.h / 2 + 4 }, kind));
+        const alone = path(node).replace(/#\d+$/, "") === node.kind;  // a function of the model itself: its name says all
+        box.append(make("text", { svg: true, class: "path", x: cell.w / 2, y: alone ? 21 : 14 }, tail(path(node), 13)));
+        if (!alone) box.append(make("text", { svg: true, class: "kind", x: cell.w / 2, y: 27 }, tail(node.kind, 14)));
       }
       box.node = node;
       boxes.set(node.name, box);
@@ -85,7 +101,7 @@ if (place) {
   // Along a row a curve; a jump over operators bends above them; from row to row it leaves at the right and comes in at the left.
   function wire(from, to, right) {
     const x0 = from.x + cell.w, y0 = from.y + cell.h / 2, x1 = to.x, y1 = to.y + cell.h / 2;
-    if (from.row !== to.row) return `M${x0} ${y0}H${right}M0 ${y1}H${x1}`;
+    if (from.row !== to.row) return `M${x0} ${y0}H${right}M${gutter} ${y1}H${x1}`;
     const gap = cell.x - cell.w;
     if (to.x - from.x <= cell.x + 1) return y0 === y1 ? `M${x0} ${y0}H${x1}` : `M${x0} ${y0}C${x0 + gap / 2} ${y0} ${x1 - gap / 2} ${y1} ${x1} ${y1}`;
     const over = Math.min(from.y, to.y) - (dense ? 4 : 8);
@@ -98,23 +114,33 @@ if (place) {
     const known = Array.from(values.values()).filter((value) => value !== null);
     let least = known.length ? Math.min(...known) : 0, most = known.length ? Math.max(...known) : 1;
     if (measure.floor !== undefined) [least, most] = [measure.floor, Math.max(most, measure.floor)];
+    const colour = (value) => {
+      if (measure.steps) return measure.steps.filter((step) => (measure.low ? value < step : value >= step)).length;
+      return Math.min(CLASSES - 1, Math.floor(share(value) * CLASSES));
+    };
     const share = (value) => {
       if (most === least) return 0;
       const linear = Math.max(0, Math.min(1, (value - least) / (most - least)));
       const scaled = measure.root ? Math.sqrt(linear) : linear;
-      return measure.low ? 1 - scaled : scaled;
+      return scaled;
     };
     for (const [name, box] of boxes) {
       const value = values.get(name), told = value === null ? without(name) : measure.tell(value);
-      const colour = value === null ? (kept.has(name) ? "kept" : "none") : `q${Math.min(CLASSES - 1, Math.floor(share(value) * CLASSES))}`;
-      box.setAttribute("class", `op ${colour}`);
+      box.setAttribute("class", `op ${value === null ? (kept.has(name) ? "kept" : "none") : `q${colour(value)}`}`);
       box.setAttribute("aria-label", `${name}, ${box.node.kind}: ${told}`);
       box.dataset.tip = `${name} (${box.node.kind}): ${told}`;
     }
+    if (measure.steps) {
+      const bound = (step) => (measure.unit === undefined ? percent(step) : String(step));
+      const words = measure.steps.map((step) => `${measure.low ? "under" : "from"} ${bound(step)}`);
+      const first = `${measure.low ? "from" : "under"} ${bound(measure.steps[0])}${measure.unit ? ` ${measure.unit}` : ""}`;
+      legend.replaceChildren(...[first, ...words].map((word, index) => make("span", {}, make("i", { class: `q${index}` }), word)));
+      focusable(chosen || nodes[0].name);
+      return;
+    }
     const ramp = make("span", { class: "ramp" });
     for (let index = 0; index < CLASSES; index += 1) ramp.append(make("i", { class: `q${index}` }));
-    const [first, last] = measure.low ? [most, least] : [least, most];
-    legend.replaceChildren(measure.tell(first), ramp, measure.tell(last));
+    legend.replaceChildren(measure.tell(least), ramp, measure.tell(most));
     focusable(chosen || nodes[0].name);
   }
 

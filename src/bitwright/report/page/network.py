@@ -32,7 +32,7 @@ def network(record: Record) -> str:
         return ""
     source = "the worst site of each operator"
     if record.sensitivity is not None:
-        source += f"; sensitivity by `bitwright score` on {record.sensitivity.samples} samples"
+        source += f"; sensitivity by bitwright score on {record.sensitivity.samples} samples"
     note = (
         f"Each box is an operator; data flows from left to right, row by row. The colour is {source}. "
         "Choose a box, or walk with the arrow keys."

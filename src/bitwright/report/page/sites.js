@@ -27,7 +27,7 @@ if (siteTable) {
   byPort.addEventListener("change", filter);
   byFormat.addEventListener("change", filter);
 
-  // Narrow screens hide the heads: they sort by a list, and numbers have their head's name beside them.
+  // Narrow screens hide the heads: they sort by a list.
   const sorter = document.getElementById("sort-by");
   sorter.append(make("option", { value: "" }, "as planned"));
   heads.forEach((head, column) => sorter.append(make("option", { value: column }, head)));
@@ -36,15 +36,6 @@ if (siteTable) {
     if (sorter.value === "") siteTable.tBodies[0].append(...planned.flatMap((row) => (row.detail ? [row, row.detail] : [row])));
     else sortBy(siteTable, Number(sorter.value), ["Clipped", "Output error"].includes(heads[sorter.value]));
   });
-  const narrow = matchMedia("(max-width: 46rem)");
-  let named = false;
-  const name = () => {
-    if (!narrow.matches || named) return;
-    named = true;
-    for (const row of rows) for (const cell of row.cells) cell.dataset.h = heads[cell.cellIndex];
-  };
-  narrow.addEventListener("change", name);
-  name();
 
   siteTable.addEventListener("click", (event) => {
     const opener = event.target.closest(".opener");
@@ -65,7 +56,7 @@ if (siteTable) {
 }
 
 const short = (value) => (value === null || value === undefined ? "–" : Number(value.toPrecision(3)).toString());
-const percent = (value) => (value === null || value === undefined ? "–" : `${short(100 * value)} %`);
+const percent = (value) => (value === null || value === undefined ? "–" : value > 0 && value < 1e-5 ? "< 0.001 %" : `${short(100 * value)} %`);
 
 function inside(site) {
   const items = [
@@ -106,12 +97,21 @@ function histogram(site) {
     }));
   });
   drawing.append(make("line", { class: "tick", x1: "0", x2: "100%", y1: base + 0.5, y2: base + 0.5 }));
-  for (const [value, anchor] of [[site.low, "start"], [site.high, "end"]]) {
+  // Ends of the grid that are drawn; further out, the ends of what was seen are told.
+  const ends = [[site.low, "start"], [site.high, "end"]].filter(([value]) => value >= low && value <= high);
+  if (site.seen_low !== null && site.seen_low < low) drawing.append(make("text", { svg: true, class: "soft", x: "0", y: base + 36 }, `← from ${short(site.seen_low)}`));
+  if (site.seen_high !== null && site.seen_high > high) drawing.append(make("text", { svg: true, class: "soft", x: "100%", y: base + 36, "text-anchor": "end" }, `to ${short(site.seen_high)} →`));
+  if (!ends.length) {
+    for (const [value, x, anchor] of [[low, "0", "start"], [high, "100%", "end"]]) {
+      drawing.append(make("text", { svg: true, class: "soft", x, y: base + 19, "text-anchor": anchor }, short(value)));
+    }
+  }
+  for (const [value, anchor] of ends) {
     const at = `${(100 * (value - low) / (high - low)).toFixed(2)}%`;
     drawing.append(make("line", { class: "edge", x1: at, x2: at, y1: 4, y2: base + 6 }));
     drawing.append(make("text", { svg: true, class: "soft", x: at, y: base + 19, "text-anchor": anchor }, short(value)));
   }
-  const middle = make("text", { svg: true, class: "soft", x: "50%", y: base + 36, "text-anchor": "middle" }, "between the lines: the grid; counts on a log scale");
+  const middle = make("text", { svg: true, class: "soft", x: "50%", y: base + 36, "text-anchor": "middle" }, ends.length ? "between the lines: the grid; counts on a log scale" : "the grid is far wider; counts on a log scale");
   drawing.append(middle);
   return drawing;
 }

@@ -37,7 +37,7 @@ def plan(record: Record) -> str:
         rows.append(_row(site, number, error))
     opened = "Open a row for its histogram." if any(site.histogram for site in record.sites) else ""
     note = f"What the plan says of each site, and what it costs there. {opened}".strip()
-    body = tools + table(heads, rows, label="Sites", sortable=True, anchor="site-table")
+    body = tools + table(heads, rows, label="Sites", sortable=True, anchor="site-table", stacked=True)
     return section("sites", "Plan", body, note=note)
 
 
@@ -64,13 +64,21 @@ def _row(site: SiteRow, number: int, error: float | None) -> str:
         f"<td><code>{escape(site.format)}</code><small>{escape(how)}</small></td>",
         cell(sqnr, value=1e9 if site.sqnr_db is None else site.sqnr_db),
         cell(clipped, value=-1.0 if site.clipped is None else site.clipped),
-        cell(words.span(words.number(site.low), words.number(site.high)), value=site.high - site.low),
+        _range(site),
         f'<td class="n" data-v="{site.scale_min!r}">{escape(scale)}{zero}</td>',
         f'<td class="why">{escape(site.why)}</td>',
     ]
     if error is not None:
         cells.insert(3, cell("–" if error < 0 else words.percent(error), value=error))
     return f'<tr data-port="{escape(_port(site.site))}" data-format="{escape(site.format)}">{"".join(cells)}</tr>'
+
+
+def _range(site: SiteRow) -> str:
+    """What was seen; the grid under it."""
+    shown, grid = words.ranges(site)
+    low, high = words.seen(site) or (site.low, site.high)
+    below = f"<small>grid {escape(grid)}</small>" if grid else ""
+    return f'<td class="n" data-v="{high - low!r}">{escape(shown)}{below}</td>'
 
 
 def left(record: Record) -> str:

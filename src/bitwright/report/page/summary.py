@@ -11,6 +11,13 @@ from bitwright.report.page.elements import card, cell, pair, row, section, table
 from bitwright.report.record import Record
 from bitwright.report.tradeoff import Point, front, points
 
+_KINDS = {
+    "float": "float",
+    "quantized": "this run",
+    "trial": "a trial of its search",
+    "other": "other runs and runtimes",
+}
+
 
 def header(record: Record) -> str:
     """Title and what the run was."""
@@ -37,7 +44,7 @@ def cards(record: Record) -> str:
 def _accuracy_card(record: Record) -> list[str]:
     if len(record.accuracies) < 2:
         return []
-    first, last = record.accuracies[0], record.accuracies[-1]
+    first, last = record.accuracies[0], words.own_accuracy(record)
     against = f"{words.change(last, first)}, {first.where} {words.score(first)}"
     samples = "" if last.samples is None else f", {last.samples:,} samples"
     return [card(f"Accuracy ({last.metric})", words.score(last), against, f"on {last.where}{samples}")]
@@ -53,14 +60,23 @@ def _size_card(record: Record) -> list[str]:
 
 
 def _latency_card(record: Record) -> list[str]:
-    quantized = [timing for timing in record.timings if timing.variant == "quantized"]
+    quantized = [timing for timing in words.own_timings(record) if timing.variant == "quantized"]
     if not quantized:
-        return []
+        return _ratio_card(record)
     one = quantized[0]
     alike = [t for t in quantized if (t.runtime, t.threads) == (one.runtime, one.threads)]
     threads = "1 thread" if one.threads == 1 else f"{one.threads} threads"
     lines = [f"{t.ratio:.2f}× float, batch {t.batch}" for t in alike]
     return [card(f"Latency, batch {one.batch}", f"{one.median_ms:.3g} ms", *lines, f"{one.runtime}, {threads}")]
+
+
+def _ratio_card(record: Record) -> list[str]:
+    """What a search knows of its best: how long it takes beside float, but no milliseconds."""
+    trials = () if record.tuning is None else record.tuning.trials
+    best = next((trial for trial in trials if trial.best and trial.latency_ratio is not None), None)
+    if best is None:
+        return []
+    return [card("Latency", f"{best.latency_ratio:.2f}×", "the time of float", f"trial {best.number}, the chosen one")]
 
 
 def _parity_card(record: Record) -> list[str]:
@@ -116,12 +132,16 @@ def tradeoff(record: Record) -> str:
     if not any(charts_):
         return ""
     note = "Up and to the left is better. A filled point is one that nothing beats in both at once."
-    return section("tradeoff", "Accuracy against latency and size", pair(*charts_), note=note)
+    kinds = {one.kind for one in variants}
+    keys = "".join(f'<span><i class="key {kind}"></i>{name}</span>' for kind, name in _KINDS.items() if kind in kinds)
+    legend = f'<p class="legend">{keys}</p>' if len(kinds) > 2 else ""
+    return section("tradeoff", "Accuracy against latency and size", legend + pair(*charts_), note=note)
 
 
 def _tradeoff(record: Record, variants: list[Point], cost: str) -> str:
     unit, unit_name = _unit(variants) if cost == "size" else (1.0, "")
-    chosen = [one for one in variants if getattr(one, cost) is not None]
+    known = [one for one in variants if getattr(one, cost) is not None]
+    chosen = sorted(known, key=lambda one: one.kind != "trial")  # what the run is about is drawn over its trials
     if len(chosen) < 2:
         return ""
     metric = record.accuracies[0].metric if record.accuracies else record.tuning.metric if record.tuning else "metric"
@@ -188,7 +208,10 @@ def worst(record: Record) -> str:
     """The sites that lose most."""
     if not any(site.sqnr_db is not None for site in record.sites):
         return ""
-    note = "Signal to quantization noise at the sites with the lowest: the error of that quantizer alone"
+    note = (
+        "Quantization noise at the sites with the most of it, relative to the signal (RMS), and as signal-to-noise "
+        "ratio: the error of that quantizer alone"
+    )
     return section("worst", "Where precision is lost", charts.worst_sites(record.sites), note=note)
 
 

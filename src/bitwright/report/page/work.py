@@ -80,7 +80,7 @@ def _forecast(found: Forecast, number: int) -> str:
 
 def _timeline(found: Forecast, device: Device, *, first: bool) -> str:
     """Predicted phases, operators and collectives above the measured phases, on one axis."""
-    predicted = _stacked(device.phases_ms.items())
+    predicted = _phases(device)
     lanes: list[tuple[str, list[charts.Bar]]] = [("predicted", predicted)]
     compute = [s for s in device.spans if s.kind != "collective"]
     if compute:
@@ -96,13 +96,46 @@ def _timeline(found: Forecast, device: Device, *, first: bool) -> str:
             ("collectives", [charts.Bar(start=s.start_ms, end=s.end_ms, name=s.name, kind="collective") for s in sent])
         )
     if found.measured is not None and first:
-        lanes.append(("measured", _stacked((both.name, both.measured_ms) for both in found.measured.phases)))
+        lanes.append(("measured", _stacked(_in_order((b.name, b.measured_ms) for b in found.measured.phases))))
     end = max((bar.end for _, bars in lanes for bar in bars), default=0.0)
     if end <= 0:
         return ""
     title = device.name if device.count == 1 else f"{device.name} × {device.count}"
     drawing = charts.lanes(lanes, end=end, unit="ms", label=f"Timeline of {title}")
     return f"<h3>{escape(title)}</h3>{drawing}"
+
+
+def _phases(device: Device) -> list[charts.Bar]:
+    """The phases on the clock of the operators: waiting between backward and optimizer takes its time, too."""
+    hull: dict[str, tuple[float, float]] = {}
+    for span in device.spans:
+        start, end = hull.get(span.kind, (span.start_ms, span.end_ms))
+        hull[span.kind] = min(start, span.start_ms), max(end, span.end_ms)
+    times = device.phases_ms
+    if not {"forward", "backward", "tail"} <= set(hull):
+        return _stacked(_in_order(times.items()))
+    (begins, forward), (_, backward), (tail, end) = (hull[kind] for kind in ("forward", "backward", "tail"))
+    loss = min(forward + times.get("loss", 0.0), backward)
+    # Where a step accumulates, operators are those of its last batch.
+    before = "earlier batches" if begins > 1.5 * times.get("other", 0.0) else "other"
+    marks = [("other", before, 0.0, begins), ("forward", "forward", begins, forward), ("loss", "loss", forward, loss)]
+    marks += [("backward", "backward", loss, backward), ("wait", "waits", backward, tail)]
+    at = tail
+    for name in ("clip", "optimizer"):
+        last = end if name == "optimizer" else min(at + times.get(name, 0.0), end)
+        marks.append((name, name, at, last))
+        at = last
+    least = end / 1e4  # rounding
+    return [
+        charts.Bar(start=start, end=stop, name=name, kind=f"phase {kind}")
+        for kind, name, start, stop in marks
+        if stop - start > least
+    ]
+
+
+def _in_order(items: Iterable[tuple[str, float]]) -> list[tuple[str, float]]:
+    """What isn't one of a step's phases comes before them, as the prediction has it."""
+    return sorted(items, key=lambda item: item[0] != "other")
 
 
 def _stacked(items: Iterable[tuple[str, float]]) -> list[charts.Bar]:
