@@ -65,7 +65,7 @@ def test_a_few_steps_for_memory_leave_the_model_as_it_was() -> None:
 
 
 def test_optimizers_are_measured_as_warm_as_the_step_leaves_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A short step leaves parameters in the caches, a long one doesn't; what is known of either isn't measured again."""
+    """A short step leaves parameters in the caches, a long one doesn't; what is known isn't measured again."""
     asked = []
 
     def measured(clock: str, *, rounds: int, between: int) -> list[TensorsCost]:
