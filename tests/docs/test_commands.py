@@ -65,7 +65,7 @@ SMALLER: dict[str, dict[str, str]] = {
     },
     "howto/amp-checkpoint-to-int8.md": {r"--epochs \d+": "--epochs 1"},
     "howto/train-on-unequal-machines.md": {
-        r"(profile .*) -o": r"\1 --rounds 2 -o",
+        r"(profile .*) -o": r"\1 --rounds 3 -o",
         r"torchrun --nproc-per-node 2 -m bitwright train (.*)-o run\n": r"bitwright train \1 --help > /dev/null\n",
     },
     "howto/tune-until-the-goal-holds.md": {
@@ -81,7 +81,7 @@ MADE = {
     "start.md": ["bitwright-quickstart/report.html", "bitwright-quickstart/model.onnx"],
     "howto/amp-checkpoint-to-int8.md": ["out/model.onnx"],
     "howto/train-on-unequal-machines.md": ["plan.yaml", "alone/report.html", "run2/report.html"],
-    "howto/tune-until-the-goal-holds.md": ["tuned/model.onnx", "tuned/tuning.json"],
+    "howto/tune-until-the-goal-holds.md": ["tuned/model.onnx", "larger/tuning.json"],
     "concepts/indicator.md": ["indications.json"],
     "score.md": ["better.yaml", "out/report.html"],
 }
