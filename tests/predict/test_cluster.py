@@ -49,7 +49,7 @@ def test_the_published_schema_is_ours() -> None:
 
 def test_all_problems_of_a_cluster_are_said() -> None:
     with pytest.raises(PlanError) as error:
-        Cluster.from_yaml("bitwright_cluster: 1\ndevices: {a: {profile: x, count: 0}, b: {memory_gb: -1}}")
+        Cluster.from_yaml("bitwright_cluster: 1\ndevices: {a: {profile: x, count: 0}, b: {profile: 3, memory_gb: -1}}")
     assert {problem.where for problem in error.value.problems} == {
         "devices.a.count",
         "devices.b.profile",

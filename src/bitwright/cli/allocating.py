@@ -111,8 +111,8 @@ def _check(
             fix=f"leave some of {_some(scored)} to the planner, or train without a plan",
         )
     raise BitwrightError(
-        f"no profile has an operator in these formats: {_some(scored)} were scored in them",
-        value=", ".join(formats),
+        "no profile has an operator in these formats",
+        value=f"{', '.join(formats)}; scored: {_some(scored)}",
         fix=f"on each device: bitwright profile WORKLOAD --kernel {formats[0] if formats else 'int8'}",
     )
 
