@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -24,6 +25,30 @@ def test_replaces_whole_files(tmp_path: Path) -> None:
     write_text(path, "a long first version\n")
     write_text(path, "b")
     assert path.read_text() == "b"
+
+
+def test_a_link_stays_and_its_target_is_written(tmp_path: Path) -> None:
+    (tmp_path / "kept").mkdir()
+    link = tmp_path / "plan.yaml"
+    link.symlink_to("kept/plan.yaml")
+    write_text(link, "a")
+    write_text(link, "b")
+    assert link.is_symlink()
+    assert (tmp_path / "kept" / "plan.yaml").read_text() == "b"
+
+
+def test_what_is_no_file_is_written_to_and_not_replaced(tmp_path: Path) -> None:
+    """As root, `-o /dev/null` made a plain file of the machine's null device."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    found: list[str] = []
+    reader = Thread(target=lambda: found.append(pipe.read_text()))
+    reader.start()
+    write_text(pipe, "through\n")
+    reader.join(10)
+    assert found == ["through\n"]
+    assert pipe.is_fifo()
+    assert list(tmp_path.iterdir()) == [pipe]
 
 
 def test_readable_as_any_new_file_is(tmp_path: Path) -> None:

@@ -19,8 +19,18 @@ from bitwright.errors import BitwrightError
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yields a temporary path to write to; it becomes `path` if the block ends well, else it vanishes."""
+    """Yields a temporary path to write to; it becomes `path` if the block ends well, else it vanishes.
+
+    A link stays, and its target is replaced. What is no file, such as /dev/null or a pipe, is written to.
+    """
     path = Path(path)
+    if path.exists() and not path.is_file() and not path.is_dir():
+        with tempfile.TemporaryDirectory() as folder:
+            yield Path(folder) / path.name
+            with path.open("wb") as stream:
+                stream.write((Path(folder) / path.name).read_bytes())
+        return
+    path = path.resolve() if path.is_symlink() else path
     try:
         if path.is_dir():
             raise IsADirectoryError(EISDIR, os.strerror(EISDIR))
