@@ -12,7 +12,9 @@ from bitwright.registry import QUANTIZERS
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 NAMES = ("leaderboard", "leaderboard_why", "leaderboard_ranges")
-AGAIN = pytest.mark.xfail(strict=True, reason="older than its grid and than `sites`: make leaderboard, then take this off")
+AGAIN = pytest.mark.xfail(
+    strict=True, reason="older than its grid and than `sites`: make leaderboard, then take this off"
+)
 OLD = [pytest.param(name, marks=AGAIN) for name in NAMES]
 
 

@@ -78,7 +78,7 @@ def read_observers(model: nn.Module) -> Observers:
 
 
 def _observer(quantizer: Quantizer) -> str:
-    """The class that found the range; where ranges were followed in training it was let go: what the quantizer makes."""
+    """The class that found the range; after training a followed one is let go: then what the quantizer makes."""
     return class_name(type(quantizer.observer or quantizer.new_observer()))
 
 
