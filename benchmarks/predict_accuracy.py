@@ -13,7 +13,8 @@ The bars are about steps of 40 ms and more; `small` is README's perceptron: most
 
 Memory: what backward keeps, against saved_tensors_hooks; the peak of a process (VmHWM) that builds the model, prepares
 the plan and makes a few steps, one new process for each case, against the prediction (`MemoryUse.process`). What a
-process needs by itself is measured in another one, which imports the same and makes steps of a tiny model.
+process needs by itself is, as in `bitwright profile`, what another one had in float that its tensors don't explain; so
+float's own error is only that of a second process.
 """
 
 from __future__ import annotations
@@ -41,9 +42,10 @@ from bitwright.plan import Plan
 from bitwright.predict import Predictor
 from bitwright.profile import DeviceProfile, StepSettings, Variant, halves, open_store, record_step
 from bitwright.profile.halves import restricted
+from bitwright.profile.here import most_resident_bytes
 from bitwright.profile.host import measure_host, measure_tensors
 from bitwright.profile.repeat import undisturbed
-from bitwright.profile.run import assemble
+from bitwright.profile.run import assemble, compiler_bytes
 from bitwright.profile.step import CLOCKS, TrainingStep
 from bitwright.profile.watch import Watch, WatchedStep
 from bitwright.sensitivity import spec_of
@@ -182,15 +184,6 @@ def alone(name: str, plan: Path | None, settings: StepSettings, kernels: bool, s
     torch.manual_seed(0)
     torch.set_num_threads(1)
     model, batch, loss = MODELS[name]()
-    if not steps:
-        weights = sum(t.untyped_storage().nbytes() for t in (*model.parameters(), *model.buffers()))
-        inputs = batch[0].values() if isinstance(batch[0], dict) else [batch[0]]
-        tiny = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 4))
-        step = TrainingStep(tiny.train(), [(torch.randn(2, 3, 8, 8), torch.zeros(2).long())], F.cross_entropy, settings)
-        for _ in range(3):
-            step()  # what torch loads when it is first needed
-        print(status_bytes("VmRSS") - weights - sum(t.untyped_storage().nbytes() for t in (*inputs, batch[1])))
-        return
     if plan is not None and kernels:
         prepare(model, Plan.load(plan), inputs=batch[0])
     elif plan is not None:
@@ -198,12 +191,7 @@ def alone(name: str, plan: Path | None, settings: StepSettings, kernels: bool, s
     step = TrainingStep(model.train(), [batch], loss, settings)
     for _ in range(steps):
         step()
-    print(status_bytes("VmHWM"))
-
-
-def status_bytes(name: str) -> int:
-    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
+    print(most_resident_bytes())
 
 
 def in_new_process(name: str, variant: Variant, kernels: bool, steps: int) -> int:
@@ -216,7 +204,7 @@ def in_new_process(name: str, variant: Variant, kernels: bool, steps: int) -> in
         return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
 
 
-def measure(name: str, rounds: int, with_amp: bool, kernels: bool) -> list[dict[str, Any]]:
+def measure(name: str, rounds: int, with_amp: bool, kernels: bool, compiler: int) -> list[dict[str, Any]]:
     torch.manual_seed(0)
     model, batch, loss = MODELS[name]()
     graph = record_step(model, batch, loss, name=name)
@@ -244,7 +232,11 @@ def measure(name: str, rounds: int, with_amp: bool, kernels: bool) -> list[dict[
                 if n in watches and number >= 3:
                     store.add_round(watches[n].run(step), wanted=2 * rounds)
     store.add({"facts": {"tensors": [cost.model_dump() for cost in measure_tensors(CLOCK)]}})
-    store.add({"facts": {"process": in_new_process(name, variants["float"], kernels, 0)}})
+    # as `bitwright profile` does: a training process of this model in float, less what is predicted of its tensors
+    used = Predictor.make(graph, Plan(), assemble(store, CLOCK), None, StepSettings()).predict().devices[0].memory
+    assert used is not None
+    own = in_new_process(name, variants["float"], kernels, 4) - used.peak
+    store.add({"facts": {"process": own, "compiler": compiler}})
     profile = assemble(store, CLOCK)
     return [
         row(name, n, v, graph, profile, taken[n], batch, loss, kernels)
@@ -311,9 +303,10 @@ def main() -> None:
         alone(chosen.alone, chosen.plan, settings, chosen.kernels, chosen.steps)
         return
     torch.set_num_threads(1)
+    compiler = compiler_bytes()
     rows = []
     for name in chosen.models:
-        rows += measure(name, chosen.rounds, name in chosen.amp, chosen.kernels)
+        rows += measure(name, chosen.rounds, name in chosen.amp, chosen.kernels, compiler)
         print(name, [f"{row['error_percent']:+.1f} %" for row in rows if row["model"] == name], flush=True)
     lines = [
         "| model | plan | predicted | measured | error | saved for backward | error | process at its peak |",

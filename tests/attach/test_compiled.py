@@ -68,7 +68,7 @@ def counting(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     made: list[int] = []
     real = torch.compile
 
-    def backend(graph: Any, inputs: Any) -> Any:
+    def backend(graph: Any, inputs: Any, options: Any = None) -> Any:
         made.append(len(inputs))
         return real_backend(graph, inputs)
 

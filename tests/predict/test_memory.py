@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from typing import Any
 
@@ -7,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from bitwright.plan import Plan
+from bitwright import capture, prepare
+from bitwright.plan import ComputeSpec, Plan
 from bitwright.predict import predict
 from bitwright.profile import SampleStore, StepSettings, Variant, record_step
-from bitwright.profile.device import DeviceProfile, TensorsCost
+from bitwright.profile.device import DeviceProfile, MemoryFacts, TensorsCost
 from step_cases import bert, digits, int8_plan, net, prepared, watched
 
 
@@ -76,3 +78,26 @@ def test_optimizers_gradients_and_buckets() -> None:
     assert (sgd.weights, sgd.gradients, sgd.optimizer, sgd.buckets) == (weights, weights, weights, 0)
     assert adamw.peak == sgd.peak + weights
     assert "ward" in sgd.cause
+
+
+@pytest.mark.parametrize(("format", "compiler"), [("int8", True), ("bf16", False)])
+def test_a_process_that_compiles_arithmetic_has_the_compiler_in_memory(format: str, compiler: bool) -> None:
+    """Quantizers and int8 kernels made a process about 100 MB larger than it was said to be."""
+    model, batch, loss = net()
+    graph = record_step(model, batch, loss)
+    plan = Plan(compute={"*": ComputeSpec(format=format)}).resolve(capture(model, batch[0]))
+    low = Variant(model=prepare(copy.deepcopy(model), plan, inputs=batch[0]), plan=plan)
+    profile = measured(Variant(model=model), low, batch=batch, loss=loss)
+    facts = MemoryFacts(process=1 << 20, compiler=1 << 30)
+    profile = profile.model_copy(update={"memory": facts})
+    for own, expected in ((Plan(), False), (plan, compiler)):
+        use = predict(graph, own, profile).devices[0].memory
+        assert use is not None
+        assert use.process == use.peak + facts.process + (facts.compiler if expected else 0)
+
+
+def test_a_copied_profile_finds_its_own_costs() -> None:
+    profile = DeviceProfile(bitwright_profile=1, device="here", tensors=[])
+    assert not profile.by_name
+    cost = TensorsCost(name="clip", per_element=0, per_tensor=0)
+    assert profile.model_copy(update={"tensors": [cost]}).by_name == {"clip": cost}

@@ -248,6 +248,7 @@ class Int8(Kernel):
     """8-bit codes: a scale per sample or token (per output of a weight), or one for a tensor, found anew."""
 
     name = "int8"
+    has_compiled_arithmetic = True
     kinds: ClassVar[tuple[str, ...]] = ("linear", "conv2d", "conv1d", "matmul", "embedding")
     compiles = False
 

@@ -24,6 +24,8 @@ class Kernel(ABC):
     kinds: ClassVar[tuple[str, ...]]
     compiles: ClassVar[bool] = True
     """Whether torch.compile of a whole model looks into it, too."""
+    has_compiled_arithmetic: ClassVar[bool] = False
+    """Whether its own arithmetic is compiled, so that the process has torch's compiler in memory."""
 
     def __init__(self, spec: ComputeSpec, *, simulate: bool = False) -> None:
         self.spec = spec

@@ -132,6 +132,11 @@ class Local:
                     found.add(site.rpartition(":")[0])
         return {name for name in found if name in self.graph.position}
 
+    @property
+    def compiled(self) -> bool:
+        """Whether any operator calls compiled arithmetic."""
+        return any(block.way.compiled for block in self.blocks)
+
     @cached_property
     def _readers(self) -> dict[str, list[int]]:
         found: dict[str, list[int]] = {}

@@ -52,6 +52,7 @@ def memory_of(local: Local, *, distributed: bool = False) -> MemoryUse:
     # and those of earlier batches of an accumulated step stay.
     resident = gradients if distributed or settings.accumulate > 1 else 0
     peak, cause = walk.run(resident == 0)
+    itself = local.profile.memory.process + (local.profile.memory.compiler if local.compiled else 0)
     after = gradients if resident == 0 else 0
     if after > peak:
         peak, cause = after, "the optimizer, after backward"
@@ -64,7 +65,7 @@ def memory_of(local: Local, *, distributed: bool = False) -> MemoryUse:
         saved=walk.saved_bytes,
         peak=fixed + resident + peak,
         cause=cause,
-        process=fixed + resident + peak + local.profile.memory.process,
+        process=fixed + resident + peak + itself,
     )
 
 

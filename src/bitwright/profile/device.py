@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -127,6 +127,11 @@ class MemoryFacts(_Part):
         ge=0,
         description="Bytes of a training process that its tensors don't explain: libraries, workspaces.",
     )
+    compiler: int = Field(
+        default=0,
+        ge=0,
+        description="Bytes more where arithmetic is compiled (quantizers, int8 kernels): torch's compiler.",
+    )
     limit: int | None = Field(default=None, description="Bytes that the device has.")
 
 
@@ -146,6 +151,13 @@ class DeviceProfile(_Part):
     collectives: list[CollectiveCost] = Field(default_factory=list)
     host: Host = Field(default_factory=Host)
     memory: MemoryFacts = Field(default_factory=MemoryFacts)
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> DeviceProfile:
+        """A copy, which finds its own tables by name: other costs may be in it."""
+        copy = super().model_copy(update=update, deep=deep)
+        for name in ("by_operator", "by_cast", "by_name"):
+            copy.__dict__.pop(name, None)
+        return copy
 
     @cached_property
     def by_operator(self) -> dict[tuple[str, str], OperatorCost]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from bitwright.attach import find_attachment
+from bitwright.attach.compiled import SMALL, Kernel, works_here
 from bitwright.errors import BitwrightError
 from bitwright.profile.casts import DTYPES, measure_casts
 from bitwright.profile.collectives import group_facts, group_lacks, measure_group
@@ -49,6 +51,8 @@ def profile(
     facts = store.facts
     if "process" not in facts:  # later on there is memory that steps have used, and would be counted twice
         store.add({"facts": {"process": _process_bytes(variants)}})
+    if "compiler" not in facts and any(find_attachment(variant.model) is not None for variant in variants):
+        store.add({"facts": {"compiler": compiler_bytes()}})
     if "host" not in facts:
         tell("the host's gaps", 0, 1)
         store.add({"facts": {"host": measure_host(clock, rounds=rounds).model_dump()}})
@@ -100,7 +104,7 @@ def assemble(store: SampleStore, clock: Clock) -> DeviceProfile:
         tensors=[TensorsCost.model_validate(fact) for fact in facts.get("tensors", [])],
         collectives=[CollectiveCost.model_validate(fact) for fact in collectives],
         host=Host.model_validate({**facts.get("host", {}), **ddp, "yardstick": speed}),
-        memory=MemoryFacts(process=facts.get("process", 0), limit=memory_limit()),
+        memory=MemoryFacts(process=facts.get("process", 0), compiler=facts.get("compiler", 0), limit=memory_limit()),
     )
 
 
@@ -135,6 +139,15 @@ def training_peak(model: nn.Module, batch: Batch, loss: Loss, *, steps: int = 3)
     model.load_state_dict(before)
     model.train(training)
     return max(0, peak - sum(tensor.numel() * tensor.element_size() for tensor in before.values()))
+
+
+def compiler_bytes() -> int:
+    """What this process has more in memory once arithmetic is compiled; 0 if it has been already, or can't be."""
+    if not works_here() or "torch._inductor.compile_fx" in sys.modules:
+        return 0
+    before = resident_bytes()
+    Kernel(lambda x: (x + 1.0).round()).compiled(torch.ones(SMALL))
+    return max(0, resident_bytes() - before)
 
 
 def _process_bytes(variants: Sequence[Variant]) -> int:

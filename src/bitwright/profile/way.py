@@ -15,7 +15,7 @@ from bitwright.errors import did_you_mean
 from bitwright.graph.naming import site_name
 from bitwright.plan import FoldSpec, Plan, SiteSpec
 from bitwright.profile.signature import CallSpec
-from bitwright.registry import QUANTIZERS
+from bitwright.registry import KERNELS, QUANTIZERS
 
 Amp = Literal["bf16", "fp16"]
 AMP_DTYPES: Mapping[str, str] = {"bf16": "bfloat16", "fp16": "float16"}
@@ -45,6 +45,8 @@ class Way:
     """The format in which it wants its activations; None if it takes what comes. Others are cast to it."""
     gives: str | None = None
     """The format of its result; None if that follows from what came."""
+    compiled: bool = False
+    """Whether it calls compiled arithmetic: the process has torch's compiler in memory then."""
 
     def cast_at(self, port: str) -> Cast | None:
         """What is done to a port's tensor."""
@@ -112,7 +114,7 @@ class Simulated:
             base = "within-cast"
         elif casts and operator.call.inplace:
             base += "/copied"  # quantizers need the numbers that it writes over
-        return Way(base, tuple(casts))
+        return Way(base, tuple(casts), compiled=operator.fused and bool(casts))
 
     def _cast(self, operator: OperatorUnderPlan, port: str, spec: SiteSpec, inputs: Mapping[str, SiteSpec]) -> Cast:
         words = [spec.quantizer, str(spec.format)]
@@ -141,7 +143,8 @@ class Kernels:
         backward = "+".join(spec.backward) or "none"
         rounding = "/stochastic" if spec.stochastic and spec.backward else ""
         scales = "/tensor" if spec.whole else ""
-        return Way(f"kernel {spec.format}/{backward}{rounding}{scales}")
+        compiled = KERNELS.get(spec.format).has_compiled_arithmetic
+        return Way(f"kernel {spec.format}/{backward}{rounding}{scales}", compiled=compiled)
 
 
 class Implementations:

@@ -37,6 +37,7 @@ class Device(Frozen):
     phases_ms: dict[str, float] = Field(description="Predicted, in the order of a step.")
     memory_peak: int | None = Field(default=None, description="Bytes.")
     memory_cause: str | None = None
+    memory_process: int | None = Field(default=None, description="Bytes of the whole process: what has to fit.")
     memory_limit: int | None = None
     stood_in: int = Field(default=0, description="Operators that weren't measured in their format.")
     spans: tuple[Span, ...] = ()
@@ -92,6 +93,7 @@ def forecast(prediction: Prediction, name: str, comparison: Comparison | None = 
                 phases_ms={phase: 1e3 * seconds for phase, seconds in device.phases.items()},
                 memory_peak=None if device.memory is None else device.memory.peak,
                 memory_cause=None if device.memory is None else device.memory.cause,
+                memory_process=None if device.memory is None else device.memory.process,
                 memory_limit=device.memory_limit,
                 stood_in=device.stood_in,
                 spans=tuple(_thin(spans[index])) if index < len(spans) else (),

@@ -149,9 +149,8 @@ def _stacked(items: Iterable[tuple[str, float]]) -> list[charts.Bar]:
 
 
 def _device(device: Device) -> str:
-    fits = (
-        "" if device.memory_peak is None or device.memory_limit is None else device.memory_peak <= device.memory_limit
-    )
+    needed = device.memory_peak if device.memory_process is None else device.memory_process
+    fits = "" if needed is None or device.memory_limit is None else needed <= device.memory_limit
     return row(
         cell(device.name),
         cell(str(device.count), value=device.count),
