@@ -81,11 +81,12 @@ def test_stochastic_gradients_are_unbiased_number_by_number(monkeypatch: pytest.
 @pytest.mark.parametrize("which", ["input", "weight", "gradient"])
 @pytest.mark.parametrize("kind", ["linear", "conv", "matmul"])
 def test_numbers_that_arent_finite_are_never_swallowed(kind: str, which: str, value: float) -> None:
-    func, left, right = {
+    known: dict[str, tuple[Callable[..., Tensor], tuple[int, ...], tuple[int, ...]]] = {
         "linear": (F.linear, (8, 16), (4, 16)),
         "conv": (F.conv2d, (2, 3, 6, 6), (4, 3, 3, 3)),
         "matmul": (torch.matmul, (2, 8, 16), (2, 16, 4)),
-    }[kind]
+    }
+    func, left, right = known[kind]
     x, weight = random(*left), random(*right)
     if which != "gradient":
         (x if which == "input" else weight).view(-1)[5] = value
@@ -190,7 +191,12 @@ def test_words_for_padding_and_single_pictures_run_in_integers(
 ) -> None:
     calls = []
     run = products.onednn_conv2d
-    monkeypatch.setattr(products, "onednn_conv2d", lambda *args: calls.append(1) or run(*args))
+
+    def counted(*args: Any) -> Tensor:
+        calls.append(1)
+        return run(*args)
+
+    monkeypatch.setattr(products, "onednn_conv2d", counted)
     func = F.conv1d if len(weights) == 3 else F.conv2d
     x, weight = random(*inputs).requires_grad_(), random(*weights).requires_grad_()
     low, exact = Int8(BOTH)(func, (x, weight), options), func(x, weight, **options)

@@ -110,6 +110,7 @@ def test_a_nan_weight_stops_training_as_in_float() -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own imports, in its compiler
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # of dynamo, where it goes on
 def test_a_compiled_model_goes_around_the_kernels() -> None:
     """The same numbers as without; torch's compiler once failed on the packed weights."""
     states = []
