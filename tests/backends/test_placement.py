@@ -239,7 +239,7 @@ def test_every_placement_is_a_good_plan(model: type[nn.Module], name: str) -> No
     assert plan.resolve(graph) == plan
     assert Plan.from_yaml(plan.to_yaml()) == plan
     assert (plan.backend, plan.model) == (name, "tested")
-    # an activation's place is never without a reason
+    # nothing is without a reason
     assert all(spec.why for spec in plan.sites.values())
     # what multiplies is quantized, or says why not
     for op in graph.ops:

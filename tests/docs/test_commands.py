@@ -88,7 +88,7 @@ MADE = {
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("page", SMALLER)
 def test_commands_run(page: str, tmp_path: Path) -> None:
     """In a folder of their own, in the order of the page, with the files that it tells to write."""
