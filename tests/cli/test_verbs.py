@@ -94,7 +94,8 @@ def test_score_by_an_indicator(run, small, tmp_path):
     assert "16 samples" in ran.out
     found = Indications.load(path)
     assert set(found.values) == {"conv", "head"}
-    assert all(values["int8"] > values["bf16"] > values["float"] for values in found.values.values())
+    # which of the two is the larger one depends on the CPU: without VNNI int8 has one bit less for weights
+    assert all(min(values["int8"], values["bf16"]) > values["float"] for values in found.values.values())
     for wrong in (["--weights", "int8/channel/sym"], ["--formats", "int9"]):
         refused = run("score", workload, "--indicator", "random", *wrong)
         assert refused.code == 2

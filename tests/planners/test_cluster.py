@@ -155,6 +155,7 @@ def test_memory_that_is_too_small_is_explained(measured: tuple[StepGraph, Device
         fastest(given)
 
 
+@pytest.mark.slow
 def test_convolutions_behind_convolutions_can_be_low() -> None:
     """What a kernel hands on has the strides that the float operator's result has, or the next one isn't found."""
     torch.manual_seed(0)

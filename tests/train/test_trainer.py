@@ -351,7 +351,7 @@ def test_low_bits_keep_eight_at_both_ends() -> None:
 
 # inductor imports what torch deprecates
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-@pytest.mark.parametrize("quantizer", ["lsq", "plain"])
+@pytest.mark.parametrize("quantizer", ["lsq", pytest.param("plain", marks=pytest.mark.slow)])
 def test_a_compiled_run_computes_what_an_eager_one_does(quantizer: str) -> None:
     losses: dict[bool, list[float]] = {}
     for compiled in (False, True):
