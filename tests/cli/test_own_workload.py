@@ -31,13 +31,44 @@ class Two(nn.Module):
 def two():
     def evaluate(model):
         out = model(x, x[:, :4])
-        return {"digit_acc": 100 * float((out["digit"].argmax(1) == y).float().mean()), "hidden": float(out["hidden"].mean())}
+        right = (out["digit"].argmax(1) == y).float().mean()
+        return {"digit_acc": 100 * right, "hidden": float(out["hidden"].mean())}
 
     return Workload(
         name="two", model=Two().eval(), inputs=(x[:2], x[:2, :4]), metric="digit_acc", evaluate=evaluate,
         calibration=lambda: [(x, x[:, :4])],
     )
+
+
+def W(**changes):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)).eval()
+    fields = dict(
+        name="b", model=model, inputs=(x[:1],), calibration=lambda: x.split(16), loss=F.cross_entropy,
+        evaluation=lambda: zip(x.split(16), y.split(16)), training=lambda: TensorDataset(x, y),
+    )
+    return Workload(**{**fields, **changes})
+
+
+def wrong_shape(): return W(calibration=lambda: x[:, :8].split(16))
+def with_targets(): return W(calibration=lambda: zip(x.split(16), y.split(16)))
+def no_targets(): return W(evaluation=lambda: x.split(16))
+def own_number(): return W(evaluate=lambda model: 0.9, metric="share")
+def own_words(): return W(evaluate=lambda model: "good")
+def raises():
+    def evaluate(model):
+        return {"top1": model(x).foo}  # the line
+    return W(evaluate=evaluate)
+def float_labels(): return W(training=lambda: TensorDataset(x, y.float()))
+def one_argument(): return W(loss=lambda output: output.sum())
+def no_mean(): return W(loss=lambda output, target: F.cross_entropy(output, target, reduction="none"))
+def typo(): return Workload(name="b", model=nn.Linear(2, 2), inputs=(x[:1],), calibraton=lambda: x.split(16))
+def crashes(): return W(model=torch.load("missing.pt"))
+def only_training(): return W(evaluation=None, evaluate=lambda model: {"top1": 1.0})
+def no_pairs(): return W(evaluation=None, training=None)
 """
+
+LINE = 1 + OWN.splitlines().index(next(line for line in OWN.splitlines() if "# the line" in line))
 
 
 @pytest.fixture(scope="module")
@@ -52,3 +83,41 @@ def test_a_metric_sees_the_model_s_own_dict_on_the_runtime_too(run, own: Path, t
     assert ran.code == 0, ran.err
     rows = {row["where"]: row["value"] for row in ran.json["report"]["accuracies"]}
     assert rows["onnxruntime"] == pytest.approx(rows["simulated"], abs=2)
+
+
+@pytest.mark.parametrize(
+    ("verb", "name", "words"),
+    [
+        ("quantize", "wrong_shape", ["the model fails on a batch: RuntimeError", "(16, 8) float32", "fix: "]),
+        ("quantize", "with_targets", ["the model fails on a batch: TypeError", "without targets"]),
+        ("quantize", "no_targets", ["workload 'b': evaluation batch 0 is no pair", "tensor (16, 16)"]),
+        ("quantize", "own_words", ["workload 'b': evaluate gave no numbers", "{'top1': number}"]),
+        ("quantize", "raises", ["workload 'b': evaluate raised AttributeError", f"own.py:{LINE}; expected: "]),
+        ("train", "float_labels", ["workload 'b': loss raised RuntimeError", "target: tensor (64,)"]),
+        ("train", "one_argument", ["workload 'b': loss raised TypeError", "loss(output, target)", "fix: "]),
+        ("train", "no_mean", ["workload 'b': loss gave something else", "tensor (64,)"]),
+        ("quantize", "typo", ["'calibraton'", "at own.py:", "did you mean 'calibration'"]),
+        ("quantize", "crashes", ["FileNotFoundError", "missing.pt", "at own.py:"]),
+    ],
+)
+def test_mistakes_in_the_owner_s_code(run, own: Path, tmp_path: Path, verb: str, name: str, words: list[str]) -> None:
+    ran = run(verb, f"{own}:{name}", "-o", tmp_path / "out")
+    assert ran.code == 2, ran.err
+    for word in words:
+        assert word in ran.err
+
+
+def test_a_number_alone_is_the_metric(run, own: Path, tmp_path: Path) -> None:
+    ran = run("quantize", f"{own}:own_number", "-o", tmp_path / "out", "--json")
+    assert ran.code == 0, ran.err
+    assert {row["metric"]: row["value"] for row in ran.json["report"]["accuracies"]} == {"share": 0.9}
+
+
+def test_an_indicator_takes_training_data_where_there_is_no_evaluation(run, own: Path) -> None:
+    ran = run("score", f"{own}:only_training", "--indicator", "gradient-variance")
+    assert ran.code == 0, ran.err
+    assert "training data" in ran.err
+    ran = run("score", f"{own}:no_pairs", "--indicator", "gradient-variance")
+    assert ran.code == 2
+    assert "needs inputs with targets" in ran.err
+    assert "loss" not in ran.err

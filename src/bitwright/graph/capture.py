@@ -16,13 +16,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from bitwright.errors import CaptureError
+from bitwright.errors import BitwrightError, CaptureError
 from bitwright.graph.functions import carries_floats, is_inplace, kind_of, locate, reads_values
 from bitwright.graph.graph import Graph, Op, Output, Parameter, Port, Role, Source
 from bitwright.graph.intercept import Interceptor, install, uninstall
 from bitwright.graph.macs import macs
 from bitwright.graph.naming import operator_name, primary_kind
 from bitwright.graph.tree import as_call, batch_size, part, tensors_in
+from bitwright.owner import first_line, line_of
 
 
 def capture(model: nn.Module, *inputs: Any, train: bool = False) -> Graph:
@@ -103,13 +104,34 @@ def run_recorded(
     model: nn.Module, recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any], *, train: bool
 ) -> Graph:
     """One call of the model that the recorder sees; the model is left as it was."""
-    with untouched(model, train=train):
-        try:
-            install(model, recorder)
-            result = model(*args, **kwargs)
-        finally:
-            uninstall(model, recorder)
+    try:
+        with untouched(model, train=train):
+            try:
+                install(model, recorder)
+                result = model(*args, **kwargs)
+            finally:
+                uninstall(model, recorder)
+    except BitwrightError:
+        raise
+    except Exception as error:
+        if not _fails_alone(model, args, kwargs, train=train):
+            raise  # it is ours
+        shapes = ", ".join(f"{tuple(tensor.shape)} {tensor.dtype}" for _, tensor in tensors_in((args, kwargs)))
+        raise CaptureError(
+            f"the model fails on a batch: {type(error).__name__}: {first_line(error)}{line_of(error)}",
+            value=shapes.replace("torch.", ""),
+            fix="give batches (Workload.calibration) of what the model takes, as its example inputs, without targets",
+        ) from error
     return recorder.graph(result)
+
+
+def _fails_alone(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, train: bool) -> bool:
+    try:
+        with untouched(model, train=train):
+            model(*args, **kwargs)
+    except Exception:
+        return True
+    return False
 
 
 @contextmanager

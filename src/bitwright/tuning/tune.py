@@ -36,7 +36,7 @@ from bitwright.tuning.search import Search, Strategy
 from bitwright.tuning.space import SearchSpace, Space, make_space
 from bitwright.tuning.statistics import ERROR, Paired, mcnemar
 from bitwright.tuning.store import Study, open_study
-from bitwright.workload import Workload, can_measure, hits_of
+from bitwright.workload import Workload, can_measure, hits_of, pairs
 
 log = logging.getLogger("bitwright")
 _RECORDED = 16
@@ -266,7 +266,7 @@ class _Run:
         self.tell("comparing with float, sample by sample")
         assert self.workload.evaluation is not None
         with torch.no_grad(), evaluating(self.workload.model):
-            after = torch.cat([hits.cpu() for hits, _ in hits_of(self.workload.evaluation(), self.workload.model)])
+            after = torch.cat([hits.cpu() for hits, _ in hits_of(pairs(self.workload), self.workload.model)])
         return mcnemar(int((before & ~after).sum()), int((~before & after).sum()))
 
 
