@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import os
+import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +21,7 @@ from bitwright.errors import BitwrightError
 Verb = Callable[..., None]
 
 CHECK_FAILED, USAGE, INTERNAL, INTERRUPTED = 1, 2, 70, 130
+CLOSED = 141  # as a process that SIGPIPE ended
 
 _COMMON: dict[str, tuple[str, str]] = {
     "json": ("--json", "Print machine-readable JSON to stdout, and nothing else there."),
@@ -72,8 +75,12 @@ def _telling(out: Out, *, debug: bool) -> Iterator[None]:
     log.setLevel(logging.INFO)
     try:
         yield
-    except (typer.Exit, typer.Abort, BrokenPipeError):
+    except (typer.Exit, typer.Abort):
         raise
+    except BrokenPipeError:
+        # Whoever read us has enough (`| head`): end as quietly as others do, and let nothing be flushed into the pipe.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(CLOSED) from None
     except KeyboardInterrupt as interrupt:
         out.error(str(interrupt) or "interrupted: nothing was written", [])
         raise typer.Exit(INTERRUPTED) from None
