@@ -14,7 +14,7 @@ import inspect
 import itertools
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import ModuleType
@@ -42,6 +42,12 @@ __all__ = [
 ]
 
 
+#: Names of metrics of which less is most often better, as whole words: "val_loss", "errors", "RMSE".
+_SOUNDS_LOW = re.compile(
+    r"(?i)(?<![a-z])(loss(es)?|err(ors?)?|n?r?mse|mae|mape|perplexity|ppl|wer|cer|nll|fid|bpc|bpb)(?![a-z])"
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Workload:
     """What every verb is given: a model, example inputs, and data.
@@ -67,8 +73,24 @@ class Workload:
     collate: Callable[[Any], tuple[Any, Any]] | None = None
     #: Gets the model's output and the target; a mean over samples, or those of unequal batches don't count alike.
     loss: Callable[[Any, Any], Tensor] | None = None
-    #: The key of the measured values on which goals are set; more is better.
+    #: The key of the measured values on which goals are set.
     metric: str = "top1"
+    #: Whether less of ``metric`` is better, or the names of all measured values of which less is better.
+    lower_is_better: bool | Collection[str] | None = None
+
+    def less_is_better(self, metric: str | None = None) -> bool:
+        """Whether less of a measured value (by default of ``metric``) is better."""
+        said, name = self.lower_is_better, self.metric if metric is None else metric
+        return name in said if isinstance(said, Collection) else bool(said) and name == self.metric
+
+    def direction_note(self) -> str | None:
+        """What to say where the metric's name sounds as if less were better, and nobody said so."""
+        if self.lower_is_better is not None or not can_measure(self) or not _SOUNDS_LOW.search(self.metric):
+            return None
+        return (
+            f"more of {self.metric!r} is taken for better; if less is, give Workload(lower_is_better=True), "
+            "else lower_is_better=False"
+        )
 
     def __post_init__(self) -> None:
         """Refuse the usual slips here, where the owner's code is on the stack, and not minutes later."""
@@ -86,6 +108,13 @@ class Workload:
                 where=where,
                 value=type(self.inputs).__name__,
                 fix="write inputs=(x,) for model(x), or inputs={'name': x} for model(name=x)",
+            )
+        if isinstance(self.lower_is_better, str):
+            raise WorkloadError(
+                "lower_is_better is a text",
+                where=where,
+                value=self.lower_is_better,
+                fix=f"write lower_is_better=({self.lower_is_better!r},), or True for metric=",
             )
         for field in ("calibration", "evaluation", "evaluate", "training", "collate", "loss"):
             value = getattr(self, field)

@@ -65,6 +65,13 @@ def no_mean(): return W(loss=lambda output, target: F.cross_entropy(output, targ
 def typo(): return Workload(name="b", model=nn.Linear(2, 2), inputs=(x[:1],), calibraton=lambda: x.split(16))
 def crashes(): return W(model=torch.load("missing.pt"))
 def only_training(): return W(evaluation=None, evaluate=lambda model: {"top1": 1.0})
+def errors(**changes):
+    # quantized models are wrong more often: with the direction reversed the worst one would pass
+    def evaluate(model):
+        return {"errors": float((model(x) - W().model(x)).abs().sum())}
+    return W(evaluate=evaluate, evaluation=None, metric="errors", **changes)
+def less_errors(): return errors(lower_is_better=True)
+def no_metric(): return W(evaluation=None)
 def no_pairs(): return W(evaluation=None, training=None)
 """
 
@@ -121,3 +128,25 @@ def test_an_indicator_takes_training_data_where_there_is_no_evaluation(run, own:
     assert ran.code == 2
     assert "needs inputs with targets" in ran.err
     assert "loss" not in ran.err
+
+
+def test_tune_knows_that_less_is_better(run, own: Path, tmp_path: Path) -> None:
+    options = ["--drop", "0.001", "--trials", "1", "--json"]
+    more = run("tune", f"{own}:errors", "-o", tmp_path / "more", *options)
+    assert "more of 'errors' is taken for better" in more.err
+    assert more.code == 0, more.err  # more errors than float's none are a pleasure, as nobody said otherwise
+    for name, flag in (("errors", ["--lower-is-better"]), ("less_errors", [])):
+        less = run("tune", f"{own}:{name}", "-o", tmp_path / name, *options, *flag)
+        assert less.code == 1, less.err
+        assert "is taken for better" not in less.err
+        assert "the goal was missed by" in less.err
+
+
+def test_tune_has_something_to_hold(run, own: Path, tmp_path: Path) -> None:
+    ran = run("tune", f"{own}:no_metric", "-o", tmp_path / "out", "--drop", "1%")
+    assert ran.code == 2
+    assert "nothing says how good the model is" in ran.err
+    ran = run("tune", f"{own}:errors", "-o", tmp_path / "out", "--drop", "a bit")
+    assert ran.code == 2
+    assert "--drop: this says neither a share nor a number (got 'a bit')" in ran.err
+    assert "write --drop 1%" in ran.err

@@ -65,7 +65,8 @@ def test_ctrl_c(tmp_path: Path) -> None:
 def test_a_closed_pipe_is_a_quiet_end() -> None:
     for verb in (["list"], ["list", "--json"]):
         with subprocess.Popen([*COMMAND, *verb], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-            assert process.stdout is not None and process.stderr is not None
+            assert process.stdout is not None
+            assert process.stderr is not None
             process.stdout.close()
             assert process.stderr.read() == b""
         assert process.returncode == 141

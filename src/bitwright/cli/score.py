@@ -105,8 +105,12 @@ def _suggestion(out: Out, workload: Workload, quantized: Quantized, scores: Scor
     def metric(model: nn.Module) -> float:
         return measure(workload, model)[workload.metric]
 
+    doubt = workload.direction_note()
+    if doubt is not None:
+        out.note(doubt)
     with out.steps("measuring suggestions", most) as step:
-        return suggest(quantized.model, quantized.plan, scores, metric, most=most, progress=step)
+        less = workload.less_is_better()
+        return suggest(quantized.model, quantized.plan, scores, metric, most=most, lower_is_better=less, progress=step)
 
 
 def _show(
@@ -145,7 +149,7 @@ def _show(
         out.say("no suggestion: the workload doesn't say how good a model is")
         return
     out.table(
-        ["operators in float", f"#{workload.metric}", "#gain"],
+        ["operators in float", f"#{workload.metric}", "#change"],
         [
             ("none", f"{suggestion.before:.2f}", ""),
             *(

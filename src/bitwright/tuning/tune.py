@@ -76,7 +76,8 @@ def tune(
 
     A workload that doesn't say how good a model is gets quantized once.
     """
-    goal, budget, measuring = goal or Goal(), budget or Budget(), measuring or Measuring()
+    goal = (goal or Goal()).directed(workload)
+    budget, measuring = budget or Budget(), measuring or Measuring()
     space = space or Space()
     if find_attachment(workload.model) is not None:
         raise BitwrightError("this model is quantized already", fix="strip(model) first")
@@ -109,6 +110,9 @@ def tune(
         if not can_measure(workload):
             result = _once(workload, evaluator, candidates, goal, budget, strategy, seed, tell)
         else:
+            doubt = None if "lower_is_better" in goal.model_fields_set else workload.direction_note()
+            if doubt is not None:
+                log.info("%s", doubt)
             tell("evaluating the float model")
             metrics = goal.metrics(workload.metric)
             baseline = measure_float(workload, metrics, calibration, seed=seed)
