@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 import pytest
+
+from bitwright.tuning.store import open_study
 
 OWN = """
 import torch
@@ -150,3 +153,31 @@ def test_tune_has_something_to_hold(run, own: Path, tmp_path: Path) -> None:
     assert ran.code == 2
     assert "--drop: this says neither a share nor a number (got 'a bit')" in ran.err
     assert "write --drop 1%" in ran.err
+
+
+def test_deploy_names_what_isn_t_a_run_of_this_model(run, own: Path, tmp_path: Path) -> None:
+    nowhere = run("deploy", f"{own}:two", tmp_path / "nowhere", "-o", tmp_path / "out")
+    assert nowhere.code == 2
+    assert "there is no such folder" in nowhere.err
+    assert "`bitwright train --quantize … -o RUN`" in nowhere.err
+    assert run("quantize", f"{own}:two", "-o", tmp_path / "two").code == 0
+    ran = run("deploy", f"{own}:only_training", tmp_path / "two", "-o", tmp_path / "out")
+    assert ran.code == 2
+    assert "this run is of another workload, 'two'" in ran.err
+    assert len(ran.err.splitlines()) == 2
+
+
+def test_under_torchrun_one_process_tells_an_error(
+    run, own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    ran = run("train", f"{own}:no_such", "-o", tmp_path / "out")
+    assert (ran.code, ran.err) == (2, "")
+
+
+def test_a_search_that_failed_before_its_first_trial_is_not_in_the_way(run, own: Path, tmp_path: Path) -> None:
+    with closing(open_study(tmp_path / "out" / "study.db", "b", {"goal": "another"}, resume=False)):
+        pass
+    ran = run("tune", f"{own}:less_errors", "-o", tmp_path / "out", "--trials", "1", "--drop", "100")
+    assert ran.code == 0, ran.err

@@ -88,7 +88,7 @@ def _telling(out: Out, *, debug: bool) -> Iterator[None]:
         if debug:
             out.stderr.print(traceback.format_exc(), end="")
         if isinstance(error, BitwrightError):
-            out.error(str(error), error.problems)
+            _tell(out, error)
             raise typer.Exit(USAGE) from None
         if isinstance(error, OSError) and error.filename is not None:
             out.error(f"{error.filename}: {error.strerror}", [])
@@ -100,6 +100,15 @@ def _telling(out: Out, *, debug: bool) -> Iterator[None]:
     finally:
         log.removeHandler(handler)
         log.setLevel(level)
+
+
+def _tell(out: Out, error: BitwrightError) -> None:
+    """Once under torchrun: the first process of each host speaks for all, unless it is about one's own data."""
+    rank, local = os.environ.get("RANK", "0"), os.environ.get("LOCAL_RANK", "0")
+    if local == "0":
+        out.error(str(error), error.problems)
+    elif error.rank is not None:
+        out.stderr.print(f"rank {rank}: {str(error).splitlines()[0]}")
 
 
 class _Notes(logging.Handler):
