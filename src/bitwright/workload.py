@@ -258,6 +258,7 @@ def pairs(workload: Workload) -> Iterator[tuple[Any, Tensor]]:
     expected = "evaluation() gives an iterator over pairs (inputs, target)"
     fix = "walk through the workload's evaluation() in Python"
     with owners_code(workload.name, "the evaluation loader", expected=expected, fix=fix):
+        batch: Any
         for index, batch in enumerate(workload.evaluation()):
             if not isinstance(batch, tuple | list) or len(batch) != 2:
                 raise WorkloadError(
@@ -280,7 +281,7 @@ def loss_of(workload: Workload) -> Callable[[Any, Any], Tensor]:
         got = f"output: {_shape_of(output)}; target: {_shape_of(target)}"
         fix = f"call loss(model(inputs), target) in Python ({got})"
         with owners_code(workload.name, "loss", expected=expected, fix=fix):
-            value = loss(output, target)
+            value: Any = loss(output, target)
         if not isinstance(value, Tensor) or value.numel() != 1:
             raise WorkloadError(
                 f"loss gave something else; expected: {expected}",
@@ -288,7 +289,8 @@ def loss_of(workload: Workload) -> Callable[[Any, Any], Tensor]:
                 value=_shape_of(value),
                 fix="return the mean over samples",
             )
-        return value
+        found: Tensor = value
+        return found
 
     return guarded
 
