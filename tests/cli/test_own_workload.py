@@ -181,3 +181,18 @@ def test_a_search_that_failed_before_its_first_trial_is_not_in_the_way(run, own:
         pass
     ran = run("tune", f"{own}:less_errors", "-o", tmp_path / "out", "--trials", "1", "--drop", "100")
     assert ran.code == 0, ran.err
+
+
+def test_what_was_made_of_another_workload_is_replaced_with_a_note(run, own: Path, tmp_path: Path) -> None:
+    for name, noted in (("two", False), ("two", False), ("own_number", True)):
+        ran = run("quantize", f"{own}:{name}", "-o", tmp_path / "out")
+        assert ran.code == 0, ran.err
+        assert ("has what was made of 'two': it is replaced" in ran.err) is noted
+
+
+def test_bench_names_what_stays_in_float(run, own: Path, tmp_path: Path) -> None:
+    assert run("quantize", f"{own}:two", "-o", tmp_path / "out", "--keep-float", "left").code == 0
+    bench = ["bench", f"{own}:two", "--model", tmp_path / "out", "--runtimes", "onnxruntime", "--mode", "accuracy"]
+    ran = run(*bench)
+    assert ran.code == 0, ran.err
+    assert "float (left)" in ran.out

@@ -64,6 +64,7 @@ def open_artefacts(workload: Workload, name: str, folder: Path, settings: Settin
         runtime=name,
         backend=opened.backend,
         executed=session.executed(),
+        left_in_float=session.left_in_float(),
         sizes=tuple(Size(name=variant, bytes=opened.sizes[variant]) for variant in VARIANTS),
         parity=parity(check),
         accuracies=tuple(_accuracies(workload, name, opened, batch, settings.tell)) if settings.evaluate else (),

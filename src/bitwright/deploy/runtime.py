@@ -74,6 +74,10 @@ class Runtime(ABC):
         """
         return None
 
+    def left_in_float(self) -> tuple[str, ...]:
+        """Operators among those of `executed` that run in float, by name, as far as this runtime tells."""
+        return ()
+
     @classmethod
     def stored(cls, path: Path) -> dict[str, NDArray[Any]]:
         """What the artefact stores of each site, by name: `<site>.codes` of weights, `<site>.scale`, `.zero_point`."""
