@@ -58,10 +58,13 @@ def capture_paths(model: nn.Module, inputs: Iterable[Any], *, most: int) -> Grap
     graph = _capture_few(model, first, second[0] if second else first)
     if graph is not None:
         return graph
-    graph = capture(model, first)
+    with _of_owner(model, first):
+        graph = capture(model, first)
     for example in islice(chain(second, calls), most - 1):
         known = len(graph.ops)
-        graph = _merge(graph, _run(model, example, train=False))
+        with _of_owner(model, example):
+            found = _run(model, example, train=False)
+        graph = _merge(graph, found)
         if len(graph.ops) == known:
             break
     return graph
@@ -104,30 +107,37 @@ def run_recorded(
     model: nn.Module, recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any], *, train: bool
 ) -> Graph:
     """One call of the model that the recorder sees; the model is left as it was."""
+    with untouched(model, train=train):
+        try:
+            install(model, recorder)
+            result = model(*args, **kwargs)
+        finally:
+            uninstall(model, recorder)
+    return recorder.graph(result)
+
+
+@contextmanager
+def _of_owner(model: nn.Module, example: Any) -> Iterator[None]:
+    """What a model raises on a batch by itself, too, is the fault of the batch, and told as such."""
     try:
-        with untouched(model, train=train):
-            try:
-                install(model, recorder)
-                result = model(*args, **kwargs)
-            finally:
-                uninstall(model, recorder)
+        yield
     except BitwrightError:
         raise
     except Exception as error:
-        if not _fails_alone(model, args, kwargs, train=train):
+        args, kwargs = as_call(example)
+        if not _fails_alone(model, args, kwargs):
             raise  # it is ours
-        shapes = ", ".join(f"{tuple(tensor.shape)} {tensor.dtype}" for _, tensor in tensors_in((args, kwargs)))
+        shapes = ", ".join(f"{tuple(tensor.shape)} {tensor.dtype}" for _, tensor in tensors_in(example))
         raise CaptureError(
             f"the model fails on a batch: {type(error).__name__}: {first_line(error)}{line_of(error)}",
             value=shapes.replace("torch.", ""),
             fix="give batches (Workload.calibration) of what the model takes, as its example inputs, without targets",
         ) from error
-    return recorder.graph(result)
 
 
-def _fails_alone(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, train: bool) -> bool:
+def _fails_alone(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     try:
-        with untouched(model, train=train):
+        with untouched(model, train=False):
             model(*args, **kwargs)
     except Exception:
         return True
