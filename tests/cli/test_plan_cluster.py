@@ -90,12 +90,13 @@ def test_a_plan_says_every_batch(plan: Any, measured: Path) -> None:
     assert {device.batch for device in Plan.load(measured / "uniform.yaml").devices.values()} == {96}
 
 
-def test_the_command_that_trains_is_whole(plan: Any) -> None:
+def test_the_command_that_trains_is_whole_and_the_plan_has_the_layout(plan: Any, measured: Path) -> None:
     told = plan("--planner", "batches", "-o", "whole.yaml").out
     assert f"-m bitwright train {SPIRALS} --plan whole.yaml --kind fast,slow,slow -o run" in told
-    assert (
-        f"train {SPIRALS} --channels-last --plan" in plan("--planner", "batches", "-o", "x.yaml", "--channels-last").out
-    )
+    assert {device.channels_last for device in Plan.load(measured / "whole.yaml").devices.values()} == {False}
+    told = plan("--planner", "batches", "-o", "last.yaml", "--channels-last").out
+    assert f"train {SPIRALS} --channels-last --plan last.yaml" in told
+    assert {device.channels_last for device in Plan.load(measured / "last.yaml").devices.values()} == {True}
 
 
 def test_what_is_wrong_with_files_is_said_with_a_fix(plan: Any, measured: Path) -> None:

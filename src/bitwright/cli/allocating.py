@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from bitwright.cli.out import Out
@@ -65,6 +66,8 @@ def allocate(
     _check(out, machine, suffering, formats, indications, keep_float)
     rows, failed = _rows(out, machine, planner, formats)
     plan = machine.to_plan(rows[planner], model=workload.name)
+    laid_out = {kind: replace(device, channels_last=channels_last) for kind, device in plan.devices.items()}
+    plan = replace(plan, devices=laid_out)
     if output is not None:
         plan.save(output)
     _show(out, machine, rows, failed, planner, output, f"{ref}{' --channels-last' if channels_last else ''}")

@@ -86,12 +86,13 @@ def predict_(
     found = open_workload(out, workload)
     if report is not None:
         report_of(report, found.name)  # one of another workload is an error now, not after the work
+    plan = Plan() if quantize is None else plan_of(found, quantize)
+    channels_last = channels_last or any(device.channels_last for device in plan.devices.values())
     if recorded is None:
         tell_layout(out, profiles, channels_last=channels_last)
     pair, loss = training_batch(found, batch, channels_last=channels_last)
     if recorded is None:
         recorded = record_step(found.model, pair, loss, name=found.name)
-    plan = Plan() if quantize is None else plan_of(found, quantize)
     # other batches lie on a line through this one and half of it, as for planners
     unequal = graph is None and any(device.batch is not None for device in plan.devices.values())
     half = record_step(found.model, *half_of((pair, loss)), name=found.name) if unequal else None

@@ -86,7 +86,7 @@ def tell_layout(out: Out, profiles: Mapping[str, DeviceProfile], *, channels_las
         found = [match for cost in profile.operators if (match := _IMAGES.match(cost.operator)) is not None]
         ordered = [bool(match[4]) for match in found if int(match[1]) > 1 and int(match[2]) * int(match[3]) > 1]
         if ordered and not channels_last and sum(ordered) * 2 > len(ordered):
-            out.note(f"{kind} was profiled channels-last: add --channels-last, here and to `train`")
+            out.note(f"{kind} was profiled channels-last: add --channels-last")
         elif ordered and channels_last and not any(ordered):
             out.note(f"{kind} was profiled without --channels-last: its times for that layout are others")
 

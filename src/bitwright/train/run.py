@@ -86,6 +86,8 @@ class Run:
         self.kind = None if compute is None else kind_of(compute, kinds, ranks)
         section = None if compute is None or self.kind is None else compute.devices[self.kind]
         batch = batch_of(section, config.batch)
+        if section is not None and section.channels_last:  # the plan was made for that layout
+            self.config = config = config.model_copy(update={"channels_last": True})
         self.data = TrainingData(
             workload,
             batch=batch,
