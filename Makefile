@@ -1,6 +1,7 @@
-# One stamp says that the environment is ready; it is made again when pyproject.toml changes.
+# Stamps say that the environment is ready, for the command and for tests; both are made again when pyproject.toml changes.
 PYTHON ?= python3
 BIN := .venv/bin
+BASE := .venv/.base
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help
@@ -10,15 +11,19 @@ help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 # torch comes first and in exactly this spelling: a looser one may resolve to a build with gigabytes of CUDA.
-$(STAMP): pyproject.toml
+$(BASE): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/pip install torch==2.13.0
+	$(BIN)/pip install -e .
+	touch $@
+
+$(STAMP): $(BASE)
 	$(BIN)/pip install -e ".[test,lint,openvino]"
 	touch $@
 
 setup: $(STAMP)  ## Make .venv with everything in it
 
-demo: $(STAMP)  ## Quantize, export and check a model, from nothing, with a report in demo-output/
+demo: $(BASE)  ## Quantize, export and check a model, from nothing, with a report in demo-output/
 	$(BIN)/bitwright quickstart --output demo-output
 
 # Two processes with one thread each: threads that spin against each other make tests many times slower.

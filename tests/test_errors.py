@@ -74,3 +74,15 @@ def test_did_you_mean_stays_short() -> None:
     hint = did_you_mean("zzz", [f"module{i:04d}" for i in range(5000)])
     assert len(hint) < 250
     assert "…" in hint
+
+
+def test_many_problems_of_a_kind_are_one_line() -> None:
+    many = [Problem(what="not there", where=f"op{i}", value=i, fix="put it there") for i in range(20)]
+    error = PlanError([*many, Problem(what="else", where="x")], title="all wrong")
+    assert str(error).splitlines() == [
+        "all wrong (21):",
+        "  - op0, op1, op2 and 17 more: not there (got 0)",
+        "    fix: put it there",
+        "  - x: else",
+    ]
+    assert len(error.problems) == 21

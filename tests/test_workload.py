@@ -204,3 +204,19 @@ def test_measure_refuses(fields: dict[str, Any], message: str) -> None:
     workload = linear_workload(**fields)
     with pytest.raises(WorkloadError, match=message):
         measure(workload, workload.model)
+
+
+def test_directions_are_said_or_doubted() -> None:
+    def own(**fields: Any) -> Workload:
+        return linear_workload(evaluate=lambda model: {}, **fields)
+
+    assert own(metric="loss", lower_is_better=True).less_is_better()
+    assert not own(metric="loss", lower_is_better=True).less_is_better("top1")
+    assert own(lower_is_better=("mse",)).less_is_better("mse")
+    assert not own(lower_is_better=("mse",)).less_is_better()
+    for name in ("val_loss", "errors", "RMSE", "perplexity"):
+        assert own(metric=name).direction_note()
+        assert own(metric=name, lower_is_better=False).direction_note() is None
+    assert not any(own(metric=name).direction_note() for name in ("top1", "lossless", "accuracy", "dice"))
+    with pytest.raises(WorkloadError, match=r"write lower_is_better=\('mse',\)"):
+        own(lower_is_better="mse")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
+
+_SHOWN = 3  # problems of a kind; more are counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +31,9 @@ class Problem:
 
 class BitwrightError(Exception):
     """Base of all errors that a user can act upon; the command line prints it without a traceback."""
+
+    rank: int | None = None
+    """The process on whose data it came up, where others may be well; None: it is the same on all."""
 
     def __init__(self, what: str, *, where: str | None = None, value: object = None, fix: str | None = None) -> None:
         self.problems: list[Problem] = [Problem(what=what, where=where, value=value, fix=fix)]
@@ -89,12 +94,29 @@ class PlanError(BitwrightError):
     def __init__(self, problems: Sequence[Problem], *, title: str = "the plan has problems") -> None:
         self.problems = list(problems)
         self.title = title
-        lines = "\n".join(f"  - {problem}" for problem in self.problems)
+        lines = "\n".join(f"  - {words}" for words in _grouped(self.problems))
         Exception.__init__(self, f"{title} ({len(self.problems)}):\n{lines}")
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Exceptions are pickled by their text alone; a worker's list of problems must reach its parent.
         return partial(type(self), title=self.title), (self.problems,)
+
+
+def _grouped(problems: Sequence[Problem]) -> list[str]:
+    """Each in words; one line for many of a kind, which have one cause and one fix. `problems` has all of them."""
+    kinds: dict[str, list[Problem]] = {}
+    for problem in problems:
+        kinds.setdefault(problem.what, []).append(problem)
+    lines: list[str] = []
+    for same in kinds.values():
+        if len(same) <= _SHOWN:
+            lines += map(str, same)
+            continue
+        places = ", ".join(problem.where or "?" for problem in same[:_SHOWN])
+        fixes = {problem.fix for problem in same}
+        fix = same[0].fix if len(fixes) <= 2 else None  # many are guesses at names, each for its own place
+        lines.append(str(replace(same[0], where=f"{places} and {len(same) - _SHOWN} more", fix=fix)))
+    return lines
 
 
 class TrainError(PlanError):

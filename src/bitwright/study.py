@@ -236,7 +236,10 @@ def open_study(
     except optuna.exceptions.DuplicatedStudyError:
         study = optuna.load_study(storage=storage, study_name=name)
         known = _identity(study, text)
-        if not resume and study.get_trials(deepcopy=False):
+        if not resume and not study.get_trials(deepcopy=False):  # whoever began it failed before the first trial
+            study.set_user_attr(_IDENTITY, text)
+            known = text
+        elif not resume:
             raise BitwrightError(
                 "there is such a study already",
                 where=_where(store),

@@ -8,24 +8,44 @@ so that no verb has an argument of its own for any of it. On the command line it
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import inspect
 import itertools
+import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, SupportsFloat
 
 import torch
 from torch import Tensor, nn
 
 from bitwright.errors import BitwrightError, WorkloadError, did_you_mean
 from bitwright.modes import evaluating
+from bitwright.owner import first_line, line_of, owners_code
 from bitwright.registry import WORKLOADS
 
-__all__ = ["Workload", "batches", "call", "can_measure", "hits_of", "load_object", "load_workload", "measure"]
+__all__ = [
+    "Workload",
+    "batches",
+    "call",
+    "can_measure",
+    "hits_of",
+    "load_object",
+    "load_workload",
+    "loss_of",
+    "measure",
+    "pairs",
+]
+
+
+#: Names of metrics of which less is most often better, as whole words: "val_loss", "errors", "RMSE".
+_SOUNDS_LOW = re.compile(
+    r"(?i)(?<![a-z])(loss(es)?|err(ors?)?|n?r?mse|mae|mape|perplexity|ppl|wer|cer|nll|fid|bpc|bpb)(?![a-z])"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +73,24 @@ class Workload:
     collate: Callable[[Any], tuple[Any, Any]] | None = None
     #: Gets the model's output and the target; a mean over samples, or those of unequal batches don't count alike.
     loss: Callable[[Any, Any], Tensor] | None = None
-    #: The key of the measured values on which goals are set; more is better.
+    #: The key of the measured values on which goals are set.
     metric: str = "top1"
+    #: Whether less of ``metric`` is better, or the names of all measured values of which less is better.
+    lower_is_better: bool | Collection[str] | None = None
+
+    def less_is_better(self, metric: str | None = None) -> bool:
+        """Whether less of a measured value (by default of ``metric``) is better."""
+        said, name = self.lower_is_better, self.metric if metric is None else metric
+        return name in said if isinstance(said, Collection) else bool(said) and name == self.metric
+
+    def direction_note(self) -> str | None:
+        """What to say where the metric's name sounds as if less were better, and nobody said so."""
+        if self.lower_is_better is not None or not can_measure(self) or not _SOUNDS_LOW.search(self.metric):
+            return None
+        return (
+            f"more of {self.metric!r} is taken for better; if less is, give Workload(lower_is_better=True), "
+            "else lower_is_better=False"
+        )
 
     def __post_init__(self) -> None:
         """Refuse the usual slips here, where the owner's code is on the stack, and not minutes later."""
@@ -72,6 +108,13 @@ class Workload:
                 where=where,
                 value=type(self.inputs).__name__,
                 fix="write inputs=(x,) for model(x), or inputs={'name': x} for model(name=x)",
+            )
+        if isinstance(self.lower_is_better, str):
+            raise WorkloadError(
+                "lower_is_better is a text",
+                where=where,
+                value=self.lower_is_better,
+                fix=f"write lower_is_better=({self.lower_is_better!r},), or True for metric=",
             )
         for field in ("calibration", "evaluation", "evaluate", "training", "collate", "loss"):
             value = getattr(self, field)
@@ -114,8 +157,10 @@ def call(model: Callable[..., Any], batch: Any) -> Any:
         raise
 
 
-def batches(loader: Callable[[], Iterable[Any]] | None, limit: int | None = None) -> Iterator[Any]:
-    """Walk a workload's calibration data from its beginning, at most ``limit`` batches of it.
+def batches(
+    loader: Callable[[], Iterable[Any]] | None, limit: int | None = None, *, name: str | None = None
+) -> Iterator[Any]:
+    """Walk the calibration data of the workload ``name`` from its beginning, at most ``limit`` batches of it.
 
     >>> [int(x.sum()) for x in batches(lambda: [torch.ones(2), torch.ones(3)], limit=1)]
     [2]
@@ -127,20 +172,23 @@ def batches(loader: Callable[[], Iterable[Any]] | None, limit: int | None = None
         )
     if limit is not None and limit < 1:
         raise WorkloadError("the number of calibration batches is not positive", value=limit, fix="use 1 or more")
-    return _checked(loader, limit)
+    return _checked(loader, limit, name)
 
 
-def _checked(loader: Callable[[], Iterable[Any]], limit: int | None) -> Iterator[Any]:
+def _checked(loader: Callable[[], Iterable[Any]], limit: int | None, name: str | None) -> Iterator[Any]:
     empty = True
-    for index, batch in enumerate(itertools.islice(iter(loader()), limit)):
-        if not isinstance(batch, Tensor | tuple | list | dict):
-            raise WorkloadError(
-                f"calibration batch {index} is neither a tensor, a tuple nor a dict",
-                value=type(batch).__name__,
-                fix="yield a tensor, a tuple of positional inputs, or a dict of keyword inputs",
-            )
-        empty = False
-        yield batch
+    expected = "calibration() gives an iterator over batches of inputs"
+    fix = "walk through the workload's calibration() in Python"
+    with owners_code(name, "the calibration loader", expected=expected, fix=fix):
+        for index, batch in enumerate(itertools.islice(iter(loader()), limit)):
+            if not isinstance(batch, Tensor | tuple | list | dict):
+                raise WorkloadError(
+                    f"calibration batch {index} is neither a tensor, a tuple nor a dict",
+                    value=type(batch).__name__,
+                    fix="yield a tensor, a tuple of positional inputs, or a dict of keyword inputs",
+                )
+            empty = False
+            yield batch
     if empty:
         raise WorkloadError(
             "the calibration loader yields no batch",
@@ -162,9 +210,11 @@ def measure(workload: Workload, predict: Callable[..., Any]) -> dict[str, float]
     where = f"workload {workload.name!r}"
     with torch.no_grad(), evaluating(predict):
         if workload.evaluate is not None:
-            values = dict(workload.evaluate(predict))
+            with owners_code(workload.name, "evaluate", expected=_METRICS, fix="call evaluate(model) in Python"):
+                found = workload.evaluate(predict)
+            values = _numbers(found, workload)
         elif workload.evaluation is not None:
-            values = _top1(workload.evaluation(), predict, where)
+            values = _top1(pairs(workload), predict, where)
         else:
             raise WorkloadError(
                 "nothing says how good the model is",
@@ -181,6 +231,70 @@ def measure(workload: Workload, predict: Callable[..., Any]) -> dict[str, float]
     return values
 
 
+_METRICS = 'evaluate(model) calls model as the model is called, and gives numbers by name: {"top1": 91.7}'
+
+
+def _numbers(found: Any, workload: Workload) -> dict[str, float]:
+    """What `evaluate` gave, as floats by name; a number alone is the metric."""
+    values = found if isinstance(found, Mapping) else {workload.metric: found}
+    wrong = [value for value in values.values() if not _is_number(value)]
+    if wrong:
+        raise WorkloadError(
+            f"evaluate gave no numbers; expected: {_METRICS}",
+            where=f"workload {workload.name!r}",
+            value=_shape_of(wrong[0]),
+            fix=f"return {{{workload.metric!r}: number}}",
+        )
+    return {str(name): float(value) for name, value in values.items()}
+
+
+def _is_number(value: object) -> bool:
+    return value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, SupportsFloat)
+
+
+def pairs(workload: Workload) -> Iterator[tuple[Any, Tensor]]:
+    """The evaluation data from its beginning: (inputs, target) each."""
+    assert workload.evaluation is not None
+    expected = "evaluation() gives an iterator over pairs (inputs, target)"
+    fix = "walk through the workload's evaluation() in Python"
+    with owners_code(workload.name, "the evaluation loader", expected=expected, fix=fix):
+        batch: Any
+        for index, batch in enumerate(workload.evaluation()):
+            if not isinstance(batch, tuple | list) or len(batch) != 2:
+                raise WorkloadError(
+                    f"evaluation batch {index} is no pair; expected: {expected}",
+                    where=f"workload {workload.name!r}",
+                    value=_shape_of(batch),
+                    fix="yield (inputs, target); a tuple of inputs is one item: ((a, b), target)",
+                )
+            yield batch[0], batch[1]
+
+
+def loss_of(workload: Workload) -> Callable[[Any, Any], Tensor]:
+    """The workload's loss; what it raises is told as its own."""
+    loss = workload.loss
+    assert loss is not None
+    expected = "loss(output, target) gives a tensor of one number"
+
+    @functools.wraps(loss, assigned=("__name__", "__doc__", "reduction"), updated=())
+    def guarded(output: Any, target: Any) -> Tensor:
+        got = f"output: {_shape_of(output)}; target: {_shape_of(target)}"
+        fix = f"call loss(model(inputs), target) in Python ({got})"
+        with owners_code(workload.name, "loss", expected=expected, fix=fix):
+            value: Any = loss(output, target)
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            raise WorkloadError(
+                f"loss gave something else; expected: {expected}",
+                where=f"workload {workload.name!r}",
+                value=_shape_of(value),
+                fix="return the mean over samples",
+            )
+        found: Tensor = value
+        return found
+
+    return guarded
+
+
 def _top1(data: Iterable[tuple[Any, Tensor]], predict: Callable[..., Any], where: str) -> dict[str, float]:
     hits = n = 0
     for right, _ in hits_of(data, predict, where=where):
@@ -195,7 +309,17 @@ def hits_of(
     """For each batch, which samples `predict` gets right, and their targets."""
     empty = True
     for inputs, target in data:
-        output = call(predict, inputs)
+        try:
+            output = call(predict, inputs)
+        except BitwrightError:
+            raise
+        except Exception as error:
+            raise WorkloadError(
+                f"the model fails on evaluation data: {type(error).__name__}: {first_line(error)}{line_of(error)}",
+                where=where,
+                value=_shape_of(inputs),
+                fix="let evaluation yield (inputs, target) with inputs as the model takes them",
+            ) from error
         logits = getattr(output, "logits", output)  # the outputs of Hugging Face's classifiers
         if not isinstance(logits, Tensor) or logits.ndim != 2 or target.shape != logits.shape[:1]:
             raise WorkloadError(
@@ -269,10 +393,13 @@ def _called(function: Callable[[], object], ref: str) -> object:
     except BitwrightError:
         raise  # it says what is wrong already, and what to do
     except (Exception, SystemExit) as error:
+        unknown = re.search(r"Workload\.__init__\(\) got an unexpected keyword argument '(\w+)'", str(error))
         raise WorkloadError(
-            f"the workload function raised {type(error).__name__}: {error}",
+            f"the workload function raised {type(error).__name__}: {error}{line_of(error)}",
             value=ref,
-            fix="call it without arguments in Python",
+            fix=did_you_mean(unknown[1], (field.name for field in fields(Workload)))
+            if unknown
+            else "call it without arguments in Python",
         ) from error
 
 
@@ -292,7 +419,7 @@ def _import_file(file: Path) -> ModuleType:
         if isinstance(error, BitwrightError):
             raise
         raise WorkloadError(
-            f"importing the workload file raised {type(error).__name__}: {error}",
+            f"importing the workload file raised {type(error).__name__}: {error}{line_of(error)}",
             value=file.name,
             fix=f"run: python {file.name}",
         ) from error

@@ -90,6 +90,50 @@ def test_a_plan_says_every_batch(plan: Any, measured: Path) -> None:
     assert {device.batch for device in Plan.load(measured / "uniform.yaml").devices.values()} == {96}
 
 
+def test_the_command_that_trains_is_whole_and_the_plan_has_the_layout(plan: Any, measured: Path) -> None:
+    told = plan("--planner", "batches", "-o", "whole.yaml").out
+    assert f"-m bitwright train {SPIRALS} --plan whole.yaml --kind fast,slow,slow -o run" in told
+    assert {device.channels_last for device in Plan.load(measured / "whole.yaml").devices.values()} == {False}
+    told = plan("--planner", "batches", "-o", "last.yaml", "--channels-last").out
+    assert f"train {SPIRALS} --channels-last --plan last.yaml" in told
+    assert {device.channels_last for device in Plan.load(measured / "last.yaml").devices.values()} == {True}
+
+
+def test_what_is_wrong_with_files_is_said_with_a_fix(plan: Any, measured: Path) -> None:
+    text = (measured / "cluster.yaml").read_text()
+    (measured / "typo.yaml").write_text(text.replace("count", "cuont"))
+    ran = plan(cluster="typo.yaml")
+    assert ran.code == 2
+    assert "devices.slow.cuont: unknown key" in ran.err
+    assert "did you mean 'count'" in ran.err
+    ran = plan(scores="none.json")
+    assert ran.code == 2
+    assert "none.json: can't read the indications: No such file" in ran.err
+    assert "--indicator gradient-variance" in ran.err
+
+
+def test_profiles_of_another_batch_are_one_problem(run: Any, measured: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(measured)
+    given = ["--cluster", "cluster.yaml", "--indications", "indications.json"]
+    ran = run("plan", SPIRALS, *given, "--batch", "80")
+    assert ran.code == 2
+    assert "the step has 80 samples, but there are profiles of other batches: fast of batch 96" in ran.err
+    assert len(ran.err.splitlines()) == 2
+
+
+def test_the_layout_that_was_profiled_is_said(
+    measured: Path, plan: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = json.loads((measured / "fast.json").read_text())
+    one["operators"].append(
+        {**one["operators"][0], "operator": "conv2d(input=f32[96,8,4,4]@128,1,32,8+, weight=f32[8,8,3,3]+)"}
+    )
+    (measured / "last.json").write_text(json.dumps(one))
+    assert "slow was profiled channels-last: add --channels-last" in plan("--profiles", "slow=last.json").err
+    assert "channels-last" not in plan("--profiles", "slow=last.json", "--channels-last").err
+    assert "channels-last" not in plan().err
+
+
 @pytest.mark.parametrize("planner", ["ilp", "uniform", "fastest", "batches", "float"])
 def test_each_planner_has_a_name(plan: Any, planner: str) -> None:
     assert plan("--planner", planner, "--json").json["planner"] == planner

@@ -60,3 +60,13 @@ def test_ctrl_c(tmp_path: Path) -> None:
     assert process.returncode == 130, (out, err)
     assert err == "error: interrupted: nothing was written\n"
     assert not (tmp_path / "results").exists()
+
+
+def test_a_closed_pipe_is_a_quiet_end() -> None:
+    for verb in (["list"], ["list", "--json"]):
+        with subprocess.Popen([*COMMAND, *verb], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            assert process.stderr is not None
+            process.stdout.close()
+            assert process.stderr.read() == b""
+        assert process.returncode == 141

@@ -63,7 +63,7 @@ def test_what_is_wrong_is_said_before_anything_is_trained(tmp_path: Path) -> Non
     result = run("train", TINY, "--quantize", "int12", "--backend", "onnxruntime", "-o", tmp_path / "d", code=2)
     assert "can't run this activation format" in result.stderr
     result = run("deploy", TINY, tmp_path / "nothing", "-o", tmp_path / "e", code=2)
-    assert "no such checkpoint" in result.stderr
+    assert "no such folder" in result.stderr
     result = run("train", TINY, "--amp", "int8", "-o", tmp_path / "f", code=2)
     assert "bf16" in result.stderr
     assert not list(tmp_path.iterdir())

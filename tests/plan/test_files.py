@@ -58,7 +58,7 @@ plans = st.builds(
     sites=sites,
     fold=st.dictionaries(names, names | folds, max_size=3),
     float=st.dictionaries(names, words, max_size=2),
-    devices=st.dictionaries(words, st.builds(Device, sites=sites, why=words), max_size=2),
+    devices=st.dictionaries(words, st.builds(Device, sites=sites, why=words, channels_last=st.booleans()), max_size=2),
     backend=st.none() | words,
     model=st.none() | words,
 )

@@ -290,3 +290,9 @@ def test_a_planner_may_say_that_float_is_best(tmp_path: Path) -> None:
     assert all(torch.equal(trained[name], tensor) for name, tensor in plain.items())
     with pytest.raises(BitwrightError, match="computes nothing in low precision"):
         Trainer(workload(), config=config, compute=Plan()).fit()
+
+
+def test_a_plan_carries_its_layout(tmp_path: Path) -> None:
+    plan = Plan(devices={"big": Device(channels_last=True)})
+    Trainer(workload(), config=TrainConfig(epochs=1, batch=50), compute=plan, kind="big", out=tmp_path).fit()
+    assert json.loads((tmp_path / "result.json").read_text())["config"]["channels_last"] is True

@@ -246,6 +246,15 @@ def test_stopping_early_gives_the_best_epoch(tmp_path: Path) -> None:
     assert all(torch.equal(result.model.state_dict()[k], v) for k, v in states[1].items())
 
 
+def test_less_may_be_better(tmp_path: Path) -> None:
+    scores = iter([float("nan"), 6.0, 5.0, 7.0, 8.0, 1.0])
+    work = replace(
+        workload(), evaluate=lambda predict: {"errors": next(scores)}, metric="errors", lower_is_better={"errors"}
+    )
+    result = Trainer(work, config=settings(epochs=6, patience=2), out=tmp_path).fit()
+    assert (result.epochs, result.best) == (5, {"errors": 5.0, "epoch": 3.0})
+
+
 def test_averaged_weights_are_what_is_measured_and_kept() -> None:
     class Last(Watch):
         def on_epoch(self, run: Run, values: dict[str, float]) -> None:

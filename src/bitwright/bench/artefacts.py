@@ -18,7 +18,7 @@ from bitwright.recipe import Quantized, quantize
 from bitwright.registry import BACKENDS, RUNTIMES
 from bitwright.report import Accuracy, Size, parity
 from bitwright.report.comparison import OnRuntime
-from bitwright.workload import Workload, batches, can_measure
+from bitwright.workload import Workload, batches, can_measure, pairs
 
 Variant = Literal["float", "quantized"]
 VARIANTS: tuple[Variant, ...] = ("float", "quantized")
@@ -64,6 +64,7 @@ def open_artefacts(workload: Workload, name: str, folder: Path, settings: Settin
         runtime=name,
         backend=opened.backend,
         executed=session.executed(),
+        left_in_float=session.left_in_float(),
         sizes=tuple(Size(name=variant, bytes=opened.sizes[variant]) for variant in VARIANTS),
         parity=parity(check),
         accuracies=tuple(_accuracies(workload, name, opened, batch, settings.tell)) if settings.evaluate else (),
@@ -131,7 +132,7 @@ def _accuracies(
 def inputs_of(workload: Workload, samples: int | None) -> Iterable[Any]:
     """Inputs of the evaluation, else of the calibration."""
     if workload.evaluation is not None:
-        return first((inputs for inputs, _ in workload.evaluation()), samples)
+        return first((inputs for inputs, _ in pairs(workload)), samples)
     return first(batches(workload.calibration), samples)
 
 

@@ -24,7 +24,7 @@ from bitwright.graph.tree import tensors_in
 from bitwright.study import Study
 from bitwright.train import TrainConfig, Trainer
 from bitwright.train.seeding import seed_all
-from bitwright.workload import Workload, load_workload, measure
+from bitwright.workload import Workload, load_workload, measure, pairs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +123,7 @@ def _data(workload: Workload) -> Iterator[str]:
     yield fingerprint(*(tensor for _, tensor in tensors_in(workload.inputs)))
     if workload.evaluation is not None:
         with _random_numbers_kept():
-            for batch in workload.evaluation():
+            for batch in pairs(workload):
                 yield fingerprint(*(tensor for _, tensor in tensors_in(batch)))
 
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from bitwright.cli.out import Out
-from bitwright.cli.stepping import half_of, training_batch
+from bitwright.cli.stepping import half_of, load_cluster, same_batch, tell_layout, training_batch
 from bitwright.errors import BitwrightError, PlanError
+from bitwright.graph.tree import batch_size
 from bitwright.planners import Allocation, uniform
 from bitwright.planners.allocate import over_limits
 from bitwright.planners.cluster import OnCluster
 from bitwright.planners.machine import FLOAT
-from bitwright.predict import Cluster
 from bitwright.profile import record_step
 from bitwright.registry import PLANNERS
 from bitwright.report import words
@@ -27,6 +28,7 @@ _BESIDE = ("recover", "recover+split", "batches", "float")  # what one would do 
 def allocate(
     out: Out,
     workload: Workload,
+    ref: str,
     cluster: Path,
     indications: Path | None,
     planner: str,
@@ -43,28 +45,32 @@ def allocate(
         raise BitwrightError(
             "nothing says how much operators suffer",
             where="--indications",
-            fix="bitwright score WORKLOAD --indicator gradient-variance --formats int8 -o indications.json",
+            fix=f"bitwright score {ref} --indicator gradient-variance --formats int8 -o indications.json",
         )
-    described = Cluster.load(cluster)
+    described = load_cluster(cluster)
     suffering = Indications.load(indications)
     measured = described.profiles(cluster.parent, _by_kind(profiles))
+    tell_layout(out, measured, channels_last=channels_last)
     step = training_batch(workload, batch, channels_last=channels_last)
     formats = sorted({format for own in suffering.values.values() for format in own if format != FLOAT})
-    machine = OnCluster(
-        record_step(workload.model, *step, name=workload.name),
-        measured,
-        described,
-        suffering.values,
-        {format: spec_of(format) for format in formats},
-        keep_float=keep_float,
-        smaller=record_step(workload.model, *half_of(step), name=workload.name),
-    )
+    with same_batch(measured, batch_size(step[0])):
+        machine = OnCluster(
+            record_step(workload.model, *step, name=workload.name),
+            measured,
+            described,
+            suffering.values,
+            {format: spec_of(format) for format in formats},
+            keep_float=keep_float,
+            smaller=record_step(workload.model, *half_of(step), name=workload.name),
+        )
     _check(out, machine, suffering, formats, indications, keep_float)
     rows, failed = _rows(out, machine, planner, formats)
     plan = machine.to_plan(rows[planner], model=workload.name)
+    laid_out = {kind: replace(device, channels_last=channels_last) for kind, device in plan.devices.items()}
+    plan = replace(plan, devices=laid_out)
     if output is not None:
         plan.save(output)
-    _show(out, machine, rows, failed, planner, output)
+    _show(out, machine, rows, failed, planner, output, f"{ref}{' --channels-last' if channels_last else ''}")
     if output is None and not out.json:
         out.result(plan.to_yaml())
 
@@ -151,6 +157,7 @@ def _show(
     failed: dict[str, PlanError],
     planner: str,
     output: Path | None,
+    trained: str,
 ) -> None:
     limits = {kind: machine.limit(kind) for kind in machine.kinds}
     out.data(
@@ -197,8 +204,8 @@ def _show(
         processes = [kind for kind, count in machine.kinds.items() for _ in range(count)]
         out.say(f"{output}: train with")
         out.say(
-            f"  torchrun --nproc-per-node {len(processes)} -m bitwright train WORKLOAD --plan {output} "
-            f"--kind {','.join(processes)}"
+            f"  torchrun --nproc-per-node {len(processes)} -m bitwright train {trained} --plan {output} "
+            f"--kind {','.join(processes)} -o run"
         )
     if faster > _WORTH:
         out.say(f"{best} is {faster:.2g} times as fast: --planner {best}")

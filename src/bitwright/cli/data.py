@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,7 +12,10 @@ from bitwright.cli.out import Out
 from bitwright.errors import BitwrightError, WorkloadError
 from bitwright.graph.tree import tensors_in
 from bitwright.modes import evaluating
-from bitwright.workload import Workload, batches, call, load_workload
+from bitwright.owner import first_line, line_of
+from bitwright.train.data import TrainingData
+from bitwright.train.ranks import Ranks
+from bitwright.workload import Workload, batches, call, load_workload, pairs
 
 
 def open_workload(out: Out, ref: str) -> Workload:
@@ -25,8 +28,9 @@ def open_workload(out: Out, ref: str) -> Workload:
         except BitwrightError:
             raise
         except Exception as error:
+            words = f"{type(error).__name__}: {first_line(error)}{line_of(error)}"
             raise WorkloadError(
-                f"the model fails on its own example inputs: {type(error).__name__}: {_line(error)}",
+                f"the model fails on its own example inputs: {words}",
                 where=f"workload {workload.name!r}",
                 fix="call model(*inputs) in Python, and mend the model or the inputs",
             ) from error
@@ -42,42 +46,21 @@ def open_workload(out: Out, ref: str) -> Workload:
 
 def calibration(workload: Workload, samples: int | None = None) -> Iterator[Any]:
     """Calibration data, at most so many samples of it."""
-    return first(_of_owner(batches(workload.calibration), "calibration"), samples)
+    return first(batches(workload.calibration, name=workload.name), samples)
 
 
 def probes(workload: Workload, samples: int | None = None) -> Iterator[Any]:
     """Inputs to check with: of the evaluation, else of the calibration, else the example."""
     if workload.evaluation is not None:
-        evaluation = _of_owner(workload.evaluation(), "evaluation")
-        return first((inputs for inputs, _ in evaluation), samples)
+        return first((inputs for inputs, _ in pairs(workload)), samples)
     if workload.calibration is not None:
         return calibration(workload, samples)
     return iter([workload.inputs])
 
 
 def labelled(workload: Workload, samples: int | None = None) -> Iterator[Any]:
-    """Pairs of inputs and targets of the evaluation data, at most so many samples."""
-    assert workload.evaluation is not None
-    return first(_of_owner(workload.evaluation(), "evaluation"), samples)
-
-
-def _of_owner(stream: Iterable[Any], kind: str) -> Iterator[Any]:
-    """A loader's own failure, told as such."""
-    iterator = iter(stream)
-    while True:
-        try:
-            item = next(iterator)
-        except StopIteration:
-            return
-        except BitwrightError:
-            raise
-        except Exception as error:
-            raise WorkloadError(
-                f"the {kind} loader raised {type(error).__name__}: {_line(error)}",
-                fix=f"walk through the workload's {kind}() in Python",
-            ) from error
-        yield item
-
-
-def _line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [""])[0]
+    """Pairs of inputs and targets of the evaluation data, or else of the training data, at most so many samples."""
+    if workload.evaluation is not None:
+        return first(pairs(workload), samples)
+    alone = Ranks(rank=0, world=1, local=0)
+    return first(TrainingData(workload, batch=None, seed=0, ranks=alone, workers=0).epoch(0), samples)

@@ -14,7 +14,7 @@ from bitwright.checkpoint import save_checkpoint
 from bitwright.cli.data import probes
 from bitwright.cli.out import Out
 from bitwright.cli.verb import CHECK_FAILED
-from bitwright.deploy import Check, measure_latency, open_runtime
+from bitwright.deploy import Check, Runtime, measure_latency, open_runtime
 from bitwright.graph.tree import as_call
 from bitwright.recipe import Quantized
 from bitwright.report import (
@@ -40,7 +40,7 @@ def evaluate(out: Out, workload: Workload, predict: object, where: str) -> list[
     if not can_measure(workload) or not callable(predict):
         return []
     with out.steps(f"evaluating: {where}"):
-        values = measure(workload, predict)
+        values = predict.accuracy(workload) if isinstance(predict, Runtime) else measure(workload, predict)
     samples = int(values["n"]) if "n" in values else None
     return [Accuracy(where=where, metric=workload.metric, value=values[workload.metric], samples=samples)]
 

@@ -20,8 +20,12 @@ from bitwright.cli.quantize import usable_runtimes
 from bitwright.cli.staging import filling
 from bitwright.cli.verb import verb
 from bitwright.deploy import export_float
+from bitwright.errors import BitwrightError, PlanError
+from bitwright.graph import capture
+from bitwright.plan import Plan
 from bitwright.report import Size
 from bitwright.train.recorded import recorded
+from bitwright.workload import Workload
 
 
 @verb(
@@ -46,6 +50,10 @@ def deploy(
     ] = None,
 ) -> None:
     """Export a trained model, check it on the real runtime, and measure accuracy and throughput on real data."""
+    if not (run / "checkpoint.safetensors").is_file() or not (run / "plan.yaml").is_file():
+        what = "there is no such folder" if not run.is_dir() else "this is not the folder of a quantized run"
+        fix = "give what `bitwright train --quantize … -o RUN` or `bitwright quantize … -o RUN` wrote"
+        raise BitwrightError(what, where=str(run), fix=fix)
     plan, checkpoint = read_plan(run / "plan.yaml", run / "checkpoint.safetensors")
     backend = plan.backend or "onnxruntime"
     find_backend(backend)
@@ -53,6 +61,7 @@ def deploy(
     with filling(output) as folder:
         found = open_workload(out, workload)
         float_weights = reference or _beginning(run)
+        _same_model(found, plan, run)
         if float_weights is not None:
             load_checkpoint(found.model, checkpoint_file(float_weights))
         before = evaluate(out, found, found.model, "float")
@@ -73,6 +82,21 @@ def deploy(
             training=recorded(run),
         )
     show(out, record, output)
+
+
+def _same_model(workload: Workload, plan: Plan, run: Path) -> None:
+    """A run of another workload, whose plan doesn't fit, is told as such and not tensor by tensor."""
+    if plan.model in (None, workload.name):
+        return
+    try:
+        plan.resolve(capture(workload.model, workload.inputs))
+    except PlanError as error:
+        raise BitwrightError(
+            f"this run is of another workload, {plan.model!r}, and its plan doesn't fit {workload.name!r}",
+            where=str(run),
+            value=f"{len(error.problems)} problems",
+            fix=f"deploy the workload {plan.model!r}, or a run of {workload.name!r}",
+        ) from error
 
 
 def _beginning(run: Path) -> Path | None:

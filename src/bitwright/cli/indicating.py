@@ -15,7 +15,7 @@ from bitwright.cli.out import Out
 from bitwright.errors import BitwrightError
 from bitwright.plan import Plan
 from bitwright.sensitivity import Indications, indicate
-from bitwright.workload import Workload
+from bitwright.workload import Workload, loss_of
 
 _BATCH = 32
 
@@ -43,13 +43,18 @@ def show_indications(
     out: Out, workload: Workload, indicator: str, formats: str, *, samples: int, top: int, output: Path | None
 ) -> None:
     """Score, write the file and show the worst operators."""
-    if workload.loss is None or workload.evaluation is None:
-        fix = "give the Workload loss= and evaluation="
-        raise BitwrightError("an indicator needs a loss", where=f"workload {workload.name!r}", fix=fix)
+    where = f"workload {workload.name!r}"
+    if workload.loss is None:
+        raise BitwrightError("an indicator needs a loss", where=where, fix="give Workload(loss=…)")
+    if workload.evaluation is None and workload.training is None:
+        fix = "give the Workload evaluation= or training="
+        raise BitwrightError("an indicator needs inputs with targets", where=where, fix=fix)
+    if workload.evaluation is None:
+        out.note("there is no evaluation=: the indicator looks at training data")
     asked = [text.strip() for text in formats.split(",") if text.strip()]
     with out.steps(f"{indicator} of {', '.join(asked)}"):
         data = split(labelled(workload, samples), _BATCH)
-        found = indicate(workload.model, data, workload.loss, indicator=indicator, formats=asked)
+        found = indicate(workload.model, data, loss_of(workload), indicator=indicator, formats=asked)
     if output is not None:
         found.save(output)
     out.data(json.loads(found.to_json()))

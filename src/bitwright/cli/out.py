@@ -28,6 +28,12 @@ from bitwright.errors import Problem
 Step = Callable[[int], None]
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Raise what the pipe raised: rich would end the process by itself, as if with an error."""
+        raise
+
+
 class Out:
     """How one verb talks. With `json` stdout has one JSON value; with `quiet` there are only errors."""
 
@@ -36,8 +42,8 @@ class Out:
         self.quiet = quiet
         # A file or a pipe has no width: rich would cut tables at 80 columns.
         wide = None if sys.stdout.isatty() else 160
-        self.stdout = Console(highlight=False, markup=False, emoji=False, width=wide)
-        self.stderr = Console(stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True)
+        self.stdout = _Console(highlight=False, markup=False, emoji=False, width=wide)
+        self.stderr = _Console(stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
     def say(self, text: str) -> None:
         """A line for people."""

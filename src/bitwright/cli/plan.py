@@ -114,6 +114,7 @@ def plan(
         allocate(
             out,
             found,
+            workload,
             cluster,
             indications,
             planner,

@@ -19,7 +19,10 @@ from bitwright.cli.stepping import (
     LayoutOption,
     PrecisionOption,
     half_of,
+    load_cluster,
     plan_of,
+    same_batch,
+    tell_layout,
     training_batch,
     variant_of,
 )
@@ -83,18 +86,22 @@ def predict_(
     found = open_workload(out, workload)
     if report is not None:
         report_of(report, found.name)  # one of another workload is an error now, not after the work
+    plan = Plan() if quantize is None else plan_of(found, quantize)
+    channels_last = channels_last or any(device.channels_last for device in plan.devices.values())
+    if recorded is None:
+        tell_layout(out, profiles, channels_last=channels_last)
     pair, loss = training_batch(found, batch, channels_last=channels_last)
     if recorded is None:
         recorded = record_step(found.model, pair, loss, name=found.name)
-    plan = Plan() if quantize is None else plan_of(found, quantize)
     # other batches lie on a line through this one and half of it, as for planners
     unequal = graph is None and any(device.batch is not None for device in plan.devices.values())
     half = record_step(found.model, *half_of((pair, loss)), name=found.name) if unequal else None
-    if described is None or cluster is None:
-        predictor = Predictor.make(recorded, plan, profiles, None, settings)
-    else:
-        predictor = _on_cluster(found, recorded, half, plan, profiles, described, cluster.parent, settings)
-    prediction = predictor.predict(exact=exact)
+    with same_batch(profiles, recorded.samples):
+        if described is None or cluster is None:
+            predictor = Predictor.make(recorded, plan, profiles, None, settings)
+        else:
+            predictor = _on_cluster(found, recorded, half, plan, profiles, described, cluster.parent, settings)
+        prediction = predictor.predict(exact=exact)
     if trace is not None:
         write_trace(prediction, trace)
     comparison = None
@@ -122,7 +129,7 @@ def _read(
             profiles = {"device": DeviceProfile.load(profile)}
     if cluster is not None:
         with _collecting(problems, cluster):
-            described = Cluster.load(cluster)
+            described = load_cluster(cluster)
             problems += _missing_plans(described, cluster.parent)
             profiles = described.profiles(cluster.parent)
     if graph is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -25,13 +25,14 @@ from bitwright.cli.out import Out
 from bitwright.cli.staging import filling
 from bitwright.cli.verb import verb
 from bitwright.deploy import available_runtimes
+from bitwright.errors import BitwrightError
 from bitwright.files import write_text
 from bitwright.plan import Plan
 from bitwright.ptq import MEMORY, read_steps
 from bitwright.recipe import Quantized
 from bitwright.recipe import quantize as quantize_model
 from bitwright.registry import RUNTIMES
-from bitwright.report import Accuracy, Size
+from bitwright.report import Accuracy, Size, read_json
 
 STATE = ".steps"  # where steps keep how far they are, while they run
 
@@ -76,6 +77,7 @@ def quantize(
             shutil.rmtree(left, ignore_errors=True)
     with filling(output) as folder, _resumable(state):
         found = open_workload(out, workload)
+        _tell_overwritten(out, output, found.name)
         float_size = sum(t.numel() * t.element_size() for t in found.model.state_dict().values())
         before: list[Accuracy] = []
 
@@ -127,6 +129,14 @@ def _resumable(state: Path) -> Iterator[None]:
         if not state.is_dir():
             raise
         raise KeyboardInterrupt("interrupted: the same command goes on from the last finished unit") from None
+
+
+def _tell_overwritten(out: Out, output: Path, workload: str) -> None:
+    """Running a command again replaces its files; those of another workload may be a slip."""
+    with suppress(BitwrightError):  # there is none, or a damaged one
+        before = read_json(output / "report.json").workload
+        if before != workload:
+            out.note(f"{output} has what was made of {before!r}: it is replaced")
 
 
 def _tell_steps(out: Out, quantized: Quantized, folder: Path) -> None:

@@ -24,7 +24,7 @@ from bitwright.recipe import quantize as quantize_model
 from bitwright.report import add_to_report, network, report_of, sensitivity, words
 from bitwright.sensitivity import Scores, SiteScore, Suggestion, suggest
 from bitwright.sensitivity import score as score_model
-from bitwright.workload import Workload, can_measure, measure
+from bitwright.workload import Workload, can_measure, loss_of, measure
 
 _BATCH = 32  # the numbers of one batch are kept: small ones need little memory
 
@@ -87,7 +87,7 @@ def score(
             progress=step,
             **choices,
         )
-    loss = found.loss if found.evaluation is not None else None
+    loss = None if found.loss is None or found.evaluation is None else loss_of(found)
     data = probes(found, samples) if loss is None else labelled(found, samples)
     with out.steps("scoring", -(-samples // _BATCH)) as step:
         scores = score_model(quantized.model, split(data, _BATCH), loss=loss, progress=step)
@@ -105,8 +105,12 @@ def _suggestion(out: Out, workload: Workload, quantized: Quantized, scores: Scor
     def metric(model: nn.Module) -> float:
         return measure(workload, model)[workload.metric]
 
+    doubt = workload.direction_note()
+    if doubt is not None:
+        out.note(doubt)
     with out.steps("measuring suggestions", most) as step:
-        return suggest(quantized.model, quantized.plan, scores, metric, most=most, progress=step)
+        less = workload.less_is_better()
+        return suggest(quantized.model, quantized.plan, scores, metric, most=most, lower_is_better=less, progress=step)
 
 
 def _show(
@@ -145,7 +149,7 @@ def _show(
         out.say("no suggestion: the workload doesn't say how good a model is")
         return
     out.table(
-        ["operators in float", f"#{workload.metric}", "#gain"],
+        ["operators in float", f"#{workload.metric}", "#change"],
         [
             ("none", f"{suggestion.before:.2f}", ""),
             *(

@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import copy
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
+from pydantic import ValidationError
 
 from bitwright.attach import prepare
-from bitwright.errors import BitwrightError
+from bitwright.cli.out import Out
+from bitwright.errors import BitwrightError, PlanError
 from bitwright.graph import capture, tree
 from bitwright.plan import Plan
 from bitwright.planners import make_plan
-from bitwright.profile import StepSettings, Variant
+from bitwright.predict import Cluster
+from bitwright.profile import DeviceProfile, StepSettings, Variant
 from bitwright.profile.step import Batch, Loss
 from bitwright.sensitivity import spec_of
 from bitwright.train import Qat
 from bitwright.train.data import TrainingData
 from bitwright.train.precision import resolve
 from bitwright.train.ranks import Ranks
+from bitwright.tuning.problems import problems_of
 from bitwright.workload import Workload
 
 BatchOption = Annotated[
@@ -58,6 +65,55 @@ def training_batch(workload: Workload, size: int | None, *, channels_last: bool 
         workload.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         batch = tree.channels_last(batch)
     return batch, workload.loss
+
+
+def load_cluster(path: Path) -> Cluster:
+    """Read a cluster file; a misspelt key is told with the nearest one."""
+    try:
+        return Cluster.load(path)
+    except PlanError as error:
+        if isinstance(error.__context__, ValidationError):
+            raise PlanError(problems_of(error.__context__, Cluster), title=error.title) from None
+        raise
+
+
+_IMAGES = re.compile(r"conv2d\(input=\w+\[\d+,(\d+),(\d+),(\d+)\](@\d+,1,)?")
+
+
+def tell_layout(out: Out, profiles: Mapping[str, DeviceProfile], *, channels_last: bool) -> None:
+    """Costs of one layout stand in for those of the other: say so, they are other answers."""
+    for kind, profile in profiles.items():
+        found = [match for cost in profile.operators if (match := _IMAGES.match(cost.operator)) is not None]
+        ordered = [bool(match[4]) for match in found if int(match[1]) > 1 and int(match[2]) * int(match[3]) > 1]
+        if ordered and not channels_last and sum(ordered) * 2 > len(ordered):
+            out.note(f"{kind} was profiled channels-last: add --channels-last")
+        elif ordered and channels_last and not any(ordered):
+            out.note(f"{kind} was profiled without --channels-last: its times for that layout are others")
+
+
+_LOSS = re.compile(r"loss:\w+\(output=\w+\[(\d+)")
+
+
+@contextmanager
+def same_batch(profiles: Mapping[str, DeviceProfile], batch: int) -> Iterator[None]:
+    """If a prediction fails on profiles of other batches, that is the one thing to say."""
+    try:
+        yield
+    except PlanError as error:
+        known = {
+            kind: {int(match[1]) for cost in profile.operators if (match := _LOSS.match(cost.operator)) is not None}
+            for kind, profile in profiles.items()
+        }
+        other = {kind: max(sizes) for kind, sizes in known.items() if sizes and batch not in sizes}
+        if not other:
+            raise
+        said = ", ".join(f"{kind} of batch {size}" for kind, size in other.items())
+        raise BitwrightError(
+            f"the step has {batch} samples, but there are profiles of other batches: {said}",
+            where="--batch",
+            value=batch,
+            fix=f"--batch {max(other.values())}, or profile with --batch {batch}",
+        ) from error
 
 
 def half_of(step: tuple[Batch, Loss]) -> tuple[Batch, Loss]:

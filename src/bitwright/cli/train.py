@@ -154,8 +154,16 @@ def train(
     out.data({"files": files, "metrics": result.metrics, "best": result.best, "steps": result.steps})
     last = result.metrics[-1] if result.metrics else {}
     if found.metric in last:
-        best = "" if result.best is None else f" (best {result.best[found.metric]:.2f})"
+        best = (
+            ""
+            if result.best is None
+            else f" (best {result.best[found.metric]:.2f} in epoch {result.best['epoch']:.0f})"
+        )
         out.say(f"{found.metric} {last[found.metric]:.2f} after {result.epochs} epochs, {result.steps} steps{best}")
+        if result.best is not None:
+            kept = result.best["epoch"] if settings.patience is not None else result.epochs
+            more = "" if kept == result.best["epoch"] else ", the last one; --patience keeps the best"
+            out.say(f"checkpoint.safetensors is that of epoch {kept:.0f}{more}")
     for file in files.values():
         out.say(f"  {file}")
 

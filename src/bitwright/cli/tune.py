@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from pydantic import ValidationError
 
 from bitwright.cli.data import open_workload
 from bitwright.cli.deliver import write_report
@@ -13,13 +14,14 @@ from bitwright.cli.options import SamplesOption
 from bitwright.cli.out import Out
 from bitwright.cli.quantize import usable_runtimes
 from bitwright.cli.verb import CHECK_FAILED, verb
-from bitwright.errors import BitwrightError
+from bitwright.errors import BitwrightError, WorkloadError
 from bitwright.report import Accuracy, Size, new_record, words
 from bitwright.report import write_report as write_files
 from bitwright.tuning import Budget, Goal, TuneConfig, Tuned
 from bitwright.tuning.baseline import Baseline
 from bitwright.tuning.explore import Asked
 from bitwright.tuning.recorded import recorded
+from bitwright.workload import can_measure
 
 _SHOWN = 12  # trials in the table at the end
 
@@ -45,6 +47,9 @@ def tune(
         str | None,
         typer.Option(help="What may be lost: 1% of float's metric, or 0.5 of its units.", show_default=False),
     ] = None,
+    lower_is_better: Annotated[
+        bool, typer.Option("--lower-is-better", help="Less of the metric is better; workloads can say so themselves.")
+    ] = False,
     minutes: Annotated[float | None, typer.Option(min=0, help="Time to spend.", show_default=False)] = None,
     trials: Annotated[int | None, typer.Option(min=1, help="Candidates to try at most.", show_default=False)] = None,
     first: Annotated[bool, typer.Option("--first", help="Stop at the first model that passes.")] = False,
@@ -70,7 +75,9 @@ def tune(
     processes, on several machines, can work at one study in PostgreSQL.
     """
     config = TuneConfig.load(what) if what.endswith((".yaml", ".yml")) else TuneConfig(workload=what)
-    config = _changed(config, workload=workload, drop=drop, minutes=minutes, trials=trials, first=first)
+    config = _changed(
+        config, workload=workload, drop=drop, lower=lower_is_better, minutes=minutes, trials=trials, first=first
+    )
     given: dict[str, Any] = {
         "strategy": strategy,
         "backend": backend,
@@ -82,6 +89,12 @@ def tune(
     config = config.model_copy(update={key: value for key, value in given.items() if value is not None})
     found = open_workload(out, config.workload) if config.workload is not None else None
     found = config.make_workload(found)
+    if drop is not None and not can_measure(found):
+        raise WorkloadError(
+            "nothing says how good the model is, so there is no drop to hold",
+            where=f"workload {found.name!r}",
+            fix="give the Workload evaluation= or evaluate=, or leave --drop out: the model is quantized once",
+        )
     runtimes = usable_runtimes(out, config.backend)
     float_size = sum(t.numel() * t.element_size() for t in found.model.state_dict().values())
     try:
@@ -122,6 +135,7 @@ def _changed(
     *,
     workload: str | None,
     drop: str | None,
+    lower: bool,
     minutes: float | None,
     trials: int | None,
     first: bool,
@@ -129,15 +143,21 @@ def _changed(
     """What the command line says counts before the file."""
     goal, budget = config.goal, config.budget
     try:
-        if drop is not None:
-            goal = Goal.model_validate({**goal.model_dump(), "drop": drop})
+        said: dict[str, Any] = {"drop": drop, "lower_is_better": lower or None}
+        said = {key: value for key, value in said.items() if value is not None}
+        goal = Goal.model_validate({**goal.model_dump(exclude_unset=True), **said})
         limits = {"minutes": minutes, "trials": trials, "stop": "first" if first else None}
         budget = Budget.model_validate(
             {**budget.model_dump(), **{key: value for key, value in limits.items() if value is not None}}
         )
-    except ValueError as error:
-        lines = str(error).splitlines()
-        raise BitwrightError(lines[2].strip() if len(lines) > 2 else lines[0], where="--drop", value=drop) from error
+    except ValidationError as error:
+        unreadable = any("drop" in one["loc"] for one in error.errors())
+        raise BitwrightError(
+            "this says neither a share nor a number" if unreadable else error.errors()[0]["msg"],
+            where="--drop" if unreadable else "--minutes",
+            value=drop if unreadable else minutes,
+            fix="write --drop 1% (of float's metric), or --drop 0.5 (in its units)" if unreadable else "give more",
+        ) from error
     return config.model_copy(update={"workload": workload or config.workload, "goal": goal, "budget": budget})
 
 
@@ -190,7 +210,9 @@ def _show(out: Out, tuned: Tuned, metric: str, folder: Path) -> None:
         )
         for asked in best
     ]
-    out.table(["#trial", "passes", f"#{metric}", "#latency", "#size", "Pareto", "candidate"], rows)
+    measured = ", ".join(name for name in best[0].outcome.metrics if name != "n") if best else metric
+    if rows:
+        out.table(["#trial", "passes", f"#{measured or metric}", "#latency", "#size", "Pareto", "candidate"], rows)
     if tuned.baseline is not None and tuned.baseline.majority is not None:
         out.say(f"always saying the most frequent class: {tuned.baseline.majority:.2f} %")
     if tuned.paired is not None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import os
+import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +21,7 @@ from bitwright.errors import BitwrightError
 Verb = Callable[..., None]
 
 CHECK_FAILED, USAGE, INTERNAL, INTERRUPTED = 1, 2, 70, 130
+CLOSED = 141  # as a process that SIGPIPE ended
 
 _COMMON: dict[str, tuple[str, str]] = {
     "json": ("--json", "Print machine-readable JSON to stdout, and nothing else there."),
@@ -72,8 +75,12 @@ def _telling(out: Out, *, debug: bool) -> Iterator[None]:
     log.setLevel(logging.INFO)
     try:
         yield
-    except (typer.Exit, typer.Abort, BrokenPipeError):
+    except (typer.Exit, typer.Abort):
         raise
+    except BrokenPipeError:
+        # Whoever read us has enough (`| head`): end as quietly as others do, and let nothing be flushed into the pipe.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(CLOSED) from None
     except KeyboardInterrupt as interrupt:
         out.error(str(interrupt) or "interrupted: nothing was written", [])
         raise typer.Exit(INTERRUPTED) from None
@@ -81,7 +88,7 @@ def _telling(out: Out, *, debug: bool) -> Iterator[None]:
         if debug:
             out.stderr.print(traceback.format_exc(), end="")
         if isinstance(error, BitwrightError):
-            out.error(str(error), error.problems)
+            _tell(out, error)
             raise typer.Exit(USAGE) from None
         if isinstance(error, OSError) and error.filename is not None:
             out.error(f"{error.filename}: {error.strerror}", [])
@@ -93,6 +100,15 @@ def _telling(out: Out, *, debug: bool) -> Iterator[None]:
     finally:
         log.removeHandler(handler)
         log.setLevel(level)
+
+
+def _tell(out: Out, error: BitwrightError) -> None:
+    """Once under torchrun: the first process of each host speaks for all, unless it is about one's own data."""
+    rank, local = os.environ.get("RANK", "0"), os.environ.get("LOCAL_RANK", "0")
+    if local == "0":
+        out.error(str(error), error.problems)
+    elif error.rank is not None:
+        out.stderr.print(f"rank {rank}: {str(error).splitlines()[0]}")
 
 
 class _Notes(logging.Handler):

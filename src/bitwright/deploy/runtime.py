@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from bitwright.batching import in_pieces
 from bitwright.deploy.measure import Latency, measure_latency
 from bitwright.errors import ArtefactError
-from bitwright.graph.tree import tensors_in
+from bitwright.graph.tree import map_tensors, tensors_in
+from bitwright.modes import evaluating
 from bitwright.registry import RUNTIMES
-from bitwright.workload import Workload, measure
+from bitwright.workload import Workload, call, measure
 
 
 class Runtime(ABC):
@@ -73,6 +74,10 @@ class Runtime(ABC):
         """
         return None
 
+    def left_in_float(self) -> tuple[str, ...]:
+        """Operators among those of `executed` that run in float, by name, as far as this runtime tells."""
+        return ()
+
     @classmethod
     def stored(cls, path: Path) -> dict[str, NDArray[Any]]:
         """What the artefact stores of each site, by name: `<site>.codes` of weights, `<site>.scale`, `.zero_point`."""
@@ -111,12 +116,24 @@ class Runtime(ABC):
         return measure_latency({self.name: partial(self.run, self.feed(*args, **kwargs))}, runs=runs)[self.name]
 
     def accuracy(self, workload: Workload) -> dict[str, float]:
-        """What the workload measures, on its evaluation data."""
-        return measure(workload, self)
+        """What the workload measures, on its evaluation data; its metric sees outputs as its model gives them."""
+        with torch.no_grad(), evaluating(workload.model):
+            example = call(workload.model, workload.inputs)
+        return measure(workload, partial(_shaped, self, example))
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         results = [torch.from_numpy(np.ascontiguousarray(a)) for a in self.run(self.feed(*args, **kwargs))]
         return results[0] if len(results) == 1 else tuple(results)
+
+
+def _shaped(runtime: Runtime, example: Any, *args: Any, **kwargs: Any) -> Any:
+    """A call of the runtime, with its tensors put into the nest that the model returned: dicts, dataclasses, …"""
+    output = runtime(*args, **kwargs)
+    tensors = [output] if isinstance(output, Tensor) else list(output)
+    if len(tensors) != sum(1 for _ in tensors_in(example)):
+        return output
+    left = iter(tensors)
+    return map_tensors(example, lambda _: next(left))
 
 
 def _hidden(runtime: str) -> ArtefactError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections import Counter
+from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,23 @@ class OnnxRuntime(OnnxReader):
 
     def executed(self) -> dict[str, int]:
         """Operators of the graph that ONNX Runtime made of the artefact."""
+        kinds = Counter(node.op_type for node in self._optimized)
+        return {
+            "int8": sum(count for kind, count in kinds.items() if kind in _INTEGER),
+            "float": sum(count for kind, count in kinds.items() if kind in _FLOAT),
+        }
+
+    def left_in_float(self) -> tuple[str, ...]:
+        """By the weights or sites that they read: `export` names values so."""
+        read = (
+            [value.name for value in node.inputs if value is not None and value.name]
+            for node in self._optimized
+            if node.op_type in _FLOAT
+        )
+        return tuple(dict.fromkeys(name for names in read if (name := _reader(names)) is not None))
+
+    @cached_property
+    def _optimized(self) -> ir.Graph:
         import onnxruntime
 
         options = onnxruntime.SessionOptions()
@@ -67,8 +85,15 @@ class OnnxRuntime(OnnxReader):
             optimized = Path(folder) / "optimized.onnx"
             options.optimized_model_filepath = str(optimized)
             onnxruntime.InferenceSession(str(self.path), options, providers=["CPUExecutionProvider"])
-            kinds = Counter(node.op_type for node in ir.load(optimized).graph)
-        return {
-            "int8": sum(count for kind, count in kinds.items() if kind in _INTEGER),
-            "float": sum(count for kind, count in kinds.items() if kind in _FLOAT),
-        }
+            return ir.load(optimized).graph
+
+
+def _reader(values: list[str]) -> str | None:
+    """The operator that reads `conv:input`, `conv:weight` or `conv.weight`."""
+    for value in values:
+        operator, colon, port = value.rpartition(":")
+        if colon and not port.startswith("output"):
+            return operator
+        if value.endswith(".weight"):
+            return value.removesuffix(".weight")
+    return None

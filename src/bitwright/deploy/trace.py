@@ -92,6 +92,8 @@ def export_program(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_batch: bool
 ) -> tuple[torch.export.ExportedProgram, bool]:
     """`torch.export`, with any batch if the model's code lets it; says whether it does."""
+    # Views into one tensor, as examples often are, would be taken for inputs that depend on each other.
+    args, kwargs = map_tensors((args, kwargs), Tensor.clone)
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own notes about its internals; failures raise
         if dynamic_batch:

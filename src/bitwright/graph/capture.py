@@ -16,13 +16,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from bitwright.errors import CaptureError
+from bitwright.errors import BitwrightError, CaptureError
 from bitwright.graph.functions import carries_floats, is_inplace, kind_of, locate, reads_values
 from bitwright.graph.graph import Graph, Op, Output, Parameter, Port, Role, Source
 from bitwright.graph.intercept import Interceptor, install, uninstall
 from bitwright.graph.macs import macs
 from bitwright.graph.naming import operator_name, primary_kind
 from bitwright.graph.tree import as_call, batch_size, part, tensors_in
+from bitwright.owner import first_line, line_of
 
 
 def capture(model: nn.Module, *inputs: Any, train: bool = False) -> Graph:
@@ -57,10 +58,13 @@ def capture_paths(model: nn.Module, inputs: Iterable[Any], *, most: int) -> Grap
     graph = _capture_few(model, first, second[0] if second else first)
     if graph is not None:
         return graph
-    graph = capture(model, first)
+    with _of_owner(model, first):
+        graph = capture(model, first)
     for example in islice(chain(second, calls), most - 1):
         known = len(graph.ops)
-        graph = _merge(graph, _run(model, example, train=False))
+        with _of_owner(model, example):
+            found = _run(model, example, train=False)
+        graph = _merge(graph, found)
         if len(graph.ops) == known:
             break
     return graph
@@ -110,6 +114,34 @@ def run_recorded(
         finally:
             uninstall(model, recorder)
     return recorder.graph(result)
+
+
+@contextmanager
+def _of_owner(model: nn.Module, example: Any) -> Iterator[None]:
+    """What a model raises on a batch by itself, too, is the fault of the batch, and told as such."""
+    try:
+        yield
+    except BitwrightError:
+        raise
+    except Exception as error:
+        args, kwargs = as_call(example)
+        if not _fails_alone(model, args, kwargs):
+            raise  # it is ours
+        shapes = ", ".join(f"{tuple(tensor.shape)} {tensor.dtype}" for _, tensor in tensors_in(example))
+        raise CaptureError(
+            f"the model fails on a batch: {type(error).__name__}: {first_line(error)}{line_of(error)}",
+            value=shapes.replace("torch.", ""),
+            fix="give batches (Workload.calibration) of what the model takes, as its example inputs, without targets",
+        ) from error
+
+
+def _fails_alone(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    try:
+        with untouched(model, train=False):
+            model(*args, **kwargs)
+    except Exception:
+        return True
+    return False
 
 
 @contextmanager

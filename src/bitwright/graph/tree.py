@@ -37,6 +37,9 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
         return type(value)(*(map_tensors(item, change) for item in value))
     if isinstance(value, (list, tuple)):
         return type(value)(map_tensors(item, change) for item in value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = [field.name for field in dataclasses.fields(value) if field.init]
+        return dataclasses.replace(value, **{name: map_tensors(getattr(value, name), change) for name in fields})
     return value
 
 

@@ -32,7 +32,11 @@ def diff(before: Plan, after: Plan) -> list[Change]:
 def _about(kind: str, device: Device | None) -> dict[str, str]:
     if device is None:
         return {}
-    words = [f"batch={device.batch}" if device.batch is not None else "", f"why={device.why}" if device.why else ""]
+    words = [
+        f"batch={device.batch}" if device.batch is not None else "",
+        "channels_last" if device.channels_last else "",
+        f"why={device.why}" if device.why else "",
+    ]
     return {kind: ", ".join(word for word in words if word) or "present"}
 
 

@@ -67,6 +67,7 @@ def parse_plan(text: str, *, where: str) -> Plan:
                 sites=_specs(device.sites, f"devices.{kind} ", problems),
                 compute=_computes(device.compute),
                 batch=device.batch,
+                channels_last=device.channels_last,
                 why=device.why or "",
             )
             for kind, device in file.devices.items()
@@ -233,6 +234,8 @@ def dump_plan(plan: Plan) -> str:
                 entry["compute"] = {name: spec.entry() for name, spec in device.compute.items()}
             if device.batch is not None:
                 entry["batch"] = device.batch
+            if device.channels_last:
+                entry["channels_last"] = True
             if device.why:
                 entry["why"] = device.why
             data["devices"][kind] = entry

@@ -69,6 +69,8 @@ class Device:
     compute: Mapping[str, ComputeSpec] = field(default_factory=dict)
     batch: int | None = None
     """Samples of each step on one such device; None: as many as on all."""
+    channels_last: bool = False
+    """Whether images are NHWC in memory: what was planned holds for that layout."""
     why: str = ""
 
 

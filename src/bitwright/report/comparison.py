@@ -17,6 +17,9 @@ class OnRuntime(Frozen):
     executed: dict[str, int] | None = Field(
         description="Convolutions and matrix products by the type in which they really run. None: it doesn't tell."
     )
+    left_in_float: tuple[str, ...] = Field(
+        default=(), description="Which of them run in float, by name, as far as the runtime tells."
+    )
     sizes: tuple[Size, ...]
     parity: Parity
     accuracies: tuple[Accuracy, ...]

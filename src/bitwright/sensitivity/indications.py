@@ -12,6 +12,7 @@ from bitwright.errors import BitwrightError, did_you_mean
 from bitwright.files import write_text
 
 _VERSION = 1
+_FIX = "write it with `bitwright score WORKLOAD --indicator gradient-variance --formats int8 -o FILE`"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,8 +73,7 @@ class Indications:
                 seconds=float(data.get("seconds", 0.0)),
             )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            fix = "write it with `bitwright score WORKLOAD --indicator NAME -o FILE`"
-            raise BitwrightError(f"this is no file of indications: {error!r}", where=where, fix=fix) from error
+            raise BitwrightError(f"this is no file of indications: {error!r}", where=where, fix=_FIX) from error
         if version != _VERSION:
             fix = f"this version of Bitwright reads {_VERSION}"
             raise BitwrightError("unknown version of indications", where=where, value=version, fix=fix)
@@ -87,7 +87,11 @@ class Indications:
     @staticmethod
     def load(path: str | Path) -> Indications:
         """Read a file."""
-        return Indications.from_json(Path(path).read_text(encoding="utf-8"), where=str(path))
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except OSError as error:
+            raise BitwrightError(f"can't read the indications: {error.strerror}", where=str(path), fix=_FIX) from None
+        return Indications.from_json(text, where=str(path))
 
 
 def _check(values: Mapping[str, Mapping[str, float]], where: str) -> None:

@@ -36,7 +36,7 @@ class Suggestion:
 
     @property
     def gain(self) -> float:
-        """What it brings, in units of the metric."""
+        """What it changes, in units of the metric."""
         return self.after - self.before
 
 
@@ -47,9 +47,10 @@ def suggest(
     evaluate: Callable[[nn.Module], float],
     *,
     most: int = 5,
+    lower_is_better: bool = False,
     progress: Callable[[int], None] | None = None,
 ) -> Suggestion:
-    """Keep the worst 1, 2, … `most` operators in float, measure each (`evaluate`: more is better), take enough of them.
+    """Keep the worst 1, 2, … `most` operators in float, measure each with `evaluate`, take enough of them.
 
     The model is the prepared one that was scored. Calibration is done in float arithmetic, so the ranges of all other
     sites stay as they are: switching quantizers off gives exactly what the changed plan gives.
@@ -66,7 +67,7 @@ def suggest(
             trials.append(Trial(operators=tuple(worst[:count]), metric=evaluate(model)))
             if progress is not None:
                 progress(count)
-    chosen = _enough(before, trials)
+    chosen = _enough(before, trials, -1.0 if lower_is_better else 1.0)
     operators = chosen.operators if chosen else ()
     after = chosen.metric if chosen else before
     why = f"score: the worst {len(operators)} in float, {after - before:+.4g}"
@@ -79,10 +80,11 @@ def suggest(
     )
 
 
-def _enough(before: float, trials: Sequence[Trial]) -> Trial | None:
+def _enough(before: float, trials: Sequence[Trial], sign: float) -> Trial | None:
     """The fewest operators that bring most of what can be won; None if nothing is won."""
-    most = max((trial.metric - before for trial in trials), default=0.0)
-    return next((t for t in trials if most > 0 and t.metric - before >= ENOUGH * most), None)
+    gains = [sign * (trial.metric - before) for trial in trials]
+    most = max(gains, default=0.0)
+    return next((t for t, gain in zip(trials, gains, strict=True) if most > 0 and gain >= ENOUGH * most), None)
 
 
 def floated(attachment: Attachment, operators: Iterable[str]) -> list[str]:

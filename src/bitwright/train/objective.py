@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from bitwright.errors import TrainError
 from bitwright.modes import evaluating
 from bitwright.train.config import TrainConfig
-from bitwright.workload import Workload, call
+from bitwright.workload import Workload, call, loss_of
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -22,11 +23,12 @@ class Objective:
     """loss = (1 − d)·task + d·T²·KL(teacher/T ‖ student/T)."""
 
     def __init__(self, workload: Workload, config: TrainConfig, teacher: nn.Module | None) -> None:
-        self.task = _task(workload, config.label_smoothing)
+        task = _task(workload, config.label_smoothing)
+        self.task = loss_of(replace(workload, loss=task))
         self.share = config.distill
         self.temperature = config.temperature
         self.teacher = teacher
-        self.sums = teacher is None and _reduction(self.task) == "sum"
+        self.sums = teacher is None and _reduction(task) == "sum"
         """Whether the loss is a sum over samples, not their mean, as far as can be seen."""
         if teacher is not None:
             teacher.requires_grad_(False)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import cached_property
 from itertools import islice
 from logging import getLogger
-from math import isfinite
+from math import isfinite, isnan
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +86,8 @@ class Run:
         self.kind = None if compute is None else kind_of(compute, kinds, ranks)
         section = None if compute is None or self.kind is None else compute.devices[self.kind]
         batch = batch_of(section, config.batch)
+        if section is not None and section.channels_last:  # the plan was made for that layout
+            self.config = config = config.model_copy(update={"channels_last": True})
         self.data = TrainingData(
             workload,
             batch=batch,
@@ -150,6 +152,9 @@ class Run:
             for name in [] if self.low is None else self.low.uncompiled:
                 self.note(f"operators in {name} aren't compiled with the rest of the model: they are as fast without")
             self.net = torch.compile(self.net, options=for_this_cpu())
+        doubt = self.workload.direction_note()
+        if doubt is not None:
+            self.note(doubt)
         world = self.ranks.world
         whole = sum(self.data.parts) * config.accumulate
         last = sum(
@@ -351,8 +356,13 @@ class Run:
         values = self.ranks.tell(values)
         self.metrics.append(values)
         score = values.get(self.workload.metric)
-        if score is None or (self.best is not None and score <= self.best[self.workload.metric]):
-            return score is None
+        if score is None:
+            return True
+        before = None if self.best is None else self.best[self.workload.metric]
+        if before is not None and not isnan(before):
+            better = score < before if self.workload.less_is_better() else score > before
+            if not better:
+                return False
         self.best = {**values, "epoch": float(self.epoch)}
         return True
 

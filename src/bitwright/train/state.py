@@ -84,7 +84,7 @@ def checked(run: Run, saved: Saved) -> dict[str, Any]:
             what=f"was {before.get(key)!r} when this run was saved",
             where=key,
             value=now.get(key),
-            fix="resume with the same settings, or start another run (init takes its weights)",
+            fix=f"resume with the same settings, or begin another from its weights: --init {saved.folder.parents[1]}",
         )
         for key in sorted({*before, *now})
         if before.get(key) != now.get(key)

@@ -13,7 +13,7 @@ from torch import nn
 
 from bitwright.allocator import keep_memory
 from bitwright.backends import Choices
-from bitwright.errors import Problem, TrainError
+from bitwright.errors import BitwrightError, Problem, TrainError
 from bitwright.plan import Plan
 from bitwright.recipe import Quantized
 from bitwright.train.callbacks import Callback, History
@@ -111,7 +111,8 @@ class Trainer:
             what = "the learning rate would only ever rise"
             yield Problem(what=what, where="warmup", value=config.warmup, fix=f"use less than {config.epochs} epochs")
         if self.init is not None and not self.init.exists():
-            yield Problem(what="there is no such checkpoint", where="init", value=str(self.init))
+            fix = "give the folder of a run, or a .safetensors file"
+            yield Problem(what="there is no such checkpoint", where="init", value=str(self.init), fix=fix)
         if self.resume and self.out is None:
             yield Problem(what="there is no folder to resume", where="resume", fix="give out=")
         if self.compute is not None and self.precision is not None:
@@ -155,7 +156,11 @@ class Trainer:
                 kinds=self.kind,
                 simulate=self.simulate,
             )
-            run.go()
+            try:
+                run.go()
+            except BitwrightError as error:
+                error.rank = ranks.rank
+                raise
         return TrainResult(
             model=run.model,
             quantized=run.qat.quantized if run.qat is not None else None,
@@ -186,6 +191,6 @@ class Trainer:
             raise TrainError.single(
                 f"a run was saved here already, at step {step}",
                 where=str(self.out),
-                fix="go on with resume (--resume), or choose another folder",
+                fix="go on with resume (--resume), or choose another folder (--init takes a run's weights there)",
             )
         return next((saved for saved in checkpoints.all() if saved.step == step), None)

@@ -16,7 +16,7 @@ from bitwright.errors import WorkloadError, did_you_mean
 from bitwright.fingerprint import fingerprint, sample_fingerprints
 from bitwright.graph.tree import batch_size, tensors_in
 from bitwright.modes import evaluating
-from bitwright.workload import Workload, hits_of, measure
+from bitwright.workload import Workload, hits_of, measure, pairs
 
 _PART, _LEAST = 512, 256  # samples of the part, and of the whole if a part shall be worth it
 
@@ -101,7 +101,7 @@ def _look(workload: Workload, *, lenient: bool) -> _Seen | None:
 
     def watched() -> Iterable[tuple[Any, Tensor]]:
         assert workload.evaluation is not None
-        for inputs, target in workload.evaluation():
+        for inputs, target in pairs(workload):
             own = sample_fingerprints((t for _, t in tensors_in(inputs)), len(target))
             samples.update(own)
             prints.extend((*own, fingerprint(target)))
@@ -139,7 +139,7 @@ def _part(workload: Workload, right: Tensor, seed: int) -> Part | None:
     chosen = sorted(random.Random(seed).sample(range(whole), min(_PART, whole // 4)))
     assert workload.evaluation is not None
     inputs, targets, start = [], [], 0
-    for batch, target in workload.evaluation():
+    for batch, target in pairs(workload):
         inside = [index - start for index in chosen if start <= index < start + len(target)]
         if inside:
             inputs.append(take(batch, inside))

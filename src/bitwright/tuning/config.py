@@ -101,7 +101,12 @@ class TuneConfig(BaseModel):
         if self.calibration is not None:
             changes["calibration"] = self.calibration.inputs
         if self.evaluation is not None:
-            changes |= {"evaluation": self.evaluation.labelled, "evaluate": None, "metric": "top1"}
+            changes |= {
+                "evaluation": self.evaluation.labelled,
+                "evaluate": None,
+                "metric": "top1",
+                "lower_is_better": False,
+            }
         given = replace(given, **changes)
         return given if self.metric is None else self._measured(given)
 
@@ -136,8 +141,9 @@ class TuneConfig(BaseModel):
             )
         names = [metric_name(name, options) for name, options in wanted.items()]
         if names == ["top1"]:  # the built-in one sees samples, so that it can pair and give up early
-            return replace(workload, evaluate=None, metric="top1")
-        return replace(workload, evaluate=make_evaluate(wanted, workload.evaluation), metric=names[0])
+            return replace(workload, evaluate=None, metric="top1", lower_is_better=False)
+        evaluate = make_evaluate(wanted, workload.evaluation)
+        return replace(workload, evaluate=evaluate, metric=names[0], lower_is_better=self.lower_is_better)
 
     @property
     def lower_is_better(self) -> tuple[str, ...]:

@@ -266,7 +266,7 @@ def kept_calibration(workload: Workload, samples: int | None, memory: int) -> li
     """Calibration batches, kept: every candidate reads them. At most `memory` MiB of them."""
     kept: list[Any] = []
     held = 0
-    for batch in first(batches(workload.calibration), samples):
+    for batch in first(batches(workload.calibration, name=workload.name), samples):
         held += sum(t.numel() * t.element_size() for _, t in tensors_in(batch))
         if kept and held > memory * 2**20:
             raise BitwrightError(

@@ -9,6 +9,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from bitwright.workload import Workload
+
 Objective = Literal["latency", "size", "memory"]
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
@@ -112,6 +114,13 @@ class Goal(BaseModel):
         """Whether more of this metric is better."""
         lower = self.lower_is_better
         return not (lower if isinstance(lower, bool) else metric in lower)
+
+    def directed(self, workload: Workload) -> Goal:
+        """With the workload's own word on directions, where the goal has none."""
+        if "lower_is_better" in self.model_fields_set or workload.lower_is_better is None:
+            return self
+        lower = tuple(name for name in self.metrics(workload.metric) if workload.less_is_better(name))
+        return self.model_copy(update={"lower_is_better": lower})
 
     def required(self, metric: str, reference: float) -> float:
         """The worst value of a metric that is still good enough."""

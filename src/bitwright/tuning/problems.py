@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_origin
 
 from pydantic import BaseModel, ValidationError
 
@@ -25,11 +25,14 @@ def problems_of(error: ValidationError, model: type[BaseModel]) -> list[Problem]
 def _keys(model: type[BaseModel], path: tuple[Any, ...]) -> list[str]:
     """The keys that a mapping at this place may have."""
     here: Any = model
+    named = False
     for part in path:
-        if isinstance(part, int):  # an item of a list is of the list's kind
+        if isinstance(part, int) or named:  # an item of a list or of a mapping is of its kind
+            named = False
             continue
         if isinstance(here, type) and issubclass(here, BaseModel):
             field = _field(here, str(part))
+            named = get_origin(field) is dict
             here = None if field is None else _inner(field)
     return [f.alias or name for name, f in here.model_fields.items()] if _is_model(here) else []
 

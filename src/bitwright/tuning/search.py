@@ -17,7 +17,7 @@ from bitwright.tuning.goal import Goal
 from bitwright.tuning.outcome import Outcome
 from bitwright.tuning.space import SearchSpace
 from bitwright.tuning.store import Study
-from bitwright.workload import Workload
+from bitwright.workload import Workload, loss_of, pairs
 
 Wave = Sequence[Candidate]
 Asking = Generator[Wave, list[Outcome], None]
@@ -116,8 +116,8 @@ class Search:
         }
         free = {op.name for op in self.space.free}
         parameters = {op: name for op, name in parameters.items() if op in free}
-        data = first(self.workload.evaluation(), _LABELLED)
-        traces = hessian_traces(model, data, self.workload.loss, sorted(set(parameters.values())), seed=self.seed)
+        data = first(pairs(self.workload), _LABELLED)
+        traces = hessian_traces(model, data, loss_of(self.workload), sorted(set(parameters.values())), seed=self.seed)
         errors = self._weight_errors()
         return {op: max(traces[name], 0.0) * errors.get(op, 0.0) for op, name in parameters.items()}
 

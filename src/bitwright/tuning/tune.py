@@ -36,7 +36,7 @@ from bitwright.tuning.search import Search, Strategy
 from bitwright.tuning.space import SearchSpace, Space, make_space
 from bitwright.tuning.statistics import ERROR, Paired, mcnemar
 from bitwright.tuning.store import Study, open_study
-from bitwright.workload import Workload, can_measure, hits_of
+from bitwright.workload import Workload, can_measure, hits_of, pairs
 
 log = logging.getLogger("bitwright")
 _RECORDED = 16
@@ -76,7 +76,8 @@ def tune(
 
     A workload that doesn't say how good a model is gets quantized once.
     """
-    goal, budget, measuring = goal or Goal(), budget or Budget(), measuring or Measuring()
+    goal = (goal or Goal()).directed(workload)
+    budget, measuring = budget or Budget(), measuring or Measuring()
     space = space or Space()
     if find_attachment(workload.model) is not None:
         raise BitwrightError("this model is quantized already", fix="strip(model) first")
@@ -109,6 +110,9 @@ def tune(
         if not can_measure(workload):
             result = _once(workload, evaluator, candidates, goal, budget, strategy, seed, tell)
         else:
+            doubt = None if "lower_is_better" in goal.model_fields_set else workload.direction_note()
+            if doubt is not None:
+                log.info("%s", doubt)
             tell("evaluating the float model")
             metrics = goal.metrics(workload.metric)
             baseline = measure_float(workload, metrics, calibration, seed=seed)
@@ -266,7 +270,7 @@ class _Run:
         self.tell("comparing with float, sample by sample")
         assert self.workload.evaluation is not None
         with torch.no_grad(), evaluating(self.workload.model):
-            after = torch.cat([hits.cpu() for hits, _ in hits_of(self.workload.evaluation(), self.workload.model)])
+            after = torch.cat([hits.cpu() for hits, _ in hits_of(pairs(self.workload), self.workload.model)])
         return mcnemar(int((before & ~after).sum()), int((~before & after).sum()))
 
 
