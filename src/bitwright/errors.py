@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-_SHOWN = 3  # problems of a kind; more are counted
+_MANY = 8  # problems of a kind are one line if there are more
+_SHOWN = 3  # of which so many are named
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +55,10 @@ class DuplicateName(BitwrightError):
 
 class WorkloadError(BitwrightError):
     """A workload that can't be loaded or whose data can't be used."""
+
+
+class OwnersCodeError(WorkloadError):
+    """A workload's own function that raised while it was used."""
 
 
 class CaptureError(BitwrightError):
@@ -109,7 +114,7 @@ def _grouped(problems: Sequence[Problem]) -> list[str]:
         kinds.setdefault(problem.what, []).append(problem)
     lines: list[str] = []
     for same in kinds.values():
-        if len(same) <= _SHOWN:
+        if len(same) <= _MANY:
             lines += map(str, same)
             continue
         places = ", ".join(problem.where or "?" for problem in same[:_SHOWN])

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from bitwright.errors import BitwrightError, WorkloadError
+from bitwright.errors import BitwrightError, OwnersCodeError
 
 __all__ = ["first_line", "line_of", "owners_code"]
 
@@ -27,7 +27,7 @@ def owners_code(workload: str | None, what: str, *, expected: str, fix: str) -> 
     except BitwrightError:
         raise  # it says what is wrong already, and what to do
     except Exception as error:
-        raise WorkloadError(
+        raise OwnersCodeError(
             f"{what} raised {type(error).__name__}: {first_line(error)}{line_of(error)}; expected: {expected}",
             where=None if workload is None else f"workload {workload!r}",
             fix=fix,

@@ -246,7 +246,8 @@ def test_failed_rows_are_tried_again_and_shown(tmp_path: Path) -> None:
     changes["models"] = [f"{FILE}:broken"]
     (failed,) = run(tmp_path, **changes).rows
     assert (failed.status, failed.attempts) == ("failed", 2)
-    assert failed.reason == "RuntimeError: it always goes wrong"
+    assert failed.reason is not None
+    assert "loss raised RuntimeError: it always goes wrong, at grid_workloads.py" in failed.reason
     assert run(tmp_path, attempts=3, **changes).rows[0].attempts == 3
 
 

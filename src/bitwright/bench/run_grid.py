@@ -14,7 +14,7 @@ from bitwright.bench.machine import Machine, machine
 from bitwright.bench.rows import Outcome, gave_up, one_line, run_row, train_float_on
 from bitwright.bench.starts import Starts
 from bitwright.bench.summary import summaries
-from bitwright.errors import WorkloadError
+from bitwright.errors import OwnersCodeError, WorkloadError
 from bitwright.fingerprint import fingerprint
 from bitwright.study import Study, open_study
 from bitwright.train import Interrupted
@@ -132,9 +132,9 @@ def _attempt(study: GridStudy, task: RowTask, starts: Starts, reports: Path | No
         with study.beating(claim):
             try:
                 outcome = run_row(task, starts, reports=reports)
-            except WorkloadError:
-                raise  # no row of it can be run: not this row's fault
             except Exception as error:  # one row must not end all
+                if isinstance(error, WorkloadError) and not isinstance(error, OwnersCodeError):
+                    raise  # no row of it can be run: not this row's fault
                 outcome = Outcome(status="failed", reason=one_line(error), environment=machine())
     except BaseException:
         study.give_back(claim)
