@@ -85,7 +85,7 @@ def test_samplers_find_a_model_that_passes_and_repeat_nothing(strategy: str, tri
 
 
 def test_conservative_keeps_the_kinds_with_which_the_goal_holds() -> None:
-    torch.manual_seed(0)
+    torch.manual_seed(1)  # of nine, the model of seed 0 is well in INT8 everywhere
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 8), nn.Linear(8, 8)).eval()
     with torch.no_grad():
         model[3].weight[2] *= 3000
