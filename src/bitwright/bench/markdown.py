@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from bitwright.bench.leaderboard import Leaderboard, Row, Spread, Summary
 from bitwright.bench.summary import comparable, reasons, short_reason, spread, summary
 from bitwright.bench.words import counted, drop_words, spread_words
-from bitwright.report.markdown import _text  # one way to escape, for reports and for leaderboards
+from bitwright.report.markdown import escaped  # one way to escape, for reports and for leaderboards
 
 
 def markdown(board: Leaderboard) -> str:
@@ -18,7 +18,7 @@ def markdown(board: Leaderboard) -> str:
 
 def _lines(board: Leaderboard) -> Iterator[str]:
     states = Counter(row.status for row in board.rows)
-    yield f"# {_text(board.title or board.name)}"
+    yield f"# {escaped(board.title or board.name)}"
     yield ""
     yield f"{counted(len(board.rows), 'row')}: {', '.join(f'{count} {state}' for state, count in states.items())}. "
     minutes = sum(row.cpu_minutes or 0.0 for row in board.rows)
@@ -26,13 +26,13 @@ def _lines(board: Leaderboard) -> Iterator[str]:
     yield "± is the deviation over all rows taken together. Config `" + board.config_hash + "`."
     notes = board.config.get("notes") or ()
     for note in notes:
-        yield f"\n{_text(str(note))}"
+        yield f"\n{escaped(str(note))}"
     if board.floats:
         yield ""
         yield "| model | seed | float | trained on as long as a row |"
         yield "|---|---:|---:|---:|"
         for one in board.floats:
-            yield f"| {_text(one.model)} | {one.seed} | {one.accuracy:.2f} | {_value(one.trained_on)} |"
+            yield f"| {escaped(one.model)} | {one.seed} | {one.accuracy:.2f} | {_value(one.trained_on)} |"
     yield from _overall(board)
     for model in dict.fromkeys(row.model for row in board.rows):
         for bits in dict.fromkeys(row.bits for row in board.rows):
@@ -44,7 +44,7 @@ def _lines(board: Leaderboard) -> Iterator[str]:
     for key, machine in board.machines.items():
         versions = ", ".join(f"{name} {version}" for name, version in machine.packages.items())
         code = f"Bitwright {machine.bitwright}" + (f" ({machine.revision})" if machine.revision else "")
-        yield _text(
+        yield escaped(
             f"Machine {key}: {machine.cpu}, {' and '.join(dict.fromkeys(machine.instructions))}, "
             f"{counted(machine.threads, 'thread')}, Python {machine.python}, {code}, {versions}."
         )
@@ -70,7 +70,7 @@ def _overall(board: Leaderboard) -> Iterator[str]:
         for bits in widths:
             one = rows[name, bits]
             cells += [spread_words(one.drop), _value(one.over_backends), _value(one.over_models)]
-        yield f"| {_text(name)} | {' | '.join(cells)} |"
+        yield f"| {escaped(name)} | {' | '.join(cells)} |"
     yield "\n“Over backends” and “over models” are deviations of mean points below float.\n"
 
 
@@ -80,7 +80,7 @@ def _left_out(rows: Sequence[Row], shared: Sequence[Row]) -> Iterator[str]:
     out = [backend for backend in dict.fromkeys(row.backend for row in rows) if backend not in kept]
     done = sum(row.accuracy is not None for row in rows)
     if len(shared) < done:
-        names = f" (backends left out: {', '.join(map(_text, out))})" if out else ""
+        names = f" (backends left out: {', '.join(map(escaped, out))})" if out else ""
         yield f"These are {len(shared)} of {counted(done, 'row')} that are done{names}.\n"
 
 
@@ -89,8 +89,8 @@ def _cells(board: Leaderboard, model: str, bits: int) -> Iterator[str]:
     own = [s for s in board.summaries if (s.model, s.bits) == (model, bits)]
     cells = {(s.algorithm, s.backend): s for s in own if None not in (s.algorithm, s.backend)}
     backends = list(dict.fromkeys(row.backend for row in board.rows))
-    yield f"\n## {_text(model)}, {bits} bits: accuracy, mean ± deviation over seeds\n"
-    yield f"| algorithm | {' | '.join(map(_text, backends))} |"
+    yield f"\n## {escaped(model)}, {bits} bits: accuracy, mean ± deviation over seeds\n"
+    yield f"| algorithm | {' | '.join(map(escaped, backends))} |"
     yield f"|---|{'---:|' * len(backends)}"
     best = {b: max((_mean(cells[a, b].accuracy, -1.0) for a, c in cells if c == b), default=-1.0) for b in backends}
     for name in dict.fromkeys(row.algorithm for row in board.rows):
@@ -100,7 +100,7 @@ def _cells(board: Leaderboard, model: str, bits: int) -> Iterator[str]:
             text = spread_words(one.accuracy) or _states(one)
             mark = "**" if one.accuracy is not None and one.accuracy.mean == best[backend] else ""
             texts.append(f"{mark}{text}{mark}")
-        yield f"| {_text(name)} | {' | '.join(texts)} |"
+        yield f"| {escaped(name)} | {' | '.join(texts)} |"
 
 
 def _schemes(board: Leaderboard) -> Iterator[str]:
@@ -110,8 +110,8 @@ def _schemes(board: Leaderboard) -> Iterator[str]:
     widths = list(dict.fromkeys(row.bits for row in board.rows))
     yield "\n## Points below float by backend, over algorithms that run on all of them\n"
     common = everywhere(board.rows)
-    yield f"Algorithms: {', '.join(map(_text, common)) or 'none'}.\n"
-    yield f"| backend | {' | '.join(f'{_text(m)}, {b} bits' for m in models for b in widths)} |"
+    yield f"Algorithms: {', '.join(map(escaped, common)) or 'none'}.\n"
+    yield f"| backend | {' | '.join(f'{escaped(m)}, {b} bits' for m in models for b in widths)} |"
     yield f"|---|{'---:|' * (len(models) * len(widths))}"
     for backend in dict.fromkeys(s.backend for s in groups):
         cells = []
@@ -123,7 +123,7 @@ def _schemes(board: Leaderboard) -> Iterator[str]:
                     if (r.backend, r.model, r.bits) == (backend, model, bits) and r.algorithm in common
                 )
                 cells.append(spread_words(spread(own)))
-        yield f"| {_text(backend or '')} | {' | '.join(cells)} |"
+        yield f"| {escaped(backend or '')} | {' | '.join(cells)} |"
 
 
 def everywhere(rows: Sequence[Row]) -> list[str]:
@@ -151,7 +151,7 @@ def _gaps(board: Leaderboard) -> Iterator[str]:
             kinds.update(device.kinds or {})
         text = ", ".join(f"{count} {kind}" for kind, count in kinds.items() if count)
         mean, most = sum(gaps) / len(gaps), max(gaps, key=abs)
-        yield f"| {_text(runtime)} | {bits} | {len(gaps)} | {mean:+.3f} | {most:+.3f} | {text} |"
+        yield f"| {escaped(runtime)} | {bits} | {len(gaps)} | {mean:+.3f} | {most:+.3f} | {text} |"
 
 
 def _reasons(rows: Iterable[Row]) -> Iterator[str]:
@@ -163,7 +163,7 @@ def _reasons(rows: Iterable[Row]) -> Iterator[str]:
     yield "| what | algorithm | backend | rows | reason |"
     yield "|---|---|---|---:|---|"
     for what, algorithm, backend, reason, count in why:
-        yield f"| {what} | {_text(algorithm)} | {_text(backend)} | {count} | {_text(short_reason(reason))} |"
+        yield f"| {what} | {escaped(algorithm)} | {escaped(backend)} | {count} | {escaped(short_reason(reason))} |"
 
 
 def _states(one: Summary) -> str:

@@ -19,7 +19,7 @@ def write_markdown(record: Record, path: str | Path) -> Path:
 def markdown(record: Record) -> str:
     """The same figures as the page has, without its drawings and histograms."""
     parts = [
-        f"# {_text(record.title)}",
+        f"# {escaped(record.title)}",
         _line(record),
         *_measured(record),
         *_ran(record),
@@ -33,8 +33,8 @@ def markdown(record: Record) -> str:
 
 
 def _line(record: Record) -> str:
-    backend = "" if record.backend is None else f", backend {_text(record.backend)}"
-    return f"Workload {_text(record.workload)}{backend}, {record.created}."
+    backend = "" if record.backend is None else f", backend {escaped(record.backend)}"
+    return f"Workload {escaped(record.workload)}{backend}, {record.created}."
 
 
 def _measured(record: Record) -> Iterable[str]:
@@ -149,8 +149,8 @@ def _searched(record: Record) -> Iterable[str]:
     if record.tuning is not None:
         found = record.tuning
         verdict = {True: "the goal holds", False: "the goal is missed", None: "no goal was checked"}[found.met_goal]
-        yield f"## Tuning by {_text(found.strategy)}"
-        yield f"{_text(found.goal)}: {verdict}. Ended: {_text(found.stopped_because)}."
+        yield f"## Tuning by {escaped(found.strategy)}"
+        yield f"{escaped(found.goal)}: {verdict}. Ended: {escaped(found.stopped_because)}."
         heads = ["#trial", "passes", f"#{found.metric}", "#latency", "#size", "Pareto", "candidate"]
         rows = [
             (
@@ -167,7 +167,7 @@ def _searched(record: Record) -> Iterable[str]:
         yield _table(heads, rows)
     if record.training is not None:
         names = [name for name in (record.training.metrics or ({},))[0] if name != "n"]
-        yield f"## Training: {_text(record.training.precision)}"
+        yield f"## Training: {escaped(record.training.precision)}"
         epochs = [
             (str(n), *(f"{epoch[name]:.4g}" if name in epoch else "" for name in names))
             for n, epoch in enumerate(record.training.metrics, 1)
@@ -184,7 +184,7 @@ def _searched(record: Record) -> Iterable[str]:
 
 def _devices(record: Record) -> Iterable[str]:
     for found in record.forecasts:
-        yield f"## Training step: {_text(found.name)}"
+        yield f"## Training step: {escaped(found.name)}"
         yield f"{found.step_ms:.4g} ms, {found.samples_per_second:,.0f} samples per second, predicted."
         heads = ["device", "#count", "#own work", "#busy", "#collectives", "#waits"]
         rows = [
@@ -218,11 +218,11 @@ def _ms(*values: float) -> tuple[str, ...]:
 
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Heads that begin with a hash are columns of numbers."""
-    names = "| " + " | ".join(_text(head.removeprefix("#")) for head in heads) + " |"
+    names = "| " + " | ".join(escaped(head.removeprefix("#")) for head in heads) + " |"
     rule = "|" + "|".join("---:" if head.startswith("#") else "---" for head in heads) + "|"
-    return "\n".join([names, rule, *("| " + " | ".join(map(_text, row)) + " |" for row in rows)])
+    return "\n".join([names, rule, *("| " + " | ".join(map(escaped, row)) + " |" for row in rows)])
 
 
-def _text(value: str) -> str:
+def escaped(value: str) -> str:
     """Names come from others' models: neither markup nor a new column begins in one."""
     return re.sub(r"[\\`*\[\]<>|]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])", r"\\\g<0>", " ".join(value.split()))
