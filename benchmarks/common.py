@@ -6,6 +6,7 @@ import hashlib
 import json
 import platform
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -71,3 +72,17 @@ def limited(pid: int, *, cores: float, memory_gb: float | None = None) -> list[P
         except OSError:
             continue
     return made
+
+
+def freed(groups: list[Path]) -> None:
+    """Remove groups whose processes have ended: the system takes a moment to notice."""
+    until = time.monotonic() + 5
+    for group in groups:
+        while True:
+            try:
+                group.rmdir()
+                break
+            except OSError:
+                if time.monotonic() > until:
+                    raise
+                time.sleep(0.05)

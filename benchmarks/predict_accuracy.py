@@ -41,6 +41,7 @@ from bitwright.graph import capture
 from bitwright.plan import Plan
 from bitwright.predict import Predictor
 from bitwright.profile import DeviceProfile, StepSettings, Variant, halves, open_store, record_step
+from bitwright.profile.beyond import seen_beyond
 from bitwright.profile.halves import restricted
 from bitwright.profile.here import most_resident_bytes
 from bitwright.profile.host import measure_host, measure_tensors
@@ -225,12 +226,13 @@ def measure(name: str, rounds: int, with_amp: bool, kernels: bool, compiler: int
     with undisturbed():
         for number in range(rounds + 3):
             for n, step in steps.items():
-                step()  # another model has run meanwhile; a trainer's step follows one of its own
-                spent = sum(step().values())
+                if n in watches:  # another model has run meanwhile
+                    plain, sample = step.settled(), watches[n].run(step)
+                    if number >= 3:
+                        store.add_round(sample, wanted=2 * rounds, beyond=seen_beyond(watches[n], sample, plain))
+                spent = sum(step.settled().values())
                 if number >= 3:
                     taken[n].append(spent)
-                if n in watches and number >= 3:
-                    store.add_round(watches[n].run(step), wanted=2 * rounds)
     store.add({"facts": {"tensors": [cost.model_dump() for cost in measure_tensors(CLOCK)]}})
     # as `bitwright profile` does: a training process of this model in float, less what is predicted of its tensors
     used = Predictor.make(graph, Plan(), assemble(store, CLOCK), None, StepSettings()).predict().devices[0].memory

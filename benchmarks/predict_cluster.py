@@ -39,7 +39,9 @@ from torch.nn.parallel import DistributedDataParallel
 from bitwright.plan import Plan
 from bitwright.predict import Cluster, Modelled, predict
 from bitwright.profile import DeviceProfile, StepSettings, Variant, open_store, record_step
+from bitwright.profile.beyond import seen_beyond
 from bitwright.profile.collectives import Collectives, group_fact, measure_group
+from bitwright.profile.here import pauses
 from bitwright.profile.host import measure_host, measure_tensors
 from bitwright.profile.repeat import undisturbed
 from bitwright.profile.run import assemble
@@ -117,7 +119,8 @@ def run_rank(rank: int, world: int, rounds: int, store_file: str, out: Path, cho
                     shared[name]()
                 spent = (time.perf_counter() - start) / 2
                 if number >= 3:
-                    store.add_round(sample, wanted=2 * rounds)
+                    beyond = None if pauses("wall") else seen_beyond(watches[name], sample, alone)
+                    store.add_round(sample, wanted=2 * rounds, beyond=beyond)
                     taken[name].append(spent)
                     parts[name].append(alone)
     store.add({"facts": {group_fact("collectives"): [cost.model_dump() for cost in group.costs()]}})

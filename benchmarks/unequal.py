@@ -1,12 +1,14 @@
 """Training on two unequal machines, emulated here: step time and accuracy of five ways to plan.
 
     python benchmarks/unequal.py [--rounds 20] [--seeds 3] [--images 2560] [--epochs 3] [--part all|steps|accuracy]
+    python benchmarks/unequal.py --part memory [--rounds 4] [--steps 4] [--memory-gb 1.6]
 
 Two gloo processes on 127.0.0.1, each on a core of its own; the second has half of it (CPU quota, cgroup v1, as root)
 and a limit of memory. Both measure a step in float and in INT8 under these limits; plans are made from that, and steps
 of all plans are then timed in turns. Accuracy doesn't depend on speed: those runs have no limits. A VGG-style net on
 CIFAR-10 (BITWRIGHT_DATA) at 16×16 pixels, from scratch, channels-last. Bars: planned takes at most 1.03 times as long
-as uniform INT8 and is as accurate; planned with unequal batches is the fastest.
+as uniform INT8 and is as accurate; planned with unequal batches is the fastest. This net needs as much memory in INT8
+as in float; `--part memory` has another one, and a limit that float doesn't fit into (`unequal_memory.py`).
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from common import environment, limited, save
+from common import environment, freed, limited, save
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
@@ -200,8 +202,7 @@ def measure_steps(rounds: int, limit: int) -> tuple[list[Any], str]:
                 if process.poll() is None:
                     process.kill()
                     process.wait()
-            for group in groups:
-                group.rmdir()
+            freed(groups)
         if any(codes):
             raise SystemExit(f"a rank ended with {codes}")
         set_ = ", ".join(group.parent.name for group in groups) or "nothing: no cgroups here"
@@ -239,11 +240,13 @@ def accuracy(rows: list[Any], seeds: int, count: int, epochs: int, folder: Path)
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--rounds", type=int, help="20, or 4 with --part memory")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--images", type=int, default=2560)
     parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--part", choices=["all", "steps", "accuracy"], default="all")
+    parser.add_argument("--part", choices=["all", "steps", "accuracy", "memory"], default="all")
+    parser.add_argument("--steps", type=int, default=4, help="with --part memory")
+    parser.add_argument("--memory-gb", type=float, help="with --part memory; else a little less than float needs")
     parser.add_argument("--folder", type=Path, default=Path("unequal-runs"))
     parser.add_argument("--limit", type=int, default=1200, help="seconds after which ranks are ended")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
@@ -252,6 +255,11 @@ def main() -> None:
     parser.add_argument("--train", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--seed", type=int, default=0, help=argparse.SUPPRESS)
     chosen = parser.parse_args()
+    if chosen.part == "memory":
+        import unequal_memory  # which needs this module
+
+        return unequal_memory.run(chosen.rounds or 4, chosen.steps, chosen.memory_gb, chosen.limit)
+    chosen.rounds = chosen.rounds or 20
     if chosen.rank is not None:
         return run_rank(chosen.rank, chosen.rounds, chosen.meeting, chosen.out)
     if chosen.train is not None:

@@ -7,11 +7,12 @@ import sysconfig
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from bitwright.errors import BitwrightError, OwnersCodeError
 
-__all__ = ["first_line", "line_of", "owners_code"]
+__all__ = ["defined_at", "first_line", "line_of", "owners_code"]
 
 # Code of packages and of the language is nobody's own: the line that called it is what can be mended.
 _FOREIGN = tuple(
@@ -38,6 +39,18 @@ def line_of(error: BaseException) -> str:
     """The innermost line of the owner's files that led to an error, as ", at file.py:12"; "" if there is none."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((*_FOREIGN, "<"))]
     return f", at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
+
+
+def defined_at(function: object) -> str:
+    """Where the owner wrote a function, as ", at file.py:12"; "" for what comes from a package."""
+    while isinstance(function, partial):
+        function = function.func
+    kind = vars(type(function))  # of a loss module, or of an object that is called
+    for place in (function, kind.get("forward"), kind.get("__call__")):
+        code = getattr(place, "__code__", None)
+        if code is not None and not code.co_filename.startswith((*_FOREIGN, "<")):
+            return f", at {Path(code.co_filename).name}:{code.co_firstlineno}"
+    return ""
 
 
 def first_line(error: BaseException) -> str:

@@ -12,11 +12,9 @@ from bitwright.registry import QUANTIZERS
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 NAMES = ("leaderboard", "leaderboard_why", "leaderboard_ranges")
-AGAIN = pytest.mark.xfail(strict=True, reason="older than its grid: make leaderboard, then take this off")
-OLD = [pytest.param(name, marks=AGAIN) for name in NAMES]
 
 
-@pytest.mark.parametrize("name", [OLD[0], *NAMES[1:]])
+@pytest.mark.parametrize("name", NAMES)
 def test_it_is_the_result_of_its_grid(name: str) -> None:
     config = GridConfig.load(BENCHMARKS / f"{name}.yaml")
     file = BENCHMARKS / "results" / f"{name}.json"
@@ -27,7 +25,7 @@ def test_it_is_the_result_of_its_grid(name: str) -> None:
     assert file.stat().st_size <= 5_200_000
 
 
-@pytest.mark.parametrize("name", OLD)
+@pytest.mark.parametrize("name", NAMES)
 def test_rows_that_are_done_say_where_they_ran_and_what_their_sites_did(name: str) -> None:
     board = Leaderboard.load(BENCHMARKS / "results" / f"{name}.json")
     assert board.drops_from == "trained"

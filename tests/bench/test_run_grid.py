@@ -312,3 +312,14 @@ def test_rows_of_other_float_weights_do_not_join_a_grid(tmp_path: Path) -> None:
     with pytest.raises(BitwrightError, match="aren't those that rows of this grid started from") as caught:
         run_grid(config, starts=other)
     assert "ATEN_CPU_CAPABILITY" in str(caught.value)
+
+
+def test_rows_do_not_depend_on_the_cpu_that_runs_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights are guarded against products that saturate, also where this CPU's don't."""
+    found = []
+    for saturates in (False, True):
+        monkeypatch.setattr("bitwright.planners.by_backend.saturates", lambda _, answer=saturates: answer)
+        one = run(tmp_path / str(saturates), backends=["onnxruntime"], bits=[8], seeds=[0], runtimes="none").rows[0]
+        assert one.executed is not None
+        found.append((one.accuracy, one.executed))
+    assert found[0] == found[1]

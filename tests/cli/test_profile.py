@@ -34,6 +34,37 @@ def test_a_damaged_cache_is_said(run: Any, tmp_path: Path) -> None:
     assert f"{cache}, line 1: the samples are damaged" in ran.err
 
 
+NETS = """
+import torch
+from bitwright import Workload
+
+def net(width):
+    data = torch.randn(16, width)
+    model = torch.nn.Sequential(torch.nn.Linear(width, 4), torch.nn.ReLU(), torch.nn.Linear(4, 1))
+    samples = torch.utils.data.TensorDataset(data, data[:, :1])
+    loss = torch.nn.functional.mse_loss
+    return Workload(name="net", model=model, inputs=(data[:1],), training=lambda: samples, loss=loss)
+
+def narrow():
+    return net(3)
+
+def wide():
+    return net(300)
+"""
+
+
+def test_operators_of_other_models_in_the_cache_are_not_shown(run: Any, tmp_path: Path) -> None:
+    (tmp_path / "nets.py").write_text(NETS)
+    options = ["--batch", "8", "--no-casts", "--rounds", "3", "--kernel", "int8", "--cache", tmp_path / "samples.jsonl"]
+    assert "300]" in run("profile", f"{tmp_path}/nets.py:wide", *options, "-o", tmp_path / "wide.json").out
+    ran = run("profile", f"{tmp_path}/nets.py:narrow", *options, "-o", tmp_path / "narrow.json")
+    assert ran.code == 0, ran.err
+    assert "linear(input=f32[8,3], weight=f32[4,3]+" in ran.out
+    assert "kernel int8" in ran.out
+    assert "300]" not in ran.out
+    assert "of them this model's" in ran.out
+
+
 def test_lines_that_fit_badly_are_named() -> None:
     good, bad = (Line(per_element=1.0, fixed=0.0, r2=r2, held_out=0.1) for r2 in (0.99, 0.5))
     off = Line(per_element=1.0, fixed=0.0, r2=0.99, held_out=0.6)

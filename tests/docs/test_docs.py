@@ -24,6 +24,8 @@ def blocks(page: Path, language: str) -> list[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT / "docs").as_posix())
 def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    start = blocks(ROOT / "docs" / "start.md", "python")
+    (tmp_path / "my_workload.py").write_text(next(text for text in start if text.startswith("# my_workload.py")))
     for block in blocks(page, "yaml"):  # files that the page tells to write
         if name := re.match(r"# (\S+\.yaml)\n", block):
             (tmp_path / name[1]).write_text(block, encoding="utf-8")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from weakref import finalize
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import bitwright as bw
 from bitwright.attach import attachment_of
@@ -249,3 +251,43 @@ def test_one_scale_for_the_tensor(monkeypatch: pytest.MonkeyPatch, limit: int) -
         assert max(distance(one, other) for one, other in zip((low, *got), (exact, *wanted), strict=True)) < 0.05
     rows = Int8(spec)(F.embedding, (torch.tensor([0, 1]), x), {})
     assert len(rows[0].unique()) < 8
+
+
+class Alive(TorchDispatchMode):
+    """Bytes of the tensors that operators have made and that are still there; the most of them at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self.known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for tensor in found if isinstance(found, tuple | list) else [found]:
+            opaque = not isinstance(tensor, Tensor) or tensor.layout != torch.strided  # packed weights
+            if not opaque and tensor.untyped_storage()._cdata not in self.known:
+                storage = tensor.untyped_storage()
+                self.known.add(storage._cdata)
+                self.now += storage.nbytes()
+                finalize(storage, self._gone, storage._cdata, storage.nbytes())
+        self.most = max(self.most, self.now)
+        return found
+
+    def _gone(self, name: int, bytes: int) -> None:
+        self.known.discard(name)
+        self.now -= bytes
+
+
+@pytest.mark.parametrize("spec", [ComputeSpec(format="int8"), BOTH])
+def test_backward_never_has_the_input_in_float_and_its_gradient_at_once(spec: ComputeSpec) -> None:
+    """Where a layer is widest that decides how much memory a step takes."""
+    for func, x, weight, options in (
+        (F.linear, random(64, 512), random(8, 512), {}),
+        (F.conv2d, random(2, 64, 12, 12).to(memory_format=torch.channels_last), random(4, 64, 1, 1), {}),
+    ):
+        x = x.requires_grad_()
+        low = Int8(spec)(func, (x, weight.requires_grad_()), options)
+        grad = torch.ones_like(low)
+        with Alive() as alive:
+            torch.autograd.grad(low, (x, weight), grad)
+        assert alive.most < 1.7 * x.numel() * x.element_size()

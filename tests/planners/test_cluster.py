@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
@@ -13,9 +14,10 @@ from torch import Tensor, nn
 from bitwright import Plan, PlanError, capture, prepare
 from bitwright.kernels.int8 import Int8
 from bitwright.plan import ComputeSpec
-from bitwright.planners import dynamic_batching, fastest, recover, recover_and_split, uniform
+from bitwright.planners import Additive, dynamic_batching, fastest, recover, recover_and_split, uniform
 from bitwright.planners.cluster import OnCluster
 from bitwright.planners.machine import FLOAT
+from bitwright.planners.machine import OperatorCost as CostOfOne
 from bitwright.predict import Cluster, Link, Predictor
 from bitwright.profile import DeviceProfile, StepGraph, Variant, profile, record_step
 from bitwright.profile.device import OperatorCost, Timing
@@ -153,6 +155,64 @@ def test_memory_that_is_too_small_is_explained(measured: tuple[StepGraph, Device
     given.cluster = replace(given.predictor, cluster=given.cluster.model_copy(update={"devices": tiny})).cluster
     with pytest.raises(PlanError, match=r"needs .* GB on `slow`, limit .* largest contributors the process itself"):
         fastest(given)
+
+
+def test_what_a_process_needs_is_the_sum_of_its_parts(measured: tuple[StepGraph, DeviceProfile]) -> None:
+    """The compiler, too, which INT8 brings; nothing large is missing in the explanation."""
+    graph, own = measured
+    memory = own.memory.model_copy(update={"process": 10**6, "compiler": 10**6})
+    given = machine((graph, own.model_copy(update={"memory": memory})))
+    for format in (FLOAT, "int8"):
+        plan = dict.fromkeys(given.operators, format)
+        parts = given.parts("slow", plan, 64)
+        assert parts["torch's compiler"] == (10**6 if format == "int8" else 0)
+        assert sum(parts.values()) == pytest.approx(given.memory("slow", plan, 64), rel=0.01)
+
+
+def test_the_operators_of_a_deep_model_are_explained_together() -> None:
+    names = [f"op{i}" for i in range(200)]
+    costs = {"only": {name: {FLOAT: CostOfOne(seconds=1.0, bytes=10**7)} for name in names}}
+
+    class Deep(Additive):
+        def parts(self, kind: str, assignment: Mapping[str, str], batch: int) -> Mapping[str, int]:
+            return {"weights": 10**8, **{f"activations of {name}": 10**7 for name in assignment}}
+
+    given = Deep(kinds={"only": 1}, operators=names, costs=costs, penalties={}, batch=4, limits={"only": 10**9})
+    with pytest.raises(PlanError) as caught:
+        fastest(given)
+    assert "largest contributors activations of 200 operators (most: op0 0.01 GB) 2 GB, weights 0.1 GB" in str(
+        caught.value
+    )
+    assert "2 of 4 samples fit: --batch 2" in str(caught.value)  # there is nobody else
+
+
+def test_operators_that_read_the_same_are_known() -> None:
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, 2)
+            self.q, self.k, self.v = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.norm(x)
+            out: Tensor = self.head(self.q(x) * self.k(x) + self.v(x))
+            return out
+
+    torch.manual_seed(0)
+    model, batch = Attention(), (torch.randn(4, 8), torch.randint(0, 2, (4,)))
+    low = Plan(compute={"*": INT8}).resolve(capture(model, batch[0]))
+    variants = [Variant(model=copy.deepcopy(model))]
+    variants.append(Variant(model=prepare(copy.deepcopy(model), low, inputs=batch[0]), plan=low))
+    own = profile(variants, batch, F.cross_entropy, rounds=1, fit_casts=False)
+    step = record_step(model, batch, F.cross_entropy)
+    penalties = {name: {"int8": 1.0} for name in "qkv"} | {"head": {"int8": 1.0}}
+    given = OnCluster(step, {"here": own}, Cluster.of({"here": 1}), penalties, {"int8": INT8})
+    assert {name: set(given.beside(name)) for name in given.operators} == {
+        "q": {"k", "v"},
+        "k": {"q", "v"},
+        "v": {"q", "k"},
+        "head": set(),
+    }
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from itertools import pairwise, product
 
 import pytest
@@ -21,6 +22,7 @@ from bitwright.planners import (
     recover_and_split,
     split_batch,
 )
+from bitwright.planners.allocate import _climb
 from bitwright.planners.blocks import blocks, quickest
 from bitwright.planners.machine import FLOAT
 from bitwright.planners.sampled import sample
@@ -75,6 +77,36 @@ def limited(seed: int, operators: int, *, memory: bool) -> Additive:
         return given
     whole = {kind: given.memory(kind, dict.fromkeys(names, FLOAT), 32) for kind in given.kinds}
     return given.with_limits(**{kind: int(used * draw.uniform(0.35, 1)) for kind, used in whole.items()})
+
+
+class Shared(Additive):
+    """Operators "a.0", "a.1", … read one tensor: in float it is kept once for all, of codes each has its own."""
+
+    def beside(self, operator: str) -> list[str]:
+        return [op for op in self.operators if op != operator and op[0] == operator[0]]
+
+    def memory(self, kind: str, assignment: Mapping[str, str], batch: int) -> int:
+        own = sum(self.costs[kind][op][f].bytes for op, f in assignment.items() if f != FLOAT)
+        kept = {op[0]: self.costs[kind][op][FLOAT].bytes for op, f in assignment.items() if f == FLOAT}
+        return own + sum(kept.values())
+
+
+def sharing(seed: int) -> Shared:
+    """Three tensors with one to three readers each, and a limit that not all plans hold."""
+    draw = random.Random(seed)
+    costs: dict[str, dict[str, OperatorCost]] = {}
+    for tensor in "abc":
+        size = draw.randint(2, 9) * 4 * MB
+        for number in range(draw.randint(1, 3)):
+            plain = draw.uniform(0.5, 3)
+            costs[f"{tensor}.{number}"] = {
+                FLOAT: OperatorCost(seconds=plain, bytes=size),
+                "int8": OperatorCost(seconds=plain * draw.uniform(0.8, 1.3), bytes=size // 4),
+            }
+    penalties = {name: {"int8": draw.uniform(0.1, 5)} for name in costs}
+    given = Shared(kinds={"a": 1}, operators=list(costs), costs={"a": costs}, penalties=penalties, batch=32)
+    sizes = sorted(given.memory("a", plan, 32) for _, _, plan in every(given, "a"))
+    return replace(given, limits={"a": sizes[int(len(sizes) * draw.uniform(0.1, 0.6))]})
 
 
 def every(given: Additive, kind: str) -> Iterator[tuple[float, float, dict[str, str]]]:
@@ -187,6 +219,33 @@ def _small(limit: int) -> Additive:
     )
 
 
+@pytest.mark.parametrize("seed", range(40))
+def test_what_several_read_is_kept_once_in_float(seed: int) -> None:
+    """Queries, keys and values: one of them in float may not fit where all three do."""
+    given = sharing(seed)
+    plans = list(every(given, "a"))
+    quick = fastest(given)
+    assert quick.seconds <= 1.01 * min(work for work, _, _ in plans)
+    found = recover(given, slack=0.3)
+    best = min(penalty for work, penalty, _ in plans if work <= 1.3 * quick.seconds)
+    assert found.memory["a"] <= given.limits["a"]
+    assert found.penalty <= 1.05 * best + 1e-12
+
+
+def test_a_raise_that_makes_room_lets_others_be_tried_again() -> None:
+    """The most sensitive one fits only once the others no longer keep codes of what is kept in float."""
+    sizes = {"a.0": 100, "b.0": 10, "b.1": 10, "b.2": 10}
+    costs = {
+        op: {FLOAT: OperatorCost(seconds=1, bytes=size), "int8": OperatorCost(seconds=1, bytes=size // 4)}
+        for op, size in sizes.items()
+    }
+    penalties = {op: {"int8": penalty} for op, penalty in {"a.0": 3.0, "b.0": 4.0, "b.1": 2.0, "b.2": 1.0}.items()}
+    given = Shared(kinds={"a": 1}, operators=list(costs), costs={"a": costs}, penalties=penalties, limits={"a": 110})
+    low = dict.fromkeys(costs, "int8")
+    plans = _climb(given, {"a": low}, {"a": 1}, 100.0)
+    assert set(plans["a"].values()) == {FLOAT}
+
+
 def test_a_limit_of_memory_can_be_held_by_a_smaller_batch() -> None:
     given = _small(70 * MB)
     with pytest.raises(PlanError, match=r"20 of 32 samples fit: --planner recover\+split"):
@@ -198,6 +257,24 @@ def test_a_limit_of_memory_can_be_held_by_a_smaller_batch() -> None:
         assert found.memory["small"] <= 70 * MB
         assert sum(found.batches.values()) == 64
     assert recover_and_split(given).seconds < dynamic_batching(given).seconds
+
+
+def test_a_device_that_holds_no_sample_is_the_only_problem() -> None:
+    """A smaller batch wouldn't help, and the others have nothing to do with it."""
+    cost = {"a": {FLOAT: OperatorCost(seconds=1.0, bytes=40 * MB)}}
+    given = Additive(
+        kinds={"big": 1, "small": 1},
+        operators=["a"],
+        costs={"big": cost, "small": cost},
+        penalties={},
+        batch=4,
+        base={"small": 100 * MB},
+        limits={"big": 200 * MB, "small": 80 * MB},
+    )
+    with pytest.raises(PlanError) as caught:
+        dynamic_batching(given)
+    assert [problem.what.partition(",")[0] for problem in caught.value.problems] == ["needs 0.14 GB on `small`"]
+    assert "not even one sample fits" in str(caught.value)
 
 
 def test_a_batch_that_nobody_holds_is_refused() -> None:

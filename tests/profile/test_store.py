@@ -34,6 +34,15 @@ def test_a_store_comes_back(tmp_path: Path) -> None:
     assert all(len(rows) == 3 for rows in again.samples.values())
 
 
+@pytest.mark.parametrize("quota", [None, 0.5])
+def test_what_watching_adds_is_not_told_from_pauses(
+    quota: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With half of a core, whether a step has a pause in it is chance, or the turn that it had."""
+    monkeypatch.setattr("bitwright.profile.here.cpu_quota", lambda: quota)
+    assert bool(filled(tmp_path / "samples.jsonl").beyond) == (quota is None)
+
+
 def test_known_operators_are_not_measured_again(tmp_path: Path) -> None:
     path = tmp_path / "samples.jsonl"
     filled(path)

@@ -8,7 +8,11 @@ import torch
 from bitwright.plan import Plan
 from bitwright.predict.local import Local
 from bitwright.profile import StepSettings, Variant, record_step
-from bitwright.profile.device import DeviceProfile, OperatorCost, TensorsCost, Timing
+from bitwright.profile.beyond import seen_beyond
+from bitwright.profile.device import DeviceProfile, Host, OperatorCost, TensorsCost, Timing
+from bitwright.profile.run import assemble
+from bitwright.profile.step import CLOCKS
+from bitwright.profile.store import SampleStore
 from bitwright.profile.watch import ACCUMULATE, Sample, Watch, WatchedStep
 from step_cases import Net, bert, digits, int8_plan, net, prepared, watched
 
@@ -97,3 +101,27 @@ def test_recording_leaves_the_model_alone() -> None:
     assert "forward" not in vars(model)
     assert set(graph.gradient_order) == set(graph.parameters)
     assert type(graph).from_json(graph.to_json()) == graph
+
+
+@pytest.mark.parametrize("backend", [None, "onnxruntime"])
+@pytest.mark.parametrize("share", [0.8, 1.1])
+def test_a_predicted_step_is_as_long_as_the_plain_one_beside_the_watched(backend: str | None, share: float) -> None:
+    """Watching takes time: what operators are said to cost must add up to what a step takes that nobody watches."""
+    model, batch, loss = bert()
+    settings = StepSettings(fuse=False)
+    graph = record_step(model, batch, loss)
+    plan = Plan() if backend is None else int8_plan(model, batch, backend)
+    variant = Variant(model=model) if backend is None else prepared(model, batch, plan, settings)
+    host = Host(gap=2e-6, prepared_gap=3e-6, seen=1e-6, hooked=2e-6, engine=1e-5, engine_operator=1e-7)
+    step = WatchedStep(variant.model.train(), [batch], loss, settings)
+    watch = Watch(variant.model, plan, settings, CLOCKS["wall"], host=host)
+    sample = watch.run(step)
+    shown = sum(t for (text, _), t in sample.forward.items() if not text.startswith("loss:"))
+    plain = {"forward": share * shown, "loss": 1e-4, "backward": share * sum(sample.backward.values())}
+    store = SampleStore()
+    store.add({"facts": {"host": host.model_dump()}})
+    store.add({"facts": {"tensors": [cost.model_dump() for cost in profile_of_sample(sample).tensors]}})
+    store.add_round(sample, wanted=1, beyond=seen_beyond(watch, sample, plain))
+    phases = Local.build(graph, plan, assemble(store, "wall"), settings).phases
+    # operators that take less than their share of what is taken off stay at nothing
+    assert {name: phases[name] for name in plain} == pytest.approx(plain, rel=0.05)

@@ -82,6 +82,22 @@ class _StopAt:
         return lambda *args: None
 
 
+def test_a_run_goes_on_as_the_same_kind_of_device_only(tmp_path: Path) -> None:
+    plan = Plan(devices={"low": Device(compute={"*": INT8}), "plain": Device()})
+
+    def trainer(kind: str) -> Trainer:
+        config = TrainConfig(epochs=2, batch=50, lr=0.1, save_steps=3, schedule="constant")
+        return Trainer(workload(), config=config, compute=plan, kind=kind, out=tmp_path, resume=True)
+
+    begun = trainer("low")
+    begun.callbacks.append(_StopAt(1))
+    with pytest.raises(KeyboardInterrupt):
+        begun.fit()
+    with pytest.raises(BitwrightError, match="kinds"):
+        trainer("plain").fit()
+    trainer("low").fit()
+
+
 def test_the_notes_say_what_runs_how() -> None:
     plan = Plan(compute={"2": ComputeSpec(format="int8"), "4": ComputeSpec(format="bf16")})
     result = Trainer(workload(), config=TrainConfig(batch=50), compute=plan).fit()

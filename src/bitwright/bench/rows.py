@@ -162,6 +162,7 @@ def plan_of(task: RowTask, table: BackendTable, start: Start) -> tuple[Plan, str
         "weight_observer": algorithm.weight_observer or ("mse" if low else None),
         "bn": task.bnfold if table.fold or task.bnfold == NO_FOLDING else None,
         "edges": task.edges if task.edges is not None and task.bits < task.edges else None,
+        "saturating": True,  # as if no CPU had VNNI: a row mustn't depend on the machine that happens to run it
     }
     plan = make_plan(start.graph, table, model=start.workload.name, **choices)
     return replace(plan, backend=task.backend), beyond

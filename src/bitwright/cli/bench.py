@@ -228,10 +228,12 @@ def _show(out: Out, result: Comparison) -> None:
     timings = [timing for row in result.runtimes for timing in row.timings]
     if timings:
         heads = ["runtime", "variant", "#batch", "#p50", "#p90", "#p99", "#of float", "#samples/s"]
-        out.table(heads, map(_latency, timings), title=f"latency in ms, {_count(timings[0].threads, 'thread')}")
+        out.table(heads, map(_latency, timings), title=f"latency in ms, {words.counted(timings[0].threads, 'thread')}")
     if result.together:
         one = result.together[0]
-        share = f"{_count(len(one.instances), 'instance')} × {_count(len(one.instances[0].cores), 'core')}"
+        share = (
+            f"{words.counted(len(one.instances), 'instance')} × {words.counted(len(one.instances[0].cores), 'core')}"
+        )
         heads = ["runtime", "variant", "#batch", "instance", "#p50", "#p90", "#p99", "#samples/s", "#of float"]
         rows = [cells for row in result.together for cells in _crowd(row)]
         out.table(heads, rows, title=f"latency in ms and throughput, {share}{'' if one.pinned else ' (not bound)'}")
@@ -240,10 +242,6 @@ def _show(out: Out, result: Comparison) -> None:
     for pick in result.fastest:
         speed = f"{pick.median_ms:.3g} ms" if pick.throughput is None else f"{pick.throughput:,.0f} samples/s"
         out.say(f"fastest with batch {pick.batch}: {pick.runtime}, {pick.variant}, {speed}")
-
-
-def _count(number: int, word: str) -> str:
-    return f"{number} {word}{'s' if number > 1 else ''}"
 
 
 def _quality(row: OnRuntime) -> list[tuple[str, ...]]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, cast
@@ -37,7 +38,7 @@ from bitwright.profile import (
     profile,
     record_step,
 )
-from bitwright.profile.device import CollectiveCost, Line, TensorsCost
+from bitwright.profile.device import CollectiveCost, Line, OperatorCost, TensorsCost
 from bitwright.profile.here import of_rank, samples_file
 from bitwright.profile.import_trace import import_trace
 from bitwright.profile.published import published as from_data_sheet
@@ -173,7 +174,7 @@ def profile_(
                 made = _with_process(made, recorded, peak)
         output = of_rank(output, ranks.rank)
         made.save(output)
-        _show(out, made, output)
+        _show(out, made, output, _own_operators(made, recorded))
         if ranks.several:
             out.say(f"each rank has its own: {output}, {of_rank(output, 1)}{', …' if ranks.world > 2 else ''}")
 
@@ -209,9 +210,25 @@ def _with_process(made: DeviceProfile, recorded: StepGraph, peak: int) -> Device
     return made.model_copy(update={"memory": facts})
 
 
-def _spread(made: DeviceProfile) -> float:
+#: Strides and number types, which differ under plans and autocast.
+_VARYING = re.compile(r"@[\d,]*\d|\b[a-z]+\d+(?=\[)")
+
+
+def _own_operators(made: DeviceProfile, recorded: StepGraph) -> list[OperatorCost]:
+    """Those of the profiled model, whatever their formats: the cache has other models' as well."""
+    own = {_VARYING.sub("", call.key()) for call in (*(op.call for op in recorded.ops), recorded.loss)}
+    texts = "; ".join(own)
+    found = []
+    for cost in made.operators:
+        text = _VARYING.sub("", cost.operator)
+        if text in own if "(" in text else text.rstrip("+") in texts:  # a quantizer's tensor is some operator's
+            found.append(cost)
+    return found
+
+
+def _spread(operators: Sequence[OperatorCost]) -> float:
     """Half of the confidence interval, of the time, where the time goes."""
-    known = [c.forward for c in made.operators if c.forward.low is not None and c.forward.high is not None]
+    known = [c.forward for c in operators if c.forward.low is not None and c.forward.high is not None]
     whole = sum(timing.seconds for timing in known)
     return sum((t.high or 0.0) - (t.low or 0.0) for t in known) / 2 / whole if whole else 0.0
 
@@ -233,7 +250,7 @@ def _bad_lines(made: DeviceProfile) -> list[str]:
     ]
 
 
-def _show(out: Out, made: DeviceProfile, output: Path) -> None:
+def _show(out: Out, made: DeviceProfile, output: Path, own: Sequence[OperatorCost]) -> None:
     out.data({"file": str(output), **made.model_dump(exclude={"operators"}), "operators": len(made.operators)})
     out.table(
         ["slowest operators", "format", "#forward", "#backward", "#±"],
@@ -247,12 +264,12 @@ def _show(out: Out, made: DeviceProfile, output: Path) -> None:
                 if cost.forward.low is None or cost.forward.high is None or not cost.forward.seconds
                 else f"{50 * (cost.forward.high - cost.forward.low) / cost.forward.seconds:.1f} %",
             )
-            for cost in sorted(made.operators, key=lambda cost: -cost.forward.seconds)[:10]
+            for cost in sorted(own, key=lambda cost: -cost.forward.seconds)[:10]
         ],
     )
     if made.note:
         out.say(made.note)
-    spread = _spread(made)
+    spread = _spread(own)
     if spread > _UNSURE:
         fix = "more --rounds" if made.clock == "cpu" else "--clock cpu"
         out.note(f"times are known to ±{100 * spread:.0f} % only: repeat on a quiet machine, or with {fix}")
@@ -260,4 +277,6 @@ def _show(out: Out, made: DeviceProfile, output: Path) -> None:
     if bad:
         more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
         out.note(f"lines that fit badly, so that other sizes are guessed: {'; '.join(bad[:3])}{more}")
-    out.say(f"{output}: {len(made.operators)} operators and casts of {made.device}")
+    others = len(made.operators) - len(own)
+    known = f", {len(own)} of them this model's" if others else ""
+    out.say(f"{output}: {len(made.operators)} operators and casts of {made.device}{known}")

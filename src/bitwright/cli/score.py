@@ -148,12 +148,17 @@ def _show(
     if suggestion is None:
         out.say("no suggestion: the workload doesn't say how good a model is")
         return
+    metric = workload.metric
     out.table(
-        ["operators in float", f"#{workload.metric}", "#change"],
+        ["operators in float", f"#{metric}", "#change"],
         [
-            ("none", f"{suggestion.before:.2f}", ""),
+            ("none", words.measured(metric, suggestion.before), ""),
             *(
-                (f"+ {t.operators[-1]}", f"{t.metric:.2f}", f"{t.metric - suggestion.before:+.2f}")
+                (
+                    f"+ {t.operators[-1]}",
+                    words.measured(metric, t.metric),
+                    words.moved(metric, t.metric - suggestion.before),
+                )
                 for t in suggestion.trials
             ),
         ],
@@ -161,8 +166,8 @@ def _show(
     if not suggestion.operators:
         out.say("nothing is won by keeping operators in float")
         return
-    names = ", ".join(suggestion.operators)
-    out.say(f"keep {len(suggestion.operators)} in float: {suggestion.gain:+.2f} {workload.metric} ({names})")
+    names, gain = ", ".join(suggestion.operators), words.moved(metric, suggestion.gain)
+    out.say(f"keep {len(suggestion.operators)} in float: {gain} {metric} ({names})")
     for change in changes:
         out.say(f"  {change}")
     if output is not None:

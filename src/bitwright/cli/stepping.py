@@ -28,7 +28,7 @@ from bitwright.train.data import TrainingData
 from bitwright.train.precision import resolve
 from bitwright.train.ranks import Ranks
 from bitwright.tuning.problems import problems_of
-from bitwright.workload import Workload
+from bitwright.workload import Workload, loss_of
 
 BatchOption = Annotated[
     int | None,
@@ -64,7 +64,7 @@ def training_batch(workload: Workload, size: int | None, *, channels_last: bool 
     if channels_last:
         workload.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         batch = tree.channels_last(batch)
-    return batch, workload.loss
+    return batch, loss_of(workload)
 
 
 def load_cluster(path: Path) -> Cluster:

@@ -24,7 +24,7 @@ from bitwright.cli.options import (
 from bitwright.cli.out import Out
 from bitwright.cli.settings import with_settings
 from bitwright.cli.verb import verb
-from bitwright.report import new_record, write_report
+from bitwright.report import new_record, words, write_report
 from bitwright.train import Callback, TensorBoard, TrainConfig, Trainer, tensorboard_problem
 from bitwright.train.recorded import recorded
 from bitwright.train.run import Run
@@ -154,12 +154,12 @@ def train(
     out.data({"files": files, "metrics": result.metrics, "best": result.best, "steps": result.steps})
     last = result.metrics[-1] if result.metrics else {}
     if found.metric in last:
-        best = (
-            ""
-            if result.best is None
-            else f" (best {result.best[found.metric]:.2f} in epoch {result.best['epoch']:.0f})"
-        )
-        out.say(f"{found.metric} {last[found.metric]:.2f} after {result.epochs} epochs, {result.steps} steps{best}")
+        best = ""
+        if result.best is not None:
+            value = words.measured(found.metric, result.best[found.metric])
+            best = f" (best {value} in epoch {result.best['epoch']:.0f})"
+        went = f"{words.counted(result.epochs, 'epoch')}, {words.counted(result.steps, 'step')}"
+        out.say(f"{found.metric} {words.measured(found.metric, last[found.metric])} after {went}{best}")
         if result.best is not None:
             kept = result.best["epoch"] if settings.patience is not None else result.epochs
             more = "" if kept == result.best["epoch"] else ", the last one; --patience keeps the best"
@@ -197,16 +197,16 @@ class _Bar(Callback):
     def on_step(self, run: Run) -> None:
         if self.progress is None:
             return
-        words = [f"epoch {run.epoch + 1}/{run.config.epochs}"]
+        said = [f"epoch {run.epoch + 1}/{run.config.epochs}"]
         if run.loss is not None:
-            words.append(f"loss {run.loss:.4f}")
+            said.append(f"loss {run.loss:.4f}")
         metric = run.workload.metric
         if run.metrics and metric in run.metrics[-1]:
-            words.append(f"{metric} {run.metrics[-1][metric]:.2f}")
-        self.progress.update(self.task, completed=run.step, description=", ".join(words))
+            said.append(f"{metric} {words.measured(metric, run.metrics[-1][metric])}")
+        self.progress.update(self.task, completed=run.step, description=", ".join(said))
 
     def on_epoch(self, run: Run, values: dict[str, float]) -> None:
-        shown = ", ".join(f"{name} {value:.2f}" for name, value in values.items() if name != "n")
+        shown = ", ".join(f"{name} {words.measured(name, value)}" for name, value in values.items() if name != "n")
         loss = "" if run.loss is None else f"loss {run.loss:.4f}, "
         self.out.say(f"epoch {run.epoch}/{run.config.epochs}: {loss}{shown}")
 

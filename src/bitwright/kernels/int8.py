@@ -57,14 +57,9 @@ class _Linear(torch.autograd.Function):
         spec, simulate = ctx.spec, ctx.simulate
         flat = grad.reshape(-1, grad.shape[-1]).to(torch.float32)
         left = right = below = None
-        if ctx.needs_input_grad[0]:
-            if "input" in spec.backward:
-                codes = encode(flat, _seed(spec), signed=True, whole=spec.whole)
-                turned = encode_rows(weight.t(), second_limit(flat), whole=spec.whole)
-                left = products.linear(codes, turned, None, simulate=simulate)
-            else:
-                left = flat @ weight.to(torch.float32)
-            left = left.view(ctx.shape).to(ctx.dtype)
+        turns = ctx.needs_input_grad[0] and "input" in spec.backward
+        seed = _seed(spec) if turns else None
+        # the weight's first: the input in float is gone again before the input's gradient, which is as large, comes
         if ctx.needs_input_grad[1]:
             if "weight" in spec.backward:
                 # the transpose of the product of x's columns with the gradient's
@@ -72,9 +67,18 @@ class _Linear(torch.autograd.Function):
                 columns = Codes(values.t().contiguous(), torch.ones_like(codes.scales), x.zero)
                 rows = as_second(codes.values.t(), codes)
                 right = products.linear(columns, rows, None, simulate=simulate).t()
+                del codes, columns, rows
             else:
                 right = flat.t() @ x.float()
             right = right.to(weight.dtype)
+        if ctx.needs_input_grad[0]:
+            if turns:
+                codes = encode(flat, seed, signed=True, whole=spec.whole)
+                turned = encode_rows(weight.t(), second_limit(flat), whole=spec.whole)
+                left = products.linear(codes, turned, None, simulate=simulate)
+            else:
+                left = flat @ weight.to(torch.float32)
+            left = left.view(ctx.shape).to(ctx.dtype)
         if ctx.has_bias and ctx.needs_input_grad[2]:
             below = flat.sum(0)
         return left, right, below, None, None
@@ -122,36 +126,37 @@ class _Conv2d(torch.autograd.Function):
         left = right = below = None
         turns = wants[0] and "input" in spec.backward and can_turn(stride, padding, dilation, weight)
         weighs = wants[1] and "weight" in spec.backward and groups == 1
-        if turns:
-            codes = encode(grad, _seed(spec), signed=True, whole=spec.whole)
-            turned = encode_rows(turn(weight, groups), second_limit(grad), whole=spec.whole)
-            around = [d * (k - 1) - p for d, k, p in zip(dilation, weight.shape[2:], padding, strict=True)]
-            left = products.conv2d(codes, turned, None, (1, 1), around, dilation, groups, simulate=simulate)
-            wants[0] = False
+        seed = _seed(spec) if turns else None
+        # the input's gradient last: the input in float, which is as large, is gone again by then
         if weighs:
             shape = (weight.shape[2:], stride, padding, dilation)
             codes = _for_weight(grad, x, spec)
             right = products.conv2d_weight(codes, x, *shape, simulate=simulate).to(weight.dtype)
-            wants[1] = False
-        if any(wants):
-            # without the weight's gradient only the input's shape is looked at
-            inputs = x.float() if wants[1] else grad.new_empty(()).expand(values.shape)
+            del codes
+        asked = [wants[0] and not turns, wants[1] and not weighs, wants[2]]
+        if any(asked):
             found = torch.ops.aten.convolution_backward(
                 grad,
-                inputs,
+                # without the weight's gradient only the input's shape is looked at
+                x.float() if asked[1] else grad.new_empty(()).expand(values.shape),
                 weight.to(torch.float32),
-                [weight.shape[0]] if wants[2] else None,
+                [weight.shape[0]] if asked[2] else None,
                 list(stride),
                 list(padding),
                 list(dilation),
                 False,
                 [0, 0],
                 groups,
-                wants,
+                asked,
             )
-            left = found[0] if wants[0] else left
-            right = found[1].to(weight.dtype) if wants[1] else right
-            below = found[2] if wants[2] else None
+            left = found[0] if asked[0] else None
+            right = found[1].to(weight.dtype) if asked[1] else right
+            below = found[2] if asked[2] else None
+        if turns:
+            codes = encode(grad, seed, signed=True, whole=spec.whole)
+            turned = encode_rows(turn(weight, groups), second_limit(grad), whole=spec.whole)
+            around = [d * (k - 1) - p for d, k, p in zip(dilation, weight.shape[2:], padding, strict=True)]
+            left = products.conv2d(codes, turned, None, (1, 1), around, dilation, groups, simulate=simulate)
         return (None if left is None else _laid(left.to(ctx.dtype), ctx.last)), right, below, None, None, None
 
 

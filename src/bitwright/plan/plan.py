@@ -173,6 +173,11 @@ class Plan:
         """The sites at which something happens."""
         return ((name, spec) for name, spec in self.sites.items() if spec.quantizes)
 
+    @property
+    def changes_models(self) -> bool:
+        """Whether anything is quantized or computed in low precision: `prepare` stands around calls then."""
+        return any(spec.low for spec in self.compute.values()) or any(True for _ in self.quantized)
+
     def resolve(self, graph: Graph) -> Plan:
         """Replace patterns by the sites that they match; raises with all problems if there are any."""
         from bitwright.plan.validate import validate

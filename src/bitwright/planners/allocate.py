@@ -238,19 +238,35 @@ def _climb(
             if format != FLOAT
         ]
         heapq.heapify(heap)
+        refused = False
         while heap:
             _, kind, operator = heapq.heappop(heap)
+            if plans[kind][operator] == FLOAT:  # with another one already
+                continue
             better = _raised(machine, plans, batches, kind, operator, limit)
-            if better is not None:
-                plans = {**plans, kind: better}
-                again = again or better[operator] != FLOAT
+            if better is None:
+                refused = True
+                continue
+            room = refused and _makes_room(machine, kind, plans[kind], better, batches[kind])
+            plans = {**plans, kind: better}
+            again = again or room or better[operator] != FLOAT
     return plans
+
+
+def _makes_room(machine: Machine, kind: str, before: Assignment, after: Assignment, batch: int) -> bool:
+    """Whether a raise leaves more time or memory than there was, so that what was refused is worth another try."""
+    return machine.memory(kind, after, batch) < machine.memory(kind, before, batch) or (
+        machine.work(kind, after, batch) < machine.work(kind, before, batch)
+    )
 
 
 def _raised(
     machine: Machine, plans: dict[str, Assignment], batches: Mapping[str, int], kind: str, operator: str, limit: float
 ) -> Assignment | None:
-    """The device's plan with this operator as exact as time and memory allow; None if it stays as it is."""
+    """The device's plan with this operator as exact as time and memory allow; None if it stays as it is.
+
+    Where it doesn't fit alone, it may together with others that read the same: float keeps that once for all of them.
+    """
     now = machine.penalty(operator, plans[kind][operator])
     finer = sorted(
         (f for f in machine.formats(kind, operator) if machine.penalty(operator, f) < now),
@@ -260,7 +276,18 @@ def _raised(
     for format in finer:
         plan = {**plans[kind], operator: format}
         if most is not None and machine.memory(kind, plan, batches[kind]) > most:
-            continue
+            plan.update(
+                {other: format for other in machine.beside(operator) if _finer(machine, kind, plan, other, format)}
+            )
+            if machine.memory(kind, plan, batches[kind]) > most:
+                continue
         if machine.step({**plans, kind: plan}, batches) <= limit:
             return plan
     return None
+
+
+def _finer(machine: Machine, kind: str, plan: Assignment, operator: str, format: str) -> bool:
+    """Whether an operator can have this format, and suffers less in it than in its own."""
+    return format in machine.formats(kind, operator) and (
+        machine.penalty(operator, format) < machine.penalty(operator, plan[operator])
+    )

@@ -103,12 +103,15 @@ def _too_many(machine: Machine, plans: Plans, caps: Mapping[str, int], total: in
         fix=f"a smaller --batch: at most {min(held, total - 1) // sum(machine.kinds.values())}; or more memory",
     )
     limits = {kind: machine.limit(kind) for kind in machine.kinds}
+    none = any(cap == 0 for cap in caps.values())  # a smaller batch wouldn't help: not even one sample fits somewhere
     return [
-        whole,
+        *([] if none else [whole]),
         *(
-            too_large(machine, kind, plans[kind], machine.batch, limit)
+            too_large(machine, kind, plans[kind], machine.batch, limit, split=True)
             for kind, limit in limits.items()
-            if limit is not None and machine.memory(kind, plans[kind], machine.batch) > limit
+            if limit is not None
+            and machine.memory(kind, plans[kind], machine.batch) > limit
+            and (caps[kind] == 0 or not none)
         ),
     ]
 

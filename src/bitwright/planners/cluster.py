@@ -10,7 +10,7 @@ from functools import cached_property
 from bitwright.errors import PlanError, Problem, did_you_mean
 from bitwright.plan import ComputeSpec, Device, Plan
 from bitwright.planners.allocate import Allocation
-from bitwright.planners.machine import FLOAT, Assignment, Plans
+from bitwright.planners.machine import ACTIVATIONS, FLOAT, Assignment, Plans
 from bitwright.predict import Cluster, Local, Predictor
 from bitwright.predict.costs import told
 from bitwright.predict.memory import MemoryUse, memory_of, saved_by_operator
@@ -170,14 +170,18 @@ class OnCluster:
         """As the prediction has them, and what each operator keeps for its backward."""
         share = batch / self.batch
         use = self._memory(kind, assignment).of_batch(share)
-        kept = saved_by_operator(self._local(kind, assignment, self.batch))
+        local = self._local(kind, assignment, self.batch)
+        kept, own = saved_by_operator(local), self.profiles[kind].memory
+        fixed = use.weights + use.gradients + use.optimizer + use.buffers
         return {
             "weights": use.weights,
             "gradients": use.gradients,
             "optimizer state": use.optimizer,
             "buffers": use.buffers,
-            "the process itself": self.profiles[kind].memory.process,
-            **{f"activations of {name}": int(share * bytes) for name, bytes in kept.items()},
+            "the process itself": own.process,
+            "torch's compiler": own.compiler if local.compiled else 0,
+            "what comes and goes at the peak": max(0, use.peak - fixed - use.saved),
+            **{f"{ACTIVATIONS}{name}": int(share * bytes) for name, bytes in kept.items()},
         }
 
     @cached_property
@@ -210,6 +214,25 @@ class OnCluster:
     def reads(self, operator: str) -> Sequence[str]:
         """By the recorded graph."""
         return self._readable[operator]
+
+    @cached_property
+    def _beside(self) -> Mapping[str, Sequence[str]]:
+        """By the memory of what they read; parameters are there in any case."""
+        readers: dict[int, list[str]] = {}
+        for name in self.operators:
+            op = self.graph.ops[self.graph.position[name]]
+            for place in dict.fromkeys(op.reads):
+                if self.graph.storages[place].kind == "op":
+                    readers.setdefault(place, []).append(name)
+        found: dict[str, dict[str, None]] = {name: {} for name in self.operators}
+        for names in readers.values():
+            for name in names:
+                found[name].update({other: None for other in names if other != name})
+        return {name: list(others) for name, others in found.items()}
+
+    def beside(self, operator: str) -> Sequence[str]:
+        """By the recorded graph."""
+        return self._beside[operator]
 
     @cached_property
     def _alike(self) -> Mapping[str, Hashable]:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from bitwright.errors import Problem
-from bitwright.planners.machine import Assignment, Machine
+from bitwright.planners.machine import ACTIVATIONS, Assignment, Machine
 
 _SHOWN = 4
 
 
-def too_large(machine: Machine, kind: str, plan: Assignment, batch: int, limit: int) -> Problem:
-    """The problem of a device with a plan that is too large."""
+def too_large(machine: Machine, kind: str, plan: Assignment, batch: int, limit: int, *, split: bool = False) -> Problem:
+    """The problem of a device with a plan that is too large; `split`: also with batches that others take a part of."""
     used = machine.memory(kind, plan, batch)
-    parts = machine.parts(kind, plan, batch)
+    parts = _together(machine.parts(kind, plan, batch))
     largest = sorted((name for name in parts if parts[name] > 0), key=lambda name: -parts[name])[:_SHOWN]
     words = ", ".join(f"{name} {_size(parts[name])}" for name in largest)
     fitting = largest_batch(machine, kind, plan, batch)
-    if fitting:
+    if fitting and (split or sum(machine.kinds.values()) == 1):
+        fix = f"{fitting} of {batch} samples fit: --batch {fitting}"
+    elif fitting:
         fix = f"{fitting} of {batch} samples fit: --planner recover+split gives others the rest; or --batch {fitting}"
     else:
         fix = "more memory, or a smaller model: not even one sample fits"
@@ -23,6 +27,16 @@ def too_large(machine: Machine, kind: str, plan: Assignment, batch: int, limit: 
         what=f"needs {_size(used)} on `{kind}`, limit {_size(limit)}: largest contributors {words}",
         fix=fix,
     )
+
+
+def _together(parts: Mapping[str, int]) -> dict[str, int]:
+    """What operators keep for backward as one: a deep model has hundreds of them, each of which is small."""
+    kept = {name: bytes for name, bytes in parts.items() if name.startswith(ACTIVATIONS) and bytes > 0}
+    if len(kept) < 2:
+        return dict(parts)
+    most = max(kept, key=lambda name: kept[name])
+    words = f"{ACTIVATIONS}{len(kept)} operators (most: {most.removeprefix(ACTIVATIONS)} {_size(kept[most])})"
+    return {**{name: bytes for name, bytes in parts.items() if name not in kept}, words: sum(kept.values())}
 
 
 def largest_batch(machine: Machine, kind: str, plan: Assignment, most: int) -> int:

@@ -35,8 +35,9 @@ class Program:
     """The costs of one kind and batch as sums, to solve for several limits.
 
     Seconds are sums over operators and over pairs that casts join. Bytes are counted from the plan `around` (the
-    smallest one, if none is known that fits): what several operators read is kept once, so they are sums only near a
-    plan. A plan's true cost may be another one: it is asked of the machine, and the limit tightened by what exceeds it.
+    smallest one, if none is known that fits): they are sums only near a plan. What several operators read is kept once
+    for those in float, so it has a variable of its own. A plan's true cost may be another one: it is asked of the
+    machine, and the limit tightened by what exceeds it.
     """
 
     machine: Machine
@@ -73,8 +74,11 @@ class Program:
         if seconds is not None:
             constraints.append(LinearConstraint(self._works[None], -np.inf, seconds - self._sampled.base))
         if memory is not None:
-            used = self.machine.memory(self.kind, self._near, self.batch)
-            constraints.append(LinearConstraint(self._bytes[None] / 1e6, -np.inf, (memory - used) / 1e6))
+            used, own, shared = self._bytes
+            constraints = [_wider(one, len(shared)) for one in constraints]
+            taken = np.array([*own, *(bytes for _, bytes in shared)])
+            constraints += [LinearConstraint(taken[None] / 1e6, -np.inf, (memory - used) / 1e6), *self._kept_for_any]
+            goal = np.pad(goal, (0, len(shared)))
         scale = float(np.abs(goal).max()) or 1.0  # tolerances are absolute
         whole = np.array([float(i < len(self._pairs)) for i in range(len(goal))])
         found = milp(
@@ -86,8 +90,8 @@ class Program:
         )
         if found.x is None:
             return None
-        taken = zip(self._pairs, found.x[: len(self._pairs)], strict=True)
-        return {op: format for (op, format), share in taken if share > 0.5}
+        chosen = zip(self._pairs, found.x[: len(self._pairs)], strict=True)
+        return {op: format for (op, format), share in chosen if share > 0.5}
 
     @cached_property
     def _sampled(self) -> Sampled:
@@ -120,14 +124,47 @@ class Program:
         return np.array([*(price * (f != FLOAT) for _, f in self._pairs), *(0.0 for _ in self._joined)])
 
     @cached_property
-    def _bytes(self) -> np.ndarray[Any, Any]:
-        used = self.machine.memory(self.kind, self._near, self.batch)
+    def _bytes(self) -> tuple[float, list[float], list[tuple[list[str], float]]]:
+        """Of a plan to begin with; what each variable adds; and what those that read the same keep for all in float."""
+        used = float(self._memory({}))
+        begin, own, shared = used, dict.fromkeys(self._pairs, 0.0), []
+        formats = {op: self.machine.formats(self.kind, op) for op in self.machine.operators}
+        groups = _groups(self.machine, [op for op, known in formats.items() if FLOAT in known and len(known) > 1])
+        for group in groups:
+            low = {op: next(f for f in formats[op] if f != FLOAT) for op in group}
+            base = float(self._memory(low))
+            begin += base - used
+            alone = {op: self._memory({**low, op: FLOAT}) - base for op in group}
+            # alone each one brings what they read; together they do so once
+            twice = sum(alone.values()) - (self._memory(dict.fromkeys(group, FLOAT)) - base)
+            common = max(0.0, twice / (len(group) - 1))
+            shared.append((group, common))
+            for op in group:
+                own.update({(op, f): self._memory({**low, op: f}) - base for f in formats[op] if f != low[op]})
+                own[op, FLOAT] = alone[op] - common
+        for op, format in self._pairs:
+            if not any(op in group for group in groups) and self._near[op] != format:
+                own[op, format] = self._memory({op: format}) - used
+        return begin, [*own.values(), *(0.0 for _ in self._joined)], shared
 
-        def added(op: str, format: str) -> int:
-            return self.machine.memory(self.kind, {**self._near, op: format}, self.batch) - used
+    def _memory(self, changed: Mapping[str, str]) -> int:
+        return self.machine.memory(self.kind, {**self._near, **changed}, self.batch)
 
-        own = [0 if self._near[op] == format else added(op, format) for op, format in self._pairs]
-        return np.array([*own, *(0 for _ in self._joined)], dtype=float)
+    @cached_property
+    def _kept_for_any(self) -> list[Any]:
+        """What a group reads is kept where any of it is in float."""
+        from scipy.optimize import LinearConstraint
+
+        shared = self._bytes[2]
+        place = {pair: index for index, pair in enumerate(self._pairs)}
+        first = len(self._pairs) + len(self._joined)
+        rows = []
+        for index, (group, _) in enumerate(shared, first):
+            for op in group:
+                row = np.zeros(first + len(shared))
+                row[[place[op, FLOAT], index]] = 1, -1
+                rows.append(row)
+        return [LinearConstraint(np.array(rows), -np.inf, 0.0)] if rows else []
 
     @property
     def _near(self) -> Mapping[str, str]:
@@ -180,6 +217,25 @@ class Program:
             needs = self.machine.memory(self.kind, self.smallest, self.batch)
             words.append(f"needs {needs / 1e9:.3g} GB at its smallest, {memory / 1e9:.3g} are allowed")
         return Problem(what="; ".join(words), where=self.kind, fix="allow more, or give it a smaller batch")
+
+
+def _wider(constraint: Any, columns: int) -> Any:
+    """The same over more variables, which it leaves alone."""
+    from scipy.optimize import LinearConstraint
+
+    return LinearConstraint(np.pad(constraint.A, ((0, 0), (0, columns))), constraint.lb, constraint.ub)
+
+
+def _groups(machine: Machine, operators: list[str]) -> list[list[str]]:
+    """Operators that read the same, two at least of them together."""
+    found: list[list[str]] = []
+    seen: set[str] = set()
+    for operator in operators:
+        own = [other for other in (operator, *machine.beside(operator)) if other in operators and other not in seen]
+        if operator not in seen and len(own) > 1:
+            found.append(own)
+            seen.update(own)
+    return found
 
 
 def smallest(machine: Machine, kind: str, batch: int) -> dict[str, str]:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 FLOAT = "float"
+ACTIVATIONS = "activations of "
+"""How parts of memory begin that an operator, named behind it, keeps for its backward."""
 Assignment = Mapping[str, str]
 """A format for each operator."""
 Plans = Mapping[str, Assignment]
@@ -47,6 +49,12 @@ class Machine(Protocol):
 
     def reads(self, operator: str) -> Sequence[str]:
         """Operators before it whose format may change what this one costs: there may be a cast between them."""
+
+    def beside(self, operator: str) -> Sequence[str]:
+        """Others that read a tensor that it reads: in float it is kept for all of them once, of codes each has its own.
+
+        So float may cost memory only for the first of them, and one alone may not fit where all do.
+        """
 
     def likeness(self, kind: str, operator: str) -> Hashable:
         """Equal for operators that cost the same in every format, next to equal ones: one is asked for all."""
@@ -126,6 +134,10 @@ class Additive:
         """A table has no graph: each is taken to follow the one before it."""
         index = list(self.operators).index(operator)
         return list(self.operators)[max(0, index - 1) : index]
+
+    def beside(self, operator: str) -> Sequence[str]:
+        """In a table each keeps its own."""
+        return ()
 
     def likeness(self, kind: str, operator: str) -> Hashable:
         """By its costs."""

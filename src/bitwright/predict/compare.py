@@ -12,9 +12,11 @@ import torch
 
 from bitwright.errors import PlanError, Problem
 from bitwright.predict.local import Local
+from bitwright.profile.beyond import Beyond, seen_beyond
 from bitwright.profile.device import DeviceProfile
 from bitwright.profile.here import device_name
 from bitwright.profile.repeat import undisturbed
+from bitwright.profile.signature import is_loss
 from bitwright.profile.step import CLOCKS, PHASES, Batch, Clock, Loss
 from bitwright.profile.sweep import Variant
 from bitwright.profile.watch import ACCUMULATE, Sample, Watch, WatchedStep
@@ -81,9 +83,9 @@ def compare(
     with undisturbed():
         for number in range(steps):
             speeds.append(yardstick(CLOCKS[clock]))
-            step()  # the yardstick and the watch have left other things in the caches; a trainer's step follows its own
-            plain.append(step())
-            seen.append(_groups(watch.run(step)))
+            plain.append(step.settled())  # the yardstick and the watch have left other things in the caches
+            sample = watch.run(step)
+            seen.append(_groups(sample, seen_beyond(watch, sample, plain[-1])))
             if progress is not None:
                 progress(number + 1)
     predicted = predicted_groups(local)
@@ -156,11 +158,14 @@ def _group(text: str, format: str) -> str:
     return text.partition("(")[0].partition(":")[0].removesuffix("_")
 
 
-def _groups(sample: Sample) -> dict[str, float]:
+def _groups(sample: Sample, beyond: Beyond) -> dict[str, float]:
+    """Without what watching adds, as the profile has it."""
     found: dict[str, float] = defaultdict(float)
-    for times in (sample.forward, sample.backward):
-        for key, seconds in times.items():
-            found[_group(*key)] += seconds
+    for key, seconds in sample.forward.items():
+        over = beyond.loss if is_loss(key[0]) else beyond.forward
+        found[_group(*key)] += seconds - sample.calls[key] * over
+    for key, seconds in sample.backward.items():
+        found[_group(*key)] += seconds - sample.calls[key] * beyond.backward
     return dict(found)
 
 

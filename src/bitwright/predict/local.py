@@ -196,11 +196,8 @@ class Local:
     @cached_property
     def gap(self) -> float:
         """What the host needs for all operators of one forward."""
-        host = self.profile.host
-        if not any(True for _ in self.plan.quantized):
-            return host.gap * len(self.blocks)
         hooked = sum(bool(block.way.casts) for block in self.blocks)
-        return host.prepared_gap * len(self.blocks) + host.hooked * hooked + host.seen * (len(self.blocks) - hooked)
+        return self.profile.host.between(len(self.blocks), hooked, prepared=self.plan.changes_models)
 
     @cached_property
     def loss(self) -> Cost:
@@ -226,7 +223,7 @@ class Local:
     @cached_property
     def backward_offsets(self) -> list[float]:
         """For each operator, last one first: when its backward is done, counted from backward's start."""
-        start = self.profile.host.engine + self.loss.backward
+        start = self.profile.host.start(len(self.blocks)) + self.loss.backward
         return list(running_sum((block.backward for block in reversed(self.blocks)), initial=start))[1:]
 
     @cached_property

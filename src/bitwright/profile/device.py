@@ -108,6 +108,7 @@ class Host(_Part):
     hooked: float = Field(default=0.0, ge=0, description="The same for an operator that has quantizers.")
     hook: float = Field(default=0.0, ge=0, description="What watching added to each backward node; taken off already.")
     engine: float = Field(default=0.0, ge=0, description="From backward's call to its first node.")
+    engine_operator: float = Field(default=0.0, ge=0, description="The same, for each operator of the model.")
     step: float = Field(default=0.0, ge=0, description="Fixed work of a step, a scheduler's not included.")
     schedule: float = Field(default=0.0, ge=0, description="Setting the learning rate anew.")
     yardstick: float = Field(default=0.0, ge=0, description="A fixed piece of work, while operators were measured.")
@@ -117,6 +118,16 @@ class Host(_Part):
         default=0.0, ge=0, description="Share of its speed that computing loses while a collective is under way."
     )
     stretch: float = Field(default=1.0, ge=1, description="How much longer a collective takes beside computing.")
+
+    def start(self, operators: int) -> float:
+        """Seconds from backward's call to its first node: autograd looks at all nodes first."""
+        return self.engine + self.engine_operator * operators
+
+    def between(self, operators: int, hooked: int, *, prepared: bool) -> float:
+        """Seconds of a forward beside its operators, so many of them with quantizers."""
+        if not prepared:
+            return self.gap * operators
+        return self.prepared_gap * operators + self.hooked * hooked + self.seen * (operators - hooked)
 
 
 class MemoryFacts(_Part):

@@ -84,6 +84,12 @@ def cpu_quota() -> float | None:
     return None
 
 
+def pauses(clock: Clock) -> bool:
+    """Whether this clock goes on while the process stands still, its share of the CPU being used up."""
+    quota = cpu_quota()
+    return clock == "wall" and quota is not None and quota < torch.get_num_threads()
+
+
 def resident_bytes() -> int:
     """What this process has in memory now; 0 where nobody tells."""
     return _status("VmRSS")

@@ -19,18 +19,20 @@ from bitwright.plan import Plan, SiteSpec
 from bitwright.profile.device import Host, TensorsCost
 from bitwright.profile.fit import fit
 from bitwright.profile.repeat import interleaved, undisturbed
+from bitwright.profile.signature import is_loss
 from bitwright.profile.step import CLOCKS, Clock, StepSettings, make_optimizer
 from bitwright.profile.watch import Sample, Watch, WatchedStep
-from bitwright.ptq import calibrate
+from bitwright.ptq import ALONE, calibrate
 
-_LINKS = 30  # operators of the chain that gaps are measured with: enough that a step's start doesn't count
+_LINKS = 30  # of the chain that gaps are measured with: enough that a step's start doesn't count
+_FEW = 3  # of one beside it: what backward's start takes by itself
 COLD = 24 << 20  # bytes: more than the caches that a core has for itself
 _TENSORS, _ELEMENTS = (8, 32, 96), (64, 4096, 65536)
 
 
-def _chain() -> nn.Module:
-    """Operators that compute next to nothing: what remains is the host's."""
-    return nn.Sequential(*(layer for _ in range(_LINKS) for layer in (nn.Linear(4, 4), nn.Tanh())))
+def _chain(links: int = _LINKS) -> nn.Module:
+    """Two operators a link that compute next to nothing: what remains is the host's."""
+    return nn.Sequential(*(layer for _ in range(links) for layer in (nn.Linear(4, 4), nn.Tanh())))
 
 
 def _chain_plan() -> Plan:
@@ -48,18 +50,18 @@ def measure_host(clock: Clock, *, rounds: int = 30) -> Host:
 
     settings = StepSettings(schedule=False)
     found: dict[str, float] = {}
-    for name, plan in (("float", Plan()), ("prepared", _chain_plan())):
-        model = _chain()
+    for name, links, plan in (("float", _LINKS, Plan()), ("prepared", _LINKS, _chain_plan()), ("few", _FEW, Plan())):
+        model = _chain(links)
         if plan.sites:
             prepare(model, plan)
-            calibrate(model, [data])
+            calibrate(model, [data], group=ALONE)  # another rank may know its host already
         model.train()
         step = WatchedStep(model, [batch], loss, settings, clock=clock)
         watch = Watch(model, plan, settings, CLOCKS[clock])
         rows = []
         with undisturbed():
             for number in range(rounds + 3):
-                plain, seen = step(), watch.run(step)
+                plain, seen = step.settled(), watch.run(step)
                 if number >= 3:
                     rows.append(_row(plain, seen))
         medians = [statistics.median(column) for column in zip(*rows, strict=True)]
@@ -68,13 +70,16 @@ def measure_host(clock: Clock, *, rounds: int = 30) -> Host:
     step_fixed = max(0.0, found["float other"] - zero.seconds(20 * _LINKS, 2 * _LINKS))
     added = max(0.0, found["prepared tanh"] - found["float tanh"])
     hooked = max(0.0, found["prepared linear"] - found["float linear"])
+    engine, few = found["float engine"], found["few engine"]
+    each = max(0.0, engine - few) / (2 * (_LINKS - _FEW))
     return Host(
         gap=found["float gap"],
         prepared_gap=found["prepared gap"],
         seen=added,
         hooked=hooked,
         hook=max(0.0, found["float hook"]),
-        engine=found["float engine"],
+        engine=max(0.0, engine - 2 * _LINKS * each),
+        engine_operator=each,
         step=step_fixed,
         schedule=_schedule(clock),
     )
@@ -84,7 +89,7 @@ _COLUMNS = ("gap", "hook", "engine", "other", "linear", "tanh")
 
 
 def _row(plain: dict[str, float], seen: Sample) -> tuple[float, ...]:
-    whole = sum(seconds for (text, _), seconds in seen.forward.items() if not text.startswith("loss:"))
+    whole = sum(seconds for (text, _), seconds in seen.forward.items() if not is_loss(text))
     hook = (sum(seen.backward.values()) + seen.engine - plain["backward"]) / seen.nodes
     linear, tanh = (
         sum(seconds for (text, _), seconds in seen.forward.items() if text.startswith(kind)) / _LINKS

@@ -13,9 +13,10 @@ from bitwright.graph.capture import Recorder, untouched
 from bitwright.graph.functions import kind_of, locate
 from bitwright.graph.intercept import install, uninstall
 from bitwright.graph.tree import as_call, batch_size, tensors_in
-from bitwright.profile.signature import CallSpec, TensorSpec, describe
+from bitwright.profile.signature import LOSS, CallSpec, TensorSpec, describe
 from bitwright.profile.step import Batch, Loss, StepSettings
 from bitwright.profile.stepgraph import StepGraph, StepOp, Storage
+from bitwright.workload import call_on
 
 
 class _StepRecorder(Recorder):
@@ -122,7 +123,7 @@ def record_step(
             with settings.autocast(), keeping:
                 try:
                     install(model, recorder)
-                    output = model(*args, **kwargs)
+                    output = call_on("training", model, inputs)
                 finally:
                     uninstall(model, recorder)
                 value = loss(output, target)
@@ -155,4 +156,4 @@ def loss_call(loss: Loss, output: Any, target: Any) -> CallSpec:
     name = getattr(loss, "__qualname__", type(loss).__name__)
     ports = tuple((path or "output", TensorSpec.of(tensor)) for path, tensor in tensors_in(output))
     words = [f"«{number}»" for number in range(len(ports))] + [str(TensorSpec.of(t)) for _, t in tensors_in(target)]
-    return CallSpec("loss", ports, f"loss:{name}({', '.join(words)})")
+    return CallSpec("loss", ports, f"{LOSS}{name}({', '.join(words)})")

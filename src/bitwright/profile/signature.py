@@ -20,7 +20,13 @@ from bitwright.graph.tree import map_tensors
 _SHORT = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "float64": "f64", "int64": "i64", "int32": "i32"}
 _BYTES = {"float64": 8, "int64": 8, "complex64": 8, "float16": 2, "bfloat16": 2, "int16": 2, "int8": 1, "uint8": 1}
 FLOATS = ("float32", "bfloat16", "float16", "float64")
+LOSS = "loss:"  # how the text of a loss begins
 _TOKEN = re.compile(r"«(\d+)»")
+
+
+def is_loss(text: str) -> bool:
+    """Whether this is a loss, and no operator."""
+    return text.startswith(LOSS)
 
 
 @dataclass(frozen=True)

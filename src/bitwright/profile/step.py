@@ -13,13 +13,14 @@ from torch import Tensor, nn
 
 from bitwright.allocator import keep_memory
 from bitwright.profile.way import AMP_DTYPES, Amp
-from bitwright.workload import call
+from bitwright.workload import call_on, to_train
 
 Clock = Literal["wall", "cpu"]
 #: `cpu` counts what this thread computes, and not what others on the same machine do meanwhile: for one thread only.
 CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.thread_time}
 Loss = Callable[[Any, Any], Tensor]
 Batch = tuple[Any, Any]
+_SETTLED = 0.01  # seconds of steps after which caches hold what steps leave in them
 PHASES = ("forward", "loss", "backward", "clip", "optimizer", "other")
 
 
@@ -86,7 +87,7 @@ class TrainingStep:
         self.loss = loss
         self.settings = settings
         self.clock = CLOCKS[clock]
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.parameters = to_train(model)
         self.optimizer = make_optimizer(self.parameters, settings)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1.0 / (1 + step))
         self.scaler: Any = torch.amp.GradScaler("cpu", enabled=settings.amp == "fp16")
@@ -133,11 +134,19 @@ class TrainingStep:
         spent["other"] = end - start - sum(spent.values())
         return spent
 
+    def settled(self) -> dict[str, float]:
+        """A step that follows some of its own, as a trainer's do, whatever ran before: short ones follow more."""
+        spent, steps = 0.0, 0
+        while steps < 1 or (spent < _SETTLED and steps < 20):
+            spent += sum(self().values())
+            steps += 1
+        return self()
+
     # What a watcher wants to stand around.
 
     def run_forward(self, inputs: Any) -> Any:
         """The model's forward."""
-        return call(self.net, inputs)
+        return call_on("training", self.net, inputs)
 
     def run_loss(self, output: Any, target: Any) -> Tensor:
         """The loss."""

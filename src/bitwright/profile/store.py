@@ -13,8 +13,10 @@ from typing import Any
 import numpy as np
 
 from bitwright.errors import BitwrightError
+from bitwright.profile.beyond import Beyond
 from bitwright.profile.device import Kept, OperatorCost, Timing
-from bitwright.profile.repeat import middle_half
+from bitwright.profile.repeat import middle_half, typical
+from bitwright.profile.signature import is_loss
 from bitwright.profile.watch import Key, Sample
 
 VERSION = 1
@@ -34,6 +36,8 @@ class SampleStore:
         """Forward, backward, and in which round."""
         self.totals: list[float] = []
         """Of each round, all that was watched."""
+        self.beyond: dict[int, tuple[float, float, float]] = {}
+        """Of rounds beside which a plain step was taken: what the watch shows more per call (see `Beyond`)."""
         self.alike: dict[frozenset[Key], list[int]] = defaultdict(list)
         """Rounds of the same operators: steps of one model under one plan."""
         self.saved: dict[Key, Kept] = {}
@@ -93,6 +97,9 @@ class SampleStore:
             for text, format, forward, backward in rows:
                 self.samples[(text, format)].append((forward, backward, number))
             self.alike[frozenset((row[0], row[1]) for row in rows)].append(number)
+            if "beyond" in line:
+                forward, backward, loss = line["beyond"]
+                self.beyond[number] = (forward, backward, loss)
             self.totals.append(line.get("total") or sum(row[2] + row[3] for row in rows))
         if "yardstick" in line:
             self.yardsticks.append(line["yardstick"])
@@ -107,15 +114,21 @@ class SampleStore:
         self._append(line)
         self._take(line)
 
-    def add_round(self, sample: Sample, *, wanted: int) -> None:
-        """Keep one step: the mean of a key's calls. Keys that have enough rounds from other models stay as they are."""
+    def add_round(self, sample: Sample, *, wanted: int, beyond: Beyond | None = None) -> None:
+        """Keep one step: the mean of a key's calls. Keys that have enough rounds from other models stay as they are.
+
+        `beyond`: what the watch shows more than a plain step beside it took.
+        """
         keys = [key for key in sample.calls if len(self.samples[key]) < wanted]
         rows = [
             [*key, sample.forward.get(key, 0.0) / sample.calls[key], sample.backward.get(key, 0.0) / sample.calls[key]]
             for key in keys
         ]
         total = sum(sample.forward.get(key, 0.0) + sample.backward.get(key, 0.0) for key in keys)
-        self.add({"round": rows, "total": total, "engine": sample.engine})
+        line: dict[str, Any] = {"round": rows, "total": total, "engine": sample.engine}
+        if beyond is not None:
+            line["beyond"] = [beyond.forward, beyond.backward, beyond.loss]
+        self.add(line)
 
     def add_saved(self, sample: Sample) -> None:
         """Keep what calls keep for backward."""
@@ -126,21 +139,34 @@ class SampleStore:
         return min((len(self.samples.get(key, ())) for key in keys), default=0)
 
     def costs(self) -> dict[Key, OperatorCost]:
-        """Means over ordinary rounds."""
+        """Means over ordinary rounds, without what watching adds."""
         found: dict[Key, OperatorCost] = {}
-        weights, resampled = self._ordinary(), self._resampled()
+        weights, resampled, added = self._ordinary(), self._resampled(), self._added()
         for key, rows in self.samples.items():
             if rows:
                 numbers = [number for *_, number in rows]
                 forward, backward = np.array([row[0] for row in rows]), np.array([row[1] for row in rows])
+                over, over_back = added[2 if is_loss(key[0]) else 0, numbers], added[1, numbers]
                 counts = weights[numbers], resampled[:, numbers]
                 found[key] = OperatorCost(
                     operator=key[0],
                     format=key[1],
-                    forward=timing(forward, *counts),
-                    backward=timing(backward, *counts) if backward.any() else None,
+                    forward=timing(forward - over, *counts),
+                    backward=timing(backward - over_back, *counts) if backward.any() else None,
                     saved=self.saved.get(key),
                 )
+        return found
+
+    def _added(self) -> np.ndarray:
+        """For each round what its kind of rounds typically shows more per call: forward, backward, and of the loss.
+
+        Typically, since a single step may be slow for reasons of its own.
+        """
+        found = np.zeros((3, len(self.totals)))
+        for numbers in self.alike.values():
+            known = [self.beyond[number] for number in numbers if number in self.beyond]
+            if known:
+                found[:, numbers] = [[typical(column)] for column in zip(*known, strict=True)]
         return found
 
     def _ordinary(self) -> np.ndarray:
@@ -178,7 +204,7 @@ def timing(values: np.ndarray, counts: np.ndarray, resampled: np.ndarray) -> Tim
     alike are drawn for each other, and where each is another's only one, drawing changes nothing.
     """
     repetitions = int(counts.sum())
-    mean = float(values @ counts / repetitions)
+    mean = max(0.0, float(values @ counts / repetitions))
     reach = 0.0
     if repetitions > 1:
         drawn = float(np.std(resampled @ values / resampled.sum(axis=1))) * sqrt(len(values) / (len(values) - 1))

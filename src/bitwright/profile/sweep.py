@@ -10,7 +10,9 @@ from torch import nn
 from bitwright.attach import find_attachment
 from bitwright.errors import BitwrightError
 from bitwright.plan import Plan
+from bitwright.profile.beyond import seen_beyond
 from bitwright.profile.device import Host
+from bitwright.profile.here import pauses
 from bitwright.profile.repeat import undisturbed
 from bitwright.profile.step import CLOCKS, Batch, Clock, Loss, StepSettings
 from bitwright.profile.store import SampleStore
@@ -31,8 +33,7 @@ class Variant:
 
     def __post_init__(self) -> None:
         """A plan that isn't on the model would be measured as if it were."""
-        low = any(spec.low for spec in self.plan.compute.values()) or any(True for _ in self.plan.quantized)
-        if bool(find_attachment(self.model)) != low:
+        if bool(find_attachment(self.model)) != self.plan.changes_models:
             raise BitwrightError(
                 "the model isn't as the plan says", fix="prepare(model, plan) and calibrate it, or pass a Plan()"
             )
@@ -64,13 +65,14 @@ def measure(
                 step()
             running.append((watch, step))
     done = 0
+    paused = pauses(clock)  # one step has a pause and the next has none: that isn't the watch's doing
     with undisturbed():
         while running:
             for watch, step in list(running):
                 store.add({"yardstick": yardstick(CLOCKS[clock])})
-                step()  # another variant has run meanwhile; a trainer's step follows one of its own
-                sample = watch.run(step)
-                store.add_round(sample, wanted=rounds)
+                plain, sample = step.settled(), watch.run(step)  # another variant has run meanwhile
+                beyond = None if paused else seen_beyond(watch, sample, plain)
+                store.add_round(sample, wanted=rounds, beyond=beyond)
                 if store.rounds(sample.calls) >= rounds:
                     running.remove((watch, step))
             done += 1

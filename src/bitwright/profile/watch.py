@@ -75,6 +75,10 @@ class Sample:
     engine: float = 0.0
     """From the call of backward to the first node."""
     nodes: int = 0
+    operators: int = 0
+    """Calls forward, the loss not among them."""
+    hooked: int = 0
+    """Those of them that have quantizers."""
 
 
 class _Plain(Interceptor):
@@ -128,6 +132,7 @@ class Watch:
         prepared = find_attachment(model) is not None
         # what interception adds to a call in a prepared model, without and with quantizers: predictions add it again
         self.seen, self.hooked = (host.seen, host.hooked) if prepared else (0.0, 0.0)
+        self.host, self.prepared = host, prepared
         self.primary = {path: primary_kind(module) for path, module in model.named_modules()}
         self.parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
         self.ways: dict[tuple[str, str], Way] = {}
@@ -201,6 +206,8 @@ class Watch:
         way = self._way(name, call)
         frame = _Frame(operator_key(call, way), way, kind, call.ports)
         frame.added = self.hooked if way.casts else self.seen
+        self.sample.operators += 1
+        self.sample.hooked += bool(way.casts)
         if self.saving:
             found = locate(kind, func, args, kwargs)
             frame.labels = {t.untyped_storage().data_ptr(): port for port, _, t in reversed(found)}

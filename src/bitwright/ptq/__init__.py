@@ -2,12 +2,14 @@
 
 from bitwright.ptq.calibrate import calibrate
 from bitwright.ptq.following import settle_ranges
+from bitwright.ptq.ranks import ALONE
 from bitwright.ptq.run import At, Ran, Watch, run_steps
 from bitwright.ptq.step import Step, read_steps
 from bitwright.ptq.weights import settle_weights
 from bitwright.ptq.work import MEMORY, Data, Work, need_data
 
 __all__ = [
+    "ALONE",
     "MEMORY",
     "At",
     "Data",

@@ -34,7 +34,7 @@ def calibrate(
 
     Where `torch.distributed` is initialised, all processes of `group` (default: all) must call this, each with batches
     of its own (or none): ranges are merged, and all end with the same grids, or the same problems. A rank that should
-    calibrate alone gives a group of its own, `dist.new_group([rank])`.
+    calibrate alone gives a group of its own, `dist.new_group([rank])`, or `ALONE`, of which the others needn't know.
     """
     attachment = attachment_of(model)
     # those that are made from others come last

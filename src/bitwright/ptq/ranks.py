@@ -23,9 +23,13 @@ from bitwright.registry import OBSERVERS
 Range = tuple[Tensor, Tensor]
 
 
+ALONE = object()
+"""A group of this process alone, which nobody else has to know of."""
+
+
 def several(group: Any) -> bool:
     """Whether there are other processes to calibrate with."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
+    return group is not ALONE and dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bitwright.attach import Grid, with_gradient_of
+from bitwright.attach import Grid, usable_scale, with_gradient_of
 from bitwright.quantizers.apot_levels import levels, nearest
+from bitwright.quantizers.sized import Sized, ratio
 from bitwright.quantizers.uneven import Uneven
 
 
-class Apot(Uneven):
+class Apot(Uneven, Sized):
     """x̂ = α·nearest level of clip(x/α): ∂α = level − x/α inside, ±1 outside. `scale` is α. A sign costs one bit.
 
     α starts at 3 for weights, standardised first (per scale); for activations at the calibrated end, at most 6.
@@ -38,4 +39,15 @@ class Apot(Uneven):
         """The nearest level."""
         signed, alpha = self.qmin < 0, self.layout.spread(with_gradient_of(self.end(), self.scale.abs()), x)
         share = torch.clamp(self.transform(x) / alpha, -1.0 if signed else 0.0, 1.0)
-        return with_gradient_of(nearest(share.detach(), levels(self.spec.format.bits - signed)), share) * alpha
+        known = levels(self.spec.format.bits - signed)
+        if self.keeps_size:
+            return self._sized(self.as_large(share, x), x, known)
+        return with_gradient_of(nearest(share.detach(), known), share) * alpha
+
+    def _sized(self, values: Tensor, x: Tensor, known: list[float]) -> Tensor:
+        """The nearest levels of a range that makes them as large as `x`; a power of two can't follow exactly."""
+        pot, rows = self.spec.format.pot, self.layout.rows(values.detach())
+        end = usable_scale(rows.abs().amax(dim=1), pot=pot)
+        near = nearest(torch.clamp(values.detach() / self.layout.over(end, x), -1.0, 1.0), known)
+        near = near * self.layout.over(end if pot else ratio(x.detach(), near, self.layout), x)
+        return with_gradient_of(near, values)

@@ -13,7 +13,7 @@ _TINY = 1e-12  # a row of zeros stays zeros
 class DoReFa(UnitRange):
     """w̃ = tanh(w)/max|tanh(w)| rounded to the grid of [−1, 1], straight-through."""
 
-    def transform(self, x: Tensor) -> Tensor:
+    def squeeze(self, x: Tensor) -> Tensor:
         """Squeeze a weight, clip an activation."""
         if not self.weight:
             scale, zero_point = self.layout.spread(self.scale, x), self.layout.spread(self.zero_point, x)

@@ -30,7 +30,7 @@ class Qil(UnitRange):
             self.keep(name, self.layout.fold(grid.scale * grid.qmax / 2, shape))
         super().set_range(low, high, shape, values)
 
-    def transform(self, x: Tensor) -> Tensor:
+    def squeeze(self, x: Tensor) -> Tensor:
         """t: where in the interval |x| lies."""
         factor, spread = self.gradient_scale(x), self.layout.spread
         width = self.half_width.abs().clamp(min=EPS)

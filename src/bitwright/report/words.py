@@ -19,15 +19,42 @@ def size(count: int) -> str:
     return f"{value:.1f} {units[0]}" if units[0] != "B" else f"{count} B"
 
 
+def counted(number: int, word: str) -> str:
+    """So many of them.
+
+    >>> counted(1, "epoch"), counted(2, "epoch")
+    ('1 epoch', '2 epochs')
+    """
+    return f"{number} {word}{'' if number == 1 else 's'}"
+
+
+def measured(metric: str, value: float) -> str:
+    """A metric's value: hundredths of a percent, or digits that count, whatever the magnitude.
+
+    >>> measured("top1", 91.2), measured("mae", 0.0046596)
+    ('91.20', '0.0046596')
+    """
+    return f"{value:.2f}" if metric.startswith("top") else f"{value:.5g}"
+
+
+def moved(metric: str, difference: float) -> str:
+    """How much a metric changes.
+
+    >>> moved("top1", 0.5), moved("mae", -0.0001)
+    ('+0.50', '-0.0001')
+    """
+    return f"{difference:+.2f}" if metric.startswith("top") else f"{difference:+.3g}"
+
+
 def score(accuracy: Accuracy) -> str:
     """A metric; top-1 is in percent."""
-    return f"{accuracy.value:.2f} %" if accuracy.metric.startswith("top") else f"{accuracy.value:.5g}"
+    return measured(accuracy.metric, accuracy.value) + (" %" if accuracy.metric.startswith("top") else "")
 
 
 def change(accuracy: Accuracy, reference: Accuracy) -> str:
     """The difference to the reference, in the metric's own unit."""
     difference = accuracy.value - reference.value
-    return f"{difference:+.2f} points" if accuracy.metric.startswith("top") else f"{difference:+.3g}"
+    return moved(accuracy.metric, difference) + (" points" if accuracy.metric.startswith("top") else "")
 
 
 def speed(timing: Timing) -> str:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler, default_collate
 
 from bitwright.errors import TrainError, WorkloadError
+from bitwright.owner import owners_code
 from bitwright.train.ranks import Ranks
 from bitwright.train.seeding import seed_all, seed_of
-from bitwright.workload import Workload
+from bitwright.workload import Workload, shape_of
 
 _DEFAULT_BATCH = 64
+_EXPECTED = "training() gives a data set with items (inputs, target), which collate makes a batch of"
 _FEWEST = 2  # samples of a rank in a short batch: batch norm's statistics need two
+_END = object()
 _Key = tuple[int, int, int]  # epoch, batch, sample
 
 
@@ -39,7 +43,9 @@ class TrainingData:
     ) -> None:
         where = f"workload {workload.name!r}"
         assert workload.training is not None  # the trainer has refused it before
-        source = workload.training()
+        self.name = workload.name
+        with self._owners_code("training"):
+            source = workload.training()
         self.collate = workload.collate or default_collate
         if isinstance(source, DataLoader):
             if not isinstance(source.sampler, RandomSampler | SequentialSampler):
@@ -64,6 +70,8 @@ class TrainingData:
         self.parts: list[int] = ranks.gather(self.batch)
         """The batch of each rank: they may differ."""
         self.size = len(source)
+        if self.size == 0:
+            raise WorkloadError("the training set is empty", where=where, fix="look at what training() gives")
         self.seed = seed
         self.ranks = ranks
         self.workers = workers
@@ -128,14 +136,24 @@ class TrainingData:
             collate_fn=self.collate,
             num_workers=self.workers,
         )
-        for batch in loader:
+        loading = iter(loader)
+        while True:
+            with self._owners_code("the training set"):
+                batch = next(loading, _END)
+            if batch is _END:
+                return
             if not isinstance(batch, tuple | list) or len(batch) != 2:
                 raise WorkloadError(
                     "a training batch is not (inputs, target)",
-                    value=type(batch).__name__,
+                    where=f"workload {self.name!r}",
+                    value=shape_of(batch),
                     fix="let the data set give pairs; several inputs are a tuple or a dict within the pair",
                 )
             yield batch[0], batch[1]
+
+    def _owners_code(self, what: str) -> AbstractContextManager[None]:
+        fix = "look at training()[0] in Python; items of unequal sizes need a Workload(collate=…)"
+        return owners_code(self.name, what, expected=_EXPECTED, fix=fix)
 
 
 def _shares(count: int, weights: list[int]) -> list[int]:

@@ -7,10 +7,12 @@ from torch import nn
 
 from bitwright.train.config import TrainConfig
 from bitwright.train.qat import parameter_groups
+from bitwright.workload import to_train
 
 
 def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
     """SGD or AdamW; each group keeps its highest learning rate as `peak`, of which the schedule takes a share."""
+    to_train(model)
     groups = parameter_groups(model, weight_decay=config.weight_decay, quantizer_lr=config.quantizer_lr)
     for group in groups:
         if group["name"] == "quantizers":

@@ -77,7 +77,7 @@ class Sharded(Alone):
         from torch.distributed.fsdp import fully_shard
 
         super().__init__(model)
-        self.ranks = ranks
+        self.ranks, self.device = ranks, device
         attachment = find_attachment(model)
         quantizers = attachment.quantizers.values() if attachment is not None else ()
         self.own = list({p: None for q in quantizers for p in q.parameters() if p.requires_grad})
@@ -134,7 +134,7 @@ class Sharded(Alone):
 
     def stopping(self, asked: bool) -> bool:
         """Checkpoints are gathered: all stop, or none."""
-        flag = torch.tensor(float(asked), device=next(iter(self.model.buffers()), torch.zeros(())).device)
+        flag = torch.tensor(float(asked), device=self.device)
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
         return bool(flag)
 

@@ -88,14 +88,17 @@ def here() -> Ranks:
 
 
 @contextmanager
-def joined() -> Iterator[Ranks]:
-    """The process group that there is, or torchrun's (which is left again), or nobody but this process."""
+def joined(device: str | None = None) -> Iterator[Ranks]:
+    """The process group that there is, or torchrun's (which is left again), or nobody but this process.
+
+    `device` is where the model will be, if that is known: what is on CPUs can't be sent by what connects GPUs.
+    """
     if not dist.is_available():
         yield Ranks()
         return
     made = not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1
     if made:
-        _join()
+        _join(device)
     try:
         yield here()
     finally:
@@ -103,7 +106,17 @@ def joined() -> Iterator[Ranks]:
             dist.destroy_process_group()
 
 
-def _join() -> None:
+def device_of(said: str | None, local: int) -> torch.device:
+    """Where this process trains: as it was said, else its own GPU, if there is one.
+
+    >>> device_of("cpu", 1), device_of("cuda", 1), device_of("cuda:0", 1)
+    (device(type='cpu'), device(type='cuda', index=1), device(type='cuda', index=0))
+    """
+    found = torch.device(said or ("cuda" if torch.cuda.is_available() else "cpu"))
+    return torch.device("cuda", local) if str(found) == "cuda" else found
+
+
+def _join(device: str | None) -> None:
     """Join torchrun's group, at each restart under another name.
 
     torchrun's store outlives a restart (torch 2.13): a process that comes back early would find the address of a dead
@@ -111,6 +124,10 @@ def _join() -> None:
     """
     store, rank, world = next(iter(rendezvous("env://")))
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    backend = "gloo"
+    if torch.cuda.is_available() and torch.device(device or "cuda").type == "cuda":
+        backend = "nccl"
+        # it takes the process's current GPU for whatever has none, words too: without this all would take the first
+        torch.cuda.set_device(device_of(device, int(os.environ.get("LOCAL_RANK", "0"))))
     fresh = PrefixStore(f"bitwright/{attempt}", store)
     dist.init_process_group(backend, store=fresh, rank=rank, world_size=world)

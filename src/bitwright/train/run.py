@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from functools import cached_property
 from itertools import islice
 from logging import getLogger
@@ -20,9 +18,8 @@ from torch import Tensor, nn
 
 from bitwright.attach.compiled import for_this_cpu
 from bitwright.backends import Choices
-from bitwright.checkpoint import checkpoint_file, load_checkpoint, save_checkpoint
+from bitwright.checkpoint import checkpoint_file, load_checkpoint
 from bitwright.errors import TrainDiverged, TrainError
-from bitwright.files import write_text
 from bitwright.graph.tree import map_tensors
 from bitwright.modes import evaluating
 from bitwright.plan import Plan
@@ -32,19 +29,20 @@ from bitwright.train.checkpoints import Checkpoints, Saved
 from bitwright.train.config import TrainConfig
 from bitwright.train.data import TrainingData
 from bitwright.train.ema import Ema
+from bitwright.train.finish import facts, finish
 from bitwright.train.lowprecision import LowPrecision, batch_of, kind_of
 from bitwright.train.objective import Objective
 from bitwright.train.optimizer import make_optimizer
 from bitwright.train.parallel import Alone, Replicated, Sharded, share_buffers
-from bitwright.train.precision import Precision, word
+from bitwright.train.placing import Placing
+from bitwright.train.precision import Precision
 from bitwright.train.qat import Qat
 from bitwright.train.ranks import Ranks
 from bitwright.train.schedule import rate
 from bitwright.train.seeding import seed_all
 from bitwright.train.signals import Interrupted, Stop
-from bitwright.train.state import checked, load_best, restore, whole_state, writer
-from bitwright.version import __version__
-from bitwright.workload import Workload, batches, call, can_measure, measure
+from bitwright.train.state import checked, restore, writer
+from bitwright.workload import Workload, batches, call_on, can_measure, fed_with, measure
 
 log = getLogger("bitwright.train")
 _CALIBRATION_BATCHES = 8  # of the training data, where the workload has no calibration data
@@ -74,6 +72,7 @@ class Run:
         simulate: bool = False,
     ) -> None:
         self.workload = workload
+        self.where = f"workload {workload.name!r}"
         self.config = config
         self.ranks = ranks
         self.device = device
@@ -84,10 +83,12 @@ class Run:
         self.precision = precision
         self.compute, self.simulate = compute, simulate
         self.kind = None if compute is None else kind_of(compute, kinds, ranks)
+        self.kinds: list[str | None] = ranks.gather(self.kind)
         section = None if compute is None or self.kind is None else compute.devices[self.kind]
         batch = batch_of(section, config.batch)
         if section is not None and section.channels_last:  # the plan was made for that layout
             self.config = config = config.model_copy(update={"channels_last": True})
+        self.place = Placing(device=device, channels_last=config.channels_last)
         self.data = TrainingData(
             workload,
             batch=batch,
@@ -123,9 +124,7 @@ class Run:
 
     def _set_up(self, backend: str | None, choices: Choices, init: Path | None, resume: Saved | None) -> None:
         config, model = self.config, self.workload.model
-        self.model = model.to(self.device)
-        if config.channels_last:
-            self.model = self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.model = self.place.model(model)
         if init is not None:
             load_checkpoint(model, checkpoint_file(init))
         seed_all(config.seed, "start")
@@ -192,7 +191,7 @@ class Run:
             )
         return Qat(
             self.model,
-            (self._move(batch) for batch in self._calibration()),
+            (self.place(batch) for batch in self._calibration()),
             quantize=self.precision,
             backend=backend,
             example=self._example(),
@@ -204,7 +203,7 @@ class Run:
         )
 
     def _example(self) -> Any:
-        return self._move(self.workload.inputs)
+        return self.place(self.workload.inputs)
 
     def _calibration(self) -> Iterator[Any]:
         """This rank's calibration batches; training batches where the workload has none."""
@@ -221,17 +220,6 @@ class Run:
         if self.ranks.first:
             log.info(text)
 
-    def _move(self, value: Any) -> Any:
-        if self.device.type == "cpu" and not self.config.channels_last:
-            return value
-        return map_tensors(value, self._move_tensor)
-
-    def _move_tensor(self, tensor: Tensor) -> Tensor:
-        tensor = tensor.to(self.device, non_blocking=True)
-        if self.config.channels_last and tensor.dim() == 4:
-            tensor = tensor.contiguous(memory_format=torch.channels_last)
-        return tensor
-
     # -- the loop ------------------------------------------------------------------------------------------
 
     def go(self) -> None:
@@ -242,7 +230,7 @@ class Run:
             while self.epoch < self.config.epochs and not self.stopped_early:
                 self._train_epoch()
                 self._finish_epoch()
-            self._finish()
+            finish(self)
         finally:
             for callback in self.callbacks:
                 callback.on_end(self)
@@ -274,11 +262,11 @@ class Run:
         total = torch.zeros((), device=self.device)
         numbers = self.data.numbers(self.step - self.epoch * self.steps_per_epoch, config.accumulate)
         for part, number in enumerate(numbers):
-            inputs, target = (self._move(value) for value in next(data))
+            inputs, target = (self.place(value) for value in next(data))
             seed_all(config.seed, "step", self.step, part, self.ranks.rank)
             with self.parallel.accumulating(part == len(numbers) - 1):
                 with self._autocast():
-                    loss = self.objective(call(self.net, inputs), inputs, target)
+                    loss = self.objective(call_on("training", self.net, inputs, where=self.where), inputs, target)
                 weight = self.data.weight(number, numbers)
                 share_of_batch = 1 / config.accumulate if self.objective.sums else weight  # samples count already
                 self.scaler.scale(loss * share_of_batch).backward()
@@ -369,7 +357,7 @@ class Run:
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model in evaluation mode on the run's device, with inputs and outputs on the CPU."""
         with evaluating(self.model), torch.no_grad(), nullcontext() if self.low is None else self.low.float():
-            args, kwargs = self._move((args, kwargs))
+            args, kwargs = self.place((args, kwargs))
             return map_tensors(self.model(*args, **kwargs), lambda t: t.to("cpu"))
 
     def _obey(self) -> None:
@@ -383,66 +371,21 @@ class Run:
         self.save()
         raise Interrupted(f"{words}; the run is saved, --resume goes on from here")
 
-    def _finish(self) -> None:
-        if self.ema is not None:
-            self.ema.put(self.model)
-        best = self.checkpoints.best() if self.checkpoints is not None else None
-        if self.config.patience is not None and best is not None and self.best is not None:
-            load_best(self, best)
-            self.note(f"the result is that of epoch {int(self.best['epoch'])}, the best one")
-        if self.qat is not None:
-            self.qat.finish()
-        if self.low is not None:
-            self.low.finish()
-        if self.whole_model is not None:
-            self.whole_model.load_state_dict(whole_state(self))
-            self.model = self.whole_model
-            if self.qat is not None:
-                self.qat.quantized = replace(self.qat.quantized, model=self.model)
-        self.model.eval()
-        if self.out is None or not self.ranks.first:
-            return
-        plan = self.qat.plan if self.qat is not None else self.compute
-        if plan is not None:
-            plan.save(self.out / "plan.yaml")
-        save_checkpoint(self.model, self.out / "checkpoint.safetensors")
-        write_text(self.out / "result.json", json.dumps(self.facts(), indent=1) + "\n")
-
     def facts(self) -> dict[str, Any]:
         """What was run, and how it ended."""
-        return {
-            "bitwright": __version__,
-            "torch": torch.__version__,
-            "workload": self.workload.name,
-            "quantize": word(self.precision),
-            "compute": word(self.compute),
-            "kind": self.kind,
-            "simulate": self.simulate,
-            "batches": self.data.parts,
-            "init": str(self.init) if self.init is not None else None,
-            "backend": self.qat.quantized.backend if self.qat is not None else None,
-            "processes": self.ranks.world,
-            "config": self.config.model_dump(),
-            "config_hash": self.config.digest,
-            "steps": self.step,
-            "epochs": self.epoch,
-            "stopped_early": self.stopped_early,
-            "metric": self.workload.metric,
-            "metrics": self.metrics,
-            "best": self.best,
-            "notes": self.notes,
-        }
+        return facts(self)
 
     def sites(self) -> tuple[SiteRow, ...]:
         """Scales, ranges and clipped shares per site on the example; nothing for a float run."""
         if self.qat is None:
             return ()
-        return site_rows(self.model, [self._probe])
+        with fed_with("training", self._probe, where=self.where):
+            return site_rows(self.model, [self._probe])
 
     @cached_property
     def _probe(self) -> Any:
         """A real batch to look at sites with: always the same one."""
-        return self._move(next(iter(self.data.epoch(0)))[0])
+        return self.place(next(iter(self.data.epoch(0)))[0])
 
     def save(self, *, best: bool = False) -> None:
         """Write a checkpoint, once: on rank 0."""

@@ -35,6 +35,7 @@ def identity(run: Run) -> dict[str, Any]:
         "samples": run.data.size,
         "batch per process": run.data.parts[0] if len(set(run.data.parts)) == 1 else run.data.parts,
         **({} if run.compute is None else {"compute": word(run.compute), "simulate": run.simulate}),
+        **({} if run.kind is None else {"kinds": run.kinds}),
         "processes": run.ranks.world,
         **fixed,
     }

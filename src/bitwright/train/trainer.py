@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Unpack
 
-import torch
 from torch import nn
 
 from bitwright.allocator import keep_memory
@@ -21,7 +20,7 @@ from bitwright.train.checkpoints import Checkpoints, Saved
 from bitwright.train.config import TrainConfig
 from bitwright.train.lowprecision import read
 from bitwright.train.precision import Precision, resolve
-from bitwright.train.ranks import Ranks, joined
+from bitwright.train.ranks import Ranks, device_of, joined
 from bitwright.train.run import Run
 from bitwright.train.signals import stoppable
 from bitwright.workload import Workload, can_measure
@@ -136,7 +135,7 @@ class Trainer:
     def fit(self) -> TrainResult:
         """Train. From then on this process keeps memory that it frees."""
         keep_memory()
-        with joined() as ranks, stoppable() as stop:
+        with joined(self.device) as ranks, stoppable() as stop:
             saved = self._saved(ranks)
             callbacks = [*self.callbacks, *([History(self.out)] if self.out is not None else [])]
             run = Run(
@@ -148,7 +147,7 @@ class Trainer:
                 choices=self.choices,
                 out=self.out,
                 init=self.init,
-                device=self._device(ranks),
+                device=device_of(self.device, ranks.local),
                 callbacks=callbacks,
                 resume=saved,
                 stop=stop,
@@ -172,11 +171,6 @@ class Trainer:
             notes=run.notes,
             out=self.out,
         )
-
-    def _device(self, ranks: Ranks) -> torch.device:
-        if self.device is not None:
-            return torch.device(self.device)
-        return torch.device("cuda", ranks.local) if torch.cuda.is_available() else torch.device("cpu")
 
     def _saved(self, ranks: Ranks) -> Saved | None:
         """The checkpoint to go on from; rank 0 says which. A used folder is never overwritten by surprise."""

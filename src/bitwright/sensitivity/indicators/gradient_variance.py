@@ -15,14 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bitwright.errors import BitwrightError
 from bitwright.plan import ComputeSpec
 from bitwright.sensitivity.indicate import Subject, Values
 from bitwright.sensitivity.operators import as_in_training, operators_of
 from bitwright.sensitivity.places import Places, Seen
 from bitwright.sensitivity.rounding import Error, errors_of
 from bitwright.sensitivity.smooth import SmoothRelus
-from bitwright.workload import call
+from bitwright.workload import call, to_train
 
 NOISE = 0.01
 """For which errors, in units of the numbers, ReLUs are smoothed: about what 8 bits make. Others are scaled to it."""
@@ -53,10 +52,7 @@ def _slopes(
     loss: Tensor, model: nn.Module, calls: list[Seen], relus: SmoothRelus, generator: torch.Generator
 ) -> tuple[list[Slopes], list[Slopes]]:
     """For each call, what comes of everything smooth, and what comes of the kinks of ReLUs alone."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    if not parameters:
-        fix = "requires_grad_(True) on what is to be trained"
-        raise BitwrightError("the model has no parameter to be trained", value=type(model).__name__, fix=fix)
+    parameters = to_train(model)
     gradients: Any = torch.autograd.grad(loss, parameters, create_graph=True, allow_unused=True)
     signs = [torch.randint(0, 2, p.shape, generator=generator).to(p) * 2 - 1 for p in parameters]
     parts = [(g * u).sum() for g, u in zip(gradients, signs, strict=True) if g is not None]

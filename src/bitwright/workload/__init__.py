@@ -1,0 +1,31 @@
+"""Workload: the one thing that every verb is given.
+
+A workload bundles what only its owner knows (the model, how it is called, its data, what "good" means),
+so that no verb has an argument of its own for any of it. On the command line it is written as
+``file.py:function``, or as the name of a built-in or a plugin.
+"""
+
+from __future__ import annotations
+
+from bitwright.workload.feeding import batches, call, call_on, fed_with, pairs, shape_of
+from bitwright.workload.loading import load_object, load_workload
+from bitwright.workload.losses import loss_of, to_train
+from bitwright.workload.scoring import can_measure, hits_of, measure
+from bitwright.workload.workload import Workload
+
+__all__ = [
+    "Workload",
+    "batches",
+    "call",
+    "call_on",
+    "can_measure",
+    "fed_with",
+    "hits_of",
+    "load_object",
+    "load_workload",
+    "loss_of",
+    "measure",
+    "pairs",
+    "shape_of",
+    "to_train",
+]
