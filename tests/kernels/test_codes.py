@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from bitwright.kernels.codes import EXACT, FULL, TINY, as_second, encode, encode_rows
+from bitwright.kernels.codes import EXACT, FULL, TINY, Signed, encode, encode_columns, encode_rows, signed_bytes
 
 arrays = hnp.arrays(np.float32, hnp.array_shapes(max_dims=3, max_side=20), elements=st.floats(-1e4, 1e4, width=32))
 
@@ -58,6 +58,15 @@ def test_rows_have_scales_of_their_own(array: np.ndarray) -> None:
     assert (np.abs(signed.float().numpy() - array) <= step * 0.501 + 1e-6 * np.abs(array)).all()
 
 
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("size", [(20, 30), (400, 300)])  # uncompiled, compiled
+def test_columns_are_rows_of_the_transpose(size: tuple[int, int], whole: bool) -> None:
+    x = torch.randn(*size, generator=torch.Generator().manual_seed(0))
+    columns, rows = encode_columns(x, 63, whole=whole), encode_rows(x.t().contiguous(), 63, whole=whole)
+    assert torch.equal(columns.values, rows.values)
+    assert torch.equal(columns.scales, rows.scales)
+
+
 @pytest.mark.parametrize("limit", [FULL, EXACT])
 def test_a_second_operand_is_unbiased_number_by_number(limit: int) -> None:
     """Within the limit at once: codes that are halved afterwards would be off by up to half a step in the mean."""
@@ -65,7 +74,7 @@ def test_a_second_operand_is_unbiased_number_by_number(limit: int) -> None:
     total = torch.zeros_like(x)
     for seed in range(repeats):
         codes = encode(x, seed * 7919 + 13, signed=True, limit=limit, whole=True)
-        second = as_second(codes.values, codes)
+        second = Signed(signed_bytes(codes.values), codes.scales)
         assert int(second.values.abs().max()) <= limit
         total += second.float()
     bias = (total / repeats - x) / codes.scales

@@ -279,8 +279,12 @@ class Alive(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("spec", [ComputeSpec(format="int8"), BOTH])
-def test_backward_never_has_the_input_in_float_and_its_gradient_at_once(spec: ComputeSpec) -> None:
+def test_backward_never_has_the_input_in_float_and_its_gradient_at_once(
+    spec: ComputeSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where a layer is widest that decides how much memory a step takes."""
+    monkeypatch.setattr(products, "_AT_ONCE", 1)  # parts as small to these tensors as they are to wide layers
+    monkeypatch.setattr(products, "_ROWS_AT_ONCE", 8)
     for func, x, weight, options in (
         (F.linear, random(64, 512), random(8, 512), {}),
         (F.conv2d, random(2, 64, 12, 12).to(memory_format=torch.channels_last), random(4, 64, 1, 1), {}),

@@ -7,6 +7,7 @@ of samples that the model knows already would all be zero.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,24 +70,24 @@ def encode(
     rows = x.as_strided((count, x.numel() // count), (x.numel() // count, 1))  # in the order of memory
     around = torch.tensor(float(limit) if signed else 0.0, device=x.device)
     more = [] if seed is None else [torch.tensor(seed & 0x7FFFFFFF, device=x.device)]
-    function = _NEAREST if seed is None else _STOCHASTIC
-    run = function.compiled if worthwhile(x) else function.function
-    values, scales, zero = run(rows, around, *more)
+    values, scales, zero = _run(_NEAREST if seed is None else _STOCHASTIC, rows, around, *more)
     return Codes(values.as_strided(x.shape, x.stride()), scales, int(zero))
 
 
 def encode_rows(x: Tensor, limit: int, *, whole: bool = False) -> Signed:
     """Signed codes up to `limit`, with a scale for each row of the first axis; `whole`: the same one."""
-    rows = x.detach().to(torch.float32).reshape(x.shape[0], -1)
-    largest = rows.abs().amax(1)
-    scales = _usable((largest.amax().expand_as(largest).contiguous() if whole else largest) / limit)
-    codes = (rows / scales[:, None]).round_().clamp_(-limit, limit).to(torch.int8)
-    return Signed(codes.view(x.shape).contiguous(), scales)
+    x = x.detach().to(torch.float32)
+    x = x if dense(x) else x.contiguous()
+    rows = x.as_strided((x.shape[0], x.numel() // x.shape[0]), (x.numel() // x.shape[0], 1))  # in the order of memory
+    values, scales = _run(_ROWS, rows, float(limit), whole)
+    return Signed(values.as_strided(x.shape, x.stride()), scales)
 
 
-def as_second(values: Tensor, codes: Codes) -> Signed:
-    """Codes around 128 with one scale as rows of a second operand."""
-    return Signed(signed_bytes(values).contiguous(), codes.scales.expand(values.shape[0]).contiguous())
+def encode_columns(x: Tensor, limit: int, *, whole: bool = False) -> Signed:
+    """The codes of a matrix's columns, as rows: its transpose, without moving a number."""
+    x = x.detach().to(torch.float32).contiguous()
+    values, scales = _run(_COLUMNS, x, float(limit), whole)
+    return Signed(values.t(), scales)
 
 
 def signed_bytes(values: Tensor) -> Tensor:
@@ -125,4 +126,24 @@ def _stochastic(x: Tensor, signed: Tensor, seed: Tensor) -> tuple[Tensor, Tensor
     return torch.floor(x * (1.0 / scale)[:, None] + zero + noise).clamp(0, 255).to(torch.uint8), scale, zero
 
 
+def _rows(x: Tensor, limit: float, whole: bool) -> tuple[Tensor, Tensor]:
+    return _along(x, limit, whole, 1)
+
+
+def _columns(x: Tensor, limit: float, whole: bool) -> tuple[Tensor, Tensor]:
+    return _along(x, limit, whole, 0)
+
+
+def _along(x: Tensor, limit: float, whole: bool, axis: int) -> tuple[Tensor, Tensor]:
+    """Codes by the largest number along an axis."""
+    largest = x.abs().amax(axis)
+    scales = _usable((largest.amax().expand_as(largest).contiguous() if whole else largest) / limit)
+    return (x / scales.unsqueeze(axis)).round().clamp(-limit, limit).to(torch.int8), scales
+
+
+def _run(kernel: Compiled, x: Tensor, *more: Any) -> Any:
+    return (kernel.compiled if worthwhile(x) else kernel.function)(x, *more)
+
+
 _NEAREST, _STOCHASTIC = Compiled(_nearest), Compiled(_stochastic)
+_ROWS, _COLUMNS = Compiled(_rows), Compiled(_columns)

@@ -13,7 +13,7 @@ from bitwright.graph import Op
 from bitwright.graph.functions import kind_of
 from bitwright.kernels import products
 from bitwright.kernels.calls import arguments, each_axis, padded
-from bitwright.kernels.codes import FULL, TINY, Codes, Signed, as_second, encode, encode_rows
+from bitwright.kernels.codes import FULL, TINY, Codes, Signed, encode, encode_columns, encode_rows, signed_bytes
 from bitwright.kernels.kernel import Kernel
 from bitwright.plan import ComputeSpec
 
@@ -62,19 +62,17 @@ class _Linear(torch.autograd.Function):
         # the weight's first: the input in float is gone again before the input's gradient, which is as large, comes
         if ctx.needs_input_grad[1]:
             if "weight" in spec.backward:
-                # the transpose of the product of x's columns with the gradient's
                 codes = _for_weight(flat, x, spec)
-                columns = Codes(values.t().contiguous(), torch.ones_like(codes.scales), x.zero)
-                rows = as_second(codes.values.t(), codes)
-                right = products.linear(columns, rows, None, simulate=simulate).t()
-                del codes, columns, rows
+                steps = Signed(signed_bytes(codes.values), codes.scales)
+                right = products.transposed(steps, signed_bytes(values), 128 - x.zero, simulate=simulate)
+                del codes, steps
             else:
                 right = flat.t() @ x.float()
             right = right.to(weight.dtype)
         if ctx.needs_input_grad[0]:
             if turns:
                 codes = encode(flat, seed, signed=True, whole=spec.whole)
-                turned = encode_rows(weight.t(), second_limit(flat), whole=spec.whole)
+                turned = encode_columns(weight, second_limit(flat), whole=spec.whole)
                 left = products.linear(codes, turned, None, simulate=simulate)
             else:
                 left = flat @ weight.to(torch.float32)
@@ -154,7 +152,7 @@ class _Conv2d(torch.autograd.Function):
             below = found[2] if asked[2] else None
         if turns:
             codes = encode(grad, seed, signed=True, whole=spec.whole)
-            turned = encode_rows(turn(weight, groups), second_limit(grad), whole=spec.whole)
+            turned = encode_turned(weight, groups, second_limit(grad), whole=spec.whole)
             around = [d * (k - 1) - p for d, k, p in zip(dilation, weight.shape[2:], padding, strict=True)]
             left = products.conv2d(codes, turned, None, (1, 1), around, dilation, groups, simulate=simulate)
         return (None if left is None else _laid(left.to(ctx.dtype), ctx.last)), right, below, None, None, None
@@ -182,6 +180,15 @@ def turn(weight: Tensor, groups: int) -> Tensor:
     out, per_group = weight.shape[:2]
     parts = weight.view(groups, out // groups, per_group, *weight.shape[2:]).transpose(1, 2)
     return parts.reshape(groups * per_group, out // groups, *weight.shape[2:]).flip(2, 3)
+
+
+def encode_turned(weight: Tensor, groups: int, limit: int, *, whole: bool = False) -> Signed:
+    """Codes of the turned weight; bytes are turned rather than floats, where channels lie side by side."""
+    if groups > 1 or not _channels_last(weight):
+        return encode_rows(turn(weight, groups), limit, whole=whole)
+    matrix = weight.detach().permute(0, 2, 3, 1)  # as it lies in memory
+    found = encode_columns(matrix.reshape(-1, weight.shape[1]), limit, whole=whole)
+    return Signed(turn(found.values.t().view(matrix.shape).permute(0, 3, 1, 2), 1), found.scales)
 
 
 class _MatMul(torch.autograd.Function):

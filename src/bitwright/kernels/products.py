@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from math import prod
 
@@ -10,7 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bitwright.kernels.codes import EXACT, FULL, Codes, Signed, as_second, signed_bytes
+from bitwright.attach.compiled import Kernel as Compiled
+from bitwright.attach.compiled import worthwhile
+from bitwright.kernels.codes import EXACT, FULL, Codes, Signed, signed_bytes
 
 Ints = Sequence[int]
 DEEP = 1 << 16
@@ -22,73 +24,95 @@ def missing() -> str | None:
     """Why integer products can't be run on this CPU; None if they can."""
     if not torch.backends.mkldnn.is_available():
         return "torch was built without oneDNN"
-    for name in ("qlinear_pointwise", "qconv2d_pointwise"):
-        if not hasattr(torch.ops.onednn, name):
-            return f"this torch has no onednn::{name}"
+    if not hasattr(torch.ops.onednn, "qconv2d_pointwise"):
+        return "this torch has no onednn::qconv2d_pointwise"
     return None
-
-
-def onednn_linear(x: Codes, weight: Signed, bias: Tensor | None) -> Tensor:
-    """x · weightᵀ + bias."""
-    rows = x.values.reshape(-1, x.values.shape[-1])
-    count = weight.values.shape[0]
-    packed = torch.ops.onednn.qlinear_prepack(weight.values, list(rows.shape))
-    zeros = torch.zeros(count, dtype=torch.int32)
-    scale, rest = _first(x, bias)
-    result: Tensor = torch.ops.onednn.qlinear_pointwise(
-        rows, scale, x.zero, packed, weight.scales, zeros, rest, 1.0, 0, torch.float32, "none", [], ""
-    )
-    return _scaled(result.view(*x.values.shape[:-1], count), x, bias)
-
-
-def onednn_conv2d(
-    x: Codes, weight: Signed, bias: Tensor | None, stride: Ints, padding: Ints, dilation: Ints, groups: int
-) -> Tensor:
-    """The convolution, in channels-last memory."""
-    values = x.values.contiguous(memory_format=torch.channels_last)
-    shape = (list(stride), list(padding), list(dilation), groups)
-    scale, rest = _first(x, bias)
-    packed = torch.ops.onednn.qconv_prepack(weight.values, weight.scales, scale, x.zero, *shape, list(values.shape))
-    zeros = torch.zeros(weight.values.shape[0], dtype=torch.int32)
-    result: Tensor = torch.ops.onednn.qconv2d_pointwise(
-        values, scale, x.zero, packed, weight.scales, zeros, rest, *shape, 1.0, 0, torch.float32, "none", [], ""
-    )
-    return _scaled(result, x, None if bias is None else bias.view(-1, 1, 1))
-
-
-def _first(x: Codes, bias: Tensor | None) -> tuple[float, Tensor | None]:
-    """What oneDNN does by itself: one scale and the bias. Rows with scales of their own are scaled afterwards."""
-    return (float(x.scales), bias) if len(x.scales) == 1 else (1.0, None)
-
-
-def _scaled(result: Tensor, x: Codes, bias: Tensor | None) -> Tensor:
-    if len(x.scales) == 1:
-        return result
-    return result.mul_(x.steps) if bias is None else torch.addcmul(bias, result, x.steps)
 
 
 @cache
 def limit() -> int:
     """The largest code of the second operand with which this CPU's products are exact: found by a product."""
-    ones = torch.full((16, 64), 255, dtype=torch.uint8)
-    rows = torch.full((16, 64), FULL, dtype=torch.int8)
-    result = onednn_linear(Codes(ones, torch.ones(1), 0), Signed(rows, torch.ones(16)), None)
-    return FULL if bool((result == 255.0 * FULL * 64).all()) else EXACT
+    ones = torch.full((16, 64), FULL, dtype=torch.int8)
+    return FULL if bool((torch._int_mm(ones, ones.t()) == FULL * FULL * 64).all()) else EXACT
 
 
 def linear(x: Codes, weight: Signed, bias: Tensor | None, *, simulate: bool) -> Tensor:
-    """By integers where they run, else by floats of the same values."""
-    run = None if simulate else _integers(x.values.device.type)
-    if run is None:
+    """x · weightᵀ + bias, by integers where they run, else by floats of the same values."""
+    depth = x.values.shape[-1]
+    if simulate or not _runs(x.values.numel() // depth, depth, weight.values):
         return F.linear(x.float(), weight.float(), bias)
-    if x.values.shape[-1] <= DEEP:
-        return run(x, weight, bias)
-    parts = zip(x.values.split(DEEP, -1), weight.values.split(DEEP, -1), strict=True)
-    sums = [
-        run(Codes(one.contiguous(), x.scales, x.zero), Signed(other.contiguous(), weight.scales), None)
-        for one, other in parts
-    ]
-    return _together(sums, bias)
+    if depth > DEEP:
+        parts = zip(x.values.split(DEEP, -1), weight.values.split(DEEP, -1), strict=True)
+        sums = [
+            linear(Codes(one, x.scales, x.zero), Signed(other, weight.scales), None, simulate=False)
+            for one, other in parts
+        ]
+        return _together(sums, bias)
+    rows = signed_bytes(x.values.reshape(-1, depth))
+    offset = _shifted(weight.values, 128 - x.zero)[None]
+    steps = x.scales.expand(len(rows)).contiguous()
+    shift = torch.zeros_like(weight.scales) if bias is None else bias
+    found = _numbers(rows, weight.values, offset, steps, weight.scales, shift)
+    return found.view(*x.values.shape[:-1], len(weight.values))
+
+
+def transposed(grad: Signed, x: Tensor, shift: int, *, simulate: bool) -> Tensor:
+    """gradᵀ · (x + shift), summed over rows: signed codes both; `grad` has one scale, with the steps of `x` in it."""
+    count, outputs = grad.values.shape
+    columns = x.shape[1]
+    if simulate or not _runs(outputs, count, x.t()):
+        return (grad.values.to(torch.float32) * grad.scales).t() @ (x.to(torch.float32) + shift)
+    if count > DEEP:
+        parts = zip(grad.values.split(DEEP), x.split(DEEP), strict=True)
+        return _together([transposed(Signed(g, grad.scales), c, shift, simulate=False) for g, c in parts], None)
+    left, right = grad.values.t(), x.t()
+    offset = _shifted(left, shift)
+    if left.device.type == "cpu" and limit() < FULL:  # only the second operand's codes are small: that is the gradient
+        steps = grad.scales.expand(columns).contiguous()
+        return _numbers(right, left, offset[None], steps, *_plain(outputs, steps)).t()
+    steps = grad.scales.expand(outputs).contiguous()
+    return _numbers(left, right, offset[:, None], steps, *_plain(columns, steps))
+
+
+def _plain(count: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """No scales and no bias."""
+    return like.new_ones(count), like.new_zeros(count)
+
+
+def _runs(rows: int, depth: int, second: Tensor) -> bool:
+    """Whether this device multiplies such integers; CUDA's products want sizes in multiples of 8."""
+    if second.device.type == "cpu":
+        return missing() is None
+    return second.device.type == "cuda" and not depth % 8 and not len(second) % 8 and rows > 16
+
+
+def _shifted(other: Tensor, shift: int) -> Tensor:
+    """What a product lacks if `shift` was left out of one operand, for each row of the other."""
+    if not shift:
+        return torch.zeros(len(other), dtype=torch.int32, device=other.device)
+    return shift * other.sum(1, dtype=torch.int32)
+
+
+def _numbers(first: Tensor, second: Tensor, offset: Tensor, steps: Tensor, scales: Tensor, bias: Tensor) -> Tensor:
+    """(first · secondᵀ + offset)·steps·scales + bias: some rows at a time, so that few integers are in memory."""
+    many = max(_AT_ONCE // len(second), _ROWS_AT_ONCE)
+    result = torch.empty(len(first), len(second), device=first.device)
+    if first.device.type == "cuda":  # its products want both operands with their sums along memory
+        first, second = first.contiguous(), second.contiguous()
+    for start in range(0, len(first), many):
+        part = slice(start, start + many)
+        own = offset if len(offset) == 1 else offset[part]
+        given = (torch._int_mm(first[part], second.t()), own, steps[part, None], scales[None], bias[None])
+        (_FLOATS.compiled if worthwhile(result) else _FLOATS.function)(result[part], *given)
+    return result
+
+
+def _floats(result: Tensor, found: Tensor, offset: Tensor, steps: Tensor, scales: Tensor, bias: Tensor) -> None:
+    result.copy_(found + offset).mul_(steps).mul_(scales).add_(bias)
+
+
+_FLOATS = Compiled(_floats)
+_AT_ONCE, _ROWS_AT_ONCE = 1 << 22, 1024  # integers; fewer rows are slower: the other operand is packed each time
 
 
 def _together(sums: list[Tensor], bias: Tensor | None) -> Tensor:
@@ -96,11 +120,26 @@ def _together(sums: list[Tensor], bias: Tensor | None) -> Tensor:
     return whole if bias is None else whole + bias
 
 
-def _integers(device: str) -> Callable[[Codes, Signed, Tensor | None], Tensor] | None:
-    """What multiplies integers on such a device."""
-    if device == "cpu":
-        return onednn_linear if missing() is None else None
-    return _int_mm if device == "cuda" else None
+def onednn_conv2d(
+    x: Codes, weight: Signed, bias: Tensor | None, stride: Ints, padding: Ints, dilation: Ints, groups: int
+) -> Tensor:
+    """The convolution, in channels-last memory."""
+    values, one = x.values.contiguous(memory_format=torch.channels_last), len(x.scales) == 1
+    scale, rest = (float(x.scales), bias) if one else (1.0, None)  # rows with scales of their own are scaled afterwards
+    if x.zero:  # oneDNN packs weights several times slower if it has to think of a zero
+        values = F.pad(values, (padding[1], padding[1], padding[0], padding[0]), value=x.zero)
+        values, padding = values.contiguous(memory_format=torch.channels_last), (0, 0)
+        less = weight.values.sum((1, 2, 3), dtype=torch.int32) * weight.scales * (-scale * x.zero)
+        rest = less if rest is None else rest + less
+    shape = (list(stride), list(padding), list(dilation), groups)
+    codes, zeros = weight.values.contiguous(), torch.zeros(weight.values.shape[0], dtype=torch.int32)
+    packed = torch.ops.onednn.qconv_prepack(codes, weight.scales, scale, 0, *shape, list(values.shape))
+    result: Tensor = torch.ops.onednn.qconv2d_pointwise(
+        values, scale, 0, packed, weight.scales, zeros, rest, *shape, 1.0, 0, torch.float32, "none", [], ""
+    )
+    if one:
+        return result
+    return result.mul_(x.steps) if bias is None else torch.addcmul(bias.view(-1, 1, 1), result, x.steps)
 
 
 def conv2d(
@@ -139,31 +178,17 @@ def conv2d_weight(
 
     Samples are summed, so `grad` has one scale, and the steps of `x` are in it already.
     """
-    channels, outputs = x.values.shape[1], grad.values.shape[1]
-    turned = x.values.permute(1, 0, 2, 3)  # channels first: rows of the product
-    sides = (padding[1], padding[1], padding[0], padding[0])
-    padded = F.pad(turned.contiguous(), sides, value=x.zero)
-    first, batch, row, column = padded.stride()
-    height, width = grad.values.shape[2:]
+    pixels, shift = signed_bytes(x.values).permute(0, 2, 3, 1), 128 - x.zero
+    sides = (0, 0, padding[1], padding[1], padding[0], padding[0])
+    padded = F.pad(pixels, sides, value=-shift).contiguous()
+    batch, row, column, _ = padded.stride()
+    count, outputs, height, width = grad.values.shape
     windows = padded.as_strided(
-        (channels, *kernel, x.values.shape[0], height, width),
-        (first, row * dilation[0], column * dilation[1], batch, row * stride[0], column * stride[1]),
+        (count, height, width, *kernel, pixels.shape[3]),
+        (batch, row * stride[0], column * stride[1], row * dilation[0], column * dilation[1], 1),
     )
-    columns = Codes(windows.reshape(channels * kernel[0] * kernel[1], -1), torch.ones_like(grad.scales), x.zero)
-    rows = as_second(grad.values.permute(1, 0, 2, 3).reshape(outputs, -1), grad)
-    found = linear(columns, rows, None, simulate=simulate)
-    return found.view(channels, *kernel, outputs).permute(3, 0, 1, 2).contiguous()
-
-
-def _int_mm(x: Codes, weight: Signed, bias: Tensor | None) -> Tensor:
-    """torch._int_mm wants signed codes, so 128 is taken from all and given back, and sizes in multiples of 8."""
-    rows = x.values.reshape(-1, x.values.shape[-1])
-    count, depth, columns = rows.shape[0], rows.shape[1], weight.values.shape[0]
-    if depth % 8 or columns % 8 or count <= 16:
-        return F.linear(x.float(), weight.float(), bias)
-    found = torch._int_mm(signed_bytes(rows), weight.values.t())
-    if x.zero != 128:
-        found += (128 - x.zero) * weight.values.sum(1, dtype=torch.int32)
-    result = found.to(torch.float32) * (x.scales[:, None] * weight.scales)
-    result = result.view(*x.values.shape[:-1], columns)
-    return result if bias is None else result + bias
+    rows = Signed(signed_bytes(grad.values).permute(0, 2, 3, 1).reshape(-1, outputs), grad.scales)
+    # always a copy: rows that overlap can be a view, which oneDNN misreads
+    columns = windows.contiguous().view(count * height * width, -1)
+    found = transposed(rows, columns, shift, simulate=simulate)
+    return found.reshape(outputs, *kernel, pixels.shape[3]).permute(0, 3, 1, 2)
