@@ -18,20 +18,17 @@ import argparse
 import copy
 import json
 import os
-import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from common import environment, freed, limited, save
+from common import Ranks, clean_up_on_signals, environment, save
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from unequal import INT8, KINDS, QUOTA, WAYS, facts
@@ -182,39 +179,19 @@ def step_rank(rank: int, plan: Path, steps: int, out: Path) -> None:
 def both_ranks(arguments: list[str], out: Path, *, seconds: float, memory: int | None = None) -> dict[str, Any]:
     """Start two ranks, the second with a part of a core and of memory; where one fails, the other is ended, too."""
     cores = sorted(os.sched_getaffinity(0))
-    ranks: list[subprocess.Popen[bytes]] = []
-    groups: list[Path] = []
     found: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            for rank in range(2):
-                command = [sys.executable, __file__, "--rank", str(rank), "--meeting", str(Path(folder) / "meeting")]
-                environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-                # a session of its own: whatever a rank starts ends with it
-                process = subprocess.Popen(
-                    [*command, "--out", str(out), *arguments], env=environment, start_new_session=True
-                )
-                ranks.append(process)
-                os.sched_setaffinity(process.pid, {cores[rank % len(cores)]})
-            groups = limited(ranks[1].pid, cores=QUOTA, memory_gb=None if memory is None else memory / 1e9)
-            until = time.monotonic() + seconds
-            while any(process.poll() is None for process in ranks) and not any(process.poll() for process in ranks):
-                if time.monotonic() > until:
-                    found["late"] = True
-                    break
-                time.sleep(0.1)
-            found["codes"] = [process.poll() for process in ranks]
-            found["limits"] = [group.parent.name for group in groups]
-            for group in (group for group in groups if group.parent.name == "memory"):
-                told = dict(line.split() for line in (group / "memory.oom_control").read_text().splitlines())
-                found["killed"] = int(told.get("oom_kill", 0)) > 0
-                found["charged"] = int((group / "memory.max_usage_in_bytes").read_text())
-        finally:
-            for process in ranks:
-                with suppress(ProcessLookupError):  # its session: also what it has started
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-            freed(groups)
+    with tempfile.TemporaryDirectory() as folder, Ranks() as ranks:
+        for rank in range(2):
+            command = [sys.executable, __file__, "--rank", str(rank), "--meeting", str(Path(folder) / "meeting")]
+            slow = ranks.start([*command, "--out", str(out), *arguments], core=cores[rank % len(cores)])
+        groups = ranks.limit(slow, cores=QUOTA, memory_gb=None if memory is None else memory / 1e9)
+        found["codes"] = ranks.wait(seconds)
+        found["late"] = None in found["codes"] and not any(found["codes"])
+        found["limits"] = [group.parent.name for group in groups]
+        for group in (group for group in groups if group.parent.name == "memory"):
+            told = dict(line.split() for line in (group / "memory.oom_control").read_text().splitlines())
+            found["killed"] = int(told.get("oom_kill", 0)) > 0
+            found["charged"] = int((group / "memory.max_usage_in_bytes").read_text())
     return found
 
 
@@ -222,7 +199,7 @@ def both_ranks(arguments: list[str], out: Path, *, seconds: float, memory: int |
 
 
 def run(rounds: int, steps: int, memory_gb: float | None, limit: int) -> None:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ranks and groups go with this process, however it ends
+    clean_up_on_signals()
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "planned.json"
         arguments = ["--rounds", str(rounds), *([] if memory_gb is None else ["--memory-gb", str(memory_gb)])]
