@@ -2,8 +2,8 @@
 
 A small BERT, made of a configuration of transformers: its INT8 linears keep codes for backward where float ones keep
 their inputs. First both ranks measure a step, the slow one with half of a core, without a limit; rank 0 plans for one
-that float is predicted to exceed by 8.5 % there (or for the one given). The planner is told 7 % less, as predictions
-are some percent wrong. Then each way trains for a few steps in new processes, whatever the planner
+that float is predicted to exceed by 8.5 % there (or for the one given), with the reserve that planners have by
+themselves. Then each way trains for a few steps in new processes, whatever the planner
 said of it, and the limit is enforced by a cgroup (v1, as root): a process that needs more is killed; it runs again
 without the limit, to see what it would have needed. A process counts with all that is resident; a cgroup doesn't count
 pages of files (torch's libraries) that another process has read before, so they are taken off its limit.
@@ -38,7 +38,8 @@ from bitwright.errors import PlanError
 from bitwright.plan import ComputeSpec
 from bitwright.planners.allocate import over_limits
 from bitwright.planners.cluster import OnCluster
-from bitwright.predict import Cluster, predict
+from bitwright.predict import Cluster
+from bitwright.predict.process import with_process
 from bitwright.profile import DeviceProfile, StepSettings, Variant, open_store, profile, record_step
 from bitwright.profile.collectives import group_fact, measure_collectives, measure_group
 from bitwright.profile.here import most_resident_bytes
@@ -49,7 +50,7 @@ from bitwright.profile.step import TrainingStep
 BATCH, LENGTH, LAYERS, WORDS = 72, 128, 12, 1000
 KEPT = ("bert.embeddings*", "bert.pooler*", "classifier")
 WARM = 2
-OVER, RESERVE = 0.085, 0.07  # float needs so much more than the limit; the planner is told so much less
+OVER = 0.085  # float needs so much more than the limit
 CASE = 240  # seconds after which a way's ranks are ended
 
 Batch = tuple[dict[str, Tensor], Tensor]
@@ -83,9 +84,11 @@ def plan_rank(rank: int, rounds: int, out: Path, memory_gb: float | None) -> Non
     peak = training_peak(model, batch, logits_loss)  # first of all, as `bitwright profile` does
     step = record_step(model, batch, logits_loss, name="bert")
     own = measured(model, batch, half, rounds)
-    used = predict(step, Plan(), own).devices[0].memory
-    assert used is not None
-    own = own.model_copy(update={"memory": own.memory.model_copy(update={"process": peak - used.peak})})
+    low = low_plan(model)
+    beside = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    prepared = prepare(copy.deepcopy(model), low, inputs=batch_of(1)[0])
+    own = with_process(own, step, peak, [(low, training_peak(prepared, batch, logits_loss) - beside)])
+    del prepared
     busy = TrainingStep(copy.deepcopy(model), [batch], logits_loss, StepSettings())
     done = dist.barrier(async_op=True)
     while not done.is_completed():  # both share this machine's memory, so the other one has to be measured beside work
@@ -106,19 +109,26 @@ def plan_rank(rank: int, rounds: int, out: Path, memory_gb: float | None) -> Non
 
         needs = {way: WAYS[way](with_limit(None)).memory["slow"] for way in ("float", "uniform int8")}
         limit = memory_gb or round(needs["float"] / (1 + OVER) / 1e9, 2)
-        rows = [row_of(with_limit(limit * (1 - RESERVE)), way) for way in WAYS]
-        found = {"limit": int(limit * 1e9), "rows": rows, "needs": needs, "files": gathered[1][1]}
+        tight = with_limit(limit)
+        room = tight.room("slow")
+        assert room is not None
+        found = {"rows": [row_of(tight, way) for way in WAYS], "needs": needs, "files": gathered[1][1]}
+        found |= {"limit": room.total, "usable": room.usable, "limit_words": str(room)}
         out.write_text(json.dumps(found), encoding="utf-8")
     dist.barrier()
 
 
-def measured(model: nn.Module, batch: Batch, half: Batch, rounds: int) -> DeviceProfile:
-    graph = capture(model, {"input_ids": batch[0]["input_ids"][:1]})
+def low_plan(model: nn.Module) -> Plan:
+    graph = capture(model, batch_of(1)[0])
     kept = {op.name: ComputeSpec() for op in graph.ops if op.name.startswith(("bert.embeddings", "bert.pooler"))}
-    low = Plan(compute={"*": INT8, **kept, "classifier": ComputeSpec()}).resolve(graph)
+    return Plan(compute={"*": INT8, **kept, "classifier": ComputeSpec()}).resolve(graph)
+
+
+def measured(model: nn.Module, batch: Batch, half: Batch, rounds: int) -> DeviceProfile:
+    low = low_plan(model)
     variants = [
         Variant(model=copy.deepcopy(model)),
-        Variant(model=prepare(copy.deepcopy(model), low, graph=graph), plan=low),
+        Variant(model=prepare(copy.deepcopy(model), low, inputs=batch_of(1)[0]), plan=low),
     ]
     store = open_store(None, "wall")
     store.add({"facts": measure_group()})
@@ -236,10 +246,9 @@ def table(found: dict[str, Any], steps: int) -> list[str]:
         "",
         f"The slow one has {QUOTA:g} of a core and {limit / 1e9:.2f} GB for its process, "
         + ("enforced: whoever needs more is killed. " if held else "not enforced: there are no cgroups here. ")
-        + f"Float is predicted to need {over:.1f} % more, uniform INT8 {-under:.1f} % less; the planner is told "
-        f"of {100 * RESERVE:g} % less, as predictions are some percent wrong. A BERT of {LAYERS} layers, {2 * BATCH} × "
-        f"{LENGTH} tokens in a step; new processes for each way, medians of {steps} steps; the most that a process had "
-        "resident.",
+        + f"Float is predicted to need {over:.1f} % more, uniform INT8 {-under:.1f} % less; planners use "
+        f"{found['limit_words']}. A BERT of {LAYERS} layers, {2 * BATCH} × {LENGTH} tokens in a step; new processes "
+        f"for each way, medians of {steps} steps; the most that a process had resident.",
         "",
         "| way | slow needs, predicted | planner | slow, measured | error | fast, predicted | measured | step "
         "| predicted | INT8 operators | batches | suffers |",

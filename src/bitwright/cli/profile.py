@@ -27,7 +27,7 @@ from bitwright.cli.stepping import (
 from bitwright.cli.verb import verb
 from bitwright.errors import BitwrightError
 from bitwright.plan import Plan
-from bitwright.predict import predict
+from bitwright.predict.process import with_process
 from bitwright.profile import (
     DeviceProfile,
     SampleStore,
@@ -43,9 +43,10 @@ from bitwright.profile.here import of_rank, samples_file
 from bitwright.profile.import_trace import import_trace
 from bitwright.profile.published import published as from_data_sheet
 from bitwright.profile.run import check_device, training_peak
-from bitwright.profile.step import CLOCKS, Clock
+from bitwright.profile.step import CLOCKS, Batch, Clock, Loss
 from bitwright.profile.way import Amp
 from bitwright.train.ranks import joined
+from bitwright.workload import Workload
 
 _ROUNDS = 30
 _UNSURE = 0.1  # half of the intervals, of the time
@@ -148,9 +149,8 @@ def profile_(
         if trace is not None:
             made = import_trace(trace, recorded)
         else:
-            plans: list[Plan | None] = [None, *(plan_of(found, word) for word in quantize or [])]
-            plans += [kernels_of(found, word) for word in kernel or []]
-            plans += [half for plan in plans if plan is not None for half in halves(plan)]
+            asked = [*(plan_of(found, word) for word in quantize or []), *(kernels_of(found, w) for w in kernel or [])]
+            plans: list[Plan | None] = [None, *asked, *(half for plan in asked for half in halves(plan))]
             types: list[Amp | None] = [None, *(cast(Amp, word) for word in amp or [])]
             variants = [variant_of(found, plan, pair, StepSettings(amp=kind)) for plan in plans for kind in types]
             batches = [half_of((pair, loss))[0], pair] if half_batch else [pair]  # the last one says what a step is
@@ -171,7 +171,8 @@ def profile_(
                             fit_casts=casts,
                             progress=tell,
                         )
-                made = _with_process(made, recorded, peak)
+                del variants  # they would count
+                made = with_process(made, recorded, peak, [(plan, _peak(found, plan, pair, loss)) for plan in asked])
         output = of_rank(output, ranks.rank)
         made.save(output)
         _show(out, made, output, _own_operators(made, recorded))
@@ -201,13 +202,11 @@ def _telling_what_is_kept(store: SampleStore) -> Iterator[None]:
         ) from None
 
 
-def _with_process(made: DeviceProfile, recorded: StepGraph, peak: int) -> DeviceProfile:
-    """What a training process of this model had in memory that its tensors don't explain."""
-    memory = predict(recorded, Plan(), made).devices[0].memory
-    if not peak or memory is None:
-        return made
-    facts = made.memory.model_copy(update={"process": max(0, peak - memory.peak)})
-    return made.model_copy(update={"memory": facts})
+def _peak(workload: Workload, plan: Plan, batch: Batch, loss: Loss) -> int:
+    """Of a process that trains under this plan: without the model that is here beside the prepared one."""
+    peak = training_peak(variant_of(workload, plan, batch, StepSettings()).model, batch, loss)
+    beside: int = sum(tensor.numel() * tensor.element_size() for tensor in workload.model.state_dict().values())
+    return max(0, peak - beside)
 
 
 #: Strides and number types, which differ under plans and autocast.
