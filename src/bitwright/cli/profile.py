@@ -42,7 +42,7 @@ from bitwright.profile.device import CollectiveCost, Line, OperatorCost, Tensors
 from bitwright.profile.here import of_rank, samples_file
 from bitwright.profile.import_trace import import_trace
 from bitwright.profile.published import published as from_data_sheet
-from bitwright.profile.run import check_device, training_peak
+from bitwright.profile.run import check_device, know_compiler, training_peak
 from bitwright.profile.step import CLOCKS, Batch, Clock, Loss
 from bitwright.profile.way import Amp
 from bitwright.train.ranks import joined
@@ -139,17 +139,23 @@ def profile_(
         out = out if ranks.first else Out(json=False, quiet=True)
         found = open_workload(out, workload)
         pair, loss = training_batch(found, batch, channels_last=channels_last)
-        peak = 0
+        asked = [*(plan_of(found, word) for word in quantize or []), *(kernels_of(found, w) for w in kernel or [])]
+        chosen = cast(Clock, clock)
+        store = SampleStore()
+        peak, planned = 0, []
         if trace is None and published is None:
             check_device(found.model)
+            store = open_store(of_rank(cache or samples_file(chosen), ranks.rank), chosen)
             peak = training_peak(found.model, pair, loss)
+            if asked:
+                know_compiler(store)
+            planned = [(plan, _peak(found, plan, pair, loss)) for plan in asked]
         recorded = record_step(found.model, pair, loss, name=found.name)
         if graph is not None and ranks.first:
             recorded.save(graph)
         if trace is not None:
             made = import_trace(trace, recorded)
         else:
-            asked = [*(plan_of(found, word) for word in quantize or []), *(kernels_of(found, w) for w in kernel or [])]
             plans: list[Plan | None] = [None, *asked, *(half for plan in asked for half in halves(plan))]
             types: list[Amp | None] = [None, *(cast(Amp, word) for word in amp or [])]
             variants = [variant_of(found, plan, pair, StepSettings(amp=kind)) for plan in plans for kind in types]
@@ -157,8 +163,6 @@ def profile_(
             if published is not None:
                 made = from_data_sheet(published, variants, batches, loss)
             else:
-                chosen = cast(Clock, clock)
-                store = open_store(of_rank(cache or samples_file(chosen), ranks.rank), chosen)
                 for own in batches:
                     with out.units() as tell, _telling_what_is_kept(store):
                         made = profile(
@@ -171,8 +175,7 @@ def profile_(
                             fit_casts=casts,
                             progress=tell,
                         )
-                del variants  # they would count
-                made = with_process(made, recorded, peak, [(plan, _peak(found, plan, pair, loss)) for plan in asked])
+                made = with_process(made, recorded, peak, planned)
         output = of_rank(output, ranks.rank)
         made.save(output)
         _show(out, made, output, _own_operators(made, recorded))
