@@ -38,13 +38,12 @@ from bitwright.errors import PlanError
 from bitwright.plan import ComputeSpec
 from bitwright.planners.allocate import over_limits
 from bitwright.planners.cluster import OnCluster
-from bitwright.predict import Cluster
-from bitwright.predict.process import with_process
-from bitwright.profile import DeviceProfile, SampleStore, StepSettings, Variant, open_store, profile, record_step
+from bitwright.predict import Cluster, predict
+from bitwright.profile import DeviceProfile, StepSettings, Variant, open_store, profile, record_step
 from bitwright.profile.collectives import group_fact, measure_collectives, measure_group
 from bitwright.profile.here import most_resident_bytes
 from bitwright.profile.repeat import undisturbed
-from bitwright.profile.run import know_compiler, training_peak
+from bitwright.profile.run import training_peak
 from bitwright.profile.step import TrainingStep
 
 BATCH, LENGTH, LAYERS, WORDS = 72, 128, 12, 1000
@@ -83,13 +82,10 @@ def plan_rank(rank: int, rounds: int, out: Path, memory_gb: float | None) -> Non
     model, batch, half = net(), batch_of(BATCH), batch_of(BATCH // 2)
     peak = training_peak(model, batch, logits_loss)  # first of all, as `bitwright profile` does
     step = record_step(model, batch, logits_loss, name="bert")
-    low, store = low_plan(model), open_store(None, "wall")
-    know_compiler(store)
-    beside = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    prepared = prepare(copy.deepcopy(model), low, inputs=batch_of(1)[0])
-    planned = [(low, training_peak(prepared, batch, logits_loss) - beside)]
-    del prepared
-    own = with_process(measured(store, model, batch, half, rounds), step, peak, planned)
+    own = measured(model, batch, half, rounds)
+    used = predict(step, Plan(), own).devices[0].memory
+    assert used is not None
+    own = own.model_copy(update={"memory": own.memory.model_copy(update={"process": peak - used.peak})})
     busy = TrainingStep(copy.deepcopy(model), [batch], logits_loss, StepSettings())
     done = dist.barrier(async_op=True)
     while not done.is_completed():  # both share this machine's memory, so the other one has to be measured beside work
@@ -125,12 +121,13 @@ def low_plan(model: nn.Module) -> Plan:
     return Plan(compute={"*": INT8, **kept, "classifier": ComputeSpec()}).resolve(graph)
 
 
-def measured(store: SampleStore, model: nn.Module, batch: Batch, half: Batch, rounds: int) -> DeviceProfile:
+def measured(model: nn.Module, batch: Batch, half: Batch, rounds: int) -> DeviceProfile:
     low = low_plan(model)
     variants = [
         Variant(model=copy.deepcopy(model)),
         Variant(model=prepare(copy.deepcopy(model), low, inputs=batch_of(1)[0]), plan=low),
     ]
+    store = open_store(None, "wall")
     store.add({"facts": measure_group()})
     store.add({"facts": {group_fact("collectives"): [cost.model_dump() for cost in measure_collectives()]}})
     for size in (half, batch):

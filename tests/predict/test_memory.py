@@ -11,7 +11,6 @@ from torch import Tensor
 from bitwright import capture, prepare
 from bitwright.plan import ComputeSpec, Plan
 from bitwright.predict import predict
-from bitwright.predict.process import with_process
 from bitwright.profile import SampleStore, StepSettings, Variant, record_step
 from bitwright.profile.device import DeviceProfile, MemoryFacts, TensorsCost
 from step_cases import bert, digits, int8_plan, net, prepared, watched
@@ -95,26 +94,6 @@ def test_a_process_that_compiles_arithmetic_has_the_compiler_in_memory(format: s
         use = predict(graph, own, profile).devices[0].memory
         assert use is not None
         assert use.process == use.peak + facts.process + (facts.compiler if expected else 0)
-
-
-def test_what_steps_of_a_plan_need_beside_their_tensors_is_known() -> None:
-    """One small kernel's compiler isn't all that INT8 steps need more: predictions were up to 5 % too low."""
-    model, batch, loss = net()
-    graph = record_step(model, batch, loss)
-    plan = Plan(compute={"*": ComputeSpec(format="int8")}).resolve(capture(model, batch[0]))
-    low = Variant(model=prepare(copy.deepcopy(model), plan, inputs=batch[0]), plan=plan)
-    profile = measured(Variant(model=model), low, batch=batch, loss=loss)
-    profile = profile.model_copy(update={"memory": MemoryFacts(compiler=100)})
-
-    def process(own: Plan, made: DeviceProfile) -> int:
-        use = predict(graph, own, made).devices[0].memory
-        assert use is not None
-        return use.process
-
-    known = with_process(profile, graph, 10**9, [(plan, 10**9 + 5 * 10**8)])
-    assert (process(Plan(), known), process(plan, known)) == (10**9, 15 * 10**8)
-    assert with_process(profile, graph, 10**9, [(plan, 0)]).memory.compiler == 100  # nobody could tell
-    assert with_process(profile, graph, 0, [(plan, 10**9)]) == profile
 
 
 def test_a_copied_profile_finds_its_own_costs() -> None:

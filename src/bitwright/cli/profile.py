@@ -27,7 +27,7 @@ from bitwright.cli.stepping import (
 from bitwright.cli.verb import verb
 from bitwright.errors import BitwrightError
 from bitwright.plan import Plan
-from bitwright.predict.process import with_process
+from bitwright.predict import predict
 from bitwright.profile import (
     DeviceProfile,
     SampleStore,
@@ -42,11 +42,10 @@ from bitwright.profile.device import CollectiveCost, Line, OperatorCost, Tensors
 from bitwright.profile.here import of_rank, samples_file
 from bitwright.profile.import_trace import import_trace
 from bitwright.profile.published import published as from_data_sheet
-from bitwright.profile.run import check_device, know_compiler, training_peak
-from bitwright.profile.step import CLOCKS, Batch, Clock, Loss
+from bitwright.profile.run import check_device, training_peak
+from bitwright.profile.step import CLOCKS, Clock
 from bitwright.profile.way import Amp
 from bitwright.train.ranks import joined
-from bitwright.workload import Workload
 
 _ROUNDS = 30
 _UNSURE = 0.1  # half of the intervals, of the time
@@ -139,30 +138,27 @@ def profile_(
         out = out if ranks.first else Out(json=False, quiet=True)
         found = open_workload(out, workload)
         pair, loss = training_batch(found, batch, channels_last=channels_last)
-        asked = [*(plan_of(found, word) for word in quantize or []), *(kernels_of(found, w) for w in kernel or [])]
-        chosen = cast(Clock, clock)
-        store = SampleStore()
-        peak, planned = 0, []
+        peak = 0
         if trace is None and published is None:
             check_device(found.model)
-            store = open_store(of_rank(cache or samples_file(chosen), ranks.rank), chosen)
             peak = training_peak(found.model, pair, loss)
-            if asked:
-                know_compiler(store)
-            planned = [(plan, _peak(found, plan, pair, loss)) for plan in asked]
         recorded = record_step(found.model, pair, loss, name=found.name)
         if graph is not None and ranks.first:
             recorded.save(graph)
         if trace is not None:
             made = import_trace(trace, recorded)
         else:
-            plans: list[Plan | None] = [None, *asked, *(half for plan in asked for half in halves(plan))]
+            plans: list[Plan | None] = [None, *(plan_of(found, word) for word in quantize or [])]
+            plans += [kernels_of(found, word) for word in kernel or []]
+            plans += [half for plan in plans if plan is not None for half in halves(plan)]
             types: list[Amp | None] = [None, *(cast(Amp, word) for word in amp or [])]
             variants = [variant_of(found, plan, pair, StepSettings(amp=kind)) for plan in plans for kind in types]
             batches = [half_of((pair, loss))[0], pair] if half_batch else [pair]  # the last one says what a step is
             if published is not None:
                 made = from_data_sheet(published, variants, batches, loss)
             else:
+                chosen = cast(Clock, clock)
+                store = open_store(of_rank(cache or samples_file(chosen), ranks.rank), chosen)
                 for own in batches:
                     with out.units() as tell, _telling_what_is_kept(store):
                         made = profile(
@@ -175,7 +171,7 @@ def profile_(
                             fit_casts=casts,
                             progress=tell,
                         )
-                made = with_process(made, recorded, peak, planned)
+                made = _with_process(made, recorded, peak)
         output = of_rank(output, ranks.rank)
         made.save(output)
         _show(out, made, output, _own_operators(made, recorded))
@@ -205,11 +201,13 @@ def _telling_what_is_kept(store: SampleStore) -> Iterator[None]:
         ) from None
 
 
-def _peak(workload: Workload, plan: Plan, batch: Batch, loss: Loss) -> int:
-    """Of a process that trains under this plan: without the model that is here beside the prepared one."""
-    peak = training_peak(variant_of(workload, plan, batch, StepSettings()).model, batch, loss)
-    beside: int = sum(tensor.numel() * tensor.element_size() for tensor in workload.model.state_dict().values())
-    return max(0, peak - beside)
+def _with_process(made: DeviceProfile, recorded: StepGraph, peak: int) -> DeviceProfile:
+    """What a training process of this model had in memory that its tensors don't explain."""
+    memory = predict(recorded, Plan(), made).devices[0].memory
+    if not peak or memory is None:
+        return made
+    facts = made.memory.model_copy(update={"process": max(0, peak - memory.peak)})
+    return made.model_copy(update={"memory": facts})
 
 
 #: Strides and number types, which differ under plans and autocast.

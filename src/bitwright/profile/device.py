@@ -141,7 +141,7 @@ class MemoryFacts(_Part):
     compiler: int = Field(
         default=0,
         ge=0,
-        description="Bytes more where arithmetic is compiled (quantizers, int8 kernels): torch's compiler, heap gaps.",
+        description="Bytes more where arithmetic is compiled (quantizers, int8 kernels): torch's compiler.",
     )
     limit: int | None = Field(default=None, description="Bytes that the device has.")
 
