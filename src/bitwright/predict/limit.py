@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 RESERVE = 0.07
-"""Share of a device's memory that is left free: the peaks of processes were measured up to 6.5 % above predictions."""
+"""Share of a device's memory that is left free: most processes peaked up to 5 % above their prediction."""
 
 
 @dataclass(frozen=True, kw_only=True)
