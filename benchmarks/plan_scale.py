@@ -3,9 +3,11 @@
     python benchmarks/plan_scale.py [--rounds 3]
 
 One step in float and in INT8 is really profiled here. The other three kinds are this device with other speeds, in float
-and in INT8, and two of them have too little memory for a float step. Penalties are random, by a seed: planning takes as
-long whatever they are. Planners share what they ask the machine, as in `bitwright plan --cluster`, whose whole time is
-taken, too: start, model, recording, all rows.
+and in INT8. Two of them have less memory than a float step needs, and than the plan that would be chosen if there were
+enough: half-way from that to uniform INT8, which is slow there. It is checked that these limits bind; with few tokens
+they couldn't, as INT8 brings torch's compiler into the process, which needs more than codes save. Penalties are random,
+by a seed: planning takes as long whatever they are. Planners share what they ask the machine, as in `bitwright plan
+--cluster`, whose whole time is taken, too: start, model, recording (two real steps), all rows.
 """
 
 from __future__ import annotations
@@ -34,13 +36,16 @@ from bitwright.planners import dynamic_batching, fastest, integer, recover, reco
 from bitwright.planners.cluster import OnCluster
 from bitwright.planners.machine import FLOAT
 from bitwright.predict import Cluster, Link
+from bitwright.predict.limit import RESERVE, size
 from bitwright.profile import DeviceProfile, Variant, profile, record_step
 from bitwright.profile.device import OperatorCost, Timing
 
 INT8 = ComputeSpec(format="int8")  # as `--formats int8` has it
-LAYERS = 12
-#: Of each kind: how many there are, how slow it is in float, and in INT8.
-KINDS = {"new": (2, 0.4, 0.35), "here": (4, 1.0, 1.0), "old": (4, 2.0, 1.4), "small": (2, 1.5, 1.2)}
+LAYERS, BATCH, LENGTH = 12, 8, 128
+#: Of each kind: how many there are, how slow it is in float, and in INT8. Two have no instructions for 8-bit products:
+#: they would take float, if they had memory for it.
+KINDS = {"new": (2, 0.4, 1.2), "here": (4, 1.0, 1.0), "old": (4, 2.0, 1.4), "small": (2, 1.5, 4.5)}
+TIGHT = ("new", "small")
 PLANNERS = {
     "fastest": fastest,
     "recover": recover,
@@ -57,11 +62,11 @@ def loss(output: Any, target: Tensor) -> Tensor:
 
 class Sentences:
     def __len__(self) -> int:
-        return 8
+        return BATCH
 
     def __getitem__(self, index: int) -> tuple[dict[str, Tensor], Tensor]:
         draw = torch.Generator().manual_seed(index)
-        return {"input_ids": torch.randint(0, 30000, (32,), generator=draw)}, torch.tensor(index % 2)
+        return {"input_ids": torch.randint(0, 30000, (LENGTH,), generator=draw)}, torch.tensor(index % 2)
 
 
 def workload() -> Workload:
@@ -70,7 +75,7 @@ def workload() -> Workload:
 
     torch.manual_seed(0)
     model = BertForSequenceClassification(BertConfig(num_hidden_layers=LAYERS)).train()
-    inputs = {"input_ids": torch.randint(0, 30000, (4, 32))}
+    inputs = {"input_ids": torch.randint(0, 30000, (1, LENGTH))}
     return Workload(name="bert-base", model=model, inputs=inputs, training=Sentences, loss=loss)
 
 
@@ -86,7 +91,15 @@ def command(profiles: dict[str, DeviceProfile], limits: dict[str, float], penalt
         (folder / "cluster.yaml").write_text("\n".join(lines) + "\n")
         scores = {"bitwright-indications": 1, "indicator": "random", "samples": 1, "seconds": 0.0, "values": penalties}
         (folder / "indications.json").write_text(json.dumps(scores))
-        asked = [sys.executable, "-m", "bitwright", "plan", f"{Path(__file__).resolve()}:workload", "--batch", "4"]
+        asked = [
+            sys.executable,
+            "-m",
+            "bitwright",
+            "plan",
+            f"{Path(__file__).resolve()}:workload",
+            "--batch",
+            str(BATCH),
+        ]
         asked += ["--cluster", "cluster.yaml", "--indications", "indications.json", "-o", "plan.yaml"]
         paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
         start, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -111,14 +124,39 @@ def slower(own: DeviceProfile, plain: float, low: float) -> DeviceProfile:
     return own.model_copy(update={"operators": operators})
 
 
+def binding(free: OnCluster) -> tuple[dict[str, dict[str, int]], dict[str, float]]:
+    """Bytes that kinds need without limits, and gigabytes with which planners have to choose smaller plans."""
+    chosen = recover(free)
+    needs, limits = {}, {}
+    for kind in TIGHT:
+        uniforms = {f: free.memory(kind, dict.fromkeys(free.operators, f), free.batch) for f in (FLOAT, "int8")}
+        needs[kind] = {**uniforms, "free": chosen.memory[kind]}
+        usable = (min(needs[kind][FLOAT], needs[kind]["free"]) + needs[kind]["int8"]) // 2
+        limits[kind] = usable / (1 - RESERVE) / 1e9
+    return needs, limits
+
+
+def check(asked: OnCluster, needs: dict[str, dict[str, int]]) -> None:
+    """Limits that don't bind would show nothing."""
+    for kind, own in needs.items():
+        limit = asked.limit(kind)
+        assert limit is not None
+        if not own["int8"] <= limit < min(own[FLOAT], own["free"]):
+            raise SystemExit(
+                f"the limit of {kind} doesn't bind: it may use {size(limit)}; float needs {size(own[FLOAT])}, the plan "
+                f"without a limit {size(own['free'])}, uniform INT8 {size(own['int8'])}. More tokens in a step "
+                "(LENGTH, BATCH) let INT8 save more than torch's compiler needs"
+            )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     model = workload().model
-    batch = ({"input_ids": torch.randint(0, 30000, (4, 32))}, torch.randint(0, 2, (4,)))
-    graph = capture(model, batch[0])
+    batch = ({"input_ids": torch.randint(0, 30000, (BATCH, LENGTH))}, torch.randint(0, 2, (BATCH,)))
+    graph = capture(model, {"input_ids": batch[0]["input_ids"][:1]})
     plan = Plan(compute={"*": INT8}).resolve(graph)
     kernels = prepare(copy.deepcopy(model), plan, graph=graph)
     variants = [Variant(model=model), Variant(model=kernels, plan=plan)]
@@ -137,43 +175,51 @@ def main() -> None:
 
     free = machine({})
     names = list(free.operators)
-    needs = {f: free.memory("small", dict.fromkeys(names, f), free.batch) / 1e9 for f in (FLOAT, "int8")}
-    between = {"small": (needs[FLOAT] + needs["int8"]) / 2, "old": 0.3 * needs[FLOAT] + 0.7 * needs["int8"]}
+    needs, between = binding(free)
+    print(needs, between, flush=True)
     rows = []
     asked = machine(between)
+    check(asked, needs)
     for name, planner in PLANNERS.items():
         start = time.process_time()
         found = planner(asked)
         taken = time.process_time() - start
         rows.append(
             {"planner": name, "cpu_seconds": taken, "step_ms": 1e3 * found.seconds, "penalty": found.penalty}
-            | {"low": dict(found.low), "batches": dict(found.batches)}
+            | {"low": dict(found.low), "batches": dict(found.batches), "memory": dict(found.memory)}
         )
         print(rows[-1], flush=True)
     whole = command(profiles, between, penalties)
     print(whole, flush=True)
+    told = "; ".join(
+        f"`{kind}` may use {asked.room(kind)}, float needs {size(needs[kind][FLOAT])}, the plan without a limit "
+        f"{size(needs[kind]['free'])}, uniform INT8 {size(needs[kind]['int8'])}"
+        for kind in TIGHT
+    )
     lines = [
         "# How long planning takes: BERT-base on four kinds of device",
         "",
         f"{len(step.ops)} operators, {len(names)} of them in float or INT8; {sum(c for c, _, _ in KINDS.values())} "
-        "devices; limits of memory on `small` and `old`. CPU seconds of one thread, one planner after the other, each "
+        f"devices; {BATCH} × {LENGTH} tokens each. Limits of memory bind on two kinds: {told}. "
+        "CPU seconds of one thread, one planner after the other, each "
         "with what those before it have asked; bar 30. "
         f"`bitwright plan --cluster`, from its start to its end, with all rows: {whole['cpu_seconds']:.1f} CPU seconds "
         f"({whole['wall_seconds']:.0f} s on a machine that others used, too).",
         "",
-        "| planner | planning | step | suffers | operators in INT8 | batches |",
-        "|---|---|---|---|---|---|",
+        "| planner | planning | step | suffers | operators in INT8 | batches | of the limits |",
+        "|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         low = ", ".join(f"{kind} {count}" for kind, count in row["low"].items())
         sizes = ", ".join(f"{kind} {size}" for kind, size in row["batches"].items())
+        used = ", ".join(f"{kind} {100 * row['memory'][kind] / (asked.limit(kind) or 1):.1f} %" for kind in TIGHT)
         lines.append(
             f"| {row['planner']} | {row['cpu_seconds']:.1f} s | {row['step_ms']:.0f} ms | {row['penalty']:.3g} "
-            f"| {low} | {sizes} |"
+            f"| {low} | {sizes} | {used} |"
         )
     save(
         "plan_scale",
-        {"environment": environment(), "rows": rows, "command": whole, "needs_gb": needs},
+        {"environment": environment(), "rows": rows, "command": whole, "needs": needs, "memory_gb": between},
         "\n".join(lines),
     )
 

@@ -32,7 +32,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from common import environment, limited, save
+from common import Ranks, clean_up_on_signals, environment, save, whole
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -191,65 +191,44 @@ def slow_link(mbit: int) -> Iterator[list[str]]:
         yield []
         return
     name = f"bitwright-{os.getpid()}"
-    subprocess.run(["ip", "netns", "add", name], check=True)
+
+    def run(*command: str) -> None:
+        subprocess.run(command, check=True, start_new_session=True)
+
+    with whole():
+        run("ip", "netns", "add", name)
     try:
         inside = ["ip", "netns", "exec", name]
-        subprocess.run([*inside, "ip", "link", "set", "lo", "up", "mtu", "1500"], check=True)
+        run(*inside, "ip", "link", "set", "lo", "up", "mtu", "1500")
         rate = ["rate", f"{mbit}mbit", "burst", "32kb", "latency", "400ms"]
-        subprocess.run([*inside, "tc", "qdisc", "add", "dev", "lo", "root", "tbf", *rate], check=True)
+        run(*inside, "tc", "qdisc", "add", "dev", "lo", "root", "tbf", *rate)
         yield inside
     finally:
-        subprocess.run(["ip", "netns", "delete", name], check=True)
+        with whole():
+            run("ip", "netns", "delete", name)
 
 
 def run_world(
     world: int, rounds: int, quota: float, limit: int, cases: list[str], link: int = 0
 ) -> tuple[list[Any], str]:
-    with tempfile.TemporaryDirectory() as folder, slow_link(link) as inside:
+    with tempfile.TemporaryDirectory() as folder, slow_link(link) as inside, Ranks() as ranks:
         out, meeting = Path(folder) / "rows.json", Path(folder) / "meeting"
-        command = [
-            *inside,
-            sys.executable,
-            __file__,
-            "--rounds",
-            str(rounds),
-            "--world",
-            str(world),
-            "--out",
-            str(out),
-            "--cases",
-            *cases,
-        ]
+        command = [*inside, sys.executable, __file__, "--rounds", str(rounds), "--world", str(world)]
+        command += ["--out", str(out), "--meeting", str(meeting), "--cases", *cases]
         cores = sorted(os.sched_getaffinity(0))
-        ranks = [
-            subprocess.Popen(
-                [*command, "--rank", str(rank), "--meeting", str(meeting)],
-                env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-            )
-            for rank in range(world)
-        ]
         groups = []
-        for rank, (process, share) in enumerate(zip(ranks, shares(world, len(cores), quota), strict=True)):
-            os.sched_setaffinity(process.pid, {cores[rank % len(cores)]})
+        for rank, share in enumerate(shares(world, len(cores), quota)):
+            core = cores[rank % len(cores)]
+            process = ranks.start([*command, "--rank", str(rank)], core=core, GLOO_SOCKET_IFNAME="lo")
             if share < 1:
-                groups += limited(process.pid, cores=share)
-        beside = None
-        if not groups:
-            beside = subprocess.Popen(
-                [sys.executable, "-c", f"import time; e=time.time()+{limit}\nwhile time.time()<e: pass"]
-            )
-            os.sched_setaffinity(beside.pid, os.sched_getaffinity(ranks[-1].pid))
-        try:
-            codes = [process.wait(timeout=limit) for process in ranks]
-        finally:
-            for process in [*ranks, *([beside] if beside else [])]:
-                if process.poll() is None:
-                    process.kill()
-                    process.wait()
-            for group in groups:
-                group.rmdir()
-        if any(codes):
-            raise SystemExit(f"a rank ended with {codes}")
+                groups += ranks.limit(process, cores=share)
+        with Ranks() as beside:
+            if not groups:
+                busy = f"import time; e=time.time()+{limit}\nwhile time.time()<e: pass"
+                beside.start([sys.executable, "-c", busy], core=core)
+            codes = ranks.wait(limit)
+        if any(codes) or None in codes:
+            raise SystemExit(f"ranks ended with {codes}; None: not within {limit} s")
         given = ", ".join(f"{share:g}" for share in shares(world, len(cores), quota))
         how = (
             f"{world} ranks have {given} of a core" if groups else f"the last of {world} shares a core with other work"
@@ -279,6 +258,7 @@ def main() -> None:
     if chosen.rank is not None:
         run_rank(chosen.rank, chosen.world, chosen.rounds, chosen.meeting, chosen.out, chosen.cases)
         return
+    clean_up_on_signals()
     rows: list[Any] = []
     how = []
     runs = [(world, chosen.cases, 0) for world in chosen.worlds]

@@ -18,7 +18,6 @@ import copy
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -29,7 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from common import environment, freed, limited, save
+from common import Ranks, clean_up_on_signals, environment, save
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
@@ -185,26 +184,17 @@ def ddp_step(model: nn.Module, plan: Plan, kind: str, x: Tensor, y: Tensor) -> T
 
 
 def measure_steps(rounds: int, limit: int) -> tuple[list[Any], str]:
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, Ranks() as ranks:
         out, meeting = Path(folder) / "rows.json", Path(folder) / "meeting"
         cores = sorted(os.sched_getaffinity(0))
-        ranks = []
         for rank in range(2):
             command = [sys.executable, __file__, "--rounds", str(rounds), "--rank", str(rank)]
             command += ["--meeting", str(meeting), "--out", str(out)]
-            ranks.append(subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}))
-            os.sched_setaffinity(ranks[-1].pid, {cores[rank % len(cores)]})
-        groups = limited(ranks[1].pid, cores=QUOTA, memory_gb=MEMORY_GB)
-        try:
-            codes = [process.wait(timeout=limit) for process in ranks]
-        finally:
-            for process in ranks:
-                if process.poll() is None:
-                    process.kill()
-                    process.wait()
-            freed(groups)
-        if any(codes):
-            raise SystemExit(f"a rank ended with {codes}")
+            slow = ranks.start(command, core=cores[rank % len(cores)])
+        groups = ranks.limit(slow, cores=QUOTA, memory_gb=MEMORY_GB)
+        codes = ranks.wait(limit)
+        if any(codes) or None in codes:
+            raise SystemExit(f"ranks ended with {codes}; None: not within {limit} s")
         set_ = ", ".join(group.parent.name for group in groups) or "nothing: no cgroups here"
         return json.loads(out.read_text(encoding="utf-8")), set_
 
@@ -233,7 +223,10 @@ def accuracy(rows: list[Any], seeds: int, count: int, epochs: int, folder: Path)
             out = folder / f"{plan.stem}-{seed}"
             command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__]
             command += ["--train", str(plan), "--seed", str(seed), "--images", str(count), "--epochs", str(epochs)]
-            subprocess.run([*command, "--folder", str(out)], check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+            with Ranks() as ranks:
+                code = ranks.start([*command, "--folder", str(out)]).wait()
+            if code:
+                raise SystemExit(f"{row['way']}, seed {seed}: training ended with {code}")
             row["top1"].append(json.loads((out / "result.json").read_text())["metrics"][-1]["top1"])
             print(row["way"], seed, row["top1"][-1], flush=True)
 
@@ -264,6 +257,7 @@ def main() -> None:
         return run_rank(chosen.rank, chosen.rounds, chosen.meeting, chosen.out)
     if chosen.train is not None:
         return train_rank(chosen.train, chosen.seed, chosen.images, chosen.epochs, chosen.folder)
+    clean_up_on_signals()
     chosen.folder.mkdir(parents=True, exist_ok=True)
     kept = chosen.folder / "steps.json"
     if chosen.part != "accuracy":

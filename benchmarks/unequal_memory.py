@@ -2,8 +2,8 @@
 
 A small BERT, made of a configuration of transformers: its INT8 linears keep codes for backward where float ones keep
 their inputs. First both ranks measure a step, the slow one with half of a core, without a limit; rank 0 plans for one
-that float is predicted to exceed by 8.5 % there (or for the one given). The planner is told 7 % less, as predictions
-are some percent wrong. Then each way trains for a few steps in new processes, whatever the planner
+that float is predicted to exceed by 8.5 % there (or for the one given), with the reserve that planners have by
+themselves. Then each way trains for a few steps in new processes, whatever the planner
 said of it, and the limit is enforced by a cgroup (v1, as root): a process that needs more is killed; it runs again
 without the limit, to see what it would have needed. A process counts with all that is resident; a cgroup doesn't count
 pages of files (torch's libraries) that another process has read before, so they are taken off its limit.
@@ -18,20 +18,17 @@ import argparse
 import copy
 import json
 import os
-import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from common import environment, freed, limited, save
+from common import Ranks, clean_up_on_signals, environment, save
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from unequal import INT8, KINDS, QUOTA, WAYS, facts
@@ -52,7 +49,7 @@ from bitwright.profile.step import TrainingStep
 BATCH, LENGTH, LAYERS, WORDS = 72, 128, 12, 1000
 KEPT = ("bert.embeddings*", "bert.pooler*", "classifier")
 WARM = 2
-OVER, RESERVE = 0.085, 0.07  # float needs so much more than the limit; the planner is told so much less
+OVER = 0.085  # float needs so much more than the limit
 CASE = 240  # seconds after which a way's ranks are ended
 
 Batch = tuple[dict[str, Tensor], Tensor]
@@ -109,19 +106,26 @@ def plan_rank(rank: int, rounds: int, out: Path, memory_gb: float | None) -> Non
 
         needs = {way: WAYS[way](with_limit(None)).memory["slow"] for way in ("float", "uniform int8")}
         limit = memory_gb or round(needs["float"] / (1 + OVER) / 1e9, 2)
-        rows = [row_of(with_limit(limit * (1 - RESERVE)), way) for way in WAYS]
-        found = {"limit": int(limit * 1e9), "rows": rows, "needs": needs, "files": gathered[1][1]}
+        tight = with_limit(limit)
+        room = tight.room("slow")
+        assert room is not None
+        found = {"rows": [row_of(tight, way) for way in WAYS], "needs": needs, "files": gathered[1][1]}
+        found |= {"limit": room.total, "usable": room.usable, "limit_words": str(room)}
         out.write_text(json.dumps(found), encoding="utf-8")
     dist.barrier()
 
 
-def measured(model: nn.Module, batch: Batch, half: Batch, rounds: int) -> DeviceProfile:
-    graph = capture(model, {"input_ids": batch[0]["input_ids"][:1]})
+def low_plan(model: nn.Module) -> Plan:
+    graph = capture(model, batch_of(1)[0])
     kept = {op.name: ComputeSpec() for op in graph.ops if op.name.startswith(("bert.embeddings", "bert.pooler"))}
-    low = Plan(compute={"*": INT8, **kept, "classifier": ComputeSpec()}).resolve(graph)
+    return Plan(compute={"*": INT8, **kept, "classifier": ComputeSpec()}).resolve(graph)
+
+
+def measured(model: nn.Module, batch: Batch, half: Batch, rounds: int) -> DeviceProfile:
+    low = low_plan(model)
     variants = [
         Variant(model=copy.deepcopy(model)),
-        Variant(model=prepare(copy.deepcopy(model), low, graph=graph), plan=low),
+        Variant(model=prepare(copy.deepcopy(model), low, inputs=batch_of(1)[0]), plan=low),
     ]
     store = open_store(None, "wall")
     store.add({"facts": measure_group()})
@@ -182,39 +186,19 @@ def step_rank(rank: int, plan: Path, steps: int, out: Path) -> None:
 def both_ranks(arguments: list[str], out: Path, *, seconds: float, memory: int | None = None) -> dict[str, Any]:
     """Start two ranks, the second with a part of a core and of memory; where one fails, the other is ended, too."""
     cores = sorted(os.sched_getaffinity(0))
-    ranks: list[subprocess.Popen[bytes]] = []
-    groups: list[Path] = []
     found: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            for rank in range(2):
-                command = [sys.executable, __file__, "--rank", str(rank), "--meeting", str(Path(folder) / "meeting")]
-                environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-                # a session of its own: whatever a rank starts ends with it
-                process = subprocess.Popen(
-                    [*command, "--out", str(out), *arguments], env=environment, start_new_session=True
-                )
-                ranks.append(process)
-                os.sched_setaffinity(process.pid, {cores[rank % len(cores)]})
-            groups = limited(ranks[1].pid, cores=QUOTA, memory_gb=None if memory is None else memory / 1e9)
-            until = time.monotonic() + seconds
-            while any(process.poll() is None for process in ranks) and not any(process.poll() for process in ranks):
-                if time.monotonic() > until:
-                    found["late"] = True
-                    break
-                time.sleep(0.1)
-            found["codes"] = [process.poll() for process in ranks]
-            found["limits"] = [group.parent.name for group in groups]
-            for group in (group for group in groups if group.parent.name == "memory"):
-                told = dict(line.split() for line in (group / "memory.oom_control").read_text().splitlines())
-                found["killed"] = int(told.get("oom_kill", 0)) > 0
-                found["charged"] = int((group / "memory.max_usage_in_bytes").read_text())
-        finally:
-            for process in ranks:
-                with suppress(ProcessLookupError):  # its session: also what it has started
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-            freed(groups)
+    with tempfile.TemporaryDirectory() as folder, Ranks() as ranks:
+        for rank in range(2):
+            command = [sys.executable, __file__, "--rank", str(rank), "--meeting", str(Path(folder) / "meeting")]
+            slow = ranks.start([*command, "--out", str(out), *arguments], core=cores[rank % len(cores)])
+        groups = ranks.limit(slow, cores=QUOTA, memory_gb=None if memory is None else memory / 1e9)
+        found["codes"] = ranks.wait(seconds)
+        found["late"] = None in found["codes"] and not any(found["codes"])
+        found["limits"] = [group.parent.name for group in groups]
+        for group in (group for group in groups if group.parent.name == "memory"):
+            told = dict(line.split() for line in (group / "memory.oom_control").read_text().splitlines())
+            found["killed"] = int(told.get("oom_kill", 0)) > 0
+            found["charged"] = int((group / "memory.max_usage_in_bytes").read_text())
     return found
 
 
@@ -222,7 +206,7 @@ def both_ranks(arguments: list[str], out: Path, *, seconds: float, memory: int |
 
 
 def run(rounds: int, steps: int, memory_gb: float | None, limit: int) -> None:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ranks and groups go with this process, however it ends
+    clean_up_on_signals()
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "planned.json"
         arguments = ["--rounds", str(rounds), *([] if memory_gb is None else ["--memory-gb", str(memory_gb)])]
@@ -259,10 +243,9 @@ def table(found: dict[str, Any], steps: int) -> list[str]:
         "",
         f"The slow one has {QUOTA:g} of a core and {limit / 1e9:.2f} GB for its process, "
         + ("enforced: whoever needs more is killed. " if held else "not enforced: there are no cgroups here. ")
-        + f"Float is predicted to need {over:.1f} % more, uniform INT8 {-under:.1f} % less; the planner is told "
-        f"of {100 * RESERVE:g} % less, as predictions are some percent wrong. A BERT of {LAYERS} layers, {2 * BATCH} × "
-        f"{LENGTH} tokens in a step; new processes for each way, medians of {steps} steps; the most that a process had "
-        "resident.",
+        + f"Float is predicted to need {over:.1f} % more, uniform INT8 {-under:.1f} % less; planners use "
+        f"{found['limit_words']}. A BERT of {LAYERS} layers, {2 * BATCH} × {LENGTH} tokens in a step; new processes "
+        f"for each way, medians of {steps} steps; the most that a process had resident.",
         "",
         "| way | slow needs, predicted | planner | slow, measured | error | fast, predicted | measured | step "
         "| predicted | INT8 operators | batches | suffers |",

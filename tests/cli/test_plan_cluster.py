@@ -188,7 +188,7 @@ def test_a_planner_that_can_does_not_fail_for_one_that_cannot(plan: Any, measure
     process = json.loads((measured / "slow.json").read_text())["memory"]["process"]
     tight = (process + 0.9 * (free - process)) / 1e9
     (measured / "tight.yaml").write_text(
-        text.replace("slow.json, count: 2", f"slow.json, count: 2, memory_gb: {tight:.9f}")
+        text.replace("slow.json, count: 2", f"slow.json, count: 2, memory_gb: {tight / 0.9:.9f}, memory_reserve: 0.1")
     )
     split = plan("--planner", "recover+split", "--json", cluster="tight.yaml")
     assert split.code == 0
@@ -207,6 +207,31 @@ def test_a_planner_that_can_does_not_fail_for_one_that_cannot(plan: Any, measure
     wrong = plan("--planner", "recover", cluster="none.yaml")
     assert wrong.code == 2
     assert "largest contributors the process itself" in " ".join(wrong.err.split())
+
+
+def test_planners_and_predictions_keep_the_same_reserve(plan: Any, measured: Path) -> None:
+    """A limit that float needs to its last byte: it was said to fit, and processes need some percent more by chance."""
+    free = plan("--planner", "float", "--json").json["allocations"]["float"]["memory"]["slow"]
+    text = (measured / "cluster.yaml").read_text()
+    (measured / "full.yaml").write_text(
+        text.replace("slow.json, count: 2", f"slow.json, count: 2, memory_gb: {(free + 1000) / 1e9:.9f}")
+    )
+    (measured / "all.yaml").write_text((measured / "full.yaml").read_text() + "memory_reserve: 0\n")
+    ask = ("predict", SPIRALS, "--batch", "96", "--cluster")
+    fits = {}
+    for name in ("full.yaml", "all.yaml"):
+        told = plan("--planner", "float", "--json", cluster=name)
+        limit = told.json["limits"]["slow"]
+        assert limit["total"] == pytest.approx(free + 1000, abs=2)
+        slow = json.loads(bitwright(measured, *ask, name, "--json"))["devices"][1]
+        assert (slow["memory_limit"], slow["memory_usable"]) == (limit["total"], limit["usable"])
+        fits[name] = slow["fits"]
+        assert ("float doesn't fit" in told.err) is (not fits[name])
+    assert fits == {"full.yaml": False, "all.yaml": True}
+    shown = " ".join(plan("--planner", "float", cluster="full.yaml").out.split())
+    assert "less 7 % in reserve" in shown
+    assert "memory_reserve in cluster.yaml" in shown
+    assert "less 7 % in reserve" in " ".join(bitwright(measured, *ask, "full.yaml").split())
 
 
 def test_planners_are_found_by_name(run, workloads, tmp_path):

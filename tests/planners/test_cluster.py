@@ -14,7 +14,16 @@ from torch import Tensor, nn
 from bitwright import Plan, PlanError, capture, prepare
 from bitwright.kernels.int8 import Int8
 from bitwright.plan import ComputeSpec
-from bitwright.planners import Additive, dynamic_batching, fastest, recover, recover_and_split, uniform
+from bitwright.planners import (
+    Additive,
+    all_float,
+    dynamic_batching,
+    fastest,
+    recover,
+    recover_and_split,
+    uniform,
+)
+from bitwright.planners.allocate import over_limits
 from bitwright.planners.cluster import OnCluster
 from bitwright.planners.machine import FLOAT
 from bitwright.planners.machine import OperatorCost as CostOfOne
@@ -155,6 +164,30 @@ def test_memory_that_is_too_small_is_explained(measured: tuple[StepGraph, Device
     given.cluster = replace(given.predictor, cluster=given.cluster.model_copy(update={"devices": tiny})).cluster
     with pytest.raises(PlanError, match=r"needs .* GB on `slow`, limit .* largest contributors the process itself"):
         fastest(given)
+
+
+def test_planners_leave_the_reserve_free(measured: tuple[StepGraph, DeviceProfile]) -> None:
+    """A plan that needs the limit to its last byte is none: predictions are some percent wrong."""
+    given = machine(measured)
+    needs = given.memory("slow", dict.fromkeys(given.operators, FLOAT), given.batch)
+
+    def with_reserve(share: float) -> None:
+        slow = given.cluster.devices["slow"].model_copy(
+            update={"memory_gb": needs / 1e9 + 1e-9, "memory_reserve": share}
+        )
+        devices = {**given.cluster.devices, "slow": slow}
+        given.cluster = given.cluster.model_copy(update={"devices": devices})
+
+    with_reserve(0.0)
+    assert over_limits(given, all_float(given)) == []
+    with_reserve(0.5)
+    (problem,) = over_limits(given, all_float(given))
+    assert "less 50 % in reserve" in problem.what
+    assert problem.fix is not None
+    assert "fits only into the reserve" in problem.fix
+    with_reserve(20_000 / needs)  # some samples' worth
+    batches = dynamic_batching(given)
+    assert batches.memory["slow"] <= given.limit("slow") == given.room("slow").usable  # type: ignore[operator, union-attr]
 
 
 def test_what_a_process_needs_is_the_sum_of_its_parts(measured: tuple[StepGraph, DeviceProfile]) -> None:

@@ -16,10 +16,11 @@ import two_ranks
 from bitwright.errors import BitwrightError, PlanError
 from bitwright.graph import tree
 from bitwright.plan import Plan
-from bitwright.predict import Cluster, Link, Local, Predictor, make_buckets, predict, write_trace
+from bitwright.predict import Cluster, Link, Local, MemoryLimit, Predictor, make_buckets, predict, write_trace
 from bitwright.predict.cluster import json_schema
+from bitwright.predict.limit import RESERVE
 from bitwright.profile import StepSettings, Variant, record_step
-from bitwright.profile.device import CollectiveCost
+from bitwright.profile.device import CollectiveCost, DeviceProfile, MemoryFacts
 from bitwright.profile.signature import TensorSpec
 from step_cases import bert, digits, int8_plan, net, prepared, profile_of, watched
 
@@ -38,6 +39,21 @@ def test_a_cluster_is_read() -> None:
     ring = cluster.collective("all_reduce", {}, 8)
     assert ring.latency == pytest.approx(14 * 100e-6)
     assert ring.per_byte == pytest.approx(14 / 8 * 8e-9)  # the slowest link is everybody's
+
+
+def test_a_part_of_memory_is_left_free() -> None:
+    """The kind's own share, else the cluster's, else a usual one; of the file's memory, else of the profile's."""
+    profile = DeviceProfile(bitwright_profile=1, device="here", tensors=[], memory=MemoryFacts(limit=10**9))
+    kinds = "devices: {a: {memory_gb: 40, memory_reserve: 0}, b: {memory_gb: 40}, c: {}}"
+    for line, share in (("memory_reserve: 0.25", 0.25), ("", RESERVE)):
+        cluster = Cluster.from_yaml(f"bitwright_cluster: 1\n{line}\n{kinds}")
+        limits = [cluster.memory_limit(kind, profile) for kind in "abc"]
+        expected = [(40 * 10**9, 0.0), (40 * 10**9, share), (10**9, share)]
+        assert limits == [MemoryLimit(total=total, reserve=reserve) for total, reserve in expected]
+    unknown = profile.model_copy(update={"memory": MemoryFacts(limit=None)})
+    assert cluster.memory_limit("c", unknown) is None
+    with pytest.raises(PlanError, match=r"devices\.a\.memory_reserve"):
+        Cluster.from_yaml("bitwright_cluster: 1\ndevices: {a: {memory_reserve: 7}}")
 
 
 def test_the_published_schema_is_ours() -> None:

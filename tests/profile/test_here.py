@@ -64,6 +64,19 @@ def test_a_few_steps_for_memory_leave_the_model_as_it_was() -> None:
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
+def test_a_smaller_step_is_not_hidden_by_a_larger_one_before() -> None:
+    """The system's figure never falls by itself: INT8 steps after float ones seemed to need as much."""
+    model = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 4))
+    loss = nn.functional.cross_entropy
+    if not machine.count_peak_anew():
+        pytest.skip("the system doesn't count anew")
+    large, small = (
+        training_peak(model, (torch.randn(size, 64), torch.zeros(size, dtype=torch.long)), loss, steps=2)
+        for size in (20_000, 100)
+    )
+    assert 0 < small < large - 40_000_000
+
+
 def test_optimizers_are_measured_as_warm_as_the_step_leaves_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """A short step leaves parameters in the caches, a long one doesn't; neither is measured twice."""
     asked = []

@@ -7,13 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from bitwright.cli.out import Out
-from bitwright.cli.stepping import half_of, load_cluster, same_batch, tell_layout, training_batch
+from bitwright.cli.stepping import half_of, limits_in_words, load_cluster, same_batch, tell_layout, training_batch
 from bitwright.errors import BitwrightError, PlanError
 from bitwright.graph.tree import batch_size
 from bitwright.planners import Allocation, uniform
 from bitwright.planners.allocate import over_limits
 from bitwright.planners.cluster import OnCluster
 from bitwright.planners.machine import FLOAT
+from bitwright.predict import MemoryLimit
 from bitwright.profile import record_step
 from bitwright.registry import PLANNERS
 from bitwright.report import words
@@ -159,11 +160,15 @@ def _show(
     output: Path | None,
     trained: str,
 ) -> None:
-    limits = {kind: machine.limit(kind) for kind in machine.kinds}
+    limits = {kind: machine.room(kind) for kind in machine.kinds}
     out.data(
         {
             "output": None if output is None else str(output),
             "planner": planner,
+            "limits": {
+                kind: None if one is None else {"total": one.total, "reserve": one.reserve, "usable": one.usable}
+                for kind, one in limits.items()
+            },
             "allocations": {
                 name: {
                     "seconds": one.seconds,
@@ -193,6 +198,8 @@ def _show(
         ]
         + [(name, "–", "–", "no plan fits", "–", error.problems[0].what) for name, error in failed.items()],
     )
+    if any(limits.values()):
+        out.say(f"limit, of a process: {limits_in_words(limits)}")
     chosen = rows[planner]
     sound = [name for name in rows if name in PLANNERS and (name == planner or not over_limits(machine, rows[name]))]
     best = min(sound, key=lambda name: rows[name].seconds)
@@ -214,6 +221,6 @@ def _show(
             out.note(f"{kind} is left with {size} of {sum(chosen.batches.values())} samples: hardly worth its place")
 
 
-def _memory(kind: str, used: int, limit: int | None) -> str:
-    over = f" (of {words.size(limit)}: too much)" if limit is not None and used > limit else ""
+def _memory(kind: str, used: int, limit: MemoryLimit | None) -> str:
+    over = f" (of {words.size(limit.usable)}: too much)" if limit is not None and not limit.holds(used) else ""
     return f"{kind} {words.size(used)}{over}"

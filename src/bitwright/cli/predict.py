@@ -19,6 +19,7 @@ from bitwright.cli.stepping import (
     LayoutOption,
     PrecisionOption,
     half_of,
+    limits_in_words,
     load_cluster,
     plan_of,
     same_batch,
@@ -207,6 +208,7 @@ def _show(out: Out, prediction: Prediction, comparison: Comparison | None, trace
             "#tensors",
             "at",
             "#process",
+            "#limit",
             "fits",
         ],
         [
@@ -220,11 +222,16 @@ def _show(out: Out, prediction: Prediction, comparison: Comparison | None, trace
                 "" if device.memory is None else words.size(device.memory.peak),
                 "" if device.memory is None else device.memory.cause,
                 "" if device.memory is None else words.size(device.memory.process),
+                "" if device.limit is None else words.size(device.limit.usable),
                 {True: "yes", False: "no", None: ""}[device.fits],
             )
             for device in prediction.devices[:20]
         ],
     )
+    if any(device.limit is not None for device in prediction.devices):
+        kinds = (run.lane.kind for run in prediction.replay.lanes)  # of each device, in their order
+        limits = {kind: device.limit for kind, device in zip(kinds, prediction.devices, strict=True)}
+        out.say(f"limit, of a process: {limits_in_words(limits)}")
     if len(prediction.devices) > 1:
         out.say("waits: for others and for collectives, which also run beside own work: shares don't add up to 100 %")
     for device in prediction.devices:

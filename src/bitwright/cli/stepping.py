@@ -19,7 +19,7 @@ from bitwright.errors import BitwrightError, PlanError
 from bitwright.graph import capture, tree
 from bitwright.plan import Plan
 from bitwright.planners import make_plan
-from bitwright.predict import Cluster
+from bitwright.predict import Cluster, MemoryLimit
 from bitwright.profile import DeviceProfile, StepSettings, Variant
 from bitwright.profile.step import Batch, Loss
 from bitwright.sensitivity import spec_of
@@ -148,3 +148,13 @@ def variant_of(workload: Workload, plan: Plan | None, batch: Batch, settings: St
     calibration: Any = [batch[0]]
     Qat(model, calibration, quantize=plan, example=workload.inputs, fuse=settings.fuse)
     return Variant(model=model, plan=plan, settings=settings)
+
+
+def limits_in_words(limits: Mapping[str, MemoryLimit | None]) -> str:
+    """What plans may use of each device's memory, and why it isn't all: devices with the same limit together."""
+    alike: dict[str, list[str]] = {}
+    for name, limit in limits.items():
+        alike.setdefault("none known" if limit is None else str(limit), []).append(name)
+    reserved = any(limit is not None and limit.reserve for limit in limits.values())
+    why = "; predictions are some percent wrong (memory_reserve in cluster.yaml)" if reserved else ""
+    return ", ".join(f"{' and '.join(names)} {text}" for text, names in alike.items()) + why

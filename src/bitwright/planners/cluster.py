@@ -11,7 +11,7 @@ from bitwright.errors import PlanError, Problem, did_you_mean
 from bitwright.plan import ComputeSpec, Device, Plan
 from bitwright.planners.allocate import Allocation
 from bitwright.planners.machine import ACTIVATIONS, FLOAT, Assignment, Plans
-from bitwright.predict import Cluster, Local, Predictor
+from bitwright.predict import Cluster, Local, MemoryLimit, Predictor
 from bitwright.predict.costs import told
 from bitwright.predict.memory import MemoryUse, memory_of, saved_by_operator
 from bitwright.predict.replay import Lane, replay
@@ -113,10 +113,14 @@ class OnCluster:
         """The indicator's."""
         return 0.0 if format == FLOAT else self.penalties[operator][format]
 
+    def room(self, kind: str) -> MemoryLimit | None:
+        """As the cluster file has it: `predict` asks the same."""
+        return self.cluster.memory_limit(kind, self.profiles[kind])
+
     def limit(self, kind: str) -> int | None:
-        """The cluster file's, else the profile's."""
-        said = self.cluster.devices[kind].memory_gb
-        return int(said * 1e9) if said is not None else self.profiles[kind].memory.limit
+        """What is left of the device's memory beside the reserve."""
+        room = self.room(kind)
+        return None if room is None else room.usable
 
     def plan_of(self, assignment: Assignment, why: str = "") -> Plan:
         """An assignment as a plan."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from bitwright.errors import Problem
 from bitwright.planners.machine import ACTIVATIONS, Assignment, Machine
+from bitwright.predict.limit import size
 
 _SHOWN = 4
 
@@ -15,7 +16,7 @@ def too_large(machine: Machine, kind: str, plan: Assignment, batch: int, limit: 
     used = machine.memory(kind, plan, batch)
     parts = _together(machine.parts(kind, plan, batch))
     largest = sorted((name for name in parts if parts[name] > 0), key=lambda name: -parts[name])[:_SHOWN]
-    words = ", ".join(f"{name} {_size(parts[name])}" for name in largest)
+    words = ", ".join(f"{name} {size(parts[name])}" for name in largest)
     fitting = largest_batch(machine, kind, plan, batch)
     if fitting and (split or sum(machine.kinds.values()) == 1):
         fix = f"{fitting} of {batch} samples fit: --batch {fitting}"
@@ -23,8 +24,12 @@ def too_large(machine: Machine, kind: str, plan: Assignment, batch: int, limit: 
         fix = f"{fitting} of {batch} samples fit: --planner recover+split gives others the rest; or --batch {fitting}"
     else:
         fix = "more memory, or a smaller model: not even one sample fits"
+    room = machine.room(kind)
+    told = str(room) if room is not None and room.usable == limit else size(limit)
+    if room is not None and limit < used <= room.total:
+        fix += "; it fits only into the reserve, where it may be killed: `memory_reserve` in cluster.yaml sets that"
     return Problem(
-        what=f"needs {_size(used)} on `{kind}`, limit {_size(limit)}: largest contributors {words}",
+        what=f"needs {size(used)} on `{kind}`, limit {told}: largest contributors {words}",
         fix=fix,
     )
 
@@ -35,7 +40,7 @@ def _together(parts: Mapping[str, int]) -> dict[str, int]:
     if len(kept) < 2:
         return dict(parts)
     most = max(kept, key=lambda name: kept[name])
-    words = f"{ACTIVATIONS}{len(kept)} operators (most: {most.removeprefix(ACTIVATIONS)} {_size(kept[most])})"
+    words = f"{ACTIVATIONS}{len(kept)} operators (most: {most.removeprefix(ACTIVATIONS)} {size(kept[most])})"
     return {**{name: bytes for name, bytes in parts.items() if name not in kept}, words: sum(kept.values())}
 
 
@@ -52,7 +57,3 @@ def largest_batch(machine: Machine, kind: str, plan: Assignment, most: int) -> i
         else:
             fails = middle
     return fits
-
-
-def _size(bytes: int) -> str:
-    return f"{bytes / 1e9:.3g} GB" if bytes >= 1e7 else f"{bytes / 1e6:.3g} MB"

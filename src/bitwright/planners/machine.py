@@ -6,6 +6,8 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from bitwright.predict import MemoryLimit
+
 FLOAT = "float"
 ACTIVATIONS = "activations of "
 """How parts of memory begin that an operator, named behind it, keeps for its backward."""
@@ -42,7 +44,10 @@ class Machine(Protocol):
         """Bytes at the peak of a step."""
 
     def limit(self, kind: str) -> int | None:
-        """Bytes that such a device has."""
+        """Bytes that a plan may need on such a device: what it has, less the reserve."""
+
+    def room(self, kind: str) -> MemoryLimit | None:
+        """The same with what the device has, and the reserve: to explain what doesn't fit."""
 
     def parts(self, kind: str, assignment: Assignment, batch: int) -> Mapping[str, int]:
         """What those bytes are made of, in words: for a user whose model doesn't fit."""
@@ -96,6 +101,8 @@ class Additive:
     fixed: Mapping[str, float] = field(default_factory=dict)
     base: Mapping[str, int] = field(default_factory=dict)
     limits: Mapping[str, int] = field(default_factory=dict)
+    reserve: float = 0.0
+    """Share of the limits that plans leave free: a table is exact, as long as nobody says otherwise."""
 
     def formats(self, kind: str, operator: str) -> Sequence[str]:
         """What the table has."""
@@ -122,8 +129,13 @@ class Additive:
         return self.base.get(kind, 0) + int(share * own)
 
     def limit(self, kind: str) -> int | None:
+        """What is left beside the reserve."""
+        room = self.room(kind)
+        return None if room is None else room.usable
+
+    def room(self, kind: str) -> MemoryLimit | None:
         """What was said."""
-        return self.limits.get(kind)
+        return MemoryLimit(total=self.limits[kind], reserve=self.reserve) if kind in self.limits else None
 
     def parts(self, kind: str, assignment: Assignment, batch: int) -> Mapping[str, int]:
         """Each operator, and what is there without any."""

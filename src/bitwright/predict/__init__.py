@@ -2,6 +2,7 @@
 
 from bitwright.predict.buckets import Bucket, make_buckets
 from bitwright.predict.cluster import Cluster, DeviceKind, Link
+from bitwright.predict.limit import MemoryLimit
 from bitwright.predict.local import Local
 from bitwright.predict.memory import MemoryUse
 from bitwright.predict.prediction import DevicePrediction, Prediction
@@ -15,6 +16,7 @@ __all__ = [
     "DevicePrediction",
     "Link",
     "Local",
+    "MemoryLimit",
     "MemoryUse",
     "Modelled",
     "Prediction",

@@ -14,6 +14,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
 from bitwright.errors import BitwrightError, PlanError, Problem, did_you_mean
+from bitwright.predict.limit import RESERVE, MemoryLimit
 from bitwright.profile.device import CollectiveCost, DeviceProfile
 
 
@@ -37,6 +38,9 @@ class DeviceKind(_Part):
     )
     count: int = Field(default=1, ge=1)
     memory_gb: float | None = Field(default=None, gt=0, description="Its memory; the profile's if not given.")
+    memory_reserve: float | None = Field(
+        default=None, ge=0, lt=1, description="Share of its memory that plans leave free; the cluster's if not given."
+    )
     plan: str | None = Field(
         default=None, description="Its plan file, relative to this one; else the common plan's part for this kind."
     )
@@ -49,6 +53,12 @@ class Cluster(_Part):
     bitwright_cluster: Literal[1] = Field(description="Version of this schema.")
     link: Link | None = Field(default=None, description="What joins devices that have no link of their own.")
     backend: str = Field(default="gloo", description="The backend whose measured collectives count.")
+    memory_reserve: float = Field(
+        default=RESERVE,
+        ge=0,
+        lt=1,
+        description="Share of each device's memory that plans leave free, as predictions are some percent wrong.",
+    )
     devices: dict[str, DeviceKind] = Field(min_length=1)
 
     @property
@@ -125,6 +135,13 @@ class Cluster(_Part):
         if problems:
             raise PlanError(problems, title="the cluster's profiles have problems")
         return found
+
+    def memory_limit(self, kind: str, profile: DeviceProfile) -> MemoryLimit | None:
+        """What plans for this kind may use: of this file's memory, else of the profile's; None if neither says it."""
+        own = self.devices[kind]
+        total = int(own.memory_gb * 1e9) if own.memory_gb is not None else profile.memory.limit
+        reserve = own.memory_reserve if own.memory_reserve is not None else self.memory_reserve
+        return None if total is None else MemoryLimit(total=total, reserve=reserve)
 
     def collective(self, operation: str, profiles: dict[str, DeviceProfile], world: int) -> CollectiveCost:
         """What a collective costs among these: the slowest kind's measurement, or a ring over the slowest link."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from bitwright.predict.limit import MemoryLimit
 from bitwright.predict.local import Local
 from bitwright.predict.memory import MemoryUse
 from bitwright.predict.replay import StepReplay
@@ -26,16 +27,28 @@ class DevicePrediction:
     """Share of the step in which it does nothing."""
     phases: dict[str, float]
     memory: MemoryUse | None
-    memory_limit: int | None
+    limit: MemoryLimit | None
+    """None if nobody said how much memory it has."""
     stood_in: int
     """Operators that weren't measured in their format: their cost in float stands in."""
 
     @property
     def fits(self) -> bool | None:
-        """Whether its memory is enough for the whole process; None if nobody said how much it has."""
-        if self.memory is None or self.memory_limit is None:
-            return None
-        return self.memory.process <= self.memory_limit
+        """Whether its memory, less the reserve, is enough for the whole process; None if nobody said what it has."""
+        return None if self.memory is None or self.limit is None else self.limit.holds(self.memory.process)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        known = asdict(self)
+        del known["limit"]
+        limit = self.limit
+        return {
+            **known,
+            "memory_limit": None if limit is None else limit.total,
+            "memory_reserve": None if limit is None else limit.reserve,
+            "memory_usable": None if limit is None else limit.usable,
+            "fits": self.fits,
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,12 +75,11 @@ class Prediction:
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
-        devices = [{**asdict(device), "fits": device.fits} for device in self.devices]
         return {
             "model": self.model,
             "seconds": self.seconds,
             "samples_per_second": self.samples_per_second,
-            "devices": devices,
+            "devices": [device.to_dict() for device in self.devices],
             "buckets": list(self.buckets),
             "critical": list(self.critical),
         }

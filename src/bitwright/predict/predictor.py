@@ -224,7 +224,7 @@ class Predictor:
                     waiting=max(0.0, 1.0 - busy),
                     phases=self._phases(kind),
                     memory=memory[kind],
-                    memory_limit=self._limit(kind),
+                    limit=self.cluster.memory_limit(kind, self.profiles[kind]),
                     stood_in=self.locals[kind].stood_in,
                 )
             )
@@ -239,10 +239,6 @@ class Predictor:
             replay=step,
             locals=dict(self.locals),
         )
-
-    def _limit(self, kind: str) -> int | None:
-        said = self.cluster.devices[kind].memory_gb
-        return int(said * 1e9) if said is not None else self.profiles[kind].memory.limit
 
 
 def _ready(

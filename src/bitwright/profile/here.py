@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import hashlib
 import os
 import platform
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +101,21 @@ def resident_bytes() -> int:
 def most_resident_bytes() -> int:
     """The most that this process has had in memory; 0 where nobody tells."""
     return _status("VmHWM")
+
+
+def count_peak_anew() -> bool:
+    """Give back what is free, and let the most in memory be what there is now; False where that can't be done.
+
+    Free blocks of the heap would count as a part of what is measured next, and larger steps before would hide it.
+    """
+    gc.collect()
+    with suppress(AttributeError, OSError):  # another C library than glibc
+        ctypes.CDLL(None).malloc_trim(0)
+    try:
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    except OSError:
+        return False
+    return most_resident_bytes() > 0
 
 
 def _status(name: str) -> int:

@@ -38,7 +38,10 @@ class Device(Frozen):
     memory_peak: int | None = Field(default=None, description="Bytes.")
     memory_cause: str | None = None
     memory_process: int | None = Field(default=None, description="Bytes of the whole process: what has to fit.")
-    memory_limit: int | None = None
+    memory_limit: int | None = Field(default=None, description="Bytes that the device has.")
+    memory_reserve: float = Field(
+        default=0.0, description="Share of the limit that is left free, as predictions are some percent wrong."
+    )
     stood_in: int = Field(default=0, description="Operators that weren't measured in their format.")
     spans: tuple[Span, ...] = ()
 
@@ -94,7 +97,8 @@ def forecast(prediction: Prediction, name: str, comparison: Comparison | None = 
                 memory_peak=None if device.memory is None else device.memory.peak,
                 memory_cause=None if device.memory is None else device.memory.cause,
                 memory_process=None if device.memory is None else device.memory.process,
-                memory_limit=device.memory_limit,
+                memory_limit=None if device.limit is None else device.limit.total,
+                memory_reserve=0.0 if device.limit is None else device.limit.reserve,
                 stood_in=device.stood_in,
                 spans=tuple(_thin(spans[index])) if index < len(spans) else (),
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from html import escape
 
+from bitwright.predict import MemoryLimit
 from bitwright.report import words
 from bitwright.report.forecast import Both, Device, Forecast, Measured
 from bitwright.report.page import charts
@@ -65,7 +66,8 @@ def _forecast(found: Forecast, number: int) -> str:
     if found.left_out:
         body += f'<p class="note">{found.left_out} more devices are not drawn.</p>'
     rows = [_device(device) for device in found.devices]
-    heads = ["Device", "#Count", "#Own work", "#Busy", "#Collectives", "#Waits", "#Memory peak", "At", "Fits"]
+    heads = ["Device", "#Count", "#Own work", "#Busy", "#Collectives", "#Waits", "#Memory peak", "At"]
+    heads += ["#Process", "#Limit", "Fits"]
     body += table(heads, rows, label="Devices")
     if found.measured is not None:
         body += f"<h3>Predicted against measured, median of {found.measured.steps} steps</h3>"
@@ -150,7 +152,10 @@ def _stacked(items: Iterable[tuple[str, float]]) -> list[charts.Bar]:
 
 def _device(device: Device) -> str:
     needed = device.memory_peak if device.memory_process is None else device.memory_process
-    fits = "" if needed is None or device.memory_limit is None else needed <= device.memory_limit
+    limit = None
+    if device.memory_limit is not None:
+        limit = MemoryLimit(total=device.memory_limit, reserve=device.memory_reserve)
+    fits = "" if needed is None or limit is None else limit.holds(needed)
     return row(
         cell(device.name),
         cell(str(device.count), value=device.count),
@@ -158,6 +163,8 @@ def _device(device: Device) -> str:
         *(cell(f"{100 * share:.0f} %", value=share) for share in (device.busy, device.communicating, device.waiting)),
         cell("" if device.memory_peak is None else words.size(device.memory_peak), value=device.memory_peak or 0),
         cell(device.memory_cause or ""),
+        cell("" if needed is None else words.size(needed), value=needed or 0),
+        cell("" if limit is None else str(limit), value=0 if limit is None else limit.usable),
         cell({True: "yes", False: "no", "": ""}[fits], tone="bad" if fits is False else ""),
     )
 

@@ -1,0 +1,49 @@
+"""How much of a device's memory plans may use: predictions are some percent wrong, and a process that needs more than
+there is gets killed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+RESERVE = 0.07
+"""Share of a device's memory that is left free: most processes peaked up to 5 % above their prediction."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryLimit:
+    """What a device has, and the share of it that nobody plans with.
+
+    >>> limit = MemoryLimit(total=10 * 10**9, reserve=0.07)
+    >>> limit.usable, limit.holds(9_300_000_000), limit.holds(9_300_000_001)
+    (9300000000, True, False)
+    >>> print(limit)
+    9.3 GB (10 GB less 7 % in reserve)
+    """
+
+    total: int
+    """Bytes that there are."""
+    reserve: float = RESERVE
+    """Of them, between 0 and 1."""
+
+    @property
+    def usable(self) -> int:
+        """Bytes that a process may be predicted to need."""
+        return self.total - round(self.total * self.reserve)
+
+    def holds(self, process: int) -> bool:
+        """Whether a process with this predicted peak fits."""
+        return process <= self.usable
+
+    def __str__(self) -> str:
+        if not self.reserve:
+            return size(self.total)
+        return f"{size(self.usable)} ({size(self.total)} less {100 * self.reserve:.3g} % in reserve)"
+
+
+def size(bytes: int) -> str:
+    """For people: a process has megabytes or gigabytes.
+
+    >>> size(9_300_000_000), size(4_200_000)
+    ('9.3 GB', '4.2 MB')
+    """
+    return f"{bytes / 1e9:.3g} GB" if bytes >= 1e7 else f"{bytes / 1e6:.3g} MB"
