@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from bitwright.registry import RUNTIMES
+
 PLAN = "bitwright: 1\nsites:\n  conv:weight: int8/channel/sym\n  conv:input: uint8/tensor/asym\n"
 
 
@@ -181,6 +183,27 @@ def test_an_artefact_of_another_model(run, workloads, small, made, tmp_path):
     assert run("export", f"{other}:build", "--float", "-o", path).code == 0
     sources = ["--plan", made / "plan.yaml", "--checkpoint", made / "checkpoint.safetensors"]
     fails(run("check", small, path, *sources))
+
+
+def test_an_artefact_of_another_runtime_names_it(run, small, made, tmp_path):
+    """ONNX Runtime was given whatever there was, and the fix was to export it again."""
+    path = tmp_path / "model.pt2"
+    path.write_bytes(b"a program")
+    sources = ["--plan", made / "plan.yaml", "--checkpoint", made / "checkpoint.safetensors"]
+    ran = run("check", small, path, *sources, "--runtime", "onnxruntime")
+    fails(ran, "onnxruntime reads .onnx files", "--runtime inductor")
+    fails(run("check", small, path, *sources), "inductor can't load the artefact")
+
+
+def test_a_runtime_that_is_not_here_writes_no_file(run, small, made, output, monkeypatch):
+    """model.pte was ONNX by content where ExecuTorch isn't installed, without a word."""
+    kind = RUNTIMES.get("executorch")
+    monkeypatch.setattr(kind, "missing", staticmethod(lambda: "the package executorch is not installed"))
+    output = output.with_suffix(".pte")
+    sources = ["--plan", made / "plan.yaml", "--checkpoint", made / "checkpoint.safetensors"]
+    for options in (sources, ["--float"]):
+        ran = run("export", small, *options, "-o", output)
+        fails(ran, "no runtime here reads this file", "executorch is not installed", "bitwright doctor")
 
 
 def test_an_unknown_runtime(run, small, made):
