@@ -79,6 +79,22 @@ def test_all_problems_of_a_plan_are_listed(run, small, tmp_path, output):
     assert len(machine["problems"]) == 2
 
 
+@pytest.mark.parametrize("verb", ["plan", "quantize"])
+def test_wrong_names_hide_no_wrong_formats(run, small, tmp_path, output, verb):
+    path = tmp_path / "plan.yaml"
+    path.write_text(PLAN.replace("uint8", "int12") + "  heat:weight: int8\n  'hea*:weight': int8/channel/sym\n")
+    fails(run(verb, small, "--plan", path, "-o", output), "(2)", "heat:weight", "can't run this format here")
+
+
+def test_a_plan_of_another_model_is_named(run, small, made, tmp_path, output):
+    path = tmp_path / "plan.yaml"
+    path.write_text(PLAN + "  heat:weight: int8\nmodel: another\n")
+    told = "it was made for 'another', and this is 'small'"
+    fails(run("quantize", small, "--plan", path, "-o", output), told)
+    sources = ["--plan", path, "--checkpoint", made / "checkpoint.safetensors"]
+    fails(run("check", small, made / "model.onnx", *sources), told)
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -101,6 +117,12 @@ def test_plan_options(run, small, output, verb, options, words):
     ran = run(verb, small, *options, "-o", output)
     fails(ran, *words)
     assert ran.err.count("fix: ") <= 1, "one problem, not one for each site"
+
+
+def test_all_problems_of_options_are_listed(run, small, output):
+    options = ["--weights", "int8/chanel", "--observer", "mmse", "--keep-float", "hed", "--bn", "9"]
+    ran = run("quantize", small, *options, "-o", output)
+    fails(ran, "(4)", "did you mean 'channel'", "did you mean 'mse'", "did you mean 'head'", "folding strategy")
 
 
 NO_PAIRS = ["this quantizer has levels that QuantizeLinear can't write", "keep these sites in float"]

@@ -71,6 +71,11 @@ def test_unreadable_json_is_one_clear_error(tmp_path: Path) -> None:
             read_json(path)
 
 
+def test_a_report_that_is_not_there_is_told_as_such(tmp_path: Path) -> None:
+    with pytest.raises(bitwright.BitwrightError, match=r"there is no such report\n    fix: give a folder"):
+        read_json(tmp_path / "nothing")
+
+
 def test_a_leaderboard_is_told_from_a_report(tmp_path: Path) -> None:
     path = tmp_path / "lb.json"
     path.write_text('{"bitwright-leaderboard":1,\n"name":"x","rows":[]}')
