@@ -27,6 +27,12 @@ def test_paths_that_only_later_batches_take_are_quantized() -> None:
     assert {"up:weight", "down:weight"} <= set(bw.quantizers_of(model))
 
 
+def test_a_quantized_model_is_shown_in_one_line() -> None:
+    """A notebook showed the graph, the plan and all numbers of the example."""
+    quantized = bw.quantize(nn.Sequential(nn.Linear(4, 4)).eval(), [torch.ones(2, 4)])
+    assert repr(quantized) == "<Quantized Sequential for onnxruntime: 3 quantized sites>"
+
+
 class Shared(nn.Module):
     """One ReLU, called twice; only the first result goes to a convolution."""
 

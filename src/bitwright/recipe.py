@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from bitwright.attach import find_attachment, in_mode, prepare, strip
-from bitwright.backends import Choices, check_plan
+from bitwright.backends import Choices, fitting
 from bitwright.backends import backend as find_backend
 from bitwright.deploy import Artefact, Check, check, export, unexportable
 from bitwright.errors import BitwrightError, CalibrationError, PlanError
@@ -35,6 +35,12 @@ class Quantized:
     backend: str
     steps: tuple[Ran, ...] = ()
     """What the PTQ steps did, and what they left alone."""
+
+    def __repr__(self) -> str:
+        """In one line: a notebook would show all weights, the graph and the example otherwise."""
+        left = f", {len(self.plan.float)} operators in float" if self.plan.float else ""
+        sites = sum(1 for _ in self.plan.quantized)
+        return f"<Quantized {type(self.model).__name__} for {self.backend}: {sites} quantized sites{left}>"
 
     def export(self, path: str | Path, *, dynamic_batch: bool = True, artefact: str | None = None) -> Artefact:
         """Write what the backend's tools read: the first artefact of its table, or the one that is named."""
@@ -96,10 +102,7 @@ def quantize(
     if plan is None:
         plan = make_plan(graph, backend, model=name, **choices)
     else:
-        plan = plan.resolve(graph)
-        problems = check_plan(plan, find_backend(backend), graph)
-        if problems:
-            raise PlanError(problems)
+        plan = fitting(plan, find_backend(backend), graph, name=name)
     before = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()} if wanted else {}
     prepare(model, plan, graph=graph)
     if wanted and find_attachment(model) is None:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from bitwright.registry import RUNTIMES
+
 PLAN = "bitwright: 1\nsites:\n  conv:weight: int8/channel/sym\n  conv:input: uint8/tensor/asym\n"
 
 
@@ -77,6 +79,22 @@ def test_all_problems_of_a_plan_are_listed(run, small, tmp_path, output):
     assert len(machine["problems"]) == 2
 
 
+@pytest.mark.parametrize("verb", ["plan", "quantize"])
+def test_wrong_names_hide_no_wrong_formats(run, small, tmp_path, output, verb):
+    path = tmp_path / "plan.yaml"
+    path.write_text(PLAN.replace("uint8", "int12") + "  heat:weight: int8\n  'hea*:weight': int8/channel/sym\n")
+    fails(run(verb, small, "--plan", path, "-o", output), "(2)", "heat:weight", "can't run this format here")
+
+
+def test_a_plan_of_another_model_is_named(run, small, made, tmp_path, output):
+    path = tmp_path / "plan.yaml"
+    path.write_text(PLAN + "  heat:weight: int8\nmodel: another\n")
+    told = "it was made for 'another', and this is 'small'"
+    fails(run("quantize", small, "--plan", path, "-o", output), told)
+    sources = ["--plan", path, "--checkpoint", made / "checkpoint.safetensors"]
+    fails(run("check", small, made / "model.onnx", *sources), told)
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -99,6 +117,12 @@ def test_plan_options(run, small, output, verb, options, words):
     ran = run(verb, small, *options, "-o", output)
     fails(ran, *words)
     assert ran.err.count("fix: ") <= 1, "one problem, not one for each site"
+
+
+def test_all_problems_of_options_are_listed(run, small, output):
+    options = ["--weights", "int8/chanel", "--observer", "mmse", "--keep-float", "hed", "--bn", "9"]
+    ran = run("quantize", small, *options, "-o", output)
+    fails(ran, "(4)", "did you mean 'channel'", "did you mean 'mse'", "did you mean 'head'", "folding strategy")
 
 
 NO_PAIRS = ["this quantizer has levels that QuantizeLinear can't write", "keep these sites in float"]
@@ -181,6 +205,27 @@ def test_an_artefact_of_another_model(run, workloads, small, made, tmp_path):
     assert run("export", f"{other}:build", "--float", "-o", path).code == 0
     sources = ["--plan", made / "plan.yaml", "--checkpoint", made / "checkpoint.safetensors"]
     fails(run("check", small, path, *sources))
+
+
+def test_an_artefact_of_another_runtime_names_it(run, small, made, tmp_path):
+    """ONNX Runtime was given whatever there was, and the fix was to export it again."""
+    path = tmp_path / "model.pt2"
+    path.write_bytes(b"a program")
+    sources = ["--plan", made / "plan.yaml", "--checkpoint", made / "checkpoint.safetensors"]
+    ran = run("check", small, path, *sources, "--runtime", "onnxruntime")
+    fails(ran, "onnxruntime reads .onnx files", "--runtime inductor")
+    fails(run("check", small, path, *sources), "inductor can't load the artefact")
+
+
+def test_a_runtime_that_is_not_here_writes_no_file(run, small, made, output, monkeypatch):
+    """model.pte was ONNX by content where ExecuTorch isn't installed, without a word."""
+    kind = RUNTIMES.get("executorch")
+    monkeypatch.setattr(kind, "missing", staticmethod(lambda: "the package executorch is not installed"))
+    output = output.with_suffix(".pte")
+    sources = ["--plan", made / "plan.yaml", "--checkpoint", made / "checkpoint.safetensors"]
+    for options in (sources, ["--float"]):
+        ran = run("export", small, *options, "-o", output)
+        fails(ran, "no runtime here reads this file", "executorch is not installed", "bitwright doctor")
 
 
 def test_an_unknown_runtime(run, small, made):

@@ -69,6 +69,32 @@ def test_what_is_wrong_is_said_before_anything_is_trained(tmp_path: Path) -> Non
     assert not list(tmp_path.iterdir())
 
 
+def test_an_epoch_is_told_by_its_mean_loss(tmp_path: Path) -> None:
+    """It was that of the steps since the last line of the log: of one batch, if that was the step before."""
+    told = [
+        [line for line in run("train", TINY, *options, "-o", tmp_path / name).stdout.splitlines() if "epoch 1/" in line]
+        for name, options in {"often": COMMON, "seldom": (*COMMON[:-1], "5")}.items()
+    ]
+    assert told[0] == told[1]
+    lines = [json.loads(line) for line in (tmp_path / "often" / "history.jsonl").read_text().splitlines()]
+    losses = [line["loss"] for line in lines if line["epoch"] == 0 and "loss" in line]
+    assert len(losses) > 1
+    assert f"loss {sum(losses) / len(losses):.4f}," in told[0][0]
+
+
+def test_one_process_says_for_all_that_there_is_no_tensorboard(tmp_path: Path, monkeypatch: Any) -> None:
+    class Trains:
+        def __init__(self, *_: object, **__: object) -> None: ...
+
+        def fit(self) -> None: ...
+
+    monkeypatch.setattr("bitwright.cli.train.Trainer", Trains)
+    monkeypatch.setattr("bitwright.cli.train.tensorboard_problem", lambda: "it isn't installed")
+    for rank, count in (("0", 1), ("1", 0)):
+        monkeypatch.setenv("RANK", rank)
+        assert run("train", TINY, "-o", tmp_path / "run").stderr.count("no TensorBoard logs") == count
+
+
 @pytest.mark.parametrize(
     "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGKILL]
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from logging import ERROR, getLogger
 from pathlib import Path
 
 import pytest
@@ -108,6 +109,25 @@ def test_a_program_has_neither_float_weights_nor_traces(batches: list[Tensor], t
     large = [name for name, value in program.state_dict.items() if value.dtype.is_floating_point and value.numel() > 8]
     assert not large
     assert str(Path(__file__).parent) not in (tmp_path / "model.pt2").read_bytes().decode("latin-1")
+
+
+@needs("inductor")
+def test_what_the_compiler_refuses_is_told_once_with_its_cause(
+    batches: list[Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The cause is on the second line of torch's error, after a traceback in its log."""
+    kind: type[Runtime] = RUNTIMES.get("inductor")
+    path = tmp_path / "model.pt2"
+    kind.write(quantized_for(kind, batches).model, path, batches[0])
+
+    def refuse(*_: object, **__: object) -> None:
+        getLogger("torch._subclasses.fake_tensor").error("Traceback")
+        raise RuntimeError("backend='inductor' raised:\nRuntimeError: 40 is not 36\n\nSet TORCHDYNAMO_VERBOSE=1")
+
+    monkeypatch.setattr(torch, "compile", refuse)
+    with pytest.raises(ArtefactError, match=r"can't load the artefact: RuntimeError: 40 is not 36\n.*take another"):
+        bw.open_runtime("inductor", path)
+    assert not [record for record in caplog.records if record.levelno >= ERROR]
 
 
 @needs("inductor")

@@ -71,6 +71,11 @@ def test_unreadable_json_is_one_clear_error(tmp_path: Path) -> None:
             read_json(path)
 
 
+def test_a_report_that_is_not_there_is_told_as_such(tmp_path: Path) -> None:
+    with pytest.raises(bitwright.BitwrightError, match=r"there is no such report\n    fix: give a folder"):
+        read_json(tmp_path / "nothing")
+
+
 def test_a_leaderboard_is_told_from_a_report(tmp_path: Path) -> None:
     path = tmp_path / "lb.json"
     path.write_text('{"bitwright-leaderboard":1,\n"name":"x","rows":[]}')
@@ -210,6 +215,31 @@ def test_the_front_has_what_nothing_beats() -> None:
         beaten = [(x, y) for x, y in known if any(a <= x and b >= y and (a, b) != (x, y) for a, b in known)]
         assert sorted(set(known) - set(beaten)) == corners
     assert front(found, "size") == [(200, 91.0), (260, 91.25), (300, 92.0)]
+
+
+def test_less_of_a_loss_is_better(tmp_path: Path) -> None:
+    """The page once said "up is better" of an error, filled its worst points, and drew the second metric of `bench`."""
+    whole = record()
+    assert whole.tuning is not None
+    assert whole.comparison is not None
+    low = [one.model_copy(update={"metric": "mae", "lower_is_better": True}) for one in whole.accuracies]
+    tuning = whole.tuning.model_copy(update={"lower_is_better": True})
+    row = whole.comparison.runtimes[0]
+    second = [one.model_copy(update={"metric": "rmse", "value": 7.0}) for one in row.accuracies]
+    comparison = whole.comparison.model_copy(
+        update={"runtimes": (row.model_copy(update={"accuracies": (*row.accuracies, *second)}),)}
+    )
+    lower = whole.model_copy(update={"accuracies": tuple(low), "tuning": tuning, "comparison": comparison})
+    found = points(lower)
+    assert 7.0 not in {point.score for point in found}
+    corners = front(found, "size", lower=True)
+    known = [(point.size, point.score) for point in found if point.size is not None]
+    beaten = [(x, y) for x, y in known if any(a <= x and b <= y and (a, b) != (x, y) for a, b in known)]
+    assert sorted(set(known) - set(beaten)) == corners != front(found, "size")
+    assert "Down and to the left is better" in write_html(lower, tmp_path / "low.html").read_text()
+    assert "Up and to the left is better" in write_html(whole, tmp_path / "page.html").read_text()
+    assert words.change(low[1], low[0]) == "-0.25, better"
+    assert words.change(low[0], low[1]) == "+0.25, worse"
 
 
 def test_histograms_count_what_reached_the_site() -> None:

@@ -1,8 +1,9 @@
 """What a target can run: tables, and the placement that follows from them."""
 
-from bitwright.backends.check import check_plan
+from bitwright.backends.check import check_plan, fitting, misfit
 from bitwright.backends.choices import Choices
+from bitwright.backends.mistakes import mistakes
 from bitwright.backends.placement import place
 from bitwright.backends.table import BackendTable, backend
 
-__all__ = ["BackendTable", "Choices", "backend", "check_plan", "place"]
+__all__ = ["BackendTable", "Choices", "backend", "check_plan", "fitting", "misfit", "mistakes", "place"]

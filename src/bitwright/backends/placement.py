@@ -2,65 +2,37 @@
 
 from __future__ import annotations
 
-import fnmatch
 from dataclasses import replace
 from typing import Unpack
 
 from bitwright.backends.choices import Choices
 from bitwright.backends.decisions import Decisions
+from bitwright.backends.mistakes import mistakes
 from bitwright.backends.sites import Sites
 from bitwright.backends.table import BackendTable, backend
-from bitwright.errors import PlanError, Problem, did_you_mean
+from bitwright.errors import PlanError, Problem
 from bitwright.formats import Format
 from bitwright.graph import Graph
-from bitwright.plan import DEFAULT_STRATEGY, NO_FOLDING, STRATEGIES, Plan, SiteSpec, known_strategies
+from bitwright.plan import DEFAULT_STRATEGY, Plan, SiteSpec
 from bitwright.registry import QUANTIZERS
 
 
 def place(graph: Graph, target: str | BackendTable, *, model: str | None = None, **choices: Unpack[Choices]) -> Plan:
     """A uniform plan: every operator that the backend has a rule for, in its default (or the chosen) formats."""
     table = backend(target)
+    keep = list(choices.get("keep_float", ()))
+    if problems := mistakes({**choices, "keep_float": keep}, table, graph):
+        raise PlanError(problems)
     weight_format = Format.parse(choices.get("weights") or table.weights.format)
     activation_format = Format.parse(choices.get("activations") or table.activations.format)
-    keep = list(choices.get("keep_float", ()))
-    problems = [
-        Problem(
-            what=f"{table.name} can't run this {role} format",
-            where="plan",
-            value=str(format),
-            fix=f"use one of: {', '.join(choice.formats)}",
-        )
-        for role, format, choice in (
-            ("weight", weight_format, table.weights),
-            ("activation", activation_format, table.activations),
-        )
-        if not choice.allows(format)
-    ]
     quantizer = choices.get("quantizer") or _natural(activation_format, table.activations.quantizer)
     usual = _partner(quantizer) if choices.get("quantizer") else table.weights.quantizer
     weight_quantizer = choices.get("weight_quantizer") or _natural(weight_format, usual)
-    problems += [
+    problems = [
         QUANTIZERS.get(name).refusal(format, where="plan")
         for name, format in ((quantizer, activation_format), (weight_quantizer, weight_format))
         if QUANTIZERS.get(name).symmetric_only and not format.symmetric
     ]
-    problems += [
-        Problem(
-            what="the pattern of keep_float matches no operator",
-            where="plan",
-            value=pattern,
-            fix=did_you_mean(pattern, graph.by_name),
-        )
-        for pattern in keep
-        if not any(fnmatch.fnmatchcase(name, pattern) for name in graph.by_name)
-    ]
-    bn = DEFAULT_STRATEGY if (asked := choices.get("bn")) is None else asked
-    if bn != NO_FOLDING and bn not in STRATEGIES:
-        fix = known_strategies(none=True)
-        problems.append(Problem(what="unknown folding strategy", where="bn", value=bn, fix=fix))
-    elif asked is not None and bn != NO_FOLDING and not table.fold:
-        what = f"{table.name} runs batch norms as they are: none would be folded"
-        problems.append(Problem(what=what, where="bn", value=bn, fix="leave bn out, or use another backend"))
     if problems:
         raise PlanError(problems)
     guard = table.guard if table.guard and (table.guard.when == "always" or choices.get("saturating")) else None
@@ -94,6 +66,7 @@ def place(graph: Graph, target: str | BackendTable, *, model: str | None = None,
         ]
         if problems:
             raise PlanError(problems)
+    bn = DEFAULT_STRATEGY if (asked := choices.get("bn")) is None else asked
     decisions = Decisions(graph, table, keep, bn)
     sites = Sites(decisions, activation, weight, guard.why.strip() if guard else "")
     plan = sites.plan(table.edges if edges is None else edges, narrower=edges is not None)

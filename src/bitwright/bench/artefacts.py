@@ -126,7 +126,8 @@ def _accuracies(
         values = opened.sessions[variant, batch].accuracy(workload)
         count = int(values["n"]) if "n" in values else None
         for metric in sorted(values.keys() - {"n"}, key=lambda key: (key != workload.metric, list(values).index(key))):
-            yield Accuracy(where=variant, metric=metric, value=values[metric], samples=count)
+            lower = workload.less_is_better(metric)
+            yield Accuracy(where=variant, metric=metric, value=values[metric], samples=count, lower_is_better=lower)
 
 
 def inputs_of(workload: Workload, samples: int | None) -> Iterable[Any]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bitwright.attach import find_attachment, prepare
+from bitwright.backends import misfit
 from bitwright.checkpoint import load_checkpoint
 from bitwright.errors import BitwrightError, PlanError, Problem
 from bitwright.graph import capture
@@ -44,6 +45,8 @@ class Made:
 def load_prepared(workload: Workload, plan: Plan, checkpoint: Path) -> Quantized:
     """Prepare the workload's model in place, and load its state."""
     graph = capture(workload.model, workload.inputs)
+    if problems := plan.validate(graph):
+        raise PlanError(problems, title=misfit(plan, workload.name))
     prepare(workload.model, plan, graph=graph)
     attachment = find_attachment(workload.model)
     if attachment is None:

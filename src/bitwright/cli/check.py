@@ -17,7 +17,6 @@ from bitwright.cli.prepared import CheckpointOption, PlanOption, read_plan
 from bitwright.cli.verb import CHECK_FAILED, verb
 from bitwright.deploy import Check, open_runtime, readers
 from bitwright.deploy import check as check_model
-from bitwright.errors import ArtefactError
 from bitwright.report import words
 
 
@@ -31,10 +30,16 @@ from bitwright.report import words
 def check(
     out: Out,
     workload: WorkloadArg,
-    artefact: Annotated[Path, typer.Argument(metavar="ARTEFACT", help="The exported .onnx file.")],
+    artefact: Annotated[Path, typer.Argument(metavar="ARTEFACT", help="The exported file.")],
     plan: PlanOption = None,
     checkpoint: CheckpointOption = None,
-    runtime: Annotated[str, typer.Option(help="A runtime, or `all` that can be used here.")] = "onnxruntime",
+    runtime: Annotated[
+        str | None,
+        typer.Option(
+            help="A runtime, or `all` that can be used here (default: the first that reads the file).",
+            show_default=False,
+        ),
+    ] = None,
     per_site: Annotated[bool, typer.Option("--per-site", help="Compare the codes at every site too.")] = False,
     samples: SamplesOption = None,
 ) -> None:
@@ -43,9 +48,7 @@ def check(
     Exits with 1 if an output diverges, and names the first site that does.
     """
     chosen = read_plan(plan, checkpoint)
-    names = readers(artefact) if runtime == "all" else [runtime]
-    if not names:
-        raise ArtefactError("no runtime here reads this file", where=str(artefact), fix="see `bitwright doctor`")
+    names = [runtime] if runtime not in (None, "all") else readers(artefact)[: None if runtime else 1]
     # a damaged artefact ends this before the workload is loaded
     sizes = {name: open_runtime(name, artefact).batch for name in names}
     found = open_workload(out, workload)

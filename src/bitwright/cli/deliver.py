@@ -42,7 +42,8 @@ def evaluate(out: Out, workload: Workload, predict: object, where: str) -> list[
     with out.steps(f"evaluating: {where}"):
         values = predict.accuracy(workload) if isinstance(predict, Runtime) else measure(workload, predict)
     samples = int(values["n"]) if "n" in values else None
-    return [Accuracy(where=where, metric=workload.metric, value=values[workload.metric], samples=samples)]
+    value, lower = values[workload.metric], workload.less_is_better()
+    return [Accuracy(where=where, metric=workload.metric, value=value, samples=samples, lower_is_better=lower)]
 
 
 def write_artefacts(out: Out, quantized: Quantized, folder: Path) -> Path:

@@ -51,8 +51,8 @@ def export(
     .onnx: Q/DQ form, weights as integers, or float with grids beside it; .pt2: a torch.export program for inductor;
     .pte: ExecuTorch; .param: ncnn, with its weights in .bin. .pt2 and .pte have the batch of the example inputs.
     """
-    if output.suffix != ".onnx" and readers(output) != readers(Path("model.onnx")):
-        _export_own(out, workload, output, None if as_float else read_plan(plan, checkpoint), readers(output)[0])
+    if output.suffix != ".onnx" and (own := readers(output)) != readers(Path("model.onnx")):
+        _export_own(out, workload, output, None if as_float else read_plan(plan, checkpoint), own[0])
         return
     chosen = None if as_float else read_plan(plan, checkpoint)
     # The temporary file is opened first: a place that can't be written ends this before any long work.

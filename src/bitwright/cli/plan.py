@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from bitwright.backends import Choices, check_plan
+from bitwright.backends import Choices, fitting
 from bitwright.backends import backend as find_backend
 from bitwright.cli.allocating import allocate
 from bitwright.cli.choosing import with_choices
@@ -19,7 +19,7 @@ from bitwright.cli.options import load_plan, target
 from bitwright.cli.out import Out
 from bitwright.cli.stepping import LayoutOption
 from bitwright.cli.verb import verb
-from bitwright.errors import BitwrightError, PlanError
+from bitwright.errors import BitwrightError
 from bitwright.graph import capture
 from bitwright.plan import Plan, json_schema
 from bitwright.plan.qsync import load_mapper, plan_of_mapper
@@ -134,10 +134,7 @@ def plan(
     elif plan is None:
         made = make_plan(graph, backend, model=found.name, **choices)
     else:
-        made = plan.resolve(graph)
-        problems = check_plan(made, table, graph)
-        if problems:
-            raise PlanError(problems)
+        made = fitting(plan, table, graph, name=found.name)
     if output is not None:
         made.save(output)
     _show(out, made, other.resolve(graph) if other is not None else None, output)

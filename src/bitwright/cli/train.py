@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -129,7 +130,7 @@ def train(
     missing = tensorboard_problem()
     if tensorboard or (tensorboard is None and missing is None):
         callbacks.append(TensorBoard(output / "tensorboard"))
-    elif tensorboard is None:
+    elif tensorboard is None and os.environ.get("RANK", "0") == "0":  # one process speaks for all
         out.note(f"no TensorBoard logs: {missing}")
     bar = _Bar(out)
     result = Trainer(
@@ -175,9 +176,12 @@ class _Bar(Callback):
         self.out = out
         self.spoken = False
         self.progress: Progress | None = None
+        self.losses: list[tuple[int, float]] = []  # this epoch's: after how many steps, the mean since the last one
+        self.begun = 0
 
     def on_start(self, run: Run) -> None:
         self.spoken = True
+        self.begun = run.step
         out = self.out
         if out.json or out.quiet or not out.stderr.is_terminal:
             return
@@ -194,6 +198,16 @@ class _Bar(Callback):
         self.task = self.progress.add_task("", total=run.steps, completed=run.step)
         self.progress.start()
 
+    def on_log(self, run: Run, values: dict[str, float]) -> None:
+        self.losses.append((run.step, values["loss"]))
+
+    def _epoch_loss(self) -> float | None:
+        """The mean over the epoch's steps; what was logged last may be of one step alone."""
+        total, last = 0.0, self.begun
+        for step, loss in self.losses:
+            total, last = total + loss * (step - last), step
+        return total / (last - self.begun) if last > self.begun else None
+
     def on_step(self, run: Run) -> None:
         if self.progress is None:
             return
@@ -207,7 +221,9 @@ class _Bar(Callback):
 
     def on_epoch(self, run: Run, values: dict[str, float]) -> None:
         shown = ", ".join(f"{name} {words.measured(name, value)}" for name, value in values.items() if name != "n")
-        loss = "" if run.loss is None else f"loss {run.loss:.4f}, "
+        mean = self._epoch_loss()
+        self.losses, self.begun = [], run.step
+        loss = "" if mean is None else f"loss {mean:.4f}, "
         self.out.say(f"epoch {run.epoch}/{run.config.epochs}: {loss}{shown}")
 
     def on_end(self, run: Run) -> None:

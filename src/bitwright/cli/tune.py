@@ -109,7 +109,7 @@ def tune(
     except KeyboardInterrupt:
         raise KeyboardInterrupt("interrupted: the same command with --resume goes on") from None
     if tuned.quantized is not None:
-        before = [] if tuned.baseline is None else [_accuracy(found.metric, tuned.baseline)]
+        before = [] if tuned.baseline is None else [_accuracy(found.metric, tuned.baseline, tuned.goal)]
         size = Size(name="float weights", bytes=float_size)
         write_report(
             out,
@@ -161,8 +161,9 @@ def _changed(
     return config.model_copy(update={"workload": workload or config.workload, "goal": goal, "budget": budget})
 
 
-def _accuracy(metric: str, baseline: Baseline) -> Accuracy:
-    return Accuracy(where="float", metric=metric, value=baseline.metrics[metric], samples=baseline.samples)
+def _accuracy(metric: str, baseline: Baseline, goal: Goal) -> Accuracy:
+    value, lower = baseline.metrics[metric], not goal.higher_is_better(metric)
+    return Accuracy(where="float", metric=metric, value=value, samples=baseline.samples, lower_is_better=lower)
 
 
 def _tell(out: Out, asked: Asked, baseline: Baseline) -> None:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import logging
 import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +25,7 @@ from bitwright.errors import ExportError, Problem
 from bitwright.files import replacing, write_text
 from bitwright.graph.tree import as_call
 from bitwright.modes import evaluating
+from bitwright.quiet import quiet
 from bitwright.registry import ARTEFACTS
 from bitwright.version import __version__
 
@@ -180,7 +178,7 @@ def _translate(program: torch.export.ExportedProgram) -> ir.Model:
         return _SITE(x, site=site)
 
     # no_grad: with gradients torch lowers attention with a learned mask to views that don't fit its strides
-    with torch.no_grad(), warnings.catch_warnings(), _quiet("torch.onnx", "onnxscript", "onnx_ir"):
+    with torch.no_grad(), warnings.catch_warnings(), quiet("torch.onnx", "onnxscript", "onnx_ir"):
         warnings.simplefilter("ignore")
         try:
             exported = torch.onnx.export(
@@ -223,16 +221,3 @@ def _drop_traces(model: ir.Model) -> None:
             value.metadata_props.clear()
     for value in [*model.graph.inputs, *model.graph.initializers.values()]:
         value.metadata_props.clear()
-
-
-@contextlib.contextmanager
-def _quiet(*names: str) -> Iterator[None]:
-    loggers = [logging.getLogger(name) for name in names]
-    before = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        for logger, level in zip(loggers, before, strict=True):
-            logger.setLevel(level)

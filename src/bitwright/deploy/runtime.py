@@ -158,15 +158,26 @@ def open_runtime(name: str, path: str | Path, *, threads: int | None = None) -> 
     path = Path(path)
     if not path.is_file():
         raise ArtefactError("no such artefact", where=str(path), fix=f"give the path of an exported {kind.suffix} file")
+    others = [other for other, (suffix, _) in _suffixes().items() if suffix == path.suffix]
+    if others and path.suffix != kind.suffix:
+        what = f"{name} reads {kind.suffix} files, and this is one of {' and '.join(others)}"
+        raise ArtefactError(what, where=str(path), fix=f"check it on {others[0]} (--runtime {others[0]})")
     try:
         return kind(path, threads=threads)
     except ArtefactError:
         raise
     except Exception as error:  # each runtime has its own exception types for a broken file
-        lines = str(error).strip().splitlines() or [type(error).__name__]
         raise ArtefactError(
-            f"{name} can't load the artefact: {lines[0]}", where=str(path), fix="export it again"
+            f"{name} can't load the artefact: {_cause(error)}",
+            where=str(path),
+            fix="export it again; if that doesn't help, this runtime can't run the model: take another",
         ) from error
+
+
+def _cause(error: Exception) -> str:
+    """The first line that says something: torch's compiler begins with `backend='inductor' raised:`."""
+    lines = [line for line in str(error).strip().splitlines() if line.strip()] or [type(error).__name__]
+    return lines[1] if len(lines) > 1 and lines[0].endswith("raised:") else lines[0]
 
 
 def available_runtimes() -> dict[str, str | None]:
@@ -182,8 +193,29 @@ def available_runtimes() -> dict[str, str | None]:
     return found
 
 
+def _suffixes() -> dict[str, tuple[str | None, str | None]]:
+    """What each runtime reads (None: its plugin can't be loaded), and why it can't be used here, or None."""
+    found: dict[str, tuple[str | None, str | None]] = {}
+    for name, problem in available_runtimes().items():
+        try:
+            found[name] = (RUNTIMES.get(name).suffix, problem)
+        except Exception:  # somebody's plugin; `problem` says so
+            found[name] = (None, problem)
+    return found
+
+
 def readers(path: Path) -> list[str]:
-    """The runtimes that can be used here and read files with this suffix; a file with an unknown one is ONNX."""
-    usable = {name: RUNTIMES.get(name).suffix for name, problem in available_runtimes().items() if problem is None}
-    suffix = path.suffix if path.suffix in usable.values() else ".onnx"
-    return [name for name, own in usable.items() if own == suffix]
+    """The runtimes that can be used here and read files with this suffix; a file with an unknown one is ONNX.
+
+    A file of a runtime that can't be used here is an error, with the reason.
+    """
+    known = _suffixes()
+    suffix = path.suffix if path.suffix in {own for own, _ in known.values()} else ".onnx"
+    problems = {name: problem for name, (own, problem) in known.items() if own == suffix}
+    usable = [name for name, problem in problems.items() if problem is None]
+    if not usable:
+        reasons = "; ".join(f"{name}: {problem}" for name, problem in problems.items())
+        raise ArtefactError(
+            "no runtime here reads this file", where=str(path), value=reasons, fix="see `bitwright doctor`"
+        )
+    return usable

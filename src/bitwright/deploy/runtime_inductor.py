@@ -6,6 +6,7 @@ import shutil
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from logging import CRITICAL
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,6 +20,7 @@ from bitwright.deploy import program_file
 from bitwright.deploy.program import QuantizedProgram, quantized_program
 from bitwright.deploy.runtime import Runtime, refused
 from bitwright.errors import ArtefactError
+from bitwright.quiet import quiet
 
 # What these names of torch's profiler stand for.
 _INTEGER = ("onednn::qconv", "onednn::qlinear")
@@ -60,7 +62,8 @@ class Inductor(Runtime):
         self.threads = threads
         self.example = program_file.flat_example(program)
         # freezing: only constants that inductor may look at are packed for integer kernels
-        with self._threads(), warnings.catch_warnings():
+        # an error of the compiler is told once, by us: its loggers write the traceback before they raise
+        with self._threads(), warnings.catch_warnings(), quiet("torch", level=CRITICAL):
             warnings.simplefilter("ignore")  # torch's own notes about its internals
             with torch._inductor.config.patch(freezing=True):
                 self.compiled = torch.compile(module, dynamic=False, options=for_this_cpu())

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Unpack
 
-from bitwright.backends import BackendTable, Choices, backend, place
+from bitwright.backends import BackendTable, Choices, backend, mistakes, place
 from bitwright.deploy import saturates
-from bitwright.errors import PlanError, Problem, did_you_mean
+from bitwright.errors import PlanError
 from bitwright.graph import Graph
 from bitwright.plan import Plan
-from bitwright.registry import OBSERVERS, QUANTIZERS
 
 
 def make_plan(
@@ -24,18 +23,8 @@ def make_plan(
     Without `saturating` this machine is asked: say it if another one deploys.
     """
     table = backend(target)
-    # Once for each name, here; the plan's own validation would say it for each site.
-    problems = [
-        Problem(what=f"unknown {registry.kind}", where=where, value=name, fix=did_you_mean(name, registry.names()))
-        for where, name, registry in (
-            ("observer", choices.get("observer"), OBSERVERS),
-            ("weight_observer", choices.get("weight_observer"), OBSERVERS),
-            ("quantizer", choices.get("quantizer"), QUANTIZERS),
-            ("weight_quantizer", choices.get("weight_quantizer"), QUANTIZERS),
-        )
-        if name is not None and name not in registry
-    ]
-    if problems:
+    choices["keep_float"] = list(choices.get("keep_float", ()))
+    if problems := mistakes(choices, table, graph):  # before this machine is probed
         raise PlanError(problems)
     if choices.get("saturating") is None and table.guard is not None and table.runtime is not None:
         choices["saturating"] = saturates(table.runtime)

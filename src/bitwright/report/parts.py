@@ -33,6 +33,7 @@ class Accuracy(Frozen):
     metric: str
     value: float
     samples: int | None = None
+    lower_is_better: bool = False
 
 
 class Size(Frozen):

@@ -96,6 +96,9 @@ def write_json(record: Record, path: str | Path) -> Path:
 def read_json(path: str | Path) -> Record:
     """Read what `write_json` wrote, also by earlier versions."""
     fix = f"give a report.json of version 1 to {RECORD_VERSION}"
+    if not Path(path).exists():
+        fix = "give a folder, or its report.json, that `bitwright quantize`, `tune`, `train` or `deploy` has written"
+        raise BitwrightError("there is no such report", where=str(path), fix=fix)
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

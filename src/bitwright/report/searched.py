@@ -27,6 +27,7 @@ class Tuning(Frozen):
     """A search until a goal holds."""
 
     metric: str
+    lower_is_better: bool = False
     strategy: str
     goal: str
     limit: float | None = Field(description="The worst value of the metric that meets the goal.")

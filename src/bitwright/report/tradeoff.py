@@ -28,13 +28,23 @@ def points(record: Record) -> list[Point]:
     return [*_own(record), *_compared(record), *_trials(record), *_others(record)]
 
 
-def front(variants: list[Point], cost: Literal["ratio", "size"]) -> list[tuple[float, float]]:
-    """What nothing beats in score and this cost at once, from cheap to dear."""
-    known = sorted((float(value), -one.score) for one in variants if (value := getattr(one, cost)) is not None)
+def lower_is_better(record: Record) -> bool:
+    """Whether less of the metric is better, as whoever measured it said."""
+    tuned = () if record.tuning is None else (record.tuning.lower_is_better,)
+    compared = () if record.comparison is None else record.comparison.runtimes
+    return any((*(one.lower_is_better for one in record.accuracies), *tuned)) or any(
+        one.lower_is_better for row in compared for one in row.accuracies[:1]
+    )
+
+
+def front(variants: list[Point], cost: Literal["ratio", "size"], *, lower: bool = False) -> list[tuple[float, float]]:
+    """What nothing beats in score and this cost at once, from cheap to dear; `lower`: less of the score is better."""
+    sign = -1.0 if lower else 1.0
+    known = sorted((float(value), -sign * one.score) for one in variants if (value := getattr(one, cost)) is not None)
     corners: list[tuple[float, float]] = []
     for value, negative in known:
-        if not corners or -negative > corners[-1][1]:
-            corners.append((value, -negative))
+        if not corners or -negative > sign * corners[-1][1]:
+            corners.append((value, -sign * negative))
     return corners
 
 
@@ -77,7 +87,9 @@ def _compared(record: Record) -> list[Point]:
     found: list[Point] = []
     reference: float | None = None
     for row in record.comparison.runtimes:
-        scores = {one.where: one.value for one in row.accuracies}
+        scores: dict[str, float] = {}
+        for one in row.accuracies:
+            scores.setdefault(one.where, one.value)  # the workload's own metric is the first
         sizes = {one.name: one.bytes for one in row.sizes}
         batch = min((one.batch for one in row.timings), default=None)
         times = {one.variant: one.median_ms for one in row.timings if one.batch == batch}

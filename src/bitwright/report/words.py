@@ -52,8 +52,10 @@ def score(accuracy: Accuracy) -> str:
 
 
 def change(accuracy: Accuracy, reference: Accuracy) -> str:
-    """The difference to the reference, in the metric's own unit."""
+    """The difference to the reference, in the metric's own unit; where less is better, which of the two it is."""
     difference = accuracy.value - reference.value
+    if accuracy.lower_is_better and difference:
+        return f"{moved(accuracy.metric, difference)}, {'better' if difference < 0 else 'worse'}"
     return moved(accuracy.metric, difference) + (" points" if accuracy.metric.startswith("top") else "")
 
 

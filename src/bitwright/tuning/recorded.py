@@ -15,6 +15,7 @@ def recorded(tuned: Tuned, metric: str) -> Tuning:
     speaks = metric in tuned.goal.metrics(metric) and metric in floats
     return Tuning(
         metric=metric,
+        lower_is_better=not tuned.goal.higher_is_better(metric),
         strategy=tuned.strategy,
         goal=_goal(tuned.goal, metric),
         limit=tuned.goal.required(metric, floats[metric]) if speaks else None,

@@ -9,7 +9,7 @@ from bitwright.report import words
 from bitwright.report.page import charts, elements
 from bitwright.report.page.elements import card, cell, pair, row, section, table
 from bitwright.report.record import Record
-from bitwright.report.tradeoff import Point, front, points
+from bitwright.report.tradeoff import Point, front, lower_is_better, points
 
 _KINDS = {
     "float": "float",
@@ -131,7 +131,8 @@ def tradeoff(record: Record) -> str:
     charts_ = [_tradeoff(record, variants, "ratio"), _tradeoff(record, variants, "size")]
     if not any(charts_):
         return ""
-    note = "Up and to the left is better. A filled point is one that nothing beats in both at once."
+    way = "Down" if lower_is_better(record) else "Up"
+    note = f"{way} and to the left is better. A filled point is one that nothing beats in both at once."
     kinds = {one.kind for one in variants}
     keys = "".join(f'<span><i class="key {kind}"></i>{name}</span>' for kind, name in _KINDS.items() if kind in kinds)
     legend = f'<p class="legend">{keys}</p>' if len(kinds) > 2 else ""
@@ -145,7 +146,7 @@ def _tradeoff(record: Record, variants: list[Point], cost: str) -> str:
     if len(chosen) < 2:
         return ""
     metric = record.accuracies[0].metric if record.accuracies else record.tuning.metric if record.tuning else "metric"
-    corners = front(chosen, "size" if cost == "size" else "ratio")
+    corners = front(chosen, "size" if cost == "size" else "ratio", lower=lower_is_better(record))
     few = sum(one.kind != "trial" for one in chosen) <= 8
     dots = [
         charts.Dot(
