@@ -2,10 +2,10 @@
 
     python benchmarks/leaderboard_findings.py
 
-Reads results/leaderboard.json, leaderboard_why.json, leaderboard_ranges.json, leaderboard_folding.json and
-leaderboard_zero_points.json (`make leaderboard` makes them), writes results/leaderboard_findings.md. Judgements follow
-the numbers; what is told of the past, and of causes, was written for the files that are kept: read it again after
-another run.
+Reads results/leaderboard.json, leaderboard_why.json, leaderboard_ranges.json, leaderboard_folding.json,
+leaderboard_zero_points.json and leaderboard_gaps.json (`make leaderboard` makes them), writes
+results/leaderboard_findings.md. Judgements follow the numbers; what is told of the past, and of causes, was written for
+the files that are kept: read it again after another run.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def main() -> None:
         folding(board, why, folds),
         starting_ranges(board, ranges),
         zero_points(board, zeros),
-        gaps(board),
+        gaps(board, json.loads((RESULTS / "leaderboard_gaps.json").read_text(encoding="utf-8"))),
     ]
     text = "\n".join(line for part in parts for line in part)
     (RESULTS / "leaderboard_findings.md").write_text(text + "\n", encoding="utf-8")
