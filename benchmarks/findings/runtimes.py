@@ -67,7 +67,7 @@ def addition(found: dict[str, Any]) -> Iterator[str]:
     yield say(
         "What is left at 8 bits is, in the row that we looked into, a rounding that OpenVINO leaves out. A convolution",
         "whose output is added to something is computed in one kernel with the add, and its sum isn't rounded to codes",
-        f"in between, as the plan and the artefact say. Of {found['codes']:,} codes behind that add (depthwise-cifar10,",
+        f"in between, as plan and artefact say. Of {found['codes']:,} codes behind that add (depthwise-cifar10,",
         f"dsq, {found['site']}) {100 * found['unlike rounded']:.1f} % are other ones than with that rounding (by at",
         f"most {found['largest']}), and {100 * found['unlike unrounded']:.4f} % other ones than without it. So the",
         "runtime is the more exact of the two; it just isn't what was trained.",
