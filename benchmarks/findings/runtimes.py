@@ -32,6 +32,7 @@ def gaps(board: Leaderboard, causes: dict[str, Any]) -> Iterator[str]:
     yield from large_gaps(board)
     yield from saturation(causes["saturation"])
     yield from addition(causes["add"])
+    yield from ties(causes["ties"])
 
 
 def saturation(found: list[dict[str, Any]]) -> Iterator[str]:
@@ -71,6 +72,22 @@ def addition(found: dict[str, Any]) -> Iterator[str]:
         f"dsq, {found['site']}) {100 * found['unlike rounded']:.1f} % are other ones than with that rounding (by at",
         f"most {found['largest']}), and {100 * found['unlike unrounded']:.4f} % other ones than without it. So the",
         "runtime is the more exact of the two; it just isn't what was trained.",
+    )
+
+
+def ties(found: dict[str, Any]) -> Iterator[str]:
+    """Which codes differ where every number is on a coarse grid."""
+    others = (
+        "all of them such ties"
+        if not found["differ elsewhere"]
+        else f"{100 * found['differ elsewhere']:.3f} % elsewhere than at such ties"
+    )
+    yield say(
+        "What is left at 2 bits is DoReFa's. Its ranges are fixed, so that an add has steps on one side that are half",
+        "of those on the other, and many sums lie in the middle between two codes: which is taken depends on the last",
+        f"bit of a float. Of {found['codes']:,} sums (depthwise-cifar10, {found['site']})",
+        f"{100 * found['ties']:.0f} % are such ties; {100 * found['differ']:.1f} % of all codes differ, {others}.",
+        "Neither is wrong: so much is left open by such a model.",
     )
 
 
