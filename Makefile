@@ -61,6 +61,7 @@ leaderboard: $(STAMP)  ## Run the reference leaderboard (1,440 trainings, about 
 	$(BIN)/bitwright bench benchmarks/leaderboard_ranges.yaml --starts benchmarks/leaderboard.starts -o benchmarks/results/leaderboard_ranges.json
 	$(BIN)/python benchmarks/leaderboard_folding.py
 	$(BIN)/python benchmarks/leaderboard_zero_points.py
+	$(BIN)/python benchmarks/leaderboard_gaps.py
 	$(BIN)/python benchmarks/leaderboard_findings.py
 
 clean:  ## Remove what was made

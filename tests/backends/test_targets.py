@@ -209,3 +209,18 @@ def test_an_unknown_algorithm_is_an_error() -> None:
     model, inputs = block("residual")
     with pytest.raises(bw.BitwrightError, match="unknown quantizer"):
         bw.quantize(model, [inputs], backend="snpe", quantizer="lqs")
+
+
+@pytest.mark.parametrize("target", ["onnxruntime", "openvino"])
+def test_edges_with_8_bits_keep_the_guard_that_the_rest_does_not_need(target: str) -> None:
+    low: dict[str, Any] = {"weights": "int4/channel/sym", "activations": "uint4/tensor/asym", "edges": 8}
+    plan = place(graph_of("residual"), target, saturating=True, **low)
+    weights = {site: spec for site, spec in plan.sites.items() if site.endswith(":weight")}
+    assert {spec.guard for spec in weights.values() if spec.format.bits == 8} == {"int16-pairs"}
+    assert {spec.guard for spec in weights.values() if spec.format.bits < 8} == {None}
+    assert all("saturating" in spec.why for spec in weights.values() if spec.guard)
+
+
+def test_edges_with_fewer_bits_need_no_guard() -> None:
+    plan = place(graph_of("residual"), "onnxruntime", edges=4, saturating=True)
+    assert all(spec.guard is None for spec in plan.sites.values() if spec.format.bits < 8)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 import bitwright as bw
+from bitwright.deploy import Runtime
 from bitwright.deploy.runtime_onnxruntime import OnnxRuntime
 from bitwright.errors import BitwrightError
 from bitwright.registry import RUNTIMES
-from bitwright.report import Comparison
+from bitwright.report import Comparison, words
 
 BOTH = ["onnxruntime", "openvino"]
 
@@ -68,6 +70,35 @@ def test_every_runtime_is_measured_beside_its_float_model(workload: bw.Workload)
     after = workload.model.state_dict()
     assert set(after) == set(before)
     assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+NAMING = [*BOTH, pytest.param("ncnn", marks=pytest.mark.skipif(find_spec("ncnn") is None, reason="no ncnn"))]
+
+
+@pytest.mark.parametrize("runtime", NAMING)
+def test_what_a_runtime_leaves_in_float_is_named(workload: bw.Workload, runtime: str, tmp_path: Path) -> None:
+    kind: type[Runtime] = RUNTIMES.get(runtime)
+    quantized = bw.quantize(workload.model, workload.calibration(), backend=runtime, keep_float=["head"])
+    path = tmp_path / f"model{kind.suffix}"
+    kind.write(quantized.model, path, workload.inputs)
+    opened = bw.open_runtime(runtime, path)
+    assert opened.executed() == {"int8": 1, "float": 1}
+    assert opened.left_in_float() == ("head",)
+    kind.write_float(Net().eval(), path, workload.inputs)
+    assert set(bw.open_runtime(runtime, path).left_in_float() or ()) == {"conv", "head"}
+
+
+def test_what_a_runtime_does_not_tell_is_said(workload: bw.Workload) -> None:
+    row = bw.compare_runtimes(workload, ["onnxruntime"], runs=1).runtimes[0]
+
+    def said(executed: dict[str, int] | None, names: tuple[str, ...] | None) -> str:
+        return words.ran_as(row.model_copy(update={"executed": executed, "left_in_float": names}))
+
+    assert said(None, None) == "onnxruntime doesn't tell"
+    assert said({"int8": 2, "float": 0}, None) == "2 int8"
+    assert said({"int8": 2, "float": 1}, None) == "2 int8, 1 float (onnxruntime doesn't name them)"
+    assert said({"int8": 2, "float": 1}, ("head",)) == "2 int8, 1 float (head)"
+    assert said({"int8": 0, "float": 8}, tuple("abcdefgh")) == "8 float (a, b, c, d, e, f and 2 more)"
 
 
 class Absent(OnnxRuntime):

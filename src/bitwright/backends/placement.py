@@ -36,8 +36,6 @@ def place(graph: Graph, target: str | BackendTable, *, model: str | None = None,
     if problems:
         raise PlanError(problems)
     guard = table.guard if table.guard and (table.guard.when == "always" or choices.get("saturating")) else None
-    if weight_format.bits != 8 or not weight_format.signed or activation_format.bits != 8:
-        guard = None  # the limit is one of 8-bit products
     activation = SiteSpec(
         format=activation_format,
         observer=choices.get("observer") or table.activations.observer,
@@ -47,7 +45,6 @@ def place(graph: Graph, target: str | BackendTable, *, model: str | None = None,
         format=weight_format,
         observer=choices.get("weight_observer") or table.weights.observer,
         quantizer=weight_quantizer,
-        guard=guard.name if guard else None,
     )
     edges = choices.get("edges")
     if edges is not None:
@@ -68,7 +65,7 @@ def place(graph: Graph, target: str | BackendTable, *, model: str | None = None,
             raise PlanError(problems)
     bn = DEFAULT_STRATEGY if (asked := choices.get("bn")) is None else asked
     decisions = Decisions(graph, table, keep, bn)
-    sites = Sites(decisions, activation, weight, guard.why.strip() if guard else "")
+    sites = Sites(decisions, activation, weight, guard)
     plan = sites.plan(table.edges if edges is None else edges, narrower=edges is not None)
     # a plan finds its table again by what the user called it: a registered name, or the path of a file
     return replace(plan, backend=target if isinstance(target, str) else table.name, model=model)

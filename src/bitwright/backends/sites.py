@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from bitwright.backends.decisions import Decisions
+from bitwright.backends.table import Guard
 from bitwright.formats import Format
 from bitwright.graph import Op, Port, Source
 from bitwright.graph.functions import can_hook
@@ -15,13 +16,14 @@ from bitwright.plan import FoldSpec, Plan, SiteSpec
 class Sites:
     """Writes the sites of one plan."""
 
-    def __init__(self, decisions: Decisions, activation: SiteSpec, weight: SiteSpec, guard_why: str) -> None:
+    def __init__(self, decisions: Decisions, activation: SiteSpec, weight: SiteSpec, guard: Guard | None) -> None:
         self.decisions, self.graph, self.table = decisions, decisions.graph, decisions.table
-        self.activation, self.weight, self.guard_why = activation, weight, guard_why
+        self.activation, self.weight, self.guard = activation, weight, guard
         self.sites: dict[str, SiteSpec] = {}
         self.owner: dict[Source, str] = {}  # grid (by the tensor that stands for it) → the site with its quantizer
         self.tensor: dict[str, Source] = {}  # that site → the tensor which it quantizes
         self.weights: dict[str, str] = {}  # parameter (by its first use) → the site that has its quantizer
+        self.reader: dict[str, Op] = {}  # that site → the operator which reads it first
 
     def plan(self, edges: int | None, *, narrower: bool) -> Plan:
         """The sites, in the order of the graph; `edges` as bits also where formats have more already (`narrower`)."""
@@ -41,6 +43,8 @@ class Sites:
             self.sites = {site: spec for site, spec in self.sites.items() if SiteName.parse(site).port == "weight"}
         if edges is not None:
             self._widen_edges(edges, narrower)
+        if self.guard is not None:
+            self._guard_products(self.guard)
         fold = {norm: FoldSpec(into=into, strategy=self.decisions.bn) for norm, into in self.decisions.fold.items()}
         return Plan(sites=self.sites, fold=fold, float=self.decisions.float)
 
@@ -72,6 +76,16 @@ class Sites:
                 if spec.format.bits < bits or narrower:
                     why = "; ".join(t for t in (spec.why, f"{bits} bits at the first and last operator") if t)
                     self.sites[site] = replace(spec, format=spec.format.with_bits(bits), why=why)
+
+    def _guard_products(self, guard: Guard) -> None:
+        """Limit the weights of 8-bit products; edges may have them where the other operators have fewer bits."""
+        for site, op in self.reader.items():
+            spec, feeding = self.sites.get(site), self._feeding(op)
+            if spec is None or not spec.format.signed or spec.format.bits != 8 or _is_depthwise(op):
+                continue  # of a depthwise operator there is one product per step: nothing is paired
+            if self.sites.get(feeding or "", self.activation).format.bits == 8:
+                why = "; ".join(text for text in (spec.why.removeprefix(_usual(op)), guard.why.strip()) if text)
+                self.sites[site] = replace(spec, guard=guard.name, why=why.removeprefix("; "))
 
     def _feeding(self, op: Op) -> str | None:
         source = self.decisions.feeding(op)
@@ -151,12 +165,13 @@ class Sites:
         if first != site:
             self.sites[site] = SiteSpec(share=first, why="the same parameter")
             return
-        weight = self.weight
-        if weight.guard and _is_depthwise(op):  # one product per step: nothing is paired
-            weight = replace(weight, guard=None)
-        reasons = (self.decisions.quantized[op.name].why, self.guard_why if weight.guard else "")
-        why = "; ".join(reason for reason in reasons if reason) or f"weight of {op.kind}"
-        self.sites[site] = replace(weight, why=why)
+        self.reader[site] = op
+        self.sites[site] = replace(self.weight, why=self.decisions.quantized[op.name].why or _usual(op))
+
+
+def _usual(op: Op) -> str:
+    """The reason of a weight's quantizer, if there is no better one."""
+    return f"weight of {op.kind}"
 
 
 def _is_depthwise(op: Op) -> bool:

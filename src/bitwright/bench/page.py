@@ -61,7 +61,7 @@ def page(
 
 def _header(board: Leaderboard, title: str) -> str:
     return (
-        f"<header><h1>{escape(title)}</h1><p>leaderboard <b>{escape(board.name)}</b> · "
+        f"<header><h1>{escape(title)}</h1><p>grid <b>{escape(board.name)}</b> · "
         f"{counted(len(board.rows), 'row')} · config <code>{escape(board.config_hash)}</code></p></header>"
     )
 

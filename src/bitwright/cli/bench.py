@@ -246,8 +246,7 @@ def _show(out: Out, result: Comparison) -> None:
 
 def _quality(row: OnRuntime) -> list[tuple[str, ...]]:
     """One line for each variant: what doesn't depend on the batch size."""
-    kinds = "not told" if row.executed is None else ", ".join(f"{n} {kind}" for kind, n in row.executed.items() if n)
-    kinds += f" ({', '.join(row.left_in_float)})" if row.left_in_float else ""
+    kinds = words.ran_as(row)
     verdict = f"{'yes' if row.parity.passed else 'no'}, {words.decibels(row.parity.sqnr_db)}"
     rows: list[tuple[str, ...]] = []
     for size in row.sizes:

@@ -74,9 +74,9 @@ class Runtime(ABC):
         """
         return None
 
-    def left_in_float(self) -> tuple[str, ...]:
-        """Operators among those of `executed` that run in float, by name, as far as this runtime tells."""
-        return ()
+    def left_in_float(self) -> tuple[str, ...] | None:
+        """Operators among those of `executed` that run in float, by name; None: this runtime doesn't name them."""
+        return None
 
     @classmethod
     def stored(cls, path: Path) -> dict[str, NDArray[Any]]:

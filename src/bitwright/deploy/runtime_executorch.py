@@ -80,6 +80,10 @@ class ExecuTorch(Runtime):
         integer = 0 if quantized is None else sum(_is_product(n) and _integer(n) for n in program.graph.nodes)
         return {"int8": integer, "float": products - integer}
 
+    def left_in_float(self) -> tuple[str, ...] | None:
+        """Operators of a program have no names of modules."""
+        return None if self.executed()["float"] else ()
+
     @classmethod
     def stored(cls, path: Path) -> dict[str, NDArray[Any]]:
         """What the program beside the artefact holds."""

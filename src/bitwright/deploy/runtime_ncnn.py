@@ -114,6 +114,10 @@ class Ncnn(Runtime):
         """Layers with integer weights, as they were written: ncnn itself doesn't tell."""
         return dict(self.files.products)
 
+    def left_in_float(self) -> tuple[str, ...] | None:
+        """As they were written; files of earlier versions have no names."""
+        return self.files.floats
+
     @classmethod
     def stored(cls, path: Path) -> dict[str, NDArray[Any]]:
         """What ncnn's own files have."""

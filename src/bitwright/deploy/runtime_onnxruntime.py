@@ -13,6 +13,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from bitwright.deploy.onnx_reader import OnnxReader
+from bitwright.deploy.operator_names import behind, operator_of
 from bitwright.deploy.runtime import refused
 
 _INTEGER = {
@@ -24,6 +25,7 @@ _INTEGER = {
     "QLinearConvTranspose",
 }
 _FLOAT = {"Conv", "FusedConv", "Gemm", "FusedGemm", "MatMul", "FusedMatMul", "ConvTranspose", "NhwcFusedConv"}
+_BLOCKED = "_nchwc"  # a layout of ONNX Runtime's own for float convolutions
 
 
 class OnnxRuntime(OnnxReader):
@@ -68,12 +70,16 @@ class OnnxRuntime(OnnxReader):
 
     def left_in_float(self) -> tuple[str, ...]:
         """By the weights or sites that they read: `export` names values so."""
-        read = (
-            [value.name for value in node.inputs if value is not None and value.name]
-            for node in self._optimized
-            if node.op_type in _FLOAT
-        )
-        return tuple(dict.fromkeys(name for names in read if (name := _reader(names)) is not None))
+        written = ir.load(self.path).graph
+        found = []
+        for node in self._optimized:
+            if node.op_type in _FLOAT:
+                name = str(node.name)
+                if name.endswith(_BLOCKED):  # its weights have new names, itself that of what it writes in the end
+                    found.append(behind(written, name.removesuffix(_BLOCKED), _FLOAT) or name)
+                else:
+                    found.append(operator_of(node))
+        return tuple(dict.fromkeys(found))
 
     @cached_property
     def _optimized(self) -> ir.Graph:
@@ -86,14 +92,3 @@ class OnnxRuntime(OnnxReader):
             options.optimized_model_filepath = str(optimized)
             onnxruntime.InferenceSession(str(self.path), options, providers=["CPUExecutionProvider"])
             return ir.load(optimized).graph
-
-
-def _reader(values: list[str]) -> str | None:
-    """The operator that reads `conv:input`, `conv:weight` or `conv.weight`."""
-    for value in values:
-        operator, colon, port = value.rpartition(":")
-        if colon and not port.startswith("output"):
-            return operator
-        if value.endswith(".weight"):
-            return value.removesuffix(".weight")
-    return None

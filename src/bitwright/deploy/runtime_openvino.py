@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 from numpy.typing import NDArray
 
 from bitwright.deploy.onnx_reader import OnnxReader
+from bitwright.deploy.operator_names import operator_of
 from bitwright.deploy.runtime import refused
 
 _PRODUCTS = {"Convolution", "GroupConvolution", "Deconvolution", "FullyConnected", "MatMul"}
@@ -31,6 +34,7 @@ class OpenVino(OnnxReader):
         config: dict[str, Any] = {"INFERENCE_PRECISION_HINT": "f32"}
         if threads is not None:
             config["INFERENCE_NUM_THREADS"] = threads
+        self.path = path
         core = openvino.Core()
         self.compiled = core.compile_model(core.read_model(str(path)), "CPU", config)
         self.inputs = tuple(port.any_name for port in self.compiled.inputs)
@@ -50,10 +54,23 @@ class OpenVino(OnnxReader):
 
     def executed(self) -> dict[str, int]:
         """Layers of the program that the CPU plugin compiled, by the precision that it gave them."""
-        counts = {"int8": 0, "float": 0}
-        for node in self.compiled.get_runtime_model().get_ops():
-            facts = node.get_rt_info()
-            if facts["layerType"].astype(str) in _PRODUCTS:
-                precision = facts["runtimePrecision"].astype(str)
-                counts["int8" if precision in ("i8", "u8") else "float"] += 1
-        return counts
+        kinds = [integer for _, integer in self._products()]
+        return {"int8": sum(kinds), "float": len(kinds) - sum(kinds)}
+
+    def left_in_float(self) -> tuple[str, ...]:
+        """A layer says which values of the artefact it was made of."""
+        ours = {str(node.outputs[0].name): operator_of(node) for node in ir.load(self.path).graph}
+        found = []
+        for layer, integer in self._products():
+            if not integer:
+                values = [name.removesuffix("/WithoutBiases") for name in layer.split(",")]
+                found.append(next((ours[value] for value in values if value in ours), values[0]))
+        return tuple(dict.fromkeys(found))
+
+    def _products(self) -> Iterator[tuple[str, bool]]:
+        """Layers that multiply: what each was made of, and whether it does so in integers."""
+        for node in self.compiled.get_runtime_model().get_ordered_ops():
+            facts = {key: value.astype(str) for key, value in node.get_rt_info().items()}
+            if facts["layerType"] in _PRODUCTS:
+                origin = facts["originalLayersNames"] or node.get_friendly_name()
+                yield origin, facts["runtimePrecision"] in ("i8", "u8")

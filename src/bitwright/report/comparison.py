@@ -17,8 +17,8 @@ class OnRuntime(Frozen):
     executed: dict[str, int] | None = Field(
         description="Convolutions and matrix products by the type in which they really run. None: it doesn't tell."
     )
-    left_in_float: tuple[str, ...] = Field(
-        default=(), description="Which of them run in float, by name, as far as the runtime tells."
+    left_in_float: tuple[str, ...] | None = Field(
+        default=None, description="Which of them run in float, by name. None: the runtime doesn't name them."
     )
     sizes: tuple[Size, ...]
     parity: Parity

@@ -175,6 +175,8 @@ def _searched(record: Record) -> Iterable[str]:
         yield _table(["#epoch", *(f"#{name}" for name in names)], epochs)
     if record.comparison is not None:
         yield "## Runtimes"
+        ran = [(one.runtime, words.ran_as(one)) for one in record.comparison.runtimes]
+        yield _table(["runtime", "ran as"], ran)
         heads = ["runtime", "variant", "#batch", "#latency", "#of float"]
         timings = [t for one in record.comparison.runtimes for t in one.timings]
         yield _table(

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from bitwright.report.comparison import OnRuntime
 from bitwright.report.ran import GridRow, Sites
 from bitwright.report.record import Accuracy, Record, SiteRow, Size, Timing
+
+_NAMED = 6  # more names make a line unreadable; the JSON has all
 
 
 def size(count: int) -> str:
@@ -148,6 +151,19 @@ def environment(record: Record) -> list[tuple[str, str]]:
         ("Seed", "none" if record.seed is None else str(record.seed)),
     ]
     return items if record.plan_sha256 is None else [*items, ("Plan (SHA-256)", record.plan_sha256)]
+
+
+def ran_as(row: OnRuntime) -> str:
+    """In which types a runtime multiplied, and what it left in float; what it doesn't tell is said."""
+    if row.executed is None:
+        return f"{row.runtime} doesn't tell"
+    kinds = ", ".join(f"{count} {kind}" for kind, count in row.executed.items() if count) or "no products"
+    if not row.executed.get("float"):
+        return kinds
+    if row.left_in_float is None:
+        return f"{kinds} ({row.runtime} doesn't name them)"
+    names, more = row.left_in_float[:_NAMED], len(row.left_in_float) - _NAMED
+    return f"{kinds} ({', '.join(names)}{f' and {more} more' if more > 0 else ''})"
 
 
 def executed(row: GridRow) -> list[tuple[str, Sites]]:

@@ -56,6 +56,8 @@ class Files(_Part):
     """Of the .bin file."""
     products: dict[str, int]
     """Convolutions and linears by type."""
+    floats: tuple[str, ...] | None = None
+    """Which of them multiply floats, by operator."""
     sites: dict[str, Site]
     pieces: dict[str, Piece]
     scales: dict[str, list[float]]
@@ -110,6 +112,7 @@ def save(net: Net, path: Path) -> None:
             "int8": sum(layer.integer for layer in products),
             "float": sum(not layer.integer for layer in products),
         },
+        floats=tuple(layer.name for layer in products if not layer.integer),
         sites={
             site: Site(blob=what.layer.reads[0], integer=what.layer.reads[0] in codes, scale=what.scale, pads=what.pads)
             for site, what in net.sites.items()

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from bitwright.deploy.ncnn.layers import INT8, Layer, Parameter, Reading, Weight, factor
 from bitwright.deploy.ncnn.reading import Codes, Unwritable, array_of, codes_of, rounded, shape_of
+from bitwright.deploy.operator_names import operator_of
 
 if TYPE_CHECKING:
     from bitwright.deploy.ncnn.writer import Writer
@@ -104,7 +105,7 @@ def _product(
         weights.append(_bias(bias))
         parameters[bias_at] = 1
     if not integer:
-        writer.add(kind, node, [writer.blob(node.inputs[0])], parameters, weights)
+        writer.add(kind, node, [writer.blob(node.inputs[0])], parameters, weights, name=operator_of(node))
         return
     assert read is not None and codes is not None
     parameters[INT8] = 1 if groups > 1 else 2

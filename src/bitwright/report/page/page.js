@@ -129,10 +129,12 @@ function placeNames(drawing) {
   };
   for (const name of names) {
     const x = parseFloat(name.dataset.x) * width / 100, y = Number(name.dataset.y), w = Math.ceil(name.getBBox().width) + 2, h = line - 1;
-    const sides = [[x + 10, 0], [x - 10 - w, 0]];
+    const sides = [];
     for (let step = 1; step < 18; step += 1) {
       for (const dy of [-line * step, line * step]) for (const left of [x - w / 2, x + 8, x - 8 - w, 0.12 * width, width - w]) sides.push([left, dy]);
     }
+    const away = ([left, dy]) => Math.hypot(Math.max(left - x, x - left - w, 0), dy);
+    sides.sort((a, b) => away(a) - away(b)).unshift([x + 10, 0], [x - 10 - w, 0]);
     const boxes = sides.map(([left, dy]) => ({ x: left, y: y - h / 2 + dy, w, h }));
     const free = boxes.find((box) => box.x >= 0 && box.x + w <= width && box.y >= 14 && box.y + h <= floor
       && !dots.some((dot) => meets(dot, box)) && !taken.some((other) => meets(other, box)));

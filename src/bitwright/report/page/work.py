@@ -292,7 +292,7 @@ def runtimes(record: Record) -> str:
     for one in found.runtimes:
         scores = {accuracy.where: words.score(accuracy) for accuracy in one.accuracies}
         sizes = {size.name: size.bytes for size in one.sizes}
-        kinds = "" if one.executed is None else ", ".join(f"{n} {kind}" for kind, n in one.executed.items() if n)
+        kinds = words.ran_as(one)
         timings = {(t.batch, t.variant): t for t in one.timings}
         for batch, variant in sorted(timings) or [(0, "quantized")]:
             timing = timings.get((batch, variant))

@@ -1,0 +1,1 @@
+"""The findings of the reference leaderboard, a part each."""
