@@ -281,7 +281,7 @@ class Int8(Kernel):
 
     @classmethod
     def missing(cls, device: torch.device) -> str | None:
-        """oneDNN's integer products on CPUs, torch._int_mm on CUDA."""
+        """Integer products are oneDNN's on CPUs and cuBLAS's on CUDA."""
         if device.type == "cpu":
             return products.missing()
         return None if device.type == "cuda" else f"there are no integer products on {device.type}"
