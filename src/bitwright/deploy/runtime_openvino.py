@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,18 @@ from bitwright.deploy.runtime import refused
 _PRODUCTS = {"Convolution", "GroupConvolution", "Deconvolution", "FullyConnected", "MatMul"}
 
 
+@cache
+def _core() -> Any:
+    """One for the process, and never given up.
+
+    On CPUs with AVX-512 each core's plugin gives the thread a stack for signals, and puts the one before back when it
+    goes: of several, that is one whose memory is gone, and the next signal (Ctrl-C, a child's end) ends the process.
+    """
+    import openvino
+
+    return openvino.Core()
+
+
 class OpenVino(OnnxReader):
     """Runs ONNX files on OpenVINO, with float32 wherever it isn't integer (no bf16 behind the user's back)."""
 
@@ -29,13 +42,11 @@ class OpenVino(OnnxReader):
         return None if find_spec("openvino") else "the package openvino is not installed"
 
     def __init__(self, path: Path, *, threads: int | None = None) -> None:
-        import openvino
-
         config: dict[str, Any] = {"INFERENCE_PRECISION_HINT": "f32"}
         if threads is not None:
             config["INFERENCE_NUM_THREADS"] = threads
         self.path = path
-        core = openvino.Core()
+        core = _core()
         self.compiled = core.compile_model(core.read_model(str(path)), "CPU", config)
         self.inputs = tuple(port.any_name for port in self.compiled.inputs)
         self.outputs = tuple(port.any_name for port in self.compiled.outputs)
