@@ -37,6 +37,7 @@ def environment(**more: Any) -> dict[str, Any]:
         "machine": platform.machine(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "vnni": _has_vnni(),
+        **{name: os.environ[name] for name in ("ONEDNN_MAX_CPU_ISA",) if name in os.environ},
         "threads": torch.get_num_threads(),
         "seed": torch.initial_seed(),
         "command": " ".join(command),

@@ -3,7 +3,8 @@
     python benchmarks/kernels.py [--steps 15] [--models ResNet-20 …]
 
 INT8 everywhere, and as planned: the model is profiled (float and INT8, in channels-last memory), and the planner
-`fastest` chooses for each operator.
+`fastest` chooses for each operator. Results are `kernels_vnni` on a CPU that has it, and `kernels` on others, or with
+ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from common import environment, save
 from torch import Tensor, nn
 
 import bitwright as bw
+from bitwright.kernels import products
+from bitwright.kernels.codes import FULL
 from bitwright.plan import ComputeSpec
 from bitwright.planners import fastest
 from bitwright.planners.cluster import OnCluster
@@ -187,8 +190,9 @@ def main() -> None:
             }
             rows.append(row)
             print(row, flush=True)
+    name, where = ("kernels", "") if products.limit() < FULL else ("kernels_vnni", ", on a CPU with VNNI")
     lines = [
-        "# A step of training in INT8 against FP32",
+        f"# A step of training in INT8 against FP32{where}",
         "",
         "Forward, backward and SGD; CPU time of one thread, medians of steps in turns. INT8 is channels-last.",
         "",
@@ -205,7 +209,7 @@ def main() -> None:
             for name, own in ratios.items()
         ),
     ]
-    save("kernels", {"rows": rows, "environment": environment(steps=options.steps)}, "\n".join(lines))
+    save(name, {"rows": rows, "environment": environment(steps=options.steps)}, "\n".join(lines))
 
 
 if __name__ == "__main__":
