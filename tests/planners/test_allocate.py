@@ -16,12 +16,13 @@ from bitwright.planners import (
     dynamic_batching,
     fastest,
     ilp,
+    integer,
     recover,
     recover_and_split,
     split_batch,
     uniform,
 )
-from bitwright.planners.machine import FLOAT, total_penalty
+from bitwright.planners.machine import FLOAT, Assignment, total_penalty
 
 MB = 10**6
 
@@ -175,3 +176,23 @@ def test_any_number_of_kinds() -> None:
     found = recover(given)
     assert set(found.plans) == set(given.kinds)
     assert found.low["kind4"] <= found.low["kind0"]
+
+
+class Begins(Additive):
+    """Where some operators are low, but few, the step has a cost that no single operator shows."""
+
+    def work(self, kind: str, assignment: Assignment, batch: int) -> float:
+        low = sum(format != FLOAT for format in assignment.values())
+        return super().work(kind, assignment, batch) + (0.3 if 0 < low < 8 else 0.0)
+
+
+def test_a_program_whose_sums_mislead_near_the_limit_finds_a_plan_further_below() -> None:
+    """It gave up, and the fastest plan stayed: 12 operators low instead of 4."""
+    names = [f"op{i}" for i in range(12)]
+    fast = {name: {FLOAT: OperatorCost(seconds=1.0), "int8": OperatorCost(seconds=0.9)} for name in names}
+    slow = {name: {FLOAT: OperatorCost(seconds=11.99 / 1.01 / 12)} for name in names}
+    penalties = {name: {"int8": 1.0 + i / 100} for i, name in enumerate(names)}
+    kinds, costs = {"fast": 1, "slow": 1}, {"fast": fast, "slow": slow}
+    given = Begins(kinds=kinds, operators=names, costs=costs, penalties=penalties, batch=1)
+    assert fastest(given).low["fast"] == 12
+    assert integer(given).low["fast"] == 4

@@ -206,14 +206,15 @@ def _exchanged(
     found: Assignment | None = None
     seconds = most
     for _ in range(_SEARCHED):
-        try:
+        other = None
+        with suppress(PlanError):  # costs that depend on each other: no plan is as quick as its sum says
             other = program.solve("penalty", seconds=seconds, memory=machine.limit(kind))
-        except PlanError:  # costs that depend on each other: the sum of differences is no plan's cost
+        after = before if other is None else sum(machine.penalty(op, f) for op, f in other.items())
+        if other is not None and after >= before and seconds == limit:  # even all of it helps nothing
             break
-        after = sum(machine.penalty(op, f) for op, f in other.items())
-        if after >= before and seconds == limit:  # even all of it helps nothing
-            break
-        if after < before and machine.step({**plans, kind: other}, batches) <= limit * (1 + 1e-12):
+        if other is None:
+            most = seconds if seconds > sure else most
+        elif after < before and machine.step({**plans, kind: other}, batches) <= limit * (1 + 1e-12):
             found, before, sure = other, after, seconds
         elif after < before:
             most = seconds
