@@ -294,4 +294,4 @@ def test_backward_never_has_the_input_in_float_and_its_gradient_at_once(
         grad = torch.ones_like(low)
         with Alive() as alive:
             torch.autograd.grad(low, (x, weight), grad)
-        assert alive.most < 1.7 * x.numel() * x.element_size()
+        assert alive.most < 1.9 * x.numel() * x.element_size()  # both at once are 2.25, with the codes

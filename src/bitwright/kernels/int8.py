@@ -13,7 +13,7 @@ from bitwright.graph import Op
 from bitwright.graph.functions import kind_of
 from bitwright.kernels import products
 from bitwright.kernels.calls import arguments, each_axis, padded
-from bitwright.kernels.codes import FULL, TINY, Codes, Signed, encode, encode_columns, encode_rows, signed_bytes
+from bitwright.kernels.codes import FULL, TINY, Codes, Signed, encode, encode_columns, encode_rows
 from bitwright.kernels.kernel import Kernel
 from bitwright.plan import ComputeSpec
 
@@ -62,10 +62,7 @@ class _Linear(torch.autograd.Function):
         # the weight's first: the input in float is gone again before the input's gradient, which is as large, comes
         if ctx.needs_input_grad[1]:
             if "weight" in spec.backward:
-                codes = _for_weight(flat, x, spec)
-                steps = Signed(signed_bytes(codes.values), codes.scales)
-                right = products.transposed(steps, signed_bytes(values), 128 - x.zero, simulate=simulate)
-                del codes, steps
+                right = products.transposed(_for_weight(flat, x, spec), x, simulate=simulate)
             else:
                 right = flat.t() @ x.float()
             right = right.to(weight.dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from functools import cache
 from math import prod
@@ -48,35 +49,39 @@ def linear(x: Codes, weight: Signed, bias: Tensor | None, *, simulate: bool) -> 
             for one, other in parts
         ]
         return _together(sums, bias)
-    rows = signed_bytes(x.values.reshape(-1, depth))
-    offset = _shifted(weight.values, 128 - x.zero)[None]
+    rows = x.values.reshape(-1, depth)
+    offset = _shifted(weight.values.sum(1, dtype=torch.int32), x)[None]
     steps = x.scales.expand(len(rows)).contiguous()
     shift = torch.zeros_like(weight.scales) if bias is None else bias
-    found = _numbers(rows, weight.values, offset, steps, weight.scales, shift)
-    return found.view(*x.values.shape[:-1], len(weight.values))
+    result = torch.empty(len(rows), len(weight.values), device=rows.device)
+    for part in _parts(len(rows), result.shape[1]):  # so that few integers are in memory at once
+        found = _multiplied(signed_bytes(rows[part]), weight.values, passing=True)
+        _to_floats(result[part], found, offset, steps[part, None], weight.scales[None], shift[None])
+    return result.view(*x.values.shape[:-1], len(weight.values))
 
 
-def transposed(grad: Signed, x: Tensor, shift: int, *, simulate: bool) -> Tensor:
-    """gradᵀ · (x + shift), summed over rows: signed codes both; `grad` has one scale, with the steps of `x` in it."""
+def transposed(grad: Codes, x: Codes, *, simulate: bool) -> Tensor:
+    """gradᵀ · x, summed over rows: `grad` is signed and has one scale, with the steps of `x` in it."""
     count, outputs = grad.values.shape
-    columns = x.shape[1]
-    if simulate or not _runs(outputs, count, x.t()):
-        return (grad.values.to(torch.float32) * grad.scales).t() @ (x.to(torch.float32) + shift)
+    if simulate or not _runs(outputs, count, x.values.t()):
+        return grad.float().t() @ (x.values.to(torch.float32) - x.zero)
     if count > DEEP:
-        parts = zip(grad.values.split(DEEP), x.split(DEEP), strict=True)
-        return _together([transposed(Signed(g, grad.scales), c, shift, simulate=False) for g, c in parts], None)
-    left, right = grad.values.t(), x.t()
-    offset = _shifted(left, shift)
-    if left.device.type == "cpu" and limit() < FULL:  # only the second operand's codes are small: that is the gradient
-        steps = grad.scales.expand(columns).contiguous()
-        return _numbers(right, left, offset[None], steps, *_plain(outputs, steps)).t()
-    steps = grad.scales.expand(outputs).contiguous()
-    return _numbers(left, right, offset[:, None], steps, *_plain(columns, steps))
-
-
-def _plain(count: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """No scales and no bias."""
-    return like.new_ones(count), like.new_zeros(count)
+        parts = zip(grad.values.split(DEEP), x.values.split(DEEP), strict=True)
+        sums = [transposed(Codes(g, grad.scales, 128), Codes(c, x.scales, x.zero), simulate=False) for g, c in parts]
+        return _together(sums, None)
+    # only the second operand's codes may be small, where products saturate: that is the gradient
+    turned = grad.values.device.type == "cpu" and limit() < FULL
+    found = None
+    for part in _parts(count, outputs + x.values.shape[1]):
+        own, other = signed_bytes(grad.values[part]).t(), signed_bytes(x.values[part]).t()
+        more = _multiplied(other, own).t() if turned else _multiplied(own, other)
+        found = more if found is None else found.add_(more)
+    assert found is not None  # nobody multiplies no rows
+    offset = _shifted(grad.values.sum(0, dtype=torch.int32) - 128 * count, x)[:, None]
+    result = torch.empty_like(found, dtype=torch.float32)
+    one = grad.scales.new_ones(1, 1)
+    _to_floats(result, found, offset, grad.scales.view(1, 1), one, torch.zeros_like(one))
+    return result
 
 
 def _runs(rows: int, depth: int, second: Tensor) -> bool:
@@ -86,25 +91,46 @@ def _runs(rows: int, depth: int, second: Tensor) -> bool:
     return second.device.type == "cuda" and not depth % 8 and not len(second) % 8 and rows > 16
 
 
-def _shifted(other: Tensor, shift: int) -> Tensor:
-    """What a product lacks if `shift` was left out of one operand, for each row of the other."""
-    if not shift:
-        return torch.zeros(len(other), dtype=torch.int32, device=other.device)
-    return shift * other.sum(1, dtype=torch.int32)
+def _shifted(sums: Tensor, x: Codes) -> Tensor:
+    """What a product with `x`'s codes less 128 lacks, by the other operand's sums."""
+    return sums * (128 - x.zero)
 
 
-def _numbers(first: Tensor, second: Tensor, offset: Tensor, steps: Tensor, scales: Tensor, bias: Tensor) -> Tensor:
-    """(first · secondᵀ + offset)·steps·scales + bias: some rows at a time, so that few integers are in memory."""
-    many = max(_AT_ONCE // len(second), _ROWS_AT_ONCE)
-    result = torch.empty(len(first), len(second), device=first.device)
+def _parts(rows: int, width: int) -> list[slice]:
+    """Some rows at a time; few are slower, as the other operand is packed each time."""
+    many = max(_AT_ONCE // width, _ROWS_AT_ONCE)
+    return [slice(start, start + many) for start in range(0, rows, many)]
+
+
+def _multiplied(first: Tensor, second: Tensor, *, passing: bool = False) -> Tensor:
+    """first · secondᵀ in integers; `passing`: they are gone when the next ones are asked for."""
     if first.device.type == "cuda":  # its products want both operands with their sums along memory
         first, second = first.contiguous(), second.contiguous()
-    for start in range(0, len(first), many):
-        part = slice(start, start + many)
-        own = offset if len(offset) == 1 else offset[part]
-        given = (torch._int_mm(first[part], second.t()), own, steps[part, None], scales[None], bias[None])
-        (_FLOATS.compiled if worthwhile(result) else _FLOATS.function)(result[part], *given)
-    return result
+    if not passing or first.device.type == "cuda":
+        return torch._int_mm(first, second.t())
+    return torch._int_mm(first, second.t(), out=_space(len(first), len(second)))
+
+
+class _Own(threading.local):
+    space: Tensor | None = None
+
+
+_OWN = _Own()
+
+
+def _space(rows: int, columns: int) -> Tensor:
+    """Memory that the thread keeps: blocks of this size leave gaps between what backward keeps, 5 % of a process."""
+    count = rows * columns
+    if count > _KEPT:
+        return torch.empty(rows, columns, dtype=torch.int32)
+    if _OWN.space is None or _OWN.space.numel() < count:
+        with torch.inference_mode(False):  # else it couldn't be written to in training
+            _OWN.space = torch.empty(count, dtype=torch.int32)
+    return _OWN.space[:count].view(rows, columns)
+
+
+def _to_floats(result: Tensor, *given: Tensor) -> None:
+    (_FLOATS.compiled if worthwhile(result) else _FLOATS.function)(result, *given)
 
 
 def _floats(result: Tensor, found: Tensor, offset: Tensor, steps: Tensor, scales: Tensor, bias: Tensor) -> None:
@@ -112,7 +138,7 @@ def _floats(result: Tensor, found: Tensor, offset: Tensor, steps: Tensor, scales
 
 
 _FLOATS = Compiled(_floats)
-_AT_ONCE, _ROWS_AT_ONCE = 1 << 22, 1024  # integers; fewer rows are slower: the other operand is packed each time
+_AT_ONCE, _ROWS_AT_ONCE, _KEPT = 1 << 20, 1024, 1 << 22  # integers, rows, integers
 
 
 def _together(sums: list[Tensor], bias: Tensor | None) -> Tensor:
@@ -178,17 +204,17 @@ def conv2d_weight(
 
     Samples are summed, so `grad` has one scale, and the steps of `x` are in it already.
     """
-    pixels, shift = signed_bytes(x.values).permute(0, 2, 3, 1), 128 - x.zero
+    pixels = x.values.permute(0, 2, 3, 1)
     sides = (0, 0, padding[1], padding[1], padding[0], padding[0])
-    padded = F.pad(pixels, sides, value=-shift).contiguous()
+    padded = F.pad(pixels, sides, value=x.zero).contiguous()
     batch, row, column, _ = padded.stride()
     count, outputs, height, width = grad.values.shape
     windows = padded.as_strided(
         (count, height, width, *kernel, pixels.shape[3]),
         (batch, row * stride[0], column * stride[1], row * dilation[0], column * dilation[1], 1),
     )
-    rows = Signed(signed_bytes(grad.values).permute(0, 2, 3, 1).reshape(-1, outputs), grad.scales)
+    rows = Codes(grad.values.permute(0, 2, 3, 1).reshape(-1, outputs), grad.scales, grad.zero)
     # always a copy: rows that overlap can be a view, which oneDNN misreads
-    columns = windows.contiguous().view(count * height * width, -1)
-    found = transposed(rows, columns, shift, simulate=simulate)
+    columns = Codes(windows.contiguous().view(count * height * width, -1), x.scales, x.zero)
+    found = transposed(rows, columns, simulate=simulate)
     return found.reshape(outputs, *kernel, pixels.shape[3]).permute(0, 3, 1, 2)
