@@ -285,6 +285,7 @@ def test_backward_never_has_the_input_in_float_and_its_gradient_at_once(
     """Where a layer is widest that decides how much memory a step takes."""
     monkeypatch.setattr(products, "_AT_ONCE", 1)  # parts as small to these tensors as they are to wide layers
     monkeypatch.setattr(products, "_ROWS_AT_ONCE", 8)
+    monkeypatch.setattr(products._OWN, "space", None)  # else it is as large as other tests wanted it
     for func, x, weight, options in (
         (F.linear, random(64, 512), random(8, 512), {}),
         (F.conv2d, random(2, 64, 12, 12).to(memory_format=torch.channels_last), random(4, 64, 1, 1), {}),

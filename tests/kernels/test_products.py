@@ -47,6 +47,12 @@ def test_sums_over_rows_are_as_exact_on_every_cpu(
     assert torch.allclose(found.double(), wanted, rtol=1e-5, atol=1e-6 * float(wanted.abs().max()))
 
 
+def test_only_cpus_take_a_few_rows_at_a_time() -> None:
+    """CUDA's products refuse 16 rows and fewer, which a rest may have."""
+    assert len(products._parts(torch.empty(1030, 8), 2048)) == 2
+    assert products._parts(torch.empty(1030, 8, device="meta"), 2048) == [slice(None)]
+
+
 def test_what_really_runs_differs_by_kind_and_device() -> None:
     cuda = torch.device("cuda")
     assert Int8.missing_for("linear", cuda) is None

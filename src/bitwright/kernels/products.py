@@ -54,7 +54,7 @@ def linear(x: Codes, weight: Signed, bias: Tensor | None, *, simulate: bool) -> 
     steps = x.scales.expand(len(rows)).contiguous()
     shift = torch.zeros_like(weight.scales) if bias is None else bias
     result = torch.empty(len(rows), len(weight.values), device=rows.device)
-    for part in _parts(len(rows), result.shape[1]):  # so that few integers are in memory at once
+    for part in _parts(rows, result.shape[1]):  # so that few integers are in memory at once
         found = _multiplied(signed_bytes(rows[part]), weight.values, passing=True)
         _to_floats(result[part], found, offset, steps[part, None], weight.scales[None], shift[None])
     return result.view(*x.values.shape[:-1], len(weight.values))
@@ -72,7 +72,7 @@ def transposed(grad: Codes, x: Codes, *, simulate: bool) -> Tensor:
     # only the second operand's codes may be small, where products saturate: that is the gradient
     turned = grad.values.device.type == "cpu" and limit() < FULL
     found = None
-    for part in _parts(count, outputs + x.values.shape[1]):
+    for part in _parts(grad.values, outputs + x.values.shape[1]):
         own, other = signed_bytes(grad.values[part]).t(), signed_bytes(x.values[part]).t()
         more = _multiplied(other, own).t() if turned else _multiplied(own, other)
         found = more if found is None else found.add_(more)
@@ -96,10 +96,12 @@ def _shifted(sums: Tensor, x: Codes) -> Tensor:
     return sums * (128 - x.zero)
 
 
-def _parts(rows: int, width: int) -> list[slice]:
-    """Some rows at a time; few are slower, as the other operand is packed each time."""
+def _parts(rows: Tensor, width: int) -> list[slice]:
+    """Some rows at a time on a CPU; few are slower, as the other operand is packed each time."""
+    if rows.device.type != "cpu":  # whose products want sizes that a rest hasn't
+        return [slice(None)]
     many = max(_AT_ONCE // width, _ROWS_AT_ONCE)
-    return [slice(start, start + many) for start in range(0, rows, many)]
+    return [slice(start, start + many) for start in range(0, len(rows), many)]
 
 
 def _multiplied(first: Tensor, second: Tensor, *, passing: bool = False) -> Tensor:
