@@ -5,7 +5,7 @@ BASE := .venv/.base
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow lint verbs docs bench leaderboard clean
+.PHONY: help setup demo test test-slow fuzz lint verbs docs bench leaderboard clean
 
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -32,6 +32,9 @@ test: $(STAMP)  ## Run the tests; those on real data skip themselves where there
 
 test-slow: $(STAMP)  ## Run the tests that take minutes
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m slow --timeout 1800
+
+fuzz: $(STAMP)  ## Read 10,000 mutated files of all formats; the result is benchmarks/results/fuzz.md
+	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz/run.py --cases 10000 --record
 
 lint: $(STAMP)  ## Check style, types and the direction of imports
 	$(BIN)/ruff check

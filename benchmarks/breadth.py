@@ -2,6 +2,8 @@
 
 Each architecture runs in a process of its own, two at a time, one thread each. With names only those run
 anew; the others' rows stay as they were in results/breadth.json.
+
+`--automatic [type …]` runs the model types of tests/breadth/automatic.py instead: results/breadth_automatic.md.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from common import RESULTS, environment, save
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests/breadth"))
 from architectures import ARCHITECTURES
-from journey import travel
+from automatic import AUTOMATIC
+from journey import arrive, travel
 
 JOBS, MINUTES = 2, 10
 KNOWN = RESULTS / "breadth.json"
@@ -41,6 +44,55 @@ def run(name: str) -> dict[str, Any]:
         except Exception as error:  # what fails is a row of the table, too
             why = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
             return {"name": name, "family": architecture.family, "error": why}
+
+
+def run_automatic(kind: str) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            row = asdict(arrive(kind, Path(folder)))
+            return {key: None if value == inf else value for key, value in row.items()}
+        except Exception as error:
+            return {"name": kind, "error": f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"}
+
+
+def automatic_line(row: dict[str, Any]) -> str:
+    if "error" in row:
+        return f"| {row['name']} | fails | | | | | {row['error']} |"
+    exact = "exact" if row["runtime_db"] is None else f"{row['runtime_db']:.1f}"
+    batch = "yes" if row["dynamic_batch"] else "no"
+    return (
+        f"| {row['name']} | {row['model']} | {row['weights']} | {row['activations']} | {exact} | {batch} "
+        f"| {row['seconds']:.0f} |"
+    )
+
+
+def automatic(wanted: list[str]) -> None:
+    known = RESULTS / "breadth_automatic.json"
+    rows: dict[str, dict[str, Any]] = {}
+    if wanted and known.is_file():
+        rows = {row["name"]: row for row in json.loads(known.read_text())["rows"]}
+    with multiprocessing.get_context("fork").Pool(JOBS, maxtasksperchild=1) as pool:
+        for row in pool.imap_unordered(run_automatic, wanted or list(AUTOMATIC)):
+            rows[row["name"]] = row
+            print(automatic_line(row), flush=True)
+    ordered = [rows[name] for name in AUTOMATIC if name in rows]
+    passed = sum("error" not in row for row in ordered)
+    facts = environment(
+        transformers=transformers.__version__, onnx=onnx.__version__, onnxruntime=onnxruntime.__version__
+    )
+    table = [
+        "# Breadth: model types of transformers, built automatically",
+        "",
+        f"{passed} of {len(ordered)} model types that were run (of {len(AUTOMATIC)} in the list) reach parity on ONNX "
+        "Runtime. Settings come from one rule per field of the configuration; mixtures of experts run their default "
+        "implementation. runtime: ONNX Runtime against simulated, the worst output. Seconds are of a shared machine.",
+        "",
+        "| type | model | integer weights | Q/DQ pairs | runtime dB | dynamic batch | seconds |",
+        "|---|---|---:|---:|---:|---|---:|",
+        *map(automatic_line, ordered),
+    ]
+    save("breadth_automatic", {"environment": facts, "rows": ordered}, "\n".join(table))
 
 
 def remark(row: dict[str, Any]) -> str:
@@ -65,6 +117,9 @@ def line(row: dict[str, Any]) -> str:
 
 
 def main() -> None:
+    if sys.argv[1:2] == ["--automatic"]:
+        automatic(sys.argv[2:])
+        return
     wanted = sys.argv[1:] or [a.name for a in ARCHITECTURES]
     rows: dict[str, dict[str, Any]] = {}
     if sys.argv[1:] and KNOWN.is_file():

@@ -38,6 +38,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bitwright.plan import Plan
 from bitwright.predict import Cluster, Modelled, predict
+from bitwright.process_group import leave_group
 from bitwright.profile import DeviceProfile, StepSettings, Variant, open_store, record_step
 from bitwright.profile.beyond import seen_beyond
 from bitwright.profile.collectives import Collectives, group_fact, measure_group
@@ -134,7 +135,7 @@ def run_rank(rank: int, world: int, rounds: int, store_file: str, out: Path, cho
         rows = judge(found, gathered, world, buckets)
         out.write_text(json.dumps(rows), encoding="utf-8")
     dist.barrier()
-    dist.destroy_process_group()
+    leave_group()
 
 
 def judge(found: dict[str, Case], gathered: list[Any], world: int, buckets: Any) -> list[Any]:

@@ -39,6 +39,7 @@ from bitwright.planners import Allocation, dynamic_batching, recover, recover_an
 from bitwright.planners.cluster import OnCluster
 from bitwright.planners.machine import FLOAT
 from bitwright.predict import Cluster
+from bitwright.process_group import leave_group
 from bitwright.profile import DeviceProfile, StepSettings, Variant, halves, open_store, profile, record_step
 from bitwright.profile.collectives import group_fact, measure_collectives, measure_group
 from bitwright.profile.repeat import undisturbed
@@ -159,7 +160,7 @@ def run_rank(rank: int, rounds: int, meeting: str, out: Path) -> None:
         ]
         out.write_text(json.dumps(rows), encoding="utf-8")
     dist.barrier()
-    dist.destroy_process_group()
+    leave_group()
 
 
 def facts(one: Allocation) -> dict[str, Any]:

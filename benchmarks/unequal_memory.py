@@ -39,6 +39,7 @@ from bitwright.plan import ComputeSpec
 from bitwright.planners.allocate import over_limits
 from bitwright.planners.cluster import OnCluster
 from bitwright.predict import Cluster, predict
+from bitwright.process_group import leave_group
 from bitwright.profile import DeviceProfile, StepSettings, Variant, open_store, profile, record_step
 from bitwright.profile.collectives import group_fact, measure_collectives, measure_group
 from bitwright.profile.here import most_resident_bytes
@@ -312,7 +313,7 @@ def main() -> None:
         plan_rank(chosen.rank, chosen.rounds, chosen.out, chosen.memory_gb)
     else:
         step_rank(chosen.rank, chosen.plan, chosen.steps, chosen.out)
-    dist.destroy_process_group()
+    leave_group()
 
 
 if __name__ == "__main__":

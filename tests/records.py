@@ -7,6 +7,7 @@ from bitwright.report import (
     Accuracy,
     Comparison,
     Executed,
+    FloatDistance,
     FloatOperator,
     Forecast,
     GridRow,
@@ -25,6 +26,7 @@ from bitwright.report import (
     Training,
     Trial,
     Tuning,
+    Warned,
     environment,
     timings,
 )
@@ -61,6 +63,8 @@ def record(name: str = "net") -> Record:
     second = site.model_copy(update={"site": f"{name}:input", "format": "uint4/tensor/asym", "sqnr_db": 21.5})
     fast, slow = (Latency(median_ms=m, p10_ms=m * 0.9, p90_ms=m * 1.2, p99_ms=m * 1.3, runs=9) for m in (1.0, 2.0))
     return Record(
+        distance=FloatDistance(samples=16, sqnr_db=8.5, top1_agreement=0.5, far=True, worst={f"{name}:weight": 9.5}),
+        warnings=(Warned(code="far-from-float", what=name, where=name, fix=name),),
         title=name,
         workload=name,
         backend=name,

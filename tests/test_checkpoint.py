@@ -12,6 +12,10 @@ from torch import nn
 
 import bitwright
 from bitwright import load_checkpoint, save_checkpoint
+from bitwright.errors import BitwrightError, PlanError
+from bitwright.formats import Format
+from bitwright.plan import Plan, SiteSpec
+from bitwright.ptq import calibrate
 
 
 class Tied(nn.Module):
@@ -102,3 +106,96 @@ def test_a_later_version_is_refused(tmp_path: Path) -> None:
     save_file(model.state_dict(), tmp_path / "later.safetensors", metadata={"bitwright": "2"})
     with pytest.raises(bitwright.BitwrightError, match="another version"):
         load_checkpoint(model, tmp_path / "later.safetensors")
+
+
+IMPOSSIBLE = {
+    "nan": ("scale", lambda t: torch.full_like(t, torch.nan), "state-not-finite"),
+    "infinite": ("scale", lambda t: torch.full_like(t, torch.inf), "state-not-finite"),
+    "zero": ("scale", torch.zeros_like, "scale-range"),
+    "negative": ("scale", lambda t: -t, "scale-range"),
+    "subnormal": ("scale", lambda t: torch.full_like(t, 1e-40), "scale-range"),
+    "overflows": ("scale", lambda t: torch.full_like(t, 1e38), "scale-overflow"),
+    "empty": ("scale", lambda t: t.reshape(-1)[:0], "state-shape"),
+    "int64": ("scale", lambda t: t.long() + 1, "state-dtype"),
+    "half": ("scale", lambda t: t.half(), "state-dtype"),
+    "wrong rank": ("scale", lambda t: t.reshape(1, 1, -1), "state-shape"),
+    "zero point far away": ("zero_point", lambda t: t + 1000, "zero-point-range"),
+    "zero point between codes": ("zero_point", lambda t: t + 0.5, "zero-point-range"),
+    "zero point nan": ("zero_point", lambda t: t * torch.nan, "state-not-finite"),
+    "zero point int8": ("zero_point", lambda t: t.to(torch.int8), "state-dtype"),
+    "codes": ("codes", lambda t: t * 2, "codes"),
+    "codes empty": ("codes", lambda t: t[:0], "state-shape"),
+}
+
+
+@pytest.mark.parametrize("what", IMPOSSIBLE)
+def test_impossible_quantizer_state_is_refused_with_every_site(what: str, tmp_path: Path) -> None:
+    name, change, code = IMPOSSIBLE[what]
+    model = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 2))
+    quantized = bitwright.quantize(model, [torch.randn(16, 6)])
+    path = save_checkpoint(model, tmp_path / "model.safetensors")
+    state = load_file(path)
+    keys = [key for key in state if key.endswith(f".{name}")]
+    assert len(keys) > 2
+    save_file({key: change(value) if key in keys else value for key, value in state.items()}, path)
+    sites = {key.removeprefix("bitwright.").removesuffix(f".{name}") for key in keys}
+    other = deepcopy(bitwright.strip(model))
+    bitwright.prepare(other, quantized.plan)
+    before = {key: value.clone() for key, value in other.state_dict().items()}
+    for load in (lambda: load_checkpoint(other, path), lambda: other.load_state_dict(load_file(path))):
+        with pytest.raises(BitwrightError) as caught:
+            load()
+        assert {problem.where for problem in caught.value.problems} >= sites
+        assert code in caught.value.codes
+    assert all(torch.equal(value, other.state_dict()[key]) for key, value in before.items())
+
+
+def test_missing_and_unknown_state_is_refused(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(6, 5))
+    bitwright.quantize(model, [torch.randn(16, 6)])
+    path = save_checkpoint(model, tmp_path / "model.safetensors")
+    state = load_file(path)
+    del state["bitwright.0:weight.zero_point"]
+    state["bitwright.0:input.alpha"] = torch.ones(())
+    state["bitwright.0:weight.scale"] = torch.ones(7)
+    save_file(state, path)
+    with pytest.raises(PlanError) as caught:
+        load_checkpoint(model, path)
+    assert sorted(caught.value.codes) == ["state-incomplete", "state-shape", "state-unknown"]
+
+
+@pytest.mark.parametrize(
+    ("quantizer", "format", "name", "value"),
+    [
+        ("lsq", "int8/tensor/sym", "scale", 0.0),
+        ("lsqplus", "uint8/tensor/asym", "zero_point", 1e6),
+        ("tqt", "int8/tensor/sym", "log2_threshold", 500.0),
+        ("tqt", "int8/tensor/sym", "log2_threshold", -500.0),
+        ("pact", "uint8/tensor/asym", "high", torch.nan),
+        ("pact", "int8/tensor/sym", "high", 0.0),
+        ("qil", "int8/tensor/sym", "half_width", 0.0),
+        ("apot", "int4/tensor/sym", "scale", torch.inf),
+    ],
+)
+def test_learned_state_is_looked_at_too(quantizer: str, format: str, name: str, value: float) -> None:
+    model = nn.Sequential(nn.Linear(6, 5))
+    plan = Plan(sites={"0:input": SiteSpec(format=Format.parse(format), quantizer=quantizer)})
+    bitwright.prepare(model, plan)
+    calibrate(model, [torch.randn(16, 6)])
+    state = model.state_dict()
+    model.load_state_dict(state)
+    state[f"bitwright.0:input.{name}"] = torch.full_like(state[f"bitwright.0:input.{name}"], value)
+    with pytest.raises(PlanError) as caught:
+        model.load_state_dict(state)
+    assert {problem.where for problem in caught.value.problems} == {"0:input"}
+
+
+def test_export_refuses_impossible_state(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(6, 5))
+    quantized = bitwright.quantize(model, [torch.randn(16, 6)])
+    with torch.no_grad():
+        bitwright.attach.quantizers_of(model)["0:weight"].scale.fill_(torch.nan)
+    with pytest.raises(PlanError) as caught:
+        quantized.export(tmp_path / "model.onnx")
+    assert [problem.where for problem in caught.value.problems] == ["0:weight"]
+    assert not list(tmp_path.iterdir())

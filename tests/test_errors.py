@@ -86,3 +86,29 @@ def test_many_problems_of_a_kind_are_one_line() -> None:
         "  - x: else",
     ]
     assert len(error.problems) == 21
+
+
+def test_codes_name_the_problems() -> None:
+    error = PlanError([Problem(what="x", code="unknown-site"), Problem(what="y")])
+    assert error.codes == ["unknown-site", "PlanError"]
+    assert pickle.loads(pickle.dumps(error)).codes == error.codes
+    assert BitwrightError("x", code="scale-underflow").codes == ["scale-underflow"]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "x" * 7_000_000,
+        [["y" * 1000] * 1000] * 1000,
+        {str(n): n for n in range(100_000)},
+        10**100_000,
+        [10**5000],
+        b"z" * 10**6,
+    ],
+    ids=["text", "nested", "mapping", "integer", "list", "bytes"],
+)
+def test_long_values_are_shortened(value: object) -> None:
+    text = str(BitwrightError("wrong", where="a", value=value, fix="b"))
+    assert len(text) < 1000
+    assert text.startswith("a: wrong (got ")
+    assert text.endswith("fix: b")

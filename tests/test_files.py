@@ -111,7 +111,8 @@ def test_readers_never_see_half_a_file(tmp_path: Path) -> None:
         assert len(text) == 100_000
         assert len(set(text)) == 1
         seen.add(text[0])
-    writer.join()
+    writer.join(timeout=60)
+    assert not writer.is_alive()
     assert len(seen) > 1
 
 

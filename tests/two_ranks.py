@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
+
+from bitwright.process_group import process_group
 
 
 def run(worker: Path, folder: Path, *, seconds: float = 90) -> list[Any]:
@@ -47,8 +48,6 @@ def work(main: Callable[[int], Any]) -> None:
     """The frame of a worker script: `main(rank)` gives what `run` returns."""
     rank, port, result = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2, timeout=timedelta(seconds=60)
-    )
-    torch.save(main(rank), result)
-    dist.destroy_process_group()
+    address = f"tcp://127.0.0.1:{port}"
+    with process_group("gloo", init_method=address, rank=rank, world_size=2, timeout=timedelta(seconds=60)):
+        torch.save(main(rank), result)

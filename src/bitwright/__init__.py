@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from bitwright.attach import compile_arithmetic, prepare, quantizers_of, set_mode, strip
     from bitwright.backends import backend
-    from bitwright.bench import GridConfig, Leaderboard, compare_runtimes, run_again, run_grid
+    from bitwright.bench import GridConfig, Leaderboard, compare_runtimes, run_again
+    from bitwright.bench.run_grid import run_grid
     from bitwright.checkpoint import load_checkpoint, save_checkpoint
     from bitwright.deploy import check, export, export_float, measure_latency, open_runtime
     from bitwright.errors import BitwrightError, PlanError, Problem

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from bitwright.attach import CONTAINER, find_attachment
-from bitwright.errors import CheckpointError, PlanError, Problem, did_you_mean
+from bitwright.arguments import strict
+from bitwright.attach import CONTAINER, Attachment, find_attachment
+from bitwright.documents import parse_json
+from bitwright.errors import CheckpointError, PlanError, Problem, did_you_mean, shortened
 from bitwright.files import replacing
 
 __all__ = ["checkpoint_file", "load_checkpoint", "read_state", "save_checkpoint", "save_state"]
@@ -21,6 +24,7 @@ _VERSION = "1"
 _PREFIX = f"{CONTAINER}."
 
 
+@strict
 def save_checkpoint(model: nn.Module, path: str | Path) -> Path:
     """Write the model's state, its quantizers' included.
 
@@ -29,6 +33,7 @@ def save_checkpoint(model: nn.Module, path: str | Path) -> Path:
     return save_state(model.state_dict(), path)
 
 
+@strict
 def checkpoint_file(path: Path) -> Path:
     """The checkpoint that a user means: a file, or the one in a run's folder."""
     file = path / "checkpoint.safetensors" if path.is_dir() else path
@@ -42,11 +47,13 @@ def save_state(state: dict[str, Any], path: str | Path) -> Path:
     path = Path(path)
     tensors, aliases = _untied(state)
     metadata = {"format": "pt", "bitwright": _VERSION, "aliases": json.dumps(aliases, sort_keys=True)}
-    with replacing(path) as temporary:
+    needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    with replacing(path, needed=needed) as temporary:
         save_file(tensors, temporary, metadata=metadata)
     return path
 
 
+@strict
 def load_checkpoint(model: nn.Module, path: str | Path) -> None:
     """Load what `save_checkpoint` wrote into a model that is prepared with the same plan.
 
@@ -97,14 +104,14 @@ def read_state(path: Path) -> dict[str, Tensor]:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
             state: dict[str, Tensor] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        aliases: dict[str, str] = json.loads(metadata.get("aliases", "{}"))
-        state |= {name: state[owner] for name, owner in aliases.items()}
-    except (SafetensorError, OSError, ValueError, KeyError, AttributeError) as error:
+    except Exception as error:  # safetensors, torch and the operating system have their own
         raise CheckpointError(
-            f"the checkpoint can't be read: {error}",
+            f"the checkpoint can't be read: {shortened(str(error))}",
             where=str(path),
             fix="save it again: this file is damaged",
+            code="damaged-checkpoint",
         ) from error
+    state |= _aliased(metadata.get("aliases", "{}"), state, path)
     version = metadata.get("bitwright", _VERSION)
     if version != _VERSION:
         raise CheckpointError(
@@ -114,6 +121,34 @@ def read_state(path: Path) -> dict[str, Tensor]:
             fix=f"this Bitwright reads version {_VERSION}",
         )
     return state
+
+
+def _aliased(text: str, state: dict[str, Tensor], path: Path) -> dict[str, Tensor]:
+    """Tied tensors under their other names; each must name a tensor that the file has itself."""
+    fix = "save it again: this file is damaged"
+    aliases = parse_json(text, where=f"{path}, aliases", what="the checkpoint", fix=fix, error=CheckpointError)
+    if not isinstance(aliases, dict):
+        raise CheckpointError(
+            "the names of tied tensors are not a mapping",
+            where=f"{path}, aliases",
+            value=aliases,
+            fix=fix,
+            code="damaged-checkpoint",
+        )
+    problems = [
+        Problem(
+            what="is tied to a tensor that the checkpoint doesn't have" if name not in state else "is there twice",
+            where=name,
+            value=owner,
+            fix=fix,
+            code="damaged-checkpoint",
+        )
+        for name, owner in aliases.items()
+        if not isinstance(owner, str) or owner not in state or name in state
+    ]
+    if problems:
+        raise PlanError(problems, title=f"the tied tensors of {path} have problems")
+    return {name: state[owner] for name, owner in aliases.items()}
 
 
 def _differences(model: nn.Module, state: dict[str, Tensor]) -> list[Problem]:
@@ -142,6 +177,9 @@ def _differences(model: nn.Module, state: dict[str, Tensor]) -> list[Problem]:
                     fix="build the model as it was when the checkpoint was saved",
                 )
             )
+    if attachment is not None:
+        problems += attachment.state_problems(state, _PREFIX)
+        problems += _unequal_channels(model, attachment, state)
     problems += [
         Problem(
             what="the checkpoint has a quantizer where the plan has none",
@@ -153,3 +191,25 @@ def _differences(model: nn.Module, state: dict[str, Tensor]) -> list[Problem]:
         for site in strange
     ]
     return problems
+
+
+def _unequal_channels(model: nn.Module, attachment: Attachment, state: dict[str, Tensor]) -> Iterator[Problem]:
+    """Scales per channel of weights that have another number of channels."""
+    for site, quantizer in attachment.quantizers.items():
+        scale = state.get(f"{_PREFIX}{site}.scale")
+        path, _, port = site.rpartition(":")
+        try:
+            weight = model.get_parameter(f"{path}.{port}")
+        except AttributeError:  # a weight that isn't stored under the name of its operator, or an activation
+            continue
+        if scale is None or scale.dim() != 1 or quantizer.layout.granularity != "channel":
+            continue
+        channels = weight.shape[quantizer.layout.axis]
+        if scale.numel() not in (0, channels):  # none at all is reported already
+            yield Problem(
+                what=f"scale has another number of channels than the weight, which has {channels}",
+                where=site,
+                value=scale.numel(),
+                fix="use the checkpoint of this model",
+                code="state-shape",
+            )

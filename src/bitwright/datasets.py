@@ -4,20 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cached_property
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
 import numpy as np
 import torch
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 from torch import Tensor
 
-from bitwright.errors import WorkloadError, did_you_mean
+from bitwright.arrays import read_npz, read_picture
+from bitwright.documents import Strict
+from bitwright.errors import WorkloadError
 
 _PICTURES = (".jpg", ".jpeg", ".png", ".bmp")
+_MOST_PIXELS = 40_000_000
+_MOST_RANDOM = 2**30
+_BICUBIC = 3  # of Pillow's Resampling
 
 
-class Dataset(BaseModel):
+class Dataset(Strict):
     """Where samples are, and how they become tensors. Exactly one of `npz`, `images` and `random`.
 
     `npz`: a file with arrays `inputs` and `targets` (or as `keys` names them). `images`: a folder with one folder of
@@ -25,21 +31,24 @@ class Dataset(BaseModel):
     floats of 0 to 1, channels first, then (x − mean)/std.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     npz: Path | None = None
     keys: tuple[str, str] = ("inputs", "targets")
     images: Path | None = None
-    random: tuple[int, ...] | None = Field(default=None, description="(samples, …)")
-    resize: int | None = Field(default=None, gt=0, description="Of pictures: the shorter side.")
-    crop: int | None = Field(default=None, gt=0, description="Of pictures: a square in the middle.")
-    mean: tuple[float, ...] = ()
-    std: tuple[float, ...] = ()
-    batch_size: int = Field(default=32, gt=0)
+    random: tuple[Annotated[int, Field(ge=1)], ...] | None = Field(
+        default=None, min_length=1, max_length=8, description="(samples, …)"
+    )
+    resize: int | None = Field(default=None, gt=0, le=10_000, description="Of pictures: the shorter side.")
+    crop: int | None = Field(default=None, gt=0, le=6_000, description="Of pictures: a square in the middle.")
+    mean: tuple[Annotated[float, Field(ge=-1e6, le=1e6)], ...] = ()
+    std: tuple[Annotated[float, Field(ge=1e-6, le=1e6)], ...] = ()
+    batch_size: int = Field(default=32, gt=0, le=1_000_000)
 
     @model_validator(mode="after")
     def _one(self) -> Dataset:
         if sum(source is not None for source in (self.npz, self.images, self.random)) != 1:
             raise ValueError("give exactly one of npz, images and random")
+        if self.random is not None and prod(self.random) > _MOST_RANDOM:
+            raise ValueError(f"random data of {prod(self.random)} numbers is more than {_MOST_RANDOM}")
         if len(self.mean) != len(self.std):
             raise ValueError("mean and std have different lengths")
         return self
@@ -64,21 +73,7 @@ class Dataset(BaseModel):
             generator = torch.Generator().manual_seed(0)
             return torch.randn(self.random, generator=generator), torch.zeros(self.random[0], dtype=torch.int64)
         assert self.npz is not None
-        try:
-            with np.load(self.npz, allow_pickle=False) as file:
-                missing = [key for key in self.keys if key not in file.files]
-                if missing:
-                    raise WorkloadError(
-                        "the file has no such array",
-                        where=str(self.npz),
-                        value=missing[0],
-                        fix=f"{did_you_mean(missing[0], file.files)} Name them with keys: [inputs, targets]",
-                    )
-                inputs, targets = (file[key] for key in self.keys)
-        except (OSError, ValueError) as error:
-            raise WorkloadError(
-                f"can't read the data: {error}", where=str(self.npz), fix="give an .npz file"
-            ) from error
+        inputs, targets = read_npz(self.npz, self.keys, fix="Name them with keys: [inputs, targets]")
         if len(inputs) != len(targets):
             raise WorkloadError(
                 "inputs and targets have different lengths",
@@ -96,6 +91,10 @@ class Dataset(BaseModel):
         batch = batch.float() if batch.dtype == torch.float64 else batch
         if not self.mean:
             return batch
+        channels = batch.shape[1] if batch.ndim > 1 else 0
+        if len(self.mean) not in (1, channels):
+            what = f"mean and std have {len(self.mean)} values, and the samples {channels} channels"
+            raise WorkloadError(what, where="mean", value=self.mean, fix="give one value for each channel")
         shape = (1, -1, *(1,) * (batch.ndim - 2))
         return (batch - torch.tensor(self.mean).view(shape)) / torch.tensor(self.std).view(shape)
 
@@ -114,25 +113,25 @@ class Dataset(BaseModel):
             )
         for start in range(0, len(files), self.batch_size):
             part = files[start : start + self.batch_size]
-            pixels = torch.stack([self._picture(file) for file, _ in part])
+            pictures = [self._picture(file) for file, _ in part]
+            sizes = {tuple(picture.shape) for picture in pictures}
+            if len(sizes) > 1:
+                shown = "; ".join(f"{height} × {width}" for height, width, _ in sorted(sizes)[:3])
+                fix = "give them one size: resize and crop"
+                raise WorkloadError("pictures have different sizes", where=str(self.images), value=shown, fix=fix)
+            pixels = torch.stack(pictures)
             yield self._normalised(pixels), torch.tensor([index for _, index in part])
 
     def _picture(self, file: Path) -> Tensor:
-        image_module = _pillow()
-        with image_module.open(file) as opened:
-            image = opened.convert("RGB")
-            if self.resize is not None:
-                ratio = self.resize / min(image.size)
-                image = image.resize(tuple(round(side * ratio) for side in image.size), image_module.Resampling.BICUBIC)
-            if self.crop is not None:
-                left, top = ((side - self.crop) // 2 for side in image.size)
-                image = image.crop((left, top, left + self.crop, top + self.crop))
-            return torch.from_numpy(np.array(image))
-
-
-def _pillow() -> Any:
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise WorkloadError("pictures need Pillow", fix="pip install pillow") from error
-    return Image
+        image = read_picture(file)
+        if self.resize is not None:
+            ratio = self.resize / min(image.size)
+            size = tuple(max(1, round(side * ratio)) for side in image.size)
+            if prod(size) > _MOST_PIXELS:
+                what = f"the picture would have {size[0]} × {size[1]} pixels"
+                raise WorkloadError(what, where=str(file), value=image.size, fix="remove it, or resize to less")
+            image = image.resize(size, _BICUBIC)
+        if self.crop is not None:
+            left, top = ((side - self.crop) // 2 for side in image.size)
+            image = image.crop((left, top, left + self.crop, top + self.crop))
+        return torch.from_numpy(np.array(image))

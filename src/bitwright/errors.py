@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import logging
+import reprlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -10,6 +12,7 @@ from typing import Any
 
 _MANY = 8  # problems of a kind are one line if there are more
 _SHOWN = 3  # of which so many are named
+_LONGEST = 200  # characters of a value; a file may hold megabytes where a number belongs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,11 +23,14 @@ class Problem:
     where: str | None = None
     value: object = None
     fix: str | None = None
+    code: str | None = None
+    """A stable identifier such as `scale-underflow`, for programs and tests; the wording may change."""
 
     def __str__(self) -> str:
-        text = f"{self.where}: {self.what}" if self.where else self.what
+        what = shortened(self.what, 10 * _LONGEST)
+        text = f"{shortened(self.where, 2 * _LONGEST)}: {what}" if self.where else what
         if self.value is not None:
-            text += f" (got {self.value!r})"
+            text += f" (got {shortened_repr(self.value)})"
         if self.fix:
             text += f"\n    fix: {self.fix}"
         return text
@@ -36,9 +42,26 @@ class BitwrightError(Exception):
     rank: int | None = None
     """The process on whose data it came up, where others may be well; None: it is the same on all."""
 
-    def __init__(self, what: str, *, where: str | None = None, value: object = None, fix: str | None = None) -> None:
-        self.problems: list[Problem] = [Problem(what=what, where=where, value=value, fix=fix)]
+    def __init__(
+        self,
+        what: str,
+        *,
+        where: str | None = None,
+        value: object = None,
+        fix: str | None = None,
+        code: str | None = None,
+    ) -> None:
+        self.problems: list[Problem] = [Problem(what=what, where=where, value=value, fix=fix, code=code)]
         super().__init__(str(self.problems[0]))
+
+    @property
+    def codes(self) -> list[str]:
+        """The codes of all problems, in their order; a problem without one has the error's class instead."""
+        return [problem.code or type(self).__name__ for problem in self.problems]
+
+
+class DiskError(BitwrightError):
+    """A disk or a file system refused to write."""
 
 
 class FormatError(BitwrightError):
@@ -131,9 +154,17 @@ class TrainError(PlanError):
         super().__init__(problems, title=title)
 
     @classmethod
-    def single(cls, what: str, *, where: str | None = None, value: object = None, fix: str | None = None) -> TrainError:
+    def single(
+        cls,
+        what: str,
+        *,
+        where: str | None = None,
+        value: object = None,
+        fix: str | None = None,
+        code: str | None = None,
+    ) -> TrainError:
         """The error of one problem, without a list's words."""
-        problem = Problem(what=what, where=where, value=value, fix=fix)
+        problem = Problem(what=what, where=where, value=value, fix=fix, code=code)
         error = cls([problem])
         error.args = (str(problem),)
         return error
@@ -141,6 +172,32 @@ class TrainError(PlanError):
 
 class TrainDiverged(TrainError):
     """The loss isn't finite any more."""
+
+
+def log_warnings(problems: Iterable[Problem]) -> None:
+    """Log the warnings of a result; the command line shows log lines as notes."""
+    for problem in problems:
+        logging.getLogger("bitwright").warning("%s", problem)
+
+
+def shortened(text: str, most: int = _LONGEST) -> str:
+    """The beginning of a long text, and how much was left out."""
+    return text if len(text) <= most else f"{text[:most]}… ({len(text)} characters)"
+
+
+def shortened_repr(value: object, most: int = _LONGEST) -> str:
+    """`repr(value)`, cut where it is long; large nested values are never written out in full."""
+    if isinstance(value, str):
+        return shortened(repr(value), most) if len(value) <= most else f"{value[:most]!r}… ({len(value)} characters)"
+    try:
+        nested = isinstance(value, dict | list | tuple | set | frozenset)
+        return shortened(_BRIEF.repr(value) if nested else repr(value), most)
+    except ValueError:  # Python refuses to print integers of more than 4,300 digits
+        return f"{type(value).__name__} with a very long number"
+
+
+_BRIEF = reprlib.Repr()
+_BRIEF.maxlevel, _BRIEF.maxstring, _BRIEF.maxother = 3, 60, 60
 
 
 def nearest(name: str, known: Iterable[str], *, count: int = 3) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -19,6 +20,12 @@ def fingerprint(*parts: bytes | str | Tensor) -> str:
     for part in parts:
         digest.update(part.encode() if isinstance(part, str) else part if isinstance(part, bytes) else _bytes(part))
     return digest.hexdigest()[:16]
+
+
+def file_fingerprint(path: Path) -> str:
+    """That of a file's contents, which needn't fit into memory."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def sample_fingerprints(tensors: Iterable[Tensor], samples: int) -> list[str]:

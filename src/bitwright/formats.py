@@ -18,6 +18,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from bitwright.arguments import strict
 from bitwright.errors import FormatError, did_you_mean
 
 Granularity = Literal["tensor", "channel", "group"]
@@ -52,6 +53,7 @@ _INTEGER = re.compile(r"^(u?)int(\d+)$")
 _GROUP = re.compile(r"^group(\d+)$")
 
 
+@strict
 @dataclass(frozen=True, kw_only=True)
 class Format:
     """A number format of a site.

@@ -1,11 +1,17 @@
-"""Hold a model in evaluation mode for a while."""
+"""Run a model without leaving traces: in evaluation mode, and on copies of the user's tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 
 @contextmanager
@@ -24,3 +30,56 @@ def evaluating(model: object) -> Iterator[None]:
     finally:
         for module, mode in modes.items():
             module.training = mode
+
+
+_KEPT = (
+    *(str, bytes, int, float, complex, bool, type(None), range, slice, type, nn.Module, torch.Generator),
+    *(FunctionType, BuiltinFunctionType, MethodType, ModuleType, functools.partial),
+)
+
+
+def copied(inputs: Any, memo: dict[int, Any] | None = None) -> Any:
+    """The same nest of inputs with tensors of its own.
+
+    A model may write into its inputs (`x.mul_(2)`, `x[:, 0] = 0`, `out=x`, a cache that grows). It must not change the
+    user's batches, nor what the next pass sees. A tensor that occurs twice is copied once: it stays one tensor.
+    """
+    memo = {} if memo is None else memo
+    if id(inputs) in memo:
+        return memo[id(inputs)]
+    if isinstance(inputs, _KEPT):
+        return inputs
+    memo[id(inputs)] = new = _copied(inputs, memo)
+    return new
+
+
+def call_copied(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call the model on copies of the arguments, which are used again."""
+    args, kwargs = copied((args, kwargs))
+    return model(*args, **kwargs)
+
+
+def _copied(value: Any, memo: dict[int, Any]) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone().requires_grad_(value.requires_grad)
+    if type(value) is dict:
+        return {key: copied(item, memo) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(copied(item, memo) for item in value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(copied(item, memo) for item in value))
+    if dataclasses.is_dataclass(value) or isinstance(value, Mapping) or hasattr(value, "__dict__"):
+        try:
+            return copy.deepcopy(value, {**memo, **{id(t): copied(t, memo) for t in _tensors_of(value)}})
+        except Exception:  # an object that can't be copied is passed on as it is, as a caller would
+            return value
+    return value
+
+
+def _tensors_of(value: Any) -> Iterator[Tensor]:
+    """The tensors of an object, to be copied here: `deepcopy` refuses those that have a gradient's history."""
+    items = value.values() if isinstance(value, Mapping) else vars(value).values() if hasattr(value, "__dict__") else ()
+    for item in items:
+        for part in item if isinstance(item, (list, tuple)) else (item,):
+            if isinstance(part, Tensor):
+                yield part

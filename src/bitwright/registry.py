@@ -56,7 +56,9 @@ class Registry:
         if name not in self._objects:
             points = self._entry_points()
             if name not in points:
-                raise UnknownName(f"unknown {self.kind}", value=name, fix=did_you_mean(name, self.names()))
+                raise UnknownName(
+                    f"unknown {self.kind}", value=name, fix=did_you_mean(name, self.names()), code="unknown-name"
+                )
             self._objects[name] = points[name].load()
         return self._objects[name]
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import threading
 import time
@@ -19,16 +20,19 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
+from urllib.parse import unquote, unquote_plus
 
 import optuna
 from optuna.storages import RDBStorage
 from optuna.trial import FrozenTrial, TrialState
 from pydantic import BaseModel
-from sqlalchemy import Connection, event
-from sqlalchemy.exc import DatabaseError, IntegrityError
+from sqlalchemy import Connection, event, make_url
+from sqlalchemy.exc import IntegrityError
 from sqlalchemy.pool import StaticPool
 
-from bitwright.errors import BitwrightError, PlanError, Problem
+from bitwright.disk import boot, born, disk_error, writing
+from bitwright.errors import BitwrightError, PlanError, Problem, shortened
+from bitwright.interrupts import uninterrupted
 
 _BEAT, _GRACE = 10, 40  # seconds
 _RETRIES = 10
@@ -71,21 +75,28 @@ class Study(Generic[TaskT, OutcomeT]):
         self, storage: RDBStorage, study: optuna.Study, kind: type[OutcomeT], gave_up: Callable[[str], OutcomeT]
     ) -> None:
         self._storage, self._study = storage, study
+        database = storage.engine.url.database if storage.engine.url.drivername.startswith("sqlite") else None
+        self._file = None if database in (None, ":memory:") else Path(str(database))
         self._kind, self._gave_up = kind, gave_up
         self._session = f"{_SESSION}{socket.gethostname()}:{os.getpid()}:{time.time_ns()}"
         self._began = time.time()
 
     def known(self, task: TaskT) -> OutcomeT | None:
         """The outcome of a task that was done before."""
-        trial = self._find(task.key)
-        if trial is None or _OUTCOME not in trial.user_attrs:
-            return None
-        if not trial.state.is_finished():  # killed between writing the outcome and saying so
-            self._close(trial._trial_id)
+        with self._whole():
+            trial = self._find(task.key)
+            if trial is None or _OUTCOME not in trial.user_attrs:
+                return None
+            if not trial.state.is_finished():  # killed between writing the outcome and saying so
+                self._close(trial._trial_id)
         return self._kind.model_validate(trial.user_attrs[_OUTCOME])
 
     def claim(self, task: TaskT) -> Claim | None:
         """Take a task; None if another worker is at it, or just finished it."""
+        with self._whole():
+            return self._claim(task)
+
+    def _claim(self, task: TaskT) -> Claim | None:
         self._bury()
         trial = self._find(task.key)
         if trial is None:
@@ -112,19 +123,19 @@ class Study(Generic[TaskT, OutcomeT]):
 
     def finish(self, claim: Claim, outcome: OutcomeT) -> None:
         """Keep what was found, unless we were silent for so long that others gave us up: then it is theirs."""
-        with suppress(optuna.exceptions.UpdateFinishedTrialError):
+        with self._whole(), suppress(optuna.exceptions.UpdateFinishedTrialError):
             self._storage.set_trial_user_attr(claim.id, _OUTCOME, outcome.model_dump(mode="json"))
             self._close(claim.id)
 
     def give_back(self, claim: Claim) -> None:
         """Somebody else, or the next run, shall do it: this one was interrupted."""
-        with suppress(optuna.exceptions.UpdateFinishedTrialError):
+        with self._whole(), suppress(optuna.exceptions.UpdateFinishedTrialError):
             self._storage.set_trial_user_attr(claim.id, _INTERRUPTED, True)
             self._fail(claim.id)
 
     def fail(self, claim: Claim, failure: OutcomeT) -> None:
         """It went wrong, and is free again: `failures` tells how often."""
-        with suppress(optuna.exceptions.UpdateFinishedTrialError):
+        with self._whole(), suppress(optuna.exceptions.UpdateFinishedTrialError):
             self._storage.set_trial_user_attr(claim.id, _FAILURE, failure.model_dump(mode="json"))
             self._fail(claim.id)
 
@@ -157,9 +168,10 @@ class Study(Generic[TaskT, OutcomeT]):
 
     def keep(self, name: str, value: Any) -> Any:
         """Keep something that all workers and later runs shall agree upon; the first one counts."""
-        if self.recall(name) is None:
-            self._study.set_user_attr(_MEMO + name, value)
-        return self.recall(name)
+        with self._whole():
+            if self.recall(name) is None:
+                self._study.set_user_attr(_MEMO + name, value)
+            return self.recall(name)
 
     def spent(self) -> float:
         """Seconds in which anybody worked at this study."""
@@ -175,6 +187,12 @@ class Study(Generic[TaskT, OutcomeT]):
         """Let go of the database."""
         self._storage.remove_session()
         self._storage.engine.dispose()
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """Finish with the database before a signal counts; what its disk refuses is told as such."""
+        with uninterrupted(), writing(self._file or "the store", strict=True):
+            yield
 
     def _all(self) -> list[FrozenTrial]:
         return self._study.get_trials(deepcopy=False)  # only what may have changed is read again
@@ -245,6 +263,7 @@ def open_study(
                 where=_where(store),
                 value=name,
                 fix="go on with it (resume=True, --resume), or give another name or store",
+                code="study-exists",
             ) from None
         _refuse_changes(known, text)
     return Study(storage, study, kind, gave_up)
@@ -302,9 +321,12 @@ def _storage(store: str | Path | None) -> RDBStorage:
         options = {"pool_pre_ping": True}
     else:
         path = Path(store)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
         url = f"sqlite:///{path}"
         options = {"connect_args": {"timeout": 60}}
+    if store is not None and "://" in str(store):
+        _refuse_malformed(url, store)
     for left in reversed(range(_OPENINGS)):
         try:
             with _experimental():
@@ -312,18 +334,35 @@ def _storage(store: str | Path | None) -> RDBStorage:
             if store is not None and url.startswith("sqlite"):
                 _one_at_a_time(storage)
             return storage
-        except (DatabaseError, ImportError) as error:
+        except Exception as error:  # drivers have their own, and sqlalchemy has several
             # two workers make the tables, or write their version, at the same moment
             if left and (isinstance(error, IntegrityError) or "already exists" in str(error)):
                 time.sleep(0.2)
                 continue
-            lines = str(error).strip().splitlines()
+            refused = None if store is None or "://" in str(store) else disk_error(error, store, strict=False)
+            if refused is not None:
+                raise refused from error
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            # a driver's own message may have the password: it isn't shown, not even with --debug
             raise BitwrightError(
-                f"the store can't be opened: {lines[0]}",
+                f"the store can't be opened: {_without_secrets(lines[0], store)}",
                 where=_where(store),
                 fix="check the address and the server; PostgreSQL needs pip install 'bitwright[postgresql]'",
-            ) from error
+                code="store-unreachable",
+            ) from None
     raise AssertionError("the last attempt returns or raises")
+
+
+def _refuse_malformed(url: str, store: str | Path) -> None:
+    """An address that isn't one says so before any driver is asked."""
+    fix = "write sqlite:///FILE or postgresql://user:password@host:5432/database"
+    try:
+        parts = make_url(url)
+        if parts.get_backend_name() == "sqlite" and parts.database in (None, "", ":memory:"):
+            raise ValueError("a store in memory can't be shared")
+    except Exception:  # sqlalchemy's, and ValueError for a port that is no number; both repeat the address
+        what = "this is not the address of a store"
+        raise BitwrightError(what, where=_where(store), fix=fix, code="invalid-store") from None
 
 
 def _one_at_a_time(storage: RDBStorage) -> None:
@@ -352,36 +391,47 @@ def _experimental() -> Iterator[None]:
         yield
 
 
+_WORD = r"[^=?&;#\s'\"]*"  # of the name of an option
+_SECRET = re.compile(
+    rf"((?:^|[?&;#\s'\"]){_WORD}(?:pass|pwd|secret|token|key|credential){_WORD}\s*=\s*)[^&;#\s'\"]*", re.IGNORECASE
+)
+
+
 def _where(store: str | Path | None) -> str:
-    """The store's address, without its password."""
+    """The store's address, without its user, its password, and other secrets in its options."""
     text = str(store)
-    head, at, tail = text.rpartition("@")
-    return f"{head.split('://')[0]}://…@{tail}" if at and "://" in text else text
+    if "://" not in text:
+        return text
+    scheme, _, rest = text.partition("://")
+    address, mark, options = rest.partition("?")
+    _, at, tail = address.rpartition("@")
+    if not at and "@" in options:  # a password with a question mark in it
+        _, at, tail = rest.rpartition("@")
+        mark = options = ""
+    return _SECRET.sub(r"\1…", f"{scheme}://{'…@' if at else ''}{tail}{mark}{options}")
+
+
+def _without_secrets(words: str, store: str | Path | None) -> str:
+    """What a driver says, without the password that it may repeat."""
+    text = str(store)
+    for secret in _secrets(text):
+        words = words.replace(secret, "…")
+    return shortened(_SECRET.sub(r"\1…", words.replace(text, _where(store))), 400)
+
+
+def _secrets(text: str) -> set[str]:
+    """The secrets in an address, as they are written and as they are meant."""
+    login = text.partition("://")[2].rpartition("@")[0]
+    found = {login.partition(":")[2], *(match[0].removeprefix(match[1]) for match in _SECRET.finditer(text))}
+    return {form for secret in found if secret for form in (secret, unquote(secret), unquote_plus(secret))}
 
 
 def _who() -> dict[str, Any]:
-    return {"host": _host(), "pid": os.getpid(), "born": _born(os.getpid())}
-
-
-def _host() -> str:
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}".strip()
-
-
-def _born(pid: int) -> str | None:
-    """When a process began, so that another one with its number isn't taken for it; None: there is none."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except OSError:
-        try:
-            os.kill(pid, 0)
-        except OSError:
-            return None
-        return ""
+    return {"host": boot(), "pid": os.getpid(), "born": born(os.getpid())}
 
 
 def _alive(worker: Mapping[str, Any] | None) -> bool:
     """Whether a worker of this machine still runs; one of another machine is taken at its heartbeat's word."""
-    if worker is None or worker["host"] != _host():
+    if worker is None or worker["host"] != boot():
         return True
-    return _born(int(worker["pid"])) == str(worker["born"])
+    return born(int(worker["pid"])) == str(worker["born"])

@@ -406,7 +406,13 @@ def test_a_model_that_writes_in_place_after_a_quantizer(counting: list[int]) -> 
         quantizer = build(name, "uint8/tensor/asym", x.detach(), weight=False)
         for on in (False, True):
             quantizer.compiled = on
-            nn.functional.relu(quantizer(x).add_(1.0), inplace=True).sum().backward()
+            x.grad = None
+            out = nn.functional.relu(quantizer(x).add_(1.0), inplace=True)
+            out.sum().backward()
+            expected = nn.functional.relu(quantizer(x.detach()) + 1.0)
+            assert torch.equal(out.detach(), expected), name
+            assert x.grad is not None, name
+            assert x.grad.abs().sum() > 0, name
 
 
 _DIGEST = """

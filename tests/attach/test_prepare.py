@@ -103,8 +103,10 @@ def test_checkpoint_of_one_quantizer_missing_is_an_error(zoo: SimpleNamespace) -
     model = zoo.quantized(zoo.seeded(zoo.Residual))
     state = model.state_dict()
     del state[f"{CONTAINER}.conv1:weight.zero_point"]
-    with pytest.raises(RuntimeError, match=r"conv1:weight\.zero_point"):
+    with pytest.raises(PlanError) as caught:
         model.load_state_dict(state)
+    assert caught.value.codes == ["state-incomplete"]
+    assert [problem.where for problem in caught.value.problems] == ["conv1:weight"]
 
 
 def twin_by_pickle(model: nn.Module) -> Any:

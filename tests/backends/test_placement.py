@@ -255,8 +255,9 @@ def test_placement_is_deterministic(name: str) -> None:
 
 def test_what_stays_float_says_why() -> None:
     plan = place(graph_of(Transformer), "academic")
-    assert list(plan.float) == ["/matmul#0", "/matmul#1"]
-    assert all("academic has no integer rule for matmul" in why for why in plan.float.values())
+    assert list(plan.float) == ["norm1", "/matmul#0", "/matmul#1", "norm2"]
+    kinds = ("layer_norm", "matmul", "matmul", "layer_norm")
+    assert list(plan.float.values()) == [f"academic has no integer rule for {kind}" for kind in kinds]
 
 
 # -- norms and biases ----------------------------------------------------------------------------------------
@@ -391,7 +392,9 @@ def test_all_wrong_choices_at_once() -> None:
 @pytest.mark.parametrize("name", BACKENDS)
 def test_keep_float(name: str) -> None:
     plan = place(graph_of(Separable), name, keep_float=["poin?"])
-    assert plan.float == {"point": "kept in float by request"}
+    norms = {"bn1", "bn2"} if name == "academic" else set()  # the others fold them
+    assert plan.float.keys() == {"point"} | norms
+    assert plan.float["point"] == "kept in float by request"
     assert not {"point:input", "point:weight", "point:bias"} & set(plan.sites)
     assert "act2:output" not in plan.sites or name == "onnxruntime"
     assert plan.validate(graph_of(Separable)) == []
@@ -450,3 +453,32 @@ def test_a_producer_that_varies_gives_a_quantizer_at_the_reader(name: str) -> No
     assert "varies" in plan.sites["end:input"].why
     assert "a:output" not in plan.sites
     assert plan.validate(graph) == []
+
+
+class Products(nn.Module):
+    """Operators that multiply, beside those that models usually call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.Parameter(torch.randn(2, 16, 16))
+        self.w = nn.Parameter(torch.randn(16, 16))
+        self.v = nn.Parameter(torch.randn(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        ends = torch.tensor([2, 4], dtype=torch.int32)
+        x = torch._grouped_mm(x, self.experts, offs=ends)
+        x = torch.tensordot(x, self.w, dims=1)
+        x = torch.linalg.multi_dot([x, self.w, self.w])
+        x = torch.cdist(x, self.w)
+        return x + torch.vdot(self.v, x[0])
+
+
+def test_every_operator_that_multiplies_has_macs_and_is_listed() -> None:
+    graph = capture(Products(), torch.randn(4, 16))
+    plan = place(graph, "onnxruntime")
+    macs = {op.kind: op.macs for op in graph.ops}
+    assert macs["_grouped_mm"] == 4 * 16 * 16
+    assert macs["tensordot"] == 4 * 16 * 16
+    assert macs["linalg_multi_dot"] == 2 * 4 * 16 * 16
+    for kind in ("_grouped_mm", "tensordot", "linalg_multi_dot", "cdist", "vdot"):
+        assert f"/{kind}#0" in plan.float, kind

@@ -73,7 +73,10 @@ def test_one_value_has_no_deviation_and_one_row_no_plural() -> None:
     text = markdown(board.model_copy(update={"rows": rows, "summaries": summaries(rows)}))
     assert text.splitlines()[2].startswith("1 row: 1 done")
     assert "±" not in text.split("Config")[1].replace("mean ± deviation", "")
-    assert ", 1 thread," in text or " threads," in text
+    for threads, words in ((1, "1 thread"), (3, "3 threads")):
+        machines = {key: one.model_copy(update={"threads": threads}) for key, one in board.machines.items()}
+        text = markdown(board.model_copy(update={"machines": machines}))
+        assert f", {words}, Python" in text
 
 
 def test_means_over_backends_are_of_rows_that_all_algorithms_have() -> None:

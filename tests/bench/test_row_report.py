@@ -13,6 +13,7 @@ from ruamel.yaml import YAML
 from typer.testing import CliRunner
 
 from bitwright import BitwrightError, GridConfig, Leaderboard, run_again
+from bitwright.bench.summary import summaries
 from bitwright.cli import app
 from bitwright.report import read_json
 from grid_workloads import FILE, algorithm, grid
@@ -92,7 +93,7 @@ def test_a_row_runs_again_from_the_file_and_is_the_same(made: Path, board: Leade
     assert one.model_copy(update=same) == before.model_copy(update=same)
     # a leaderboard that says something else is found out
     other = row.model_copy(update={"accuracy": 12.0})
-    board.model_copy(update={"rows": (other,)}).save(tmp_path / "board.json")
+    board.model_copy(update={"rows": (other,), "summaries": summaries((other,))}).save(tmp_path / "board.json")
     result = invoke("bench", tmp_path / "board.json", "--starts", starts, "--row", row.id)
     assert result.exit_code == 1
     assert "accuracy was 12.0, is" in result.stderr

@@ -252,7 +252,7 @@ def test_failed_rows_are_tried_again_and_shown(tmp_path: Path) -> None:
 
 
 def test_what_diverges_is_a_result(tmp_path: Path) -> None:
-    training = {"epochs": 1, "batch": 64, "optimizer": "sgd", "lr": 1e30}
+    training = {"epochs": 1, "batch": 64, "optimizer": "sgd", "lr": 1e6}
     (diverged,) = run(tmp_path, training=training, start=None).rows
     assert diverged.status == "diverged"
     assert diverged.attempts == 1

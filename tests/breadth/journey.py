@@ -18,6 +18,7 @@ import onnx
 import onnxruntime
 import torch
 from architectures import Architecture, fresh_inputs
+from automatic import AUTOMATIC, build_automatically
 from torch import Tensor, nn
 
 import bitwright
@@ -105,6 +106,42 @@ def travel(architecture: Architecture, folder: Path) -> Journey:
         weights=artefact.weights,
         activations=artefact.activation_pairs,
         biases=artefact.int32_biases,
+        seconds=time.perf_counter() - start,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arrival:
+    """What was measured of a model that was built automatically."""
+
+    name: str
+    model: str
+    weights: int
+    activations: int
+    runtime_db: float
+    dynamic_batch: bool
+    seconds: float
+
+
+def arrive(kind: str, folder: Path) -> Arrival:
+    """Quantize, export and run a model type of `automatic.py`; the runtime must compute what the simulation does."""
+    start = time.perf_counter()
+    model, example = build_automatically(kind, AUTOMATIC[kind])
+    fresh = [fresh_inputs(example, seed) for seed in range(1, 5)]
+    graph = bitwright.capture(model, example)
+    bitwright.prepare(model, bitwright.make_plan(graph, "onnxruntime"), graph=graph)
+    bitwright.calibrate(model, [example, *fresh[:3]])
+    artefact = bitwright.export(model, folder / "model.onnx", example)
+    assert min(artefact.weights, artefact.activation_pairs) > 0, "nothing is quantized"
+    check = bitwright.check(model, artefact.path, [example, fresh[3]])
+    assert check.passed, f"ONNX Runtime differs: {[o for o in check.outputs if not o.passed]}"
+    return Arrival(
+        name=kind,
+        model=AUTOMATIC[kind],
+        weights=artefact.weights,
+        activations=artefact.activation_pairs,
+        runtime_db=min(output.sqnr_db for output in check.outputs),
+        dynamic_batch=artefact.dynamic_batch,
         seconds=time.perf_counter() - start,
     )
 

@@ -167,7 +167,7 @@ def test_output_that_cannot_be_written(run, small, tmp_path, verb):
     file = tmp_path / "file"
     file.write_text("here")
     options = ["--float"] if verb == "export" else []
-    fails(run(verb, small, *options, "-o", file / "out"), "can't write there", str(file))
+    fails(run(verb, small, *options, "-o", file / "out"), "file", "fix: choose another folder", str(file))
     assert file.read_text() == "here"
     if os.geteuid() != 0:  # root may write anywhere
         locked = tmp_path / "locked"

@@ -69,7 +69,8 @@ def test_neither_help_nor_completion_imports_torch():
         "    try: app(words)\n    except SystemExit as end: assert not end.code\n"
         "assert not {'torch', 'numpy', 'scipy', 'onnx'} & set(sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 0, ran.stderr
 
 
 def test_completion(tmp_path):

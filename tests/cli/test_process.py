@@ -58,7 +58,7 @@ def test_ctrl_c(tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130, (out, err)
-    assert err == "error: interrupted: nothing was written\n"
+    assert err == "error: interrupted by SIGINT: nothing was written\n"
     assert not (tmp_path / "results").exists()
 
 

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import bitwright as bw
 from bitwright.errors import CaptureError
 from bitwright.graph import Graph, Op, capture
 
@@ -692,3 +693,38 @@ def test_consumers() -> None:
         ("/relu#0", "input"),
         ("/add#0", "input1"),
     ]
+
+
+def test_tensors_without_numbers_are_refused_by_name() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(2), nn.BatchNorm1d(2, device="meta"))
+    with pytest.raises(CaptureError) as caught:
+        capture(model, torch.ones(2, 2))
+    assert caught.value.codes == ["uninitialized-parameter", "meta-tensor"]
+    lazy, meta = (str(problem.where) for problem in caught.value.problems)
+    assert lazy == "1.weight, 1.bias"
+    assert {"2.weight", "2.running_mean"} <= set(meta.split(", "))
+    assert "0.weight" not in meta
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_scripted_modules_are_refused_by_path() -> None:
+    scripted = torch.jit.script(nn.Sequential(nn.Linear(2, 2)))
+    traced = torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2))
+    with pytest.raises(CaptureError) as caught:
+        capture(nn.Sequential(nn.Linear(2, 2), scripted, traced), torch.ones(1, 2))
+    assert caught.value.codes == ["scripted-module"]
+    assert caught.value.problems[0].where == "1, 2"
+    with pytest.raises(CaptureError) as caught:
+        bw.quantize(scripted, [torch.ones(1, 2)])
+    assert caught.value.codes == ["scripted-module"]
+
+
+def test_a_result_without_tensors_is_refused() -> None:
+    class Count(nn.Linear):
+        def forward(self, x: Tensor) -> Any:
+            super().forward(x)
+            return {"count": 3}
+
+    with pytest.raises(CaptureError) as caught:
+        capture(Count(2, 2), torch.ones(1, 2))
+    assert caught.value.codes == ["no-output-tensor"]

@@ -99,7 +99,7 @@ def test_rows_that_arent_finite_are_seen_and_others_are_as_ever(value: float, si
 
 
 def test_zeros_and_tiny_numbers_have_tiny_scales() -> None:
-    x = torch.tensor([[0.0, 0.0], [1e-35, 0.0], [1.0, -1.0]])
+    x = torch.tensor([[0.0, 0.0], [1e-40, 0.0], [1.0, -1.0]])
     assert encode(x).scales[:2].max() <= TINY
     assert torch.equal(encode(x).float()[:2], torch.zeros(2, 2))
     assert torch.equal(encode_rows(x, FULL).float()[:2], torch.zeros(2, 2))

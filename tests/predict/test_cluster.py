@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -19,6 +18,7 @@ from bitwright.plan import Plan
 from bitwright.predict import Cluster, Link, Local, MemoryLimit, Predictor, make_buckets, predict, write_trace
 from bitwright.predict.cluster import json_schema
 from bitwright.predict.limit import RESERVE
+from bitwright.process_group import process_group
 from bitwright.profile import StepSettings, Variant, record_step
 from bitwright.profile.device import CollectiveCost, DeviceProfile, MemoryFacts
 from bitwright.profile.signature import TensorSpec
@@ -94,14 +94,11 @@ def test_buckets_are_those_of_ddp(cap: float | None, tmp_path: Path) -> None:
     batch = (torch.randn(4, 64), torch.randint(0, 64, (4,)))
     graph = record_step(model, batch, F.cross_entropy)
     ours = make_buckets([(name, graph.parameters[name]) for name in graph.gradient_order], cap)
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
-    try:
+    with process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1):
         net_ = DistributedDataParallel(model, bucket_cap_mb=cap)  # type: ignore[arg-type]
         for _ in range(3):
             F.cross_entropy(net_(batch[0]), batch[1]).backward()
         theirs = net_._get_ddp_logging_data()["rebuilt_bucket_sizes"]
-    finally:
-        dist.destroy_process_group()
     assert ", ".join(str(bucket.bytes) for bucket in ours) == theirs
 
 

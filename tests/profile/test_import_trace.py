@@ -233,3 +233,31 @@ def test_a_trace_of_something_else_is_refused(tmp_path: Path) -> None:
             import_trace(path, graph)
     with pytest.raises(BitwrightError, match="can't read the trace"):
         import_trace(tmp_path / "none.json", graph)
+
+
+LOSSES: dict[str, Any] = {
+    "two operators": lambda out, target: F.nll_loss(F.log_softmax(out, 1), target),
+    "a sum": lambda out, target: F.mse_loss(out, F.one_hot(target, 10).float()) + F.l1_loss(out, torch.ones_like(out)),
+    "many": lambda out, target: (out.softmax(1).log().square().mean() + out.abs().sum() * 0.1).exp().log(),
+    "none": lambda out, target: out.sum(),
+}
+
+
+@pytest.mark.parametrize("name", sorted(LOSSES))
+def test_losses_may_be_made_of_any_operators(tmp_path: Path, name: str) -> None:
+    model, batch = small()
+    path = tmp_path / "trace.json"
+    loss = LOSSES[name]
+    step = TrainingStep(model, [batch], loss, StepSettings())
+    step()
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as run:
+        for _ in range(3):
+            step()
+    run.export_chrome_trace(str(path))
+    made = import_trace(path, record_step(model, batch, loss))
+    conv = next(cost for cost in made.operators if cost.operator.startswith("conv2d("))
+    assert conv.forward.repetitions == 3
+    assert conv.backward is not None
+    graph = record_step(model, batch, loss)
+    of_loss = [cost for cost in made.operators if cost.operator == graph.loss.key()]
+    assert sum(cost.forward.seconds for cost in of_loss) > 0

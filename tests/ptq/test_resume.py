@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import bitwright as bw
-from bitwright.errors import PlanError
+from bitwright.errors import BitwrightError, PlanError
 from bitwright.ptq import At
 from ptq_models import Mobile, images
 
@@ -108,3 +108,55 @@ def test_another_run_is_refused(tmp_path: Path) -> None:
         bw.quantize(Mobile(), images(), steps=["bias-correction"], folder=tmp_path, seed=1, weights="int4/channel/sym")
     assert {problem.where for problem in caught.value.problems} == {"seed", "plan"}
     assert str(tmp_path) in str(caught.value)
+
+
+def unfinished(folder: Path, data: list[torch.Tensor] | None = None) -> None:
+    """Two units of a run that was interrupted."""
+
+    def stop(at: At) -> None:
+        if at.done == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        bw.quantize(Mobile(), data or images(), steps=["bias-correction"], folder=folder, watch=stop)
+
+
+def test_other_data_behind_the_first_batch_is_refused(tmp_path: Path) -> None:
+    unfinished(tmp_path)
+    first, *rest = images()
+    for other in ([first, *(batch + 1 for batch in rest)], [first], [first, *rest[::-1], first]):
+        with pytest.raises(PlanError) as caught:
+            bw.quantize(Mobile(), other, steps=["bias-correction"], folder=tmp_path)
+        assert caught.value.codes == ["resume-mismatch"]
+        assert [problem.where for problem in caught.value.problems] == ["calibration data"]
+
+
+DAMAGE = {
+    "empty progress": lambda folder, state: (folder / "progress.json").write_text(""),
+    "truncated progress": lambda folder, state: (folder / "progress.json").write_text('{"done": 2, "ident'),
+    "progress of {}": lambda folder, state: (folder / "progress.json").write_text("{}"),
+    "progress is a list": lambda folder, state: (folder / "progress.json").write_text("[]"),
+    "no progress": lambda folder, state: (folder / "progress.json").rename(folder / "other.json"),
+    "another tensor": lambda folder, state: save_file({"q": torch.zeros(1)}, state),
+    "truncated state": lambda folder, state: state.write_bytes(state.read_bytes()[:-9]),
+    "flipped bit": lambda folder, state: state.write_bytes(state.read_bytes()[:-1] + b"\x01"),
+    "no state": lambda folder, state: state.unlink(),
+}
+
+
+@pytest.mark.parametrize("what", [*DAMAGE, *(f"done {value}" for value in ("-1", "0", "99", "true", '"2"', "1.5"))])
+def test_damaged_state_is_refused_and_says_what_to_remove(what: str, tmp_path: Path) -> None:
+    unfinished(tmp_path)
+    (state,) = tmp_path.glob("unit-*.safetensors")
+    if what in DAMAGE:
+        DAMAGE[what](tmp_path, state)
+    else:
+        known = json.loads((tmp_path / "progress.json").read_text())
+        (tmp_path / "progress.json").write_text(json.dumps({**known, "done": json.loads(what.removeprefix("done "))}))
+    model = Mobile()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(BitwrightError) as caught:
+        bw.quantize(model, images(), steps=["bias-correction"], folder=tmp_path)
+    assert caught.value.codes == ["resume-damaged"]
+    assert f"remove {tmp_path}" in str(caught.value)
+    assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in before.items())

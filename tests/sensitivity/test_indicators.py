@@ -286,7 +286,7 @@ def test_what_cant_be_indicated_is_said() -> None:
     for text in ("{", "[]", "{}", found.to_json().replace('indications": 1', 'indications": 9')):
         with pytest.raises(BitwrightError, match="indications"):
             Indications.from_json(text)
-    with pytest.raises(BitwrightError, match="no number"):
+    with pytest.raises(BitwrightError, match="not finite"):
         Indications.from_json(found.to_json().replace('"float": 0.0', '"float": NaN', 1))
 
 

@@ -61,7 +61,8 @@ def test_a_dead_workers_trial_is_free_at_once(tmp_path: Path) -> None:
     assert study.claim(candidate(0)) is None
     assert process.pid is not None
     os.kill(process.pid, signal.SIGKILL)
-    process.join()
+    process.join(timeout=60)
+    assert process.exitcode is not None
     assert study.claim(candidate(0)) is not None
 
 

@@ -19,9 +19,12 @@ from bitwright.attach.prepare import (
     strip,
     tapped,
     unwrap_forward,
+    warnings_of,
+    weights_may_change,
 )
 from bitwright.attach.quantizer import Quantizer
 from bitwright.attach.rounding import round_to_grid
+from bitwright.attach.routes import Route, align, routed
 
 __all__ = [
     "CONTAINER",
@@ -31,6 +34,8 @@ __all__ = [
     "Layout",
     "Observer",
     "Quantizer",
+    "Route",
+    "align",
     "attachment_of",
     "can_fold",
     "compile_arithmetic",
@@ -44,10 +49,13 @@ __all__ = [
     "replaced_modules",
     "round_folded",
     "round_to_grid",
+    "routed",
     "set_mode",
     "strip",
     "tapped",
     "unwrap_forward",
     "usable_scale",
+    "warnings_of",
+    "weights_may_change",
     "with_gradient_of",
 ]

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from types import MethodWrapperType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from bitwright.attach.folding import Fold
 from bitwright.attach.quantizer import Quantizer
+from bitwright.attach.routes import Route
+from bitwright.attach.state import state_problems
+from bitwright.attach.tracking import recognise
+from bitwright.errors import PlanError, Problem
 from bitwright.graph import Op
 from bitwright.graph.functions import KINDS, carries_floats, locate, put
 from bitwright.graph.intercept import ForwardShim, Interceptor
+from bitwright.graph.macs import PRODUCTS
 from bitwright.graph.naming import SiteName
 from bitwright.plan import Plan
+
+log = logging.getLogger("bitwright")
 
 CONTAINER = "bitwright"  # the child of the model that holds all quantizers: keys are `bitwright.<site>.scale`
 
@@ -44,6 +55,11 @@ class OpHooks:
 
 # path → per call of that module → kind → per occurrence
 Table = dict[str, list[OpHooks]]
+# the same for operators that were recorded: kind → how many of it
+Recorded = dict[str, int]
+
+# a module's call that is under way: its hooks, how many operators of each kind came, path, call, what was recorded
+Frame = tuple[Table, dict[str, int], str, int, Recorded | None]
 
 
 class Container(nn.Module):
@@ -69,6 +85,21 @@ class Container(nn.Module):
             here = child
         here._modules[leaf] = quantizer
 
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        """Look at the state of all quantizers before any is loaded, and report every problem."""
+        if self.attachment is not None:
+            problems = self.attachment.state_problems(state_dict, prefix)
+            if problems:
+                raise PlanError(problems, title="the state of quantizers can't be loaded")
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+def _copied(frame: Frame | None) -> Frame | None:
+    return None if frame is None else (frame[0], dict(frame[1]), *frame[2:])
+
+
+_NO_TABLES: list[Table] = [{}]
+
 
 class Attachment(Interceptor):
     """Runs quantizers at the operators of one prepared model. All state is here: nothing is process-wide."""
@@ -81,9 +112,27 @@ class Attachment(Interceptor):
         self.folds: dict[str, Fold] = {}  # by the site of the folded bias
         self.kernels: dict[str, Any] = {}  # by operator
         self.tables: dict[str, list[Table]] = {}
+        self.recorded: dict[str, list[Recorded]] = {}  # by path and call; modules that aren't in it are not looked at
+        self.watching = True  # whether weights are compared with those that ranges were found for
+        self.warnings: dict[tuple[str, str], Problem] = {}  # by code and place, each logged once
         self.root: ForwardShim | None = None  # the model's own, whatever a trainer wraps around it
         self.calls: dict[str, int] = {}
-        self.frame: tuple[Table, dict[str, int]] | None = None
+        self.frame: Frame | None = None
+        self.route: Route | None = None  # while a forward is compared with an exported one
+
+    def state_problems(self, state: Mapping[str, Any], prefix: str) -> list[Problem]:
+        """What is wrong with the state of these quantizers, of which `state` has all or none."""
+        given: dict[str, dict[str, Any]] = {}
+        for key, value in state.items():
+            if key.startswith(prefix):
+                site, _, name = key.removeprefix(prefix).rpartition(".")
+                given.setdefault(site, {})[name] = value
+        found = [
+            state_problems(quantizer, given[site])
+            for site, quantizer in self.quantizers.items()
+            if site in given and not quantizer.of
+        ]
+        return [problem for problems in found for problem in problems]
 
     def begin(self) -> None:
         """A forward starts: nothing was called yet."""
@@ -93,17 +142,21 @@ class Attachment(Interceptor):
     def enter(self, path: str) -> Any:
         """The operators of this module come next."""
         before = self.frame
-        tables = self.tables.get(path)
-        if tables is None:
+        tables = self.tables.get(path, _NO_TABLES)
+        recorded = self.recorded.get(path)
+        if tables is _NO_TABLES and recorded is None:
             self.frame = None
             return before
+        calls = max(len(tables), 1 if recorded is None else len(recorded))
         call = 0
-        if len(tables) > 1:
+        if calls > 1:
             call = self.calls.get(path, 0)
             self.calls[path] = call + 1
             # More calls than were recorded (a longer sequence): the last known one stands for the rest.
-            call = min(call, len(tables) - 1)
-        self.frame = (tables[call], {})
+            call = min(call, calls - 1)
+        known = None if recorded is None else recorded[min(call, len(recorded) - 1)]
+        call = min(call, len(tables) - 1)
+        self.frame = (tables[call], {}, path, call, known)
         return before
 
     def leave(self, token: Any) -> None:
@@ -119,14 +172,82 @@ class Attachment(Interceptor):
         if known is None:
             return func(*args, **kwargs)
         kind, writes = known
-        hooks = frame[0].get(kind)
-        if hooks is None or not carries_floats(args, kwargs):
+        table, counts, path, call, recorded = frame
+        hooks = table.get(kind)
+        if hooks is None and (recorded is None or kind not in PRODUCTS):
             return func(*args, **kwargs)
-        index = frame[1].get(kind, 0)
-        frame[1][kind] = index + 1
-        if index >= len(hooks):
+        if not carries_floats(args, kwargs):
             return func(*args, **kwargs)
-        return _run(hooks[index], kind, writes, func, args, kwargs)
+        index = counts.get(kind, 0)
+        counts[kind] = index + 1
+        eager = not torch.compiler.is_compiling()
+        place: int | None = index
+        if self.route is not None:
+            place = None if hooks is None else self.route.place((path, call, kind), index, args, kwargs)
+        elif eager and recorded is not None and index >= recorded.get(kind, 0):
+            self._note_unseen(f"{path}#{call}/{kind}#{index}" if call else f"{path}/{kind}#{index}")
+        if hooks is None or place is None or place >= len(hooks):
+            return func(*args, **kwargs)
+        if eager:
+            self._look_at_weights(hooks[place], kind, func, args, kwargs)
+        return _run(hooks[place], kind, writes, func, args, kwargs)
+
+    def _note_unseen(self, operator: str) -> None:
+        """An operator that no recorded input reached has no quantizers; in training, other branches may run."""
+        if self.root is not None and self.root.module.training:
+            return
+        self.warn(
+            Problem(
+                what="this operator was not reached when the model was recorded, so it runs in float",
+                where=operator,
+                fix="quantize with inputs that take this path (a longer loop, another branch), or keep it in float",
+                code="unseen-operator",
+            )
+        )
+
+    def _look_at_weights(
+        self, hooks: OpHooks, kind: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        if not hooks.inputs:
+            return
+        for port, _, tensor in locate(kind, func, args, kwargs):
+            quantizer = hooks.inputs.get(port)
+            owner = quantizer.owner if isinstance(quantizer, Alias) else quantizer
+            if owner is None or owner.marking or not (owner.observing or (owner.enabled and self.watching)):
+                continue
+            with torch._C.DisableTorchFunction():  # modes around the model must not see what is computed here
+                problem = recognise(owner, tensor)
+            if problem is not None:
+                self.warn(problem)
+
+    def warn(self, problem: Problem) -> None:
+        """Keep a warning, and log it once."""
+        key = (problem.code or "", problem.where or "")
+        if key not in self.warnings:
+            self.warnings[key] = problem
+            log.warning("%s", problem)
+
+    @contextmanager
+    def replaying(self, state: Any) -> Iterator[None]:
+        """As for all; what observers have seen in the forward they don't see again."""
+        following = [quantizer for quantizer in self.quantizers.values() if quantizer.following]
+        for quantizer in following:
+            quantizer.replayed = True
+        try:
+            with super().replaying(state):
+                yield
+        finally:
+            for quantizer in following:
+                quantizer.replayed = False
+
+    def snapshot(self) -> Any:
+        """Where the forward stands, for operators that run once more from here (gradient checkpointing)."""
+        return dict(self.calls), _copied(self.frame)
+
+    def restore(self, state: Any) -> None:
+        """Go back to where `snapshot` was taken."""
+        calls, frame = state
+        self.calls, self.frame = dict(calls), _copied(frame)
 
     def hooks_at(self, op: Op) -> OpHooks | None:
         """What happens at one recorded operator."""

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bitwright.attach.grid import EPS
+from bitwright.attach.grid import LARGEST, SMALLEST, power_of_two
 
 
 class _WithGradientOf(torch.autograd.Function):
@@ -35,5 +35,5 @@ def with_gradient_of(value: Tensor, x: Tensor, factor: float = 1.0) -> Tensor:
 
 def usable_scale(scale: Tensor, *, pot: bool) -> Tensor:
     """A learned scale as arithmetic uses it: positive, a power of two where the format wants one. No gradient."""
-    scale = torch.clamp(scale.detach().abs(), min=EPS)
-    return torch.exp2(torch.round(torch.log2(scale))) if pot else scale
+    scale = torch.clamp(scale.detach().abs(), SMALLEST, LARGEST)
+    return power_of_two(scale) if pot else scale

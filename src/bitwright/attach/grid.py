@@ -9,10 +9,16 @@ import torch
 from torch import Tensor
 
 from bitwright.attach.compiled import dense
-from bitwright.errors import CalibrationError
+from bitwright.errors import CalibrationError, Problem
 from bitwright.formats import Format
 
-EPS = float(torch.finfo(torch.float32).eps)
+SMALLEST = float(torch.finfo(torch.float32).tiny)
+"""The smallest scale: the smallest normal number. Runtimes flush what lies below to zero."""
+LARGEST = float(torch.finfo(torch.float32).max)
+ZEROS = float(torch.finfo(torch.float32).eps)
+"""The scale of a row in which only zeros were seen. Any scale represents them."""
+_NEGLIGIBLE = 2.0**-64
+_HALF_OCTAVE = 0.70710677  # the last float32 below √½
 
 
 @dataclass(frozen=True)
@@ -70,8 +76,10 @@ class Layout:
 
     def standardised(self, x: Tensor) -> Tensor:
         """(x − mean)/deviation of its row; neither of them gets a gradient."""
-        std, mean = torch.std_mean(self.rows(x.detach()), dim=1, correction=0)
-        return (x - self.over(mean, x)) / self.over(std.clamp(min=1e-12), x)
+        rows = self.rows(x.detach())
+        unit = size_of(rows)  # squares of very small or large numbers leave the range of float32
+        std, mean = torch.std_mean(rows / unit[:, None], dim=1, correction=0)
+        return (x / self.over(unit, x) - self.over(mean, x)) / self.over(std.clamp(min=1e-12), x)
 
 
 def extremes(rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -100,29 +108,116 @@ class Grid:
     qmax: int
 
 
-def grid_from_range(low: Tensor, high: Tensor, format: Format, *, site: str) -> Grid:
-    """The smallest scale with which `format` covers [low, high] (and 0) without clipping."""
+def size_of(rows: Tensor) -> Tensor:
+    """A power of two near the largest number of each row; 1 for zeros. Dividing by it is exact."""
+    exponent = torch.frexp(rows.abs().amax(dim=1))[1].clamp(-125, 126)
+    return torch.ldexp(torch.ones_like(exponent, dtype=rows.dtype), exponent)
+
+
+def power_of_two(scale: Tensor) -> Tensor:
+    """The power of two that is nearest in the log domain; exact for any exponent, unlike rounding log2(scale)."""
+    fraction, exponent = torch.frexp(scale)
+    exponent = exponent - (fraction <= _HALF_OCTAVE).to(exponent.dtype)
+    return torch.ldexp(torch.ones_like(scale), exponent.clamp(-126, 127))
+
+
+def scale_of(low: Tensor, high: Tensor, steps: int) -> Tensor:
+    """(high − low)/steps; a difference beyond the range of float32 is taken of the halves."""
+    span = high - low
+    halves = (high * 0.5 - low * 0.5) / steps * 2.0
+    return torch.where(span.isfinite(), span / steps, halves)
+
+
+def grid_from_range(low: Tensor, high: Tensor, format: Format, *, site: str | None = None) -> Grid:
+    """The smallest scale with which `format` covers [low, high] (and 0) without clipping.
+
+    A `site` makes what float32 scales can't represent an error that names it. Without one, such scales are replaced by
+    the nearest usable ones: observers that try ranges don't know the site.
+    """
     low = torch.clamp(low.to(torch.float32), max=0.0)
     high = torch.clamp(high.to(torch.float32), min=0.0)
     if format.adasign and bool((low >= 0).all()):
         format = format.unsigned()
     qmin, qmax = format.qmin, format.qmax
     if not format.symmetric:
-        scale = torch.clamp((high - low) / (qmax - qmin), min=EPS)
+        scale = _usable(scale_of(low, high, qmax - qmin), torch.maximum(high, -low), site)
         zero_point = torch.clamp(qmin - torch.round(low / scale), qmin, qmax)
-        return Grid(scale, zero_point, qmin, qmax)
+        return _covered(Grid(scale, zero_point, qmin, qmax), site)
     if format.signed:
-        scale = torch.maximum(high / qmax, low / qmin)
+        scale = _usable(torch.maximum(high / qmax, low / qmin), torch.maximum(high, -low), site)
     else:
-        scale = high / qmax
+        scale = _usable(high / qmax, high, site)
         if bool((low < -scale).any()):
             raise CalibrationError(
                 f"{format} has no codes for negative numbers",
                 where=site,
                 value=float(low.min()),
+                code="negative-numbers",
                 fix=f"use {format.name}/{format.granularity}/asym, or int{format.bits}/…/sym/adasign",
             )
-    scale = torch.clamp(scale, min=EPS)
     if format.pot:
-        scale = torch.exp2(torch.round(torch.log2(scale)))
-    return Grid(scale, torch.zeros_like(scale), qmin, qmax)
+        scale = power_of_two(scale)
+    return _covered(Grid(scale, torch.zeros_like(scale), qmin, qmax), site)
+
+
+def _usable(scale: Tensor, reach: Tensor, site: str | None) -> Tensor:
+    """The scale, where float32 has it. `reach`: the largest number of each row."""
+    if site is not None:
+        check_small(scale, reach, site=site)
+    return torch.where(reach == 0, ZEROS, scale.clamp(SMALLEST, LARGEST))
+
+
+def check_small(scale: Tensor, reach: Tensor, *, site: str) -> None:
+    """Refuse numbers that are too small for a scale.
+
+    Rows that are negligible beside the largest one are accepted: channels that training has switched off decay to
+    numbers like 1e-40, and such a model must not be refused. They are rounded to zero.
+    """
+    small = (reach > 0) & (scale < SMALLEST)
+    if bool((reach[small] > negligible(reach)).any()):
+        raise CalibrationError(
+            "these numbers are too small: their scale is below the smallest normal float32",
+            where=site,
+            value=float(reach[small].max()),
+            code="scale-underflow",
+            fix="multiply the data or the weights by a power of two, or keep this site in float (format: float)",
+        )
+
+
+def _covered(grid: Grid, site: str | None) -> Grid:
+    """The grid; an error if its last codes stand for infinity."""
+    if site is not None:
+        codes = torch.maximum((grid.qmin - grid.zero_point).abs(), (grid.qmax - grid.zero_point).abs())
+        ends = codes * grid.scale
+        if not bool(ends.isfinite().all()):
+            raise CalibrationError(
+                "these numbers are too large: the ends of their range exceed float32",
+                where=site,
+                value=float(grid.scale.max()),
+                code="scale-overflow",
+                fix="divide the data or the weights by a power of two, or keep this site in float (format: float)",
+            )
+    return grid
+
+
+def negligible(sizes: Tensor) -> Tensor:
+    """The size below which a row counts for nothing beside the largest one."""
+    return sizes.max() * _NEGLIGIBLE
+
+
+def product_problem(first: Tensor, second: Tensor, *, where: str) -> Problem | None:
+    """What is wrong with the product of two scales, of which integer kernels make one float32; None if nothing is."""
+    product = first.double() * second.double()
+    if bool((product > LARGEST).any()):
+        what, code, way = "is too large for float32", "scale-overflow", "divide"
+    elif bool((product[product < SMALLEST] > negligible(product)).any()):
+        what, code, way = "is below the smallest normal float32", "scale-underflow", "multiply"
+    else:
+        return None
+    return Problem(
+        what=f"the product of the scales of input and weight {what}",
+        where=where,
+        value=float(product.max()),
+        fix=f"{way} the data or the weights by a power of two, or keep this site in float (format: float)",
+        code=code,
+    )

@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeVar, get_args
 
 from torch import Tensor, nn
 
+from bitwright.arguments import strict
 from bitwright.attach.attachment import CONTAINER, Alias, Attachment, Container, OpHooks
 from bitwright.attach.folding import make_fold
 from bitwright.attach.grid import Layout
@@ -15,8 +16,9 @@ from bitwright.attach.quantizer import Quantizer
 from bitwright.errors import BitwrightError, PlanError, Problem, did_you_mean
 from bitwright.graph import Graph, capture
 from bitwright.graph.functions import channel_axis, reduction_axis
-from bitwright.graph.intercept import ForwardShim, install, uninstall
+from bitwright.graph.intercept import ForwardShim, bare, install, uninstall
 from bitwright.graph.naming import SiteName, primary_kind, site_name
+from bitwright.graph.recompute import follow_checkpoints
 from bitwright.plan import ComputeSpec, FoldSpec, Plan, SiteSpec
 from bitwright.registry import KERNELS, QUANTIZERS
 
@@ -24,6 +26,7 @@ Model = TypeVar("Model", bound=nn.Module)
 Mode = Literal["float", "calibrate", "quantize"]
 
 
+@strict
 def prepare(
     model: Model, plan: Plan, *, inputs: Any = None, graph: Graph | None = None, simulate: bool = False
 ) -> Model:
@@ -35,6 +38,7 @@ def prepare(
     scales their shapes: make the optimizer after. Operators of the plan's `compute` run in real low precision, or, with
     `simulate`, in float with the same roundings.
     """
+    model = bare(model)  # type: ignore[assignment]  # of torch.compile's wrapper; the model itself otherwise
     if find_attachment(model) is not None:
         raise BitwrightError("this model is prepared already", fix="strip(model) first")
     if hasattr(model, CONTAINER):
@@ -62,6 +66,7 @@ def prepare(
     container = Container(attachment)
     for site, quantizer in attachment.quantizers.items():
         container.add(site, quantizer)
+    follow_checkpoints()
     install(model, attachment, builder.paths())
     attachment.root = model.__dict__["forward"]
     for fold in attachment.folds.values():
@@ -76,8 +81,10 @@ def prepare(
     return model
 
 
+@strict
 def strip(model: Model) -> Model:
     """Take everything off again: the float model as it was."""
+    model = bare(model)  # type: ignore[assignment]
     attachment = find_attachment(model)
     if attachment is not None:
         unwrap_forward(model)
@@ -90,7 +97,8 @@ def strip(model: Model) -> Model:
 
 def find_attachment(model: nn.Module) -> Attachment | None:
     """The attached state of a prepared model, if it is one."""
-    container = model._modules.get(CONTAINER)
+    children = bare(model)._modules
+    container = children[CONTAINER] if CONTAINER in children else None  # noqa: SIM401  # torch.jit's have no `get`
     return container.attachment if isinstance(container, Container) else None
 
 
@@ -127,11 +135,13 @@ def attachment_of(model: nn.Module) -> Attachment:
     return attachment
 
 
+@strict
 def quantizers_of(model: nn.Module) -> dict[str, Quantizer]:
     """The quantizers of a prepared model by site."""
     return dict(attachment_of(model).quantizers)
 
 
+@strict
 def set_mode(model: nn.Module, mode: Mode) -> None:
     """`float`: as if not prepared; `calibrate`: observe only; `quantize`: the real thing."""
     attachment = attachment_of(model)
@@ -143,6 +153,7 @@ def set_mode(model: nn.Module, mode: Mode) -> None:
         quantizer.enabled = mode == "quantize"
 
 
+@strict
 def compile_arithmetic(model: nn.Module, on: bool = True) -> None:
     """Let the quantizers of a prepared model run as compiled code, in a model that isn't compiled itself.
 
@@ -166,6 +177,24 @@ def in_mode(model: nn.Module, mode: Mode) -> Iterator[None]:
         attachment.enabled = before[0]
         for quantizer, observing, enabled in before[1]:
             quantizer.observing, quantizer.enabled = observing, enabled
+
+
+@contextmanager
+def weights_may_change(model: nn.Module) -> Iterator[None]:
+    """Within this context, weights may change. On exit, the ranges count as those of the new weights."""
+    attachment = attachment_of(model)
+    attachment.watching = False
+    try:
+        yield
+    finally:
+        attachment.watching = True
+        for quantizer in attachment.quantizers.values():
+            quantizer.tracked.refresh()
+
+
+def warnings_of(model: nn.Module) -> tuple[Problem, ...]:
+    """What was noticed while a prepared model ran: operators without quantizers, weights that were not calibrated."""
+    return tuple(attachment_of(model).warnings.values())
 
 
 @contextmanager
@@ -223,6 +252,9 @@ class _Builder:
                 self._kernel(name, compute, simulate)
         self._count_calls(graph)
         self._repeat_weights()
+        self.unseen: set[str] = set()
+        if graph is not None:
+            self._count_recorded(graph)
 
     def _count_calls(self, graph: Graph | None) -> None:
         """Calls that are known, from the plan or the graph, and have no quantizers are float.
@@ -235,6 +267,22 @@ class _Builder:
             calls = self.attachment.tables.get(path)
             while calls is not None and len(calls) <= call:
                 calls.append({})
+
+    def _count_recorded(self, graph: Graph) -> None:
+        """How many operators of each kind were recorded where: any beyond them would silently run in float."""
+        recorded = self.attachment.recorded
+        for op in graph.ops:
+            if op.name.rpartition("/")[2].startswith(f"{op.kind}_int#"):
+                continue  # counted apart: it carries no floating-point numbers
+            calls = recorded.setdefault(op.module, [])
+            while len(calls) <= op.call:
+                calls.append({})
+            calls[op.call][op.kind] = calls[op.call].get(op.kind, 0) + 1
+        ran = {op.module for op in graph.ops}
+        for path, module in self.modules.items():
+            if path not in ran and any(True for _ in module.parameters(recurse=False)):
+                recorded[path] = [{}]
+                self.unseen.add(path)
 
     def _repeat_weights(self) -> None:
         """A module's later calls use the same weight, so the same quantizer and fold."""
@@ -366,10 +414,10 @@ class _Builder:
             weight.fold = fold
 
     def paths(self) -> set[str]:
-        """Modules that need a shim: the root, those with hooks, and all below them."""
+        """Modules that need a shim: the root, those with hooks and all below them, and those of torch.compile."""
         owners = self.attachment.tables
-        wanted = {""}
+        wanted = {"", *(path for path, module in self.modules.items() if bare(module) is not module)}
         for path in self.modules:  # parents come before their children
-            if path in owners or "" in owners or (path.rpartition(".")[0] or None) in wanted:
+            if path in owners or path in self.unseen or "" in owners or (path.rpartition(".")[0] or None) in wanted:
                 wanted.add(path)
         return wanted

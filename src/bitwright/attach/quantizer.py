@@ -17,6 +17,8 @@ from bitwright.attach.grid import Grid, Layout, grid_from_range, is_finite
 from bitwright.attach.guards import guarded_scale
 from bitwright.attach.markers import site_marker
 from bitwright.attach.observer import Observer
+from bitwright.attach.state import state_problems
+from bitwright.attach.tracking import Tracked
 from bitwright.errors import CalibrationError, FormatError, Problem, RangeDiverged, UncalibratedError
 from bitwright.formats import Format
 from bitwright.plan import SiteSpec
@@ -51,6 +53,7 @@ class Quantizer(nn.Module):
         self.calibrated = False
         self.observing = False
         self.following = False  # ranges go on being observed in training, see `bitwright.train`
+        self.replayed = False  # this is the second run of a checkpointed function: it was observed in the first
         self.enabled = True
         self.marking = False
         self.compiled = False  # `compile_arithmetic` switches it
@@ -61,8 +64,11 @@ class Quantizer(nn.Module):
         self.fold: Fold | None = None  # what this weight is multiplied with before it comes here
         self.of: list[str] = []  # sites whose quantizers this one is made from,
         self.parts: tuple[Quantizer, ...] = ()  # and these, linked by `prepare`
+        self.tracked = Tracked()  # which weights the range is for
         self.saw = False  # whether something came by since the last range
         self.observed_shape = torch.Size()
+        self.zeros: Tensor | None = None  # where a range has nothing but zeros, so that any scale will do,
+        self.finest = 0.0  # but for those with which the biases behind it exceed int32
         self._seen: Tensor | None = None  # the numbers themselves, where a guard looks at them
         self.register_buffer("codes", torch.tensor([float(self.qmin), float(self.qmax)]))
         self.keep("zero_point", torch.zeros(()))
@@ -198,6 +204,11 @@ class Quantizer(nn.Module):
         return planned.unsigned() if planned.adasign and self.qmin == 0 else planned
 
     @property
+    def ranges_weights(self) -> bool:
+        """Whether the grid of a weight is its observed range: not learned, not of a transformed weight."""
+        return not self.learned and type(self).transform is Quantizer.transform
+
+    @property
     def ready(self) -> bool:
         """Whether there is a grid."""
         return self.calibrated
@@ -229,7 +240,7 @@ class Quantizer(nn.Module):
             self.tap(site or self.site, self, x)
         if self.observing:
             self.observe(x)
-        elif self.following and self.training:
+        elif self.following and self.training and not self.replayed:
             self.follow(x)
         if not self.enabled:
             return x
@@ -253,15 +264,16 @@ class Quantizer(nn.Module):
         return (self.quantize_relu(wide) if relu else self.quantize(wide)).to(x.dtype)
 
     def observe(self, x: Tensor) -> None:
-        """Let the observer see `x`. A weight is seen once: it doesn't change while calibrating."""
+        """Let the observer see `x`. A weight is seen once: it doesn't change while calibrating (`tracking.py`)."""
         if x.numel() == 0:  # an input without boxes, tokens, …: says nothing about the range
             return
         if self.observer is None:
             self.observer = self.new_observer()
             self.weight = self.weight or isinstance(x, nn.Parameter)
-        elif self.weight:
+        elif self.weight and not self.tracked.fresh:
             return
         assert self.observer is not None
+        self.tracked.fresh = False
         x = x.detach().to(torch.float32)
         if x.shape != self.observed_shape:  # attributes of modules are slow to set
             self.layout.check(x.shape, site=self.site)
@@ -342,6 +354,7 @@ class Quantizer(nn.Module):
         """Make the grid for ranges given per row."""
         grid = grid_from_range(low, high, self.spec.format, site=self.site)
         scale = self.layout.fold(grid.scale, shape)
+        self.zeros, self.finest = self.layout.fold((low == 0) & (high == 0), shape), 0.0
         if self.spec.guard is not None and values is not None:
             rounded = self.transform(values)
             scale = guarded_scale(self.spec.guard, scale, rounded, kind=self.kind, layout=self.layout)
@@ -385,6 +398,10 @@ class Quantizer(nn.Module):
             seen.update({name: keep_float32(value) for name, value in seen.items() if isinstance(value, Tensor)})
         return self
 
+    def odd_state(self) -> str | None:
+        """The name of state that arithmetic would silently replace by something usable."""
+        return None
+
     # -- checkpoints: no range, no keys; a float checkpoint has none of ours and loads strictly ------------
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -401,7 +418,12 @@ class Quantizer(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        if not any(prefix + name in state_dict for name in (*self._parameters, *self._buffers)):
+        given = {name.removeprefix(prefix): state_dict[name] for name in state_dict if name.startswith(prefix)}
+        if not any(name in given for name in (*self._parameters, *self._buffers)):
+            return
+        problems = state_problems(self, given)
+        if problems:
+            error_msgs += map(str, problems)
             return
         for name, ours in [*self._parameters.items(), *self._buffers.items()]:
             saved = state_dict.get(prefix + name)
@@ -411,6 +433,7 @@ class Quantizer(nn.Module):
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
         self.qmin, self.qmax = (int(code) for code in self.codes.tolist())
+        self.tracked.forget()
         self.calibrated = True
 
     def extra_repr(self) -> str:

@@ -6,6 +6,7 @@ import fnmatch
 
 from bitwright.backends.table import BackendTable, Rule
 from bitwright.graph import Graph, Op, Port, Source
+from bitwright.graph.macs import PRODUCTS
 from bitwright.plan import NO_FOLDING
 
 Edge = tuple[str, str]  # (operator, port) that reads a tensor
@@ -122,7 +123,7 @@ class Decisions:
         if op.constant:
             return
         if rule is None:
-            if op.macs > 0:
+            if op.macs > 0 or op.kind in PRODUCTS:
                 self.float[op.name] = f"{self.table.name} has no integer rule for {op.kind}"
             return
         if op.name in self.kept:

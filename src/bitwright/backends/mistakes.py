@@ -28,7 +28,7 @@ def _names(choices: Choices) -> Iterator[Problem]:
     ):
         if name is not None and name not in registry:
             fix = did_you_mean(name, registry.names())
-            yield Problem(what=f"unknown {registry.kind}", where=where, value=name, fix=fix)
+            yield Problem(what=f"unknown {registry.kind}", where=where, value=name, fix=fix, code="unknown-name")
 
 
 def _formats(choices: Choices, table: BackendTable) -> Iterator[Problem]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Unpack
 
-from bitwright.backends.choices import Choices
+from bitwright.arguments import strict
+from bitwright.backends.choices import Choices, patterns_of
+from bitwright.backends.coverage import unlisted
 from bitwright.backends.decisions import Decisions
 from bitwright.backends.mistakes import mistakes
 from bitwright.backends.sites import Sites
@@ -17,10 +19,11 @@ from bitwright.plan import DEFAULT_STRATEGY, Plan, SiteSpec
 from bitwright.registry import QUANTIZERS
 
 
+@strict
 def place(graph: Graph, target: str | BackendTable, *, model: str | None = None, **choices: Unpack[Choices]) -> Plan:
     """A uniform plan: every operator that the backend has a rule for, in its default (or the chosen) formats."""
     table = backend(target)
-    keep = list(choices.get("keep_float", ()))
+    keep = patterns_of(choices)
     if problems := mistakes({**choices, "keep_float": keep}, table, graph):
         raise PlanError(problems)
     weight_format = Format.parse(choices.get("weights") or table.weights.format)
@@ -67,6 +70,8 @@ def place(graph: Graph, target: str | BackendTable, *, model: str | None = None,
     decisions = Decisions(graph, table, keep, bn)
     sites = Sites(decisions, activation, weight, guard)
     plan = sites.plan(table.edges if edges is None else edges, narrower=edges is not None)
+    if missing := list(unlisted(graph, plan)):
+        raise PlanError(missing, title="the plan doesn't account for all of the model")
     # a plan finds its table again by what the user called it: a registered name, or the path of a file
     return replace(plan, backend=target if isinstance(target, str) else table.name, model=model)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from bitwright.backends.coverage import left_in_float
 from bitwright.backends.decisions import Decisions
 from bitwright.backends.table import Guard
 from bitwright.formats import Format
@@ -46,7 +47,7 @@ class Sites:
         if self.guard is not None:
             self._guard_products(self.guard)
         fold = {norm: FoldSpec(into=into, strategy=self.decisions.bn) for norm, into in self.decisions.fold.items()}
-        return Plan(sites=self.sites, fold=fold, float=self.decisions.float)
+        return Plan(sites=self.sites, fold=fold, float=left_in_float(self.decisions, self.sites))
 
     def _place(self, site: str, source: Source, kind: str, why: str) -> None:
         """A quantizer of its own, or that of the first tensor with this grid."""

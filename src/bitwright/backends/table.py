@@ -8,22 +8,18 @@ import sys
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
-from ruamel.yaml import YAML
-from ruamel.yaml.error import YAMLError
+from pydantic import Field, field_validator
 
-from bitwright.errors import BackendError, BitwrightError, PlanError, Problem
+from bitwright.arguments import strict
+from bitwright.documents import Strict, read_yaml, validated
+from bitwright.errors import BackendError, BitwrightError
 from bitwright.formats import Format
 from bitwright.registry import BACKENDS
 
 TABLE_VERSION = 2
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class Choice(_Strict):
+class Choice(Strict):
     """The default format of weights or activations, and all that the target can run."""
 
     format: str
@@ -44,7 +40,7 @@ class Choice(_Strict):
         return format.is_plain_float or any(fnmatch.fnmatchcase(str(format), p) for p in self.formats)
 
 
-class Rule(_Strict):
+class Rule(Strict):
     """Where one kind of operator wants quantizers."""
 
     inputs: tuple[str, ...] = ()
@@ -61,7 +57,10 @@ class Rule(_Strict):
         False, description="Quantize the (fused) output even if its readers are float: the target needs it."
     )
     float_operands: int = Field(
-        0, description="How many operands stay float because the target fuses the add into the operator before."
+        0,
+        ge=0,
+        le=100,
+        description="How many operands stay float because the target fuses the add into the operator before.",
     )
     shared: bool = Field(
         False, description="One grid for the operands and the output: the target moves codes without rescaling."
@@ -69,7 +68,7 @@ class Rule(_Strict):
     why: str = ""
 
 
-class Guard(_Strict):
+class Guard(Strict):
     """A limit on weight codes, and when it is needed."""
 
     name: str
@@ -77,7 +76,7 @@ class Guard(_Strict):
     why: str
 
 
-class BackendTable(_Strict):
+class BackendTable(Strict):
     """One target."""
 
     schema_version: Literal[1, 2] = Field(
@@ -92,7 +91,10 @@ class BackendTable(_Strict):
     weights: Choice
     activations: Choice
     edges: int | None = Field(
-        None, description="Bits of the first and the last operator with a weight where the others have fewer."
+        None,
+        ge=2,
+        le=32,
+        description="Bits of the first and the last operator with a weight where the others have fewer.",
     )
     guard: Guard | None = None
     bias: Literal["int32", "float"] = "float"
@@ -120,20 +122,16 @@ def json_schema() -> dict[str, Any]:
 def load_table(path: Path) -> BackendTable:
     """Read a table from a YAML file."""
     try:
-        data: Any = YAML(typ="safe", pure=True).load(path.read_text(encoding="utf-8"))
-        return BackendTable.model_validate(data)
-    except (OSError, UnicodeDecodeError) as error:
-        raise BackendError(f"can't read the backend table: {error}", where=str(path)) from error
-    except YAMLError as error:
-        raise BackendError(f"not valid YAML: {error}", where=str(path), fix="mend the file") from error
-    except ValidationError as error:
-        problems = [
-            Problem(what=e["msg"], where=".".join(str(part) for part in e["loc"]), value=e["input"])
-            for e in error.errors()
-        ]
-        raise PlanError(problems, title=f"the backend table {path} has problems") from error
+        data = read_yaml(path, what="the backend table", error=BackendError)
+    except BackendError as error:
+        wrong = error.problems[0]
+        line = (wrong.where or "").removeprefix(str(path)).strip(":")
+        what = f"{wrong.what} (at {line})" if line else wrong.what
+        raise BackendError(what, where=str(path), value=wrong.value, fix=wrong.fix, code=wrong.code) from error
+    return validated(BackendTable, data, title=f"the backend table {path} has problems")
 
 
+@strict
 def backend(name: str | BackendTable) -> BackendTable:
     """A backend by registered name, or from the user's own table file (`path.yaml`)."""
     if isinstance(name, BackendTable):

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
+from bitwright.arguments import strict
 from bitwright.bench.grid import GridConfig, RowTask
 from bitwright.bench.leaderboard import Leaderboard, Result, Row
 from bitwright.bench.machine import machine, other_instructions
 from bitwright.bench.row_report import report_folder
 from bitwright.bench.rows import Outcome, gave_up, run_row
 from bitwright.bench.starts import Starts
+from bitwright.disk import scratch_folder
 from bitwright.errors import BitwrightError, PlanError, Problem, did_you_mean
 from bitwright.study import open_study
 
@@ -40,6 +41,7 @@ class Again:
         return [f"{name} was {was}, is {now}" for name, (was, now) in pairs.items() if was != now]
 
 
+@strict
 def run_again(
     board: Leaderboard,
     rows: Sequence[str],
@@ -57,10 +59,10 @@ def run_again(
     tasks = [(row, _task(board, row, workload)) for row in find_rows(board, rows)]
     place = None if reports is None else Path(reports)
     found = []
-    with TemporaryDirectory(prefix="bitwright-starts-") as temporary:
+    with scratch_folder() as temporary:
         study = open_study(None, "again", {}, resume=True, kind=Outcome, gave_up=gave_up)
         try:
-            floats = Starts(Path(temporary) if starts is None else Path(starts), study)
+            floats = Starts(temporary if starts is None else Path(starts), study)
             floats.check([task for _, task in tasks])
             for row, task in tasks:
                 result = run_row(task, floats, reports=place)

@@ -93,6 +93,7 @@ def _quantized(workload: Workload, backend: str, settings: Settings) -> Iterator
             example=workload.inputs,
             name=workload.name,
             artefact=True,
+            measure=False,  # the check does
         )
     finally:
         strip(workload.model)

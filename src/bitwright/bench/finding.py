@@ -10,8 +10,8 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from bitwright.documents import problems_of
 from bitwright.errors import BitwrightError, Problem
-from bitwright.tuning.problems import problems_of
 from bitwright.workload import Workload, can_measure
 
 #: What a key that every grid has may look like.

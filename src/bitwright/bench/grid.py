@@ -14,10 +14,11 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from bitwright.arguments import strict
 from bitwright.bench.finding import file_problem, mended, schema_problems
 from bitwright.bench.mqbench import is_mqbench, translate
+from bitwright.documents import name_problem, read_settings
 from bitwright.errors import PlanError, Problem, did_you_mean
-from bitwright.files import read_settings
 from bitwright.plan import NO_FOLDING, STRATEGIES, known_strategies
 from bitwright.registry import BACKENDS, OBSERVERS, QUANTIZERS, WORKLOADS
 
@@ -27,25 +28,25 @@ _SOME: dict[str, Any] = {"minItems": 1}  # checked in `problems`: there it hides
 
 
 class _Strict(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, populate_by_name=True)
 
 
 class Training(_Strict):
     """How a network trains; the keys mean what they mean to `bitwright train`."""
 
-    epochs: int = Field(default=1, ge=1)
-    batch: int | None = Field(default=None, ge=1)
+    epochs: int = Field(default=1, ge=1, le=10**6)
+    batch: int | None = Field(default=None, ge=1, le=10**9)
     optimizer: Literal["sgd", "adamw"] = "sgd"
-    lr: float = Field(default=0.01, gt=0)
+    lr: float = Field(default=0.01, gt=0, le=1e6)
     momentum: float = Field(default=0.9, ge=0, lt=1)
-    weight_decay: float = Field(default=1e-4, ge=0)
+    weight_decay: float = Field(default=1e-4, ge=0, le=1e6)
     schedule: Literal["cosine", "constant"] = "cosine"
-    warmup: float = Field(default=0.0, ge=0)
-    clip: float | None = Field(default=None, gt=0)
+    warmup: float = Field(default=0.0, ge=0, le=1e6)
+    clip: float | None = Field(default=None, gt=0, le=1e30)
     ema: float | None = Field(default=None, gt=0, lt=1)
     label_smoothing: float = Field(default=0.0, ge=0, lt=1)
-    freeze_observers: int | None = Field(default=None, ge=0)
-    freeze_bn: int | None = Field(default=None, ge=0)
+    freeze_observers: int | None = Field(default=None, ge=0, le=10**6)
+    freeze_bn: int | None = Field(default=None, ge=0, le=10**6)
     fuse: bool = Field(
         default=False, description="Compile the quantizers' arithmetic: worth its seconds in long trainings."
     )
@@ -63,8 +64,8 @@ class Algorithm(_Strict):
     weight_observer: str | None = Field(
         default=None, description="How ranges of weights begin; mse below 8 bits if not said."
     )
-    quantizer_lr: float | None = Field(default=None, gt=0, description="Of what the quantizers learn.")
-    quantizer_decay: float = Field(default=0.0, ge=0, description="PACT wants some.")
+    quantizer_lr: float | None = Field(default=None, gt=0, le=1e6, description="Of what the quantizers learn.")
+    quantizer_decay: float = Field(default=0.0, ge=0, le=1e6, description="PACT wants some.")
 
     @property
     def weights(self) -> str:
@@ -92,6 +93,7 @@ class Model(_Strict):
         return self.name or self.workload.rpartition(":")[2]
 
 
+@strict
 class GridConfig(_Strict):
     """One grid. Every row is trained from the same float weights of its model and seed."""
 
@@ -118,8 +120,8 @@ class GridConfig(_Strict):
     runtimes: Literal["every", "first-seed", "none"] = Field(
         default="every", description="Which rows are measured on the backend's runtime too, where it runs here."
     )
-    threads: int = Field(default=1, ge=1, description="Of torch: sums depend on it.")
-    attempts: int = Field(default=2, ge=1, description="How often a row that fails is tried in all.")
+    threads: int = Field(default=1, ge=1, le=10_000, description="Of torch: sums depend on it.")
+    attempts: int = Field(default=2, ge=1, le=1000, description="How often a row that fails is tried in all.")
     store: str | None = Field(
         default=None, description="A file, or postgresql://…; NAME.db beside the grid if not said."
     )
@@ -184,6 +186,12 @@ class GridConfig(_Strict):
 
     def problems(self) -> Iterator[Problem]:
         """What a schema can't see, before any work."""
+        names = [("name", self.name, name_problem(self.name))]
+        names += [(f"models.{i}.name", model.label, name_problem(model.label)) for i, model in enumerate(self.models)]
+        for where, value, what in names:
+            if what is not None:
+                fix = "use letters, digits, spaces, '.', '-' and '_'"
+                yield Problem(what=what, where=where, value=value, fix=fix, code="unsafe-name")
         for index, algorithm in enumerate(self.algorithms):
             for key, registry in _REGISTRIES.items():
                 name = getattr(algorithm, key)
@@ -206,8 +214,9 @@ class GridConfig(_Strict):
             if not 2 <= bits <= 8:
                 yield Problem(what="widths are 2 to 8 bits", where=f"bits.{index}", value=bits)
         for index, seed in enumerate(self.seeds):
-            if seed < 0:
-                yield Problem(what="a seed isn't negative", where=f"seeds.{index}", value=seed)
+            if not 0 <= seed < 2**63:
+                what = "a seed isn't negative" if seed < 0 else "a seed is less than 2**63"
+                yield Problem(what=what, where=f"seeds.{index}", value=seed)
         if self.bnfold != NO_FOLDING and self.bnfold not in STRATEGIES:
             fix = known_strategies(none=True)
             yield Problem(what="unknown folding strategy", where="bnfold", value=self.bnfold, fix=fix)

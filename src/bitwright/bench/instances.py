@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bitwright.deploy import Latency
+from bitwright.disk import scratch_folder
 from bitwright.errors import BitwrightError
 from bitwright.report.comparison import Instance, Together
 
@@ -73,9 +74,9 @@ def run_together(
     progress: Callable[[int], None] | None = None,
 ) -> list[Together]:
     """Run each job `runs` times in one process per place. Jobs take turns; all processes run the same one at a time."""
-    with tempfile.TemporaryDirectory() as folder, _started(places) as processes:
+    with scratch_folder() as folder, _started(places) as processes:
         order = {"runtime": runtime, "threads": len(places[0]), "warmup": warmup}
-        described = [_described(job, Path(folder) / f"{index}.npz") for index, job in enumerate(jobs)]
+        described = [_described(job, folder / f"{index}.npz") for index, job in enumerate(jobs)]
         for process in processes:
             process.tell({**order, "jobs": described})
         cores = [process.hear()["cores"] for process in processes]

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from math import isclose
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 
+from bitwright.arguments import strict
 from bitwright.bench.machine import Machine
-from bitwright.errors import BitwrightError
+from bitwright.documents import Strict, name_problem, read_json, validated
+from bitwright.errors import PlanError, Problem
 from bitwright.files import write_text
 from bitwright.report import Executed, OnDevice
 
@@ -17,8 +20,8 @@ LEADERBOARD_VERSION = 1
 Status = Literal["done", "diverged", "refused", "failed", "pending"]
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
+class _Strict(Strict, populate_by_name=True):
+    pass
 
 
 class SiteFacts(NamedTuple):
@@ -47,7 +50,7 @@ class Result(_Strict):
     metric: str | None = None
     accuracy: float | None = Field(default=None, description="Simulated, after the last epoch.")
     float_accuracy: float | None = Field(default=None, description="Of the float weights that it started from.")
-    samples: int | None = Field(default=None, description="On how many test samples.")
+    samples: int | None = Field(default=None, ge=0, le=2**53, description="On how many test samples.")
     device: OnDevice | None = None
     executed: Executed | None = None
     observers: Observers | None = None
@@ -58,8 +61,8 @@ class Result(_Strict):
         default=None, description="Where the backend's scheme was simulated at a width that it can't run: which."
     )
     notes: tuple[str, ...] = ()
-    minutes: float | None = None
-    cpu_minutes: float | None = None
+    minutes: float | None = Field(default=None, ge=0, le=1e9)
+    cpu_minutes: float | None = Field(default=None, ge=0, le=1e9)
     start: str | None = Field(default=None, description="The fingerprint of the float weights.")
     finished: str | None = Field(default=None, description="UTC, ISO 8601.")
 
@@ -73,9 +76,11 @@ class Row(Result):
     w_method: str
     a_method: str
     backend: str
-    bits: int
-    seed: int
-    attempts: int = Field(default=0, description="Times that it was begun and ended, with a result or an error.")
+    bits: int = Field(ge=1, le=32)
+    seed: int = Field(ge=0, lt=2**63)
+    attempts: int = Field(
+        default=0, ge=0, le=10**6, description="Times that it was begun and ended, with a result or an error."
+    )
     machine: str | None = Field(default=None, description="A key of `machines`.")
     config: dict[str, Any] = Field(description="A grid of this row alone: `bitwright bench` runs it as it is.")
     float_trained: float | None = Field(
@@ -92,9 +97,9 @@ class Row(Result):
 class Spread(_Strict):
     """Values as a mean and a deviation (of a sample; 0 for one value)."""
 
-    count: int
+    count: int = Field(ge=1, le=2**31)
     mean: float
-    std: float
+    std: float = Field(ge=0)
 
 
 class Summary(_Strict):
@@ -126,6 +131,7 @@ class FloatNet(_Strict):
     start: str = Field(description="The fingerprint of its weights.")
 
 
+@strict
 class Leaderboard(_Strict):
     """All rows of a grid, with means and deviations."""
 
@@ -154,14 +160,47 @@ class Leaderboard(_Strict):
     @staticmethod
     def load(path: str | Path) -> Leaderboard:
         """Read what `save` wrote."""
-        try:
-            return Leaderboard.model_validate_json(Path(path).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, ValidationError) as error:
-            raise BitwrightError(
-                f"not a leaderboard: {str(error).splitlines()[0]}",
-                where=str(path),
-                fix="make one: bitwright bench grid.yaml",
-            ) from error
+        fix = "make one: bitwright bench grid.yaml"
+        data = read_json(path, what="the leaderboard", fix=fix)
+        board = validated(Leaderboard, data, title=f"{path} is not a leaderboard", fix=fix)
+        problems = contradictions(board)
+        if problems:
+            raise PlanError(problems, title=f"{path} contradicts itself")
+        return board
+
+
+def contradictions(board: Leaderboard) -> list[Problem]:
+    """Where rows and summaries of a file don't say the same: somebody changed one and not the other."""
+    from bitwright.bench.summary import cell_of, summaries  # it is built on this module
+
+    fix = "make it again: bitwright bench grid.yaml"
+    found: list[Problem] = []
+    made = {cell_of(one): one for one in summaries(board.rows)}
+    cells = {cell_of(one) for one in board.summaries}
+    for row in board.rows:
+        if (wrong := name_problem(row.id)) is not None:  # its report is in a folder of this name
+            found.append(Problem(what=f"not an id: {wrong}", where="rows", value=row.id, fix=fix, code="unsafe-name"))
+        if (row.algorithm, row.backend, row.bits, row.model) not in cells:
+            what = "no summary counts this row"
+            found.append(Problem(what=what, where=f"rows.{row.id}", fix=fix, code="contradiction"))
+    for one in board.summaries:
+        cell, own = cell_of(one), made.get(cell_of(one))
+        where = "summaries." + "/".join(str(part) for part in cell if part is not None)
+        if own is None or own.rows != one.rows or not all(map(_alike, _spreads(own), _spreads(one))):
+            what = "the summary isn't that of the rows"
+            found.append(Problem(what=what, where=where, value=one.rows, fix=fix, code="contradiction"))
+    return found
+
+
+def _spreads(one: Summary) -> tuple[Spread | None, ...]:
+    return one.accuracy, one.drop, one.gap
+
+
+def _alike(one: Spread | None, other: Spread | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    near = all(isclose(a, b, rel_tol=1e-6, abs_tol=1e-6) for a, b in ((one.mean, other.mean), (one.std, other.std)))
+    return one.count == other.count and near
 
 
 def _lines(data: dict[str, Any]) -> str:

@@ -23,7 +23,7 @@ def _lines(board: Leaderboard) -> Iterator[str]:
     yield f"{counted(len(board.rows), 'row')}: {', '.join(f'{count} {state}' for state, count in states.items())}. "
     minutes = sum(row.cpu_minutes or 0.0 for row in board.rows)
     yield f"{minutes:.1f} CPU minutes. Points below float are below {drop_words(board)}; "
-    yield "± is the deviation over all rows taken together. Config `" + board.config_hash + "`."
+    yield "± is the deviation over all rows taken together. Config " + escaped(board.config_hash) + "."
     notes = board.config.get("notes") or ()
     for note in notes:
         yield f"\n{escaped(str(note))}"
@@ -55,11 +55,11 @@ def _overall(board: Leaderboard) -> Iterator[str]:
     widths = list(dict.fromkeys(row.bits for row in board.rows))
     shared = comparable(board.rows)
     rows: dict[tuple[str, int], Summary] = {}
-    for row in board.rows:
-        own = [one for one in shared if (one.algorithm, one.bits) == (row.algorithm, row.bits)]
-        if (row.algorithm, row.bits) not in rows:
-            rows[row.algorithm, row.bits] = summary(own, algorithm=row.algorithm, bits=row.bits)
     names = list(dict.fromkeys(row.algorithm for row in board.rows))
+    for name in names:
+        for bits in widths:
+            own = [one for one in shared if (one.algorithm, one.bits) == (name, bits)]
+            rows[name, bits] = summary(own, algorithm=name, bits=bits)
     names.sort(key=lambda name: _mean(rows[name, widths[-1]].drop))
     yield "\n## Points below float, over backends, models and seeds that all algorithms have\n"
     yield from _left_out(board.rows, shared)
@@ -96,7 +96,10 @@ def _cells(board: Leaderboard, model: str, bits: int) -> Iterator[str]:
     for name in dict.fromkeys(row.algorithm for row in board.rows):
         texts = []
         for backend in backends:
-            one = cells[name, backend]
+            one = cells.get((name, backend))
+            if one is None:  # the grid has no such row
+                texts.append("")
+                continue
             text = spread_words(one.accuracy) or _states(one)
             mark = "**" if one.accuracy is not None and one.accuracy.mean == best[backend] else ""
             texts.append(f"{mark}{text}{mark}")
@@ -149,7 +152,7 @@ def _gaps(board: Leaderboard) -> Iterator[str]:
         kinds: Counter[str] = Counter()
         for device in own:
             kinds.update(device.kinds or {})
-        text = ", ".join(f"{count} {kind}" for kind, count in kinds.items() if count)
+        text = escaped(", ".join(f"{count} {kind}" for kind, count in kinds.items() if count))
         mean, most = sum(gaps) / len(gaps), max(gaps, key=abs)
         yield f"| {escaped(runtime)} | {bits} | {len(gaps)} | {mean:+.3f} | {most:+.3f} | {text} |"
 

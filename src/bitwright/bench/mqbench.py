@@ -157,8 +157,8 @@ def _schedule(
             "workload knows how many steps that is (say lr_scheduler.kwargs.max_epoch)"
         )
     known = {"base_lr", "max_epoch", "max_epochs"} | ({"max_iter"} if not lengths else set())
-    left = [f"lr_scheduler.{key}" for key in sorted(set(section) - {"type", "kwargs"})]
-    left += [f"lr_scheduler.kwargs.{key}" for key in sorted(set(options) - known)]
+    left = [f"lr_scheduler.{key}" for key in sorted(map(str, set(section) - {"type", "kwargs"}))]
+    left += [f"lr_scheduler.kwargs.{key}" for key in sorted(map(str, set(options) - known))]
     if left:
         notes.append(f"{', '.join(left)}: not used, the rate goes down over all epochs without a warm-up")
     return made

@@ -8,6 +8,8 @@ from typing import Any
 
 from bitwright.bench.grid import RowTask
 from bitwright.bench.leaderboard import Result, SiteFacts
+from bitwright.documents import name_problem
+from bitwright.errors import BitwrightError
 from bitwright.report import Accuracy, GridRow, Record, SiteRow, Training, make_record, write_report
 from bitwright.train import TrainConfig, TrainResult
 from bitwright.workload import Workload, batches
@@ -17,6 +19,9 @@ _LOOKED_AT = 4  # batches: more would only smooth clipped shares and histograms
 
 def report_folder(reports: Path, row: str) -> Path:
     """Where the report of a row is: a folder as other verbs make it, with `report.html` in it."""
+    wrong = name_problem(row)
+    if wrong is not None:
+        raise BitwrightError(f"a row can't have this id: {wrong}", where="rows", value=row, code="unsafe-name")
     return reports / row
 
 

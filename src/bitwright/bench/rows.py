@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import torch
 from pydantic import Field
@@ -23,7 +22,8 @@ from bitwright.bench.machine import Machine, machine
 from bitwright.bench.row_report import first_batches, row_record, site_facts, write_row_report
 from bitwright.bench.starts import Start, Starts
 from bitwright.deploy import Runtime, open_runtime, unexportable
-from bitwright.errors import BitwrightError, PlanError, RangeDiverged, TrainDiverged, TrainError
+from bitwright.disk import scratch_folder
+from bitwright.errors import BitwrightError, DiskError, PlanError, RangeDiverged, TrainDiverged, TrainError
 from bitwright.formats import Format
 from bitwright.plan import NO_FOLDING, Plan
 from bitwright.planners import make_plan
@@ -192,13 +192,15 @@ def on_device(
     if missing is not None:
         return OnDevice(runtime=table.runtime, reason=missing)
     try:
-        with TemporaryDirectory(prefix="bitwright-row-") as folder:
-            path = Path(folder) / f"model{kind.suffix}"
+        with scratch_folder() as folder:
+            path = folder / f"model{kind.suffix}"
             kind.write(model, path, workload.inputs)
             session = open_runtime(table.runtime, path, threads=task.threads)
             value = session.accuracy(workload)[workload.metric]
             kinds = session.executed()
             del session
+    except DiskError:
+        raise
     except BitwrightError as error:
         return OnDevice(runtime=table.runtime, reason=one_line(error))
     return OnDevice(runtime=table.runtime, accuracy=value, gap=round(value - accuracy, 6), kinds=kinds)

@@ -5,20 +5,24 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from logging import getLogger
 from pathlib import Path
 from typing import TypeAlias
 
+from bitwright.arguments import strict
 from bitwright.bench.grid import GridConfig, RowTask
 from bitwright.bench.leaderboard import FloatNet, Leaderboard, Result, Row
 from bitwright.bench.machine import Machine, machine
 from bitwright.bench.rows import Outcome, gave_up, one_line, run_row, train_float_on
 from bitwright.bench.starts import Starts
 from bitwright.bench.summary import summaries
+from bitwright.disk import disk_error
 from bitwright.errors import OwnersCodeError, WorkloadError
 from bitwright.fingerprint import fingerprint
+from bitwright.interrupts import Interrupted, current_stop, safe_point
 from bitwright.study import Study, open_study
-from bitwright.train import Interrupted
 
+progress_log = getLogger("bitwright.progress")
 GridStudy: TypeAlias = Study[RowTask, Outcome]
 _WAIT = 0.5  # seconds between looks at what another worker does
 
@@ -33,6 +37,7 @@ class Told:
     total: int
 
 
+@strict
 def run_grid(
     config: GridConfig,
     *,
@@ -57,8 +62,9 @@ def run_grid(
             try:
                 _work(config, study, floats, watch or (lambda _: None), Path(reports) if reports is not None else None)
                 _train_floats_on(config, study, floats)
-            except Interrupted:  # its own words are about one training
-                raise Interrupted("interrupted: all rows that ended are kept, run the grid again to go on") from None
+            except Interrupted as error:  # its own words are about one training
+                kept = "all rows that were finished are kept; rerun the command to resume"
+                raise Interrupted(error.cause, kept) from None
         return assemble(config, study)
     finally:
         study.close()
@@ -83,6 +89,7 @@ def _work(
     while todo:
         left = []
         for task in todo:
+            safe_point()
             if study.known(task) is not None or len(study.failures(task)) >= config.attempts:
                 done += 1
                 continue
@@ -106,7 +113,9 @@ def _train_floats_on(config: GridConfig, study: GridStudy, starts: Starts) -> No
         start = starts(task)
         try:
             trained_on = train_float_on(task, start)
-        except Exception:  # rows have said it; a number for comparison isn't worth the leaderboard
+        except Exception as error:  # rows have said it; a number for comparison isn't worth the leaderboard
+            if current_stop().received or disk_error(error) is not None:
+                raise
             trained_on = None
         study.keep(
             _float_name(task),
@@ -135,6 +144,10 @@ def _attempt(study: GridStudy, task: RowTask, starts: Starts, reports: Path | No
             except Exception as error:  # one row must not end all
                 if isinstance(error, WorkloadError) and not isinstance(error, OwnersCodeError):
                     raise  # no row of it can be run: not this row's fault
+                if current_stop().received:
+                    raise
+                if (refused := disk_error(error)) is not None:
+                    raise refused from error  # it says nothing about the row
                 outcome = Outcome(status="failed", reason=one_line(error), environment=machine())
     except BaseException:
         study.give_back(claim)
@@ -143,6 +156,7 @@ def _attempt(study: GridStudy, task: RowTask, starts: Starts, reports: Path | No
         study.fail(claim, outcome)
     else:
         study.finish(claim, outcome)
+        progress_log.debug("row finished: %s", task.key)
         if study.known(task) is None:  # we were taken for dead: another worker has the row now
             return None
     return outcome

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import logging
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from bitwright.arguments import strict
 from bitwright.backends import backend as find_backend
 from bitwright.bench.artefacts import VARIANTS, Opened, Settings, Variant, batch_of, open_artefacts
 from bitwright.bench.instances import Job, arrange, can_pin, run_together
 from bitwright.bench.made import Made
 from bitwright.deploy import Runtime, available_runtimes, measure_latency
-from bitwright.errors import BitwrightError, did_you_mean
+from bitwright.disk import scratch_folder
+from bitwright.errors import BitwrightError, DiskError, did_you_mean
 from bitwright.graph.tree import as_call
 from bitwright.report import Timing, environment, timing
 from bitwright.report.comparison import Comparison, Fastest, OnRuntime, Skipped, Together
@@ -24,6 +25,7 @@ from bitwright.workload import Workload, can_measure
 log = logging.getLogger("bitwright")
 
 
+@strict
 def compare_runtimes(
     workload: Workload,
     runtimes: Iterable[str] | None = None,
@@ -64,13 +66,15 @@ def compare_runtimes(
     skipped: list[Skipped] = []
     opened: dict[str, Opened] = {}
     rows: dict[str, OnRuntime] = {}
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+    with scratch_folder() as folder:
         for name in _wanted(runtimes, skipped):
             tell(f"preparing {name}")
-            place = Path(folder) / name
+            place = folder / name
             place.mkdir()
             try:
                 opened[name], rows[name] = open_artefacts(workload, name, place, settings)
+            except DiskError:
+                raise  # says nothing about the runtime
             except BitwrightError as error:
                 skipped.append(Skipped(runtime=name, why=str(error)))
         timings: list[Timing] = []

@@ -18,6 +18,11 @@ _KEYS: tuple[tuple[str, ...], ...] = (
 )
 
 
+def cell_of(one: Summary) -> tuple[str | None, str | None, int | None, str | None]:
+    """What a summary is about."""
+    return one.algorithm, one.backend, one.bits, one.model
+
+
 def summaries(rows: Sequence[Row]) -> tuple[Summary, ...]:
     """All summaries, in the order of the rows."""
     made = []

@@ -1,6 +1,7 @@
 """The command line: thin, each verb calls public functions."""
 
 from bitwright.cli.app import app
+from bitwright.cli.signals import starting
 
 __all__ = ["VERBS", "app", "main"]
 
@@ -28,4 +29,5 @@ VERBS = {
 
 def main() -> None:
     """Entry point of the command `bitwright`."""
-    app(prog_name="bitwright")
+    with starting():
+        app(prog_name="bitwright")

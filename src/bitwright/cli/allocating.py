@@ -7,14 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from bitwright.cli.out import Out
-from bitwright.cli.stepping import half_of, limits_in_words, load_cluster, same_batch, tell_layout, training_batch
+from bitwright.cli.stepping import half_of, limits_in_words, same_batch, tell_layout, training_batch
 from bitwright.errors import BitwrightError, PlanError
 from bitwright.graph.tree import batch_size
 from bitwright.planners import Allocation, uniform
 from bitwright.planners.allocate import over_limits
 from bitwright.planners.cluster import OnCluster
 from bitwright.planners.machine import FLOAT
-from bitwright.predict import MemoryLimit
+from bitwright.predict import Cluster, MemoryLimit
 from bitwright.profile import record_step
 from bitwright.registry import PLANNERS
 from bitwright.report import words
@@ -48,7 +48,7 @@ def allocate(
             where="--indications",
             fix=f"bitwright score {ref} --indicator gradient-variance --formats int8 -o indications.json",
         )
-    described = load_cluster(cluster)
+    described = Cluster.load(cluster)
     suffering = Indications.load(indications)
     measured = described.profiles(cluster.parent, _by_kind(profiles))
     tell_layout(out, measured, channels_last=channels_last)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -15,7 +15,7 @@ from bitwright.cli.options import SamplesOption, WorkloadArg
 from bitwright.cli.out import Out
 from bitwright.cli.prepared import CheckpointOption, PlanOption, read_plan
 from bitwright.cli.verb import CHECK_FAILED, verb
-from bitwright.deploy import Check, open_runtime, readers
+from bitwright.deploy import Check, default_runtime, open_runtime, readers
 from bitwright.deploy import check as check_model
 from bitwright.report import words
 
@@ -36,19 +36,20 @@ def check(
     runtime: Annotated[
         str | None,
         typer.Option(
-            help="A runtime, or `all` that can be used here (default: the first that reads the file).",
+            help="A runtime, or `all` that can be used here (default: that of the plan's backend).",
             show_default=False,
         ),
     ] = None,
     per_site: Annotated[bool, typer.Option("--per-site", help="Compare the codes at every site too.")] = False,
     samples: SamplesOption = None,
 ) -> None:
-    """Run an artefact on the real runtime and compare it with the simulated model.
+    """Run an artefact on the real runtime and compare it with the simulated model, and that with the float model.
 
-    Exits with 1 if an output diverges, and names the first site that does.
+    Exits with 1 if an output diverges or the file's weights or scales aren't the model's, and names the first site. How
+    far the model is from float is another question: the answer is a warning, and the exit code stays 0.
     """
     chosen = read_plan(plan, checkpoint)
-    names = [runtime] if runtime not in (None, "all") else readers(artefact)[: None if runtime else 1]
+    names = readers(artefact) if runtime == "all" else [runtime or default_runtime(chosen[0].backend, artefact)[0]]
     # a damaged artefact ends this before the workload is loaded
     sizes = {name: open_runtime(name, artefact).batch for name in names}
     found = open_workload(out, workload)
@@ -58,10 +59,11 @@ def check(
         with out.steps(f"checking on {name}"):
             size = sizes[name]
             data = rebatched(probes(found, samples), size)
-            result = check_model(found.model, artefact, data, runtime=name, per_site=per_site)
+            result = check_model(found.model, artefact, data, runtime=name if runtime else None, per_site=per_site)
             if not result.passed and not per_site:  # where it begins to go wrong is what one asks next
                 data = rebatched(probes(found, size or 1), size)
-                result = check_model(found.model, artefact, data, runtime=name, per_site=True)
+                sites = check_model(found.model, artefact, data, runtime=name, per_site=True, measure=False)
+                result = replace(result, sites=sites.sites, unseen=sites.unseen, probe=sites.probe)
         results.append(result)
     _show(out, results, per_site=per_site)
 
@@ -76,15 +78,36 @@ def _show(out: Out, results: list[Check], *, per_site: bool) -> None:
             sqnr = words.decibels(None if output.sqnr_db == float("inf") else output.sqnr_db)
             rows.append((result.runtime, output.name, verdict, sqnr, f"{output.max_error:.3g}", agreement))
     out.table(["runtime", "output", "verdict", "#SQNR", "#largest error", "#same top-1"], rows)
+    _show_distance(out, results[0])
     if per_site:
         for result in results:
             _show_sites(out, result)
     failed = [result for result in results if not result.passed]
     for result in failed:
+        for damage in result.damages:
+            out.stderr.print(f"check failed: the artefact is not the model's: {damage.site}: {damage.what}")
         where = result.first_divergence or "no single site: only the output differs"
         out.stderr.print(f"check failed: {result.runtime} diverges; first diverging site: {where}")
     if failed:
         raise typer.Exit(CHECK_FAILED)
+
+
+def _show_distance(out: Out, result: Check) -> None:
+    """The same for all runtimes: only the simulated model and the float model take part."""
+    distance = result.distance
+    if distance is None:
+        return
+    out.table(
+        ["simulated against float", "#SQNR", "#same top-1"],
+        [
+            (
+                output.name,
+                words.decibels(None if output.sqnr_db == float("inf") else output.sqnr_db),
+                "" if output.top1_agreement is None else f"{100 * output.top1_agreement:.4g} %",
+            )
+            for output in distance.outputs
+        ],
+    )
 
 
 def _show_sites(out: Out, result: Check) -> None:

@@ -14,8 +14,10 @@ from bitwright.checkpoint import save_checkpoint
 from bitwright.cli.data import probes
 from bitwright.cli.out import Out
 from bitwright.cli.verb import CHECK_FAILED
-from bitwright.deploy import Check, Runtime, measure_latency, open_runtime
+from bitwright.deploy import Artefact, Check, Distance, Runtime, measure_distance, measure_latency, open_runtime
+from bitwright.errors import Problem, log_warnings
 from bitwright.graph.tree import as_call
+from bitwright.output import visible
 from bitwright.recipe import Quantized
 from bitwright.report import (
     Accuracy,
@@ -46,12 +48,12 @@ def evaluate(out: Out, workload: Workload, predict: object, where: str) -> list[
     return [Accuracy(where=where, metric=workload.metric, value=value, samples=samples, lower_is_better=lower)]
 
 
-def write_artefacts(out: Out, quantized: Quantized, folder: Path) -> Path:
+def write_artefacts(out: Out, quantized: Quantized, folder: Path) -> Artefact:
     """Plan, checkpoint and model."""
     with out.steps("exporting"):
         quantized.plan.save(folder / "plan.yaml")
         save_checkpoint(quantized.model, folder / "checkpoint.safetensors")
-        return quantized.export(folder / "model.onnx").path
+        return quantized.export(folder / "model.onnx")
 
 
 def latencies(out: Out, workload: Workload, runtime: str, reference: Path, artefact: Path) -> list[Timing]:
@@ -85,6 +87,7 @@ def write_report(
     timings: Iterable[Timing] = (),
     seed: int | None = None,
     histograms: bool = True,
+    written: Artefact | None = None,
     **parts: Any,
 ) -> Record:
     """Check the artefact on real runtimes, evaluate it there, and write the report; `parts` are the verb's own."""
@@ -98,6 +101,11 @@ def write_report(
             checks.append(quantized.check(artefact, data, runtime=runtime, per_site=True))
         scores += evaluate(out, workload, opened, runtime)
     with out.steps("looking at sites"):
+        # evaluation data says more than the few calibration samples that `quantize` looked at
+        distance = checks[0].distance if checks else quantized.distance
+        if distance is None:
+            distance = measure_distance(quantized.model, next(iter(probes(workload))))
+            log_warnings(distance.warnings)
         record = make_record(
             quantized,
             first(probes(workload), _LOOKED_AT),
@@ -108,14 +116,27 @@ def write_report(
             timings=timings,
             parities=[parity(check) for check in checks],
             histograms=histograms,
+            distance=distance,
+            warnings=_noted(quantized, written, checks, distance),
         ).model_copy(update=parts)
     write_files(record, folder)
     return record
 
 
+def _noted(
+    quantized: Quantized, written: Artefact | None, checks: list[Check], distance: Distance
+) -> tuple[Problem, ...]:
+    """All warnings, each kind once: those of the checks have evaluation data, so they come before `quantize`'s."""
+    given = [*(problem for check in checks for problem in check.warnings), *distance.warnings, *quantized.warnings]
+    codes: dict[str | None, Problem] = {}
+    for problem in given:
+        codes.setdefault(problem.code, problem)
+    return (*codes.values(), *(() if written is None else written.warnings))
+
+
 def show(out: Out, record: Record, folder: Path) -> None:
     """The summary, where the files are, and the exit code if a runtime diverged."""
-    files = {name: str(folder / name) for name in sorted(file.name for file in folder.iterdir())}
+    files = {file.name: str(file) for file in visible(folder)}
     out.data({"files": files, "report": record.model_dump(mode="json")})
     rows: list[tuple[str, str, str]] = []
     for accuracy in record.accuracies:
@@ -144,6 +165,11 @@ def show(out: Out, record: Record, folder: Path) -> None:
                 f"{words.decibels(row.sqnr_db)} SQNR, {agreement}".rstrip(", "),
             )
         )
+    if record.distance is not None:
+        far = record.distance
+        agreement = "" if far.top1_agreement is None else f", top-1 agrees on {100 * far.top1_agreement:.4g} %"
+        text = f"{words.decibels(far.sqnr_db)} SQNR{agreement}"
+        rows.append(("simulated against float", "far from float" if far.far else "close to float", text))
     rows.append(("quantized sites", str(len(record.sites)), f"{len(record.float_operators)} operators left in float"))
     out.table([record.title, "#", ""], rows)
     for file in files.values():

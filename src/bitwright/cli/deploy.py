@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -17,14 +16,14 @@ from bitwright.cli.options import WorkloadArg
 from bitwright.cli.out import Out
 from bitwright.cli.prepared import read_plan
 from bitwright.cli.quantize import usable_runtimes
-from bitwright.cli.staging import filling
 from bitwright.cli.verb import verb
 from bitwright.deploy import export_float
 from bitwright.errors import BitwrightError, PlanError
 from bitwright.graph import capture
+from bitwright.output import filling
 from bitwright.plan import Plan
 from bitwright.report import Size
-from bitwright.train.recorded import recorded
+from bitwright.train.recorded import recorded, weights_before
 from bitwright.workload import Workload
 
 
@@ -60,7 +59,7 @@ def deploy(
     runtimes = usable_runtimes(out, backend)
     with filling(output) as folder:
         found = open_workload(out, workload)
-        float_weights = reference or _beginning(run)
+        float_weights = reference or weights_before(run)
         _same_model(found, plan, run)
         if float_weights is not None:
             load_checkpoint(found.model, checkpoint_file(float_weights))
@@ -68,8 +67,8 @@ def deploy(
         with out.steps("exporting the float model"):
             yardstick = export_float(found.model, folder / "model-float.onnx", found.inputs)
         quantized = load_prepared(found, plan, checkpoint)
-        artefact = write_artefacts(out, quantized, folder)
-        measured = [row for name in runtimes for row in latencies(out, found, name, yardstick, artefact)]
+        written = write_artefacts(out, quantized, folder)
+        measured = [row for name in runtimes for row in latencies(out, found, name, yardstick, written.path)]
         record = write_report(
             out,
             found,
@@ -80,6 +79,7 @@ def deploy(
             float_size=Size(name="model-float.onnx", bytes=yardstick.stat().st_size),
             timings=measured,
             training=recorded(run),
+            written=written,
         )
     show(out, record, output)
 
@@ -97,10 +97,3 @@ def _same_model(workload: Workload, plan: Plan, run: Path) -> None:
             value=f"{len(error.problems)} problems",
             fix=f"deploy the workload {plan.model!r}, or a run of {workload.name!r}",
         ) from error
-
-
-def _beginning(run: Path) -> Path | None:
-    """The float weights that a training run has written down as its beginning."""
-    facts = run / "result.json"
-    init = json.loads(facts.read_text(encoding="utf-8")).get("init") if facts.is_file() else None
-    return Path(init) if init is not None and Path(init).exists() else None

@@ -12,6 +12,7 @@ from bitwright.cli import examining
 from bitwright.cli.out import Out
 from bitwright.cli.verb import CHECK_FAILED, verb
 from bitwright.deploy import available_runtimes, saturates
+from bitwright.profile.kernel_speed import BATCH, WIDTH, KernelSpeed, kernel_speeds
 from bitwright.registry import BACKENDS
 from bitwright.report import environment
 
@@ -46,13 +47,13 @@ def doctor(out: Out) -> None:
     with out.steps("probing the runtimes"):
         runtimes = {name: _runtime(name, reason, found.packages) for name, reason in missing.items()}
     with out.steps("timing the kernels"):
-        kernels = examining.kernels()
+        kernels = kernel_speeds()
     tools, extras = examining.tools(), examining.extras()
     out.data(
         {
             "environment": found.model_dump(),
             "runtimes": runtimes,
-            "kernels": kernels,
+            "kernels": [speed.to_dict() for speed in kernels],
             "tools": tools,
             "extras": extras,
             "not_offered": NOT_OFFERED,
@@ -85,8 +86,8 @@ def doctor(out: Out) -> None:
     )
     out.table(
         ["kernel", "works here", "#time of FP32"],
-        [(row["kernel"], row["problem"] or "yes", _speed(row["of_float"])) for row in kernels],
-        title=f"Kernels, in {examining.LAYER}, forward and backward",
+        [(speed.kernel, speed.problem or "yes", _speed(speed)) for speed in kernels],
+        title=f"Kernels, in a linear layer of {WIDTH} × {WIDTH}, batch {BATCH}, forward and backward, CPU time",
     )
     out.table(
         ["tool", "found", "for", "fix"],
@@ -116,8 +117,10 @@ def doctor(out: Out) -> None:
         raise typer.Exit(CHECK_FAILED)
 
 
-def _speed(ratio: float | None) -> str:
-    return "" if ratio is None else f"{ratio:.2f}" + (": slower" if ratio > 1.05 else "")
+def _speed(speed: KernelSpeed) -> str:
+    if speed.of_float is None:
+        return speed.doubt or ""
+    return f"{speed.of_float:.2f}" + (": slower" if speed.of_float > 1.05 else "")
 
 
 def _exactness(saturating: bool | None) -> str:

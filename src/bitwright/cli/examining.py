@@ -1,66 +1,22 @@
-"""What `bitwright doctor` looks at beside the runtimes: kernels, tools, data, and extras that aren't installed."""
+"""What `bitwright doctor` looks at beside the runtimes and kernels: tools, data, and extras that aren't installed."""
 
 from __future__ import annotations
 
 import os
 import re
 import shutil
-import time
-from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, distribution, metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed
-import torch.nn.functional as F
 
-from bitwright.plan import ComputeSpec
-from bitwright.registry import KERNELS
 from bitwright.zoo.data import DATA_VARIABLE
 
 Row = dict[str, Any]
-_BATCH, _FEW, _WIDTH, _TURNS = 1024, 64, 768, 3
-_HOPELESS = 4.0  # of FP32's time on few samples: not worth a longer look
-LAYER = f"a linear layer of {_WIDTH} × {_WIDTH}, batch {_BATCH}"
 #: For those who work on Bitwright itself.
 _OWN = {"test", "lint", "bench", "docs", "examples"}
-
-
-def kernels() -> list[Row]:
-    """Each kernel of low-precision training: whether it runs here, and its time as a share of FP32's."""
-    device = torch.device("cpu")
-    x, weight, gradient = torch.randn(_BATCH, _WIDTH), torch.randn(_WIDTH, _WIDTH), torch.randn(_BATCH, _WIDTH)
-
-    def step(run: Callable[..., Any], rows: int = _BATCH) -> float:
-        own, other = x[:rows].clone().requires_grad_(), weight.clone().requires_grad_()
-        start = time.process_time()
-        torch.autograd.grad(run(F.linear, (own, other), {}), (own, other), gradient[:rows])
-        return time.process_time() - start
-
-    ways: dict[str, Callable[..., Any]] = {"float": lambda func, args, kwargs: func(*args, **kwargs)}
-    rows: dict[str, Row] = {}
-    few = min(step(ways["float"], _FEW) for _ in range(3))
-    for name in KERNELS.names():
-        try:
-            kind = KERNELS.get(name)
-            rows[name] = {"kernel": name, "problem": kind.missing(device), "of_float": None}
-            if rows[name]["problem"] is None and "linear" in kind.kinds:
-                run = kind(ComputeSpec(format=name, backward=("input", "weight")))
-                step(run, 1)  # the first call compiles and packs
-                rows[name]["of_float"] = step(run, _FEW) / few
-                if rows[name]["of_float"] < _HOPELESS:
-                    ways[name] = run
-        except Exception as error:  # a plugin that can't be imported must not hide the others
-            rows[name] = {"kernel": name, "problem": f"{type(error).__name__}: {error}", "of_float": None}
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(_TURNS):  # by turns: a busy machine disturbs all alike
-        for name, run in ways.items():
-            times[name].append(step(run))
-    for name in ways:
-        if name != "float":
-            rows[name]["of_float"] = min(times[name]) / min(times["float"])
-    return list(rows.values())
 
 
 def tools() -> list[Row]:

@@ -16,7 +16,8 @@ from bitwright.cli.prepared import CheckpointOption, PlanOption, read_plan
 from bitwright.cli.verb import verb
 from bitwright.deploy import Runtime, export_float, readers
 from bitwright.deploy import export as export_model
-from bitwright.files import replacing
+from bitwright.deploy.onnx_files import stored_bytes
+from bitwright.output import locked, replacing_all
 from bitwright.plan import Plan
 from bitwright.registry import ARTEFACTS, RUNTIMES
 from bitwright.report import words
@@ -56,12 +57,12 @@ def export(
         return
     chosen = None if as_float else read_plan(plan, checkpoint)
     # The temporary file is opened first: a place that can't be written ends this before any long work.
-    with replacing(output) as temporary:
+    with replacing_all(output) as temporary:
         found = open_workload(out, workload)
         if chosen is None:
             with out.steps("exporting"):
                 export_float(found.model, temporary, found.inputs, dynamic_batch=not static_batch)
-            facts: dict[str, object] = {"path": str(output), "bytes": temporary.stat().st_size}
+            facts: dict[str, object] = {"path": str(output), "bytes": stored_bytes(temporary)}
             text = "float"
         else:
             load_prepared(found, *chosen)
@@ -73,22 +74,23 @@ def export(
             batch = "any batch" if written.dynamic_batch else "a fixed batch"
             text = f"{written.activation_pairs} Q/DQ pairs, {written.weights} integer weights, {batch}"
             if written.sidecar is not None:
-                beside = ARTEFACTS.get(written.kind)().path(output)
-                written.sidecar.replace(beside)
+                beside = ARTEFACTS.get(written.kind)().path(output)  # they move together
                 facts["sidecar"] = str(beside)
                 text = f"float with rounded weights, {batch}; its grids: {beside}"
     out.data(facts)
-    out.say(f"{output}: {words.size(output.stat().st_size)}, {text}")
+    out.say(f"{output}: {words.size(stored_bytes(output))}, {text}")
 
 
 def _export_own(out: Out, workload: str, output: Path, chosen: tuple[Plan, Path] | None, runtime: str) -> None:
     """The artefact of a runtime that doesn't read ONNX."""
     kind: type[Runtime] = RUNTIMES.get(runtime)
+    with locked(output.parent, name=output.name):  # a place that can't be written is an error before any long work
+        pass
     found = open_workload(out, workload)
     if chosen is not None:
         load_prepared(found, *chosen)
-    with out.steps(f"exporting for {runtime}"):
-        (kind.write_float if chosen is None else kind.write)(found.model, output, found.inputs)
+    with out.steps(f"exporting for {runtime}"), replacing_all(output) as temporary:
+        (kind.write_float if chosen is None else kind.write)(found.model, temporary, found.inputs)
     size = kind.size(output)
     out.data({"path": str(output), "bytes": size, "runtime": runtime})
     out.say(f"{output}: {words.size(size)}, for {runtime}")

@@ -18,6 +18,7 @@ from bitwright.cli.out import Out
 from bitwright.cli.verb import CHECK_FAILED
 from bitwright.errors import BitwrightError
 from bitwright.files import write_text
+from bitwright.output import replacing_all
 
 SUFFIXES = (".yaml", ".yml")
 
@@ -53,7 +54,10 @@ def run(
         board = run_grid(config, starts=starts, reports=reports, watch=watch, work=not show)
     files = []
     if output is not None:
-        files = [board.save(output), write_text(output.with_suffix(".md"), markdown(board))]
+        with replacing_all(output) as temporary:  # both or none
+            board.save(temporary)
+            write_text(temporary.with_suffix(".md"), markdown(board))
+        files = [output, output.with_suffix(".md")]
     _show(out, board, files)
     if reports is not None:
         _tell_reports(out, board, reports, output)

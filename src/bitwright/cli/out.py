@@ -23,7 +23,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from bitwright.errors import Problem
+from bitwright.errors import Problem, shortened, shortened_repr
 
 Step = Callable[[int], None]
 
@@ -82,9 +82,14 @@ class Out:
         self.stderr.print(Text.assemble(("error: ", "bold red"), text))
         details = [
             {
+                "code": p.code,
                 "what": p.what,
                 "where": p.where,
-                "value": None if p.value is None else str(p.value),
+                "value": None
+                if p.value is None
+                else shortened(str(p.value))
+                if isinstance(p.value, str)
+                else shortened_repr(p.value),
                 "fix": p.fix,
             }
             for p in problems

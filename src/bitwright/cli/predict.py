@@ -20,7 +20,6 @@ from bitwright.cli.stepping import (
     PrecisionOption,
     half_of,
     limits_in_words,
-    load_cluster,
     plan_of,
     same_batch,
     tell_layout,
@@ -130,12 +129,12 @@ def _read(
             profiles = {"device": DeviceProfile.load(profile)}
     if cluster is not None:
         with _collecting(problems, cluster):
-            described = load_cluster(cluster)
+            described = Cluster.load(cluster)
             problems += _missing_plans(described, cluster.parent)
             profiles = described.profiles(cluster.parent)
     if graph is not None:
         with _collecting(problems, graph):
-            recorded = _graph(graph)
+            recorded = StepGraph.load(graph)
     if problems:
         raise PlanError(problems, title="what was given can't be used")
     return profiles, described, recorded
@@ -158,20 +157,6 @@ def _missing_plans(cluster: Cluster, folder: Path) -> list[Problem]:
         for name, kind in cluster.devices.items()
         if kind.plan is not None and not (folder / kind.plan).is_file()
     ]
-
-
-def _graph(path: Path) -> StepGraph:
-    """A step that was recorded before; a file that isn't one says so."""
-    fix = "record it again: bitwright profile WORKLOAD --graph FILE"
-    try:
-        return StepGraph.load(path)
-    except OSError as error:
-        what = f"can't read the step graph: {error.strerror}"
-        raise BitwrightError(what, where=str(path), fix="make it: bitwright profile WORKLOAD --graph FILE") from None
-    except KeyError as error:
-        raise BitwrightError(f"not a whole step graph: it lacks {error}", where=str(path), fix=fix) from None
-    except (ValueError, TypeError, AttributeError) as error:  # no text, no JSON, or other things in it
-        raise BitwrightError("not a step graph", where=str(path), value=str(error), fix=fix) from None
 
 
 def _on_cluster(

@@ -26,6 +26,7 @@ from bitwright.cli.stepping import (
 )
 from bitwright.cli.verb import verb
 from bitwright.errors import BitwrightError
+from bitwright.interrupts import Interrupted
 from bitwright.plan import Plan
 from bitwright.predict import predict
 from bitwright.profile import (
@@ -194,11 +195,9 @@ def _refuse(flag: str, others: Mapping[str, object]) -> None:
 def _telling_what_is_kept(store: SampleStore) -> Iterator[None]:
     try:
         yield
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt(
-            f"interrupted: no profile was written; {len(store.totals)} rounds are kept in {store.path}, "
-            "and the same command goes on from there"
-        ) from None
+    except KeyboardInterrupt as error:
+        kept = f"no profile was written; {len(store.totals)} rounds are kept in {store.path}"
+        raise Interrupted(str(error) or "interrupted", f"{kept}; rerun the command to resume") from None
 
 
 def _with_process(made: DeviceProfile, recorded: StepGraph, peak: int) -> DeviceProfile:

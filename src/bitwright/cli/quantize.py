@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -22,11 +21,12 @@ from bitwright.cli.data import calibration, open_workload
 from bitwright.cli.deliver import evaluate, show, write_artefacts, write_report
 from bitwright.cli.options import HistogramsOption, SamplesOption, StepOption, WorkloadArg
 from bitwright.cli.out import Out
-from bitwright.cli.staging import filling
 from bitwright.cli.verb import verb
 from bitwright.deploy import available_runtimes
 from bitwright.errors import BitwrightError
 from bitwright.files import write_text
+from bitwright.interrupts import resumable
+from bitwright.output import filling
 from bitwright.plan import Plan
 from bitwright.ptq import MEMORY, read_steps
 from bitwright.recipe import Quantized
@@ -66,16 +66,13 @@ def quantize(
     """Plan, calibrate, export and check a model; write plan, artefact, checkpoint and report.
 
     Accuracy is measured before and after, simulated and on the real runtime, if the workload says how. Steps are PTQ
-    algorithms that win accuracy back without training; if they are interrupted or killed, the same command goes on from
-    the last layer or block that was finished.
+    algorithms that win accuracy back without training; if they are interrupted or killed, rerun the same command: it
+    resumes after the last layer or block that was finished.
     """
     steps = read_steps(step or [])  # wrong names and settings are found at once
     runtimes = usable_runtimes(out, backend)
     state = output / STATE
-    if state.is_dir():  # a run was killed here, and couldn't clean up
-        for left in output.glob(".bitwright-*"):
-            shutil.rmtree(left, ignore_errors=True)
-    with filling(output) as folder, _resumable(state):
+    with resumable(lambda: _kept(state)), filling(output) as folder:
         found = open_workload(out, workload)
         _tell_overwritten(out, output, found.name)
         float_size = sum(t.numel() * t.element_size() for t in found.model.state_dict().values())
@@ -98,6 +95,7 @@ def quantize(
                 seed=seed,
                 memory=memory,
                 folder=state,
+                keep_state=True,
                 watch=lambda at: tell(f"{at.step}: {at.unit}", at.done, at.total),
                 on_start=measure_float if steps else None,  # they change the float weights
                 **choices,
@@ -106,7 +104,7 @@ def quantize(
             # Only now: whatever is wrong with the plan or the data is known before the first long evaluation.
             with in_mode(quantized.model, "float"):
                 measure_float(quantized.model)
-        write_artefacts(out, quantized, folder)
+        written = write_artefacts(out, quantized, folder)
         _tell_steps(out, quantized, folder)
         record = write_report(
             out,
@@ -117,18 +115,16 @@ def quantize(
             accuracies=before,
             float_size=Size(name="float weights", bytes=float_size),
             histograms=histograms,
+            written=written,
         )
+    shutil.rmtree(state, ignore_errors=True)  # only now: what the steps made is saved
     show(out, record, output)
 
 
-@contextmanager
-def _resumable(state: Path) -> Iterator[None]:
-    try:
-        yield
-    except KeyboardInterrupt:
-        if not state.is_dir():
-            raise
-        raise KeyboardInterrupt("interrupted: the same command goes on from the last finished unit") from None
+def _kept(state: Path) -> str | None:
+    if not state.is_dir():
+        return None
+    return f"the finished units of the steps are kept in {state}; rerun the command to resume"
 
 
 def _tell_overwritten(out: Out, output: Path, workload: str) -> None:

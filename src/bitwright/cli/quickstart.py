@@ -10,9 +10,9 @@ import typer
 from bitwright.cli.data import calibration
 from bitwright.cli.deliver import evaluate, latencies, show, write_artefacts, write_report
 from bitwright.cli.out import Out
-from bitwright.cli.staging import filling
 from bitwright.cli.verb import verb
 from bitwright.deploy import export_float, readers
+from bitwright.output import filling
 from bitwright.recipe import quantize
 from bitwright.report import Size
 
@@ -52,8 +52,8 @@ def quickstart(
                 progress=step,
                 name=workload.name,
             )
-        artefact = write_artefacts(out, quantized, folder)
-        measured = [row for name in runtimes for row in latencies(out, workload, name, reference, artefact)]
+        written = write_artefacts(out, quantized, folder)
+        measured = [row for name in runtimes for row in latencies(out, workload, name, reference, written.path)]
         record = write_report(
             out,
             workload,
@@ -64,6 +64,7 @@ def quickstart(
             float_size=Size(name="model-float.onnx", bytes=reference.stat().st_size),
             timings=measured,
             seed=_SEED,
+            written=written,
         )
     show(out, record, output)
     out.say(f"open {output / 'report.html'} for the whole picture")

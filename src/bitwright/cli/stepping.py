@@ -11,7 +11,6 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from pydantic import ValidationError
 
 from bitwright.attach import prepare
 from bitwright.cli.out import Out
@@ -19,7 +18,7 @@ from bitwright.errors import BitwrightError, PlanError
 from bitwright.graph import capture, tree
 from bitwright.plan import Plan
 from bitwright.planners import make_plan
-from bitwright.predict import Cluster, MemoryLimit
+from bitwright.predict import MemoryLimit
 from bitwright.profile import DeviceProfile, StepSettings, Variant
 from bitwright.profile.step import Batch, Loss
 from bitwright.sensitivity import spec_of
@@ -27,7 +26,6 @@ from bitwright.train import Qat
 from bitwright.train.data import TrainingData
 from bitwright.train.precision import resolve
 from bitwright.train.ranks import Ranks
-from bitwright.tuning.problems import problems_of
 from bitwright.workload import Workload, loss_of
 
 BatchOption = Annotated[
@@ -65,16 +63,6 @@ def training_batch(workload: Workload, size: int | None, *, channels_last: bool 
         workload.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         batch = tree.channels_last(batch)
     return batch, loss_of(workload)
-
-
-def load_cluster(path: Path) -> Cluster:
-    """Read a cluster file; a misspelt key is told with the nearest one."""
-    try:
-        return Cluster.load(path)
-    except PlanError as error:
-        if isinstance(error.__context__, ValidationError):
-            raise PlanError(problems_of(error.__context__, Cluster), title=error.title) from None
-        raise
 
 
 _IMAGES = re.compile(r"conv2d\(input=\w+\[\d+,(\d+),(\d+),(\d+)\](@\d+,1,)?")

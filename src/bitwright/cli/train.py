@@ -25,6 +25,7 @@ from bitwright.cli.options import (
 from bitwright.cli.out import Out
 from bitwright.cli.settings import with_settings
 from bitwright.cli.verb import verb
+from bitwright.output import visible
 from bitwright.report import new_record, words, write_report
 from bitwright.train import Callback, TensorBoard, TrainConfig, Trainer, tensorboard_problem
 from bitwright.train.recorded import recorded
@@ -82,7 +83,9 @@ def train(
         Path | None,
         typer.Option("--init", help="Float weights to start from: a run's folder, or a file.", show_default=False),
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in this folder.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue the run in this folder, even if it had finished.")
+    ] = False,
     tensorboard: Annotated[
         bool | None,
         typer.Option(
@@ -111,7 +114,7 @@ def train(
     """Train a workload, in float or (--quantize) quantized; the flag is the only difference.
 
     Quantizers are in place before DDP, the optimizer and the compiler. Several processes: start it with torchrun.
-    A run that was interrupted or killed goes on with --resume, to the bit.
+    Rerun the same command after an interruption or a kill: it resumes from the last checkpoint, to the bit.
     """
     choices = chosen(
         None,
@@ -143,7 +146,7 @@ def train(
         config=settings,
         out=output,
         init=init,
-        resume=resume,
+        resume=resume or "auto",
         callbacks=[*callbacks, bar],
         device=device,
         **choices,
@@ -151,7 +154,7 @@ def train(
     if not bar.spoken:  # rank 0 speaks for all
         return
     write_report(new_record(found.name, seed=settings.seed, training=recorded(output)), output)
-    files = {name: str(output / name) for name in sorted(file.name for file in output.iterdir())}
+    files = {file.name: str(file) for file in visible(output)}
     out.data({"files": files, "metrics": result.metrics, "best": result.best, "steps": result.steps})
     last = result.metrics[-1] if result.metrics else {}
     if found.metric in last:

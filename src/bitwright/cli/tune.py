@@ -15,6 +15,8 @@ from bitwright.cli.out import Out
 from bitwright.cli.quantize import usable_runtimes
 from bitwright.cli.verb import CHECK_FAILED, verb
 from bitwright.errors import BitwrightError, WorkloadError
+from bitwright.interrupts import resumable
+from bitwright.output import visible
 from bitwright.report import Accuracy, Size, new_record, words
 from bitwright.report import write_report as write_files
 from bitwright.tuning import Budget, Goal, TuneConfig, Tuned
@@ -64,15 +66,18 @@ def tune(
         ),
     ] = None,
     name: Annotated[str | None, typer.Option(help="Of the study in the store.", show_default=False)] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the study that is there, or join it.")] = False,
+    resume: Annotated[
+        bool,
+        typer.Option("--resume", help="Continue or join a study that exists; an unfinished one in -o needs no flag."),
+    ] = False,
     seed: Annotated[int | None, typer.Option(min=0, help="Of all random numbers.", show_default=False)] = None,
     samples: SamplesOption = None,
 ) -> None:
     """Find the fastest quantized model that loses no more than the goal allows; write it with a report.
 
     The whole budget is spent to find a faster one, unless --first is given. If no candidate meets the goal, the best
-    one is written and the exit code is 1. Interrupted or killed, the same command with --resume goes on; several
-    processes, on several machines, can work at one study in PostgreSQL.
+    one is written and the exit code is 1. After an interruption or a kill, rerun the same command: it resumes. Several
+    processes, on several machines, can work on one study in PostgreSQL (--store, --resume), each with its own -o.
     """
     config = TuneConfig.load(what) if what.endswith((".yaml", ".yml")) else TuneConfig(workload=what)
     config = _changed(
@@ -97,33 +102,38 @@ def tune(
         )
     runtimes = usable_runtimes(out, config.backend)
     float_size = sum(t.numel() * t.element_size() for t in found.model.state_dict().values())
-    try:
-        with out.phases("starting") as phase:
-            tuned = config.tune(
-                found,
-                output=output,
-                resume=resume or config.resume,
-                progress=phase,
-                watch=lambda asked, baseline: _tell(out, asked, baseline),
-            )
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt("interrupted: the same command with --resume goes on") from None
-    if tuned.quantized is not None:
+
+    def report(tuned: Tuned, folder: Path) -> None:
+        """Into the folder that becomes the output: the model and its report appear together."""
+        if tuned.quantized is None:  # float is the best: there is a search to tell of, but no quantized model
+            write_files(new_record(found.name, seed=config.seed, tuning=recorded(tuned, found.metric)), folder)
+            return
         before = [] if tuned.baseline is None else [_accuracy(found.metric, tuned.baseline, tuned.goal)]
         size = Size(name="float weights", bytes=float_size)
         write_report(
             out,
             found,
             tuned.quantized,
-            output,
+            folder,
             runtimes=runtimes,
             accuracies=before,
             float_size=size,
             seed=config.seed,
             tuning=recorded(tuned, found.metric),
         )
-    else:  # float is the best: there is a search to tell of, but no quantized model
-        write_files(new_record(found.name, seed=config.seed, tuning=recorded(tuned, found.metric)), output)
+
+    kept = "all trials that were finished are kept; rerun the command to resume"
+    if config.store is not None and not (resume or config.resume):
+        kept = f"{kept}, with --resume"  # others may use that store: nothing in it is continued by surprise
+    with resumable(kept), out.phases("starting") as phase:
+        tuned = config.tune(
+            found,
+            output=output,
+            resume=resume or config.resume or "auto",
+            progress=phase,
+            watch=lambda asked, baseline: _tell(out, asked, baseline),
+            on_result=report,
+        )
     _show(out, tuned, found.metric, output)
     if tuned.met_goal is False:
         out.stderr.print(f"the goal was missed by {_missed(tuned, found.metric)}; the best model is in {output}")
@@ -195,7 +205,7 @@ def _missed(tuned: Tuned, metric: str) -> str:
 
 
 def _show(out: Out, tuned: Tuned, metric: str, folder: Path) -> None:
-    files = sorted(str(folder / file.name) for file in folder.iterdir() if file.is_file())
+    files = [str(file) for file in visible(folder) if file.is_file()]
     out.data({"files": files, **tuned.to_json()})
     front = {asked.number for asked in tuned.pareto}
     best = sorted(tuned.history, key=lambda asked: asked.outcome.rank())[:_SHOWN]

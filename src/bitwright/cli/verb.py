@@ -16,11 +16,14 @@ import typer
 
 from bitwright.cli.known import REAL
 from bitwright.cli.out import Out
+from bitwright.cli.signals import exit_code, signals
+from bitwright.disk import disk_error, written
 from bitwright.errors import BitwrightError
+from bitwright.interrupts import Interrupted, Stop
 
 Verb = Callable[..., None]
 
-CHECK_FAILED, USAGE, INTERNAL, INTERRUPTED = 1, 2, 70, 130
+CHECK_FAILED, USAGE, INTERNAL = 1, 2, 70
 CLOSED = 141  # as a process that SIGPIPE ended
 
 _COMMON: dict[str, tuple[str, str]] = {
@@ -48,7 +51,7 @@ def verb(name: str, *, examples: str) -> Callable[[Verb], Verb]:
         @functools.wraps(function)
         def run(*, json: bool, quiet: bool, debug: bool, **arguments: Any) -> None:
             out = Out(json=json, quiet=quiet)
-            with _telling(out, debug=debug):
+            with signals(out.note) as stop, _telling(out, stop, debug=debug):
                 function(out, **arguments)
 
         keywords = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own]
@@ -65,10 +68,23 @@ def verb(name: str, *, examples: str) -> Callable[[Verb], Verb]:
     return register
 
 
+def _tell_interrupt(out: Out, error: BaseException, stop: Stop) -> None:
+    """Which signal it was, what is kept, and how to resume."""
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        return
+    if isinstance(error, Interrupted) and error.kept is not None:
+        out.error(str(error), [])
+        return
+    cause = f"interrupted by {stop.asked}" if stop.received else "interrupted"
+    shown = ", ".join(map(str, written[:3])) + (f" and {len(written) - 3} more" if len(written) > 3 else "")
+    out.error(f"{cause}: {f'what was complete is kept: {shown}' if written else 'nothing was written'}", [])
+
+
 @contextmanager
-def _telling(out: Out, *, debug: bool) -> Iterator[None]:
+def _telling(out: Out, stop: Stop, *, debug: bool) -> Iterator[None]:
     """End every error with one clear message and the right exit code."""
     handler = _Notes(out)
+    written.clear()
     log = logging.getLogger("bitwright")
     level = log.level
     log.addHandler(handler)
@@ -81,12 +97,15 @@ def _telling(out: Out, *, debug: bool) -> Iterator[None]:
         # Whoever read us has enough (`| head`): end as quietly as others do, and let nothing be flushed into the pipe.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(CLOSED) from None
-    except KeyboardInterrupt as interrupt:
-        out.error(str(interrupt) or "interrupted: nothing was written", [])
-        raise typer.Exit(INTERRUPTED) from None
-    except (Exception, SystemExit) as error:
+    except (KeyboardInterrupt, Exception, SystemExit) as error:
         if debug:
             out.stderr.print(traceback.format_exc(), end="")
+        if isinstance(error, KeyboardInterrupt) or (stop.received and isinstance(error, Exception)):
+            _tell_interrupt(out, error, stop)
+            raise typer.Exit(exit_code(stop)) from None
+        refused = disk_error(error)
+        if refused is not None:  # libraries have their own names for a full disk
+            error = refused
         if isinstance(error, BitwrightError):
             _tell(out, error)
             raise typer.Exit(USAGE) from None

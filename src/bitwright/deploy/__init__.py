@@ -1,27 +1,35 @@
 """Export to an artefact, run it, check it against the simulation, measure it."""
 
+from bitwright.deploy.agreement import OutputCheck
 from bitwright.deploy.artefacts import Stored, read_artefact
+from bitwright.deploy.distance import CalibrationData, Distance, OutputDistance, SiteDistance, measure_distance
 from bitwright.deploy.export import Artefact, export, export_float, unexportable
 from bitwright.deploy.footprint import peak_memory
 from bitwright.deploy.machine import saturates
 from bitwright.deploy.measure import Latency, measure_latency
-from bitwright.deploy.parity import Check, OutputCheck, check
+from bitwright.deploy.parity import Check, check, default_runtime
 from bitwright.deploy.runtime import Runtime, available_runtimes, open_runtime, readers
 from bitwright.deploy.sites import Probe, SiteCheck
 
 __all__ = [
     "Artefact",
+    "CalibrationData",
     "Check",
+    "Distance",
     "Latency",
     "OutputCheck",
+    "OutputDistance",
     "Probe",
     "Runtime",
     "SiteCheck",
+    "SiteDistance",
     "Stored",
     "available_runtimes",
     "check",
+    "default_runtime",
     "export",
     "export_float",
+    "measure_distance",
     "measure_latency",
     "open_runtime",
     "peak_memory",

@@ -4,46 +4,42 @@ from __future__ import annotations
 
 import json
 import warnings
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVarTuple
 
 import onnx_ir as ir
-import onnxscript
 import torch
-from onnx.defs import OpSchema
 from torch import nn
 
+from bitwright.arguments import strict
 from bitwright.attach import Attachment, attachment_of
+from bitwright.attach.state import state_problems
 from bitwright.backends import backend
 from bitwright.deploy.artefacts.plain import write_plain
 from bitwright.deploy.artefacts.sidecar import Sidecar
 from bitwright.deploy.artefacts.store import KEYS, KIND, QDQ
+from bitwright.deploy.dynamic import frozen_size
+from bitwright.deploy.float32 import to_float32
+from bitwright.deploy.integrity import text_digest, write_digests
+from bitwright.deploy.onnx_files import replacing_onnx, save_onnx, stored_bytes
 from bitwright.deploy.qdq import Counts, Recorded, write_qdq
-from bitwright.deploy.trace import export_program, trace
-from bitwright.errors import ExportError, Problem
-from bitwright.files import replacing, write_text
-from bitwright.graph.tree import as_call
+from bitwright.deploy.rewrites import fold_constants
+from bitwright.deploy.trace import Exported, export_program, fixed_batch, reason_of, trace
+from bitwright.deploy.translations import translations
+from bitwright.errors import ExportError, PlanError, Problem, log_warnings
+from bitwright.files import write_text
+from bitwright.graph.tree import as_call, batch_size
 from bitwright.modes import evaluating
 from bitwright.quiet import quiet
 from bitwright.registry import ARTEFACTS
 from bitwright.version import __version__
 
+_Rest = TypeVarTuple("_Rest")  # what is known of a file that was written, beside its program
+
 OPSET = 21
-# The marker as ONNX operator; it lives only between torch.onnx and `write_qdq`.
-_SITE = onnxscript.values.Op(
-    onnxscript.values.Opset("bitwright", 1),
-    "Site",
-    OpSchema(
-        "Site",
-        "bitwright",
-        1,
-        inputs=[OpSchema.FormalParameter("x", "T")],
-        outputs=[OpSchema.FormalParameter("y", "T")],
-        type_constraints=[("T", ["tensor(float)", "tensor(float16)", "tensor(bfloat16)"], "")],
-        attributes=[OpSchema.Attribute("site", OpSchema.AttrType.STRING)],
-    ),
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +57,11 @@ class Artefact:
     kind: str = QDQ
     sidecar: Path | None = None
     """The file of grids beside a model in float."""
+    warnings: tuple[Problem, ...] = ()
+    """What the artefact isn't though it was asked for; each was logged as well."""
 
 
+@strict
 def export(
     model: nn.Module, path: str | Path, inputs: Any, *, dynamic_batch: bool = True, artefact: str | None = None
 ) -> Artefact:
@@ -78,28 +77,80 @@ def export(
     sidecar = _sidecar(kind)
     for problem in unexportable(model, kind):
         raise ExportError(problem.what, where=problem.where, value=problem.value, fix=problem.fix)
+    refuse_odd_state(attachment)
     args, kwargs = as_call(inputs)
-    traced = trace(model, args, kwargs, dynamic_batch=dynamic_batch, codes=sidecar is None)
-    onnx_model = _translate(traced.program)
-    counts, text = _write(onnx_model, attachment, traced.recorded, kind, sidecar)
-    onnx_model.producer_name, onnx_model.producer_version = "bitwright", __version__
-    onnx_model.metadata_props["bitwright.plan"] = attachment.plan.to_yaml()
-    with replacing(path) as temporary:
-        ir.save(onnx_model, temporary)
+    with replacing_onnx(path) as (temporary, data):
+        write = partial(_export, model, temporary, data, args, kwargs, kind)
+        (exported, onnx_model, counts, text), noted = _verified(model, temporary, (args, kwargs), write, dynamic_batch)
         if sidecar is not None:
             write_text(sidecar.path(path), text)
+    log_warnings(noted)
     return Artefact(
         path=path,
-        bytes=path.stat().st_size,
+        bytes=stored_bytes(path),
         activation_pairs=counts.activations,
         weights=counts.weights,
         int32_biases=counts.biases,
-        dynamic_batch=traced.dynamic_batch,
+        dynamic_batch=bool(exported.axes),
         inputs=tuple(str(value.name) for value in onnx_model.graph.inputs),
         outputs=tuple(str(value.name) for value in onnx_model.graph.outputs),
         kind=kind,
         sidecar=None if sidecar is None else sidecar.path(path),
+        warnings=noted,
     )
+
+
+def _export(
+    model: nn.Module,
+    path: Path,
+    data: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    kind: str,
+    dynamic_batch: bool,
+) -> tuple[Exported, ir.Model, Counts, str]:
+    """Trace the model and write one ONNX file (large: with `data` beside it); gives the text of its sidecar, too."""
+    attachment, sidecar = attachment_of(model), _sidecar(kind)
+    traced = trace(model, args, kwargs, dynamic_batch=dynamic_batch, codes=sidecar is None)
+    onnx_model = _translate(traced.program)
+    noted = to_float32(onnx_model, model, (args, kwargs))
+    counts, text = _write(onnx_model, attachment, traced.recorded, kind, sidecar)
+    onnx_model.producer_name, onnx_model.producer_version = "bitwright", __version__
+    onnx_model.metadata_props["bitwright.plan"] = attachment.plan.to_yaml()
+    write_digests(onnx_model, None if sidecar is None else {sidecar.suffix: text_digest(text)})
+    save_onnx(onnx_model, path, data)
+    exported = replace(traced.exported, warnings=(*traced.exported.warnings, *noted))
+    return exported, onnx_model, counts, text
+
+
+def _verified(
+    model: nn.Module, path: Path, call: Any, write: Callable[[bool], tuple[Exported, *_Rest]], dynamic_batch: bool
+) -> tuple[tuple[Exported, *_Rest], tuple[Problem, ...]]:
+    """Write a file that takes any batch, and see that it does; else one that takes that of the example."""
+    try:
+        written = write(dynamic_batch)
+        exported = written[0]
+        if not exported.axes:
+            return written, exported.warnings
+        reason = frozen_size(
+            model, exported.program, path, exported.args, exported.kwargs, exported.axes, flat=exported.flat
+        )
+        if reason is None:
+            return written, exported.warnings
+    except ExportError as error:
+        if not dynamic_batch or "torch-onnx-failed" not in error.codes:
+            raise
+        reason = error.problems[0].what  # fewer operators are known for sizes that are free
+    written = write(False)
+    return written, (fixed_batch(reason, batch_size(call)), *written[0].warnings)
+
+
+def refuse_odd_state(attachment: Attachment) -> None:
+    """Raise if a quantizer has a scale or a zero point that can't be, whatever put it there."""
+    found = [state_problems(q, q.state_dict()) for q in attachment.quantizers.values() if q.calibrated and not q.of]
+    problems = [problem for problems in found for problem in problems]
+    if problems:
+        raise PlanError(problems, title="quantizers with impossible state can't be exported")
 
 
 def default_artefact(attachment: Attachment) -> str:
@@ -134,21 +185,33 @@ def marked_program(
     """The prepared model with a marker at each site, its batch fixed, and the integers of what is constant."""
     for problem in unexportable(model):
         raise ExportError(problem.what, where=problem.where, value=problem.value, fix=problem.fix)
+    refuse_odd_state(attachment_of(model))
     traced = trace(model, args, kwargs, dynamic_batch=False)
     return traced.program, traced.recorded
 
 
+@strict
 def export_float(model: nn.Module, path: str | Path, inputs: Any, *, dynamic_batch: bool = True) -> Path:
     """The float model as ONNX: the reference that sizes, latencies and accuracies are compared with."""
     path = Path(path)
     args, kwargs = as_call(inputs)
-    with evaluating(model):
-        program, _ = export_program(model, args, kwargs, dynamic_batch)
-    onnx_model = _translate(program)
-    _drop_inferable(onnx_model)
-    with replacing(path) as temporary:
-        ir.save(onnx_model, temporary)
+    with replacing_onnx(path) as (temporary, data):
+        write = partial(_export_float, model, temporary, data, args, kwargs)
+        _, noted = _verified(model, temporary, (args, kwargs), write, dynamic_batch)
+    log_warnings(noted)
     return path
+
+
+def _export_float(
+    model: nn.Module, path: Path, data: str, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_batch: bool
+) -> tuple[Exported]:
+    with evaluating(model):
+        exported = export_program(model, args, kwargs, dynamic_batch)
+    onnx_model = _translate(exported.program)
+    noted = to_float32(onnx_model, model, (args, kwargs))
+    _drop_inferable(onnx_model)
+    save_onnx(onnx_model, path, data)
+    return (replace(exported, warnings=(*exported.warnings, *noted)),)
 
 
 def unexportable(model: nn.Module, artefact: str | None = None) -> list[Problem]:
@@ -174,30 +237,42 @@ def unexportable(model: nn.Module, artefact: str | None = None) -> list[Problem]
 
 
 def _translate(program: torch.export.ExportedProgram) -> ir.Model:
-    def site(x: Any, site: str) -> Any:
-        return _SITE(x, site=site)
-
     # no_grad: with gradients torch lowers attention with a learned mask to views that don't fit its strides
     with torch.no_grad(), warnings.catch_warnings(), quiet("torch.onnx", "onnxscript", "onnx_ir"):
         warnings.simplefilter("ignore")
         try:
-            exported = torch.onnx.export(
-                program,
-                dynamo=True,
-                opset_version=OPSET,
-                verbose=False,
-                optimize=True,
-                custom_translation_table={torch.ops.bitwright.site.default: site},
-            )
+            exported = _to_onnx(program)
         except Exception as error:
-            lines = str(error).strip().splitlines() or [type(error).__name__]
             raise ExportError(
-                f"torch.onnx can't translate the program: {lines[0]}", fix="see the cause below with --debug"
+                f"torch.onnx can't translate the program: {reason_of(error)}",
+                fix="torch.onnx.export(model, inputs, dynamo=True) fails in the same way for the float model: "
+                "replace the operator that it names, or export the part of the model without it",
+                code="torch-onnx-failed",
             ) from error
     assert exported is not None
     model: ir.Model = exported.model
     _drop_traces(model)
     return model
+
+
+def _to_onnx(program: torch.export.ExportedProgram) -> torch.onnx.ONNXProgram | None:
+    def translate() -> torch.onnx.ONNXProgram | None:
+        return torch.onnx.export(
+            program,
+            dynamo=True,
+            opset_version=OPSET,
+            verbose=False,
+            optimize=True,
+            custom_translation_table=translations(program),
+        )
+
+    try:
+        return translate()
+    except Exception:
+        # An operator without a translation may compute a weight: then its result is all that is needed.
+        if not fold_constants(program):
+            raise
+    return translate()
 
 
 def _drop_inferable(model: ir.Model) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import resource
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -15,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bitwright.deploy.runtime import open_runtime
+from bitwright.disk import scratch_folder
 from bitwright.errors import ArtefactError
 
 _SECONDS = 600
@@ -22,8 +22,8 @@ _SECONDS = 600
 
 def peak_memory(runtime: str, path: Path, feed: Mapping[str, NDArray[Any]], *, threads: int = 1) -> int:
     """Bytes by which the peak of a process grows when it loads the artefact and runs it on `feed`."""
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        inputs = Path(folder) / "feed.npz"
+    with scratch_folder() as folder:
+        inputs = folder / "feed.npz"
         np.savez(inputs, **feed)  # type: ignore[arg-type]
         command = [sys.executable, "-m", "bitwright.deploy.footprint", runtime, str(path), str(inputs), str(threads)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import tempfile
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
@@ -14,6 +12,7 @@ from torch import nn
 from bitwright.attach import prepare, quantizers_of
 from bitwright.deploy.onnx_reader import OnnxReader
 from bitwright.deploy.runtime import Runtime, open_runtime
+from bitwright.disk import scratch_folder
 from bitwright.formats import Format
 from bitwright.plan import Plan, SiteSpec
 from bitwright.registry import RUNTIMES
@@ -30,8 +29,8 @@ def saturates(runtime: str) -> bool:
     channels = 16
     ones = np.ones((1, channels, 8, 8), dtype=np.float32)
     kind: type[Runtime] = RUNTIMES.get(runtime)
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        path = Path(folder) / f"probe{kind.suffix}"
+    with scratch_folder() as folder:
+        path = folder / f"probe{kind.suffix}"
         if issubclass(kind, OnnxReader):
             ir.save(_probe(channels), path)
         else:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from statistics import median, quantiles
 from typing import Any, TypeVar
 
+from bitwright.arguments import strict
+
 Name = TypeVar("Name", bound=Hashable)
 
 
@@ -33,6 +35,7 @@ class Latency:
         return cls(median_ms=median(times), p10_ms=cuts[9], p90_ms=cuts[89], p99_ms=cuts[98], runs=len(times))
 
 
+@strict
 def measure_latency(
     calls: Mapping[Name, Callable[[], Any]],
     *,

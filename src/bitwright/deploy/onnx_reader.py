@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, ClassVar
 
-import onnx_ir as ir
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 
+from bitwright.deploy.agreement import as_array
 from bitwright.deploy.export import export, export_float
+from bitwright.deploy.integrity import Damage, compare_digests, onnx_tensors, read_digests
+from bitwright.deploy.onnx_files import load_onnx, save_onnx, stored_bytes
 from bitwright.deploy.runtime import Runtime
+from bitwright.disk import scratch_folder
 
 
 class OnnxReader(Runtime):
@@ -30,16 +32,31 @@ class OnnxReader(Runtime):
         """The float model as ONNX."""
         export_float(model, path, inputs)
 
+    def array(self, tensor: Tensor) -> NDArray[Any]:
+        """`export` writes float32 whatever float type the model has."""
+        return as_array(tensor.float() if tensor.is_floating_point() else tensor)
+
+    @classmethod
+    def size(cls, path: Path) -> int:
+        """The file, and the tensors that a large model has beside it."""
+        return stored_bytes(path)
+
     @classmethod
     def stored(cls, path: Path) -> dict[str, NDArray[Any]]:
         """The file's constants: `export` names them by site."""
-        values = ir.load(path).graph.initializers.items()
+        values = load_onnx(path).graph.initializers.items()
         return {name: value.const_value.numpy() for name, value in values if value.const_value is not None}
+
+    @classmethod
+    def damages(cls, path: Path) -> list[Damage]:
+        """All constants of the file."""
+        model = load_onnx(path)
+        return compare_digests(read_digests(model), onnx_tensors(model))
 
     @classmethod
     def probing(cls, path: Path, sites: Iterable[str]) -> Runtime:
         """A copy that also returns what its QuantizeLinear nodes give: integers, so fusions can stay as they are."""
-        model = ir.load(path)
+        model = load_onnx(path)
         wanted = {f"{site}.codes" for site in sites}
         for node in model.graph:
             value = node.outputs[0]
@@ -48,7 +65,7 @@ class OnnxReader(Runtime):
                 assert zero_point is not None and zero_point.dtype is not None  # we wrote it
                 value.dtype = zero_point.dtype
                 model.graph.outputs.append(value)
-        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:  # a runtime may still map the file
-            opened = Path(folder) / "probe.onnx"
-            ir.save(model, opened)
+        with scratch_folder() as folder:  # a runtime may still map the file
+            opened = folder / "probe.onnx"
+            save_onnx(model, opened)
             return cls(opened)

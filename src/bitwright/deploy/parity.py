@@ -7,40 +7,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import nn
 
-from bitwright.attach import in_mode
+from bitwright.arguments import strict
+from bitwright.attach import attachment_of, in_mode, warnings_of
+from bitwright.backends import backend
+from bitwright.deploy.agreement import OutputCheck, Sums, as_array, refuse_nan
 from bitwright.deploy.artefacts.store import QDQ, kind_of_artefact
-from bitwright.deploy.runtime import Runtime, open_runtime
-from bitwright.deploy.sites import MIN_SQNR, Probe, SiteCheck, check_sites, decibels, share_of
-from bitwright.errors import ArtefactError, WorkloadError
+from bitwright.deploy.distance import Distance, SiteDistance, distance_of, look_at_sites
+from bitwright.deploy.integrity import Damage
+from bitwright.deploy.runtime import Runtime, open_runtime, readers
+from bitwright.deploy.sites import Probe, SiteCheck, StoredSites, check_sites
+from bitwright.errors import ArtefactError, Problem, WorkloadError, log_warnings
 from bitwright.graph.tree import as_call, tensors_in
-from bitwright.modes import evaluating
-
-# Codes may differ by one where a sum falls next to a rounding boundary, and such flips spread through a deep network.
-# Arithmetic that really differs (saturation, another scale) is louder than the error that quantization makes anyway.
-MAX_SHARE = 0.5  # of an output; a single site may drift up to that error itself
-
-
-@dataclass(frozen=True, kw_only=True)
-class OutputCheck:
-    """One output of the model: runtime against simulation."""
-
-    name: str
-    sqnr_db: float
-    max_error: float
-    cosine: float
-    top1_agreement: float | None
-    quantization_share: float
-    """Runtime's deviation relative to what quantization itself changes (simulated against float)."""
-
-    @property
-    def passed(self) -> bool:
-        """Close to the simulation, absolutely or beside the error that quantization makes anyway."""
-        return self.sqnr_db >= MIN_SQNR or self.quantization_share <= MAX_SHARE
+from bitwright.modes import call_copied, evaluating
+from bitwright.registry import RUNTIMES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,66 +37,49 @@ class Check:
     """Sites without codes of their own in the artefact: their tensor passes the same quantizer elsewhere."""
     probe: Probe | None = None
     """How the sites were seen."""
+    distance: Distance | None = None
+    """How far the simulated model is from the float model on the same data: `passed` doesn't say."""
+    warnings: tuple[Problem, ...] = ()
+    """What to know beside the verdict; each was logged as well."""
+    damages: tuple[Damage, ...] = ()
+    """Numbers of the artefact that aren't what was exported, or aren't the model's."""
 
     @property
     def passed(self) -> bool:
-        """All outputs agree, and no site that was looked at has other numbers in the artefact than in the model."""
-        return all(output.passed for output in self.outputs) and not any(site.damaged for site in self.sites)
+        """All outputs agree, and the artefact stores the numbers that the model has."""
+        intact = not self.damages and not any(site.damaged for site in self.sites)
+        return intact and all(output.passed for output in self.outputs)
 
     @property
     def first_divergence(self) -> str | None:
         """The first site, in the order of execution, whose codes differ by more than rounding."""
-        return next((site.site for site in self.sites if site.diverges), None)
+        damaged = next((damage.site for damage in self.damages), None)
+        return next((site.site for site in self.sites if site.diverges), damaged)
 
 
-@dataclass
-class _Sums:
-    signal: float = 0.0
-    error: float = 0.0
-    quantization: float = 0.0
-    dot: float = 0.0
-    other: float = 0.0
-    largest: float = 0.0
-    agree: int = 0
-    rows: int = 0
-
-    def add(self, simulated: NDArray[Any], real: NDArray[Any], exact: NDArray[Any]) -> None:
-        s, r, f = (a.astype(np.float64) for a in (simulated, real, exact))
-        self.signal += float((s * s).sum())
-        self.other += float((r * r).sum())
-        self.dot += float((s * r).sum())
-        self.error += float(((r - s) ** 2).sum())
-        self.quantization += float(((s - f) ** 2).sum())
-        self.largest = max(self.largest, float(np.abs(r - s).max(initial=0.0)))
-        if s.ndim == 2 and s.shape[1] > 1:
-            self.agree += int((s.argmax(1) == r.argmax(1)).sum())
-            self.rows += s.shape[0]
-
-    def result(self, name: str) -> OutputCheck:
-        return OutputCheck(
-            name=name,
-            sqnr_db=decibels(self.signal, self.error),
-            max_error=self.largest,
-            cosine=self.dot / max((self.signal * self.other) ** 0.5, 1e-300),
-            top1_agreement=self.agree / self.rows if self.rows else None,
-            quantization_share=share_of(self.error, self.quantization),
-        )
-
-
+@strict
 def check(
     model: nn.Module,
     artefact: str | Path,
     batches: Iterable[Any],
     *,
-    runtime: str = "onnxruntime",
+    runtime: str | None = None,
     per_site: bool = False,
     threads: int | None = None,
+    measure: bool = True,
 ) -> Check:
     """Run `batches` through the prepared model and through the artefact on the real runtime, and compare.
 
-    With `per_site`, the first batch is also compared at every site, in the order of execution.
+    `runtime` is by default that of the plan's backend. Two questions are answered: whether the runtime computes what
+    the simulated model computes (`passed`), and how far that is from the float model (`distance`, with warnings). With
+    `per_site`, the first batch is also compared at every site, in the order of execution; without `measure`, the
+    distance from float is left out.
     """
     artefact = Path(artefact)
+    noted: list[Problem] = []
+    if runtime is None:
+        runtime, other = default_runtime(attachment_of(model).plan.backend, artefact)
+        noted += [] if other is None else [other]
     real = open_runtime(runtime, artefact, threads=threads)
     if real.suffix == ".onnx" and (kind := kind_of_artefact(artefact)) != QDQ:
         raise ArtefactError(
@@ -123,7 +88,7 @@ def check(
             value=kind,
             fix='export with artefact="qdq" (--artefact qdq) to check the same numbers here',
         )
-    sums: dict[str, _Sums] = {}
+    sums: dict[str, Sums] = {}
     samples = 0
     first: tuple[tuple[Any, ...], dict[str, Any]] | None = None
     with evaluating(model):
@@ -135,6 +100,11 @@ def check(
         if first is None:
             raise WorkloadError("there is no batch to check with", fix="give at least one batch")
         sites = check_sites(model, real, artefact, *first) if per_site else None
+        looked, damages = _look(model, real, artefact, *first)
+    distance = distance_of(attachment_of(model), sums, looked, samples) if measure else None
+    noted += [] if distance is None else distance.warnings
+    log_warnings(noted)
+    noted += warnings_of(model)  # logged when they came up
     return Check(
         runtime=runtime,
         samples=samples,
@@ -142,17 +112,55 @@ def check(
         sites=() if sites is None else sites.checks,
         unseen=() if sites is None else sites.unseen,
         probe=None if sites is None else sites.probe,
+        distance=distance,
+        warnings=tuple(noted),
+        damages=damages,
     )
 
 
+def default_runtime(name: str | None, artefact: Path) -> tuple[str, Problem | None]:
+    """The runtime of a backend if it can read the file here, else one that can, with the reason."""
+    usable = readers(artefact)
+    table = None if name is None else backend(name)
+    if table is not None and table.runtime in usable:
+        return table.runtime, None
+    chosen = "onnxruntime" if "onnxruntime" in usable else usable[0]
+    if table is None or table.runtime is None:
+        return chosen, None
+    kind: type[Runtime] | None = RUNTIMES.get(table.runtime) if table.runtime in RUNTIMES else None
+    if kind is not None and kind.suffix != artefact.suffix:
+        reason, fix = f"reads {kind.suffix} files", f"export a {kind.suffix} file, and check that"
+    else:
+        problem = "nobody registers it" if kind is None else kind.missing()
+        reason, fix = f"can't be used here ({problem})", f"pip install 'bitwright[{table.runtime}]'"
+    what = f"checked on {chosen}, not on {table.runtime}, for which the model was quantized: {table.runtime} {reason}"
+    return chosen, Problem(what=what, where=str(artefact), fix=fix, code="other-runtime")
+
+
+def _look(
+    model: nn.Module, real: Runtime, artefact: Path, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[SiteDistance, ...], tuple[Damage, ...]]:
+    """What quantizers do, and whether the artefact's numbers are those that were exported, and the model's own."""
+    kind = type(real)
+    try:
+        stored = StoredSites(kind.stored(artefact))
+    except ArtefactError:  # this runtime doesn't show them, or the artefact is of another model: the outputs say so
+        stored = StoredSites({})
+    with torch.no_grad(), in_mode(model, "quantize"):
+        looked = look_at_sites(model, lambda: call_copied(model, args, kwargs), stored.look)
+    by_site = {damage.site: damage for damage in kind.damages(artefact)}
+    ordered = {**{site: by_site[site] for site in stored.seen_in_order if site in by_site}, **by_site}
+    return looked.sites, tuple({**stored.found, **ordered}.values())
+
+
 def _compare(
-    model: nn.Module, real: Runtime, args: tuple[Any, ...], kwargs: dict[str, Any], sums: dict[str, _Sums]
+    model: nn.Module, real: Runtime, args: tuple[Any, ...], kwargs: dict[str, Any], sums: dict[str, Sums]
 ) -> None:
     with torch.no_grad():
         with in_mode(model, "quantize"):
-            simulated = list(tensors_in(model(*args, **kwargs)))
+            simulated = list(tensors_in(call_copied(model, args, kwargs)))
         with in_mode(model, "float"):
-            exact = [tensor for _, tensor in tensors_in(model(*args, **kwargs))]
+            exact = [tensor for _, tensor in tensors_in(call_copied(model, args, kwargs))]
     results = real.run(real.feed(*args, **kwargs))
     if len(results) != len(simulated):
         raise ArtefactError(
@@ -167,4 +175,6 @@ def _compare(
                 value=f"{tuple(array.shape)} against {tuple(tensor.shape)}",
                 fix="export the artefact from this model",
             )
-        sums.setdefault(path or "output", _Sums()).add(tensor.cpu().numpy(), array, truth.cpu().numpy())
+        ours, exactly = as_array(tensor), as_array(truth)
+        refuse_nan(path, simulated=ours, real=array, exact=exactly, runtime=real.name)
+        sums.setdefault(path or "output", Sums()).add(ours, array, exactly)

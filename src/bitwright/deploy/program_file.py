@@ -13,37 +13,82 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, fx, nn
 
+from bitwright.deploy.agreement import as_array
+from bitwright.deploy.integrity import Damage, compare_digests, digests_of, file_digest
 from bitwright.deploy.program import QUANTIZE, QuantizedProgram
 from bitwright.errors import ArtefactError
+from bitwright.files import replacing
 from bitwright.graph.tree import as_call, tensors_in
 from bitwright.modes import evaluating
 
 _SITES = "bitwright-sites.json"
 
 
-def save_program(path: Path, program: torch.export.ExportedProgram, quantized: QuantizedProgram | None = None) -> None:
-    """Write a program; a float one has no sites."""
-    names = {} if quantized is None else {"quantized": quantized.quantized, "constants": quantized.constants}
+def save_program(
+    path: Path,
+    program: torch.export.ExportedProgram,
+    quantized: QuantizedProgram | None = None,
+    *,
+    beside: Path | None = None,
+) -> None:
+    """Write a program; a float one has no sites. The file also knows what is in the one `beside` it."""
+    names: dict[str, Any] = {}
+    if quantized is not None:
+        names = {"quantized": quantized.quantized, "constants": quantized.constants}
+        names["digests"] = digests_of(_tensors(quantized))
+        names["files"] = {} if beside is None else {beside.name: file_digest(beside)}
     for node in program.graph.nodes:  # Python stack traces: larger than a small model's weights, and our paths
         for key in ("stack_trace", "nn_module_stack", "source_fn_stack", "torch_fn", "from_node"):
             node.meta.pop(key, None)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        torch.export.save(program, path, extra_files={_SITES: json.dumps(names)})
+        with replacing(path) as temporary:
+            torch.export.save(program, temporary, extra_files={_SITES: json.dumps(names)})
 
 
 def load_program(path: Path) -> tuple[torch.export.ExportedProgram, QuantizedProgram | None]:
     """Read what `save_program` wrote."""
-    files = {_SITES: ""}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        program = torch.export.load(path, extra_files=files)
-    names = json.loads(files[_SITES] or "{}")
+    program, names = _load(path)
     if not names:
         return program, None
     return program, QuantizedProgram(
         program=program, quantized=tuple(names["quantized"]), constants=dict(names["constants"])
     )
+
+
+def _load(path: Path) -> tuple[torch.export.ExportedProgram, dict[str, Any]]:
+    files = {_SITES: ""}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        program = torch.export.load(path, extra_files=files)
+    return program, json.loads(files[_SITES] or "{}")
+
+
+def damages_of(path: Path) -> list[Damage]:
+    """What isn't as it was written, in the program and in the file beside it."""
+    program, names = _load(path)
+    if "digests" not in names:
+        return []
+    quantized = QuantizedProgram(
+        program=program, quantized=tuple(names["quantized"]), constants=dict(names["constants"])
+    )
+    found = compare_digests(names["digests"], _tensors(quantized))
+    for name, expected in names["files"].items():
+        if file_digest(path.with_name(name)) != expected:
+            found.append(Damage(site=name, what=f"{name} has other bytes than were exported"))
+    return found
+
+
+def _tensors(quantized: QuantizedProgram) -> dict[str, NDArray[Any]]:
+    """Everything that a program stores: by site, or by its own name what stayed in float."""
+    program = quantized.program
+    rest = {**program.state_dict, **program.constants}
+    own = {
+        name: as_array(tensor)
+        for name, tensor in rest.items()
+        if isinstance(tensor, Tensor) and name not in quantized.constants
+    }
+    return {**own, **stored_in(quantized)}
 
 
 def float_program(model: nn.Module, inputs: Any) -> torch.export.ExportedProgram:

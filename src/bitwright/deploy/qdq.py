@@ -14,12 +14,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bitwright.attach import Attachment, Quantizer
+from bitwright.attach.grid import product_problem
 from bitwright.attach.guards import holds as guard_holds
-from bitwright.errors import ExportError
+from bitwright.errors import ExportError, PlanError, Problem
 from bitwright.formats import Format
 
 MARKER = ("bitwright", "Site")
 
+_PRODUCTS = ("Conv", "ConvTranspose", "Gemm", "MatMul", "Mul")
 # storage type of codes: the narrowest ONNX type that holds them
 _TYPES: dict[tuple[bool, int], ir.DataType] = {
     (True, 4): ir.DataType.INT4,
@@ -85,10 +87,17 @@ def write_qdq(model: ir.Model, attachment: Attachment, recorded: Recorded) -> Co
     writer = _Writer(model, attachment, recorded)
     writer.run()
     _fold_weight_transposes(model)
+    _flatten_matrices(model)
     passes.RemoveUnusedNodesPass()(model)
     passes.RemoveUnusedOpsetsPass()(model)
     writer.check()
+    _check_products(model)
     return writer.counts
+
+
+def _float32(tensor: Tensor) -> NDArray[np.generic]:
+    array: NDArray[np.generic] = tensor.detach().to(torch.float32).cpu().numpy()
+    return array
 
 
 class _Writer:
@@ -115,7 +124,7 @@ class _Writer:
 
     def _replacement(self, node: ir.Node, site: str) -> ir.Value:
         if site in self.recorded.constants:
-            return self._initializer(site, self.recorded.constants[site].cpu().numpy())
+            return self._initializer(site, _float32(self.recorded.constants[site]))
         owner = self.attachment.shared.get(site, site)
         quantizer = self.attachment.quantizers[owner]
         source = node.inputs[0]
@@ -228,6 +237,32 @@ class _Writer:
             )
 
 
+def _check_products(model: ir.Model) -> None:
+    """Integer kernels multiply the scales of both operands in float32: the product must not leave its range."""
+    problems: dict[str, Problem] = {}
+    for node in model.graph:
+        if node.op_type not in _PRODUCTS:
+            continue
+        operands = [value for value in node.inputs[:2] if value is not None]
+        scales = [(str(value.name), scale) for value in operands if (scale := _scale_of(value)) is not None]
+        if len(scales) == 2:
+            (_, first), (site, second) = scales
+            problem = product_problem(first.max(), second, where=site)
+            if problem is not None:
+                problems[site] = problem
+    if problems:
+        raise PlanError(list(problems.values()), title="runtimes can't compute with these scales")
+
+
+def _scale_of(value: ir.Value) -> Tensor | None:
+    """The scales of what a DequantizeLinear gives."""
+    producer = value.producer()
+    if producer is None or producer.op_type != "DequantizeLinear":
+        return None
+    scale = producer.inputs[1]
+    return None if scale is None or scale.const_value is None else torch.from_numpy(scale.const_value.numpy().copy())
+
+
 def _fold_weight_transposes(model: ir.Model) -> None:
     """DQ(codes) → Transpose becomes DQ(transposed codes): runtimes fuse only a DQ that feeds the operator itself."""
     graph = model.graph
@@ -254,6 +289,77 @@ def _fold_weight_transposes(model: ir.Model) -> None:
             source.shape, source.type = output.shape, output.type
             ir.convenience.replace_all_uses_with(output, source)
             graph.remove(node, safe=True)
+
+
+def _flatten_matrices(model: ir.Model) -> None:
+    """Weights of matrix products that have scales per channel get two axes, in which ONNX Runtime's kernels want them.
+
+    Leading axes of length 1 are dropped: the product is the same, and its result gets them back. Other weights are
+    reshaped behind their DequantizeLinear, and the product runs in float.
+    """
+    graph = model.graph
+    for producer in [node for node in graph if node.op_type == "DequantizeLinear"]:
+        value, codes = producer.outputs[0], producer.inputs[0]
+        users = list(value.uses())
+        if codes is None or codes.const_value is None or value.is_graph_output() or "axis" not in producer.attributes:
+            continue
+        shape = tuple(codes.const_value.shape.numpy())
+        if len(shape) == 2 or not any(use.node.op_type == "MatMul" and use.idx == 1 for use in users):
+            continue
+        axis = producer.attributes["axis"].as_int() % len(shape)
+        only_products = all(use.node.op_type == "MatMul" and use.idx == 1 and use.node.inputs[0] for use in users)
+        ranks = [_rank(use.node.inputs[0]) for use in users]
+        if len(shape) > 2 and set(shape[:-2]) == {1} and axis >= len(shape) - 2 and only_products and None not in ranks:
+            _reshape_constants(producer, shape[-2:], axis - len(shape) + 2)
+            value.shape = ir.Shape(shape[-2:])
+            for use, rank in zip(users, ranks, strict=True):
+                assert rank is not None
+                _unsqueeze_behind(graph, use.node, max(0, len(shape) - max(rank, 2)))
+        elif axis == len(shape) - 1 and "block_size" not in producer.attributes:
+            matrix = (int(np.prod(shape[:-1])), shape[-1]) if len(shape) > 2 else (shape[0], 1)
+            _reshape_constants(producer, matrix, 1 if len(shape) > 2 else 0)
+            size = ir.Value(name=f"{codes.name}.shape", const_value=ir.tensor(np.array(shape, np.int64)))
+            assert size.const_value is not None
+            size.const_value.name, size.shape, size.dtype = size.name, ir.Shape([len(shape)]), ir.DataType.INT64
+            graph.register_initializer(size)
+            reshape = ir.Node("", "Reshape", [value, size])
+            reshape.outputs[0].name, reshape.outputs[0].shape = f"{value.name}.reshaped", ir.Shape(shape)
+            reshape.outputs[0].type, value.shape = value.type, ir.Shape(matrix)
+            graph.insert_after(producer, reshape)
+            for use in users:
+                use.node.replace_input_with(use.idx, reshape.outputs[0])
+
+
+def _rank(value: ir.Value | None) -> int | None:
+    return None if value is None or value.shape is None else len(value.shape)
+
+
+def _reshape_constants(producer: ir.Node, shape: tuple[int, ...], axis: int) -> None:
+    """Codes of a DequantizeLinear, and blocked scales with them, without axes of length 1 in front."""
+    blocked = "block_size" in producer.attributes
+    for index, value in enumerate(producer.inputs):
+        if value is None or value.const_value is None or (index and not blocked):
+            continue
+        array = value.const_value.numpy()
+        set_constant(value, array.reshape(array.shape[-2:] if blocked else shape))
+    producer.attributes["axis"] = ir.AttrInt64("axis", axis)
+
+
+def _unsqueeze_behind(graph: ir.Graph, product: ir.Node, count: int) -> None:
+    """Give a product's result the leading axes that its weight had."""
+    if not count:
+        return
+    result = product.outputs[0]
+    axes = ir.Value(name=f"{result.name}.axes", const_value=ir.tensor(np.arange(count, dtype=np.int64)))
+    assert axes.const_value is not None
+    axes.const_value.name, axes.shape, axes.dtype = axes.name, ir.Shape([count]), ir.DataType.INT64
+    graph.register_initializer(axes)
+    wider = ir.Node("", "Unsqueeze", [result, axes])
+    wider.outputs[0].name, wider.outputs[0].type, wider.outputs[0].shape = result.name, result.type, result.shape
+    result.name, result.shape = f"{result.name}.matrix", None
+    graph.insert_after(product, wider)
+    ir.convenience.replace_all_uses_with(result, wider.outputs[0], replace_graph_outputs=True)
+    wider.replace_input_with(0, result)
 
 
 def permutation_of(node: ir.Node, rank: int) -> list[int] | None:

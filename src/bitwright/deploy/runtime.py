@@ -13,9 +13,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from bitwright.arguments import strict
 from bitwright.batching import in_pieces
+from bitwright.deploy.agreement import as_array
+from bitwright.deploy.integrity import Damage
 from bitwright.deploy.measure import Latency, measure_latency
-from bitwright.errors import ArtefactError
+from bitwright.deploy.onnx_files import load_onnx
+from bitwright.errors import ArtefactError, BitwrightError
 from bitwright.graph.tree import map_tensors, tensors_in
 from bitwright.modes import evaluating
 from bitwright.registry import RUNTIMES
@@ -84,6 +88,11 @@ class Runtime(ABC):
         raise _hidden(cls.name)
 
     @classmethod
+    def damages(cls, path: Path) -> list[Damage]:
+        """What isn't as it was written, by the digests that artefacts carry; nothing where there are none."""
+        return []
+
+    @classmethod
     def probing(cls, path: Path, sites: Iterable[str]) -> Runtime:
         """The artefact, opened so that it also returns the codes of these sites, as outputs named `<site>.codes`."""
         raise _hidden(cls.name)
@@ -94,7 +103,7 @@ class Runtime(ABC):
         rest: list[Tensor] = [tensor for _, tensor in tensors_in(args)]
         for path, tensor in tensors_in(kwargs):
             if path in self.inputs:
-                arrays[path] = tensor.detach().cpu().numpy()
+                arrays[path] = self.array(tensor)
             else:
                 rest.append(tensor)
         free = [name for name in self.inputs if name not in arrays]
@@ -104,8 +113,12 @@ class Runtime(ABC):
                 value=f"{len(rest) + len(arrays)} given",
                 fix=f"inputs: {', '.join(self.inputs)}",
             )
-        arrays.update({name: tensor.detach().cpu().numpy() for name, tensor in zip(free, rest, strict=True)})
+        arrays.update({name: self.array(tensor) for name, tensor in zip(free, rest, strict=True)})
         return arrays
+
+    def array(self, tensor: Tensor) -> NDArray[Any]:
+        """One input as the artefact takes it."""
+        return as_array(tensor)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run as the model is called; an artefact with a fixed batch takes more samples piece by piece."""
@@ -149,6 +162,7 @@ def refused(runtime: str, error: Exception) -> ArtefactError:
     )
 
 
+@strict
 def open_runtime(name: str, path: str | Path, *, threads: int | None = None) -> Runtime:
     """Load an artefact; what can't be loaded is one clear error."""
     kind: type[Runtime] = RUNTIMES.get(name)
@@ -162,16 +176,30 @@ def open_runtime(name: str, path: str | Path, *, threads: int | None = None) -> 
     if others and path.suffix != kind.suffix:
         what = f"{name} reads {kind.suffix} files, and this is one of {' and '.join(others)}"
         raise ArtefactError(what, where=str(path), fix=f"check it on {others[0]} (--runtime {others[0]})")
+    if kind.suffix == ".onnx":
+        load_onnx(path)  # runtimes read weights wherever the file says they are
     try:
         return kind(path, threads=threads)
-    except ArtefactError:
+    except BitwrightError:
         raise
     except Exception as error:  # each runtime has its own exception types for a broken file
         raise ArtefactError(
             f"{name} can't load the artefact: {_cause(error)}",
             where=str(path),
-            fix="export it again; if that doesn't help, this runtime can't run the model: take another",
+            fix=_loading_fix(kind, path),
+            code="artefact-not-loadable",
         ) from error
+
+
+def _loading_fix(kind: type[Runtime], path: Path) -> str:
+    """Export again only what was damaged; a whole file would be the same."""
+    try:
+        damages = kind.damages(path)
+    except Exception:  # the file can't even be read
+        return "the file is cut off or isn't an artefact: export it again"
+    if damages:
+        return f"the file is damaged ({damages[0].what}): export it again"
+    return f"{kind.name} can't run this model: take another runtime, or keep the operators that it names in float"
 
 
 def _cause(error: Exception) -> str:

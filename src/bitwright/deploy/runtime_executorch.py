@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
-import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -19,9 +18,12 @@ from numpy.typing import NDArray
 from torch import nn
 
 from bitwright.deploy import program_file
+from bitwright.deploy.integrity import Damage
 from bitwright.deploy.program import QuantizedProgram, quantized_program
 from bitwright.deploy.runtime import Runtime, refused
+from bitwright.disk import scratch_folder
 from bitwright.errors import ArtefactError, ExportError
+from bitwright.files import replacing
 
 
 class ExecuTorch(Runtime):
@@ -42,7 +44,7 @@ class ExecuTorch(Runtime):
         """The program lowered to XNNPACK; a convolution or a linear that would stay in float is an error."""
         quantized = quantized_program(model, inputs)
         _lower(quantized.program, path, integer=True)
-        program_file.save_program(_beside(path), quantized.program, quantized)
+        program_file.save_program(_beside(path), quantized.program, quantized, beside=path)
 
     @classmethod
     def write_float(cls, model: nn.Module, path: Path, inputs: Any) -> None:
@@ -90,6 +92,11 @@ class ExecuTorch(Runtime):
         return program_file.stored_in(_quantized(path))
 
     @classmethod
+    def damages(cls, path: Path) -> list[Damage]:
+        """By the digests in the program's file."""
+        return program_file.damages_of(_beside(path))
+
+    @classmethod
     def probing(cls, path: Path, sites: Iterable[str]) -> Runtime:
         """A program with more outputs, lowered anew."""
         return _Probe.of(_quantized(path), sites)
@@ -107,8 +114,8 @@ class _Probe(ExecuTorch):
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             program = torch.export.export(module, example, strict=False)
-        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-            path = Path(folder) / "probe.pte"
+        with scratch_folder() as folder:
+            path = folder / "probe.pte"
             _lower(program, path, integer=True)
             program_file.save_program(_beside(path), program)
             probe = cls(path)
@@ -173,7 +180,8 @@ def _lower(program: torch.export.ExportedProgram, path: Path, *, integer: bool) 
                 value=", ".join(f"{count} {kind}" for kind, count in outside.items()),
                 fix="use a plan with signed 8-bit activations and a quantized output behind each of them",
             )
-        path.write_bytes(lowered.to_executorch().buffer)
+        with replacing(path) as temporary:
+            temporary.write_bytes(lowered.to_executorch().buffer)
 
 
 @contextlib.contextmanager

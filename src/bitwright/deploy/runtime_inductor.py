@@ -17,6 +17,7 @@ from torch import nn
 
 from bitwright.attach.compiled import for_this_cpu
 from bitwright.deploy import program_file
+from bitwright.deploy.integrity import Damage
 from bitwright.deploy.program import QuantizedProgram, quantized_program
 from bitwright.deploy.runtime import Runtime, refused
 from bitwright.errors import ArtefactError
@@ -114,6 +115,11 @@ class Inductor(Runtime):
     def stored(cls, path: Path) -> dict[str, NDArray[Any]]:
         """What the program holds."""
         return program_file.stored_in(_quantized(path))
+
+    @classmethod
+    def damages(cls, path: Path) -> list[Damage]:
+        """By the digests in the program's file."""
+        return program_file.damages_of(path)
 
     @classmethod
     def probing(cls, path: Path, sites: Iterable[str]) -> Runtime:

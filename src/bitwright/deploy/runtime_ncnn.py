@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,10 +14,12 @@ from torch import nn
 
 from bitwright.deploy.artefacts.store import QDQ
 from bitwright.deploy.export import export, export_float
+from bitwright.deploy.integrity import Damage
 from bitwright.deploy.ncnn import convert, load, save
 from bitwright.deploy.ncnn.files import Site, weights_of
 from bitwright.deploy.ncnn.layers import factor
 from bitwright.deploy.runtime import Runtime, refused
+from bitwright.disk import scratch_folder
 from bitwright.errors import ArtefactError
 from bitwright.graph.tree import part
 
@@ -41,8 +42,8 @@ class Ncnn(Runtime):
     @classmethod
     def write(cls, model: nn.Module, path: Path, inputs: Any) -> None:
         """Our Q/DQ graph as ncnn's layers; operators that it can't have are one error."""
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / "model.onnx"
+        with scratch_folder() as folder:
+            file = folder / "model.onnx"
             export(model, file, _one(inputs), dynamic_batch=False, artefact=QDQ)
             net = convert(ir.load(file))
             save(net, path)
@@ -50,8 +51,8 @@ class Ncnn(Runtime):
     @classmethod
     def write_float(cls, model: nn.Module, path: Path, inputs: Any) -> None:
         """The float model as ncnn's layers."""
-        with tempfile.TemporaryDirectory() as folder:
-            net = convert(ir.load(export_float(model, Path(folder) / "model.onnx", _one(inputs), dynamic_batch=False)))
+        with scratch_folder() as folder:
+            net = convert(ir.load(export_float(model, folder / "model.onnx", _one(inputs), dynamic_batch=False)))
             save(net, path)
 
     @classmethod
@@ -127,6 +128,11 @@ class Ncnn(Runtime):
                 "this artefact has no sites", where=str(path), fix="give the quantized model's artefact"
             )
         return files.stored(path)
+
+    @classmethod
+    def damages(cls, path: Path) -> list[Damage]:
+        """By the digests in the .json file."""
+        return load(path).damages(path)
 
     @classmethod
     def probing(cls, path: Path, sites: Iterable[str]) -> Runtime:

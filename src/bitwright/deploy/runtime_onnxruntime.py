@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections import Counter
 from functools import cached_property
 from importlib.util import find_spec
@@ -12,9 +11,11 @@ from typing import Any
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from bitwright.deploy.onnx_files import data_files, load_onnx
 from bitwright.deploy.onnx_reader import OnnxReader
 from bitwright.deploy.operator_names import behind, operator_of
 from bitwright.deploy.runtime import refused
+from bitwright.disk import scratch_folder
 
 _INTEGER = {
     "QLinearConv",
@@ -70,7 +71,7 @@ class OnnxRuntime(OnnxReader):
 
     def left_in_float(self) -> tuple[str, ...]:
         """By the weights or sites that they read: `export` names values so."""
-        written = ir.load(self.path).graph
+        written = load_onnx(self.path).graph
         found = []
         for node in self._optimized:
             if node.op_type in _FLOAT:
@@ -87,8 +88,10 @@ class OnnxRuntime(OnnxReader):
 
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3
-        with tempfile.TemporaryDirectory() as folder:
-            optimized = Path(folder) / "optimized.onnx"
+        with scratch_folder() as folder:
+            optimized = folder / "optimized.onnx"
             options.optimized_model_filepath = str(optimized)
+            if data_files(self.path):  # of what is too large for one file, so is this
+                options.add_session_config_entry("session.optimized_model_external_initializers_file_name", "data")
             onnxruntime.InferenceSession(str(self.path), options, providers=["CPUExecutionProvider"])
             return ir.load(optimized).graph

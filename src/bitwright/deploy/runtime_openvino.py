@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx_ir as ir
 from numpy.typing import NDArray
 
+from bitwright.deploy.onnx_files import load_onnx
 from bitwright.deploy.onnx_reader import OnnxReader
 from bitwright.deploy.operator_names import operator_of
 from bitwright.deploy.runtime import refused
@@ -70,7 +70,7 @@ class OpenVino(OnnxReader):
 
     def left_in_float(self) -> tuple[str, ...]:
         """A layer says which values of the artefact it was made of."""
-        ours = {str(node.outputs[0].name): operator_of(node) for node in ir.load(self.path).graph}
+        ours = {str(node.outputs[0].name): operator_of(node) for node in load_onnx(self.path).graph}
         found = []
         for layer, integer in self._products():
             if not integer:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import permutations
-from math import inf, log10
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from bitwright.attach import Quantizer, in_mode, quantizers_of, tapped
+from bitwright.deploy.agreement import MIN_SQNR, decibels, share_of
+from bitwright.deploy.integrity import Damage
 from bitwright.deploy.runtime import Runtime
-
-MIN_SQNR = 30.0
+from bitwright.modes import call_copied
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,18 +69,6 @@ class Sites:
     probe: Probe
 
 
-def decibels(signal: float, error: float) -> float:
-    """The ratio of two energies."""
-    return inf if error == 0 else 10 * log10(max(signal, 1e-300) / error)
-
-
-def share_of(error: float, quantization: float) -> float:
-    """The ratio of two errors, as amplitudes."""
-    if error == 0:
-        return 0.0
-    return (error / quantization) ** 0.5 if quantization else inf
-
-
 @dataclass
 class _Seen:
     """What the simulated model has at one site."""
@@ -122,6 +111,39 @@ def check_sites(
     )
 
 
+class StoredSites:
+    """Compares what an artefact stores of each site with the model's own: codes of weights, scales, zero points."""
+
+    def __init__(self, constants: dict[str, NDArray[Any]]) -> None:
+        self.constants = dict(constants)
+        self.found: dict[str, Damage] = {}
+        self.seen_in_order: dict[str, None] = {}
+
+    def look(self, site: str, quantizer: Quantizer, x: Tensor) -> None:
+        """A tap: what comes to this site in the simulated model."""
+        if site in self.seen_in_order:
+            return
+        self.seen_in_order[site] = None
+        grid = quantizer.grid()
+        numbers = {"scale": grid.scale.cpu().numpy(), "zero_point": grid.zero_point.cpu().numpy()}
+        zero = quantizer.layout.spread(grid.zero_point, x).cpu().numpy()
+        name = f"{site}.codes"
+        if f"{site}.value" in self.constants:
+            value = self.constants[f"{site}.value"]
+            self.constants[name] = np.rint(value / numbers["scale"].astype(np.float64))
+        stored = name in self.constants
+        codes = quantizer.integers(x).cpu().numpy() if stored else np.zeros(())
+        seen = _Seen(codes=codes, grid=numbers, zero=zero, owner=quantizer.site)
+        differs = _grid_difference(seen, self.constants)
+        if differs is not None:
+            self.found.setdefault(site, Damage(site=site, what=differs))
+        if stored:
+            theirs = _turned_back(self.constants[name].astype(np.int64), codes)
+            if not np.array_equal(theirs, codes):
+                count = int((theirs != codes).sum()) if theirs.shape == codes.shape else codes.size
+                self.found.setdefault(site, Damage(site=site, what=f"{count} of {codes.size} codes aren't the model's"))
+
+
 def _simulate(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, _Seen]:
     seen: dict[str, _Seen] = {}
 
@@ -157,7 +179,7 @@ def _walk(
     with tapped(model, look), torch.no_grad(), in_mode(model, "quantize"):
         for quantizer in quantizers_of(model).values():
             quantizer.enabled = enabled
-        model(*args, **kwargs)
+        call_copied(model, args, kwargs)
 
 
 def _compare(
@@ -188,7 +210,15 @@ def _compare(
 
 def _turned_back(found: NDArray[Any], codes: NDArray[Any]) -> NDArray[Any]:
     """Artefacts store matrices as their operators read them, often transposed: the turn that fits best."""
-    turns = [found.transpose(axes) for axes in permutations(range(found.ndim))]
+    if found.shape == codes.shape and np.array_equal(found, codes):
+        return found
+    if found.ndim == codes.ndim:
+        turns = [found.transpose(axes) for axes in permutations(range(found.ndim))]
+    elif found.size == codes.size:  # a stack of matrices, written as one
+        every = list(permutations(range(codes.ndim)))
+        turns = [found.reshape(codes.transpose(axes).shape).transpose(np.argsort(axes)) for axes in every]
+    else:
+        return found
     fitting = [turned for turned in turns if turned.shape == codes.shape]
     return min(fitting, key=lambda turned: int((turned != codes).sum()), default=found)
 

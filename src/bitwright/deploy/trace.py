@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import logging
+import re
 import warnings
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from types import CodeType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
-from bitwright.attach import Attachment, Fold, Quantizer, attachment_of, in_mode, tapped
+from bitwright.attach import Attachment, Fold, Quantizer, Route, align, attachment_of, in_mode, routed, tapped
+from bitwright.deploy.dynamic import Axis, free_axes
 from bitwright.deploy.qdq import Recorded
-from bitwright.errors import ExportError
-from bitwright.graph.tree import map_tensors
-from bitwright.modes import evaluating
-
-log = logging.getLogger("bitwright")
+from bitwright.deploy.rewrites import inline_regions
+from bitwright.errors import ExportError, Problem
+from bitwright.graph.capture import Recorder, named_inputs, run_recorded
+from bitwright.graph.intercept import bare
+from bitwright.graph.tree import batch_size, map_tensors, tensors_in
+from bitwright.modes import call_copied, evaluating
+from bitwright.owner import line_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +34,22 @@ class Traced:
 
     program: torch.export.ExportedProgram
     recorded: Recorded
-    dynamic_batch: bool
+    exported: Exported
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exported:
+    """A program of torch.export, and which of its sizes are free."""
+
+    program: torch.export.ExportedProgram
+    axes: list[Axis]
+    """The batch and other free first axes; none: all sizes are those of the example."""
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    """The call that was traced: the example, with at least two samples where the batch is free."""
+    flat: bool = False
+    """Whether the program takes the call's tensors one by one: a dataclass is no argument to torch.export."""
+    warnings: tuple[Problem, ...] = ()
 
 
 def trace(
@@ -39,13 +59,31 @@ def trace(
 
     A program that doesn't pass the quantizers that the model passes is refused.
     """
+    model = bare(model)
     attachment = attachment_of(model)
     with evaluating(model):
-        with _marking(attachment), in_mode(model, "quantize"):
-            program, dynamic = export_program(model, args, kwargs, dynamic_batch)
-        recorded = _record(model, attachment, args, kwargs, _constant_sites(program), codes=codes)
-    _assert_complete(program, recorded)
-    return Traced(program=program, recorded=recorded, dynamic_batch=dynamic)
+        under_export, usual = Route(), Route()
+        with _marking(attachment), in_mode(model, "quantize"), routed(attachment, under_export):
+            exported = export_program(model, args, kwargs, dynamic_batch)
+        with routed(attachment, usual):
+            recorded = _record(model, attachment, args, kwargs, _constant_sites(exported.program), codes=codes)
+        if other := align(usual, under_export):  # the model's code takes another path: tell which operator is which
+            with _marking(attachment), in_mode(model, "quantize"), routed(attachment, Route(other)):
+                again = export_program(model, args, kwargs, bool(exported.axes))
+                exported = replace(again, warnings=again.warnings or exported.warnings)
+            recorded = _record(model, attachment, args, kwargs, _constant_sites(exported.program), codes=codes)
+        program = exported.program
+        missing = _missing(program, recorded)
+        if missing:
+            missing -= _without_effect(model, attachment, program, missing, args, kwargs)
+    if missing:
+        raise ExportError(
+            f"the exported program does not pass {len(missing)} of the model's {len(recorded.passed)} quantizers",
+            where=", ".join(sorted(missing)[:8]),
+            fix="under torch.export the model's code calls other operators there: keep these sites in float",
+            code="export-path-differs",
+        )
+    return Traced(program=program, recorded=recorded, exported=exported)
 
 
 def _record(
@@ -68,7 +106,7 @@ def _record(
             recorded.values[site] = quantizer.quantize(x.to(torch.float32)).to(x.dtype)
 
     with tapped(model, remember), torch.no_grad(), in_mode(model, "quantize"):
-        model(*args, **kwargs)
+        call_copied(model, args, kwargs)
     for site, fold in attachment.folds.items():
         if fold.bias is not None:
             recorded.constants[site] = fold.bias
@@ -88,36 +126,133 @@ def _marking(attachment: Attachment) -> Iterator[None]:
             holder.marking = False
 
 
-def export_program(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_batch: bool
-) -> tuple[torch.export.ExportedProgram, bool]:
+def export_program(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_batch: bool) -> Exported:
     """`torch.export`, with any batch if the model's code lets it; says whether it does."""
     # Views into one tensor, as examples often are, would be taken for inputs that depend on each other.
     args, kwargs = map_tensors((args, kwargs), Tensor.clone)
-    with torch.no_grad(), warnings.catch_warnings():
+    flat = _needs_flattening(args, kwargs)
+    with _tensors_only(bare(model), args, kwargs, flat) as (forward, feed), torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own notes about its internals; failures raise
+        noted: tuple[Problem, ...] = ()
         if dynamic_batch:
             try:
                 # A batch of one would be taken for a constant.
-                wide_args, wide_kwargs = _at_least_two(args), _at_least_two(kwargs)
-                shapes = (_dynamic(wide_args), _dynamic(wide_kwargs))
+                wide = _at_least_two(args), _at_least_two(kwargs)
+                wide_args, wide_kwargs = feed(*wide)
                 program = torch.export.export(
-                    model,
+                    forward,
                     wide_args,
                     wide_kwargs,
-                    dynamic_shapes=_by_parameter(model, *shapes),
+                    dynamic_shapes=_by_parameter(forward, _dynamic(wide_args), _dynamic(wide_kwargs)),
                     strict=False,
                 )
-                return program, _has_dynamic_inputs(program)
+                axes = free_axes(program, wide)
+                if axes:
+                    inline_regions(program)
+                    return Exported(program=program, axes=axes, args=wide[0], kwargs=wide[1], flat=flat)
+                reason = "the model's code depends on its size"
             except Exception as error:
-                log.warning("no dynamic batch: the model's own code fixes it (%s)", str(error).strip().split("\n")[0])
+                reason = reason_of(error)
+            noted = (fixed_batch(reason, batch_size((args, kwargs))),)
         try:
-            return torch.export.export(model, args, kwargs, strict=False), False
+            feed_args, feed_kwargs = feed(args, kwargs)
+            program = torch.export.export(forward, feed_args, feed_kwargs, strict=False)
         except Exception as error:
             raise ExportError(
-                f"torch.export can't follow the model: {type(error).__name__}: {str(error).strip().splitlines()[0]}",
-                fix="data-dependent control flow can't be exported; export the part without it",
+                f"torch.export can't follow the model: {reason_of(error)}",
+                where=line_of(error).removeprefix(", at ") or None,
+                fix=advice_for(error),
+                code="torch-export-failed",
             ) from error
+    inline_regions(program)
+    return Exported(program=program, axes=[], args=args, kwargs=kwargs, flat=flat, warnings=noted)
+
+
+class _TensorForward:
+    """A model's forward that returns its tensors in a tuple, and with `names` takes them by name.
+
+    torch.export knows a few types of arguments and results. Numbers, strings and objects of other types are not what a
+    runtime takes or returns; dataclasses are taken apart and put together here.
+    """
+
+    def __init__(self, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any], names: Sequence[str]) -> None:
+        self.forward, self.args, self.kwargs, self.names = forward, args, kwargs, names
+        self.__signature__ = inspect.signature(forward)
+        if names:
+            kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+            self.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in names])
+
+    def __call__(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+        """Call the model as it is written."""
+        if self.names:
+            given = iter([*args, *(kwargs[name] for name in self.names[len(args) :])])
+            args, kwargs = map_tensors((self.args, self.kwargs), lambda _: next(given))
+        return tuple(tensor for _, tensor in tensors_in(self.forward(*args, **kwargs)))
+
+    @property
+    def __code__(self) -> CodeType:
+        code: CodeType = self.forward.__code__
+        return code
+
+
+def _needs_flattening(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether there are tensors in objects that torch.export can't look into."""
+    return any(not isinstance(leaf, Tensor) and next(tensors_in(leaf), None) for leaf in tree_leaves((args, kwargs)))
+
+
+def flattened(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The call's tensors, one by one."""
+    return tuple(tensor for _, tensor in tensors_in((args, kwargs))), {}
+
+
+@contextlib.contextmanager
+def _tensors_only(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], flat: bool
+) -> Iterator[tuple[nn.Module, Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]]]:
+    """While this lasts, the model's forward takes what torch.export takes and returns tensors.
+
+    Gives the model, and what makes the arguments that it then takes of those that it is written for.
+    """
+    names = [re.sub(r"\W", "_", path) for path, _ in named_inputs(model, args, kwargs)] if flat else []
+    own = model.__dict__.get("forward")
+    model.__dict__["forward"] = _TensorForward(model.forward, args, kwargs, names)
+    try:
+        yield model, flattened if flat else lambda args, kwargs: (args, kwargs)
+    finally:
+        if own is None:
+            del model.__dict__["forward"]
+        else:
+            model.__dict__["forward"] = own
+
+
+def reason_of(error: BaseException) -> str:
+    """The error that torch began with, in one line: its type, and the first line that says something."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def advice_for(error: BaseException) -> str:
+    """What to do about an error of torch.export."""
+    if "data-dependent" in str(error).lower():
+        return (
+            "the model's code there depends on the values of a tensor (if, int(), .item(), indexing): use torch.where "
+            "or torch.cond, or export the part of the model without it"
+        )
+    return (
+        "torch.export.export(model, inputs, strict=False) fails in the same way for the float model: "
+        "change the code there, or export the part of the model without it"
+    )
+
+
+def fixed_batch(reason: str, size: int) -> Problem:
+    """What to say where any batch was asked for, and the artefact takes one size."""
+    return Problem(
+        what=f"the artefact takes only batches of {size}: {reason}",
+        fix="export with an example of the batch size that you deploy, or make the model's code independent of it",
+        code="fixed-batch",
+    )
 
 
 def _at_least_two(nest: Any) -> Any:
@@ -157,15 +292,6 @@ def _by_parameter(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     return flat
 
 
-def _has_dynamic_inputs(program: torch.export.ExportedProgram) -> bool:
-    names = set(program.graph_signature.user_inputs)
-    for node in program.graph.nodes:
-        value = node.meta.get("val") if node.op == "placeholder" and node.name in names else None
-        if isinstance(value, Tensor) and any(not isinstance(size, int) for size in value.shape[:1]):
-            return True
-    return False
-
-
 def _constant_sites(program: torch.export.ExportedProgram) -> set[str]:
     """Sites whose numbers no input can change, not even by its size: weights, stored or computed."""
     signature = program.graph_signature
@@ -188,18 +314,49 @@ def _constant_sites(program: torch.export.ExportedProgram) -> set[str]:
     }
 
 
-def _assert_complete(program: torch.export.ExportedProgram, recorded: Recorded) -> None:
-    """The program passes the quantizers that the model passes, with tensors of the same kind."""
-    markers = [
+def _markers(program: torch.export.ExportedProgram) -> list[tuple[str, Tensor]]:
+    """Each marker's site, and the tensor that passes it."""
+    return [
         (str(node.args[1]), node.args[0].meta["val"])
         for node in program.graph.nodes
         if node.op == "call_function" and node.target is torch.ops.bitwright.site.default
     ]
-    found = Counter((site, str(x.dtype), x.dim()) for site, x in markers if site not in recorded.constants)
-    if found != recorded.passed:
-        differ = {site for site, _, _ in (found - recorded.passed) + (recorded.passed - found)}
-        raise ExportError(
-            f"the exported program passes {found.total()} quantizers, the model {recorded.passed.total()}",
-            value=sorted(differ)[:8],
-            fix="under torch.export the model's code takes another path there: keep these sites in float",
-        )
+
+
+def _missing(program: torch.export.ExportedProgram, recorded: Recorded) -> set[str]:
+    """Sites that the program passes less or more often than the model, or with other tensors."""
+    markers = [(site, x) for site, x in _markers(program) if site not in recorded.constants]
+    found = Counter((site, str(x.dtype), x.dim()) for site, x in markers)
+    return {site for site, _, _ in (found - recorded.passed) + (recorded.passed - found)}
+
+
+def _without_effect(
+    model: nn.Module,
+    attachment: Attachment,
+    program: torch.export.ExportedProgram,
+    missing: set[str],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> set[str]:
+    """Of the sites that the program doesn't pass, those whose quantizers make no difference to the model's outputs.
+
+    The operator's result reaches no output (a check that runs in eager mode only), or the tensor was rounded to the
+    same grid before (`reshape` shares the quantizer of its input).
+    """
+    passed = {site for site, _ in _markers(program)}
+    shared = {attachment.shared.get(site, site) for site in passed}
+    unchanged: dict[str, bool] = {}
+
+    def compare(site: str, quantizer: Quantizer, x: Tensor) -> None:
+        if site in missing:
+            wide = x.to(torch.float32)
+            same = quantizer.site in shared and torch.equal(quantizer.quantize(wide), wide)
+            unchanged[site] = unchanged.get(site, True) and same
+
+    with tapped(model, compare), torch.no_grad(), in_mode(model, "quantize"):
+        model(*args, **kwargs)
+    recorder = Recorder(model, args, kwargs)
+    with in_mode(model, "float"):
+        graph = run_recorded(model, recorder, args, kwargs, train=False)
+    idle = {site for site in missing - passed if site.rpartition(":")[0] in graph.idle}
+    return idle | {site for site, same in unchanged.items() if same and site not in passed}

@@ -16,16 +16,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from bitwright.errors import BitwrightError, CaptureError
+from bitwright.arguments import strict
+from bitwright.errors import BitwrightError, CaptureError, Problem
 from bitwright.graph.functions import carries_floats, is_inplace, kind_of, locate, reads_values
 from bitwright.graph.graph import Graph, Op, Output, Parameter, Port, Role, Source
-from bitwright.graph.intercept import Interceptor, install, uninstall
+from bitwright.graph.intercept import Interceptor, bare, install, uninstall
 from bitwright.graph.macs import macs
 from bitwright.graph.naming import operator_name, primary_kind
 from bitwright.graph.tree import as_call, batch_size, part, tensors_in
 from bitwright.owner import first_line, line_of
 
 
+@strict
 def capture(model: nn.Module, *inputs: Any, train: bool = False) -> Graph:
     """Record the operators that `model` calls for `inputs`.
 
@@ -42,6 +44,8 @@ def capture(model: nn.Module, *inputs: Any, train: bool = False) -> Graph:
         raise CaptureError("capture needs a torch.nn.Module", value=type(model).__name__)
     if not inputs:
         raise CaptureError("capture needs at least one example input", fix="capture(model, batch)")
+    model = bare(model)
+    assert_runnable(model)
     graph = _run(model, inputs[0], train=train)
     for example in inputs[1:]:
         graph = _merge(graph, _run(model, example, train=train))
@@ -53,6 +57,8 @@ def capture_paths(model: nn.Module, inputs: Iterable[Any], *, most: int) -> Grap
 
     Most models take one path: two runs show it. One whose path depends on the data is recorded for longer.
     """
+    model = bare(model)
+    assert_runnable(model)
     calls = iter(inputs)
     first, *second = islice(calls, 2)
     graph = _capture_few(model, first, second[0] if second else first)
@@ -90,6 +96,52 @@ def _capture_few(model: nn.Module, first: Any, second: Any) -> Graph | None:
         found.append(graph)
     same = found[0].by_name.keys() == found[1].by_name.keys()
     return _merge(*found) if same else None
+
+
+def assert_runnable(model: nn.Module) -> None:
+    """Refuse what has no numbers yet, and modules whose operators can't be seen; all at once."""
+    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    lazy = [name for name, tensor in tensors if nn.parameter.is_lazy(tensor)]
+    meta = [name for name, tensor in tensors if name not in lazy and tensor.is_meta]
+    scripted = [path for path, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)]
+    outermost = [path for path in scripted if not any(_is_inside(path, other) for other in scripted)]
+    problems = [
+        Problem(what=what, where=_some(where), value=len(where), fix=fix, code=code)
+        for what, where, fix, code in (
+            (
+                "these parameters are not initialized yet: their modules are lazy",
+                lazy,
+                "run the model once on an example, model(batch), then quantize it",
+                "uninitialized-parameter",
+            ),
+            (
+                "these tensors have no numbers: they are on the meta device",
+                meta,
+                "load the weights first (model.to_empty, then load_state_dict), or build the model on a device",
+                "meta-tensor",
+            ),
+            (
+                "these modules are compiled by torch.jit, which hides their operators",
+                [path or type(model).__name__ for path in outermost],
+                "use the Python modules that were scripted or traced",
+                "scripted-module",
+            ),
+        )
+        if where
+    ]
+    if problems:
+        error = CaptureError(problems[0].what)
+        error.problems = problems
+        error.args = ("\n".join(map(str, problems)),)
+        raise error
+
+
+def _is_inside(path: str, other: str) -> bool:
+    return path != other and (not other or path.startswith(f"{other}."))
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:8]) + (f", … ({len(names)} in all)" if len(names) > 8 else "")
 
 
 def _run(model: nn.Module, example: Any, *, train: bool) -> Graph:
@@ -324,6 +376,7 @@ class Recorder(Interceptor):
                 "the model returned no tensor",
                 value=type(result).__name__,
                 fix="return a tensor, or tuples, lists, dicts or dataclasses of tensors",
+                code="no-output-tensor",
             )
         return Graph(
             ops=self._without_unread_bases({source for _, source in outputs}),

@@ -6,8 +6,13 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Literal
 
+from pydantic import TypeAdapter
+
+from bitwright.arguments import strict
+from bitwright.documents import parse_json, validated
+from bitwright.errors import PlanError, Problem
 from bitwright.graph.functions import can_hook
 from bitwright.graph.naming import site_name
 
@@ -93,6 +98,7 @@ class Parameter:
     dtype: str
 
 
+@strict
 @dataclass(frozen=True, kw_only=True)
 class Graph:
     """The operators of a model as recorded from one or several real inputs."""
@@ -122,6 +128,17 @@ class Graph:
     def output_sources(self) -> frozenset[Source]:
         """What the model returns."""
         return frozenset(source for _, source in self.outputs)
+
+    @cached_property
+    def idle(self) -> frozenset[str]:
+        """Operators whose results reach no output; none if something was made where the recorder can't look."""
+        if any(source.kind == "unknown" for op in self.ops for port in op.ports for source in port.sources):
+            return frozenset()
+        read = {source.name for source in self.output_sources if source.kind == "op"}
+        for op in reversed(self.ops):
+            if op.name in read:
+                read.update(source.name for port in op.ports for source in port.sources if source.kind == "op")
+        return frozenset(op.name for op in self.ops if op.name not in read)
 
     def partial(self, op: Op) -> bool:
         """Whether the operator was seen only in some of the runs."""
@@ -168,29 +185,39 @@ class Graph:
     @staticmethod
     def from_json(text: str) -> Graph:
         """The inverse of `to_json`."""
-        data = json.loads(text)
-        return Graph(
-            ops=tuple(_op(op) for op in data["ops"]),
-            inputs=tuple(data["inputs"]),
-            outputs=tuple((path, Source(**source)) for path, source in data["outputs"]),
-            parameters=tuple(
-                Parameter(names=tuple(p["names"]), shape=tuple(p["shape"]), dtype=p["dtype"])
-                for p in data["parameters"]
-            ),
-            runs=data["runs"],
-        )
+        data = parse_json(text, where="graph")
+        graph: Graph = validated(TypeAdapter(Graph), data, title="this is not a recorded graph")
+        problems = list(_contradictions(graph))
+        if problems:
+            raise PlanError(problems, title="this is not a recorded graph")
+        return graph
 
 
-def _op(data: dict[str, Any]) -> Op:
-    ports = tuple(
-        Port(
-            **{
-                **port,
-                "sources": tuple(Source(**s) for s in port["sources"]),
-                "shape": tuple(port["shape"]),
-            }
-        )
-        for port in data["ports"]
-    )
-    outputs = tuple(Output(shape=tuple(o["shape"]), dtype=o["dtype"]) for o in data["outputs"])
-    return Op(**{**data, "ports": ports, "outputs": outputs})
+def _contradictions(graph: Graph) -> Iterator[Problem]:
+    """What a schema can't see: names that are there twice or not at all, sizes below zero, readers before writers."""
+    made: dict[str, int] = {}
+    for op in graph.ops:
+        where = f"ops.{op.name}"
+        for port in op.ports:
+            for source in port.sources:
+                if source.kind == "op" and not 0 <= source.index < made.get(source.name, 0):
+                    yield Problem(
+                        what="no earlier operator makes this", where=where, value=str(source), code="invalid-value"
+                    )
+        if op.name in made:
+            yield Problem(what="two operators have this name", where=where, code="invalid-value")
+        shapes = (*(port.shape for port in op.ports), *(output.shape for output in op.outputs))
+        if any(not 0 <= size < 2**40 for shape in shapes for size in shape):
+            yield Problem(what="no tensor has such a shape", where=where, value=shapes, code="invalid-value")
+        if not 0 <= op.macs < 2**60 or op.seen < 0 or op.call < 0 or op.depth < 0:
+            yield Problem(what="a number is out of range", where=where, code="invalid-value")
+        if op.ports and not op.outputs and op.macs:
+            yield Problem(what="an operator has no output", where=where, code="invalid-value")
+        made[op.name] = len(op.outputs)
+    for index, parameter in enumerate(graph.parameters):
+        if not parameter.names or any(not 0 <= size < 2**40 for size in parameter.shape):
+            what = "a parameter needs a name and a shape"
+            yield Problem(what=what, where=f"parameters.{index}", value=parameter, code="invalid-value")
+    for path, source in graph.outputs:
+        if source.kind == "op" and source.name not in made:
+            yield Problem(what="no operator makes this output", where=path, value=str(source), code="invalid-value")

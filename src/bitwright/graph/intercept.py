@@ -8,7 +8,8 @@ attribute: class, children and state dict stay as they are) says which module is
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from threading import get_ident
 from types import CodeType, FunctionType
 from typing import Any
@@ -19,6 +20,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from bitwright.errors import BitwrightError
+from bitwright.graph.recompute import running
 
 # Python functions of torch that hide operators which we want to see. They ask `has_torch_function…` first, so
 # with the mode on they'd come back to us for ever: we run a twin whose globals answer False.
@@ -67,6 +69,26 @@ class Interceptor:
         """A torch function is called; returns its result."""
         raise NotImplementedError
 
+    def snapshot(self) -> Any:
+        """Where the forward stands; None if operators that run again in the backward pass needn't be seen."""
+        return None
+
+    def restore(self, state: Any) -> None:
+        """Go back to where `snapshot` was taken."""
+
+    @contextmanager
+    def replaying(self, state: Any) -> Iterator[None]:
+        """While this lasts, operators of a forward that has ended run once more, in the backward pass."""
+        thread, self.thread, self.active = self.thread, get_ident(), True
+        before = self.snapshot()
+        self.restore(state)
+        try:
+            with running(self), _OperatorMode(self):
+                yield
+        finally:
+            self.restore(before)
+            self.thread, self.active = thread, False
+
 
 class _OperatorMode(TorchFunctionMode):
     def __init__(self, interceptor: Interceptor) -> None:
@@ -84,6 +106,14 @@ class _OperatorMode(TorchFunctionMode):
         return self.interceptor.call(func, args, kwargs or {})
 
 
+def bare(model: nn.Module) -> nn.Module:
+    """The model that `torch.compile` wraps, or the model itself."""
+    if type(model).__name__ != "OptimizedModule":
+        return model
+    inner: nn.Module = model._modules.get("_orig_mod") or model
+    return inner
+
+
 class ForwardShim:
     """Stands in for `module.forward`; picklable and deep-copyable with its module."""
 
@@ -92,9 +122,12 @@ class ForwardShim:
         self.path = path
         self.interceptor = interceptor
         self.inner: Callable[..., Any] | None = module.__dict__.get("forward")  # somebody else's override
+        self.compiled = bare(module) is not module  # by torch.compile: operators of compiled code can't be seen
         self.stand_in: type[nn.Module] | None = None  # a class whose forward runs instead, while it is seen
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.compiled:
+            return bare(self.module)(*args, **kwargs)
         if self.inner is not None:
             return self.inner(*args, **kwargs)
         if self.stand_in is not None and self.interceptor.active:
@@ -129,7 +162,10 @@ class ForwardShim:
         interceptor.begin()
         token = interceptor.enter(self.path)
         try:
-            with _OperatorMode(interceptor):
+            if torch.compiler.is_compiling():
+                with _OperatorMode(interceptor):
+                    return self._forward(*args, **kwargs)
+            with running(interceptor), _OperatorMode(interceptor):
                 return self._forward(*args, **kwargs)
         finally:
             interceptor.leave(token)

@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import prod
+from math import isqrt, prod
 
 Shape = tuple[int, ...]
+
+# Kinds of operators that multiply what they are given: none of them may go unnoticed.
+PRODUCTS = frozenset(
+    (
+        *("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "convolution"),
+        *("linear", "addmm", "matmul", "mv", "dot", "vdot", "inner", "baddbmm", "addbmm", "addmv", "einsum"),
+        *("bilinear", "tensordot", "chain_matmul", "linalg_multi_dot", "conv_tbc", "cdist"),
+        *("scaled_dot_product_attention", "lstm", "gru", "rnn", "lstm_cell", "gru_cell", "rnn_cell"),
+        *("_grouped_mm", "grouped_mm", "scaled_grouped_mm", "_scaled_grouped_mm", "_scaled_mm", "scaled_mm"),
+        *("_native_multi_head_attention", "_transformer_encoder_layer_fwd"),
+    )
+)
 
 
 def macs(kind: str, inputs: Mapping[str, Shape], output: Shape, equation: str = "") -> int:
@@ -28,6 +40,22 @@ def macs(kind: str, inputs: Mapping[str, Shape], output: Shape, equation: str = 
         return prod(output) * inputs["input1"][-1]
     if kind == "einsum":
         return prod(output) * _summed(equation, list(inputs.values()))
+    if kind in ("grouped_mm", "_grouped_mm", "_scaled_grouped_mm", "scaled_grouped_mm", "_scaled_mm", "scaled_mm"):
+        # (rows, k) · (experts, k, n): each row meets one expert; (k, rows) · … sums along ragged rows alike
+        first = next(iter(inputs.values()), ())
+        return prod(output) * first[-1] if len(output) <= 2 else prod(output[-2:]) * first[-1]
+    if kind == "addbmm":  # (b, m, k) · (b, k, n), summed over b
+        return prod(inputs["input1"]) * inputs["input2"][-1]
+    if kind == "conv_tbc":  # (time, batch, in) · (kernel, in, out)
+        return prod(output) * prod(inputs["input1"][:2])
+    if kind == "cdist":
+        return prod(output) * inputs["input0"][-1]
+    if kind == "tensordot":  # (m·k)(k·n)(m·n) = (m·k·n)²
+        return isqrt(prod(inputs["input0"]) * prod(inputs["input1"]) * prod(output))
+    if kind in ("linalg_multi_dot", "chain_matmul"):
+        matrices = list(inputs.values())
+        rows = prod(matrices[0][:-1])
+        return sum(rows * prod(shape) for shape in matrices[1:])
     if kind == "scaled_dot_product_attention":
         query, key, value = inputs["query"], inputs["key"], inputs["value"]
         heads = prod(query[:-2])

@@ -1,4 +1,7 @@
-"""Tensors inside nested inputs and outputs: tuples, lists, mappings, dataclasses."""
+"""Tensors inside nested inputs and outputs: tuples, lists, mappings, dataclasses, and containers that torch knows.
+
+What a library has registered with torch's pytrees (the caches of transformers) is walked as it says.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from bitwright.modes import copied
 
 
 def tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -21,6 +27,8 @@ def tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
         items = iter(enumerate(value))
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         items = ((field.name, getattr(value, field.name)) for field in dataclasses.fields(value))
+    elif (node := pytree.SUPPORTED_NODES.get(type(value))) is not None:
+        items = iter(enumerate(node.flatten_fn(value)[0]))
     else:
         return
     for key, item in items:
@@ -40,6 +48,9 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = [field.name for field in dataclasses.fields(value) if field.init]
         return dataclasses.replace(value, **{name: map_tensors(getattr(value, name), change) for name in fields})
+    if (node := pytree.SUPPORTED_NODES.get(type(value))) is not None:
+        children, context = node.flatten_fn(value)
+        return node.unflatten_fn([map_tensors(child, change) for child in children], context)
     return value
 
 
@@ -60,7 +71,11 @@ def part(batch: Any, start: int, stop: int) -> Any:
 
 
 def as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """One example call: a dict is keywords, a tuple or list is positional, anything else one argument."""
+    """One example call: a dict is keywords, a tuple or list is positional, anything else one argument.
+
+    The call has copies of the tensors: a model that writes into its inputs doesn't change the caller's.
+    """
+    inputs = copied(inputs)
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
     if isinstance(inputs, (tuple, list)):

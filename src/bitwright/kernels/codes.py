@@ -14,10 +14,11 @@ from torch import Tensor
 
 from bitwright.attach.compiled import Kernel as Compiled
 from bitwright.attach.compiled import dense, worthwhile
+from bitwright.attach.grid import SMALLEST
 
 FULL = 127
-TINY = 1e-30
-"""The smallest scale, of zeros too: smaller ones have no inverse."""
+TINY = SMALLEST
+"""The smallest scale, of zeros too: the inverses of smaller ones exceed float32."""
 EXACT = 63
 """The largest code of one operand where 8-bit products are added in saturating pairs: 2·255·63 fits into int16."""
 

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from bitwright.attach import Observer, extremes
 from bitwright.formats import Format
+
+
+def _moved(mean: Tensor, value: Tensor, count: int) -> Tensor:
+    """The mean of one more value; differences beyond the range of float32 are taken of shares."""
+    moved = mean + (value - mean) / count
+    return torch.where(moved.isfinite(), moved, mean + (value / count - mean / count))
 
 
 class AverageMinMax(Observer):
@@ -21,8 +28,8 @@ class AverageMinMax(Observer):
         """Move the means."""
         low, high = extremes(rows)
         self.batches += 1
-        self.low = low if self.low is None else self.low + (low - self.low) / self.batches
-        self.high = high if self.high is None else self.high + (high - self.high) / self.batches
+        self.low = low if self.low is None else _moved(self.low, low, self.batches)
+        self.high = high if self.high is None else _moved(self.high, high, self.batches)
 
     def range(self) -> tuple[Tensor, Tensor]:
         """The means."""

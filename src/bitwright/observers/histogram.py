@@ -13,6 +13,7 @@ from bitwright.attach import Observer, extremes
 from bitwright.formats import Format
 
 BINS = 8192
+_LARGEST = torch.finfo(torch.float32).max
 _TINY = torch.finfo(torch.float32).tiny  # the reach of a row of which only zeros were seen
 
 
@@ -44,17 +45,19 @@ class HistogramObserver(Observer):
     def _count(self, rows: Tensor) -> None:
         largest = rows.abs().amax(dim=1).clamp(min=_TINY)
         if self.reach is None or self.counts is None:
-            self.reach = largest.clone()
+            self.reach = largest.double()  # doubling the largest float32 leaves its range
             self.counts = torch.zeros(rows.shape[0], BINS, dtype=torch.float64, device=rows.device)
         # Zeros lie in the same bin whatever the reach is: no need to double up to the first other value.
-        self.reach = torch.where(self.reach == _TINY, largest, self.reach)
+        self.reach = torch.where(self.reach == _TINY, largest.double(), self.reach)
         while bool((largest > self.reach).any()):
             grow = largest > self.reach
             merged = torch.zeros_like(self.counts)
             merged[:, BINS // 4 : BINS * 3 // 4] = self.counts.reshape(-1, BINS // 2, 2).sum(-1)
             self.counts = torch.where(grow[:, None], merged, self.counts)
             self.reach = torch.where(grow, self.reach * 2, self.reach)
-        position = ((rows / self.reach[:, None] + 1) * (BINS / 2)).long().clamp_(0, BINS - 1)
+        shrink = 0.25 if bool((self.reach > _LARGEST).any()) else 1.0  # a power of two: exact
+        share = (rows * shrink) / (self.reach * shrink).to(rows.dtype)[:, None]
+        position = ((share + 1) * (BINS / 2)).long().clamp_(0, BINS - 1)
         ones = torch.ones((), dtype=torch.float64, device=rows.device).expand_as(rows)
         self.counts.scatter_add_(1, position, ones)
 
@@ -66,7 +69,8 @@ class HistogramObserver(Observer):
         assert self.reach is not None
         assert self.counts is not None
         centres = (torch.arange(BINS, device=self.reach.device) + 0.5) * (2 / BINS) - 1
-        return centres[None, :] * self.reach[:, None], self.counts
+        values = centres.double()[None, :] * self.reach[:, None]
+        return values.clamp(-_LARGEST, _LARGEST).float(), self.counts
 
     def ends(self) -> tuple[Tensor, Tensor]:
         """The lowest and highest value ever seen, exactly."""

@@ -7,7 +7,6 @@ from math import sqrt
 import torch
 from torch import Tensor
 
-from bitwright.attach.grid import EPS
 from bitwright.observers.moments import MomentsObserver
 from bitwright.observers.scaled import range_of_scale, settled
 
@@ -22,7 +21,12 @@ class LsqStart(MomentsObserver):
     def range(self) -> tuple[Tensor, Tensor]:
         """The range of that scale."""
         low, high = super().range()
-        scale = (2 * self.mean_abs() / sqrt(settled(self.format, low).qmax)).clamp(min=EPS)
+        scale = 2 * self.mean_abs() / sqrt(settled(self.format, low).qmax)
+        zeros = scale == 0  # nothing else was seen: the quantizer knows what to do with an empty range
+        bottom, top = self._covered(torch.where(zeros, 1.0, scale), low, high)
+        return torch.where(zeros, 0.0, bottom), torch.where(zeros, 0.0, top)
+
+    def _covered(self, scale: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
         if self.format.symmetric:
             return range_of_scale(scale, low, self.format)
         span = scale * (self.format.qmax - self.format.qmin)

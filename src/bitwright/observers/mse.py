@@ -42,7 +42,7 @@ class Mse(HistogramObserver):
         return low * chosen, high * chosen
 
     def _error(self, values: Tensor, counts: Tensor, low: Tensor, high: Tensor) -> Tensor:
-        grid = grid_from_range(low, high, self.format, site="mse observer")
+        grid = grid_from_range(low, high, self.format)
         scale, zero_point = grid.scale[:, None], grid.zero_point[:, None]
         codes = torch.clamp(torch.round(values / scale) + zero_point, grid.qmin, grid.qmax)
         return (((codes - zero_point) * scale - values).abs().double().pow(self.p) * counts).sum(dim=1)

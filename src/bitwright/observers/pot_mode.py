@@ -9,7 +9,7 @@ from bitwright.attach import extremes
 from bitwright.formats import Format
 from bitwright.observers.minmax import MinMax
 from bitwright.observers.pot_floor import best_exponent
-from bitwright.observers.scaled import range_of_scale
+from bitwright.observers.scaled import range_of_scale, unless_zeros
 
 
 class PotMode(MinMax):
@@ -32,6 +32,6 @@ class PotMode(MinMax):
 
     def range(self) -> tuple[Tensor, Tensor]:
         """The range of the winner's scale."""
-        low, _ = super().range()
+        low, high = super().range()
         finest = (-torch.stack(self.votes)).mode(dim=0).values  # of several, `mode` gives the lowest
-        return range_of_scale(torch.exp2(-finest), low, self.format)
+        return unless_zeros(range_of_scale(torch.exp2(-finest), low, self.format), low, high)

@@ -22,3 +22,9 @@ def range_of_scale(scale: Tensor, low: Tensor, format: Format) -> tuple[Tensor, 
         return bottom, bottom + span
     # Negative numbers at an unsigned site are reported by the quantizer, which knows the site.
     return scale * format.qmin if format.signed else low.clamp(max=0.0), scale * format.qmax
+
+
+def unless_zeros(ends: tuple[Tensor, Tensor], low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+    """The range; an empty one where only zeros were seen, of which the quantizer knows what to do."""
+    zeros = (low == 0) & (high == 0)
+    return torch.where(zeros, 0.0, ends[0]), torch.where(zeros, 0.0, ends[1])

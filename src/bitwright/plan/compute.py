@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from bitwright.arguments import strict
 from bitwright.errors import Problem, did_you_mean
 from bitwright.graph import Graph
 from bitwright.registry import KERNELS
@@ -16,6 +17,7 @@ _GRADIENTS = ("input", "weight")
 _SCALES = ("row", "tensor")
 
 
+@strict
 @dataclass(frozen=True, kw_only=True)
 class ComputeSpec:
     """How one operator is computed."""

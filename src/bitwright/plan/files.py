@@ -10,9 +10,9 @@ from typing import Any
 
 from pydantic import ValidationError
 from ruamel.yaml import YAML
-from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.representer import SafeRepresenter
 
+from bitwright.documents import MOST_YAML, parse_yaml, read_text
 from bitwright.errors import BitwrightError, FormatError, PlanError, Problem, did_you_mean
 from bitwright.files import write_text
 from bitwright.formats import Format
@@ -23,24 +23,13 @@ from bitwright.plan.strategies import NO_FOLDING, known_strategies
 
 def load_plan(path: Path) -> Plan:
     """Read a plan file."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise BitwrightError(
-            f"can't read the plan: {error}", where=str(path), fix="give the path of a plan file (YAML)"
-        ) from error
+    text = read_text(path, what="the plan", fix="give the path of a plan file (YAML)", most=MOST_YAML)
     return parse_plan(text, where=str(path))
 
 
 def parse_plan(text: str, *, where: str) -> Plan:
     """Read a plan from text; every problem that can be seen without the model is listed."""
-    try:
-        data = YAML(typ="safe", pure=True).load(text)
-    except YAMLError as error:
-        mark = error.problem_mark if isinstance(error, MarkedYAMLError) else None
-        line = f"{where}:{mark.line + 1}:{mark.column + 1}" if mark else where
-        what = error.problem if isinstance(error, MarkedYAMLError) else str(error)
-        raise BitwrightError(f"not valid YAML: {what}", where=line, fix="mend the file at this line") from error
+    data = parse_yaml(text, where=where, finite=False)  # options of plugins may be infinite
     if not isinstance(data, dict):
         raise BitwrightError(
             "a plan is a mapping", where=where, value=data, fix=f"begin with `bitwright: {SCHEMA_VERSION}`"

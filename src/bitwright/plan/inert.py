@@ -6,14 +6,17 @@ as a name with arguments; calls that NumPy's own files have are understood, all 
 
 from __future__ import annotations
 
+import io
 import pickletools
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
+from bitwright.documents import read_bytes
 from bitwright.errors import BitwrightError
 
 
@@ -27,6 +30,7 @@ class _Call:
 
 
 _MARK = object()
+_MOST_BYTES = 64 << 20
 _ARRAYS = {f"numpy.{core}.multiarray._reconstruct" for core in ("core", "_core")}
 _SCALARS = {f"numpy.{core}.multiarray.scalar" for core in ("core", "_core")}
 _DTYPES = {"numpy.dtype"}
@@ -47,11 +51,14 @@ def load_npy(path: str | Path) -> Any:
 
 
 def _loaded(path: Path) -> Any:
-    with path.open("rb") as file:
+    raw = read_bytes(path, what="the mapper", fix="give a file that numpy.save wrote", most=_MOST_BYTES)
+    with io.BytesIO(raw) as file:  # a file would make room for as many bytes as a damaged length says
         version = np.lib.format.read_magic(file)
         reader = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
         shape, _, dtype = reader(file)
         if not dtype.hasobject:
+            if prod(shape) * dtype.itemsize > len(raw):
+                raise ValueError(f"the shape {shape} needs more numbers than there are")
             file.seek(0)
             return np.load(file, allow_pickle=False)
         value = read_pickle(file, str(path))

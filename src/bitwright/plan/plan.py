@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from bitwright.arguments import strict
 from bitwright.errors import PlanError, Problem, did_you_mean
 from bitwright.formats import Format
 from bitwright.graph import Graph
@@ -19,6 +20,7 @@ from bitwright.plan.strategies import DEFAULT_STRATEGY
 _FLOAT = Format.parse("float")
 
 
+@strict
 @dataclass(frozen=True, kw_only=True)
 class SiteSpec:
     """What happens at one site."""
@@ -74,6 +76,7 @@ class Device:
     why: str = ""
 
 
+@strict
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """A set of sites with their formats; immutable, `with_sites` makes a changed one.

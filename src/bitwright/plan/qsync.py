@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -63,9 +62,10 @@ def _find(key: str, graph: Graph, counted: Mapping[str, list[Op]]) -> Op | None:
     kind, _, number = key.rpartition("_")
     kind = {"conv": "conv2d", "conv2d": "conv2d", "fc": "linear"}.get(kind.lower(), kind.lower())
     own = counted.get(kind, [])
-    return own[int(number)] if number.isdigit() and int(number) < len(own) else None
+    plain = number.isascii() and number.isdigit() and len(number) < 10  # "²" is a digit, too
+    return own[int(number)] if plain and int(number) < len(own) else None
 
 
 def _bits(value: Any) -> int:
-    whole = isinstance(value, (int, float)) and math.isfinite(value) and int(value) == value
+    whole = isinstance(value, int | float) and abs(value) < 2**31 and int(value) == value
     return int(value) if whole else value

@@ -71,7 +71,9 @@ class DeviceEntry(_Strict):
 
     sites: dict[str, SiteEntry | str] = Field(default_factory=dict)
     compute: dict[str, ComputeEntry | str] = Field(default_factory=dict)
-    batch: int | None = Field(default=None, ge=1, strict=True, description="Samples of each step on such a device.")
+    batch: int | None = Field(
+        default=None, ge=1, le=10**9, strict=True, description="Samples of each step on such a device."
+    )
     channels_last: bool = Field(
         default=False, strict=True, description="Images are NHWC in memory: what was planned holds for that layout."
     )

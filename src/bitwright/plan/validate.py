@@ -37,8 +37,9 @@ def validate(plan: Plan, graph: Graph | None = None) -> list[Problem]:
     problems += _strategies(plan)
     if graph is not None:
         problems += _folds(plan, graph)
+        parameters = {name for parameter in graph.parameters for name in parameter.names}
         for name in plan.float:
-            if name not in graph.by_name:
+            if name not in graph.by_name and name not in parameters:
                 problems.append(_no_operator("float", name, graph))
     return problems
 

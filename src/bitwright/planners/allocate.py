@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
+from bitwright.arguments import strict
 from bitwright.errors import PlanError, Problem
 from bitwright.planners.blocks import polished, quickest
 from bitwright.planners.explain import too_large
@@ -35,6 +36,7 @@ class Allocation:
         return {kind: sum(f != FLOAT for f in plan.values()) for kind, plan in self.plans.items()}
 
 
+@strict
 def allocation(machine: Machine, plans: Plans, batches: Mapping[str, int]) -> Allocation:
     """What these plans are worth."""
     return Allocation(
@@ -46,11 +48,13 @@ def allocation(machine: Machine, plans: Plans, batches: Mapping[str, int]) -> Al
     )
 
 
+@strict
 def equal_batches(machine: Machine) -> dict[str, int]:
     """The same number of samples everywhere."""
     return dict.fromkeys(machine.kinds, machine.batch)
 
 
+@strict
 def uniform(machine: Machine, format: str, batches: Mapping[str, int] | None = None) -> Allocation:
     """One format wherever it can be run, float elsewhere."""
     batches = batches or equal_batches(machine)
@@ -81,6 +85,7 @@ def over_limits(machine: Machine, found: Allocation) -> list[Problem]:
     ]
 
 
+@strict
 def all_float(machine: Machine) -> Allocation:
     """Everything in float, equal batches: what is there without a plan."""
     return uniform(machine, FLOAT)
@@ -153,6 +158,7 @@ def _shrunk(machine: Machine, kind: str, plan: Assignment, batch: int, limit: in
     return plan
 
 
+@strict
 def recover(
     machine: Machine,
     batches: Mapping[str, int] | None = None,

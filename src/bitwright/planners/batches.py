@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
 
+from bitwright.arguments import strict
 from bitwright.errors import PlanError, Problem
 from bitwright.planners.allocate import SLACK, Allocation, allocation, equal_batches, fastest, recover
 from bitwright.planners.blocks import quickest
@@ -122,6 +123,7 @@ def dynamic_batching(machine: Machine) -> Allocation:
     return allocation(machine, plans, split_batch(machine, plans))
 
 
+@strict
 def recover_and_split(machine: Machine, *, slack: float = SLACK) -> Allocation:
     """Precisions and batches together: no earlier system has both.
 

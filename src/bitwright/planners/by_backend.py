@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Unpack
 
-from bitwright.backends import BackendTable, Choices, backend, mistakes, place
+from bitwright.arguments import strict
+from bitwright.backends import BackendTable, Choices, backend, mistakes, patterns_of, place
 from bitwright.deploy import saturates
 from bitwright.errors import PlanError
 from bitwright.graph import Graph
 from bitwright.plan import Plan
 
 
+@strict
 def make_plan(
     graph: Graph,
     target: str | BackendTable = "onnxruntime",
@@ -23,7 +25,7 @@ def make_plan(
     Without `saturating` this machine is asked: say it if another one deploys.
     """
     table = backend(target)
-    choices["keep_float"] = list(choices.get("keep_float", ()))
+    choices["keep_float"] = patterns_of(choices)
     if problems := mistakes(choices, table, graph):  # before this machine is probed
         raise PlanError(problems)
     if choices.get("saturating") is None and table.guard is not None and table.runtime is not None:

@@ -6,6 +6,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from bitwright.arguments import strict
 from bitwright.predict import MemoryLimit
 
 FLOAT = "float"
@@ -78,6 +79,7 @@ def total_penalty(machine: Machine, plans: Plans, batches: Mapping[str, int]) ->
     )
 
 
+@strict
 @dataclass(frozen=True, kw_only=True)
 class OperatorCost:
     """What one operator takes in one format on one kind of device."""
@@ -86,6 +88,7 @@ class OperatorCost:
     bytes: int = 0
 
 
+@strict
 @dataclass(frozen=True, kw_only=True)
 class Additive:
     """A machine whose operators cost what a table says, independent of each other: for tables, tests and first guesses.

@@ -9,35 +9,34 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from ruamel.yaml import YAML
-from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from pydantic import Field
 
+from bitwright.arguments import reject_unknown, strict
+from bitwright.documents import MOST_YAML, Strict, parse_yaml, read_text, validated
 from bitwright.errors import BitwrightError, PlanError, Problem, did_you_mean
 from bitwright.predict.limit import RESERVE, MemoryLimit
 from bitwright.profile.device import CollectiveCost, DeviceProfile
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class Link(_Part):
+@strict
+class Link(Strict):
     """What joins a device to the others."""
 
-    latency_us: float = Field(default=0.0, ge=0, description="Of one message, in microseconds.")
-    gbit_per_s: float = Field(gt=0, description="Bandwidth, in gigabits per second.")
+    latency_us: float = Field(default=0.0, ge=0, le=1e9, description="Of one message, in microseconds.")
+    gbit_per_s: float = Field(ge=1e-6, le=1e9, description="Bandwidth, in gigabits per second.")
 
 
-class DeviceKind(_Part):
+class DeviceKind(Strict):
     """One kind of device."""
 
     profile: str | None = Field(
         default=None,
         description="The path of its DeviceProfile, relative to this file; else `plan --profiles` says it.",
     )
-    count: int = Field(default=1, ge=1)
-    memory_gb: float | None = Field(default=None, gt=0, description="Its memory; the profile's if not given.")
+    count: int = Field(default=1, ge=1, le=100_000)
+    memory_gb: float | None = Field(
+        default=None, ge=1e-6, le=1e6, description="Its memory; the profile's if not given."
+    )
     memory_reserve: float | None = Field(
         default=None, ge=0, lt=1, description="Share of its memory that plans leave free; the cluster's if not given."
     )
@@ -47,7 +46,8 @@ class DeviceKind(_Part):
     link: Link | None = Field(default=None, description="Its link; the cluster's if not given.")
 
 
-class Cluster(_Part):
+@strict
+class Cluster(Strict):
     """Devices that train one model together, synchronously."""
 
     bitwright_cluster: Literal[1] = Field(description="Version of this schema.")
@@ -69,13 +69,7 @@ class Cluster(_Part):
     @staticmethod
     def from_yaml(text: str, *, where: str = "cluster") -> Cluster:
         """Read a cluster; all its problems are raised at once."""
-        try:
-            data: Any = YAML(typ="safe", pure=True).load(text)
-        except YAMLError as error:
-            mark = error.problem_mark if isinstance(error, MarkedYAMLError) else None
-            line = f"{where}:{mark.line + 1}:{mark.column + 1}" if mark else where
-            what = error.problem if isinstance(error, MarkedYAMLError) else str(error)
-            raise BitwrightError(f"not valid YAML: {what}", where=line, fix="mend the file at this line") from None
+        data = parse_yaml(text, where=where)
         if not isinstance(data, dict):
             raise BitwrightError(
                 "a cluster is a mapping",
@@ -83,32 +77,18 @@ class Cluster(_Part):
                 value="nothing" if data is None else data,
                 fix="begin with `bitwright_cluster: 1`, then `devices:`; docs/predict.md has an example",
             )
-        try:
-            return Cluster.model_validate(data)
-        except ValidationError as error:
-            raise PlanError(
-                [
-                    Problem(what=detail["msg"], where=".".join(map(str, detail["loc"])) or where, value=detail["input"])
-                    for detail in error.errors()
-                ],
-                title=f"{where} has problems",
-            ) from None
+        return validated(Cluster, data, title=f"{where} has problems")
 
     @staticmethod
     def load(path: str | Path) -> Cluster:
         """Read a file."""
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "not a text file"
-            raise BitwrightError(
-                f"can't read the cluster: {reason}", where=str(path), fix="give the path of a cluster.yaml"
-            ) from None
+        text = read_text(path, what="the cluster", fix="give the path of a cluster.yaml", most=MOST_YAML)
         return Cluster.from_yaml(text, where=str(path))
 
     @staticmethod
     def of(kinds: dict[str, int], **settings: Any) -> Cluster:
         """Counts by kind, for profiles that are at hand."""
+        reject_unknown("Cluster.of", settings, Cluster.model_fields)
         devices = {name: DeviceKind(profile=f"{name}.json", count=count) for name, count in kinds.items()}
         return Cluster(bitwright_cluster=1, devices=devices, **settings)
 

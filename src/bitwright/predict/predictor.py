@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from bitwright.arguments import strict
 from bitwright.errors import BitwrightError, did_you_mean
 from bitwright.plan import Plan
 from bitwright.predict.buckets import Bucket, make_buckets
@@ -31,6 +32,7 @@ class Modelled:
     contention: bool = True
 
 
+@strict
 def predict(
     graph: StepGraph,
     plan: Plan | Mapping[str, Plan],
@@ -48,6 +50,7 @@ def predict(
     return Predictor.make(graph, plan, profiles, cluster, settings, modelled=modelled).predict(exact=exact)
 
 
+@strict
 @dataclass(frozen=True)
 class Predictor:
     """A cluster with a plan for each kind; `changed` gives another, cheaply, where one kind's plan differs a bit."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from bitwright.arguments import strict
 from bitwright.files import write_text
 from bitwright.predict.local import Local
 from bitwright.predict.prediction import Prediction
@@ -74,6 +75,7 @@ def _event(
     }
 
 
+@strict
 def write_trace(prediction: Prediction, path: str | Path) -> Path:
     """Write the file, whole or not at all."""
     return write_text(Path(path), json.dumps({"traceEvents": trace_events(prediction), "displayTimeUnit": "ms"}))

@@ -2,6 +2,7 @@
 
 from bitwright.profile.device import DeviceProfile
 from bitwright.profile.halves import halves
+from bitwright.profile.kernel_speed import KernelSpeed, kernel_speeds
 from bitwright.profile.record import record_step
 from bitwright.profile.run import open_store, profile
 from bitwright.profile.step import StepSettings, TrainingStep
@@ -15,6 +16,7 @@ __all__ = [
     "Cast",
     "DeviceProfile",
     "Implementation",
+    "KernelSpeed",
     "OperatorUnderPlan",
     "SampleStore",
     "StepGraph",
@@ -23,6 +25,7 @@ __all__ = [
     "Variant",
     "Way",
     "halves",
+    "kernel_speeds",
     "open_store",
     "profile",
     "record_step",

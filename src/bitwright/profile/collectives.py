@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from bitwright.process_group import keep_group
 from bitwright.profile.device import CollectiveCost
 from bitwright.profile.fit import fit
 from bitwright.profile.repeat import typical, undisturbed
@@ -166,6 +167,7 @@ def measure_ddp(collective: CollectiveCost, *, rounds: int = 15) -> dict[str, fl
     data = torch.randn(4, 4)
     plain = nn.Sequential(*(nn.Linear(4, 4) for _ in range(_LAYERS)))
     shared = DistributedDataParallel(nn.Sequential(*(nn.Linear(4, 4) for _ in range(_LAYERS))))
+    keep_group(shared)
     rows = []
     with undisturbed():
         for number in range(rounds + 3):

@@ -99,8 +99,8 @@ def _read(step: TracedStep, graph: StepGraph) -> _Read:
         position = at.get(id(event))
         if position is not None:
             owner = position
-        elif owner == last:
-            owner = len(graph.ops)
+        elif owner == last or owner == len(graph.ops):
+            owner = len(graph.ops)  # a loss may be made of any number of operators
         elif owner is not None and owner + 1 not in found:
             owner += 1  # the dispatcher knows it by other names
         numbers.append(event.sequence or 0)

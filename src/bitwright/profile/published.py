@@ -12,8 +12,8 @@ from functools import cache
 from importlib.resources import files
 
 from pydantic import BaseModel, ConfigDict
-from ruamel.yaml import YAML
 
+from bitwright.documents import parse_yaml
 from bitwright.errors import BitwrightError, did_you_mean
 from bitwright.profile.device import DeviceProfile, Host, Kept, MemoryFacts, OperatorCost, TensorsCost, Timing
 from bitwright.profile.signature import TensorSpec
@@ -50,7 +50,7 @@ class Facts(BaseModel):
 def published_devices() -> dict[str, Facts]:
     """All that there are."""
     text = files("bitwright.profile").joinpath("published.yaml").read_text(encoding="utf-8")
-    return {name: Facts.model_validate(facts) for name, facts in YAML(typ="safe", pure=True).load(text).items()}
+    return {name: Facts.model_validate(facts) for name, facts in parse_yaml(text, where="published.yaml").items()}
 
 
 def published(device: str, variants: Sequence[Variant], batches: Sequence[Batch], loss: Loss) -> DeviceProfile:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from bitwright.arguments import strict
 from bitwright.attach import find_attachment
 from bitwright.errors import CaptureError
 from bitwright.graph.capture import Recorder, untouched
@@ -99,6 +101,7 @@ class _StepRecorder(Recorder):
         return tensor
 
 
+@strict
 def record_step(
     model: nn.Module, batch: Batch, loss: Loss, settings: StepSettings | None = None, *, name: str = "model"
 ) -> StepGraph:
@@ -123,7 +126,8 @@ def record_step(
             with settings.autocast(), keeping:
                 try:
                     install(model, recorder)
-                    output = call_on("training", model, inputs)
+                    # the copies that the recorder knows: a model may write into its inputs
+                    output = call_on("training", model, kwargs if isinstance(inputs, Mapping) else args)
                 finally:
                     uninstall(model, recorder)
                 value = loss(output, target)

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from bitwright.arguments import strict
 from bitwright.attach import find_attachment
 from bitwright.attach.compiled import SMALL, Kernel, works_here
 from bitwright.errors import BitwrightError
@@ -33,6 +34,7 @@ from bitwright.profile.sweep import Variant, measure
 Progress = Callable[[str, int, int], None]
 
 
+@strict
 def profile(
     variants: Sequence[Variant],
     batch: Batch,

@@ -21,7 +21,7 @@ _SHORT = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "float64": "f6
 _BYTES = {"float64": 8, "int64": 8, "complex64": 8, "float16": 2, "bfloat16": 2, "int16": 2, "int8": 1, "uint8": 1}
 FLOATS = ("float32", "bfloat16", "float16", "float64")
 LOSS = "loss:"  # how the text of a loss begins
-_TOKEN = re.compile(r"«(\d+)»")
+_TOKEN = re.compile(r"«([0-9]{1,6})»")
 
 
 def is_loss(text: str) -> bool:
@@ -60,6 +60,13 @@ class TensorSpec:
         """Whether there is anything to cast."""
         return self.dtype in FLOATS
 
+    @property
+    def possible(self) -> bool:
+        """Whether a tensor can have this shape; files are asked."""
+        sizes = (*self.shape, *(self.strides or ()))
+        same = self.strides is None or len(self.strides) == len(self.shape)
+        return same and all(0 <= size < 2**40 for size in sizes) and self.elements < 2**50
+
     def compact(self) -> TensorSpec:
         """What elementwise work makes of it: gaps are gone, an order of axes that fills memory stays."""
         if self.strides is None:
@@ -94,6 +101,11 @@ class CallSpec:
         """The text; `changed` says which ports are other tensors than was recorded."""
         specs = [(name, (changed or {}).get(name, spec)) for name, spec in self.ports]
         return _TOKEN.sub(lambda match: "{}={}".format(*specs[int(match[1])]), self.template)
+
+    @property
+    def tokens(self) -> list[int]:
+        """The numbers of the ports that the template names."""
+        return [int(found) for found in _TOKEN.findall(self.template)]
 
     def port(self, name: str) -> TensorSpec | None:
         """The tensor at a port."""

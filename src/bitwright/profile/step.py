@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 
 from bitwright.allocator import keep_memory
+from bitwright.arguments import strict
 from bitwright.profile.way import AMP_DTYPES, Amp
 from bitwright.workload import call_on, to_train
 
@@ -24,6 +25,7 @@ _SETTLED = 0.01  # seconds of steps after which caches hold what steps leave in 
 PHASES = ("forward", "loss", "backward", "clip", "optimizer", "other")
 
 
+@strict
 class StepSettings(BaseModel):
     """What makes up a step beside the model and the plan; the words are those of the trainer's settings."""
 
@@ -32,8 +34,8 @@ class StepSettings(BaseModel):
     optimizer: Literal["sgd", "adamw"] = Field(default="sgd", description="SGD has Nesterov momentum.")
     foreach: bool | None = Field(default=None, description="The optimizer's own switch; torch decides if not given.")
     momentum: float = Field(default=0.9, ge=0, lt=1, description="SGD's momentum, or AdamW's first beta.")
-    clip: float | None = Field(default=None, gt=0, description="Largest norm of all gradients together.")
-    accumulate: int = Field(default=1, ge=1, description="Batches whose gradients make one step.")
+    clip: float | None = Field(default=None, gt=0, le=1e30, description="Largest norm of all gradients together.")
+    accumulate: int = Field(default=1, ge=1, le=10**6, description="Batches whose gradients make one step.")
     amp: Amp | None = Field(default=None, description="Autocast; fp16 with loss scaling.")
     schedule: bool = Field(default=True, description="Whether the learning rate is set anew at each step.")
     bucket_cap_mb: float | None = Field(

@@ -7,16 +7,21 @@ the order in which parameters get their gradients. It is JSON: a step that was r
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
-from bitwright.errors import BitwrightError
+from pydantic import TypeAdapter
+
+from bitwright.documents import parse_json, read_text, validated
+from bitwright.errors import BitwrightError, PlanError, Problem
 from bitwright.files import write_text
 from bitwright.profile.signature import CallSpec, TensorSpec
 
 VERSION = 1
+_FIX = "record it again: bitwright profile WORKLOAD --graph FILE"
+_MOST_BYTES = 2**50
 
 
 @dataclass(frozen=True)
@@ -102,48 +107,61 @@ class StepGraph:
     @staticmethod
     def from_json(text: str, *, where: str = "step graph") -> StepGraph:
         """The inverse of `to_json`."""
-        data = json.loads(text)
+        data = parse_json(text, where=where, what="the step graph", fix=_FIX)
         if not isinstance(data, dict) or data.get("version") != VERSION:
-            raise BitwrightError(
-                "not a step graph of this version", where=where, fix="record it again: bitwright profile"
-            )
-        return StepGraph(
-            **{
-                **data,
-                "ops": tuple(_op(op) for op in data["ops"]),
-                "storages": tuple(Storage(**storage) for storage in data["storages"]),
-                "parameters": {name: _tensor(spec) for name, spec in data["parameters"].items()},
-                "gradient_order": tuple(data["gradient_order"]),
-                "loss": _call(data["loss"]),
-                "loss_sources": tuple(data["loss_sources"]),
-                "loss_reads": tuple(data["loss_reads"]),
-            }
-        )
+            raise BitwrightError("not a step graph of this version", where=where, fix=_FIX, code="unknown-version")
+        graph: StepGraph = validated(TypeAdapter(StepGraph), data, title=f"{where} is not a step graph", fix=_FIX)
+        problems = list(_contradictions(graph))
+        if problems:
+            raise PlanError(problems, title=f"{where} is not a step graph")
+        return graph
 
     @staticmethod
     def load(path: Path) -> StepGraph:
         """Read a file."""
-        return StepGraph.from_json(Path(path).read_text(encoding="utf-8"), where=str(path))
+        fix = "make it: bitwright profile WORKLOAD --graph FILE"
+        return StepGraph.from_json(read_text(path, what="the step graph", fix=fix), where=str(path))
 
 
-def _tensor(data: dict[str, Any]) -> TensorSpec:
-    strides = data["strides"]
-    return TensorSpec(tuple(data["shape"]), data["dtype"], data["grad"], None if strides is None else tuple(strides))
+def _contradictions(graph: StepGraph) -> Iterator[Problem]:
+    """What a schema can't see: sizes below zero, and storages, ports or parameters that aren't there."""
 
+    def problem(what: str, where: str, value: object) -> Problem:
+        return Problem(what=what, where=where, value=value, fix=_FIX, code="invalid-value")
 
-def _call(data: dict[str, Any]) -> CallSpec:
-    ports = tuple((name, _tensor(spec)) for name, spec in data["ports"])
-    return CallSpec(data["kind"], ports, data["template"], data["inplace"])
-
-
-def _op(data: dict[str, Any]) -> StepOp:
-    return StepOp(
-        name=data["name"],
-        call=_call(data["call"]),
-        sources=tuple(data["sources"]),
-        reads=tuple(data["reads"]),
-        outputs=tuple(_tensor(spec) for spec in data["outputs"]),
-        writes=tuple(data["writes"]),
-        saved=tuple(data["saved"]),
-        saved_own=data["saved_own"],
-    )
+    known = range(len(graph.storages))
+    for index, storage in enumerate(graph.storages):
+        if not 0 <= storage.bytes < _MOST_BYTES:
+            yield problem("a storage has no such size", f"storages.{index}", storage.bytes)
+    for name, value in (("buffer_bytes", graph.buffer_bytes), ("input_bytes", graph.input_bytes)):
+        if not 0 <= value < _MOST_BYTES:
+            yield problem("a size is out of range", name, value)
+    if not 1 <= graph.samples < 2**40:
+        yield problem("a step has at least one sample", "samples", graph.samples)
+    calls = [(f"ops.{op.name}", op.call, op.sources, op.reads) for op in graph.ops]
+    for where, call, sources, reads in [*calls, ("loss", graph.loss, graph.loss_sources, graph.loss_reads)]:
+        if len(sources) != len(call.ports) or len(reads) != len(call.ports):
+            yield problem("a call needs a source and a storage for each port", where, (len(sources), len(reads)))
+        if any(number not in known for number in reads):
+            yield problem("there is no such storage", f"{where}.reads", reads)
+        if any(number >= len(call.ports) for number in call.tokens):
+            yield problem("the template names a port that isn't there", where, call.template)
+        for port, spec in call.ports:
+            if not spec.possible:
+                yield problem("no tensor has such a shape", f"{where}.{port}", (spec.shape, spec.strides))
+    for op in graph.ops:
+        if len(op.writes) != len(op.outputs) or any(number not in known for number in op.writes):
+            yield problem("each output needs a storage", f"ops.{op.name}.writes", op.writes)
+        if not 0 <= op.saved_own < _MOST_BYTES:
+            yield problem("a size is out of range", f"ops.{op.name}.saved_own", op.saved_own)
+        for spec in op.outputs:
+            if not spec.possible:
+                yield problem("no tensor has such a shape", f"ops.{op.name}.outputs", (spec.shape, spec.strides))
+    if len({op.name for op in graph.ops}) != len(graph.ops):
+        yield problem("two operators have the same name", "ops", len(graph.ops))
+    for name, spec in graph.parameters.items():
+        if not spec.possible:
+            yield problem("no tensor has such a shape", f"parameters.{name}", (spec.shape, spec.strides))
+    strange = [name for name in graph.gradient_order if name not in graph.parameters]
+    if strange:
+        yield problem("there is no such parameter", "gradient_order", strange)

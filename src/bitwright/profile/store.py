@@ -5,22 +5,67 @@ from __future__ import annotations
 import json
 import os
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from math import sqrt
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
+from bitwright.disk import writing
+from bitwright.documents import parse_json, read_bytes
 from bitwright.errors import BitwrightError
 from bitwright.profile.beyond import Beyond
-from bitwright.profile.device import Kept, OperatorCost, Timing
+from bitwright.profile.device import (
+    CastCost,
+    CollectiveCost,
+    Host,
+    Kept,
+    MemoryFacts,
+    OperatorCost,
+    TensorsCost,
+    Timing,
+)
 from bitwright.profile.repeat import middle_half, typical
 from bitwright.profile.signature import is_loss
 from bitwright.profile.watch import Key, Sample
 
 VERSION = 1
 _DRAWS = 400
+
+
+_Seconds = Annotated[float, Field(ge=-1e6, le=1e6)]
+
+
+class _Line(BaseModel):
+    """What a line may say, beside facts by name."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
+    round: list[tuple[str, str, _Seconds, _Seconds]] = []
+    total: _Seconds | None = None
+    beyond: tuple[_Seconds, _Seconds, _Seconds] | None = None
+    yardstick: _Seconds | None = None
+    engine: _Seconds | None = None
+    saved: list[tuple[str, str, list[str], Annotated[int, Field(ge=0, le=2**50)]]] = []
+    facts: dict[str, Any] = {}
+
+
+def _check_facts(facts: Mapping[str, Any]) -> None:
+    """Facts are parts of a profile, by name."""
+    for name, fact in facts.items():
+        kind, _, rest = name.partition(" ")
+        if name in ("process", "compiler"):
+            MemoryFacts.model_validate({name: fact})
+        elif kind in ("host", "ddp"):
+            Host.model_validate(fact)
+        elif kind in ("tensors", "collectives"):
+            model: Any = TensorsCost if kind == "tensors" else CollectiveCost
+            TypeAdapter(list[model]).validate_python(fact)
+        elif kind == "cast":
+            CastCost.model_validate(fact)
+        if kind == "ddp":
+            int(rest.split()[-1] if rest else "")
 
 
 class SampleStore:
@@ -50,7 +95,7 @@ class SampleStore:
             self._append(self._head)
 
     def _load(self, path: Path) -> None:
-        raw = path.read_bytes()
+        raw = read_bytes(path, what="the samples", fix="delete the file to measure again")
         whole = raw[: raw.rfind(b"\n") + 1]
         if len(whole) != len(raw):
             with path.open("r+b") as file:
@@ -61,10 +106,13 @@ class SampleStore:
         head, *lines = whole.splitlines()
         self._check(_parsed(head, path, 1))
         for number, line in enumerate(lines, start=2):
+            data = _parsed(line, path, number)
             try:
-                self._take(_parsed(line, path, number))
-            except (LookupError, TypeError, ValueError) as error:
-                raise _damaged(path, number, type(error).__name__) from None
+                _Line.model_validate(data)
+                _check_facts(data.get("facts", {}))
+            except (ValueError, TypeError) as error:  # pydantic's is a ValueError
+                raise _damaged(path, number, str(error).splitlines()[0]) from None
+            self._take(data)
 
     @property
     def _head(self) -> dict[str, Any]:
@@ -84,8 +132,9 @@ class SampleStore:
     def _append(self, line: dict[str, Any]) -> None:
         if self.path is None:
             return
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a", encoding="utf-8") as file:
+        with writing(self.path):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+        with writing(self.path), self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
             file.flush()
             os.fsync(file.fileno())
@@ -225,9 +274,9 @@ def _student(freedom: int) -> float:
 
 def _parsed(line: bytes, path: Path, number: int) -> dict[str, Any]:
     try:
-        found = json.loads(line)
-    except ValueError as error:
-        raise _damaged(path, number, type(error).__name__) from None
+        found = parse_json(line, where=str(path))
+    except BitwrightError as error:
+        raise _damaged(path, number, error.problems[0].what) from None
     if not isinstance(found, dict):
         raise _damaged(path, number, type(found).__name__)
     return found

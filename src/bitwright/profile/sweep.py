@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
+from bitwright.arguments import strict
 from bitwright.attach import find_attachment
 from bitwright.errors import BitwrightError
 from bitwright.plan import Plan
@@ -23,6 +24,7 @@ from bitwright.profile.yardstick import yardstick
 _WARM = 3  # compilers, lazily made state
 
 
+@strict
 @dataclass(frozen=True, kw_only=True)
 class Variant:
     """A model that is ready to train under one plan: float, or prepared and calibrated."""

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bitwright.documents import gunzip, parse_json, read_bytes
 from bitwright.errors import BitwrightError
 
 _ENGINE = "autograd::engine::evaluate_function: "
 _TYPES = {"float": "float32", "double": "float64", "c10::BFloat16": "bfloat16", "c10::Half": "float16"}
 Shape = tuple[int, ...]
+_FIX = "use prof.export_chrome_trace(path)"
+_LONGEST = 1e18  # microseconds; traces count from 1970 or from the start of the machine
+_MOST_BYTES = 2 << 30
 
 
 @dataclass
@@ -78,52 +80,86 @@ def read_trace(path: Path) -> Trace:
     events: list[Event] = []
     kernels: dict[int, float] = defaultdict(float)
     annotated: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for event in data["traceEvents"]:
+    for number, event in enumerate(data["traceEvents"]):
         if event.get("ph") != "X":
             continue
-        args = event.get("args") or {}
-        category = event.get("cat", "")
-        if category == "kernel" or category.startswith("gpu_mem"):
-            kernels[args.get("correlation", -1)] += float(event["dur"])
-        elif category.endswith("user_annotation"):
-            annotated[category][str(event["name"])].append(1e-6 * float(event["dur"]))
-        elif category in ("cpu_op", "cuda_runtime", "cuda_driver"):
-            events.append(_event(event, args, launches=category != "cpu_op"))
-    devices = data.get("deviceProperties") or [{}]
-    return Trace(_tops(events, kernels), annotated, devices[0].get("name"), bool(kernels))
+        try:
+            args = event.get("args") or {}
+            category = str(event.get("cat", ""))
+            if category == "kernel" or category.startswith("gpu_mem"):
+                kernels[int(args.get("correlation", -1))] += _time(event, "dur")
+            elif category.endswith("user_annotation"):
+                annotated[category][str(event["name"])].append(1e-6 * _time(event, "dur"))
+            elif category in ("cpu_op", "cuda_runtime", "cuda_driver"):
+                events.append(_event(event, args, launches=category != "cpu_op"))
+        except (LookupError, TypeError, ValueError, OverflowError, AttributeError) as error:
+            raise BitwrightError(
+                f"an event of the trace can't be read: {type(error).__name__}: {error}",
+                where=f"{path}, event {number}",
+                value=event,
+                fix=_FIX,
+                code="invalid-value",
+            ) from error
+    return Trace(_tops(events, kernels), annotated, _device(data), bool(kernels))
+
+
+def _device(data: dict[str, Any]) -> str | None:
+    devices = data.get("deviceProperties")
+    first = devices[0] if isinstance(devices, list) and devices else None
+    name = first.get("name") if isinstance(first, dict) else None
+    return name if isinstance(name, str) else None
+
+
+def _time(event: dict[str, Any], key: str) -> float:
+    """Microseconds."""
+    value = float(event[key])
+    if not -_LONGEST < value < _LONGEST or (key == "dur" and value < 0):
+        raise ValueError(f"{key} is {value:g}")
+    return value
 
 
 def _json(path: Path) -> dict[str, Any]:
+    raw = read_bytes(path, what="the trace", fix=_FIX, most=_MOST_BYTES)
+    if raw[:2] == b"\x1f\x8b":
+        raw = gunzip(raw, where=str(path), most=_MOST_BYTES, fix=_FIX)
     try:
-        raw = path.read_bytes()
-    except OSError as error:
+        data = parse_json(raw, where=str(path), what="the trace", fix=_FIX, strict=False)
+    except BitwrightError as error:
+        first = error.problems[0]
         raise BitwrightError(
-            f"can't read the trace: {error.strerror}", where=str(path), fix="use prof.export_chrome_trace(path)"
-        ) from None
-    try:
-        data = json.loads(gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw)
-        data = {"traceEvents": data} if isinstance(data, list) else data
-        wrong = None if all(isinstance(event, dict) for event in data["traceEvents"]) else "events that are no objects"
-    except (ValueError, KeyError, TypeError, OSError, EOFError) as error:
-        wrong = type(error).__name__
-    if wrong is not None:
-        raise BitwrightError(
-            "not a Chrome trace", where=str(path), value=wrong, fix="use prof.export_chrome_trace(path)"
-        )
-    return data  # type: ignore[no-any-return]
+            "not a Chrome trace", where=first.where, value=first.what, fix=_FIX, code=first.code
+        ) from error
+    data = {"traceEvents": data} if isinstance(data, list) else data
+    events = data.get("traceEvents") if isinstance(data, dict) else None
+    if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):
+        wrong = "no list of events" if not isinstance(events, list) else "events that are no objects"
+        raise BitwrightError("not a Chrome trace", where=str(path), value=wrong, fix=_FIX, code="invalid-value")
+    return data
 
 
 def _event(event: dict[str, Any], args: dict[str, Any], *, launches: bool) -> Event:
-    start = float(event["ts"])
+    start, thread = _time(event, "ts"), event.get("tid")
+    if thread is not None and not isinstance(thread, int | str):
+        raise TypeError("tid is neither a number nor a text")
     return Event(
         name=str(event["name"]).removeprefix("aten::"),
         start=start,
-        end=start + float(event.get("dur", 0)),
-        thread=event.get("tid"),
+        end=start + _time(event, "dur") if "dur" in event else start,
+        thread=thread,
         inputs=_inputs(args),
-        sequence=args.get("Sequence number"),
-        correlation=args.get("correlation") if launches else None,
+        sequence=_number(args, "Sequence number"),
+        correlation=_number(args, "correlation") if launches else None,
     )
+
+
+def _number(args: dict[str, Any], key: str) -> int | None:
+    return None if args.get(key) is None else int(args[key])
+
+
+def _shape(value: Any) -> Shape:
+    if not isinstance(value, list) or not all(isinstance(size, int) for size in value):
+        raise TypeError("a shape is no list of whole numbers")
+    return tuple(value)
 
 
 def _inputs(args: dict[str, Any]) -> list[tuple[Shape, str | None]] | None:
@@ -134,9 +170,9 @@ def _inputs(args: dict[str, Any]) -> list[tuple[Shape, str | None]] | None:
     found: list[tuple[Shape, str | None]] = []
     for shape, type in zip(shapes, types, strict=False):
         if shape and isinstance(shape[0], list):  # a list of tensors, as `cat` has it
-            found += [(tuple(one), None) for one in shape]
+            found += [(_shape(one), None) for one in shape]
         else:
-            found.append((tuple(shape), _TYPES.get(str(type))))
+            found.append((_shape(shape), _TYPES.get(str(type))))
     return found
 
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from bitwright.arguments import strict
 from bitwright.errors import did_you_mean
 from bitwright.graph.naming import site_name
 from bitwright.plan import FoldSpec, Plan, SiteSpec
@@ -21,6 +22,7 @@ Amp = Literal["bf16", "fp16"]
 AMP_DTYPES: Mapping[str, str] = {"bf16": "bfloat16", "fp16": "float16"}
 
 
+@strict
 @dataclass(frozen=True)
 class Cast:
     """One tensor that is changed on its way: rounded by a quantizer, or cast to another dtype."""
@@ -35,6 +37,7 @@ class Cast:
     """The site whose state it uses: its own, or that of the quantizer that it shares."""
 
 
+@strict
 @dataclass(frozen=True)
 class Way:
     """How one operator is run."""
@@ -53,6 +56,7 @@ class Way:
         return next((cast for cast in self.casts if cast.port == port), None)
 
 
+@strict
 @dataclass(frozen=True)
 class OperatorUnderPlan:
     """What an implementation is asked about."""

@@ -13,9 +13,9 @@ from pydantic import Field
 from torch import Tensor
 
 from bitwright.attach import Quantizer, grid_from_range
-from bitwright.ptq.scaling import Group, find_groups, gather
+from bitwright.ptq.scaling import Group, find_groups, gather, inward
 from bitwright.ptq.step import Step
-from bitwright.ptq.work import Weight, Work
+from bitwright.ptq.work import Weight, Work, unit_of
 
 _SMALLEST = 1e-5
 
@@ -69,8 +69,11 @@ class Awq(Step):
 
     def _best(self, work: Work, group: Group, sample: _Sample, weights: dict[str, Weight]) -> Tensor:
         assert sample.total is not None
-        size = (sample.total / sample.count).float().clamp(min=_SMALLEST)
+        size = (sample.total / sample.count).float()
+        unit = unit_of(float(size.max()))
+        size = (size / unit).clamp(min=_SMALLEST)
         x = torch.cat(sample.rows)
+        x = x / unit_of(float(x.abs().max()))
         best, least = torch.ones_like(size), float("inf")
         for step in range(self.grid):
             by = size ** (step / self.grid)
@@ -83,7 +86,7 @@ class Awq(Step):
                     error += float((x @ change.T).double().square().sum())
             if error < least:
                 best, least = by, error
-        return best
+        return inward(best, unit)
 
 
 def round_weight(quantizer: Quantizer, weight: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from bitwright.arguments import strict
 from bitwright.attach import Quantizer, attachment_of, folded_once, in_mode
 from bitwright.errors import BitwrightError, CalibrationError, PlanError, Problem
 from bitwright.graph.tree import as_call
@@ -18,6 +19,7 @@ from bitwright.ptq.feeding import Feed, how_to_feed
 from bitwright.ptq.ranks import describe, exchange, give_up, own_ranges, settle_together, several
 
 
+@strict
 def calibrate(
     model: nn.Module,
     batches: Iterable[Any],

@@ -21,6 +21,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from bitwright.attach.grid import SMALLEST
 from bitwright.graph.tape import Call, plainly
 from bitwright.ptq.pairs import (
     Pair,
@@ -34,7 +35,7 @@ from bitwright.ptq.pairs import (
 )
 from bitwright.ptq.replay import by_channel
 from bitwright.ptq.step import Step
-from bitwright.ptq.work import Work
+from bitwright.ptq.work import Work, unit_of
 
 _ENOUGH = 1.01  # a sweep that changes no factor by more than this is the last
 _SMALLEST = 1e-12
@@ -73,11 +74,11 @@ class Equalize(Step):
 
     def _factors(self, work: Work, pair: Pair, seen: _Seen) -> Tensor:
         first, second = output_ranges(work, pair.first), input_ranges(work, pair.second)
-        dead = (first < _SMALLEST) | (second < _SMALLEST)
+        dead = (first < _least(first)) | (second < _least(second))
         peak = seen.peak
-        ceiling, margin = (pair.ceiling, self.margin) if pair.clip else (float(peak.max().clamp(min=_SMALLEST)), 1.0)
+        ceiling, margin = (pair.ceiling, self.margin) if pair.clip else (float(peak.max().clamp(min=SMALLEST)), 1.0)
         least = (peak * margin / ceiling).clamp(1 / self.largest, 1.0)
-        ideal = torch.where(dead, 1.0, torch.sqrt(first / second.clamp(min=_SMALLEST)))
+        ideal = torch.where(dead, 1.0, torch.sqrt(first / second.clamp(min=_least(second))))
         common = torch.logspace(float(ideal.min().log2()) - 1, float(ideal.max().log2()) + 1, _TRIED, base=2.0)
         tried = torch.maximum((ideal / common[:, None].to(ideal)).clamp(max=1.0), least)
         tried = torch.cat([torch.ones_like(tried[:1]), torch.where(dead, 1.0, tried)])
@@ -86,6 +87,8 @@ class Equalize(Step):
 
     def _noise(self, work: Work, pair: Pair, seen: _Seen, first: Tensor, second: Tensor, by: Tensor) -> Tensor:
         """What rounding both weights adds to the second one's output, for each row of factors, up to a constant."""
+        # in float64: squares of large numbers exceed float32
+        first, second, by = first.double(), second.double(), by.double()
         total = torch.zeros_like(by[:, 0])
         quantizers = [work.attachment.quantizers.get(op.site("weight")) for op in (pair.first, pair.second)]
         norms = input_norms(work, pair.second)
@@ -100,6 +103,11 @@ class Equalize(Step):
             taps = numbers_per_input(work, pair.second)
             total = total + taps / levels * second.square().amax(dim=1) * (seen.energy / by.square()).sum(dim=1)
         return total
+
+
+def _least(ranges: Tensor) -> float:
+    """Below it, a channel is dead."""
+    return _SMALLEST * min(1.0, unit_of(float(ranges.max())))
 
 
 class _Seen:
@@ -130,11 +138,11 @@ def _look(work: Work, pairs: list[Pair], batch: int) -> dict[str, _Seen]:
         if name in firsts:
             weight = work.weight_of(firsts[name].first)
             assert weight is not None
-            found[name].inflow += float(x.float().square().mean()) * weight[0].numel()
+            found[name].inflow += float(x.double().square().mean()) * weight[0].numel()
         if name in seconds:
             pair = seconds[name]
             seen, channels = found[pair.first.name], by_channel(x.float(), pair.first.kind)
-            seen.energy = seen.energy + channels.square().mean(dim=1)
+            seen.energy = seen.energy + channels.double().square().mean(dim=1)
             seen.batches += 1
             if pair.clip is None:
                 seen.peak = torch.maximum(seen.peak, channels.abs().amax(dim=1))

@@ -15,11 +15,12 @@ from pydantic import Field
 from torch import Tensor
 
 from bitwright.attach import in_mode
+from bitwright.errors import CalibrationError
 from bitwright.graph.tape import Call
 from bitwright.modes import evaluating
 from bitwright.ptq.replay import Replay
 from bitwright.ptq.step import Step
-from bitwright.ptq.work import Weight, Work
+from bitwright.ptq.work import Weight, Work, unit_of
 
 _KINDS = ("linear", "conv1d", "conv2d")
 
@@ -63,9 +64,9 @@ class Gptq(Step):
             quantizer.layout.spread(part, folded).expand_as(folded).reshape(shape)
             for part in (grid.scale, grid.zero_point)
         )
-        rows = folded.reshape(shape)
+        rows, codes = folded.reshape(shape), (grid.qmin, grid.qmax)
         done = [
-            _round(rows[g], scale[g], zero[g], (grid.qmin, grid.qmax), hessians[g], self.damp, self.columns)
+            _round(rows[g], scale[g], zero[g], codes, _factor(hessians[g], self.damp, unit), self.columns)
             for g in range(groups)
         ]
         work.put(weight, torch.stack(done).reshape(folded.shape))
@@ -90,6 +91,7 @@ def _groups(weight: Weight, folded: Tensor) -> int:
 def _hessians(work: Work, replay: Replay, weight: Weight, groups: int) -> Tensor:
     """Σ x·xᵀ for each group of a convolution."""
     total: Tensor | None = None
+    unit = 1.0  # a common factor makes no difference to the result
     call = _call(work, weight)
     port = call.op.port("input")
     assert port is not None
@@ -99,7 +101,9 @@ def _hessians(work: Work, replay: Replay, weight: Weight, groups: int) -> Tensor
         for index in range(len(replay)):
             x = replay.values(index, "quantized")[port.sources[0]]
             x = (x if quantizer is None else quantizer(x)).float()
-            rows = _unfolded(x, call, weight, groups)
+            if index == 0:
+                unit = unit_of(float(x.abs().max()))
+            rows = _unfolded(x, call, weight, groups) / unit
             product = rows.transpose(1, 2) @ rows
             total = product if total is None else total + product
     assert total is not None
@@ -127,21 +131,35 @@ def _one(value: int | Sequence[int]) -> int:
     return value if isinstance(value, int) else value[0]
 
 
+def _factor(hessian: Tensor, damp: float, where: str) -> Tensor:
+    """The upper Cholesky factor of the inverse; inputs that are always 0 are left to themselves."""
+    dead = hessian.diagonal() == 0
+    hessian = hessian.clone()
+    hessian.diagonal()[dead] = 1.0
+    hessian.diagonal().add_(damp * float(hessian.diagonal().mean()))
+    try:
+        inverse = torch.cholesky_inverse(torch.linalg.cholesky(hessian.double()))
+        upper: Tensor = torch.linalg.cholesky(inverse, upper=True)
+    except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
+        raise CalibrationError(
+            "the second moments of this operator's inputs have no Cholesky factor: they aren't positive definite",
+            where=where,
+            value=f"damp={damp:g}",
+            fix="raise damp (gptq:damp=0.1), give more calibration data, or leave gptq out",
+            code="gptq-not-positive-definite",
+        ) from error
+    return upper.float()
+
+
 def _round(
     weight: Tensor,
     scale: Tensor,
     zero: Tensor,
     codes: tuple[int, int],
-    hessian: Tensor,
-    damp: float,
+    upper: Tensor,
     width: int,
 ) -> Tensor:
     weight, result = weight.clone(), torch.empty_like(weight)
-    dead = hessian.diagonal() == 0
-    hessian = hessian.clone()
-    hessian.diagonal()[dead] = 1.0
-    hessian.diagonal().add_(damp * float(hessian.diagonal().mean()))
-    upper = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(hessian.double())), upper=True).float()
     for start in range(0, weight.shape[1], width):
         stop = min(start + width, weight.shape[1])
         errors = torch.zeros_like(weight[:, start:stop])

@@ -189,7 +189,7 @@ def input_ranges(work: Work, op: Op) -> Tensor:
 
 def input_norms(work: Work, op: Op) -> Tensor:
     """Σ w² over all weights that multiply each input channel, the folded norm included."""
-    grouped = _grouped(op, _require(work, op).detach().float())
+    grouped = _grouped(op, _require(work, op).detach().double())  # squares of large numbers exceed float32
     factor = factor_of(work, op)
     if factor is not None:
         grouped = grouped * factor.reshape(grouped.shape[0], grouped.shape[1], 1, 1)

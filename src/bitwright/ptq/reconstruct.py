@@ -24,7 +24,7 @@ from bitwright.modes import evaluating
 from bitwright.ptq.blocks import Block
 from bitwright.ptq.replay import Replay
 from bitwright.ptq.step import Step
-from bitwright.ptq.work import Weight, Work, even
+from bitwright.ptq.work import Weight, Work, even, unit_of
 
 _LOW, _HIGH = -0.1, 1.1  # the soft step reaches beyond 0 and 1, so that it can rest there
 _START, _END = 20.0, 2.0  # of β
@@ -91,11 +91,13 @@ class Reconstruct(Step):
         rounding = torch.optim.Adam([soft.v for soft in softs], lr=self.lr)
         scales = torch.optim.Adam([r.log for r in ranges], lr=self.range_lr) if ranges else None
         begin = int(self.warmup * self.iterations)
+        peaks = [replay.values(index, "target")[block.output].abs().max() for index in range(len(replay))]
+        unit = unit_of(float(torch.stack(peaks).max()))
         for step in range(self.iterations):
             index = int(torch.randint(len(replay), (), generator=work.generator))
             values = self.given(replay, index, work.generator)
             out = replay.quantized(index, block.stop, values)[block.output]
-            error = (out - replay.values(index, "target")[block.output]).square()
+            error = ((out - replay.values(index, "target")[block.output]) / unit).square()
             if self.weighs:
                 error = error * work.kept["fisher"][block.name, error.shape[1:]]
             loss = error.sum(dim=1).mean() if error.dim() > 1 else error.mean()
@@ -264,6 +266,7 @@ def fisher(work: Work, replay: Replay, blocks: list[Block]) -> dict[tuple[str, t
     """
     generator = torch.Generator().manual_seed(work.seed)  # not the unit's: a resumed run comes here in another unit
     sums: dict[tuple[str, torch.Size], Tensor] = {}
+    units: dict[tuple[str, torch.Size], float] = {}
     for index in range(len(replay)):
         values, start = replay.values(index, "float"), 0
         points: list[Tensor] = []
@@ -276,7 +279,9 @@ def fisher(work: Work, replay: Replay, blocks: list[Block]) -> dict[tuple[str, t
         result = replay.float(index, len(replay.tape.calls), values, start=start)
         loss = _surprise(result[replay.tape.outputs[0]], generator)
         for block, gradient in zip(blocks, torch.autograd.grad(loss, points), strict=True):
-            key, squared = (block.name, gradient.shape[1:]), gradient.square().sum(dim=0)
+            key = (block.name, gradient.shape[1:])
+            unit = units.setdefault(key, unit_of(float(gradient.abs().max())))
+            squared = (gradient / unit).square().sum(dim=0)
             sums[key] = sums[key] + squared if key in sums else squared
     return {key: 0.5 + 0.5 * total / total.mean().clamp(min=_TINY) for key, total in sums.items()}
 

@@ -8,25 +8,31 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from logging import getLogger
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from bitwright.errors import PlanError, Problem
+from bitwright.arrays import read_tensors
+from bitwright.attach import CONTAINER
+from bitwright.documents import read_json
+from bitwright.errors import BitwrightError, CheckpointError, PlanError, Problem
 from bitwright.files import replacing, write_text
-from bitwright.fingerprint import fingerprint
+from bitwright.fingerprint import file_fingerprint, fingerprint
 from bitwright.graph.tree import tensors_in
+from bitwright.interrupts import safe_point, uninterrupted
 from bitwright.ptq.calibrate import calibrate
 from bitwright.ptq.ranks import several
 from bitwright.ptq.step import Step
 from bitwright.ptq.work import Work, need_data
 
+progress_log = getLogger("bitwright.progress")
 PROGRESS = "progress.json"
 _FLOAT = "float.safetensors"
-_VERSION = 1
+_VERSION = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,13 +65,15 @@ def run_steps(
     steps: Sequence[Step],
     *,
     folder: Path | None = None,
+    keep: bool = False,
     calibrating: Callable[[int], None] | None = None,
     watch: Watch | None = None,
 ) -> tuple[Ran, ...]:
     """Steps on float weights, calibration, steps on the calibrated model; the model is changed in place.
 
     Every unit has random numbers of its own, from the seed: whether a run was interrupted makes no difference to the
-    last bit, if the data comes in the same order again. `folder` has the state while the run lasts.
+    last bit, if the data comes in the same order again. `folder` has the state while the run lasts, with `keep`
+    also after it: then the caller removes it when the model is saved.
     """
     if several(None):
         what = "PTQ steps run in one process"
@@ -97,9 +105,12 @@ def run_steps(
                     continue
                 if watch is not None:
                     watch(At(done=number - 1, total=total, step=step.name, unit=unit))
+                safe_point()
                 _seed(work, index, unit)
                 step.run(work, unit)
-                state.save(work.model, number)
+                with uninterrupted():
+                    state.save(work.model, number)
+                progress_log.debug("unit %d of %d finished: %s %s", number, total, step.name, unit)
         finally:
             step.finish(work)
         seconds = time.perf_counter() - begin
@@ -108,7 +119,8 @@ def run_steps(
         calibrate(work.model, work.data, progress=calibrating)
     if watch is not None:
         watch(At(done=total, total=total, step="", unit=""))
-    state.forget()
+    if not keep:
+        state.forget()
     return tuple(results)
 
 
@@ -135,33 +147,84 @@ class _State:
     def __init__(self, folder: Path | None, work: Work, steps: Sequence[Step], units: list[list[str]]) -> None:
         self.folder = folder
         self.done = 0
+        self.files: dict[str, str] = {}
+        """Name → fingerprint of the state that counts."""
         if folder is None:
             return
         self.identity = _identity(work, steps, units)
         file = folder / PROGRESS
         if file.is_file():
-            known = json.loads(file.read_text(encoding="utf-8"))
+            known = self._read(file, sum(map(len, units)))
             problems = [
                 Problem(
                     what="was another one when this run was begun",
                     where=key,
                     value=value,
-                    fix=f"run the same again, or remove {folder} to begin anew",
+                    fix=f"run the same again, or remove {folder} to start over",
+                    code="resume-mismatch",
                 )
                 for key, value in self.identity.items()
                 if known["identity"].get(key) != value
             ]
             if problems:
-                raise PlanError(problems, title="can't go on: the unfinished steps there are those of another run")
-            self.done = known["done"]
+                raise PlanError(problems, title="can't resume: the unfinished steps there are those of another run")
+            self.done, self.files = known["done"], known["files"]
+            for name in self.files:
+                self._verify(name)
+        elif any(old.name != _unit_file(1) for old in folder.glob("unit-*.safetensors")):
+            # the first unit's state alone is that of a process that was killed before it said that it counts
+            raise self._damaged(file, "there is saved state, but no file that says how far the run is")
+
+    def _read(self, file: Path, units: int) -> dict[str, Any]:
+        """What the progress file says, with all that is needed to resume."""
+        try:
+            known: Any = read_json(file, what="the progress of these steps")
+        except BitwrightError as error:
+            raise self._damaged(file, error.problems[0].what) from error
+        if not isinstance(known, dict) or not isinstance(known.get("identity"), dict):
+            raise self._damaged(file, "it has no identity of a run")
+        version = known["identity"].get("version")
+        if version != _VERSION:
+            raise self._damaged(file, f"it has version {version!r}, and this Bitwright reads {_VERSION}")
+        done, files = known.get("done"), known.get("files")
+        if type(done) is not int or not 0 < done <= units:
+            raise self._damaged(file, f"done is {done!r}, and there are {units} units")
+        if not isinstance(files, dict) or not all(isinstance(text, str) for text in files.values()):
+            raise self._damaged(file, "it has no hashes of the saved state")
+        wanted = _unit_file(done)
+        if wanted not in files or not set(files) <= {wanted, _FLOAT}:
+            raise self._damaged(file, f"it lists {sorted(files)} instead of {wanted}")
+        found: dict[str, Any] = known
+        return found
+
+    def _verify(self, name: str) -> None:
+        """The file is the one that was written."""
+        assert self.folder is not None
+        path = self.folder / name
+        try:
+            same = file_fingerprint(path) == self.files[name]
+        except OSError as error:
+            raise self._damaged(path, f"it can't be read: {error}") from error
+        if not same:
+            raise self._damaged(path, "its contents aren't those that were saved")
+
+    def _damaged(self, path: Path, what: str) -> CheckpointError:
+        return CheckpointError(
+            f"can't resume: {what}",
+            where=str(path),
+            fix=f"remove {self.folder} to start over",
+            code="resume-damaged",
+        )
 
     def save(self, model: nn.Module, done: int) -> None:
         """The state first, then that it counts: a process may be killed between any two lines."""
         if self.folder is None:
             return
-        name = f"unit-{done:06d}.safetensors"
+        name = _unit_file(done)
         self._write(model, name)
-        write_text(self.folder / PROGRESS, json.dumps({"done": done, "identity": self.identity}, indent=1) + "\n")
+        self.files = {kept: text for kept, text in self.files.items() if kept in (name, _FLOAT)}
+        known = {"done": done, "identity": self.identity, "files": self.files}
+        write_text(self.folder / PROGRESS, json.dumps(known, indent=1) + "\n")
         for old in self.folder.glob("unit-*.safetensors"):
             if old.name != name:
                 old.unlink()
@@ -174,7 +237,21 @@ class _State:
     def load(self, model: nn.Module, name: str | None = None) -> None:
         """Put a saved state into the model."""
         assert self.folder is not None
-        model.load_state_dict(load_file(self.folder / (name or f"unit-{self.done:06d}.safetensors")), strict=False)
+        path = self.folder / (name or _unit_file(self.done))
+        if path.name not in self.files:
+            raise self._damaged(path, "the file that says how far the run is doesn't know it")
+        try:
+            state = read_tensors(path, fix="", what="the saved state of these steps")
+        except BitwrightError as error:
+            raise self._damaged(path, error.problems[0].what) from error
+        now = _untied(model)
+        missing = [key for key in now if key not in state]
+        other = [key for key in state if key in now and _kind(state[key]) != _kind(now[key]) and not _ours(key)]
+        strange = [key for key in state if key not in now and not _ours(key)]
+        for keys, what in ((missing, "lacks"), (strange, "has unknown"), (other, "has another shape or dtype of")):
+            if keys:
+                raise self._damaged(path, f"it {what} {', '.join(keys[:3])}")
+        model.load_state_dict(state, strict=False)
 
     def forget(self) -> None:
         """All is done."""
@@ -183,8 +260,24 @@ class _State:
 
     def _write(self, model: nn.Module, name: str) -> None:
         assert self.folder is not None
-        with replacing(self.folder / name) as temporary:
-            save_file(_untied(model), temporary)
+        state = _untied(model)
+        needed = sum(tensor.numel() * tensor.element_size() for tensor in state.values())
+        with replacing(self.folder / name, needed=needed) as temporary:
+            save_file(state, temporary)
+            self.files[name] = file_fingerprint(Path(temporary))
+
+
+def _unit_file(done: int) -> str:
+    return f"unit-{done:06d}.safetensors"
+
+
+def _ours(key: str) -> bool:
+    """State of quantizers: it comes and goes with calibration, and they check it themselves."""
+    return key.startswith(f"{CONTAINER}.")
+
+
+def _kind(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
+    return tensor.shape, tensor.dtype
 
 
 def _untied(model: nn.Module) -> dict[str, Tensor]:
@@ -199,6 +292,16 @@ def _untied(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
+def _data_fingerprint(work: Work) -> str:
+    """All calibration data, in its order: one more pass, in which nothing is computed."""
+    digest = hashlib.sha256()
+    for batch in work.data:
+        for path, tensor in tensors_in(batch):
+            digest.update(f"{path} {tuple(tensor.shape)} {tensor.dtype} {fingerprint(tensor)}\n".encode())
+        digest.update(b"batch\n")
+    return digest.hexdigest()[:16]
+
+
 def _identity(work: Work, steps: Sequence[Step], units: list[list[str]]) -> dict[str, Any]:
     """What must be the same for a run to go on."""
     return {
@@ -208,5 +311,5 @@ def _identity(work: Work, steps: Sequence[Step], units: list[list[str]]) -> dict
         "seed": work.seed,
         "plan": fingerprint(work.plan.to_yaml()),
         "weights": fingerprint(*work.model.state_dict().values()),
-        "first batch": fingerprint(*(tensor for _, tensor in tensors_in(next(iter(work.data))))),
+        "calibration data": _data_fingerprint(work),
     }

@@ -80,6 +80,16 @@ def _problem(work: Work, op: Op, readers: list[Op]) -> str | None:
     return None
 
 
+def inward(by: Tensor, unit: float) -> Tensor:
+    """The factors, up to a common one: large activations must not grow by them, and small ones must not shrink.
+
+    `unit` is `unit_of` the activations.
+    """
+    if unit == 1.0:
+        return by
+    return by / (by.amin() if unit > 1.0 else by.amax())
+
+
 class Statistic(Protocol):
     """Something about the channels of an activation, gathered over batches."""
 

@@ -12,9 +12,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from bitwright.ptq.scaling import find_groups, gather, weight_columns
+from bitwright.ptq.scaling import find_groups, gather, inward, weight_columns
 from bitwright.ptq.step import Step
-from bitwright.ptq.work import Work
+from bitwright.ptq.work import Work, unit_of
 
 _SMALLEST = 1e-5
 
@@ -53,6 +53,10 @@ class SmoothQuant(Step):
             high = peaks[group.maker.name].high
             if high is None:
                 continue
-            high = high.clamp(min=_SMALLEST)
-            weights = weight_columns(work, group).abs().amax(dim=0).clamp(min=_SMALLEST)
-            group.divide(work, (high**self.alpha / weights ** (1 - self.alpha)).clamp(min=_SMALLEST))
+            weights = weight_columns(work, group).abs().amax(dim=0)
+            # a factor that all channels have in common is free
+            size = unit_of(float(high.max()))
+            high = (high / size).clamp(min=_SMALLEST)
+            weights = (weights / unit_of(float(weights.max()))).clamp(min=_SMALLEST)
+            by = (high**self.alpha / weights ** (1 - self.alpha)).clamp(min=_SMALLEST)
+            group.divide(work, inward(by, size))

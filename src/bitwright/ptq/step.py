@@ -38,7 +38,8 @@ class Step(BaseModel):
     def _problem(cls, detail: Any) -> Problem:
         key = ".".join(str(part) for part in detail["loc"])
         if detail["type"] == "extra_forbidden":
-            return Problem(what="unknown setting", where=f"{cls.name}: {key}", fix=did_you_mean(key, cls.model_fields))
+            near = did_you_mean(key, cls.model_fields)
+            return Problem(what="unknown setting", where=f"{cls.name}: {key}", fix=near, code="unknown-argument")
         field = cls.model_fields.get(key)
         fix = field.description if field is not None else None
         return Problem(what=detail["msg"], where=f"{cls.name}: {key}", value=detail["input"], fix=fix)

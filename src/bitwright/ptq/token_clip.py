@@ -17,7 +17,7 @@ from bitwright.attach import Quantizer, extremes, grid_from_range
 from bitwright.graph import Op, Source
 from bitwright.ptq.replay import Replay
 from bitwright.ptq.step import Step
-from bitwright.ptq.work import Work, even
+from bitwright.ptq.work import Work, even, unit_of
 
 
 class TokenClip(Step):
@@ -44,6 +44,10 @@ class TokenClip(Step):
         quantizer = work.attachment.quantizers[unit]
         peaks = [_peaks(replay.values(index, "quantized")[source]) for index in range(len(replay))]
         low, high = (torch.cat(part) for part in zip(*peaks, strict=True))
+        peak = float(torch.maximum(high.abs().max(), low.abs().max()))
+        if peak == 0.0:  # nothing to clip
+            return
+        size = unit_of(peak)
         best, least = None, float("inf")
         for share in torch.linspace(1.0, self.lowest, self.grid).tolist():
             ends = torch.quantile(low, 1 - share), torch.quantile(high, share)
@@ -53,8 +57,8 @@ class TokenClip(Step):
                 x = replay.values(index, "quantized")[source].float()
                 codes = torch.clamp(torch.round(x / grid.scale) + grid.zero_point, grid.qmin, grid.qmax)
                 change = (codes - grid.zero_point) * grid.scale - x
-                error += sum(float((change @ weight.T).double().square().sum()) for weight in weights)
-            if error < least:
+                error += sum(float((change / size @ weight.T).double().square().sum()) for weight in weights)
+            if best is None or error < least:
                 best, least = ends, error
         assert best is not None
         shape = replay.values(0, "quantized")[source].shape

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bitwright.attach import Quantizer, attachment_of, in_mode, tapped
+from bitwright.attach import Quantizer, attachment_of, in_mode, tapped, weights_may_change
 from bitwright.graph.tree import as_call
 from bitwright.modes import evaluating
 
@@ -26,7 +26,7 @@ def settle_weights(model: nn.Module, example: Any) -> list[str]:
             seen.setdefault(quantizer.site, (quantizer, x.detach()))
 
     args, kwargs = as_call(example)
-    with evaluating(model), in_mode(model, "quantize"), tapped(model, look):
+    with evaluating(model), in_mode(model, "quantize"), weights_may_change(model), tapped(model, look):
         model(*args, **kwargs)
     raised: list[str] = []
     for quantizer, weight in sorted(seen.values(), key=lambda pair: bool(pair[0].of)):
@@ -40,6 +40,8 @@ def settle_weights(model: nn.Module, example: Any) -> list[str]:
             observer = quantizer.new_observer()
             observer.observe(quantizer.layout.rows(weight.to(torch.float32)))
             quantizer.set_range(*observer.range(), weight.shape, weight.to(torch.float32))
+    for quantizer in attachment_of(model).quantizers.values():
+        quantizer.tracked.forget()
     for fold in attachment_of(model).folds.values():
         fold.bias = None  # it was folded with the scale before
     return raised

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import frexp, inf
 from typing import Any
 
 import torch
@@ -154,6 +155,16 @@ class Work:
 def even(quantizer: Quantizer) -> bool:
     """Whether codes are the nearest points of the grid to the numbers themselves."""
     return quantizer.exportable and type(quantizer).transform is Quantizer.transform and not quantizer.of
+
+
+def unit_of(peak: float) -> float:
+    """A power of two near `peak`, by which steps divide before they square; 1 for ordinary magnitudes.
+
+    Squares of numbers beyond 1e±19 leave the range of float32. Dividing by a power of two is exact.
+    """
+    if not 0.0 < peak < inf or 2.0**-20 <= peak <= 2.0**20:
+        return 1.0
+    return 2.0 ** max(-120, min(120, frexp(peak)[1]))
 
 
 def need_data(data: Data) -> None:

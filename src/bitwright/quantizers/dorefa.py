@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from bitwright.attach.grid import SMALLEST
 from bitwright.quantizers.unit_range import UnitRange
-
-_TINY = 1e-12  # a row of zeros stays zeros
 
 
 class DoReFa(UnitRange):
@@ -19,5 +18,5 @@ class DoReFa(UnitRange):
             scale, zero_point = self.layout.spread(self.scale, x), self.layout.spread(self.zero_point, x)
             return torch.clamp(x, (self.qmin - zero_point) * scale, (self.qmax - zero_point) * scale)
         squeezed = torch.tanh(x)
-        largest = self.layout.rows(squeezed).abs().amax(dim=1).clamp(min=_TINY)
+        largest = self.layout.rows(squeezed).abs().amax(dim=1).clamp(min=SMALLEST)  # a row of zeros stays zeros
         return squeezed / self.layout.over(largest, x)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from bitwright.attach import Grid, Quantizer, usable_scale, with_gradient_of
+from bitwright.attach.grid import scale_of
 
 
 class LearnedRange(Quantizer):
@@ -33,12 +34,19 @@ class LearnedRange(Quantizer):
         high = with_gradient_of(self.grid().scale * self.qmax, self.high.abs())
         return (-high if self.qmin < 0 else torch.zeros_like(high)), high
 
+    def odd_state(self) -> str | None:
+        """Ends without a range between them."""
+        if self.spec.format.symmetric:
+            return "high" if bool((self.high == 0).any()) else None
+        low, high = (end.detach() for end in self.ends())
+        return "high" if bool((high == low).any()) else None
+
     def grid(self) -> Grid:
         """The grid that the ends span now."""
         if self.spec.format.symmetric:
             scale = usable_scale(self.high / self.qmax, pot=self.spec.format.pot)
             return Grid(scale, torch.zeros_like(scale), self.qmin, self.qmax)
         low, high = (end.detach() for end in self.ends())
-        scale = usable_scale((high - low) / (self.qmax - self.qmin), pot=False)
+        scale = usable_scale(scale_of(low, high, self.qmax - self.qmin), pot=False)
         zero_point = torch.clamp(self.qmin - torch.round(low / scale), self.qmin, self.qmax)
         return Grid(scale, zero_point, self.qmin, self.qmax)

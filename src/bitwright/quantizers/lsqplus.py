@@ -17,6 +17,12 @@ class LsqPlus(Lsq):
 
     learned_if_asymmetric = ("zero_point",)
 
+    def odd_state(self) -> str | None:
+        """A zero point far from all codes; training moves it a little beyond them at most."""
+        most = self.qmax - self.qmin
+        far = (self.zero_point < self.qmin - most) | (self.zero_point > self.qmax + most)
+        return "zero_point" if bool(far.any()) else None
+
     def grid(self) -> Grid:
         """The grid with the zero point rounded to a code."""
         grid = super().grid()

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from bitwright.attach import Grid, with_gradient_of
+from bitwright.attach.grid import SMALLEST, ZEROS, check_small
 from bitwright.formats import Minifloat as Numbers
 from bitwright.quantizers.uneven import Uneven
-
-_TINY = 2.0**-126
 
 
 class Minifloat(Uneven):
@@ -25,7 +24,12 @@ class Minifloat(Uneven):
 
     def set_range(self, low: Tensor, high: Tensor, shape: torch.Size, values: Tensor | None = None) -> None:
         """Keep the larger end, whatever its sign."""
-        end = torch.maximum(low.abs(), high.abs()).to(torch.float32).clamp(min=_TINY)
+        numbers = self.spec.format.minifloat
+        assert numbers is not None  # the base class refuses other formats
+        end = torch.maximum(low.abs(), high.abs()).to(torch.float32)
+        if not self.spec.format.is_mx:  # the scales of blocks are found in each forward
+            check_small(end / numbers.largest, end, site=self.site)
+        end = torch.where(end == 0, ZEROS, end.clamp(min=SMALLEST * numbers.largest))
         end = self.layout.fold(end, shape)
         self.set_grid(Grid(end / self.qmax, torch.zeros_like(end), self.qmin, self.qmax))
 
@@ -43,8 +47,9 @@ class Minifloat(Uneven):
         return self.layout.spread(self.end() / numbers.largest, x)
 
     def _block_scale(self, x: Tensor, numbers: Numbers) -> Tensor:
-        largest = self.layout.rows(x).abs().amax(dim=1).clamp(min=_TINY)
+        largest = self.layout.rows(x).abs().amax(dim=1)
         exponent = torch.frexp(largest)[1] - torch.frexp(torch.tensor(numbers.largest))[1]
+        exponent = exponent.clamp(min=-126)  # the smallest normal scale
         return self.layout.over(torch.ldexp(torch.ones_like(largest), exponent), x)
 
 

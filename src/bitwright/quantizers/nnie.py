@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from bitwright.attach import with_gradient_of
+from bitwright.attach.grid import LARGEST, SMALLEST
 from bitwright.quantizers.uneven import Uneven
-
-_TINY = 1e-30
 
 
 class Nnie(Uneven):
@@ -29,7 +28,7 @@ class Nnie(Uneven):
         """The nearest level in the log domain."""
         z = self.layout.spread(torch.round(self.per_octave * torch.log2(self.scale)) - self.highest, x)
         lowest = (x.detach() < 0).to(x.dtype)  # the code 0 of negative numbers stands for zero
-        exponent = torch.round(self.per_octave * torch.log2(x.detach().abs().clamp(min=_TINY)) - z)
+        exponent = torch.round(self.per_octave * torch.log2(x.detach().abs().clamp(min=SMALLEST)) - z)
         level = torch.exp2((torch.maximum(exponent, lowest).clamp(max=self.highest) + z) / self.per_octave)
         alive = x.detach().abs() > torch.exp2((z + lowest) / self.per_octave - 1)
-        return with_gradient_of(torch.where(alive, level * torch.sign(x.detach()), 0.0), x)
+        return with_gradient_of(torch.where(alive, level.clamp(max=LARGEST) * torch.sign(x.detach()), 0.0), x)

@@ -8,8 +8,28 @@ import torch
 from torch import Tensor
 
 from bitwright.attach import Grid, Quantizer
+from bitwright.attach.grid import LARGEST, SMALLEST, product_problem
+from bitwright.errors import CalibrationError
 
+_FINE = 2.0**10  # steps in a bias that must at least be left of it
 _ROOM = 2.0**30  # accumulators are int32: the bias may take half of them
+
+
+def _choose_for_zeros(data: Quantizer, weight: Quantizer, largest: Tensor) -> None:
+    """A factor that has seen only zeros can have any scale: give it one with which the bias isn't rounded away."""
+    for factor, other in ((weight, data), (data, weight)):
+        if factor.zeros is None or not bool(factor.zeros.any()):
+            continue
+        grid, by = factor.grid(), other.grid().scale.double()
+        most = largest.double()
+        if not grid.scale.dim():
+            most, by = most.amax(), by.amax()
+        product = grid.scale.double() * by
+        coarse, small = (most > 0) & (product > most / _FINE), product < SMALLEST
+        scale = torch.where(coarse, most / _FINE / by, torch.where(small, SMALLEST / by, grid.scale.double()))
+        scale = torch.where(factor.zeros, scale, grid.scale.double()).clamp(max(SMALLEST, factor.finest), LARGEST)
+        factor.set_grid(Grid(scale.float(), grid.zero_point, grid.qmin, grid.qmax))
+    data.finest = max(data.finest, float((largest.double() / (weight.grid().scale.double() * _ROOM)).max()))
 
 
 class Product(Quantizer):
@@ -33,7 +53,7 @@ class Product(Quantizer):
     def grid(self) -> Grid:
         """The product of the scales."""
         data, weight = (part.grid().scale for part in self.parts)
-        scale = (data * weight).to(torch.float32)
+        scale = (data * weight).to(torch.float32).clamp(SMALLEST, LARGEST)  # beyond them, `export` refuses it
         return Grid(scale, torch.zeros_like(scale), self.qmin, self.qmax)
 
     @torch.no_grad()
@@ -48,9 +68,17 @@ class Product(Quantizer):
         if largest is None:
             return
         data, weight = self.parts
-        grid = weight.grid()
-        needed = largest / (data.grid().scale * _ROOM)
-        raised = torch.maximum(grid.scale, needed if grid.scale.dim() else needed.amax())
+        largest = largest if weight.grid().scale.dim() else largest.amax()
+        _choose_for_zeros(data, weight, largest)
+        grid, by = weight.grid(), data.grid().scale.double()
+        needed = (largest.double() / (by * _ROOM)).clamp(max=LARGEST).float()
+        raised = torch.maximum(grid.scale, needed)
+        problem = product_problem(by, raised, where=self.site)
+        if problem is not None:
+            raise CalibrationError(
+                problem.what, where=problem.where, value=problem.value, fix=problem.fix, code=problem.code
+            )
+        raised = torch.maximum(raised, (SMALLEST / by).float())  # of channels that count for nothing
         if bool((raised > grid.scale).any()):
             weight.set_grid(Grid(raised, grid.zero_point, grid.qmin, grid.qmax))
 

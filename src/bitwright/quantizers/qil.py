@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from bitwright.attach import grid_from_range, with_gradient_of
-from bitwright.attach.grid import EPS
+from bitwright.attach.grid import SMALLEST
 from bitwright.quantizers.unit_range import UnitRange
 
 
@@ -30,9 +30,13 @@ class Qil(UnitRange):
             self.keep(name, self.layout.fold(grid.scale * grid.qmax / 2, shape))
         super().set_range(low, high, shape, values)
 
+    def odd_state(self) -> str | None:
+        """An interval of no width."""
+        return "half_width" if bool((self.half_width == 0).any()) else None
+
     def squeeze(self, x: Tensor) -> Tensor:
         """t: where in the interval |x| lies."""
         factor, spread = self.gradient_scale(x), self.layout.spread
-        width = self.half_width.abs().clamp(min=EPS)
+        width = self.half_width.abs().clamp(min=SMALLEST)
         centre, width = (spread(with_gradient_of(part, part, factor), x) for part in (self.centre, width))
         return torch.clamp(0.5 * (x.abs() - centre) / width + 0.5, 0.0, 1.0) * torch.sign(x)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from bitwright.attach import Layout, Quantizer
+from bitwright.attach.grid import size_of
 
 
 class Sized(Quantizer):
@@ -29,6 +30,11 @@ class Sized(Quantizer):
 
 def ratio(x: Tensor, other: Tensor, layout: Layout) -> Tensor:
     """How much larger `x` is than the other, one number per row; 1 where the other is zero."""
-    large, own = (torch.linalg.vector_norm(layout.rows(part), dim=1) for part in (x, other))
+    # norms of numbers near 1: squares of very small or large ones leave the range of float32
+    units = [size_of(layout.rows(part.detach())) for part in (x, other)]
+    large, own = (
+        torch.linalg.vector_norm(layout.rows(part) / unit[:, None], dim=1)
+        for part, unit in zip((x, other), units, strict=True)
+    )
     alive = own > 0
-    return torch.where(alive, large, 1.0) / torch.where(alive, own, 1.0)
+    return torch.where(alive, large / torch.where(alive, own, 1.0) * (units[0] / units[1]), 1.0)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from math import log2
+
 import torch
 from torch import Tensor
 
 from bitwright.attach import Grid, Quantizer, round_to_grid, with_gradient_of
+from bitwright.errors import CalibrationError
+
+_LOWEST, _HIGHEST = -126.0, 127.0  # exponents of the normal numbers of float32
 
 
 class Tqt(Quantizer):
@@ -23,11 +28,30 @@ class Tqt(Quantizer):
     def set_grid(self, grid: Grid) -> None:
         """The threshold from which this grid follows; a scale that is no power of two is raised to one."""
         super().set_grid(grid)
-        self.keep("log2_threshold", torch.log2(grid.scale * (grid.qmax + 1)))
+        fraction, exponent = torch.frexp(grid.scale)
+        ceiling = exponent - (fraction == 0.5).to(exponent.dtype) + log2(grid.qmax + 1)
+        if bool((ceiling > _HIGHEST).any()):
+            raise CalibrationError(
+                "these numbers are too large: their threshold, a power of two, exceeds float32",
+                where=self.site,
+                value=float(grid.scale.max()),
+                code="scale-overflow",
+                fix="divide the data or the weights by a power of two, or keep this site in float (format: float)",
+            )
+        threshold = torch.log2(grid.scale * (grid.qmax + 1))
+        # for large exponents float32 can't tell the logarithm of a power of two from that of the number above it
+        self.keep("log2_threshold", torch.where(torch.ceil(threshold) == ceiling, threshold, ceiling))
 
     def _scale(self) -> Tensor:
-        exponent = with_gradient_of(torch.ceil(self.log2_threshold), self.log2_threshold)
-        return torch.exp2(exponent) / (self.qmax + 1)
+        levels = log2(self.qmax + 1)
+        exponent = torch.ceil(self.log2_threshold).clamp(_LOWEST + levels, _HIGHEST) - levels
+        return torch.exp2(with_gradient_of(exponent, self.log2_threshold))
+
+    def odd_state(self) -> str | None:
+        """Thresholds whose scale isn't a normal number."""
+        exponent = torch.ceil(self.log2_threshold)
+        fits = (exponent >= _LOWEST + log2(self.qmax + 1)) & (exponent <= _HIGHEST)
+        return None if bool(fits.all()) else "log2_threshold"
 
     def quantize(self, x: Tensor) -> Tensor:
         """Round to the grid of the threshold."""

@@ -14,6 +14,7 @@ from bitwright.report.record import (
     RECORD_VERSION,
     Accuracy,
     Environment,
+    FloatDistance,
     FloatOperator,
     Histogram,
     Parity,
@@ -23,10 +24,11 @@ from bitwright.report.record import (
     Size,
     StepRow,
     Timing,
+    Warned,
     read_json,
     write_json,
 )
-from bitwright.report.rows import parity, timing, timings
+from bitwright.report.rows import float_distance, parity, timing, timings, warned
 from bitwright.report.searched import Training, Trial, Tuning
 from bitwright.report.sensitivity import Sensitivity, sensitivity
 from bitwright.report.sites import site_rows
@@ -37,6 +39,7 @@ __all__ = [
     "Comparison",
     "Environment",
     "Executed",
+    "FloatDistance",
     "FloatOperator",
     "Forecast",
     "GridRow",
@@ -55,8 +58,10 @@ __all__ = [
     "Training",
     "Trial",
     "Tuning",
+    "Warned",
     "add_to_report",
     "environment",
+    "float_distance",
     "forecast",
     "join",
     "make_record",
@@ -69,6 +74,7 @@ __all__ = [
     "site_rows",
     "timing",
     "timings",
+    "warned",
     "words",
     "write_html",
     "write_json",

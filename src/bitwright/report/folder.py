@@ -7,7 +7,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from bitwright.arguments import reject_unknown, strict
 from bitwright.errors import BitwrightError
+from bitwright.output import filling, locked
 from bitwright.report.environment import environment
 from bitwright.report.html import write_html
 from bitwright.report.markdown import write_markdown
@@ -18,12 +20,14 @@ REPORT = "report.json"
 _PARTS = ("sensitivity", "tuning", "training", "comparison")
 
 
+@strict
 def write_report(record: Record, folder: str | Path) -> Path:
     """The record as JSON, as a page and as Markdown; gives the page's path."""
-    place = Path(folder)
-    write_json(record, place / REPORT)
-    write_markdown(record, place / "report.md")
-    return write_html(record, place / "report.html")
+    with filling(folder) as staged:  # the three appear together
+        write_json(record, staged / REPORT)
+        write_markdown(record, staged / "report.md")
+        write_html(record, staged / "report.html")
+    return Path(folder) / "report.html"
 
 
 def new_record(workload: str, **parts: Any) -> Record:
@@ -48,17 +52,23 @@ def report_of(folder: str | Path, workload: str) -> Record:
     return found
 
 
+@strict
 def add_to_report(folder: str | Path, workload: str, **parts: Any) -> Record:
     """Put parts (`sensitivity=`, `forecasts=`, …) into the report of a folder; a folder without one gets one.
 
     What is there already stays, but for the same parts; forecasts are replaced by name.
     """
+    reject_unknown("add_to_report", parts, Record.model_fields)
+    with locked(folder, wait=30.0):  # two processes may add to one report: the second waits for the first
+        return _added(folder, workload, parts)
+
+
+def _added(folder: str | Path, workload: str, parts: dict[str, Any]) -> Record:
     before = report_of(folder, workload)
     if "forecasts" in parts:
         new = {one.name for one in parts["forecasts"]}
         parts["forecasts"] = (*(one for one in before.forecasts if one.name not in new), *parts["forecasts"])
     record = before.model_copy(update={**parts, "version": RECORD_VERSION})
-    Path(folder).mkdir(parents=True, exist_ok=True)
     write_report(record, folder)
     return record
 

@@ -14,6 +14,7 @@ from bitwright.report.record import Record
 
 # What the bar at the top links to; the rest is near one of them.
 _NAV = {
+    "warnings": "Warnings",
     "tradeoff": "Trade-off",
     "accuracy": "Accuracy",
     "latency": "Latency",
@@ -39,6 +40,7 @@ def page(record: Record) -> str:
     parts = [
         summary.header(record),
         summary.cards(record),
+        summary.warnings(record),
         summary.tradeoff(record),
         summary.measured(record),
         ran(record),

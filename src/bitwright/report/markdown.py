@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ def markdown(record: Record) -> str:
     parts = [
         f"# {escaped(record.title)}",
         _line(record),
+        *_warnings(record),
         *_measured(record),
         *_ran(record),
         *_sites(record),
@@ -35,6 +37,15 @@ def markdown(record: Record) -> str:
 def _line(record: Record) -> str:
     backend = "" if record.backend is None else f", backend {escaped(record.backend)}"
     return f"Workload {escaped(record.workload)}{backend}, {record.created}."
+
+
+def _warnings(record: Record) -> Iterable[str]:
+    if record.warnings:
+        yield "## Warnings"
+        yield _table(
+            ["what", "where", "fix"],
+            [(warning.what, warning.where or "", warning.fix or "") for warning in record.warnings],
+        )
 
 
 def _measured(record: Record) -> Iterable[str]:
@@ -75,6 +86,14 @@ def _measured(record: Record) -> Iterable[str]:
             for p in record.parities
         ]
         yield _table(heads, checks)
+    if record.distance is not None:
+        far = record.distance
+        yield "## Quantized against float"
+        agreement = "" if far.top1_agreement is None else f"{100 * far.top1_agreement:.4g} %"
+        verdict = "far from float" if far.far else "close to float"
+        row = (verdict, words.decibels(far.sqnr_db), agreement, f"{far.samples:,}")
+        yield _table(["simulated model", "#SQNR", "#same top-1", "#samples"], [row])
+        yield _table(["site with a large error", "#SQNR"], [(s, words.decibels(db)) for s, db in far.worst.items()])
     if record.others:
         yield "## Other runs"
         others = [
@@ -226,5 +245,9 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def escaped(value: str) -> str:
-    """Names come from others' models: neither markup nor a new column begins in one."""
-    return re.sub(r"[\\`*\[\]<>|]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])", r"\\\g<0>", " ".join(value.split()))
+    """Names come from others' models: neither markup, nor HTML, nor a new column begins in one.
+
+    HTML is escaped as HTML: not every renderer takes a backslash before `<` for an escape.
+    """
+    plain = html.escape(" ".join(value.split()), quote=False)
+    return re.sub(r"[\\`*\[\]|]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])", r"\\\g<0>", plain)

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from pydantic import Field
 
+from bitwright.arguments import strict
 from bitwright.graph import Graph
 from bitwright.report.parts import Frozen
 
@@ -22,6 +23,7 @@ class Node(Frozen):
     lane: int = Field(description="Its place among the operators of its level; 0 is the main road.")
 
 
+@strict
 def network(graph: Graph) -> tuple[Node, ...]:
     """The operators that depend on the input, each with its place in the drawing."""
     ops = [op for op in graph.ops if not op.constant]

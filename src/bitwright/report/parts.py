@@ -6,6 +6,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from bitwright.arguments import strict
+
 
 class Frozen(BaseModel):
     """A part of a record: nothing unknown in it, and nothing changes."""
@@ -26,6 +28,7 @@ class Environment(Frozen):
     packages: dict[str, str]
 
 
+@strict
 class Accuracy(Frozen):
     """The workload's metric for one way to run the model."""
 
@@ -68,6 +71,25 @@ class Parity(Frozen):
     max_error: float
     top1_agreement: float | None
     first_divergence: str | None
+
+
+class FloatDistance(Frozen):
+    """What the simulated model computes against what the float model computes."""
+
+    samples: int
+    sqnr_db: float | None = Field(description="Of the output that is farthest away. None: no deviation at all.")
+    top1_agreement: float | None
+    far: bool = Field(description="Whether the model has lost what it computed.")
+    worst: dict[str, float | None] = Field(description="SQNR of the sites with the largest error of their own.")
+
+
+class Warned(Frozen):
+    """Something to know about the result."""
+
+    code: str | None
+    what: str
+    where: str | None = None
+    fix: str | None = None
 
 
 class Histogram(Frozen):

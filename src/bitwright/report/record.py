@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
-from bitwright.errors import BitwrightError
+from bitwright import documents
+from bitwright.documents import validated
+from bitwright.errors import BitwrightError, Problem
 from bitwright.files import write_text
 from bitwright.report.comparison import Comparison
 from bitwright.report.forecast import Forecast
@@ -15,6 +17,7 @@ from bitwright.report.network import Node
 from bitwright.report.parts import (
     Accuracy,
     Environment,
+    FloatDistance,
     FloatOperator,
     Frozen,
     Histogram,
@@ -23,6 +26,7 @@ from bitwright.report.parts import (
     Size,
     StepRow,
     Timing,
+    Warned,
 )
 from bitwright.report.ran import GridRow
 from bitwright.report.searched import Training, Tuning
@@ -32,6 +36,7 @@ __all__ = [
     "RECORD_VERSION",
     "Accuracy",
     "Environment",
+    "FloatDistance",
     "FloatOperator",
     "Frozen",
     "Histogram",
@@ -42,6 +47,7 @@ __all__ = [
     "Size",
     "StepRow",
     "Timing",
+    "Warned",
     "read_json",
     "write_json",
 ]
@@ -85,6 +91,8 @@ class Record(Frozen):
     training: Training | None = Field(default=None, description="By `bitwright train`.")
     comparison: Comparison | None = Field(default=None, description="By `bitwright bench`.")
     row: GridRow | None = Field(default=None, description="By a grid of `bitwright bench`.")
+    distance: FloatDistance | None = Field(default=None, description="None: not measured.")
+    warnings: tuple[Warned, ...] = ()
     others: tuple[RunRow, ...] = Field(default=(), description="Runs that `bitwright report` put beside this one.")
 
 
@@ -99,21 +107,15 @@ def read_json(path: str | Path) -> Record:
     if not Path(path).exists():
         fix = "give a folder, or its report.json, that `bitwright quantize`, `tune`, `train` or `deploy` has written"
         raise BitwrightError("there is no such report", where=str(path), fix=fix)
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise BitwrightError(f"can't read the report: {error}", where=str(path), fix=fix) from error
-    try:
-        return Record.model_validate_json(text)
-    except ValidationError as error:
-        if '"bitwright-leaderboard":' in text[:200]:
-            what = "can't read the report: this is a leaderboard"
-            raise BitwrightError(what, where=str(path), fix=f"bitwright leaderboard {path} -o page.html") from error
-        raise BitwrightError(f"can't read the report: {_first(error)}", where=str(path), fix=fix) from error
+    data = documents.read_json(path, what="the report", fix=fix)
+    if isinstance(data, dict) and "bitwright-leaderboard" in data:
+        what = "can't read the report: this is a leaderboard"
+        raise BitwrightError(what, where=str(path), fix=f"bitwright leaderboard {path} -o page.html")
 
+    def refusal(problems: list[Problem]) -> BitwrightError:
+        """A file of another kind has dozens of problems that all say the same."""
+        more = f"; and {len(problems) - 2} more" if len(problems) > 2 else ""
+        words = "; ".join(f"{one.where or 'the file'}: {one.what}" for one in problems[:2])
+        return BitwrightError(f"can't read the report: {words}{more}", where=str(path), fix=fix, code="invalid-value")
 
-def _first(error: ValidationError) -> str:
-    """A file of another kind has dozens of problems that all say the same."""
-    found = [f"{'.'.join(map(str, one['loc'])) or 'the file'}: {one['msg']}" for one in error.errors()]
-    more = f"; and {len(found) - 2} more" if len(found) > 2 else ""
-    return "; ".join(found[:2]) + more
+    return validated(Record, data, title="", error=refusal)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from math import isfinite
 from typing import Literal
 
-from bitwright.deploy import Check, Latency
-from bitwright.report.parts import Parity, Timing
+from bitwright.deploy import Check, Distance, Latency
+from bitwright.errors import Problem
+from bitwright.report.parts import FloatDistance, Parity, Timing, Warned
 
 
 def parity(check: Check) -> Parity:
@@ -22,6 +24,27 @@ def parity(check: Check) -> Parity:
         top1_agreement=min(agreements, default=None),
         first_divergence=check.first_divergence,
     )
+
+
+def float_distance(distance: Distance) -> FloatDistance:
+    """The row of what was measured."""
+    return FloatDistance(
+        samples=distance.samples,
+        sqnr_db=_finite(distance.sqnr_db),
+        top1_agreement=distance.top1_agreement,
+        far=distance.far,
+        worst={site.site: _finite(site.sqnr_db) for site in distance.worst},
+    )
+
+
+def _finite(sqnr: float) -> float | None:
+    """JSON has no infinities: no deviation is None, and one without limit the lowest number of decibels."""
+    return sqnr if isfinite(sqnr) else None if sqnr > 0 else -999.0
+
+
+def warned(problems: Iterable[Problem]) -> tuple[Warned, ...]:
+    """Warnings as rows."""
+    return tuple(Warned(code=one.code, what=one.what, where=one.where, fix=one.fix) for one in problems)
 
 
 def timing(

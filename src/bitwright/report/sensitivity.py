@@ -6,6 +6,7 @@ from math import isfinite
 
 from pydantic import Field
 
+from bitwright.arguments import strict
 from bitwright.report.parts import Frozen
 from bitwright.sensitivity import Scores, SiteScore, Suggestion
 
@@ -46,6 +47,7 @@ class Sensitivity(Frozen):
     suggestion: Suggested | None = None
 
 
+@strict
 def sensitivity(scores: Scores, suggestion: Suggestion | None = None, metric: str = "") -> Sensitivity:
     """The part of a record."""
     return Sensitivity(

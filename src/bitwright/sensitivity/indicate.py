@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from bitwright.arguments import strict
 from bitwright.errors import BitwrightError, CalibrationError, UnknownName, did_you_mean
 from bitwright.graph import Graph, Op, capture
 from bitwright.graph.tree import batch_size
@@ -56,6 +57,7 @@ class Subject:
 Indicator = Callable[[Subject], Values]
 
 
+@strict
 def indicate(
     model: nn.Module,
     batches: Iterable[tuple[Any, Any]],

@@ -3,18 +3,35 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from math import isfinite
 from pathlib import Path
+from typing import Annotated, Literal
 
+from pydantic import Field
+
+from bitwright.arguments import strict
+from bitwright.documents import Strict, parse_json, read_text, validated
 from bitwright.errors import BitwrightError, did_you_mean
 from bitwright.files import write_text
 
 _VERSION = 1
 _FIX = "write it with `bitwright score WORKLOAD --indicator gradient-variance --formats int8 -o FILE`"
 
+_Value = Annotated[float, Field(ge=0, le=1e30)]
 
+
+class _File(Strict):
+    """What a file may say. A sensitivity is a squared error or a variance: never negative."""
+
+    version: Literal[1] = Field(alias="bitwright-indications")
+    indicator: str
+    samples: int = Field(ge=0, le=10**12)
+    seconds: float = Field(default=0.0, ge=0, le=1e12)
+    values: dict[str, dict[str, _Value]]
+
+
+@strict
 @dataclass(frozen=True, kw_only=True)
 class Indications:
     """Ω(operator, format): planners add it up over operators. `float` is always 0."""
@@ -59,26 +76,12 @@ class Indications:
     @staticmethod
     def from_json(text: str, *, where: str = "indications") -> Indications:
         """Read what `to_json` wrote."""
-        try:
-            data = json.loads(text)
-            version = data["bitwright-indications"]
-            values = {
-                str(name): {str(format): float(value) for format, value in found.items()}
-                for name, found in data["values"].items()
-            }
-            made = Indications(
-                indicator=str(data["indicator"]),
-                values=values,
-                samples=int(data["samples"]),
-                seconds=float(data.get("seconds", 0.0)),
-            )
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise BitwrightError(f"this is no file of indications: {error!r}", where=where, fix=_FIX) from error
-        if version != _VERSION:
+        data = parse_json(text, where=where, what="the indications", fix=_FIX)
+        if isinstance(data, dict) and (version := data.get("bitwright-indications", _VERSION)) != _VERSION:
             fix = f"this version of Bitwright reads {_VERSION}"
             raise BitwrightError("unknown version of indications", where=where, value=version, fix=fix)
-        _check(values, where)
-        return made
+        file = validated(_File, data, title=f"{where} is no file of indications", fix=_FIX)
+        return Indications(indicator=file.indicator, values=file.values, samples=file.samples, seconds=file.seconds)
 
     def save(self, path: str | Path) -> None:
         """Write the file."""
@@ -87,19 +90,4 @@ class Indications:
     @staticmethod
     def load(path: str | Path) -> Indications:
         """Read a file."""
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-        except OSError as error:
-            raise BitwrightError(f"can't read the indications: {error.strerror}", where=str(path), fix=_FIX) from None
-        return Indications.from_json(text, where=str(path))
-
-
-def _check(values: Mapping[str, Mapping[str, float]], where: str) -> None:
-    wrong: Iterable[tuple[str, str, float]] = (
-        (name, format, value)
-        for name, found in values.items()
-        for format, value in found.items()
-        if not isfinite(value)
-    )
-    for name, format, value in wrong:
-        raise BitwrightError("a value is no number", where=f"{where}: {name}: {format}", value=value, fix="score again")
+        return Indications.from_json(read_text(path, what="the indications", fix=_FIX), where=str(path))

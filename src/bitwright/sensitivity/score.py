@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from bitwright.arguments import strict
 from bitwright.attach import Quantizer, attachment_of, in_mode, tapped
 from bitwright.errors import CalibrationError, PlanError, Problem
 from bitwright.graph.tree import batch_size
@@ -21,6 +22,7 @@ from bitwright.workload import call
 Loss = Callable[[Any, Any], Tensor]
 
 
+@strict
 @torch.no_grad()
 def score(
     model: nn.Module,

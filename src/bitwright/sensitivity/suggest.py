@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
+from bitwright.arguments import strict
 from bitwright.attach import attachment_of, in_mode
 from bitwright.attach.attachment import Attachment
 from bitwright.plan import Plan, SiteSpec
@@ -40,6 +41,7 @@ class Suggestion:
         return self.after - self.before
 
 
+@strict
 def suggest(
     model: nn.Module,
     plan: Plan,

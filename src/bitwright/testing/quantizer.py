@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bitwright.arguments import strict
 from bitwright.attach import Layout, Quantizer
 from bitwright.errors import FormatError, UncalibratedError
 from bitwright.formats import Format
@@ -66,6 +67,7 @@ class _Case:
         demand(holds, self.who, what)
 
 
+@strict
 def check_quantizer(cls: type[Quantizer], **options: Any) -> None:
     """Raise AssertionError, with what is wrong, unless `cls(…, **options)` behaves as a quantizer must.
 

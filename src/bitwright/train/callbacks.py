@@ -6,6 +6,9 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bitwright.disk import writing
+from bitwright.documents import parse_json
+from bitwright.errors import BitwrightError
 from bitwright.files import write_text
 
 if TYPE_CHECKING:
@@ -39,8 +42,8 @@ class History(Callback):
 
     def on_start(self, run: Run) -> None:
         """Keep what was before the step at which this run begins."""
-        lines = self.path.read_text(encoding="utf-8").splitlines() if self.path.is_file() else []
-        kept = [line for line in lines if (row := _row(line)) is not None and row["step"] <= run.step]
+        lines = self.path.read_bytes().splitlines() if self.path.is_file() else []
+        kept = [line.decode() for line in lines if (step := _step(line)) is not None and step <= run.step]
         write_text(self.path, "".join(f"{line}\n" for line in kept))
 
     def on_log(self, run: Run, values: dict[str, float]) -> None:
@@ -52,13 +55,15 @@ class History(Callback):
         self._add({"step": run.step, "epoch": run.epoch, "metrics": values})
 
     def _add(self, row: dict[str, Any]) -> None:
-        with self.path.open("a", encoding="utf-8") as file:
+        with writing(self.path), self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
 
 
-def _row(line: str) -> dict[str, Any] | None:
+def _step(line: bytes) -> int | None:
+    """The step of a line; None: the line is damaged, as a kill leaves the last one."""
     try:
-        row: dict[str, Any] = json.loads(line)
-    except ValueError:  # cut off by a kill
+        row = parse_json(line, where="history.jsonl", finite=False)
+    except BitwrightError:
         return None
-    return row
+    step = row.get("step") if isinstance(row, dict) else None
+    return step if isinstance(step, int) else None

@@ -17,6 +17,8 @@ from bitwright.version import __version__
 if TYPE_CHECKING:
     from bitwright.train.run import Run
 
+RESULT = "result.json"
+
 
 def finish(run: Run) -> None:
     """Put the result together, on all ranks, and write it on the first."""
@@ -42,7 +44,7 @@ def finish(run: Run) -> None:
     if plan is not None:
         plan.save(run.out / "plan.yaml")
     save_checkpoint(run.model, run.out / "checkpoint.safetensors")
-    write_text(run.out / "result.json", json.dumps(facts(run), indent=1) + "\n")
+    write_text(run.out / RESULT, json.dumps(facts(run), indent=1) + "\n")
 
 
 def facts(run: Run) -> dict[str, Any]:

@@ -35,6 +35,10 @@ def unpack(value: Any, tensors: dict[str, Tensor]) -> Any:
     """What `pack` was given, but for keys that weren't text and tuples."""
     if isinstance(value, dict):
         if set(value) == {_TENSOR}:
-            return tensors[value[_TENSOR]]
+            name = value[_TENSOR]
+            if name not in tensors:
+                what = "the checkpoint lacks this tensor"
+                raise CheckpointError(what, where=str(name), fix="resume from another one", code="damaged-checkpoint")
+            return tensors[name]
         return {key: unpack(item, tensors) for key, item in value.items()}
     return [unpack(item, tensors) for item in value] if isinstance(value, list) else value

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from bitwright.attach import find_attachment
+from bitwright.process_group import keep_group
 from bitwright.train.ranks import Ranks
 
 
@@ -58,6 +59,7 @@ class Replicated(Alone):
         super().__init__(model)
         ids = [device.index] if device.type == "cuda" else None
         self.net: Any = DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
+        keep_group(self.net)
 
     def accumulating(self, last: bool) -> AbstractContextManager[Any]:
         """DDP's own way not to communicate."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from bitwright.backends import Choices, backend
-from bitwright.errors import BitwrightError, TrainError
+from bitwright.backends import Choices, backend, refuse_beside_plan
+from bitwright.errors import TrainError
 from bitwright.formats import Format
 from bitwright.plan import Plan
 
@@ -22,8 +22,7 @@ def resolve(precision: Precision, target: str | None, choices: Choices) -> tuple
     """A plan if one was given, the backend's name, what to choose if not, and what was decided for the user."""
     if isinstance(precision, Plan) or str(precision).endswith((".yaml", ".yml")):
         plan = precision if isinstance(precision, Plan) else Plan.load(precision)
-        if given := [key for key, value in choices.items() if value not in (None, [], ())]:
-            raise BitwrightError("a plan decides this already", where=", ".join(given), fix="leave one of them out")
+        refuse_beside_plan(choices)
         return plan, target or plan.backend or "onnxruntime", Choices(), []
     match = _WORD.fullmatch(str(precision))
     if match is None:

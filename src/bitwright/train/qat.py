@@ -13,6 +13,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor, nn
 
+from bitwright.arguments import strict
 from bitwright.attach import (
     Quantizer,
     attachment_of,
@@ -29,6 +30,7 @@ from bitwright.graph import capture
 from bitwright.graph.tree import map_tensors, tensors_in
 from bitwright.plan import Plan
 from bitwright.planners import make_plan
+from bitwright.process_group import keep_groups
 from bitwright.ptq import settle_ranges, settle_weights
 from bitwright.recipe import Quantized, quantize
 from bitwright.train.parallel import share_buffers
@@ -39,6 +41,7 @@ log = getLogger(__name__)
 _RECORDED = 4
 
 
+@strict
 class Qat:
     """A model that trains with quantizers in it.
 
@@ -117,6 +120,7 @@ class Qat:
 
     def after_epoch(self) -> None:
         """Make the model what would be deployed now, and freeze what is due."""
+        keep_groups()  # of DDPs that the loop's framework made: it may leave the group before they are freed
         self.settle()
         self.at_epoch(self.epochs + 1)
 
@@ -142,6 +146,7 @@ class Qat:
 
     def finish(self) -> Quantized:
         """No more training: what is exported is what was trained, without a trainer's autocast around it."""
+        keep_groups()
         self.stop_following()
         unwrap_forward(self.model)
         compile_arithmetic(self.model, False)
@@ -199,7 +204,13 @@ class Qat:
         return {"plan": self.plan.to_yaml(), "epochs": self.epochs, "observers": observers}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken; a state of another plan is refused: its scales are of other sites."""
+        """Resume from what `state_dict` gave. A damaged state, or one of another plan, is refused as a whole."""
+        kinds = {"plan": str, "epochs": int, "observers": dict}
+        wrong = [key for key, kind in kinds.items() if not isinstance(state.get(key), kind)]
+        if wrong or state["epochs"] < 0:
+            raise _damaged(
+                ", ".join(wrong) or "epochs", "the saved state of quantization lacks this, or has no such value"
+            )
         changes = Plan.from_yaml(state["plan"], where="the checkpoint's plan").diff(self.plan)
         if changes:
             first, more = changes[0], f"; {len(changes) - 1} more differ" if len(changes) > 1 else ""
@@ -222,15 +233,17 @@ class Qat:
         return {q.site: dict(vars(q.observer)) for q in self.following if q.observer is not None}
 
     def load_observer_state(self, state: dict[str, dict[str, Any]], epochs: int) -> None:
-        """Go on after so many epochs."""
+        """Resume after so many epochs."""
         self.at_epoch(epochs)
         for quantizer in self.following:
             assert quantizer.observer is not None
+            known = state.get(quantizer.site)
+            if not isinstance(known, dict):
+                raise _damaged(quantizer.site, "the saved state has nothing of this observer")
+            if not known.keys() <= vars(quantizer.observer).keys():
+                raise _damaged(quantizer.site, "the saved state is not that of this observer")
             device = quantizer.scale.device
-            seen = {
-                key: value.to(device) if isinstance(value, Tensor) else value
-                for key, value in state.get(quantizer.site, {}).items()
-            }
+            seen = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in known.items()}
             vars(quantizer.observer).update(seen, format=quantizer.spec.format)
 
     def _find_replaced(self) -> None:
@@ -255,6 +268,7 @@ class Qat:
             freeze_norms(self.model)
 
 
+@strict
 def parameter_groups(
     model: nn.Module, *, weight_decay: float, quantizer_lr: float | None = None
 ) -> list[dict[str, Any]]:
@@ -285,6 +299,11 @@ def freeze_norms(model: nn.Module) -> None:
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             module.eval()
             module.__dict__["train"] = partial(_stay, module)
+
+
+def _damaged(where: str, what: str) -> TrainError:
+    fix = "resume from another checkpoint"
+    return TrainError.single(what, where=where, fix=fix, code="damaged-checkpoint")
 
 
 def _some(names: list[str]) -> str:
@@ -320,5 +339,7 @@ def _quantized(
         plan = Plan.from_yaml(ranks.tell(text), where="rank 0's plan")
         batches = chain(first, batches)
     if plan is not None:
-        return quantize(model, batches, backend=backend, plan=plan, example=example, progress=progress)
-    return quantize(model, batches, backend=backend, example=example, name=name, progress=progress, **choices)
+        return quantize(model, batches, backend=backend, plan=plan, example=example, progress=progress, measure=False)
+    return quantize(
+        model, batches, backend=backend, example=example, name=name, progress=progress, measure=False, **choices
+    )

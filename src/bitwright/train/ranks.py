@@ -17,6 +17,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from bitwright.errors import TrainError
+from bitwright.process_group import leave_group
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +104,7 @@ def joined(device: str | None = None) -> Iterator[Ranks]:
         yield here()
     finally:
         if made:
-            dist.destroy_process_group()
+            leave_group()
 
 
 def device_of(said: str | None, local: int) -> torch.device:

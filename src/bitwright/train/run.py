@@ -21,6 +21,7 @@ from bitwright.backends import Choices
 from bitwright.checkpoint import checkpoint_file, load_checkpoint
 from bitwright.errors import TrainDiverged, TrainError
 from bitwright.graph.tree import map_tensors
+from bitwright.interrupts import Interrupted, Stop
 from bitwright.modes import evaluating
 from bitwright.plan import Plan
 from bitwright.report import SiteRow, site_rows
@@ -40,11 +41,11 @@ from bitwright.train.qat import Qat
 from bitwright.train.ranks import Ranks
 from bitwright.train.schedule import rate
 from bitwright.train.seeding import seed_all
-from bitwright.train.signals import Interrupted, Stop
 from bitwright.train.state import checked, restore, writer
 from bitwright.workload import Workload, batches, call_on, can_measure, fed_with, measure
 
 log = getLogger("bitwright.train")
+progress_log = getLogger("bitwright.progress")
 _CALIBRATION_BATCHES = 8  # of the training data, where the workload has no calibration data
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -177,6 +178,11 @@ class Run:
         self.whole_model = copy.deepcopy(self.model)  # a sharded model can't be put together again in place
         return Sharded(self.model, self.device, self.ranks)
 
+    def release(self) -> None:
+        """Drop what belongs to the process group, before the group is left."""
+        self.parallel = Alone(self.model)
+        self.net = self.model
+
     def _quantize(self, backend: str | None, choices: Choices, resume: Saved | None) -> Qat:
         assert self.precision is not None
         if resume is not None:
@@ -241,6 +247,7 @@ class Run:
         data = self.data.epoch(self.epoch, skip=done * self.config.accumulate)
         for _ in range(done, self.steps_per_epoch):
             self._train_step(data)
+            progress_log.debug("step %d finished", self.step)
             last = self.step % self.steps_per_epoch == 0
             if self.step % self.config.log_steps == 0 or last:
                 self._log()
@@ -363,13 +370,13 @@ class Run:
     def _obey(self) -> None:
         if not self.parallel.stopping(self.stop.asked is not None):
             return
-        words = (
-            f"interrupted{f' by {self.stop.asked}' if self.stop.asked else ''} after step {self.step} of {self.steps}"
-        )
+        by = f" by {self.stop.asked}" if self.stop.asked else ""
+        words = f"interrupted{by} after step {self.step} of {self.steps}"
+        self.stop.raised = True
         if self.checkpoints is None:
-            raise Interrupted(f"{words}; the run has no folder to be saved in")
+            raise Interrupted(words, "the run has no folder to be saved in")
         self.save()
-        raise Interrupted(f"{words}; the run is saved, --resume goes on from here")
+        raise Interrupted(words, "the run is saved; rerun the command to resume (in Python: resume=True)")
 
     def facts(self) -> dict[str, Any]:
         """What was run, and how it ended."""
@@ -395,3 +402,4 @@ class Run:
         write = writer(self)
         if self.ranks.first:
             self.checkpoints.save(self.step, write, best=best)
+            progress_log.debug("checkpoint at step %d", self.step)

@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, Literal, Unpack
 
 from torch import nn
 
 from bitwright.allocator import keep_memory
+from bitwright.arguments import strict
 from bitwright.backends import Choices
 from bitwright.errors import BitwrightError, Problem, TrainError
+from bitwright.interrupts import current_stop
+from bitwright.output import locked
 from bitwright.plan import Plan
 from bitwright.recipe import Quantized
 from bitwright.train.callbacks import Callback, History
 from bitwright.train.checkpoints import Checkpoints, Saved
 from bitwright.train.config import TrainConfig
+from bitwright.train.finish import RESULT
 from bitwright.train.lowprecision import read
 from bitwright.train.precision import Precision, resolve
 from bitwright.train.ranks import Ranks, device_of, joined
 from bitwright.train.run import Run
-from bitwright.train.signals import stoppable
 from bitwright.workload import Workload, can_measure
 
 
@@ -41,6 +45,7 @@ class TrainResult:
     out: Path | None
 
 
+@strict
 class Trainer:
     """Trains a workload, in float or (with `quantize`) with quantizers in place from before the first step.
 
@@ -48,8 +53,9 @@ class Trainer:
     torchrun. `out` gets checkpoints, history.jsonl, and at the end checkpoint.safetensors, plan.yaml and result.json.
     `compute` is a plan (or its path) whose `compute` section says which operators run in real low precision; `kind` is
     this process's device in it (or one for each rank, with commas between), `simulate` rounds in float instead.
-    `init` is a float checkpoint (or the folder of a run) to start from; `resume` goes on with the run in `out`, if one
-    has begun there. `choices` go to the planner, as in `bitwright.quantize`.
+    `init` is a float checkpoint (or the folder of a run) to start from; `resume=True` continues the run in
+    `out`, if there is one; "auto" does so only if that run did not finish. `choices` go to the planner, as in
+    `bitwright.quantize`. A signal that the command line notes ends a run between two steps, with a checkpoint.
     """
 
     def __init__(
@@ -64,7 +70,7 @@ class Trainer:
         config: TrainConfig | None = None,
         out: str | Path | None = None,
         init: str | Path | None = None,
-        resume: bool = False,
+        resume: bool | Literal["auto"] = False,
         callbacks: Sequence[Callback] = (),
         device: str | None = None,
         **choices: Unpack[Choices],
@@ -78,8 +84,7 @@ class Trainer:
         self.config = config or TrainConfig()
         self.out = Path(out) if out is not None else None
         self.init = Path(init) if init is not None else None
-        # torchrun starts all processes again when one dies: they go on where the run was saved
-        self.resume = resume or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+        self.resume = resume
         self.callbacks = list(callbacks)
         self.device = device
         self.choices = choices
@@ -91,6 +96,11 @@ class Trainer:
         """What can be seen to be wrong before anything is loaded."""
         config, workload = self.config, self.workload
         where = f"workload {workload.name!r}"
+        if self.precision is None:
+            for name, value in self.choices.items():
+                if value not in (None, [], ()):
+                    what, fix = "this does nothing in a float run", 'give quantize="int8" (or another precision), too'
+                    yield Problem(what=what, where=name, value=value, fix=fix, code="ignored-argument")
         if workload.training is None:
             fix = "give Workload(training=...) a function that returns a data set of (inputs, target)"
             yield Problem(what="the workload has no training data", where=where, fix=fix)
@@ -112,7 +122,7 @@ class Trainer:
         if self.init is not None and not self.init.exists():
             fix = "give the folder of a run, or a .safetensors file"
             yield Problem(what="there is no such checkpoint", where="init", value=str(self.init), fix=fix)
-        if self.resume and self.out is None:
+        if self.resume is True and self.out is None:
             yield Problem(what="there is no folder to resume", where="resume", fix="give out=")
         if self.compute is not None and self.precision is not None:
             what = "quantizers and low-precision kernels exclude each other"
@@ -135,7 +145,8 @@ class Trainer:
     def fit(self) -> TrainResult:
         """Train. From then on this process keeps memory that it frees."""
         keep_memory()
-        with joined(self.device) as ranks, stoppable() as stop:
+        stop = current_stop()
+        with joined(self.device) as ranks, self._locked(ranks):
             saved = self._saved(ranks)
             callbacks = [*self.callbacks, *([History(self.out)] if self.out is not None else [])]
             run = Run(
@@ -156,10 +167,13 @@ class Trainer:
                 simulate=self.simulate,
             )
             try:
-                run.go()
+                with stop.deferred():  # a run stops between two steps, with a checkpoint
+                    run.go()
             except BitwrightError as error:
                 error.rank = ranks.rank
                 raise
+            finally:
+                run.release()
         return TrainResult(
             model=run.model,
             quantized=run.qat.quantized if run.qat is not None else None,
@@ -172,16 +186,39 @@ class Trainer:
             out=self.out,
         )
 
+    @contextmanager
+    def _locked(self, ranks: Ranks) -> Iterator[None]:
+        """The folder of the run is this run's alone: the first rank locks it, and all ranks hear if it can't."""
+        if self.out is None:
+            yield
+            return
+        with ExitStack() as stack:
+            problem: dict[str, Any] | None = None
+            if ranks.first:
+                try:
+                    stack.enter_context(locked(self.out))
+                except BitwrightError as error:
+                    problem = asdict(error.problems[0])
+            problem = ranks.tell(problem)
+            if problem is not None:
+                raise TrainError.single(**problem)
+            yield
+
     def _saved(self, ranks: Ranks) -> Saved | None:
         """The checkpoint to go on from; rank 0 says which. A used folder is never overwritten by surprise."""
         if self.out is None:
             return None
         checkpoints = Checkpoints(self.out)
         latest = checkpoints.latest()
-        step = ranks.tell(None if latest is None else latest.step)
+        # torchrun starts all processes again when one dies: they go on where the run was saved
+        restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+        unfinished = self.resume == "auto" and not (self.out / RESULT).is_file()
+        step, resume = ranks.tell(
+            [None if latest is None else latest.step, self.resume is True or restarted or unfinished]
+        )
         if step is None:
             return None
-        if not self.resume:
+        if not resume:
             raise TrainError.single(
                 f"a run was saved here already, at step {step}",
                 where=str(self.out),

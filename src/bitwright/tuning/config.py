@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
 from dataclasses import replace
@@ -9,18 +10,18 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 from torch import nn
 
+from bitwright.arguments import reject_unknown, strict
 from bitwright.backends import Choices
 from bitwright.datasets import Dataset
-from bitwright.errors import PlanError, WorkloadError, did_you_mean
-from bitwright.files import read_settings
+from bitwright.documents import Strict, read_settings, validated
+from bitwright.errors import WorkloadError, did_you_mean
 from bitwright.metrics import METRICS, make_evaluate, metric_name
 from bitwright.tuning.evaluate import Measuring
 from bitwright.tuning.goal import Budget, Goal
 from bitwright.tuning.lpot import is_lpot, translate
-from bitwright.tuning.problems import problems_of
 from bitwright.tuning.result import Tuned
 from bitwright.tuning.space import Space
 from bitwright.tuning.tune import tune
@@ -29,10 +30,10 @@ from bitwright.workload import Workload, load_object, load_workload
 CONFIG_VERSION = 1
 
 
-class TuneConfig(BaseModel):
+@strict
+class TuneConfig(Strict, populate_by_name=True):
     """One search. The model and its data come from a workload, or from `model` with data named here."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
     version: Literal[1] = Field(default=1, alias="bitwright-tune")
     workload: str | None = Field(default=None, description="file.py:function, or the name of a built-in.")
     model: str | None = Field(default=None, description="file.py:function that gives an nn.Module.")
@@ -50,8 +51,8 @@ class TuneConfig(BaseModel):
     keep_float: tuple[str, ...] = ()
     store: str | None = None
     resume: bool = False
-    seed: int = Field(default=0, ge=0)
-    samples: int | None = Field(default=None, gt=0, description="Calibration samples.")
+    seed: int = Field(default=0, ge=0, lt=2**32)
+    samples: int | None = Field(default=None, gt=0, le=10**12, description="Calibration samples.")
     measuring: Measuring = Measuring()
     early: bool = Field(default=True, description="Give up hopeless candidates on a part of the data.")
 
@@ -62,10 +63,7 @@ class TuneConfig(BaseModel):
         data = read_settings(file, "a search", "workload: …")
         if is_lpot(data):
             data = translate(data, where=str(file))
-        try:
-            config = TuneConfig.model_validate(data)
-        except ValidationError as error:
-            raise PlanError(problems_of(error, TuneConfig), title=f"{file} has problems") from error
+        config = validated(TuneConfig, data, title=f"{file} has problems")
         return config._beside(file.parent)
 
     def _beside(self, folder: Path) -> TuneConfig:
@@ -153,6 +151,7 @@ class TuneConfig(BaseModel):
 
     def tune(self, workload: Workload | None = None, **others: Any) -> Tuned:
         """Search as this says; `others` are further arguments of `tune`, and count before what is said here."""
+        reject_unknown("TuneConfig.tune", others, inspect.signature(tune).parameters)
         lower = self.lower_is_better
         goal = self.goal
         if lower and goal.lower_is_better is False:

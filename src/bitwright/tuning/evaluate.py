@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,11 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-from bitwright.attach import strip
+from bitwright.attach import find_attachment, strip
 from bitwright.backends import BackendTable, Choices
 from bitwright.batching import first, rebatched, regrouped
 from bitwright.deploy import Runtime, available_runtimes, measure_latency, open_runtime, peak_memory
-from bitwright.errors import BitwrightError
+from bitwright.errors import BitwrightError, DiskError
 from bitwright.graph import Graph
 from bitwright.graph.tree import as_call, batch_size, tensors_in
 from bitwright.plan import Plan
@@ -36,9 +37,9 @@ class Measuring(BaseModel):
     """How latency is measured: medians of runs that take turns with the float artefact."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
-    batch: int = Field(default=1, gt=0)
-    threads: int = Field(default=1, gt=0)
-    runs: int = Field(default=50, gt=0)
+    batch: int = Field(default=1, gt=0, le=10**6)
+    threads: int = Field(default=1, gt=0, le=10_000)
+    runs: int = Field(default=50, gt=0, le=10**7)
 
 
 class Evaluator:
@@ -64,10 +65,23 @@ class Evaluator:
         self.backend, self.choices, self.seed, self.early = backend, choices, seed, early
         self.calibration, self.measuring, self.folder, self.state = calibration, measuring, folder, state
         self.runtime = usable_runtime(table)
+        self.done = False
+        self._before: dict[str, Tensor] = {}
 
     def plan(self, candidate: Candidate) -> Plan:
         """The plan of a candidate."""
         return candidate.plan(self.graph, self.backend, model=self.workload.name, choices=self.choices)
+
+    def forget(self, candidate: Candidate | None = None) -> None:
+        """Remove the state of a candidate's steps, or of all."""
+        folder = self.state if candidate is None else self.state / candidate.key
+        shutil.rmtree(folder, ignore_errors=True)
+
+    def make_float(self) -> None:
+        """Give the model back as it came, unless the search ended well."""
+        if not self.done and find_attachment(self.workload.model) is not None:
+            strip(self.workload.model)
+            put_back(self.workload.model, self._before)
 
     @contextmanager
     def quantized(
@@ -92,6 +106,8 @@ class Evaluator:
             else:
                 with self.quantized(candidate, plan=plan, tell=tell) as quantized:
                     outcome = self._measure(quantized, baseline, tell)
+        except DiskError:
+            raise  # says nothing about the candidate
         except BitwrightError as error:
             outcome = failure(str(error))
         return outcome.model_copy(update={"seconds": time.perf_counter() - begin})
@@ -233,6 +249,7 @@ def quantize_candidate(
     workload, base = evaluator.workload, candidate.base
     model = workload.model
     before = {n: t.detach().clone() for n, t in model.state_dict().items()} if base.steps else {}
+    evaluator._before = before
     data = list(first(evaluator.calibration, base.samples))
     state = evaluator.state / candidate.key
     result = quantize(
@@ -247,11 +264,11 @@ def quantize_candidate(
         steps=base.steps,
         seed=evaluator.seed,
         folder=state,
+        keep_state=True,  # until the outcome is in the study
         progress=None if tell is None else lambda done: tell(f"calibrating, {done} of {len(data)} batches"),
         watch=None if tell is None else lambda at: tell(f"{at.step}: {at.unit}"),
+        measure=False,  # the search measures accuracy, and tries bad candidates on purpose
     )
-    with suppress(OSError):  # it is gone, or another worker's steps are there
-        evaluator.state.rmdir()
     return before, result
 
 

@@ -5,13 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from logging import getLogger
 
+from bitwright.disk import disk_error
+from bitwright.interrupts import current_stop, safe_point
 from bitwright.tuning.candidate import Candidate
 from bitwright.tuning.goal import Budget
 from bitwright.tuning.outcome import Outcome, failure
 from bitwright.tuning.search import Search, Strategy
 from bitwright.tuning.store import Study
 
+progress_log = getLogger("bitwright.progress")
 _WAIT = 0.1  # seconds between looks at what another worker does
 Evaluate = Callable[[Candidate], Outcome]
 
@@ -58,6 +62,7 @@ class Explorer:
         while todo:
             waiting = []
             for candidate in todo:
+                safe_point()
                 got = self._outcome(candidate)
                 if got is None:
                     if self._out_of_time():
@@ -95,6 +100,7 @@ class Explorer:
             self.study.give_back(claim)
             raise
         self.study.finish(claim, outcome)
+        progress_log.debug("trial finished: %s", candidate.key)
         return outcome, True
 
     def _evaluated(self, candidate: Candidate) -> Outcome:
@@ -102,6 +108,10 @@ class Explorer:
         try:
             return self.evaluate(candidate)
         except Exception as error:  # one candidate that breaks the model, the exporter or the metric must not end all
+            if current_stop().received:
+                raise  # a signal broke it
+            if (refused := disk_error(error)) is not None:
+                raise refused from error  # it says nothing about the candidate
             return failure(f"{type(error).__name__}: {error}", time.perf_counter() - begin)
 
     def _out_of_time(self) -> bool:

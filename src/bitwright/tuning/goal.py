@@ -9,6 +9,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from bitwright.arguments import strict
+from bitwright.errors import shortened
 from bitwright.workload import Workload
 
 Objective = Literal["latency", "size", "memory"]
@@ -23,13 +25,16 @@ def read_bytes(value: Any) -> Any:
     """
     if not isinstance(value, str):
         return value
-    found = re.fullmatch(r"\s*([\d.]+)\s*([a-zA-Z]*)\s*", value)
+    found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)\s*", value)
     if not found or found[2].lower() not in _UNITS:
-        raise ValueError(f"{value!r} is not a size: write 2000000, '2 MB' or '1.9 MiB'")
-    return int(float(found[1]) * _UNITS[found[2].lower()])
+        raise ValueError(f"{shortened(value)!r} is not a size: write 2000000, '2 MB' or '1.9 MiB'")
+    size = float(found[1]) * _UNITS[found[2].lower()] if found[1].count(".") <= 1 else math.inf
+    if not size < 2**60:
+        raise ValueError(f"{shortened(value)!r} is not a size: write 2000000, '2 MB' or '1.9 MiB'")
+    return int(size)
 
 
-Bytes = Annotated[int, BeforeValidator(read_bytes), Field(gt=0)]
+Bytes = Annotated[int, BeforeValidator(read_bytes), Field(gt=0, lt=2**60)]
 
 
 class Drop(BaseModel):
@@ -41,9 +46,9 @@ class Drop(BaseModel):
     89.5
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-    relative: float | None = Field(default=None, ge=0)
-    absolute: float | None = Field(default=None, ge=0)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    relative: float | None = Field(default=None, ge=0, le=1e12)
+    absolute: float | None = Field(default=None, ge=0, le=1e12)
 
     @model_validator(mode="after")
     def _one(self) -> Drop:
@@ -76,6 +81,7 @@ class Drop(BaseModel):
 AnyDrop = Annotated[Drop, BeforeValidator(Drop.read)]
 
 
+@strict
 class Goal(BaseModel):
     """What must hold, and what should then be as small as possible.
 
@@ -87,14 +93,14 @@ class Goal(BaseModel):
     Drop(relative=0.01, absolute=None)
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
     drop: AnyDrop | dict[str, AnyDrop] = Field(default=Drop(relative=0.01), union_mode="left_to_right")
     lower_is_better: bool | tuple[str, ...] = False
-    latency_ms: float | None = Field(default=None, gt=0)
-    latency_ratio: float | None = Field(default=None, gt=0)
+    latency_ms: float | None = Field(default=None, gt=0, le=1e9)
+    latency_ratio: float | None = Field(default=None, gt=0, le=1e9)
     size: Bytes | None = None
     memory: Bytes | None = None
-    objective: Objective | dict[Objective, Annotated[float, Field(gt=0)]] = "latency"
+    objective: Objective | dict[Objective, Annotated[float, Field(gt=0, le=1e9)]] = "latency"
 
     @model_validator(mode="after")
     def _one(self) -> Goal:
@@ -148,10 +154,11 @@ class Goal(BaseModel):
         return self.memory is not None or "memory" in self.weights
 
 
+@strict
 class Budget(BaseModel):
     """How long to look: whichever comes first. It is spent on a faster model, unless `stop` is "first"."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-    minutes: float | None = Field(default=None, gt=0)
-    trials: int | None = Field(default=100, gt=0)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    minutes: float | None = Field(default=None, gt=0, le=1e9)
+    trials: int | None = Field(default=100, gt=0, le=10**9)
     stop: Literal["budget", "first"] = "budget"

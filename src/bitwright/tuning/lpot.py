@@ -4,16 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from bitwright.errors import PlanError
-from bitwright.tuning.problems import problems_of
+from bitwright.documents import Strict, validated
 
 _NO_ACCURACY = 1e9  # a drop that everything stays within
-
-
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 def _listed(value: Any) -> Any:
@@ -24,20 +19,20 @@ def _listed(value: Any) -> Any:
 
 
 Listed = Annotated[tuple[str, ...], BeforeValidator(_listed)]
-Sizes = Annotated[tuple[int, ...], BeforeValidator(_listed)]
+Sizes = Annotated[tuple[Annotated[int, Field(ge=1, le=10**12)], ...], BeforeValidator(_listed)]
 
 
-class _Model(_Strict):
+class _Model(Strict):
     name: str
     framework: Literal["pytorch", "pytorch_fx"] = "pytorch"
 
 
-class _Tensor(_Strict):
+class _Tensor(Strict):
     granularity: Annotated[tuple[Literal["per_channel", "per_tensor"], ...], BeforeValidator(_listed)] = ()
     scheme: Annotated[tuple[Literal["sym", "asym"], ...], BeforeValidator(_listed)] = ()
     dtype: Annotated[tuple[Literal["int8", "uint8", "fp32"], ...], BeforeValidator(_listed)] = ()
     algorithm: Annotated[tuple[Literal["minmax", "kl"], ...], BeforeValidator(_listed)] = ()
-    bit: Annotated[tuple[int, ...], BeforeValidator(_listed)] = ()
+    bit: Annotated[tuple[Annotated[int, Field(ge=2, le=16)], ...], BeforeValidator(_listed)] = ()
 
     @property
     def is_float(self) -> bool:
@@ -59,7 +54,7 @@ class _Tensor(_Strict):
         ]
 
 
-class _Op(_Strict):
+class _Op(Strict):
     weight: _Tensor = _Tensor()
     activation: _Tensor = _Tensor()
 
@@ -77,21 +72,38 @@ class _Op(_Strict):
         return {key: value for key, value in rule.items() if value}
 
 
-class _DatasetOf(_Strict):
-    ImageFolder: dict[str, Any] | None = None
-    dummy: dict[str, Any] | None = None
-    npz: dict[str, Any] | None = None
+class _Root(Strict, extra="ignore"):
+    root: str
 
 
-class _Transforms(_Strict):
-    Resize: dict[str, Any] | None = None
-    CenterCrop: dict[str, Any] | None = None
+class _Dummy(Strict, extra="ignore"):
+    shape: tuple[int, ...]
+
+
+class _Size(Strict, extra="ignore"):
+    size: int
+
+
+class _Normalize(Strict, extra="ignore"):
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+
+class _DatasetOf(Strict):
+    ImageFolder: _Root | None = None
+    dummy: _Dummy | None = None
+    npz: _Root | None = None
+
+
+class _Transforms(Strict):
+    Resize: _Size | None = None
+    CenterCrop: _Size | None = None
     ToTensor: dict[str, Any] | None = None
-    Normalize: dict[str, Any] | None = None
+    Normalize: _Normalize | None = None
 
 
-class _Loader(_Strict):
-    batch_size: int = 1
+class _Loader(Strict):
+    batch_size: int = Field(default=1, ge=1, le=10**6)
     dataset: _DatasetOf
     transform: _Transforms = _Transforms()
     last_batch: Literal["rollover"] = "rollover"
@@ -101,32 +113,32 @@ class _Loader(_Strict):
         """As our data sets are written."""
         data: dict[str, Any] = {"batch_size": self.batch_size}
         if self.dataset.ImageFolder is not None:
-            data["images"] = self.dataset.ImageFolder["root"]
+            data["images"] = self.dataset.ImageFolder.root
         if self.dataset.npz is not None:
-            data["npz"] = self.dataset.npz["root"]
+            data["npz"] = self.dataset.npz.root
         if self.dataset.dummy is not None:
-            data["random"] = self.dataset.dummy["shape"]
+            data["random"] = self.dataset.dummy.shape
         transform = self.transform
         if transform.Resize is not None:
-            data["resize"] = transform.Resize["size"]
+            data["resize"] = transform.Resize.size
         if transform.CenterCrop is not None:
-            data["crop"] = transform.CenterCrop["size"]
+            data["crop"] = transform.CenterCrop.size
         if transform.Normalize is not None:
-            data |= {"mean": transform.Normalize["mean"], "std": transform.Normalize["std"]}
+            data |= {"mean": transform.Normalize.mean, "std": transform.Normalize.std}
         return data
 
 
-class _Calibration(_Strict):
+class _Calibration(Strict):
     sampling_size: Sizes = (100,)
     dataloader: _Loader | None = None
 
 
-class _Recipes(_Strict):
+class _Recipes(Strict):
     first_conv_or_matmul_quantization: bool = True
     fast_bias_correction: bool = False
 
 
-class _Quantization(_Strict):
+class _Quantization(Strict):
     approach: Literal["post_training_static_quant"] = "post_training_static_quant"
     calibration: _Calibration = _Calibration()
     recipes: _Recipes = _Recipes()
@@ -135,15 +147,27 @@ class _Quantization(_Strict):
     op_wise: dict[str, _Op] = Field(default_factory=dict)
 
 
-class _Strategy(_Strict):
+class _Strategy(Strict):
     name: Literal[
         "basic", "mse", "mse_v2", "hawq_v2", "bayesian", "tpe", "random", "exhaustive", "conservative", "auto"
     ] = "basic"
 
 
-class _Criterion(_Strict):
-    relative: float | str | None = None
-    absolute: float | None = None
+def _share(value: float | str) -> float:
+    """0.01, "0.01" or "1%"."""
+    text = str(value).strip()
+    try:
+        share = float(text[:-1]) / 100 if text.endswith("%") else float(text)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share <= 1e12:
+        raise ValueError("write a share of the float model's accuracy: 0.01 or 1%")
+    return share
+
+
+class _Criterion(Strict):
+    relative: Annotated[float | str, AfterValidator(_share)] | None = None
+    absolute: float | None = Field(default=None, ge=0, le=1e12)
     higher_is_better: bool = True
 
     @model_validator(mode="after")
@@ -156,43 +180,47 @@ class _Criterion(_Strict):
         """As ours are written."""
         if self.absolute is not None:
             return {"absolute": self.absolute}
-        value = 0.01 if self.relative is None else self.relative
-        text = str(value).strip()
-        return {"relative": float(text[:-1]) / 100 if text.endswith("%") else float(text)}
+        return {"relative": 0.01 if self.relative is None else float(self.relative)}
 
 
 _Objective = Literal["performance", "modelsize", "footprint"]
 _OURS = {"performance": "latency", "modelsize": "size", "footprint": "memory"}
 
 
-class _Several(_Strict):
+class _Several(Strict):
     objective: tuple[_Objective, ...]
-    weight: tuple[float, ...] = ()
+    weight: tuple[Annotated[float, Field(gt=0, le=1e9)], ...] = ()
     higher_is_better: tuple[Literal[False], ...] = ()
 
+    @model_validator(mode="after")
+    def _same(self) -> _Several:
+        if self.weight and len(self.weight) != len(self.objective):
+            raise ValueError("give one weight for each objective")
+        return self
 
-class _Exit(_Strict):
-    timeout: float = 0
-    max_trials: int = 100
+
+class _Exit(Strict):
+    timeout: float = Field(default=0, ge=0, le=1e10)
+    max_trials: int = Field(default=100, ge=1, le=10**9)
     performance_only: bool = False
 
 
-class _Workspace(_Strict):
+class _Workspace(Strict):
     path: str | None = None
     resume: str | None = None
 
 
-class _Tuning(_Strict):
+class _Tuning(Strict):
     strategy: _Strategy = _Strategy()
     accuracy_criterion: _Criterion = _Criterion()
     objective: _Objective = "performance"
     multi_objectives: _Several | None = None
     exit_policy: _Exit = _Exit()
-    random_seed: int = 1978
+    random_seed: int = Field(default=1978, ge=0, lt=2**32)
     workspace: _Workspace = _Workspace()
 
 
-class _Metric(_Strict):
+class _Metric(Strict):
     topk: int | dict[str, int] | None = None
     F1: dict[str, Any] | None = None
     MSE: dict[str, Any] | None = None
@@ -209,23 +237,23 @@ class _Metric(_Strict):
         return found
 
 
-class _Accuracy(_Strict):
+class _Accuracy(Strict):
     metric: _Metric | None = None
     multi_metrics: _Metric | None = None
     dataloader: _Loader | None = None
 
 
-class _Performance(_Strict):
-    warmup: int = 5
-    iteration: int | None = None
+class _Performance(Strict):
+    warmup: int = Field(default=5, ge=0, le=10**7)
+    iteration: int | None = Field(default=None, ge=1, le=10**7)
 
 
-class _Evaluation(_Strict):
+class _Evaluation(Strict):
     accuracy: _Accuracy = _Accuracy()
     performance: _Performance = _Performance()
 
 
-class LpotFile(_Strict):
+class LpotFile(Strict):
     """The keys of LPOT's file that we have."""
 
     model: _Model
@@ -241,10 +269,7 @@ def is_lpot(data: dict[str, Any]) -> bool:
 
 def translate(data: dict[str, Any], *, where: str) -> dict[str, Any]:
     """The same search in our words."""
-    try:
-        file = LpotFile.model_validate(data)
-    except ValidationError as error:
-        raise PlanError(problems_of(error, LpotFile), title=f"{where} has problems") from error
+    file = validated(LpotFile, data, title=f"{where} has problems")
     quantization, tuning = file.quantization, file.tuning
     out: dict[str, Any] = {
         "name": file.model.name,

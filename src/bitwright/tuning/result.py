@@ -8,8 +8,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from bitwright.arguments import strict
 from bitwright.checkpoint import save_checkpoint
 from bitwright.files import write_text
+from bitwright.output import filling
 from bitwright.plan import Plan
 from bitwright.recipe import Quantized
 from bitwright.tuning.baseline import Baseline
@@ -23,6 +25,7 @@ TUNING = "tuning.json"
 TUNING_VERSION = 1
 
 
+@strict
 @dataclass(frozen=True, kw_only=True)
 class Tuned:
     """The result of `tune`."""
@@ -98,15 +101,14 @@ class Tuned:
 
     def save(self, folder: str | Path) -> Path:
         """Plan, checkpoint, artefact and `tuning.json`, also when the goal was missed."""
-        place = Path(folder)
-        place.mkdir(parents=True, exist_ok=True)
-        if self.quantized is not None:
-            self.quantized.plan.save(place / "plan.yaml")
-            save_checkpoint(self.quantized.model, place / "checkpoint.safetensors")
-            self.quantized.export(place / "model.onnx")
-        text = json.dumps(self.to_json(), indent=1, ensure_ascii=False)
-        write_text(place / TUNING, text + "\n")
-        return place
+        with filling(folder) as staged:
+            if self.quantized is not None:
+                self.quantized.plan.save(staged / "plan.yaml")
+                save_checkpoint(self.quantized.model, staged / "checkpoint.safetensors")
+                self.quantized.export(staged / "model.onnx")
+            text = json.dumps(self.to_json(), indent=1, ensure_ascii=False)
+            write_text(staged / TUNING, text + "\n")
+        return Path(folder)
 
 
 def _point(outcome: Outcome) -> tuple[float, float, float]:

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+from bitwright.arguments import strict
 from bitwright.backends import BackendTable, Choices
 from bitwright.errors import BitwrightError, PlanError, Problem, did_you_mean
 from bitwright.formats import Format
@@ -43,6 +44,7 @@ class Rule(BaseModel):
     observer: Names = ()
 
 
+@strict
 class Space(BaseModel):
     """What may be tried. Lists have the preferred one first; an empty one means what fits the backend.
 
@@ -56,7 +58,7 @@ class Space(BaseModel):
     observer: Names = ()
     weight_observer: Names = ()
     steps: tuple[Names, ...] | None = Field(default=None, description="Each a list of PTQ steps; [] is none.")
-    samples: Annotated[tuple[int, ...], BeforeValidator(_list)] = Field(
+    samples: Annotated[tuple[Annotated[int, Field(ge=1, le=10**12)], ...], BeforeValidator(_list)] = Field(
         default=(), description="Numbers of calibration samples."
     )
     types: dict[str, Rule] = Field(default_factory=dict)

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import logging
-import tempfile
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import ExitStack, closing
 from itertools import chain
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, Literal, Unpack
 
 import torch
 
+from bitwright.arguments import strict
 from bitwright.attach import find_attachment, strip
 from bitwright.backends import Choices
 from bitwright.backends import backend as find_backend
 from bitwright.deploy import open_runtime
+from bitwright.disk import disk_error, scratch_folder
 from bitwright.errors import BitwrightError, PlanError, Problem
 from bitwright.fingerprint import fingerprint
 from bitwright.graph import Graph, capture_paths
 from bitwright.graph.tree import tensors_in
 from bitwright.modes import evaluating
+from bitwright.output import filling, locked, recover
 from bitwright.planners import make_plan
 from bitwright.ptq import MEMORY
 from bitwright.recipe import Quantized, put_back
@@ -31,7 +33,7 @@ from bitwright.tuning.evaluate import Evaluator, Measuring, kept_calibration, qu
 from bitwright.tuning.explore import Asked, Explorer
 from bitwright.tuning.goal import Budget, Goal
 from bitwright.tuning.outcome import Outcome
-from bitwright.tuning.result import Tuned
+from bitwright.tuning.result import TUNING, Tuned
 from bitwright.tuning.search import Search, Strategy
 from bitwright.tuning.space import SearchSpace, Space, make_space
 from bitwright.tuning.statistics import ERROR, Paired, mcnemar
@@ -39,12 +41,14 @@ from bitwright.tuning.store import Study, open_study
 from bitwright.workload import Workload, can_measure, hits_of, pairs
 
 log = logging.getLogger("bitwright")
+STUDY = "study.db"  # in the output folder, unless a store is given
 _RECORDED = 16
 _HEAT = 3  # finalists that are timed once more, in turns
 _CLOSE = 1.1  # as near to the best as that
 _NOISE = 1.03
 
 
+@strict
 def tune(
     workload: Workload,
     goal: Goal | None = None,
@@ -56,7 +60,7 @@ def tune(
     backend: str = "onnxruntime",
     name: str | None = None,
     output: str | Path | None = None,
-    resume: bool = False,
+    resume: bool | Literal["auto"] = False,
     seed: int = 0,
     samples: int | None = None,
     measuring: Measuring | None = None,
@@ -64,6 +68,7 @@ def tune(
     memory: int = MEMORY,
     progress: Callable[[str], None] | None = None,
     watch: Callable[[Asked, Baseline], None] | None = None,
+    on_result: Callable[[Tuned, Path], None] | None = None,
     **choices: Unpack[Choices],
 ) -> Tuned:
     """Search until the budget is spent for the fastest quantized model with which the goal holds.
@@ -71,8 +76,11 @@ def tune(
     The workload's model is left as the best one, prepared and calibrated (`strip` makes it float again). If no
     candidate meets the goal, the best one that was seen is the result, with `met_goal=False`. With `output` everything
     is saved there. `store` is where trials are kept: a file or postgresql://…; by default a file in `output`, else
-    nothing is kept. With `resume` a study that is there already is gone on with, by one process or by many. `early`
-    gives a candidate up on a random part of the evaluation data if it can't pass any more.
+    nothing is kept. With `resume` a study that exists is continued, by one process or by many; "auto" continues only a
+    study in `output` whose search did not finish. `output` is for one process: workers that share a store need one
+    each. `on_result` may add files to the folder that becomes `output`, so that all appear together. `early` gives a
+    candidate up on a random part of the evaluation data if it can't pass any more. If anything fails, the model is
+    float again.
 
     A workload that doesn't say how good a model is gets quantized once.
     """
@@ -85,52 +93,64 @@ def tune(
     table = find_backend(backend)
     tell = progress or (lambda text: None)
     place = None if output is None else Path(output)
-    tell("recording the model")
-    calibration = kept_calibration(workload, max([*space.samples, 0]) or samples, memory)
-    if space.samples == () and samples is not None:
-        space = space.model_copy(update={"samples": (samples,)})
-    graph = capture_paths(workload.model, chain([workload.inputs], calibration), most=_RECORDED)
-    plan = make_plan(graph, backend, model=workload.name, **choices)
-    candidates = make_space(space, graph, table, plan, choices)
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
-        evaluator = Evaluator(
-            workload,
-            table,
-            graph,
-            goal,
-            backend=backend,
-            choices=choices,
-            calibration=calibration,
-            measuring=measuring,
-            seed=seed,
-            folder=Path(scratch),
-            state=Path(scratch) if place is None else place / ".steps",
-            early=early,
-        )
-        if not can_measure(workload):
-            result = _once(workload, evaluator, candidates, goal, budget, strategy, seed, tell)
-        else:
-            doubt = None if "lower_is_better" in goal.model_fields_set else workload.direction_note()
-            if doubt is not None:
-                log.info("%s", doubt)
-            tell("evaluating the float model")
-            metrics = goal.metrics(workload.metric)
-            baseline = measure_float(workload, metrics, calibration, seed=seed)
-            identity = _identity(
-                workload, graph, baseline, goal, space, strategy, seed, backend, measuring, early, choices
-            )
-            where = store if store is not None or place is None else place / "study.db"
-            study = open_study(where, name or workload.name, identity, resume=resume)
-            with closing(study):
-                if evaluator.runtime is not None:
-                    tell("exporting the float model")
-                    _ = evaluator.float_artefact  # now, while the model is float
-                run = _Run(workload, evaluator, candidates, baseline, study, budget, tell, watch)
-                result = run(search_by, strategy, seed)
+    with ExitStack() as stack:
         if place is not None:
-            tell("saving")
-            result.save(place)
-    return result
+            stack.enter_context(locked(place))
+            recover(place)
+            if resume == "auto" and (store is not None or (place / TUNING).is_file()):
+                resume = False
+        tell("recording the model")
+        calibration = kept_calibration(workload, max([*space.samples, 0]) or samples, memory)
+        if space.samples == () and samples is not None:
+            space = space.model_copy(update={"samples": (samples,)})
+        graph = capture_paths(workload.model, chain([workload.inputs], calibration), most=_RECORDED)
+        plan = make_plan(graph, backend, model=workload.name, **choices)
+        candidates = make_space(space, graph, table, plan, choices)
+        with scratch_folder() as scratch:
+            evaluator = Evaluator(
+                workload,
+                table,
+                graph,
+                goal,
+                backend=backend,
+                choices=choices,
+                calibration=calibration,
+                measuring=measuring,
+                seed=seed,
+                folder=scratch,
+                state=scratch / "steps" if place is None else place / ".steps",
+                early=early,
+            )
+            stack.callback(evaluator.make_float)
+            if not can_measure(workload):
+                result = _once(workload, evaluator, candidates, goal, budget, strategy, seed, tell)
+            else:
+                doubt = None if "lower_is_better" in goal.model_fields_set else workload.direction_note()
+                if doubt is not None:
+                    log.info("%s", doubt)
+                tell("evaluating the float model")
+                metrics = goal.metrics(workload.metric)
+                baseline = measure_float(workload, metrics, calibration, seed=seed)
+                identity = _identity(
+                    workload, graph, baseline, goal, space, strategy, seed, backend, measuring, early, choices
+                )
+                where = store if store is not None or place is None else place / STUDY
+                study = _open(where, name or workload.name, identity, resume)
+                with closing(study):
+                    if evaluator.runtime is not None:
+                        tell("exporting the float model")
+                        _ = evaluator.float_artefact  # now, while the model is float
+                    run = _Run(workload, evaluator, candidates, baseline, study, budget, tell, watch)
+                    result = run(search_by, strategy, seed)
+            if place is not None:
+                tell("saving")
+                with filling(place) as staged:
+                    result.save(staged)
+                    if on_result is not None:
+                        on_result(result, staged)
+                evaluator.forget()
+            evaluator.done = True
+        return result
 
 
 class _Run:
@@ -159,7 +179,7 @@ class _Run:
             self.study,
             self.budget,
             lambda candidate: self.evaluator(candidate, self.baseline, self.tell),
-            lambda asked: self.watch(asked, self.baseline),
+            self._told,
         )
         explorer.run(strategy, search)
         history = sorted(explorer.asked.values(), key=lambda asked: asked.number)
@@ -185,6 +205,11 @@ class _Run:
             notes=(*self.notes, *_notes(self.baseline, self.evaluator, outcome)),
             paired=self._paired(quantized is None),
         )
+
+    def _told(self, asked: Asked) -> None:
+        """The outcome is in the study: the state of its steps is not needed any more."""
+        self.evaluator.forget(asked.candidate)
+        self.watch(asked, self.baseline)
 
     def _chosen(self, history: list[Asked]) -> tuple[Candidate, Outcome, Quantized | None, dict[str, float] | None]:
         """The best one that holds what it promises on the real runtime; its model is left quantized."""
@@ -224,6 +249,8 @@ class _Run:
         try:
             return open_runtime(runtime, self.evaluator.write(quantized, "best")).accuracy(self.workload)
         except Exception as error:  # an owner's metric may want an nn.Module
+            if (refused := disk_error(error)) is not None:
+                raise refused from error
             self._note(f"the artefact's own accuracy on {runtime} can't be measured: {type(error).__name__}: {error}")
             return None
 
@@ -308,6 +335,17 @@ def _once(
         notes=("no goal was checked: the workload has neither evaluation= nor evaluate=",),
         paired=None,
     )
+
+
+def _open(store: str | Path | None, name: str, identity: dict[str, Any], resume: bool | Literal["auto"]) -> Study:
+    """The study; "auto" continues one that has trials, and starts over where a search failed before its first."""
+    if resume == "auto":
+        try:
+            return open_study(store, name, identity, resume=False)
+        except BitwrightError as error:
+            if "study-exists" not in error.codes:
+                raise
+    return open_study(store, name, identity, resume=bool(resume))
 
 
 def _identity(

@@ -11,16 +11,21 @@ from typing import Any
 from torch import Tensor, nn
 
 from bitwright.errors import BitwrightError, WorkloadError
+from bitwright.modes import copied
 from bitwright.owner import first_line, line_of, owners_code
 from bitwright.workload.workload import Workload
 
 
 def call(model: Callable[..., Any], batch: Any) -> Any:
-    """Call the model with one batch: ``model(x)``, ``model(*xs)`` or ``model(**xs)``.
+    """Call the model with a copy of one batch: ``model(x)``, ``model(*xs)`` or ``model(**xs)``.
 
     >>> call(lambda a, b: a - b, (3, 2)), call(lambda a, b: a - b, {"b": 3, "a": 2})
     (1, -1)
     """
+    return _call(model, copied(batch))
+
+
+def _call(model: Callable[..., Any], batch: Any) -> Any:
     args: tuple[Any, ...] = tuple(batch) if isinstance(batch, tuple | list) else ()
     kwargs: dict[str, Any] = {}
     if isinstance(batch, dict):
@@ -46,7 +51,7 @@ def call(model: Callable[..., Any], batch: Any) -> Any:
 def call_on(data: str, model: Callable[..., Any], batch: Any, *, where: str | None = None) -> Any:
     """The same with a batch of the workload's "training" or "evaluation"."""
     with fed_with(data, batch, where=where):
-        return call(model, batch)
+        return _call(model, batch) if data == "training" else call(model, batch)
 
 
 @contextmanager

@@ -6,20 +6,21 @@ import contextlib
 import importlib.util
 import inspect
 import itertools
-import re
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import fields
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from bitwright.arguments import UnknownArgument, strict
 from bitwright.errors import BitwrightError, WorkloadError, did_you_mean
 from bitwright.owner import line_of
 from bitwright.registry import WORKLOADS
 from bitwright.workload.workload import Workload
 
 
+@strict
 def load_workload(ref: str) -> Workload:
     """Build the workload that a user names: ``file.py:function``, or a built-in's or a plugin's name."""
     is_file = ":" in ref or ref.endswith(".py")
@@ -61,16 +62,16 @@ def load_object(ref: str) -> Any:
 def _called(function: Callable[[], object], ref: str) -> object:
     try:
         return function()
+    except UnknownArgument as error:
+        problems = [replace(problem, what=f"{problem.what}{line_of(error)}") for problem in error.problems]
+        raise UnknownArgument(problems) from error
     except BitwrightError:
         raise  # it says what is wrong already, and what to do
     except (Exception, SystemExit) as error:
-        unknown = re.search(r"Workload\.__init__\(\) got an unexpected keyword argument '(\w+)'", str(error))
         raise WorkloadError(
             f"the workload function raised {type(error).__name__}: {error}{line_of(error)}",
             value=ref,
-            fix=did_you_mean(unknown[1], (field.name for field in fields(Workload)))
-            if unknown
-            else "call it without arguments in Python",
+            fix="call it without arguments in Python",
         ) from error
 
 

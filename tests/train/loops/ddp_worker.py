@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from transformers import ResNetConfig, ResNetForImageClassification, Trainer, TrainingArguments
 
+from bitwright.process_group import leave_group
 from bitwright.train import Qat
 from bitwright.train.loops.huggingface import QatCallback
 from bitwright.train.ranks import here
@@ -51,7 +52,7 @@ def main(folder: str, quantizer: str) -> None:
         qat.export(f"{folder}/model.onnx")
         assert qat.quantized.check(f"{folder}/model.onnx").passed
     dist.barrier()
-    dist.destroy_process_group()  # its threads must not outlive the interpreter
+    leave_group()  # its threads must not outlive the interpreter
 
 
 if __name__ == "__main__":

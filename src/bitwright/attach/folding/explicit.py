@@ -15,7 +15,7 @@ from bitwright.attach.folding.fold import Call, Fold, wide
 from bitwright.attach.folding.statistics import batch_statistics, update_running
 from bitwright.attach.markers import snapshot
 
-_SMALLEST = 1e-12  # a dead channel (γ = 0) must not divide by zero
+_SMALLEST = 1e-30  # a dead channel (γ = 0) must not divide by zero
 
 
 class Explicit(Fold):

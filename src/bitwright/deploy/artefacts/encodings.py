@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 from pydantic import Field
@@ -20,16 +20,19 @@ class Encoding(Document):
     is_symmetric: Literal["True", "False"]
     min: float
     max: float
-    offset: int
+    offset: int = Field(ge=-(2**32), le=2**32)
     scale: float = Field(gt=0)
+
+
+Encoded = Annotated[list[Encoding], Field(min_length=1)]
 
 
 class EncodingsFile(Document):
     """Lists have one entry, or one for each channel."""
 
     version: Literal["0.6.1"] = "0.6.1"
-    activation_encodings: dict[str, list[Encoding]]
-    param_encodings: dict[str, list[Encoding]]
+    activation_encodings: dict[str, Encoded]
+    param_encodings: dict[str, Encoded]
 
 
 class Encodings(Sidecar):

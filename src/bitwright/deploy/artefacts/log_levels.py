@@ -19,7 +19,7 @@ class Level(Document):
     """|x| = 2^((code + offset)/16), code up to 127; `largest` is the number that `offset` was made from."""
 
     largest: float = Field(gt=0)
-    offset: int = Field(description="round(16·log2(largest)) − 127")
+    offset: int = Field(ge=-(2**20), le=2**20, description="round(16·log2(largest)) − 127")
 
 
 class LogLevelsFile(Document):

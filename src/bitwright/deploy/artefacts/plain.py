@@ -62,7 +62,7 @@ class _Plain:
 
     def _value(self, site: str, source: ir.Value) -> ir.Value:
         if site in self.recorded.constants:
-            return self._initializer(site, self.recorded.constants[site].cpu().numpy())
+            return self._initializer(site, self.recorded.constants[site].float().cpu().numpy())
         owner = self.attachment.shared.get(site, site)
         quantizer = self.attachment.quantizers[owner]
         if site not in self.recorded.values:
@@ -70,7 +70,7 @@ class _Plain:
             return source
         key = owner if quantizer.weight else site
         if key not in self.constants:
-            array = self.recorded.values[site].cpu().numpy()
+            array = self.recorded.values[site].float().cpu().numpy()
             if source.name in self.graph.initializers and len(source.uses()) == 1:
                 set_constant(source, array)  # under the parameter's own name
                 self.constants[key] = source

@@ -7,17 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
-
 from bitwright.attach import Quantizer
 from bitwright.deploy.artefacts.grids import Grid, TensorGrid, grid_of
-from bitwright.errors import ArtefactError
+from bitwright.documents import Strict, parse_json, validated
+from bitwright.errors import ArtefactError, Problem
 
 
-class Document(BaseModel):
+class Document(Strict):
     """A JSON sidecar's contents: strict, published as JSON Schema."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class Sidecar(ABC):
@@ -60,13 +57,17 @@ class Sidecar(ABC):
     def parse(cls, text: str) -> Any:
         """Read JSON as the document says; anything else is one clear error."""
         assert cls.document is not None
+        fix = "export it again"
         try:
-            return cls.document.model_validate_json(text)
-        except ValidationError as error:
-            first = error.errors()[0]
-            raise ArtefactError(
-                f"this is no file of this format: {first['msg']}",
-                where=".".join(str(part) for part in first["loc"]),
-                value=first["input"],
-                fix="export it again",
-            ) from error
+            data = parse_json(text, where=cls.suffix, what="the file with the grids", fix=fix, error=ArtefactError)
+        except ArtefactError as error:
+            first = error.problems[0]
+            what = f"this is no file of this format: {first.what}"
+            raise ArtefactError(what, where=first.where, value=first.value, fix=fix, code=first.code) from error
+
+        def refusal(problems: list[Problem]) -> ArtefactError:
+            first = problems[0]
+            what = f"this is no file of this format: {first.what}"
+            return ArtefactError(what, where=first.where, value=first.value, fix=fix, code=first.code)
+
+        return validated(cls.document, data, title="", error=refusal)

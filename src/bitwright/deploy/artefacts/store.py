@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
+from pydantic import Field, TypeAdapter
 
+from bitwright.arguments import strict
 from bitwright.deploy.artefacts.grids import Grid
 from bitwright.deploy.artefacts.sidecar import Sidecar
-from bitwright.errors import ArtefactError
+from bitwright.deploy.integrity import compare_digests, onnx_tensors, read_digests, text_digest
+from bitwright.deploy.onnx_files import load_onnx
+from bitwright.documents import parse_json, read_text, validated
+from bitwright.errors import ArtefactError, PlanError, Problem
 from bitwright.registry import ARTEFACTS
 
 KIND, KEYS = "bitwright.artefact", "bitwright.keys"  # metadata of the ONNX file
@@ -29,37 +34,67 @@ class Stored:
 
 def kind_of_artefact(path: Path) -> str:
     """Which artefact an ONNX file belongs to."""
-    try:
-        return str(ir.load(path).metadata_props.get(KIND, QDQ))
-    except Exception as error:  # protobuf's and the operating system's own
-        raise ArtefactError(
-            "not an ONNX file", where=str(path), fix="give the path of an exported .onnx file"
-        ) from error
+    return str(load_onnx(path).metadata_props.get(KIND, QDQ))
 
 
+@strict
 def read_artefact(path: str | Path) -> dict[str, Stored]:
     """Grids and codes of an exported artefact, by site."""
     path = Path(path)
     kind = kind_of_artefact(path)
-    model = ir.load(path)
+    model = load_onnx(path)
     if kind == QDQ:
         return _from_pairs(model)
     sidecar: Sidecar = ARTEFACTS.get(kind)()
     beside = sidecar.path(path)
-    if not beside.is_file():
-        raise ArtefactError(
-            "the file with the grids is missing", where=str(beside), fix="export again, keep both files"
-        )
-    grids = sidecar.read(beside.read_text(encoding="utf-8"))
+    text = _sidecar_text(beside)
+    _refuse_damage(model, sidecar, text, beside)
+    grids = sidecar.read(text)
     weights = {str(name): value.const_value for name, value in model.graph.initializers.items()}
     stored: dict[str, Stored] = {}
-    for site, (key, tensor, axis) in json.loads(model.metadata_props[KEYS]).items():
+    for site, (key, tensor, axis) in _keys(model, path).items():
         if key not in grids:
             raise ArtefactError("the file with the grids lacks this one", where=site, value=key, fix="export again")
         weight = weights.get(tensor)
         codes = None if weight is None or kind == "log-levels" else grids[key].codes(weight.numpy(), axis)
         stored[site] = Stored(grid=grids[key], codes=codes)
     return stored
+
+
+def _refuse_damage(model: ir.Model, sidecar: Sidecar, text: str, beside: Path) -> None:
+    """Both files must be as they were written, by the digests in the model's metadata."""
+    digests = read_digests(model)
+    expected = digests.pop(sidecar.suffix, None)
+    found = compare_digests(digests, onnx_tensors(model))
+    problems = [Problem(what=one.what, where=one.site, fix="export again", code="damaged-artefact") for one in found]
+    if expected is not None and expected != text_digest(text):
+        what = "the file with the grids isn't the one that was exported with the model"
+        problems.append(Problem(what=what, where=str(beside), fix="export again", code="damaged-artefact"))
+    if problems:
+        raise PlanError(problems, title="the artefact is damaged")
+
+
+def _keys(model: ir.Model, path: Path) -> dict[str, tuple[str, str, int | None]]:
+    """Of each site: its key in the sidecar, its tensor in the model, the axis of its channels."""
+    fix = "export it again"
+    where = f"{path}, {KEYS}"
+    data = parse_json(
+        model.metadata_props.get(KEYS, ""), where=where, what="the artefact", fix=fix, error=ArtefactError
+    )
+    kind = TypeAdapter(dict[str, tuple[str, str, Annotated[int, Field(ge=-8, le=8)] | None]])
+    return validated(kind, data, title=f"{where} has problems", fix=fix)
+
+
+def read_sidecar(kind: str, path: Path) -> dict[str, Grid]:
+    """The grids in the file beside an artefact, by key."""
+    sidecar: Sidecar = ARTEFACTS.get(kind)()
+    return sidecar.read(_sidecar_text(path))
+
+
+def _sidecar_text(path: Path) -> str:
+    if not path.is_file():
+        raise ArtefactError("the file with the grids is missing", where=str(path), fix="export again, keep both files")
+    return read_text(path, what="the file with the grids", fix="export it again", error=ArtefactError)
 
 
 def _from_pairs(model: ir.Model) -> dict[str, Stored]:

@@ -217,7 +217,9 @@ if (place) {
   }
 
   picker.addEventListener("change", paint);
-  let width = 0;
+  // At once, not at the first frame: a page in the background, or a printer, may never have one.
+  let width = place.clientWidth;
+  draw();
   new ResizeObserver(() => {
     if (place.clientWidth === width) return;
     width = place.clientWidth;

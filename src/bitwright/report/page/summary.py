@@ -197,7 +197,7 @@ def _words(one: Point, metric: str) -> str:
 
 def measured(record: Record) -> str:
     """Accuracy and parity beside latency, where there is room; then where precision is lost."""
-    left = _accuracy(record) + _parity(record)
+    left = _accuracy(record) + _parity(record) + _distance(record)
     right = ""
     if record.timings:
         note = "Medians, float and quantized measured in turns; p10 to p90 in brackets"
@@ -250,6 +250,39 @@ def _parity(record: Record) -> str:
     heads = ["Runtime", "Outputs", "#SQNR", "#Largest error", "First diverging site"]
     note = f"The artefact on the real runtime against the simulated model, {record.parities[0].samples:,} samples"
     return section("parity", "Runtime against simulation", table(heads, rows, label="Parity"), note=note)
+
+
+def _distance(record: Record) -> str:
+    far = record.distance
+    if far is None:
+        return ""
+    agreement = "–" if far.top1_agreement is None else f"{100 * far.top1_agreement:.4g} %"
+    rows = [
+        row(
+            cell("all of the model"),
+            cell("✗ far from float" if far.far else "✓ close to float", tone="bad" if far.far else "good"),
+            cell(words.decibels(far.sqnr_db), value=far.sqnr_db or 1e9),
+            cell(agreement, value=far.top1_agreement or 0.0),
+        ),
+        *(
+            row(cell(site, code=True), cell("this site alone"), cell(words.decibels(db), value=db or 1e9), cell("–"))
+            for site, db in far.worst.items()
+        ),
+    ]
+    heads = ["Where", "Verdict", "#SQNR", "#Same top-1"]
+    note = f"The simulated model against the float model, {far.samples:,} samples, and the sites with the largest error"
+    return section("distance", "Quantized against float", table(heads, rows, label="Distance"), note=note)
+
+
+def warnings(record: Record) -> str:
+    """What to know before anything else."""
+    if not record.warnings:
+        return ""
+    rows = [
+        row(cell(one.what, tone="bad"), cell(one.where or "", code=bool(one.where)), cell(one.fix or ""))
+        for one in record.warnings
+    ]
+    return section("warnings", "Warnings", table(["What", "Where", "What to try"], rows, label="Warnings"))
 
 
 def _runs(record: Record) -> str:

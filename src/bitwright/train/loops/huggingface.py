@@ -6,6 +6,7 @@ from base64 import b64decode, b64encode
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load, save
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
@@ -62,8 +63,18 @@ class QatCallback(TrainerCallback, ExportableState):
                 where=f"step {state.global_step}",
                 fix="load its weights into the model, make Qat, and train without resume_from_checkpoint",
             )
-        held = saved["attributes"]
-        self.qat.load_state_dict(unpack(held["state"], load(b64decode(held["tensors"]))))
+        try:
+            held = saved["attributes"]
+            packed, tensors = held["state"], load(b64decode(held["tensors"], validate=True))
+        except (KeyError, TypeError, ValueError, SafetensorError) as error:
+            raise TrainError.single(
+                f"the quantizer state of this checkpoint is damaged: {error}",
+                where=f"step {state.global_step}",
+                fix="resume from another checkpoint",
+                code="damaged-checkpoint",
+            ) from error
+        restored = unpack(packed, tensors)
+        self.qat.load_state_dict(restored if isinstance(restored, dict) else {})
         self.qat.at_epoch(int(state.epoch))
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:

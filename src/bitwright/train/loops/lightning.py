@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
+from bitwright.arguments import reject_unknown
 from bitwright.errors import TrainError
 from bitwright.train.qat import Qat
 
@@ -27,6 +29,7 @@ class QatCallback(Callback):
     def __init__(
         self, batches: Iterable[Any] | Callable[[], Iterable[Any]], *, module: str = "", **options: Any
     ) -> None:
+        reject_unknown("QatCallback", options, inspect.signature(Qat).parameters)
         self.batches = batches
         self.module = module
         self.options = options

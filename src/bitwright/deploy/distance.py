@@ -1,0 +1,304 @@
+"""How far a quantized model is from its float model, which sites cost most, and whether its ranges fit the data.
+
+This is another question than `check`'s: a runtime may compute exactly what the simulation computes, and both may have
+lost the model's accuracy. A few samples answer it, so `quantize` always asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from math import inf
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from bitwright.attach import Attachment, Quantizer, attachment_of, in_mode, tapped
+from bitwright.deploy.agreement import Sums, as_array, decibels
+from bitwright.errors import Problem
+from bitwright.graph.tree import as_call, batch_size, map_tensors, part, tensors_in
+from bitwright.modes import evaluating
+
+FAR_DB = 10.0  # below, the error is a third of the output's amplitude; ordinary INT8 models have 20 to 40
+FAR_TOP1, FAR_TOP1_DB = 0.5, 20.0  # below both, a class is often another one, and not only because classes are close
+MAX_CLIPPED = 0.1  # share of an activation's numbers beyond its grid; observers that clip leave out 1 % or less
+MIN_USED = 1 / 32  # share of a grid that numbers reach; below, five bits of it are never used
+_NEGLIGIBLE = 1e-10  # energy of an output relative to that of the largest one
+_BAD_DB = 25.0  # of one site; 8 bits have 30 to 50
+_SAMPLES, _FEWEST, _NUMBERS = 16, 4, 1 << 19  # samples to measure; as few as this if they have more input numbers
+_LOOKED_AT = 1 << 16  # numbers of one activation that are enough for a ratio of energies
+_SHOWN = 5
+# Quantizers whose range comes from data; others clip on purpose, to a range that training learns or that is fixed.
+_FROM_DATA = ("plain", "lsq", "lsqplus", "tqt")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SiteDistance:
+    """What one quantizer does to the numbers that reach it."""
+
+    site: str
+    sqnr_db: float
+    """The cost of this quantizer alone."""
+    clipped: float
+    """Share of numbers beyond the ends of its grid."""
+    used: float
+    """The largest number relative to the end of the grid."""
+    weight: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputDistance:
+    """One output: quantized against float."""
+
+    name: str
+    sqnr_db: float
+    top1_agreement: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Distance:
+    """How far the simulated model is from the float model."""
+
+    samples: int
+    outputs: tuple[OutputDistance, ...]
+    worst: tuple[SiteDistance, ...]
+    """The sites with the largest error of their own, worst first."""
+    warnings: tuple[Problem, ...] = ()
+
+    @property
+    def sqnr_db(self) -> float:
+        """Of the output that is farthest from float."""
+        return min((output.sqnr_db for output in self.outputs), default=inf)
+
+    @property
+    def top1_agreement(self) -> float | None:
+        """Of the first output that has classes: how often both choose the same one."""
+        return next((o.top1_agreement for o in self.outputs if o.top1_agreement is not None), None)
+
+    @property
+    def far(self) -> bool:
+        """Whether the model has lost what it computed; the limits are `FAR_DB`, `FAR_TOP1` and `FAR_TOP1_DB`."""
+        agreement = self.top1_agreement
+        lost = agreement is not None and agreement < FAR_TOP1 and self.sqnr_db < FAR_TOP1_DB
+        return self.sqnr_db < FAR_DB or lost
+
+    def __str__(self) -> str:
+        agreement = self.top1_agreement
+        classes = "" if agreement is None else f", the same top-1 class for {100 * agreement:.3g} %"
+        samples = f"{self.samples} sample{'s' if self.samples != 1 else ''}"
+        return f"{self.sqnr_db:.1f} dB SQNR{classes} of {samples}"
+
+
+def measure_distance(model: nn.Module, batch: Any, *, samples: int | None = _SAMPLES) -> Distance:
+    """Run some samples of a batch through the prepared model, in float and quantized, and look at every site."""
+    attachment = attachment_of(model)
+    if samples is not None:  # fewer where a sample is large
+        numbers = max(1, sum(t.numel() for _, t in tensors_in(batch)) // max(1, batch_size(batch)))
+        samples = min(samples, max(_FEWEST, _NUMBERS // numbers))
+    with evaluating(model), torch.no_grad():
+        try:
+            return _measure(model, attachment, batch if samples is None else part(batch, 0, samples))
+        except Exception:
+            if samples is None or batch_size(batch) <= samples:
+                raise
+            return _measure(model, attachment, batch)  # a model that takes one batch size only
+
+
+def _measure(model: nn.Module, attachment: Attachment, batch: Any) -> Distance:
+    with in_mode(model, "float"):
+        exact = _outputs(model, batch)
+    with in_mode(model, "quantize"):
+        sites = look_at_sites(model, lambda: _outputs(model, batch))
+    sums: dict[str, Sums] = {}
+    for (name, ours), (_, truth) in zip(sites.result, exact, strict=True):
+        s, f = _comparable(ours, truth)
+        sums.setdefault(name or "output", Sums()).add(s, s, f)
+    return distance_of(attachment, sums, sites.sites, batch_size(batch), calibrated_on=True)
+
+
+def _outputs(model: nn.Module, batch: Any) -> list[tuple[str, NDArray[Any]]]:
+    args, kwargs = as_call(map_tensors(batch, Tensor.clone))  # a model may write into its inputs
+    return [(path, as_array(tensor)) for path, tensor in tensors_in(model(*args, **kwargs))]
+
+
+def _comparable(ours: NDArray[Any], truth: NDArray[Any]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """NaN that both have is equal; NaN of the quantized model alone is as wrong as a number can be."""
+    s, f = ours.astype(np.float64), truth.astype(np.float64)
+    both = np.isnan(s) & np.isnan(f)
+    return np.nan_to_num(np.where(both, 0.0, s), nan=np.inf, posinf=np.inf, neginf=-np.inf), np.where(both, 0.0, f)
+
+
+def distance_of(
+    attachment: Attachment,
+    sums: dict[str, Sums],
+    sites: Iterable[SiteDistance],
+    samples: int,
+    *,
+    calibrated_on: bool = False,
+) -> Distance:
+    """Figures and warnings of what was summed up; ranges aren't judged by the data that they were `calibrated_on`."""
+    loudest = max((one.exact for one in sums.values()), default=0.0)
+    outputs = tuple(
+        OutputDistance(
+            name=name,
+            sqnr_db=decibels(one.exact, one.quantization),
+            top1_agreement=one.agree_with_float / one.rows if one.rows else None,
+        )
+        for name, one in sums.items()
+        if one.exact > _NEGLIGIBLE * loudest or one.quantization > loudest
+    )
+    sites = list(sites)
+    worst = tuple(sorted(sites, key=lambda site: site.sqnr_db)[:_SHOWN])
+    found = Distance(samples=samples, outputs=outputs, worst=worst)
+    unfit = [] if calibrated_on else _unfit_ranges(attachment, sites)
+    noted = [*([_far(attachment, found, data=bool(unfit))] if found.far else []), *unfit]
+    return Distance(samples=samples, outputs=outputs, worst=worst, warnings=tuple(noted))
+
+
+def _far(attachment: Attachment, found: Distance, *, data: bool) -> Problem:
+    weights = [q.format for q in attachment.quantizers.values() if q.weight and q.port != "bias"]
+    advice = []
+    if any(format.bits < 8 for format in weights):
+        advice.append('more bits (weights="int8/channel/sym")')
+    elif any(format.granularity == "tensor" for format in weights):
+        advice.append('a scale per channel (weights="int8/channel/sym")')
+    steps = '["gptq"] or ["adaround"]' if any(f.bits < 8 for f in weights) else '["equalize", "bias-correction"]'
+    bad = [site for site in found.worst if site.sqnr_db < _BAD_DB] or list(found.worst[:1])
+    operators = list(dict.fromkeys(site.site.rpartition(":")[0] for site in bad))[:3]
+    advice.append(f"steps={steps}")
+    advice.append(f"keep_float={operators}")
+    advice.insert(0 if data else len(advice), "calibration data that looks like the data in use")
+    return Problem(
+        what=f"the quantized model is far from the float model: {found}; these sites have the largest errors",
+        where=", ".join(f"{site.site} ({site.sqnr_db:.1f} dB)" for site in bad),
+        fix=f"try {', '.join(advice[:-1])}, or {advice[-1]}",
+        code="far-from-float",
+    )
+
+
+def _unfit_ranges(attachment: Attachment, sites: list[SiteDistance]) -> list[Problem]:
+    """Ranges that were calibrated with other data than what came now."""
+    owners = {site.site: attachment.quantizers[attachment.shared.get(site.site, site.site)] for site in sites}
+    ranged = [s for s in sites if not s.weight and owners[s.site].spec.quantizer in _FROM_DATA]
+    fix = "calibrate with samples of the data in use, preprocessed in the same way"
+    found = []
+    clipping = [site for site in ranged if site.clipped > MAX_CLIPPED]
+    if clipping:
+        worst = sorted(clipping, key=lambda site: -site.clipped)[:_SHOWN]
+        found.append(
+            Problem(
+                what=f"{len(clipping)} of {len(ranged)} activation ranges are too small for this data: more than "
+                f"{MAX_CLIPPED:.0%} of the numbers are clipped",
+                where=", ".join(f"{site.site} ({site.clipped:.0%})" for site in worst),
+                fix=fix,
+                code="ranges-clip",
+            )
+        )
+    narrow = [site for site in ranged if 0 < site.used < MIN_USED]
+    if narrow and (narrow[0] is ranged[0] or 2 * len(narrow) > len(ranged)):
+        worst = sorted(narrow, key=lambda site: site.used)[:_SHOWN]
+        found.append(
+            Problem(
+                what=f"{len(narrow)} of {len(ranged)} activation ranges are more than {1 / MIN_USED:.0f} times as wide "
+                "as this data",
+                where=", ".join(f"{site.site} ({1 / max(site.used, 1e-9):.3g} times)" for site in worst),
+                fix=fix,
+                code="ranges-too-wide",
+            )
+        )
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Looked:
+    result: Any
+    sites: tuple[SiteDistance, ...]
+
+
+def look_at_sites(
+    model: nn.Module, run: Callable[[], Any], also: Callable[[str, Quantizer, Tensor], None] | None = None
+) -> _Looked:
+    """Call `run`, and measure what each quantizer does to the first tensor that reaches it; `also` looks on as well."""
+    sites: dict[str, SiteDistance] = {}
+
+    def look(site: str, quantizer: Quantizer, x: Tensor) -> None:
+        if also is not None:
+            also(site, quantizer, x)
+        if site not in sites and x.numel() and quantizer.port != "bias":
+            sites[site] = _site(site, quantizer, x.detach().to(torch.float32))
+
+    with tapped(model, look):
+        result = run()
+    return _Looked(result=result, sites=tuple(sites.values()))
+
+
+def _site(site: str, quantizer: Quantizer, x: Tensor) -> SiteDistance:
+    if x.numel() > _LOOKED_AT and quantizer.layout.granularity == "tensor":
+        x = x.flatten()[:: -(-x.numel() // _LOOKED_AT) | 1]  # an odd step visits all channels
+    grid = quantizer.grid()
+    scale, zero_point = (quantizer.layout.spread(kept, x) for kept in (grid.scale, grid.zero_point))
+    steps = quantizer.transform(x) / scale
+    codes = torch.round(steps) + zero_point
+    reach = torch.maximum(grid.qmax - zero_point, zero_point - grid.qmin).clamp(min=1)
+    return SiteDistance(
+        site=site,
+        sqnr_db=_own_error(x, quantizer.quantize(x) - x, by_row=quantizer.weight),
+        clipped=float(((codes < grid.qmin) | (codes > grid.qmax)).float().mean()),
+        used=float((steps.abs() / reach).max()),
+        weight=quantizer.weight,
+    )
+
+
+def _own_error(x: Tensor, error: Tensor, *, by_row: bool) -> float:
+    """A ratio of energies. Of a weight, the mean over its rows: one large row must not hide that others are lost."""
+    signal, noise = x.double().square(), error.double().square()
+    if not by_row or x.dim() < 2:
+        return decibels(float(signal.sum()), float(noise.sum()))
+    signal, noise = signal.flatten(1).sum(1), noise.flatten(1).sum(1)
+    there = signal > 0
+    return decibels(1.0, float((noise[there] / signal[there]).mean())) if bool(there.any()) else inf
+
+
+class CalibrationData:
+    """Looks at calibration batches as they pass: data without any variety gives ranges without any meaning."""
+
+    def __init__(self) -> None:
+        self.first: dict[str, Tensor] = {}
+        self.varied: set[str] = set()
+        self.unequal = False
+        self.samples = 0
+        self.empty = 0
+
+    def see(self, batch: Any) -> Any:
+        """Look at one batch, and give it back."""
+        tensors = [(path, tensor) for path, tensor in tensors_in(batch) if tensor.dim()]
+        self.empty += bool(tensors) and all(tensor.numel() == 0 for _, tensor in tensors)
+        self.samples += batch_size(batch)
+        for path, tensor in tensors:
+            if tensor.numel() == 0:
+                continue
+            first = self.first.setdefault(path, tensor[:1].detach().clone())
+            if path not in self.varied and bool((tensor != first.flatten()[0]).any()):
+                self.varied.add(path)
+            if not self.unequal and (tensor.shape[1:] != first.shape[1:] or bool((tensor != first).any())):
+                self.unequal = True
+        return batch
+
+    def warnings(self) -> tuple[Problem, ...]:
+        """What is wrong with it."""
+        found = []
+        fix = "calibrate with some hundred samples of the data in use, preprocessed in the same way"
+        if self.empty:
+            what = f"{self.empty} calibration batches have no numbers in them"
+            found.append(Problem(what=what, fix="see what the loader yields", code="empty-calibration"))
+        if self.first and not self.varied and any(tensor.numel() > 1 for tensor in self.first.values()):
+            values = ", ".join(f"{path or 'input'} = {t.flatten()[0].item():g}" for path, t in self.first.items())
+            what = f"all numbers of the calibration data are the same ({values}), so no range means anything"
+            found.append(Problem(what=what, fix=fix, code="constant-calibration"))
+        elif self.samples > 1 and self.first and not self.unequal:
+            what = f"all {self.samples} samples of the calibration data are the same one"
+            found.append(Problem(what=what, fix=fix, code="constant-calibration"))
+        return tuple(found)

@@ -1,0 +1,94 @@
+"""Digests of an artefact's numbers: one flipped bit is found, and named, whatever a few batches would show of it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+DIGESTS = "bitwright.digests"  # metadata of the ONNX file
+_LENGTH = 16  # hexadecimal digits: 64 bits, against accidents
+_PART = re.compile(r"(\.(codes|scale|zero_point|low|high|value|factor))?(~\d+)?$")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Damage:
+    """A tensor of an artefact that isn't what was exported, or isn't the model's."""
+
+    site: str
+    what: str
+
+
+def digest(array: NDArray[Any]) -> str:
+    """Of the type, the shape and every bit."""
+    head = f"{array.dtype.name}{array.shape}".encode()
+    return sha256(head + np.ascontiguousarray(array).tobytes()).hexdigest()[:_LENGTH]
+
+
+def digests_of(tensors: Mapping[str, NDArray[Any]]) -> dict[str, str]:
+    """Of each tensor."""
+    return {name: digest(array) for name, array in tensors.items()}
+
+
+def site_of(tensor: str) -> str:
+    """The site that a tensor of an artefact belongs to, or its own name."""
+    return _PART.sub("", tensor)
+
+
+def compare_digests(stored: Mapping[str, str], tensors: Mapping[str, NDArray[Any]]) -> list[Damage]:
+    """What isn't as it was when the digests were written; nothing if there are none."""
+    if not stored:
+        return []
+    found = []
+    for name, array in tensors.items():
+        if name not in stored:
+            found.append(Damage(site=site_of(name), what=f"{name} was not there when the artefact was exported"))
+        elif digest(array) != stored[name]:
+            found.append(Damage(site=site_of(name), what=f"{name} has other numbers than were exported"))
+    missing = stored.keys() - tensors.keys()
+    return found + [Damage(site=site_of(name), what=f"{name} is missing") for name in sorted(missing)]
+
+
+def onnx_tensors(model: ir.Model) -> dict[str, NDArray[Any]]:
+    """The constants of an ONNX model: initializers, and what Constant nodes hold, also in subgraphs."""
+    found: dict[str, NDArray[Any]] = {}
+    for graph in model.graphs():
+        for name, value in graph.initializers.items():
+            if value.const_value is not None:
+                found[str(name)] = value.const_value.numpy()
+        for node in graph:
+            if node.op_type == "Constant" and "value" in node.attributes:
+                found[str(node.outputs[0].name)] = node.attributes["value"].as_tensor().numpy()
+    return found
+
+
+def write_digests(model: ir.Model, extra: Mapping[str, str] | None = None) -> None:
+    """Note the digests of all constants in the model's metadata, and those of other files beside it."""
+    model.metadata_props[DIGESTS] = json.dumps({**digests_of(onnx_tensors(model)), **(extra or {})})
+
+
+def read_digests(model: ir.Model) -> dict[str, str]:
+    """The digests that an ONNX model carries; files of earlier versions and of other tools have none."""
+    try:
+        found = json.loads(model.metadata_props.get(DIGESTS, "{}"))
+    except (ValueError, RecursionError):
+        return {"": "unreadable"}
+    return {str(name): str(value) for name, value in found.items()} if isinstance(found, dict) else {"": "unreadable"}
+
+
+def text_digest(text: str) -> str:
+    """Of a text file's contents."""
+    return sha256(text.encode()).hexdigest()[:_LENGTH]
+
+
+def file_digest(path: Path) -> str:
+    """Of all bytes of a file."""
+    return sha256(path.read_bytes()).hexdigest()[:_LENGTH]

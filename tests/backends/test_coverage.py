@@ -1,0 +1,157 @@
+"""Every parameter and every operator that multiplies is quantized, or the plan lists it with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bitwright import capture, make_plan
+from bitwright.backends.coverage import unlisted
+from bitwright.errors import PlanError
+from bitwright.plan import Plan
+
+
+class Unused(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.other = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.used(x)
+
+
+class Positions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.where = nn.Embedding(16, 8), nn.Parameter(torch.randn(4, 8))
+        self.norm, self.out = nn.LayerNorm(8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.out(self.norm(self.tokens(x) + self.where))
+
+
+class Experts(nn.Module):
+    """A mixture of experts as transformers runs it: one grouped product over all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(16, 2), nn.Parameter(torch.randn(2, 16, 16))
+
+    def forward(self, x: Tensor) -> Any:
+        ends = torch.tensor([2, len(x)], dtype=torch.int32)
+        return torch._grouped_mm(x, self.experts, offs=ends) * self.router(x).sigmoid()[:, :1]
+
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient, None
+
+
+class Custom(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.out = nn.Parameter(torch.randn(8, 8)), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.out(Double.apply(x, self.weight))
+
+
+class Combined(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.randn(8, 2)), nn.Parameter(torch.randn(2, 8))
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Any:
+        return F.linear(x, self.a @ self.b) * self.scale
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.attention(x, x, x)[0]
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.out = nn.LSTM(8, 8, batch_first=True), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.out(self.rnn(x)[0])
+
+
+class Einsum(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.spectrum = nn.Parameter(torch.randn(2, 8, 8)), nn.Parameter(torch.randn(5))
+
+    def forward(self, x: Tensor) -> Any:
+        mixed = torch.fft.irfft(torch.fft.rfft(x) * self.spectrum, n=8)
+        return torch.einsum("bi,kij->bkj", mixed, self.weight)
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], Tensor, set[str]]] = {
+    "unused": (Unused, torch.randn(2, 8), {"other.weight", "other.bias"}),
+    "positions": (Positions, torch.randint(16, (2, 4)), {"tokens", "norm"}),
+    "experts": (Experts, torch.randn(4, 16), {"/_grouped_mm#0"}),
+    "custom": (Custom, torch.randn(2, 8), set()),
+    "combined": (Combined, torch.randn(2, 8), {"/mul#0"}),
+    "attention": (Attention, torch.randn(2, 3, 8), set()),
+    "recurrent": (Recurrent, torch.randn(2, 3, 8), {"rnn"}),
+    "einsum": (Einsum, torch.randn(2, 8), {"/mul#0"}),
+}
+
+
+@pytest.mark.parametrize("backend", ["onnxruntime", "openvino", "academic"])
+@pytest.mark.parametrize("case", CASES)
+def test_nothing_is_left_out(case: str, backend: str) -> None:
+    make, x, expected = CASES[case]
+    torch.manual_seed(0)
+    model = make().eval()
+    graph = capture(model, (x,))
+    plan = make_plan(graph, backend)
+    assert expected <= plan.float.keys()
+    assert all(plan.float.values())
+    assert plan.validate(graph) == []
+    assert Plan.from_yaml(plan.to_yaml()) == plan
+    # an independent, coarser rule: a listed or quantized operator in the module of each parameter, or around it
+    operators = {site.rpartition(":")[0] for site, spec in plan.sites.items() if spec.quantizes} | set(plan.float)
+    modules = {name.partition("/")[0].partition("#")[0] for name in operators} | {*plan.fold}
+    for name, _ in model.named_parameters():
+        parts = name.split(".")
+        around = {".".join(parts[:length]) for length in range(len(parts) + 1)}
+        assert around & modules, name
+
+
+def test_a_plan_that_omits_something_is_found() -> None:
+    graph = capture(Positions().eval(), (torch.randint(16, (2, 4)),))
+    plan = make_plan(graph)
+    assert [problem.where for problem in unlisted(graph, Plan(sites=plan.sites))] == [
+        "where (read by /add#0)",
+        "tokens.weight (read by tokens)",
+        "norm.weight (read by norm)",
+        "norm.bias (read by norm)",
+    ]
+    assert {problem.code for problem in unlisted(graph, Plan())} == {"unlisted"}
+
+
+def test_no_plan_is_made_that_omits_something(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = capture(Unused().eval(), (torch.randn(2, 8),))
+    monkeypatch.setattr("bitwright.backends.sites.left_in_float", lambda decisions, sites: {})
+    with pytest.raises(PlanError) as caught:
+        make_plan(graph)
+    assert caught.value.codes == ["unlisted", "unlisted"]

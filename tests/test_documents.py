@@ -1,0 +1,323 @@
+"""Files that nobody should have written: each is one clear error, in little time and few words."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import bitwright
+from bitwright.arrays import read_npz, read_picture
+from bitwright.backends.table import load_table
+from bitwright.bench import GridConfig, Leaderboard, markdown
+from bitwright.checkpoint import load_checkpoint, save_checkpoint
+from bitwright.datasets import Dataset
+from bitwright.deploy import export, open_runtime, read_artefact
+from bitwright.documents import gunzip, name_problem, parse_json, parse_yaml, read_text
+from bitwright.errors import BitwrightError
+from bitwright.plan import Plan
+from bitwright.plan.qsync import plan_of_mapper
+from bitwright.predict import Cluster
+from bitwright.profile import DeviceProfile, StepGraph
+from bitwright.profile.traces import read_trace
+from bitwright.report import write_markdown
+from bitwright.sensitivity import Indications
+from bitwright.study import open_study
+from bitwright.tuning.config import TuneConfig
+from leaderboards import made_up
+from records import EVIL, record
+
+LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{name}: &{name} [{','.join([f'*{before}'] * 9)}]\n" for before, name in zip("abcdefgh", "bcdefghi", strict=True)
+)
+YAML_READERS = {
+    "plan": Plan.load,
+    "cluster": Cluster.load,
+    "table": load_table,
+    "grid": GridConfig.load,
+    "search": TuneConfig.load,
+}
+
+
+def refused(call: Any, *arguments: Any, **options: Any) -> BitwrightError:
+    """The error of a call that must be ours, short, and soon there."""
+    begin = time.process_time()
+    with pytest.raises(BitwrightError) as caught:
+        call(*arguments, **options)
+    assert time.process_time() - begin < 2
+    assert len(str(caught.value)) < 20_000
+    return caught.value
+
+
+@pytest.mark.parametrize("reader", YAML_READERS)
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        (LAUGHS, "document-limit"),
+        ("a: &a [*a]", "invalid-yaml"),
+        ("a: 2026-13-99", "invalid-yaml"),
+        ("[" * 10_000, "document-limit"),
+        ("a: " + "9" * 401, "invalid-yaml"),
+        ("1: x\nb: y", "invalid-yaml"),
+        ('a: "\\ud800"', "invalid-text"),
+        ("a: 1\na: 2", "duplicate-key"),
+    ],
+)
+def test_yaml_is_limited_in_every_reader(tmp_path: Path, reader: str, text: str, code: str) -> None:
+    path = tmp_path / "file.yaml"
+    path.write_text(text)
+    assert refused(YAML_READERS[reader], path).codes == [code]
+
+
+def test_invalid_utf8_and_large_values_are_short_errors(tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml"
+    path.write_bytes(b"bitwright: 1\nmodel: \xff\n")
+    assert refused(Plan.load, path).codes == ["not-utf8"]
+    path.write_text("bitwright: 1\nsites: {a: [" + "x, " * 100_000 + "x]}")
+    assert len(str(refused_slowly(path))) < 2000
+
+
+def refused_slowly(path: Path) -> BitwrightError:
+    """A large document takes as long as it is large; its error is short."""
+    with pytest.raises(BitwrightError) as caught:
+        Plan.load(path)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("[" * 100_000, "document-limit"),
+        ('{"a": 1, "a": 2}', "invalid-json"),
+        ("1" + "0" * 400, "invalid-json"),
+        ("[1e999]", "not-finite"),
+        ("[NaN]", "not-finite"),
+        ('["\\ud800"]', "invalid-text"),
+        ("[" * 100 + "]" * 100, "document-limit"),
+    ],
+)
+def test_json_is_limited(text: str, code: str) -> None:
+    assert refused(parse_json, text, where="file").codes == [code]
+    assert refused(Indications.from_json, text).codes == [code]
+    assert refused(DeviceProfile.from_json, text).codes == [code]
+    assert refused(StepGraph.from_json, text).codes == [code]
+
+
+def test_good_documents_are_read() -> None:
+    assert parse_yaml("a: &x {b: 1}\nc: {<<: *x, d: [1.5, null, yes]}", where="file") == {
+        "a": {"b": 1},
+        "c": {"b": 1, "d": [1.5, None, "yes"]},
+    }
+    assert parse_json('{"a": [1, 2.5, "ü", null]}', where="file") == {"a": [1, 2.5, "ü", None]}
+
+
+def test_a_bomb_is_not_expanded(tmp_path: Path) -> None:
+    bomb = gzip.compress(b" " * (20 << 20), 9) * 50  # a gigabyte
+    assert refused(gunzip, bomb, where="file", most=2 << 30).codes == ["file-too-large"]
+    path = tmp_path / "trace.json.gz"
+    path.write_bytes(bomb)
+    assert refused(read_trace, path).codes == ["file-too-large"]
+    assert refused(read_text, "/dev/zero", most=1 << 20).codes == ["file-too-large"]
+
+
+@pytest.mark.parametrize("event", [{"ph": "X", "cat": "cpu_op", "name": "x"}, {"ph": "X", "cat": "kernel", "dur": "x"}])
+def test_events_of_a_trace_must_be_whole(tmp_path: Path, event: dict[str, Any]) -> None:
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"traceEvents": [event]}))
+    error = refused(read_trace, path)
+    assert error.codes == ["invalid-value"]
+    assert "event 0" in str(error.problems[0].where)
+
+
+@pytest.mark.parametrize("value", ["-0.5", "1e300", "1e999"])
+def test_sensitivity_values_are_sane(value: str) -> None:
+    text = '{"bitwright-indications": 1, "indicator": "x", "samples": 1, "values": {"a": {"int8": VALUE}}}'
+    error = refused(Indications.from_json, text.replace("VALUE", value))
+    assert error.codes in (["invalid-value"], ["not-finite"])
+
+
+def test_numbers_of_clusters_and_profiles_are_sane(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(f"bitwright_cluster: 1\nlink: {{gbit_per_s: 1.0e300}}\ndevices: {{a: {{count: {2**63}}}}}\n")
+    assert {problem.where for problem in refused(Cluster.load, path).problems} == {"link.gbit_per_s", "devices.a.count"}
+    cost = {"operator": "x", "format": "float32", "forward": {"seconds": 1e300}}
+    text = json.dumps({"bitwright_profile": 1, "device": "x", "operators": [cost]})
+    assert "operators.0.forward.seconds" in str(refused(DeviceProfile.from_json, text).problems[0].where)
+
+
+def test_data_is_not_divided_by_zero() -> None:
+    with pytest.raises(ValueError, match="std"):
+        Dataset(npz=Path("x.npz"), mean=(0.5,), std=(0.0,))
+
+
+LPOT = "model: {name: x}\nevaluation: {accuracy: {dataloader: {dataset: DATASET}}}\ntuning: {accuracy_criterion: C}\n"
+
+
+@pytest.mark.parametrize(
+    ("dataset", "criterion", "where"),
+    [
+        ("{ImageFolder: {}}", "{relative: 0.01}", "evaluation.accuracy.dataloader.dataset.ImageFolder.root"),
+        ("{dummy: {shape: [1]}}", "{relative: abc}", "tuning.accuracy_criterion.relative"),
+        ("{dummy: {shape: [1]}}", "{relative: -1%}", "tuning.accuracy_criterion.relative"),
+    ],
+)
+def test_lpot_values_are_checked(tmp_path: Path, dataset: str, criterion: str, where: str) -> None:
+    path = tmp_path / "lpot.yaml"
+    path.write_text(LPOT.replace("DATASET", dataset).replace("C}", f"{criterion}}}"))
+    assert where in [problem.where for problem in refused(TuneConfig.load, path).problems]
+
+
+def test_a_superscript_is_no_number_of_a_layer() -> None:
+    graph = bitwright.capture(nn.Sequential(nn.Conv2d(1, 1, 1)), torch.zeros(1, 1, 2, 2))
+    assert refused(plan_of_mapper, {"conv2d_²": 8}, graph).problems[0].value == "conv2d_²"
+
+
+def test_a_leaderboard_that_contradicts_itself(tmp_path: Path) -> None:
+    path = made_up(("lsq", "pact"), ("academic",)).save(tmp_path / "board.json")
+    Leaderboard.load(path)
+    data = json.loads(path.read_text())
+    data["rows"][0]["algorithm"] = "tqt"
+    path.write_text(json.dumps(data))
+    assert set(refused(Leaderboard.load, path).codes) == {"contradiction"}
+
+
+@pytest.mark.parametrize(
+    "aliases", ["[]", '{"a": "b", "b": "a"}', '{"a": 1}', '{"0.weight": "0.weight"}', "[" * 10_000]
+)
+def test_tied_names_of_a_checkpoint(tmp_path: Path, aliases: str) -> None:
+    from safetensors.torch import save_file
+
+    model = nn.Sequential(nn.Linear(2, 2))
+    path = save_checkpoint(model, tmp_path / "model.safetensors")
+    load_checkpoint(model, path)
+    save_file(dict(model.state_dict()), path, metadata={"bitwright": "1", "aliases": aliases})
+    assert refused(load_checkpoint, model, path).codes[0] in ("damaged-checkpoint", "document-limit")
+
+
+@pytest.mark.parametrize("name", ["../../escaped", "a/b", "..", ".hidden", "x\x00", "", "x" * 300, "a\\b", "-rf"])
+def test_names_that_leave_the_folder(tmp_path: Path, name: str) -> None:
+    assert name_problem(name) is not None
+    grid = {"algorithms": ["lsq"], "backends": ["academic"], "bits": [8]}
+    for where, data in (
+        ("name", {**grid, "name": name, "models": ["digits"]}),
+        ("models.0.name", {**grid, "models": [{"workload": "digits", "name": name}]}),
+    ):
+        if name or where == "name":
+            error = refused(GridConfig.parse, data, where="grid", folder=tmp_path)
+            assert where in [problem.where for problem in error.problems]
+
+
+@pytest.mark.parametrize("name", ["grid", "residual 20", "ResNet-18_v1.5", "größe"])
+def test_ordinary_names(name: str) -> None:
+    assert name_problem(name) is None
+
+
+@pytest.fixture(scope="module")
+def artefact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model, inputs = nn.Sequential(nn.Linear(4, 4)), torch.randn(2, 4)
+    path = tmp_path_factory.mktemp("artefact") / "model.onnx"
+    export(bitwright.quantize(model, [inputs]).model, path, inputs)
+    return path
+
+
+@pytest.mark.parametrize("location", ["../../etc/passwd", "/etc/passwd", "..\\x", "", "link"])
+def test_weights_outside_the_folder_are_not_read(artefact: Path, tmp_path: Path, location: str) -> None:
+    import onnx
+
+    (tmp_path / "link").symlink_to("/etc/passwd")
+    model = onnx.load(artefact)
+    tensor = model.graph.initializer[0]
+    tensor.ClearField("raw_data")
+    tensor.data_location = onnx.TensorProto.EXTERNAL
+    tensor.external_data.add(key="location", value=location)
+    path = tmp_path / "model.onnx"
+    path.write_bytes(model.SerializeToString())
+    for read in (read_artefact, lambda file: open_runtime("onnxruntime", file)):
+        assert set(refused(read, path).codes) <= {"outside-folder", "damaged-artefact"}
+
+
+def test_an_onnx_file_without_nodes(artefact: Path, tmp_path: Path) -> None:
+    import onnx
+
+    model = onnx.load(artefact)
+    del model.graph.node[:]
+    path = tmp_path / "model.onnx"
+    path.write_bytes(model.SerializeToString())
+    for name in ("onnxruntime", "reference"):
+        assert refused(open_runtime, name, path).codes == ["empty-artefact"]
+
+
+def test_arrays_and_pictures(tmp_path: Path) -> None:
+    path = tmp_path / "data.npz"
+    np.savez_compressed(path, a=np.zeros(10**8, np.uint8), b=np.array([{}], dtype=object), c=np.arange(3, dtype=">i4"))
+    assert refused(read_npz, path, ["a"]).codes == ["damaged-file"]
+    assert refused(read_npz, path, ["b"]).codes == ["damaged-file"]
+    assert refused(read_npz, path, ["x"]).codes == ["missing-array"]
+    assert read_npz(path, ["c"])[0].tolist() == [0, 1, 2]
+    (tmp_path / "x.png").write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(50))
+    assert refused(read_picture, tmp_path / "x.png").codes == ["damaged-file"]
+
+
+@pytest.mark.parametrize(
+    ("url", "code"),
+    [
+        ("postgresql://u:hunter2@host:port/db", "invalid-store"),
+        ("postgresql://u:hunter2@[::1/db", "invalid-store"),
+        ("://hunter2@x", "invalid-store"),
+        ("nosuch://u:hunter2@host/db", "store-unreachable"),
+        ("postgresql://127.0.0.1:1/db?password=hunter2", "store-unreachable"),
+        ("postgresql://u:hunter2@127.0.0.1:1/db?sslpassword=hunter2", "store-unreachable"),
+        ("postgresql://u:hunter%32@127.0.0.1:1/db?Pwd=hunter2&x=1", "store-unreachable"),
+    ],
+)
+def test_stores_keep_their_secrets(url: str, code: str) -> None:
+    import traceback
+
+    with pytest.raises(BitwrightError) as caught:
+        open_study(url, "x", {}, resume=False, kind=Any, gave_up=lambda _: None)  # type: ignore[arg-type]
+    assert caught.value.codes == [code]
+    assert "hunter" not in "".join(traceback.format_exception(caught.value))
+
+
+def test_markdown_has_no_markup_of_names(tmp_path: Path) -> None:
+    for text in (write_markdown(record(EVIL), tmp_path / "r.md").read_text(), markdown(made_up(evil=EVIL))):
+        assert "<script" not in text
+        assert "<img" not in text
+        assert "&lt;script&gt;" in text
+
+
+@pytest.mark.parametrize("change", [{"dims": [7]}, {"dims": [2**62]}, {"data_type": 0}, {"data_type": 11}])
+def test_tensors_of_an_onnx_file_that_are_not_whole(artefact: Path, tmp_path: Path, change: dict[str, Any]) -> None:
+    import onnx
+
+    model = onnx.load(artefact)
+    tensor = model.graph.initializer[0]
+    tensor.dims.extend(change.get("dims", []))
+    tensor.data_type = change.get("data_type", tensor.data_type)
+    path = tmp_path / "model.onnx"
+    path.write_bytes(model.SerializeToString())
+    assert set(refused(read_artefact, path).codes) == {"damaged-artefact"}
+
+
+def test_a_mapper_makes_no_room_for_what_is_not_there(tmp_path: Path) -> None:
+    from bitwright.plan.inert import load_npy
+
+    path = tmp_path / "mapper.npy"
+    np.save(path, np.zeros(3))
+    path.write_bytes(path.read_bytes().replace(b"(3,)", b"(9" + b"9" * 11 + b",)").replace(b" " * 11 + b"\n", b"\n"))
+    error = refused(load_npy, path)
+    assert not isinstance(error.__cause__, MemoryError)
+
+
+def test_a_graph_whose_parameter_has_no_name() -> None:
+    graph = bitwright.capture(nn.Sequential(nn.Linear(2, 2)), torch.zeros(1, 2))
+    data = json.loads(graph.to_json())
+    data["parameters"][0]["names"] = []
+    assert refused(type(graph).from_json, json.dumps(data)).problems[0].where == "parameters.0"
