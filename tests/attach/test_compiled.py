@@ -164,6 +164,7 @@ def test_every_quantizer_and_layout_in_generated_code(name: str, layout: str) ->
     agree(quantizer, x, exact=name in ("plain", "fixed", "lsq", "lsqplus", "tqt"))
 
 
+@pytest.mark.slow
 def test_generated_code_of_lsq_is_equal_to_the_bit() -> None:
     x = numbers(8, 16, 16, 16)
     for format in ("uint8/tensor/asym", "int4/tensor/sym"):

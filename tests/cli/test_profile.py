@@ -53,6 +53,7 @@ def wide():
 """
 
 
+@pytest.mark.slow
 def test_operators_of_other_models_in_the_cache_are_not_shown(run: Any, tmp_path: Path) -> None:
     (tmp_path / "nets.py").write_text(NETS)
     options = ["--batch", "8", "--no-casts", "--rounds", "3", "--kernel", "int8", "--cache", tmp_path / "samples.jsonl"]

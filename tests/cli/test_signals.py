@@ -69,6 +69,13 @@ def place(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def _default_signals() -> None:
+    """The tests may run under nohup or in the background of a shell: both hand ignored signals down."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
 def start(place: Path, *arguments: str) -> subprocess.Popen[str]:
     process = subprocess.Popen(
         [sys.executable, "-m", "bitwright", *arguments],
@@ -78,7 +85,7 @@ def start(place: Path, *arguments: str) -> subprocess.Popen[str]:
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        preexec_fn=_default_signals,
     )
     for _ in range(1200):
         if (place / "ready").exists() or process.poll() is not None:

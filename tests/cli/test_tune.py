@@ -66,6 +66,7 @@ def test_a_missed_goal_is_exit_code_1_and_everything_is_written(configured: Path
     assert (configured / "out/model.onnx").is_file()
 
 
+@pytest.mark.slow
 def test_a_killed_search_goes_on(configured: Path) -> None:
     out = configured / "out"
     arguments = ["tune", configured / "tune.yaml", "-o", out, "--strategy", "random", "--trials", "25"]

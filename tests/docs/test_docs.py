@@ -15,13 +15,18 @@ from bitwright.predict import Cluster
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*sorted((ROOT / "docs").rglob("*.md"))]
+SLOW = {"tune.md", "predict.md", "profile.md"}  # each takes more than 15 s
 
 
 def blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf'^```{language}(?: title="[^"]*")?\n(.*?)^```', page.read_text(encoding="utf-8"), re.M | re.S)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT / "docs").as_posix())
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=[pytest.mark.slow] if page.name in SLOW else []) for page in PAGES],
+    ids=[page.relative_to(ROOT / "docs").as_posix() for page in PAGES],
+)
 def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     start = blocks(ROOT / "docs" / "start.md", "python")

@@ -14,6 +14,7 @@ import pytest
 EXAMPLE = Path(__file__).parents[2] / "examples" / "float_to_int8"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)  # seconds on a quiet machine; bf16 is emulated on most CPUs
 def test_three_commands_from_nothing_to_measured_int8(tmp_path: Path) -> None:
     programs = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"

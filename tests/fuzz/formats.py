@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # records and leaderboards of the tests
@@ -27,6 +28,7 @@ from bitwright.datasets import Dataset
 from bitwright.deploy import export, open_runtime, read_artefact
 from bitwright.deploy.artefacts.grids import Grid, TensorGrid
 from bitwright.deploy.artefacts.store import read_sidecar
+from bitwright.fingerprint import file_fingerprint
 from bitwright.graph import Graph, capture
 from bitwright.plan import Plan
 from bitwright.plan.qsync import load_mapper, plan_of_mapper
@@ -39,12 +41,13 @@ from bitwright.registry import ARTEFACTS, RUNTIMES
 from bitwright.report import read_json, write_html, write_json, write_markdown
 from bitwright.sensitivity import Indications
 from bitwright.train.callbacks import History
-from bitwright.train.checkpoints import STATE, Checkpoints
+from bitwright.train.checkpoints import STATE, Checkpoints, TrainerState
 from bitwright.train.recorded import recorded
 from bitwright.tuning.config import TuneConfig
 from bitwright.zoo import data as zoo_data
 from bitwright.zoo.mrpc import read_pairs
 
+SAVED = "checkpoints/step-00000004"
 TENSORS = ("sgd/loop", "sgd/foreach", "zero_grad", "accumulate", "clip")
 
 
@@ -472,10 +475,26 @@ def _read_pairs_of(folder: Path) -> None:
 
 
 def _make_training(folder: Path) -> None:
-    step = folder / "checkpoints" / "step-00000004"
+    step = folder / SAVED
     step.mkdir(parents=True)
-    state = {"version": 1, "identity": {"workload": "x"}, "step": 4, "epoch": 1, "best": None, "metrics": []}
-    (step / STATE).write_text(json.dumps(state))
+    for name in ("model.safetensors", "state.safetensors"):
+        save_file({"weight": torch.arange(4.0)}, step / name)
+    state = TrainerState(
+        version=2,
+        identity={"workload": "x"},
+        step=4,
+        epoch=1,
+        stale=0,
+        stopped_early=False,
+        best=None,
+        metrics=[],
+        scaler={},
+        optimizer={},
+        ema=None,
+        observers=None,
+        files={file.name: file_fingerprint(file) for file in step.iterdir()},
+    )
+    (step / STATE).write_text(state.model_dump_json())
     rows = [{"step": 1, "epoch": 0, "loss": 1.5}, {"step": 4, "epoch": 1, "metrics": {"top1": 50.0}}]
     (folder / "history.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     facts = {
@@ -533,6 +552,12 @@ FORMATS: dict[str, Format] = {
     "pictures": Format(_make_pictures, _read_pictures, ("a/1.png", "b/2.jpg", "0001_0003.jpg")),
     "MRPC pairs": Format(_make_pairs, _read_pairs_of, ("pairs.tsv",)),
     "training run": Format(
-        _make_training, _read_training, ("history.jsonl", "result.json", f"checkpoints/step-00000004/{STATE}")
+        _make_training,
+        _read_training,
+        (
+            "history.jsonl",
+            "result.json",
+            *(f"checkpoints/step-00000004/{name}" for name in (STATE, "state.safetensors")),
+        ),
     ),
 }

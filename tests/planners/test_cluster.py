@@ -219,6 +219,7 @@ def test_the_operators_of_a_deep_model_are_explained_together() -> None:
     assert "2 of 4 samples fit: --batch 2" in str(caught.value)  # there is nobody else
 
 
+@pytest.mark.slow
 def test_operators_that_read_the_same_are_known() -> None:
     class Attention(nn.Module):
         def __init__(self) -> None:

@@ -67,6 +67,7 @@ def test_two_processes_train_one_model(tmp_path: Path, quantizer: str) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_shards_train_as_replicas_do(tmp_path: Path) -> None:
     common = ("--epochs", "2", "--quantize", "int8", "--clip", "5", "--ema", "0.9", "--accumulate", "2")
     runs = {kind: launch(tmp_path / kind, *common, "--parallel", kind) for kind in ("ddp", "fsdp")}

@@ -272,6 +272,7 @@ def launch(out: Path, *options: str) -> list[float]:
     return [row["loss"] for row in rows if "loss" in row]
 
 
+@pytest.mark.slow
 def test_unequal_ranks_train_as_equal_ones_do(tmp_path: Path) -> None:
     """Another split of the same global batches: the mean of gradients is exact, so losses are the same."""
     unequal = tmp_path / "plan.yaml"

@@ -130,11 +130,23 @@ def test_a_killed_write_leaves_the_checkpoint_before_it(tmp_path: Path) -> None:
     assert result.steps == 10
 
 
+def test_the_same_command_gives_the_result_of_a_finished_run_again(tmp_path: Path) -> None:
+    _, before = train(out=tmp_path, config=settings(epochs=1), quantize="int8", resume="auto")
+    files = {name: (tmp_path / name).read_bytes() for name in ("checkpoint.safetensors", "history.jsonl", "plan.yaml")}
+    watch, result = train(out=tmp_path, config=settings(epochs=1), quantize="int8", resume="auto")
+    assert watch.losses == []
+    assert (result.steps, result.metrics, result.best) == (before.steps, before.metrics, before.best)
+    assert {name: (tmp_path / name).read_bytes() for name in files} == files
+    with pytest.raises(BitwrightError) as error:
+        train(out=tmp_path, config=settings(epochs=1), quantize="int8", weights="int8/tensor/sym", resume="auto")
+    assert [problem.where for problem in error.value.problems] == ["weights"]
+
+
 def test_another_run_is_refused_with_every_difference(tmp_path: Path) -> None:
     train(out=tmp_path, config=settings(epochs=1))
     with pytest.raises(BitwrightError, match="saved here already") as used:
         train(out=tmp_path, config=settings(epochs=1))
-    assert "--resume" in str(used.value)
+    assert "resume=True" in str(used.value)
     with pytest.raises(BitwrightError, match="another run") as error:
         train(out=tmp_path, config=settings(epochs=2, lr=0.2, log_steps=5), resume=True, quantize="int8")
     assert {problem.where for problem in error.value.problems} == {"epochs", "lr", "quantize"}
@@ -360,7 +372,8 @@ def test_low_bits_keep_eight_at_both_ends() -> None:
 
 # inductor imports what torch deprecates
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-@pytest.mark.parametrize("quantizer", ["lsq", pytest.param("plain", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("quantizer", ["lsq", "plain"])
 def test_a_compiled_run_computes_what_an_eager_one_does(quantizer: str) -> None:
     losses: dict[bool, list[float]] = {}
     for compiled in (False, True):
@@ -405,6 +418,7 @@ def test_tensorboard_has_losses_ranges_scales_and_clipped_shares(tmp_path: Path)
     assert all(0 <= event.value <= 1 for event in events.Scalars("clipped/conv:input"))
 
 
+@pytest.mark.slow
 @pytest.mark.realdata
 def test_a_few_steps_of_qat_keep_resnet20(data_dir: Path, tmp_path: Path) -> None:
     from bitwright.zoo.data import npz_images

@@ -84,7 +84,8 @@ def train(
         typer.Option("--init", help="Float weights to start from: a run's folder, or a file.", show_default=False),
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Continue the run in this folder, even if it had finished.")
+        bool,
+        typer.Option("--resume", help="Continue the run in this folder (the default for equal settings)."),
     ] = False,
     tensorboard: Annotated[
         bool | None,
@@ -153,6 +154,8 @@ def train(
     ).fit()
     if not bar.spoken:  # rank 0 speaks for all
         return
+    if bar.begun == result.steps:
+        out.note("this run had finished already: no step was trained, and its files were written again")
     write_report(new_record(found.name, seed=settings.seed, training=recorded(output)), output)
     files = {file.name: str(file) for file in visible(output)}
     out.data({"files": files, "metrics": result.metrics, "best": result.best, "steps": result.steps})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from bitwright.graph.tree import as_call, batch_size, tensors_in
 from bitwright.profile.signature import LOSS, CallSpec, TensorSpec, describe
 from bitwright.profile.step import Batch, Loss, StepSettings
 from bitwright.profile.stepgraph import StepGraph, StepOp, Storage
-from bitwright.workload import call_on
+from bitwright.workload import fed_with
 
 
 class _StepRecorder(Recorder):
@@ -127,7 +126,8 @@ def record_step(
                 try:
                     install(model, recorder)
                     # the copies that the recorder knows: a model may write into its inputs
-                    output = call_on("training", model, kwargs if isinstance(inputs, Mapping) else args)
+                    with fed_with("training", inputs):
+                        output = model(*args, **kwargs)
                 finally:
                     uninstall(model, recorder)
                 value = loss(output, target)

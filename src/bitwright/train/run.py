@@ -81,7 +81,7 @@ class Run:
         self.init = init
         self.callbacks = callbacks if ranks.first else ()
         self.stop = stop
-        self.precision = precision
+        self.precision, self.backend, self.choices = precision, backend, choices
         self.compute, self.simulate = compute, simulate
         self.kind = None if compute is None else kind_of(compute, kinds, ranks)
         self.kinds: list[str | None] = ranks.gather(self.kind)

@@ -39,6 +39,9 @@ def identity(run: Run) -> dict[str, Any]:
         **({} if run.compute is None else {"compute": word(run.compute), "simulate": run.simulate}),
         **({} if run.kind is None else {"kinds": run.kinds}),
         "processes": run.ranks.world,
+        "init": None if run.init is None else str(run.init),
+        "backend": run.backend,
+        **{key: value for key, value in run.choices.items() if value not in (None, [], ())},
         **fixed,
     }
 
@@ -89,7 +92,7 @@ def checked(run: Run, saved: Saved) -> TrainerState:
             what=f"was {before.get(key)!r} when this run was saved",
             where=key,
             value=now.get(key),
-            fix=f"resume with the same settings, or begin another from its weights: --init {saved.folder.parents[1]}",
+            fix=f"use the same settings, or another folder (--init {saved.folder.parents[1]} starts from its weights)",
         )
         for key in sorted({*before, *now})
         if before.get(key) != now.get(key)

@@ -22,7 +22,6 @@ from bitwright.recipe import Quantized
 from bitwright.train.callbacks import Callback, History
 from bitwright.train.checkpoints import Checkpoints, Saved
 from bitwright.train.config import TrainConfig
-from bitwright.train.finish import RESULT
 from bitwright.train.lowprecision import read
 from bitwright.train.precision import Precision, resolve
 from bitwright.train.ranks import Ranks, device_of, joined
@@ -212,16 +211,14 @@ class Trainer:
         latest = checkpoints.latest()
         # torchrun starts all processes again when one dies: they go on where the run was saved
         restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-        unfinished = self.resume == "auto" and not (self.out / RESULT).is_file()
-        step, resume = ranks.tell(
-            [None if latest is None else latest.step, self.resume is True or restarted or unfinished]
-        )
+        # "auto" also resumes a finished run: it has no steps left, and other settings are refused with each difference
+        step, resume = ranks.tell([None if latest is None else latest.step, bool(self.resume) or restarted])
         if step is None:
             return None
         if not resume:
             raise TrainError.single(
                 f"a run was saved here already, at step {step}",
                 where=str(self.out),
-                fix="go on with resume (--resume), or choose another folder (--init takes a run's weights there)",
+                fix="resume it (resume=True), or choose another folder (init= takes a run's weights there)",
             )
         return next((saved for saved in checkpoints.all() if saved.step == step), None)
