@@ -13,6 +13,7 @@ import torch
 from pydantic import Field
 from torch import nn
 
+from bitwright.addresses import is_address
 from bitwright.arguments import reject_unknown, strict
 from bitwright.backends import Choices
 from bitwright.datasets import Dataset
@@ -78,7 +79,7 @@ class TuneConfig(Strict, populate_by_name=True):
         def code(ref: str | None) -> str | None:
             return ref if ref is None or ".py:" not in ref else str(folder / ref)
 
-        store = self.store if self.store is None or "://" in self.store else str(folder / self.store)
+        store = self.store if self.store is None or is_address(self.store) else str(folder / self.store)
         return self.model_copy(
             update={
                 "calibration": of(self.calibration),
