@@ -27,7 +27,9 @@ from bitwright.checkpoint import load_checkpoint, save_checkpoint
 from bitwright.datasets import Dataset
 from bitwright.deploy import export, open_runtime, read_artefact
 from bitwright.documents import gunzip, name_problem, parse_json, parse_yaml, read_text, read_yaml
-from bitwright.errors import BitwrightError
+from bitwright.errors import BitwrightError, FormatError
+from bitwright.formats import Format
+from bitwright.metrics import make_evaluate
 from bitwright.plan import Plan
 from bitwright.plan.qsync import plan_of_mapper
 from bitwright.predict import Cluster
@@ -471,3 +473,30 @@ def test_markdown_has_no_control_characters(tmp_path: Path) -> None:
     ):
         assert not set("\x1b\x9b\u202e") & set(text)
         assert "<script" not in text
+
+
+@pytest.mark.parametrize("line", ["name: ''", "model: ' '", "store: ''", "keep_float: ['']"])
+def test_settings_of_a_search_are_not_empty(tmp_path: Path, line: str) -> None:
+    (tmp_path / "tune.yaml").write_text(f"bitwright-tune: 1\nworkload: digits\n{line}\n")
+    assert "can't be empty" in str(refused(TuneConfig.load, tmp_path / "tune.yaml"))
+
+
+@pytest.mark.parametrize("name", ["''", "../x", "'a\\b'"])
+def test_names_of_devices(name: str) -> None:
+    error = refused(Cluster.from_yaml, f"bitwright_cluster: 1\ndevices: {{{name}: {{count: 1}}}}\n")
+    assert error.codes == ["invalid-value"]
+
+
+@pytest.mark.parametrize("format", ["int8/group" + "9" * 5000, "int" + "8" * 5000, "int8/group99999999999999/sym"])
+def test_formats_with_long_numbers(format: str) -> None:
+    assert type(refused(Format.parse, format)) is FormatError
+
+
+@pytest.mark.parametrize("options", [{"k": 0}, {"k": -1}, {"k": True}, {"k": 1.5}, {"nonsense": 1}])
+def test_options_of_a_metric_are_checked_at_once(options: dict[str, Any]) -> None:
+    assert "topk" in str(refused(make_evaluate, {"topk": options}, list))
+
+
+def test_topk_of_more_classes_than_there_are() -> None:
+    evaluate = make_evaluate({"topk": {"k": 2**63}}, lambda: [(torch.zeros(2, 3), torch.zeros(2))])
+    assert "smaller k" in str(refused(evaluate, lambda x: x))

@@ -17,9 +17,9 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar, get_origin
+from typing import Annotated, Any, NoReturn, TypeVar, get_origin
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, TypeAdapter, ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.composer import Composer, ComposerError
 from ruamel.yaml.constructor import ConstructorError, DuplicateKeyError, SafeConstructor
@@ -29,6 +29,8 @@ from ruamel.yaml.events import AliasEvent
 from bitwright.errors import BitwrightError, PlanError, Problem, did_you_mean, shortened, shortened_repr
 
 __all__ = [
+    "DeviceName",
+    "Filled",
     "Strict",
     "gunzip",
     "name_problem",
@@ -73,6 +75,24 @@ def name_problem(name: str) -> str | None:
     if name.startswith((".", "~", "-", " ")) or name.endswith((".", " ")):
         return "a name that becomes a file name can't begin or end like this"
     return None
+
+
+def _not_blank(value: str) -> str:
+    if not value.strip():
+        raise ValueError("a name or path can't be empty")
+    return value
+
+
+def _device_name(value: str) -> str:
+    if not value.strip() or not value.isprintable() or "/" in value or "\\" in value or len(value) > 120:
+        raise ValueError("the name of a device has 1 to 120 printable characters, without slashes")
+    return value
+
+
+Filled = Annotated[str, AfterValidator(_not_blank)]
+"""A text that says something."""
+DeviceName = Annotated[str, AfterValidator(_device_name)]
+"""The name of a kind of device."""
 
 
 class Strict(BaseModel):
