@@ -4,24 +4,32 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
+import sqlite3
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from pydantic import BaseModel
 from torch import nn
 
 import bitwright
-from bitwright.arrays import read_npz, read_picture
+from bitwright.addresses import is_address, words_without_secrets
+from bitwright.arrays import read_npz, read_picture, read_tensors
 from bitwright.backends.table import load_table
 from bitwright.bench import GridConfig, Leaderboard, markdown
 from bitwright.checkpoint import load_checkpoint, save_checkpoint
 from bitwright.datasets import Dataset
 from bitwright.deploy import export, open_runtime, read_artefact
-from bitwright.documents import gunzip, name_problem, parse_json, parse_yaml, read_text
-from bitwright.errors import BitwrightError
+from bitwright.documents import gunzip, name_problem, parse_json, parse_yaml, read_text, read_yaml
+from bitwright.errors import BitwrightError, FormatError
+from bitwright.formats import Format
+from bitwright.metrics import make_evaluate
 from bitwright.plan import Plan
 from bitwright.plan.qsync import plan_of_mapper
 from bitwright.predict import Cluster
@@ -124,7 +132,8 @@ def test_a_bomb_is_not_expanded(tmp_path: Path) -> None:
     path = tmp_path / "trace.json.gz"
     path.write_bytes(bomb)
     assert refused(read_trace, path).codes == ["file-too-large"]
-    assert refused(read_text, "/dev/zero", most=1 << 20).codes == ["file-too-large"]
+    path.write_bytes(bytes((1 << 20) + 1))
+    assert refused(read_text, path, most=1 << 20).codes == ["file-too-large"]
 
 
 @pytest.mark.parametrize("event", [{"ph": "X", "cat": "cpu_op", "name": "x"}, {"ph": "X", "cat": "kernel", "dur": "x"}])
@@ -321,3 +330,173 @@ def test_a_graph_whose_parameter_has_no_name() -> None:
     data = json.loads(graph.to_json())
     data["parameters"][0]["names"] = []
     assert refused(type(graph).from_json, json.dumps(data)).problems[0].where == "parameters.0"
+
+
+READERS: dict[str, Callable[[Path], Any]] = {
+    "plan": Plan.load,
+    "arrays": lambda path: read_npz(path, ["a"]),
+    "picture": read_picture,
+    "tensors": lambda path: read_tensors(path, fix="give another"),
+    "ONNX": read_artefact,
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("kind", ["pipe", "folder", "device"])
+def test_what_is_no_file_is_refused_at_once(tmp_path: Path, reader: str, kind: str) -> None:
+    path = tmp_path / "x"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to("/dev/zero")
+    assert set(refused(READERS[reader], path).codes) == {"not-a-file"}
+
+
+def test_a_pipe_that_somebody_writes_to_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+
+    def write() -> None:
+        with path.open("w") as file:
+            for part in ("a: [1,", " 2]\n"):
+                file.write(part)
+                file.flush()
+                time.sleep(0.1)
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    try:
+        assert read_yaml(path, what="the file") == {"a": [1, 2]}
+    finally:
+        thread.join()
+
+
+def test_the_mark_of_the_best_checkpoint_is_text(tmp_path: Path) -> None:
+    from bitwright.train.checkpoints import Checkpoints
+
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "best").write_bytes(b"\xff\xfe")
+    assert refused(Checkpoints(tmp_path).best).codes == ["not-utf8"]
+
+
+@pytest.mark.parametrize(
+    ("url", "code"),
+    [
+        ("postgresql://u:hun@ter2hunter2@127.0.0.1:1/db", "store-unreachable"),
+        ("postgresql://u:hunter2?x@127.0.0.1:1/db", "store-unreachable"),
+        ("postgresql://127.0.0.1:1/db?password=a@hunter2", "store-unreachable"),
+        ("postgresql://127.0.0.1:1/db?password=x'hunter2", "store-unreachable"),
+        ("postgresql://127.0.0.1:1/db?options=-c%20x%3Dhunter2", "store-unreachable"),
+        ("postgresql://u:p@127.0.0.1:1/db?password=a&amp;hunter2", "store-unreachable"),
+        ("postgresql:u:hunter2@host/db", "invalid-store"),
+        ("postgresql//u:hunter2@host/db", "invalid-store"),
+        ("u:hunter2@host/db", "invalid-store"),
+        ("sqlite:///file:x?mode=memory&uri=true", "invalid-store"),
+        ("/dev/null", "invalid-store"),
+        (".", "is-a-folder"),
+    ],
+)
+def test_unusual_addresses_of_stores(url: str, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import traceback
+
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(BitwrightError) as caught:
+        open_study(url, "x", {}, resume=False, kind=Any, gave_up=lambda _: None)  # type: ignore[arg-type]
+    assert caught.value.codes == [code]
+    assert "hunter" not in "".join(traceback.format_exception(caught.value))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_short_password_does_not_garble_the_message() -> None:
+    words = words_without_secrets("(psycopg.Error) password p is wrong", "postgresql://u:p@host/db")
+    assert words == "(psycopg.Error) password … is wrong"
+
+
+def test_files_whose_names_look_a_little_like_addresses() -> None:
+    assert not any(map(is_address, ("out//study.db", "/tmp//x.db", "a@b.db", "C:\\x.db", "sql.db", "./mysql.db")))
+
+
+@pytest.mark.parametrize("address", ["postgresql:u:hunter2@host/db", "postgresql://u:hunter2@host/db"])
+def test_an_address_in_a_file_is_not_a_path(tmp_path: Path, address: str) -> None:
+    (tmp_path / "tune.yaml").write_text(f"bitwright-tune: 1\nmodel: digits\nstore: '{address}'\n")
+    assert TuneConfig.load(tmp_path / "tune.yaml").store == address
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "update study_user_attributes set value_json = '[1, {}]'",
+        "update trial_user_attributes set value_json = '{'",
+        """update trial_user_attributes set value_json = '{"objective": "x"}' where key = 'outcome'""",
+        "update trials set state = 'UNKNOWN'",
+    ],
+)
+def test_a_damaged_study_is_a_clear_error(tmp_path: Path, change: str) -> None:
+    class Outcome(BaseModel):
+        objective: float
+
+    class Task:
+        key = "a"
+
+        def to_json(self) -> dict[str, Any]:
+            return {}
+
+    def use(*, resume: bool) -> None:
+        study = open_study(
+            tmp_path / "study.db", "x", {"a": 1}, resume=resume, kind=Outcome, gave_up=lambda _: Outcome(objective=0)
+        )
+        try:
+            study.keep("name", 1)
+            if study.known(Task()) is None:
+                claim = study.claim(Task())
+                assert claim is not None
+                study.finish(claim, Outcome(objective=1.0))
+            study.spent()
+        finally:
+            study.close()
+
+    use(resume=False)
+    use(resume=True)
+    with sqlite3.connect(tmp_path / "study.db") as connection:
+        connection.execute(change)
+    connection.close()
+    refused(use, resume=True)
+
+
+def test_markdown_has_no_control_characters(tmp_path: Path) -> None:
+    name = "a\x1b[31mb\x9b0m\u202ec"
+    for text in (
+        write_markdown(record(name).model_copy(update={"created": "<script>"}), tmp_path / "r.md").read_text(),
+        markdown(made_up(evil=name)),
+    ):
+        assert not set("\x1b\x9b\u202e") & set(text)
+        assert "<script" not in text
+
+
+@pytest.mark.parametrize("line", ["name: ''", "model: ' '", "store: ''", "keep_float: ['']"])
+def test_settings_of_a_search_are_not_empty(tmp_path: Path, line: str) -> None:
+    (tmp_path / "tune.yaml").write_text(f"bitwright-tune: 1\nworkload: digits\n{line}\n")
+    assert "can't be empty" in str(refused(TuneConfig.load, tmp_path / "tune.yaml"))
+
+
+@pytest.mark.parametrize("name", ["''", "../x", "'a\\b'"])
+def test_names_of_devices(name: str) -> None:
+    error = refused(Cluster.from_yaml, f"bitwright_cluster: 1\ndevices: {{{name}: {{count: 1}}}}\n")
+    assert error.codes == ["invalid-value"]
+
+
+@pytest.mark.parametrize("format", ["int8/group" + "9" * 5000, "int" + "8" * 5000, "int8/group99999999999999/sym"])
+def test_formats_with_long_numbers(format: str) -> None:
+    assert type(refused(Format.parse, format)) is FormatError
+
+
+@pytest.mark.parametrize("options", [{"k": 0}, {"k": -1}, {"k": True}, {"k": 1.5}, {"nonsense": 1}])
+def test_options_of_a_metric_are_checked_at_once(options: dict[str, Any]) -> None:
+    assert "topk" in str(refused(make_evaluate, {"topk": options}, list))
+
+
+def test_topk_of_more_classes_than_there_are() -> None:
+    evaluate = make_evaluate({"topk": {"k": 2**63}}, lambda: [(torch.zeros(2, 3), torch.zeros(2))])
+    assert "smaller k" in str(refused(evaluate, lambda x: x))

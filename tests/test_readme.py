@@ -49,7 +49,9 @@ def test_verbs_are_those_of_the_command_line() -> None:
     from bitwright.cli import app
 
     help_text = CliRunner().invoke(app, ["--help"]).stdout
-    for verb in set(re.findall(r"^bitwright (\w+)", README, re.MULTILINE)):
+    verbs = set(re.findall(r"^bitwright (\w+)", README, re.MULTILINE))
+    assert {"quantize", "check"} <= verbs
+    for verb in verbs:
         assert re.search(rf"^  {verb} ", help_text, re.MULTILINE), verb
 
 

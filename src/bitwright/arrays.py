@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bitwright.documents import MOST_EXPANDED
+from bitwright.documents import MOST_EXPANDED, regular
 from bitwright.errors import BitwrightError, WorkloadError, did_you_mean, shortened
 
 __all__ = ["npz_names", "read_npz", "read_picture", "read_tensors"]
@@ -24,6 +24,7 @@ _MOST_PIXELS = 40_000_000
 
 def npz_names(path: Path) -> list[str]:
     """The arrays that an archive has."""
+    regular(path, what="the data", fix="give an .npz file", error=WorkloadError)
     try:
         with zipfile.ZipFile(path) as archive:
             return [name.removesuffix(".npy") for name in archive.namelist()]
@@ -72,6 +73,7 @@ def read_picture(path: Path) -> Any:
     except ImportError as error:
         raise WorkloadError("pictures need Pillow", fix="pip install pillow") from error
     fix = "give a JPEG, PNG or BMP file, or remove it"
+    regular(path, what="the data", fix=fix, error=WorkloadError)
     try:
         with Image.open(path) as opened:
             if prod(opened.size) > _MOST_PIXELS or not prod(opened.size):
@@ -87,6 +89,7 @@ def read_tensors(
     """All tensors of a safetensors file."""
     from safetensors.torch import load_file
 
+    regular(path, what=what, fix=fix, error=error)
     try:
         return load_file(path)
     except Exception as cause:  # safetensors, torch and the operating system have their own

@@ -33,6 +33,7 @@ _REFUSALS = {
     errno.ENOTDIR: ("not-a-folder", "a part of this path is a file", "choose another folder"),
     errno.EEXIST: ("not-a-folder", "there is a file of this name", "choose another folder"),
     errno.ENOENT: ("no-such-folder", "the folder does not exist", "create it, or choose another folder"),
+    errno.ENXIO: ("not-a-file", "nothing can be written here", "choose another name"),
     errno.ELOOP: ("link-loop", "symbolic links form a loop", "choose another folder"),
 }
 #: What only a disk can refuse: these are recognised wherever they come from.

@@ -10,13 +10,16 @@ import gzip
 import io
 import json
 import math
+import os
 import re
+import stat
+import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar, get_origin
+from typing import Annotated, Any, NoReturn, TypeVar, get_origin
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, TypeAdapter, ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.composer import Composer, ComposerError
 from ruamel.yaml.constructor import ConstructorError, DuplicateKeyError, SafeConstructor
@@ -26,6 +29,8 @@ from ruamel.yaml.events import AliasEvent
 from bitwright.errors import BitwrightError, PlanError, Problem, did_you_mean, shortened, shortened_repr
 
 __all__ = [
+    "DeviceName",
+    "Filled",
     "Strict",
     "gunzip",
     "name_problem",
@@ -37,6 +42,7 @@ __all__ = [
     "read_settings",
     "read_text",
     "read_yaml",
+    "regular",
     "validated",
 ]
 
@@ -55,6 +61,7 @@ MOST_EXPANDED = 100
 """How many times larger than its file a large gzip stream may be. Traces and data sets stay below 30."""
 _SMALL = 64 << 20  # expanded streams below this size need no such check
 _CHUNK = 1 << 20
+_NOBODY, _SILENT = 1.0, 60.0  # seconds to wait for a pipe that nobody has opened to write, and for one that is silent
 _LARGEST = 2**64  # whole numbers; unsigned 64-bit counters appear in traces
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -68,6 +75,24 @@ def name_problem(name: str) -> str | None:
     if name.startswith((".", "~", "-", " ")) or name.endswith((".", " ")):
         return "a name that becomes a file name can't begin or end like this"
     return None
+
+
+def _not_blank(value: str) -> str:
+    if not value.strip():
+        raise ValueError("a name or path can't be empty")
+    return value
+
+
+def _device_name(value: str) -> str:
+    if not value.strip() or not value.isprintable() or "/" in value or "\\" in value or len(value) > 120:
+        raise ValueError("the name of a device has 1 to 120 printable characters, without slashes")
+    return value
+
+
+Filled = Annotated[str, AfterValidator(_not_blank)]
+"""A text that says something."""
+DeviceName = Annotated[str, AfterValidator(_device_name)]
+"""The name of a kind of device."""
 
 
 class Strict(BaseModel):
@@ -84,20 +109,61 @@ def read_bytes(
     error: Errors = BitwrightError,
     most: int = MOST_BYTES,
 ) -> bytes:
-    """Everything in a file, if that is not more than `most` bytes."""
+    """Everything in a file or a pipe, if that is not more than `most` bytes."""
     found = bytearray()
     try:
-        with Path(path).open("rb") as file:
-            while chunk := file.read(_CHUNK):
-                found += chunk
-                if len(found) > most:
-                    raise error(
-                        f"{what} is too large", where=str(path), value=f"more than {most} bytes", code="file-too-large"
-                    )
+        for chunk in _chunks(Path(path), what, fix, error):
+            found += chunk
+            if len(found) > most:
+                raise error(
+                    f"{what} is too large", where=str(path), value=f"more than {most} bytes", code="file-too-large"
+                )
     except (OSError, ValueError) as cause:  # ValueError: a path with a zero byte
         reason = cause.strerror if isinstance(cause, OSError) and cause.strerror else str(cause)
         raise error(f"can't read {what}: {reason}", where=str(path), fix=fix, code="unreadable-file") from cause
     return bytes(found)
+
+
+def regular(path: Path, *, what: str = "the file", fix: str | None = None, error: Errors = BitwrightError) -> Path:
+    """The path, for a library that opens it: not a pipe, which may never end, nor a device or a folder."""
+    try:
+        mode = path.stat().st_mode
+    except (OSError, ValueError) as cause:
+        reason = cause.strerror if isinstance(cause, OSError) and cause.strerror else str(cause)
+        raise error(f"can't read {what}: {reason}", where=str(path), fix=fix, code="unreadable-file") from cause
+    if not stat.S_ISREG(mode):
+        raise _special(mode, path, what, fix, error)
+    return path
+
+
+def _special(mode: int, path: Path, what: str, fix: str | None, error: Errors) -> BitwrightError:
+    kinds = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
+    kind = kinds.get(stat.S_IFMT(mode), "a device")
+    return error(f"can't read {what}: it is {kind}, not a file", where=str(path), fix=fix, code="not-a-file")
+
+
+def _chunks(path: Path, what: str, fix: str | None, error: Errors) -> Iterator[bytes]:
+    """A file piece by piece. A pipe is waited for as long as somebody may still write to it."""
+    mode = path.stat().st_mode
+    pipe = stat.S_ISFIFO(mode) and hasattr(os, "O_NONBLOCK")
+    if not pipe and not stat.S_ISREG(mode):
+        raise _special(mode, path, what, fix, error)
+    with open(os.open(path, os.O_RDONLY | (os.O_NONBLOCK if pipe else 0)), "rb", buffering=0) as file:  # noqa: PTH123
+        waited, some = 0.0, False
+        while True:
+            chunk = file.read(_CHUNK)  # of a pipe: None if there is nothing yet, empty if nobody writes
+            if chunk:
+                waited, some = 0.0, True
+                yield chunk
+            elif (some and chunk is not None) or not pipe:
+                return
+            elif waited >= (_NOBODY if chunk is not None else _SILENT):
+                raise error(
+                    f"can't read {what}: nothing comes out of the pipe", where=str(path), fix=fix, code="not-a-file"
+                )
+            else:
+                time.sleep(0.02)
+                waited += 0.02
 
 
 def read_text(

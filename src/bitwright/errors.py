@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import logging
+import re
 import reprlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -12,6 +13,8 @@ from typing import Any
 
 _MANY = 8  # problems of a kind are one line if there are more
 _SHOWN = 3  # of which so many are named
+UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Control characters, those that turn the direction of a line, and halves of characters."""
 _LONGEST = 200  # characters of a value; a file may hold megabytes where a number belongs
 
 
@@ -178,6 +181,15 @@ def log_warnings(problems: Iterable[Problem]) -> None:
     """Log the warnings of a result; the command line shows log lines as notes."""
     for problem in problems:
         logging.getLogger("bitwright").warning("%s", problem)
+
+
+def visible_text(text: str) -> str:
+    """A text without what a terminal would obey, such as escape sequences: names may come from anybody's file.
+
+    >>> visible_text("a" + chr(27) + "[31m") == "a" + chr(92) + "x1b[31m"
+    True
+    """
+    return UNSEEN.sub(lambda match: repr(match[0])[1:-1], text)
 
 
 def shortened(text: str, most: int = _LONGEST) -> str:

@@ -32,7 +32,7 @@ def replacing(path: Path, *, needed: int | None = None) -> Iterator[Path]:
     if special:
         with tempfile.TemporaryDirectory() as folder:
             yield Path(folder) / path.name
-            with path.open("wb") as stream:
+            with writing(path), path.open("wb") as stream:
                 stream.write((Path(folder) / path.name).read_bytes())
         return
     with ExitStack() as stack:

@@ -49,8 +49,8 @@ MINIFLOATS = {
     "mxint8": Minifloat(bits=8, fraction=6, lowest=0, largest=127 / 64),
 }
 FLAGS = ("pot", "narrow", "adasign")
-_INTEGER = re.compile(r"^(u?)int(\d+)$")
-_GROUP = re.compile(r"^group(\d+)$")
+_INTEGER = re.compile(r"^(u?)int([0-9]{1,3})$")
+_GROUP = re.compile(r"^group([0-9]{1,9})$")
 
 
 @strict

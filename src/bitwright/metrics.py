@@ -19,9 +19,14 @@ class _Topk:
     """Percent of the samples whose target is among the k largest outputs."""
 
     def __init__(self, k: int = 1) -> None:
+        if type(k) is not int or k < 1:
+            raise WorkloadError("topk counts whole numbers from 1", where="metric.topk.k", value=k, fix="write k: 1")
         self.k, self.hits, self.n = k, 0, 0
 
     def add(self, output: Tensor, target: Tensor) -> None:
+        if output.dim() < 2 or output.shape[1] < self.k:
+            what = f"topk needs outputs of shape (samples, classes) with {self.k} classes or more"
+            raise WorkloadError(what, where="metric.topk", value=tuple(output.shape), fix="choose a smaller k")
         sound = ~output.isnan().any(dim=1)
         found = (output.topk(self.k, dim=1).indices == target[:, None]).any(dim=1)
         self.hits += int((found & sound).sum())
@@ -83,6 +88,11 @@ def make_evaluate(wanted: dict[str, dict[str, Any]], data: Callable[[], Iterable
     for name in wanted:
         if name not in METRICS:
             raise WorkloadError("unknown metric", value=name, fix=did_you_mean(name, METRICS))
+    for name, options in wanted.items():  # wrong options are told now, not after the first evaluation
+        try:
+            METRICS[name][0](**options)
+        except TypeError as error:
+            raise WorkloadError(f"the options of the metric are wrong: {error}", where=name, value=options) from error
 
     def evaluate(predict: Callable[..., Any]) -> dict[str, float]:
         counters = {metric_name(name, options): METRICS[name][0](**options) for name, options in wanted.items()}

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import socket
 import threading
 import time
@@ -18,9 +17,9 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from errno import EISDIR
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
-from urllib.parse import unquote, unquote_plus
 
 import optuna
 from optuna.storages import RDBStorage
@@ -30,8 +29,9 @@ from sqlalchemy import Connection, event, make_url
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.pool import StaticPool
 
+from bitwright.addresses import address_without_secrets, is_address, words_without_secrets
 from bitwright.disk import boot, born, disk_error, writing
-from bitwright.errors import BitwrightError, PlanError, Problem, shortened
+from bitwright.errors import BitwrightError, PlanError, Problem
 from bitwright.interrupts import uninterrupted
 
 _BEAT, _GRACE = 10, 40  # seconds
@@ -72,8 +72,14 @@ class Study(Generic[TaskT, OutcomeT]):
     """
 
     def __init__(
-        self, storage: RDBStorage, study: optuna.Study, kind: type[OutcomeT], gave_up: Callable[[str], OutcomeT]
+        self,
+        storage: RDBStorage,
+        study: optuna.Study,
+        kind: type[OutcomeT],
+        gave_up: Callable[[str], OutcomeT],
+        store: str | Path | None = None,
     ) -> None:
+        self._store = store
         self._storage, self._study = storage, study
         database = storage.engine.url.database if storage.engine.url.drivername.startswith("sqlite") else None
         self._file = None if database in (None, ":memory:") else Path(str(database))
@@ -89,7 +95,7 @@ class Study(Generic[TaskT, OutcomeT]):
                 return None
             if not trial.state.is_finished():  # killed between writing the outcome and saying so
                 self._close(trial._trial_id)
-        return self._kind.model_validate(trial.user_attrs[_OUTCOME])
+            return self._kind.model_validate(trial.user_attrs[_OUTCOME])
 
     def claim(self, task: TaskT) -> Claim | None:
         """Take a task; None if another worker is at it, or just finished it."""
@@ -141,8 +147,9 @@ class Study(Generic[TaskT, OutcomeT]):
 
     def failures(self, task: TaskT) -> list[OutcomeT]:
         """How a task went wrong so far, in order."""
-        own = (t for t in self._all() if t.user_attrs.get(_KEY) == task.key and _FAILURE in t.user_attrs)
-        return [self._kind.model_validate(t.user_attrs[_FAILURE]) for t in sorted(own, key=lambda t: t.number)]
+        with self._whole():
+            own = (t for t in self._all() if t.user_attrs.get(_KEY) == task.key and _FAILURE in t.user_attrs)
+            return [self._kind.model_validate(t.user_attrs[_FAILURE]) for t in sorted(own, key=lambda t: t.number)]
 
     @contextmanager
     def beating(self, claim: Claim) -> Iterator[None]:
@@ -151,9 +158,11 @@ class Study(Generic[TaskT, OutcomeT]):
 
         def beat() -> None:
             while not over.wait(_BEAT):
-                self._storage.record_heartbeat(claim.id)
+                with suppress(Exception):  # a server that is away for a moment; what comes next tells if it stays away
+                    self._storage.record_heartbeat(claim.id)
 
-        self._storage.record_heartbeat(claim.id)
+        with self._whole():
+            self._storage.record_heartbeat(claim.id)
         thread = threading.Thread(target=beat, daemon=True)
         thread.start()
         try:
@@ -164,7 +173,8 @@ class Study(Generic[TaskT, OutcomeT]):
 
     def recall(self, name: str) -> Any:
         """What was kept under a name, or None."""
-        return self._study.user_attrs.get(_MEMO + name)
+        with self._whole():
+            return self._study.user_attrs.get(_MEMO + name)
 
     def keep(self, name: str, value: Any) -> Any:
         """Keep something that all workers and later runs shall agree upon; the first one counts."""
@@ -175,13 +185,14 @@ class Study(Generic[TaskT, OutcomeT]):
 
     def spent(self) -> float:
         """Seconds in which anybody worked at this study."""
-        self._study.set_user_attr(self._session, [self._began, time.time()])
-        spans = sorted(span for name, span in self._study.user_attrs.items() if name.startswith(_SESSION))
-        total, reached = 0.0, 0.0
-        for begin, end in spans:
-            total += max(0.0, end - max(begin, reached))
-            reached = max(reached, end)
-        return total
+        with self._whole():
+            self._study.set_user_attr(self._session, [self._began, time.time()])
+            spans = sorted(span for name, span in self._study.user_attrs.items() if name.startswith(_SESSION))
+            total, reached = 0.0, 0.0
+            for begin, end in spans:
+                total += max(0.0, end - max(begin, reached))
+                reached = max(reached, end)
+            return total
 
     def close(self) -> None:
         """Let go of the database."""
@@ -191,7 +202,7 @@ class Study(Generic[TaskT, OutcomeT]):
     @contextmanager
     def _whole(self) -> Iterator[None]:
         """Finish with the database before a signal counts; what its disk refuses is told as such."""
-        with uninterrupted(), writing(self._file or "the store", strict=True):
+        with uninterrupted(), _store_errors(self._store), writing(self._file or "the store", strict=True):
             yield
 
     def _all(self) -> list[FrozenTrial]:
@@ -248,6 +259,15 @@ def open_study(
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     storage = _storage(store)
     text = json.loads(json.dumps(dict(identity)))
+    file = None if store is None or is_address(store) else Path(store)
+    with _store_errors(store), writing(file or "the store", strict=True):
+        study = _begun(storage, store, name, text, resume=resume)
+    return Study(storage, study, kind, gave_up, store)
+
+
+def _begun(
+    storage: RDBStorage, store: str | Path | None, name: str, text: dict[str, Any], *, resume: bool
+) -> optuna.Study:
     try:
         study = optuna.create_study(storage=storage, study_name=name, load_if_exists=False)
         study.set_user_attr(_IDENTITY, text)
@@ -260,13 +280,30 @@ def open_study(
         elif not resume:
             raise BitwrightError(
                 "there is such a study already",
-                where=_where(store),
+                where=address_without_secrets(store),
                 value=name,
                 fix="go on with it (resume=True, --resume), or give another name or store",
                 code="study-exists",
             ) from None
         _refuse_changes(known, text)
-    return Study(storage, study, kind, gave_up)
+    return study
+
+
+@contextmanager
+def _store_errors(store: str | Path | None) -> Iterator[None]:
+    """A store that is damaged, or that its server takes away, is one clear error; a full disk was told before."""
+    try:
+        yield
+    except BitwrightError:
+        raise
+    except Exception as error:  # optuna's, sqlalchemy's and its drivers', and what damaged entries lead to
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise BitwrightError(
+            f"the store can't be used: {type(error).__name__}: {words_without_secrets(lines[0], store)}",
+            where=address_without_secrets(store) if store is not None else "the store in memory",
+            fix="check the server or the file; one that is damaged must be replaced by a new one",
+            code="store-failed",
+        ) from (None if is_address(store) else error)
 
 
 def _identity(study: optuna.Study, own: dict[str, Any]) -> dict[str, Any]:
@@ -314,18 +351,16 @@ def _storage(store: str | Path | None) -> RDBStorage:
     if store is None:
         url = "sqlite:///:memory:"
         options = {"poolclass": StaticPool, "connect_args": {"check_same_thread": False}}
-    elif "://" in str(store):
+    elif is_address(store):
         url = (
             str(store).replace("postgresql://", "postgresql+psycopg://").replace("postgres://", "postgresql+psycopg://")
         )
         options = {"pool_pre_ping": True}
     else:
-        path = Path(store)
-        with writing(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
+        path = _store_file(store)
         url = f"sqlite:///{path}"
         options = {"connect_args": {"timeout": 60}}
-    if store is not None and "://" in str(store):
+    if store is not None and is_address(store):
         _refuse_malformed(url, store)
     for left in reversed(range(_OPENINGS)):
         try:
@@ -339,30 +374,50 @@ def _storage(store: str | Path | None) -> RDBStorage:
             if left and (isinstance(error, IntegrityError) or "already exists" in str(error)):
                 time.sleep(0.2)
                 continue
-            refused = None if store is None or "://" in str(store) else disk_error(error, store, strict=False)
+            refused = None if store is None or is_address(store) else disk_error(error, store, strict=False)
             if refused is not None:
                 raise refused from error
             lines = str(error).strip().splitlines() or [type(error).__name__]
             # a driver's own message may have the password: it isn't shown, not even with --debug
             raise BitwrightError(
-                f"the store can't be opened: {_without_secrets(lines[0], store)}",
-                where=_where(store),
+                f"the store can't be opened: {words_without_secrets(lines[0], store)}",
+                where=address_without_secrets(store),
                 fix="check the address and the server; PostgreSQL needs pip install 'bitwright[postgresql]'",
                 code="store-unreachable",
             ) from None
     raise AssertionError("the last attempt returns or raises")
 
 
+def _store_file(store: str | Path) -> Path:
+    """The file of a store, in a folder that is there."""
+    path = Path(store)
+    if is_address(store):
+        raise _not_a_store(store)
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            raise IsADirectoryError(EISDIR, os.strerror(EISDIR))
+        if path.exists() and not path.is_file():
+            raise _not_a_store(store)
+    return path
+
+
+def _not_a_store(store: str | Path) -> BitwrightError:
+    fix = "write FILE, sqlite:///FILE or postgresql://user:password@host:5432/database"
+    return BitwrightError(
+        "this is not the address of a store", where=address_without_secrets(store), fix=fix, code="invalid-store"
+    )
+
+
 def _refuse_malformed(url: str, store: str | Path) -> None:
     """An address that isn't one says so before any driver is asked."""
-    fix = "write sqlite:///FILE or postgresql://user:password@host:5432/database"
     try:
         parts = make_url(url)
-        if parts.get_backend_name() == "sqlite" and parts.database in (None, "", ":memory:"):
-            raise ValueError("a store in memory can't be shared")
+        memory = parts.database in (None, "", ":memory:") or parts.query.get("mode") == "memory"
+        if parts.get_backend_name() == "sqlite" and (memory or parts.host or parts.username):
+            raise ValueError("a store in memory can't be shared, and a file has no host")
     except Exception:  # sqlalchemy's, and ValueError for a port that is no number; both repeat the address
-        what = "this is not the address of a store"
-        raise BitwrightError(what, where=_where(store), fix=fix, code="invalid-store") from None
+        raise _not_a_store(store) from None
 
 
 def _one_at_a_time(storage: RDBStorage) -> None:
@@ -389,41 +444,6 @@ def _experimental() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
         yield
-
-
-_WORD = r"[^=?&;#\s'\"]*"  # of the name of an option
-_SECRET = re.compile(
-    rf"((?:^|[?&;#\s'\"]){_WORD}(?:pass|pwd|secret|token|key|credential){_WORD}\s*=\s*)[^&;#\s'\"]*", re.IGNORECASE
-)
-
-
-def _where(store: str | Path | None) -> str:
-    """The store's address, without its user, its password, and other secrets in its options."""
-    text = str(store)
-    if "://" not in text:
-        return text
-    scheme, _, rest = text.partition("://")
-    address, mark, options = rest.partition("?")
-    _, at, tail = address.rpartition("@")
-    if not at and "@" in options:  # a password with a question mark in it
-        _, at, tail = rest.rpartition("@")
-        mark = options = ""
-    return _SECRET.sub(r"\1…", f"{scheme}://{'…@' if at else ''}{tail}{mark}{options}")
-
-
-def _without_secrets(words: str, store: str | Path | None) -> str:
-    """What a driver says, without the password that it may repeat."""
-    text = str(store)
-    for secret in _secrets(text):
-        words = words.replace(secret, "…")
-    return shortened(_SECRET.sub(r"\1…", words.replace(text, _where(store))), 400)
-
-
-def _secrets(text: str) -> set[str]:
-    """The secrets in an address, as they are written and as they are meant."""
-    login = text.partition("://")[2].rpartition("@")[0]
-    found = {login.partition(":")[2], *(match[0].removeprefix(match[1]) for match in _SECRET.finditer(text))}
-    return {form for secret in found if secret for form in (secret, unquote(secret), unquote_plus(secret))}
 
 
 def _who() -> dict[str, Any]:

@@ -91,6 +91,7 @@ def test_calibration_under_autocast_gives_the_ranges_of_float32() -> None:
     x = torch.randn(32, 8)
     calibrate(model, [x])
     expected = {name: q.scale.clone() for name, q in quantizers_of(model).items()}
+    assert expected
     with torch.autocast("cpu", torch.bfloat16):
         calibrate(model, [x])
     for name, q in quantizers_of(model).items():

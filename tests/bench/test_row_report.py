@@ -135,6 +135,7 @@ def test_rows_that_cannot_run_again_say_why(made: Path, board: Leaderboard, tmp_
 
 def test_the_config_of_a_row_is_that_row(board: Leaderboard) -> None:
     """What the page offers for download runs the row: the same hash, so the same row."""
+    assert board.rows
     for row in board.rows:
         config = {**row.config, "models": [{**row.config["models"][0], "workload": f"{FILE}:tiny"}]}
         (task,) = GridConfig.parse(config, where="row", folder=Path()).tasks()

@@ -194,3 +194,30 @@ def test_a_signal_during_the_imports(place: Path) -> None:
     assert process.stderr.read() == "error: interrupted by SIGTERM: nothing was written\n"
     assert process.wait(60) == 143
     process.stderr.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_after_the_work_changes_nothing(tmp_path: Path, number: signal.Signals) -> None:
+    """The interpreter may take seconds to end: what is complete must not look as if it had been killed."""
+    program = (
+        "import os, signal, sys\n"
+        "from bitwright.cli import main\n"
+        "class Last:\n"
+        "    def __init__(self):\n"
+        "        self.kill, self.pid = os.kill, os.getpid()\n"
+        "    def __del__(self):\n"
+        f"        self.kill(self.pid, {int(number)})\n"
+        "sys.last = Last()\n"
+        "sys.argv = ['bitwright', '--version']\n"
+        "main()\n"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        preexec_fn=_default_signals,
+    )
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert ran.stdout.startswith("bitwright ")

@@ -12,6 +12,7 @@ from bitwright.errors import PlanError
 from bitwright.formats import Format
 from bitwright.graph import Graph, capture
 from bitwright.plan import Device, FoldSpec, Plan, SiteSpec
+from bitwright.plan.plan import matching
 
 torch.set_num_threads(1)
 
@@ -378,3 +379,8 @@ def test_with_sites_leaves_the_old_plan() -> None:
     assert plan.sites == {"a:weight": INT8}
     assert list(changed.sites) == ["a:weight", "b:weight"]
     assert [change.where for change in plan.diff(changed)] == ["a:weight", "b:weight"]
+
+
+def test_a_name_that_looks_like_a_pattern_is_a_name() -> None:
+    assert matching("block[0]*:weight", ["block[0]*:weight", "block0x:weight"]) == ["block[0]*:weight"]
+    assert matching("block[0]*", ["block[1]", "block0x"]) == ["block0x"]

@@ -149,6 +149,7 @@ def test_errors_reach_the_gradients_of_all_layers() -> None:
     for format in ("int8/forward", "int8/stochastic/weight"):
         truth = monte_carlo(model, batches, F.mse_loss, format)
         found = indicate(model, batches, F.mse_loss, formats=[format])
+        assert len(truth) == 3
         for name, value in truth.items():
             assert found.value(name, format) == pytest.approx(value, rel=0.3), (name, format)
 
@@ -242,6 +243,7 @@ def test_a_products_second_gradient_is_that_of_monte_carlo(monkeypatch: pytest.M
 def test_stochastic_rounding_has_more_variance_than_the_nearest() -> None:
     model, batches = made(Cnn), pictures(2)
     found = indicate(model, batches, F.cross_entropy, formats=("int8/forward", "int8/stochastic/weight"))
+    assert found.values
     for values in found.values.values():
         assert values["int8/stochastic/weight"] > values["int8/forward"]
 

@@ -222,7 +222,9 @@ def test_each_sample_is_seen_once_and_counts_the_same(parts: list[int], more: in
 
 
 def test_the_last_batch_can_be_dropped() -> None:
-    for data in shards((12, 20, 3), 500, drop_last=True):
+    parts = list(shards((12, 20, 3), 500, drop_last=True))
+    assert len(parts) == 3
+    for data in parts:
         assert data.batches == 500 // 35
         assert {len(keys) for keys in data.order(2)} == {data.batch}
 

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from bitwright.addresses import is_address
 from bitwright.arguments import strict
 from bitwright.bench.finding import file_problem, mended, schema_problems
 from bitwright.bench.mqbench import is_mqbench, translate
@@ -180,7 +181,7 @@ class GridConfig(_Strict):
             update={
                 "models": tuple(Model(workload=code(model.workload), name=model.label) for model in self.models),
                 "backends": tuple(map(table, self.backends)),
-                "store": store if "://" in store else str(folder / store),
+                "store": store if is_address(store) else str(folder / store),
             }
         )
 

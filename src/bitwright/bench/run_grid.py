@@ -9,6 +9,7 @@ from logging import getLogger
 from pathlib import Path
 from typing import TypeAlias
 
+from bitwright.addresses import is_address
 from bitwright.arguments import strict
 from bitwright.bench.grid import GridConfig, RowTask
 from bitwright.bench.leaderboard import FloatNet, Leaderboard, Result, Row
@@ -78,7 +79,7 @@ def open_grid(config: GridConfig) -> GridStudy:
 
 def _beside(config: GridConfig) -> Path:
     store = config.store or f"{config.name}.db"
-    return Path(f"{config.name}.starts") if "://" in store else Path(store).with_suffix(".starts")
+    return Path(f"{config.name}.starts") if is_address(store) else Path(store).with_suffix(".starts")
 
 
 def _work(

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from math import isfinite
-from typing import Any
+from typing import Any, Literal
 
 import typer
 from rich import box
@@ -23,15 +23,23 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from bitwright.errors import Problem, shortened, shortened_repr
+from bitwright.errors import UNSEEN, Problem, shortened, shortened_repr, visible_text
 
 Step = Callable[[int], None]
 
 
 class _Console(Console):
+    def print(self, *objects: Any, **options: Any) -> None:
+        """Print texts without control characters."""
+        super().print(*(visible_text(one) if isinstance(one, str) else one for one in objects), **options)
+
     def on_broken_pipe(self) -> None:
         """Raise what the pipe raised: rich would end the process by itself, as if with an error."""
         raise
+
+
+def _text(words: str) -> Text:
+    return Text(visible_text(words))
 
 
 class Out:
@@ -54,13 +62,13 @@ class Out:
         """A table for people; heads that begin with a hash are columns of numbers."""
         if self.json or self.quiet:
             return
-        table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False)
+        named = None if title is None else _text(title)
+        table = Table(box=box.SIMPLE_HEAD, title=named, title_justify="left", pad_edge=False)
         for head in heads:
-            table.add_column(
-                head.removeprefix("#"), justify="right" if head.startswith("#") else "left", overflow="fold"
-            )
+            side: Literal["left", "right"] = "right" if head.startswith("#") else "left"
+            table.add_column(_text(head.removeprefix("#")), justify=side, overflow="fold")
         for row in rows:
-            table.add_row(*(Text(cell) for cell in row))
+            table.add_row(*(_text(cell) for cell in row))
         self.stdout.print(table)
 
     def result(self, text: str) -> None:
@@ -70,7 +78,8 @@ class Out:
     def data(self, value: Any) -> None:
         """The one JSON value, if JSON is wanted."""
         if self.json:
-            self.result(json.dumps(_finite(value), indent=1, ensure_ascii=False))
+            text = json.dumps(_finite(value), indent=1, ensure_ascii=False)
+            self.result(UNSEEN.sub(lambda match: f"\\u{ord(match[0]):04x}", text))
 
     def note(self, text: str) -> None:
         """Something that the user should know, beside the result."""
@@ -79,7 +88,7 @@ class Out:
 
     def error(self, text: str, problems: Sequence[Problem]) -> None:
         """Why the verb ends here."""
-        self.stderr.print(Text.assemble(("error: ", "bold red"), text))
+        self.stderr.print(Text.assemble(("error: ", "bold red"), visible_text(text)))
         details = [
             {
                 "code": p.code,
@@ -100,7 +109,7 @@ class Out:
     def steps(self, title: str, total: int | None = None) -> Iterator[Step]:
         """A progress bar, or a spinner without a total; call what it gives with the number of steps done."""
         shown = not (self.json or self.quiet) and self.stderr.is_terminal
-        columns = [SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()]
+        columns = [SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn()]
         if total is not None:
             columns.insert(3, MofNCompleteColumn())
         with Progress(*columns, console=self.stderr, disable=not shown, transient=True) as progress:
@@ -111,7 +120,7 @@ class Out:
     def phases(self, title: str) -> Iterator[Callable[[str], None]]:
         """A spinner beside what is being done now; call what it gives with each new phase."""
         shown = not (self.json or self.quiet) and self.stderr.is_terminal
-        columns = [SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()]
+        columns = [SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()]
         with Progress(*columns, console=self.stderr, disable=not shown, transient=True) as progress:
             task = progress.add_task(title, total=None)
             yield lambda text: progress.update(task, description=text)
@@ -120,7 +129,7 @@ class Out:
     def units(self) -> Iterator[Callable[[str, int, int], None]]:
         """A progress bar whose words and total change; it appears when it is first told where the work stands."""
         shown = not (self.json or self.quiet) and self.stderr.is_terminal
-        columns = [SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()]
+        columns = [SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn()]
         progress = Progress(*columns, TimeElapsedColumn(), console=self.stderr, disable=not shown, transient=True)
         task = progress.add_task("", total=None)
 

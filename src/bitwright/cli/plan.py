@@ -19,7 +19,7 @@ from bitwright.cli.options import load_plan, target
 from bitwright.cli.out import Out
 from bitwright.cli.stepping import LayoutOption
 from bitwright.cli.verb import verb
-from bitwright.errors import BitwrightError
+from bitwright.errors import BitwrightError, visible_text
 from bitwright.graph import capture
 from bitwright.plan import Plan, json_schema
 from bitwright.plan.qsync import load_mapper, plan_of_mapper
@@ -162,7 +162,7 @@ def _show(out: Out, plan: Plan, other: Plan | None, output: Path | None) -> None
     if out.json:
         return
     if other is not None:
-        out.result("\n".join(str(change) for change in changes) or "no changes")
+        out.result(visible_text("\n".join(str(change) for change in changes)) or "no changes")
     elif output is None:
         out.result(plan.to_yaml())
     if output is not None:

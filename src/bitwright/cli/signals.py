@@ -42,7 +42,21 @@ def starting() -> Iterator[None]:
         for number in SIGNALS:
             if signal.getsignal(number) not in (signal.SIG_IGN, None):
                 signal.signal(number, handle)
-    yield
+    try:
+        yield
+    finally:
+        _ignore()
+
+
+def _ignore() -> None:
+    """All is written and said: the interpreter takes seconds to end, and must not seem to be killed meanwhile.
+
+    Only signals that are ignored outlast the interpreter's own clean-up; handlers are taken away from it.
+    """
+    if threading.current_thread() is threading.main_thread():
+        for number in SIGNALS:
+            with suppress(ValueError, OSError):
+                signal.signal(number, signal.SIG_IGN)
 
 
 @contextmanager

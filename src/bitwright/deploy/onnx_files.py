@@ -10,6 +10,7 @@ from pathlib import Path, PureWindowsPath
 import onnx_ir as ir
 
 from bitwright.disk import to_disk, writing
+from bitwright.documents import regular
 from bitwright.errors import ArtefactError, BitwrightError, PlanError, Problem, shortened
 from bitwright.files import replacing
 
@@ -20,7 +21,7 @@ _FIX = "give the path of an exported .onnx file"
 
 def load_onnx(path: Path) -> ir.Model:
     """Read a model. No tensor of it can name a file outside the model's own folder."""
-    path = Path(path)
+    path = regular(Path(path), what="the artefact", fix=_FIX, error=ArtefactError)
     try:
         model = ir.load(path)
         problems = [problem for graph in model.graphs() for problem in _unreadable(graph, path)]

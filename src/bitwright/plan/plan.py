@@ -214,9 +214,11 @@ class Plan:
 
 def matching(pattern: str, names: list[str]) -> list[str]:
     """The names that a pattern or an exact name stands for."""
+    if pattern in names:  # the name of a module may look like a pattern
+        return [pattern]
     if is_pattern(pattern):
         return [name for name in names if fnmatch.fnmatchcase(name, pattern)]
-    return [pattern] if pattern in names else []
+    return []
 
 
 class Lookup:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from bitwright.arguments import reject_unknown, strict
-from bitwright.documents import MOST_YAML, Strict, parse_yaml, read_text, validated
+from bitwright.documents import MOST_YAML, DeviceName, Strict, parse_yaml, read_text, validated
 from bitwright.errors import BitwrightError, PlanError, Problem, did_you_mean
 from bitwright.predict.limit import RESERVE, MemoryLimit
 from bitwright.profile.device import CollectiveCost, DeviceProfile
@@ -59,7 +59,7 @@ class Cluster(Strict):
         lt=1,
         description="Share of each device's memory that plans leave free, as predictions are some percent wrong.",
     )
-    devices: dict[str, DeviceKind] = Field(min_length=1)
+    devices: dict[DeviceName, DeviceKind] = Field(min_length=1)
 
     @property
     def world(self) -> int:

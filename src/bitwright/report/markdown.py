@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from bitwright.errors import visible_text
 from bitwright.files import write_text
 from bitwright.report import words
 from bitwright.report.record import Record
@@ -36,7 +37,7 @@ def markdown(record: Record) -> str:
 
 def _line(record: Record) -> str:
     backend = "" if record.backend is None else f", backend {escaped(record.backend)}"
-    return f"Workload {escaped(record.workload)}{backend}, {record.created}."
+    return f"Workload {escaped(record.workload)}{backend}, {escaped(record.created)}."
 
 
 def _warnings(record: Record) -> Iterable[str]:
@@ -249,5 +250,5 @@ def escaped(value: str) -> str:
 
     HTML is escaped as HTML: not every renderer takes a backslash before `<` for an escape.
     """
-    plain = html.escape(" ".join(value.split()), quote=False)
-    return re.sub(r"[\\`*\[\]|]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])", r"\\\g<0>", plain)
+    plain = html.escape(visible_text(" ".join(value.split())), quote=False)
+    return re.sub(r"[\\`*\[\]|~$]|^(?:#+|[-+=]+)(?=\s|$)|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])", r"\\\g<0>", plain)

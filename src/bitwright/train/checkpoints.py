@@ -12,7 +12,7 @@ from typing import Any, Literal
 from pydantic import ConfigDict, Field
 
 from bitwright.disk import note_written, to_disk, writing
-from bitwright.documents import Strict, name_problem, read_json, validated
+from bitwright.documents import Strict, name_problem, read_json, read_text, validated
 from bitwright.errors import CheckpointError, TrainError
 from bitwright.files import write_text
 from bitwright.fingerprint import file_fingerprint
@@ -128,7 +128,8 @@ class Checkpoints:
     def best(self) -> Saved | None:
         """The one with the best metric."""
         mark = self.folder / "best"
-        name = mark.read_text(encoding="utf-8").strip() if mark.is_file() else None
+        fix = "remove this file: another checkpoint will be the best one"
+        name = read_text(mark, what="the best checkpoint's name", fix=fix).strip() if mark.is_file() else None
         return next((saved for saved in self.all() if saved.folder.name == name), None)
 
     def _forget(self) -> None:

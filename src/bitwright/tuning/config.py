@@ -13,10 +13,11 @@ import torch
 from pydantic import Field
 from torch import nn
 
+from bitwright.addresses import is_address
 from bitwright.arguments import reject_unknown, strict
 from bitwright.backends import Choices
 from bitwright.datasets import Dataset
-from bitwright.documents import Strict, read_settings, validated
+from bitwright.documents import Filled, Strict, read_settings, validated
 from bitwright.errors import WorkloadError, did_you_mean
 from bitwright.metrics import METRICS, make_evaluate, metric_name
 from bitwright.tuning.evaluate import Measuring
@@ -36,8 +37,8 @@ class TuneConfig(Strict, populate_by_name=True):
 
     version: Literal[1] = Field(default=1, alias="bitwright-tune")
     workload: str | None = Field(default=None, description="file.py:function, or the name of a built-in.")
-    model: str | None = Field(default=None, description="file.py:function that gives an nn.Module.")
-    name: str | None = Field(default=None, description="Of the study; by default the workload's.")
+    model: Filled | None = Field(default=None, description="file.py:function that gives an nn.Module.")
+    name: Filled | None = Field(default=None, description="Of the study; by default the workload's.")
     calibration: Dataset | None = None
     evaluation: Dataset | None = None
     metric: str | dict[str, dict[str, Any]] | None = Field(
@@ -48,8 +49,8 @@ class TuneConfig(Strict, populate_by_name=True):
     strategy: str = "bisect"
     backend: str = "onnxruntime"
     space: Space = Space()
-    keep_float: tuple[str, ...] = ()
-    store: str | None = None
+    keep_float: tuple[Filled, ...] = ()
+    store: Filled | None = None
     resume: bool = False
     seed: int = Field(default=0, ge=0, lt=2**32)
     samples: int | None = Field(default=None, gt=0, le=10**12, description="Calibration samples.")
@@ -78,7 +79,7 @@ class TuneConfig(Strict, populate_by_name=True):
         def code(ref: str | None) -> str | None:
             return ref if ref is None or ".py:" not in ref else str(folder / ref)
 
-        store = self.store if self.store is None or "://" in self.store else str(folder / self.store)
+        store = self.store if self.store is None or is_address(self.store) else str(folder / self.store)
         return self.model_copy(
             update={
                 "calibration": of(self.calibration),
