@@ -94,4 +94,6 @@ def name_of(hint: Any) -> str:
     if origin is not None:
         name = getattr(origin, "__name__", str(origin))
         return _CONTAINERS.get(name, name)
+    if getattr(hint, "__module__", "").startswith("torch.nn"):
+        return f"a torch.nn.{hint.__name__}"
     return str(getattr(hint, "__name__", hint))

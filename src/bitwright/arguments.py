@@ -131,9 +131,11 @@ def _joins(hint: Any) -> bool:
     return True
 
 
-def _strict_function(function: Callable[..., Any], title: str, known: Iterable[str] | None = None) -> Any:
+def _strict_function(
+    function: Callable[..., Any], title: str, known: Iterable[str] | None = None, *, types: bool = True
+) -> Any:
     signature = _expanded(function)
-    hints: dict[str, Any] | None = {} if known is not None else None  # pydantic checks types itself
+    hints: dict[str, Any] | None = None if types and known is None else {}  # pydantic checks types itself
     positional = [
         name
         for name, p in inspect.signature(function).parameters.items()
@@ -207,5 +209,6 @@ def _strict_class(cls: type) -> type:
             aliases = [field.alias for field in fields.values() if field.alias is not None]
             changed.__init__ = _strict_function(changed.__init__, cls.__name__, [*fields, *aliases])
     elif "__init__" in vars(cls):
-        changed.__init__ = _strict_function(changed.__init__, cls.__name__)
+        # a dataclass with a check of its own knows better what to say
+        changed.__init__ = _strict_function(changed.__init__, cls.__name__, types="__post_init__" not in vars(cls))
     return cls
