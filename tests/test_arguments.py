@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -168,3 +170,72 @@ def test_choices_beside_a_plan_are_refused() -> None:
 def test_a_single_pattern_is_not_a_list_of_letters() -> None:
     plan = make_plan(capture(_model(), BATCHES[0]), keep_float="2*")
     assert set(plan.float) == {"2"}
+
+
+class _Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.a(x))
+
+
+_BATCH = torch.randn(4, 8)
+
+
+@pytest.mark.parametrize(
+    ("argument", "call"),
+    [
+        ("model", lambda: quantize("resnet", [_BATCH])),  # type: ignore[arg-type]
+        ("model", lambda: quantize(_Two, [_BATCH])),  # type: ignore[arg-type]
+        ("batches", lambda: quantize(_Two(), _BATCH)),
+        ("batches", lambda: quantize(_Two(), {"x": _BATCH})),
+        ("batches", lambda: quantize(_Two(), None)),  # type: ignore[arg-type]
+        ("batches", lambda: quantize(_Two(), "data")),
+        ("batches", lambda: bitwright.calibrate(_Two(), _BATCH)),
+        ("batches", lambda: bitwright.check(_Two(), "a.onnx", _BATCH)),
+        ("backend", lambda: quantize(_Two(), [_BATCH], backend=3)),  # type: ignore[arg-type]
+        ("observer", lambda: quantize(_Two(), [_BATCH], observer=3)),  # type: ignore[arg-type]
+        ("steps", lambda: quantize(_Two(), [_BATCH], steps="gptq")),
+        ("steps", lambda: quantize(_Two(), [_BATCH], steps=None)),  # type: ignore[arg-type]
+        ("seed", lambda: quantize(_Two(), [_BATCH], seed="a")),  # type: ignore[arg-type]
+        ("memory", lambda: quantize(_Two(), [_BATCH], memory="a")),  # type: ignore[arg-type]
+        ("plan", lambda: quantize(_Two(), [_BATCH], plan="plan.yaml")),  # type: ignore[arg-type]
+        ("artefact", lambda: quantize(_Two(), [_BATCH], artefact="qdq")),  # type: ignore[arg-type]
+        ("keep_float", lambda: quantize(_Two(), [_BATCH], keep_float=3)),  # type: ignore[typeddict-item]
+        ("path", lambda: bitwright.export_float(_Two(), None, _BATCH)),  # type: ignore[arg-type]
+        ("graph", lambda: make_plan("abc", "onnxruntime")),  # type: ignore[arg-type]
+        ("plan", lambda: bitwright.prepare(_Two(), "plan.yaml")),  # type: ignore[arg-type]
+        ("model", lambda: bitwright.strip("a")),
+        ("name", lambda: bitwright.backend(3)),  # type: ignore[arg-type]
+    ],
+)
+def test_arguments_of_the_wrong_type_are_named(argument: str, call: Callable[[], Any]) -> None:
+    with pytest.raises(BitwrightError) as caught:
+        call()
+    (problem,) = caught.value.problems
+    assert problem.code == "wrong-argument-type"
+    assert problem.where == argument
+    assert isinstance(caught.value, TypeError)
+
+
+def test_one_batch_instead_of_a_list_is_told_how_to_write_it() -> None:
+    with pytest.raises(BitwrightError, match="give a list"):
+        quantize(_Two(), _BATCH)
+
+
+def test_the_types_that_are_accepted_are_wide() -> None:
+    @strict
+    def take(path: str | Path, n: int = 1, x: float = 1.0, on: bool = True, names: Iterable[str] = ()) -> Any:
+        return path, n, x, on, names
+
+    class Here:
+        def __fspath__(self) -> str:
+            return "here"
+
+    take(Here(), np.int64(3), np.float32(2), np.bool_(True), "abc")  # type: ignore[arg-type]
+    take("a", n=True, x=3, on=1, names={"a": 1})  # type: ignore[arg-type]
+    with pytest.raises(BitwrightError) as caught:
+        take(3, n="a", x="b", on="no", names=3)  # type: ignore[arg-type]
+    assert [problem.where for problem in caught.value.problems] == ["path", "n", "x", "on", "names"]

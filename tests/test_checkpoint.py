@@ -199,3 +199,40 @@ def test_export_refuses_impossible_state(tmp_path: Path) -> None:
         quantized.export(tmp_path / "model.onnx")
     assert [problem.where for problem in caught.value.problems] == ["0:weight"]
     assert not list(tmp_path.iterdir())
+
+
+def _small() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)).eval()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_parameters_that_are_not_finite_are_refused(value: float, tmp_path: Path) -> None:
+    batches = [torch.randn(16, 8)]
+    model = _small()
+    model[2].bias.data[0] = value  # type: ignore[union-attr, operator, index]
+    with pytest.raises(BitwrightError) as caught:
+        bitwright.quantize(model, batches)
+    assert [(p.code, p.where) for p in caught.value.problems] == [("parameter-not-finite", "2.bias")]
+
+    quantized = bitwright.quantize(_small(), batches)
+    save_checkpoint(quantized.model, tmp_path / "good.safetensors")
+    state = load_file(tmp_path / "good.safetensors")
+    state["0.weight"][0, 0] = value
+    state["2.bias"][0] = value
+    save_file(state, tmp_path / "bad.safetensors")
+    model = bitwright.prepare(_small(), quantized.plan)
+    with pytest.raises(PlanError) as refused:
+        load_checkpoint(model, tmp_path / "bad.safetensors")
+    assert {p.where for p in refused.value.problems} == {"0.weight", "2.bias"}
+    quantized.model.load_state_dict(state)
+    with pytest.raises(PlanError) as unexported:
+        quantized.export(tmp_path / "model.onnx")
+    assert {p.where for p in unexported.value.problems} == {"0.weight", "2.bias"}
+
+
+def test_integers_in_place_of_floats_are_refused(tmp_path: Path) -> None:
+    save_file({name: t.long() for name, t in _small().state_dict().items()}, tmp_path / "ints.safetensors")
+    with pytest.raises(PlanError) as caught:
+        load_checkpoint(_small(), tmp_path / "ints.safetensors")
+    assert {p.code for p in caught.value.problems} == {"state-dtype"}

@@ -1,4 +1,4 @@
-"""`@strict`: public functions and classes refuse keyword arguments that they don't have, and name the nearest one."""
+"""`@strict`: public functions and classes refuse unknown keyword arguments and arguments of the wrong type."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ParamSpec, TypeVar, Unpack, cast, get_args, get_origin, overload
+from typing import Any, ParamSpec, TypeVar, Unpack, cast, get_args, get_origin, get_type_hints, overload
 
+from bitwright.argument_types import fits, name_of
 from bitwright.errors import PlanError, Problem, did_you_mean
 
 P = ParamSpec("P")
@@ -24,12 +25,23 @@ class UnknownArgument(PlanError, TypeError):
             self.args = (str(problems[0]),)
 
 
+class WrongArgument(PlanError, TypeError):
+    """A call with arguments of the wrong type; also a `TypeError`, as in Python itself."""
+
+    def __init__(self, problems: list[Problem], *, title: str = "arguments of the wrong type") -> None:
+        super().__init__(problems, title=title)
+        if len(problems) == 1:
+            self.args = (str(problems[0]),)
+
+
 @overload
 def strict(target: C) -> C: ...
 @overload
 def strict(target: Callable[P, R]) -> Callable[P, R]: ...
 def strict(target: Any) -> Any:
-    """Check keyword arguments of a function, or of the constructor and the public methods of a class.
+    """Check the arguments of a function, or of the constructor and the public methods of a class.
+
+    Unknown keywords are refused, and so are arguments that aren't of the annotated type (`argument_types.py`).
 
     Keywords of an `**choices: Unpack[…]` count as arguments of their own, in the check and in the signature that
     `help()` shows. Other `**keywords` are left to the function.
@@ -54,8 +66,81 @@ def reject_unknown(function: str, given: Iterable[str], known: Iterable[str]) ->
         raise UnknownArgument(problems)
 
 
-def _strict_function(function: Callable[..., Any], title: str, known: Iterable[str] | None = None) -> Any:
+def reject_wrong_types(function: str, given: Mapping[str, Any], hints: Mapping[str, Any]) -> None:
+    """Raise for every argument that isn't of the type that `hints` has for it."""
+    problems = []
+    for name, value in given.items():
+        if name in hints and not fits(value, hints[name]):
+            wanted = name_of(hints[name])
+            problems.append(
+                Problem(
+                    what=f"{function}() takes {wanted} as {name!r}",
+                    where=name,
+                    value=type(value).__name__,
+                    fix=_fix(value, hints[name], wanted),
+                    code="wrong-argument-type",
+                )
+            )
+    if problems:
+        raise WrongArgument(problems)
+
+
+def _fix(value: Any, hint: Any, wanted: str) -> str:
+    if isinstance(value, type) and fits_class(value, hint):
+        return f"give an object of the class: {value.__name__}(…)"
+    if fits([value], hint):
+        return "give a list, also of one"
+    return f"give {wanted}"
+
+
+def fits_class(cls: type, hint: Any) -> bool:
+    """Whether objects of `cls` are what `hint` asks for."""
+    kinds = get_args(hint) or (hint,)
+    return any(isinstance(kind, type) and issubclass(cls, kind) for kind in kinds)
+
+
+def _hints(function: Callable[..., Any], signature: inspect.Signature) -> dict[str, Any]:
+    """The types of parameters; those that exist only for type checkers are left out. A default is always accepted."""
+    scope = vars(sys.modules[function.__module__])
+    hints: dict[str, Any] = {}
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            continue
+        if parameter.kind is parameter.VAR_KEYWORD:
+            hints |= _unpacked(function, parameter.annotation, get_type_hints) or {}
+            continue
+        hint = parameter.annotation
+        if isinstance(hint, str):
+            try:
+                hint = eval(hint, scope)  # an annotation of this package
+            except Exception:
+                continue
+        if hint is not parameter.empty:
+            hints[parameter.name] = hint
+    defaults = {name: signature.parameters[name].default for name in hints if name in signature.parameters}
+    return {
+        name: hint | None if defaults.get(name, 0) is None and _joins(hint) else hint for name, hint in hints.items()
+    }
+
+
+def _joins(hint: Any) -> bool:
+    try:
+        hint | None
+    except TypeError:
+        return False
+    return True
+
+
+def _strict_function(
+    function: Callable[..., Any], title: str, known: Iterable[str] | None = None, *, types: bool = True
+) -> Any:
     signature = _expanded(function)
+    hints: dict[str, Any] | None = None if types and known is None else {}  # pydantic checks types itself
+    positional = [
+        name
+        for name, p in inspect.signature(function).parameters.items()
+        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
     if known is None:
         if any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values()):
             return function
@@ -66,8 +151,13 @@ def _strict_function(function: Callable[..., Any], title: str, known: Iterable[s
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal hints
         if kwargs and not names.issuperset(kwargs):
             reject_unknown(title, [name for name in kwargs if name not in names], sorted(names - {"self", "cls"}))
+        if hints is None:  # now all of the module is defined
+            hints = _hints(function, signature)
+        if hints:
+            reject_wrong_types(title, {**dict(zip(positional, args, strict=False)), **kwargs}, hints)
         return function(*args, **kwargs)
 
     call.__signature__ = signature  # type: ignore[attr-defined]
@@ -92,13 +182,15 @@ def _expanded(function: Callable[..., Any]) -> inspect.Signature:
     return signature.replace(parameters=parameters)
 
 
-def _unpacked(function: Callable[..., Any], annotation: Any) -> Mapping[str, Any] | None:
+def _unpacked(
+    function: Callable[..., Any], annotation: Any, read: Callable[[Any], Any] = lambda kind: kind.__annotations__
+) -> Mapping[str, Any] | None:
     if isinstance(annotation, str):  # from __future__ import annotations
         name = annotation.removeprefix("Unpack[").removesuffix("]")
         found = vars(sys.modules[function.__module__]).get(name) if name != annotation else None
     else:
         found = get_args(annotation)[0] if get_origin(annotation) is Unpack else None
-    return None if found is None else dict(found.__annotations__)
+    return None if found is None else dict(read(found))
 
 
 def _strict_class(cls: type) -> type:
@@ -117,5 +209,6 @@ def _strict_class(cls: type) -> type:
             aliases = [field.alias for field in fields.values() if field.alias is not None]
             changed.__init__ = _strict_function(changed.__init__, cls.__name__, [*fields, *aliases])
     elif "__init__" in vars(cls):
-        changed.__init__ = _strict_function(changed.__init__, cls.__name__)
+        # a dataclass with a check of its own knows better what to say
+        changed.__init__ = _strict_function(changed.__init__, cls.__name__, types="__post_init__" not in vars(cls))
     return cls

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from bitwright.arguments import strict
 from bitwright.attach import CONTAINER, Attachment, find_attachment
+from bitwright.attach.state import parameter_problems
 from bitwright.documents import parse_json
 from bitwright.errors import CheckpointError, PlanError, Problem, did_you_mean, shortened
 from bitwright.files import replacing
@@ -177,9 +178,22 @@ def _differences(model: nn.Module, state: dict[str, Tensor]) -> list[Problem]:
                     fix="build the model as it was when the checkpoint was saved",
                 )
             )
+        elif isinstance(known[name], Tensor) and known[name].is_floating_point() != tensor.is_floating_point():
+            problems.append(
+                Problem(
+                    what=f"the model has {known[name].dtype} here",
+                    where=name,
+                    value=str(tensor.dtype),
+                    fix="save it from the same model",
+                    code="state-dtype",
+                )
+            )
     if attachment is not None:
         problems += attachment.state_problems(state, _PREFIX)
         problems += _unequal_channels(model, attachment, state)
+        parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        given = ((name, tensor) for name, tensor in state.items() if name in parameters and name in known)
+        problems += parameter_problems(sites, given)
     problems += [
         Problem(
             what="the checkpoint has a quantizer where the plan has none",

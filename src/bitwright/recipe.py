@@ -15,13 +15,25 @@ from bitwright.arguments import strict
 from bitwright.attach import find_attachment, in_mode, prepare, strip, warnings_of, weights_may_change
 from bitwright.backends import Choices, fitting, refuse_beside_plan
 from bitwright.backends import backend as find_backend
-from bitwright.deploy import Artefact, CalibrationData, Check, Distance, check, export, measure_distance, unexportable
+from bitwright.deploy import Artefact, Check, Distance, check, export, measure_distance, unexportable
 from bitwright.errors import BitwrightError, CalibrationError, PlanError, Problem, log_warnings
 from bitwright.graph import Graph, capture_paths
 from bitwright.graph.intercept import bare
 from bitwright.plan import Plan
 from bitwright.planners import make_plan
-from bitwright.ptq import MEMORY, Data, Ran, Step, Watch, Work, calibrate, need_data, read_steps, run_steps
+from bitwright.ptq import (
+    MEMORY,
+    CalibrationData,
+    Data,
+    Ran,
+    Step,
+    Watch,
+    Work,
+    find_ranges,
+    need_data,
+    read_steps,
+    run_steps,
+)
 
 _RECORDED = 16  # batches at most, to find paths that only some inputs take
 
@@ -148,7 +160,7 @@ def quantize(
             with weights_may_change(model):
                 ran = run_steps(work, wanted, folder=place, keep=keep_state, calibrating=progress, watch=watch)
         else:
-            calibrate(model, chain(first, stream), progress=progress)
+            find_ranges(model, chain(first, stream), progress=progress)
     except BaseException:
         strip(model)
         put_back(model, before)

@@ -216,3 +216,43 @@ def test_distance_text() -> None:
     distance = bw.quantize(net(), data()).distance
     assert distance is not None
     assert "dB SQNR" in str(replace(distance, samples=1))
+
+
+def test_data_to_check_with_must_have_samples(tmp_path: Path) -> None:
+    quantized = bw.quantize(net(), data())
+    path = quantized.export(tmp_path / "model.onnx").path
+    with pytest.raises(bw.BitwrightError) as caught:
+        quantized.check(path, [data()[0][:0]])
+    assert caught.value.problems[0].code == "no-data"
+    result = quantized.check(path, [data()[0][:0], data()[0]])
+    assert result.samples == len(data()[0])
+    assert codes(result.warnings) == ["empty-check"]
+    assert "constant-check" in codes(quantized.check(path, [torch.zeros_like(data()[0])]).warnings)
+
+
+def test_a_batch_with_targets_is_told_as_such(tmp_path: Path) -> None:
+    quantized = bw.quantize(net(), data())
+    path = quantized.export(tmp_path / "model.onnx").path
+    x = data()[0]
+    with pytest.raises(bw.BitwrightError, match="without targets"):
+        quantized.check(path, [(x, torch.zeros(len(x)))])
+
+
+def test_calibrate_warns_of_constant_data(caplog: pytest.LogCaptureFixture) -> None:
+    quantized = bw.quantize(net(), data())
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        bw.calibrate(quantized.model, [torch.zeros_like(data()[0])])
+    assert "are the same" in caplog.text
+
+
+def test_a_float_model_that_overflows_is_told() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.ReLU(), nn.Linear(8, 4, bias=False)).eval()
+    with torch.no_grad():
+        model[0].weight.mul_(1e15)
+        model[2].weight.mul_(1e18)
+        model[2].weight.abs_()  # infinities of one sign: no NaN
+    batch = torch.rand(8, 8) * 1e18
+    assert not model(batch).isfinite().any()
+    assert "non-finite-output" in codes(bw.quantize(model, [batch]).warnings)

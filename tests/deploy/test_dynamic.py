@@ -130,3 +130,43 @@ def test_a_model_in_float_with_a_file_of_grids_is_verified_too(tmp_path: Path) -
     for code, free in (("plain", True), ("split", False)):
         quantized = bw.quantize(Net({**FREE, **FROZEN}[code]).eval(), batches, backend="snpe")
         assert quantized.export(tmp_path / f"{code}.onnx").dynamic_batch is free
+
+
+class _FrozenByRemainder(nn.Module):
+    def __init__(self, divisor: int) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+        self.b = nn.Linear(8, 8)
+        self.divisor = divisor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x) if x.shape[0] % self.divisor == 0 else self.b(x)
+
+
+@pytest.mark.parametrize("divisor", [5, 7, 97])
+def test_a_branch_that_only_rare_sizes_take(divisor: int, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(4, 8)
+    quantized = bw.quantize(_FrozenByRemainder(divisor).eval(), [x])
+    exported = quantized.export(tmp_path / "model.onnx")
+    assert not exported.dynamic_batch
+    assert [warning.code for warning in exported.warnings] == ["fixed-batch"]
+
+
+class _AnyInputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+        self.b = nn.Linear(8, 8)
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return self.a(inputs[0]) + self.b(inputs[1])
+
+
+def test_a_model_with_a_variable_number_of_inputs_has_a_free_batch(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    quantized = bw.quantize(_AnyInputs().eval(), [(torch.randn(4, 8), torch.randn(4, 8))])
+    exported = quantized.export(tmp_path / "model.onnx")
+    assert exported.dynamic_batch
+    assert not exported.warnings
+    assert quantized.check(exported.path, [(torch.randn(7, 8), torch.randn(7, 8))]).passed

@@ -168,3 +168,39 @@ def test_a_file_of_grids_that_was_changed_is_refused(batches: list[Tensor], tmp_
     with pytest.raises(PlanError) as raised:
         read_artefact(artefact.path)
     assert raised.value.codes == ["damaged-artefact"]
+
+
+@pytest.mark.parametrize(("operator", "attribute"), [("Gemm", "alpha"), ("Conv", "pads"), ("DequantizeLinear", "axis")])
+def test_a_changed_attribute_is_found(
+    operator: str, attribute: str, exported: tuple[bw.Quantized, Path], batches: list[Tensor], tmp_path: Path
+) -> None:
+    quantized, path = exported
+    file = onnx.load(path)
+    found = next(a for n in file.graph.node if n.op_type == operator for a in n.attribute if a.name == attribute)
+    if found.type == onnx.AttributeProto.FLOAT:
+        found.f *= 1.001
+    elif found.type == onnx.AttributeProto.INTS:
+        found.ints[:] = [value + 1 for value in found.ints[:2]] + [value - 1 for value in found.ints[2:]]
+    else:
+        found.i -= 4 if found.i == 0 else 1
+    changed = tmp_path / "changed.onnx"
+    onnx.save(file, changed)
+    try:
+        result = quantized.check(changed, batches)
+    except bw.BitwrightError:  # the runtime refuses it
+        return
+    assert not result.passed
+    assert "graph" in [damage.site for damage in result.damages]
+
+
+def test_an_artefact_without_digests_is_told(
+    exported: tuple[bw.Quantized, Path], batches: list[Tensor], tmp_path: Path
+) -> None:
+    quantized, path = exported
+    file = onnx.load(path)
+    kept = [entry for entry in file.metadata_props if entry.key != DIGESTS]
+    del file.metadata_props[:]
+    file.metadata_props.extend(kept)
+    onnx.save(file, tmp_path / "without.onnx")
+    assert "no-digests" in [w.code for w in quantized.check(tmp_path / "without.onnx", batches).warnings]
+    assert "no-digests" not in [w.code for w in quantized.check(path, batches).warnings]

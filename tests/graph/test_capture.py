@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import bitwright as bw
-from bitwright.errors import CaptureError
+from bitwright.errors import BitwrightError, CaptureError
 from bitwright.graph import Graph, Op, capture
 
 torch.set_num_threads(1)
@@ -121,7 +121,7 @@ def test_a_model_that_returns_no_tensor(result: Any) -> None:
 
 
 def test_not_a_module() -> None:
-    with pytest.raises(CaptureError, match=r"torch\.nn\.Module") as caught:
+    with pytest.raises(BitwrightError, match=r"torch\.nn\.Module") as caught:
         capture(torch.relu, torch.ones(1))  # type: ignore[arg-type]
     assert caught.value.problems[0].value is not None
 

@@ -5,13 +5,13 @@ A scale that is NaN, zero or infinite would run, and even be exported; everythin
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from bitwright.attach.grid import LARGEST, SMALLEST
+from bitwright.attach.grid import LARGEST, SMALLEST, is_finite
 from bitwright.errors import Problem
 
 if TYPE_CHECKING:
@@ -37,6 +37,27 @@ def state_problems(quantizer: Quantizer, state: Mapping[str, Tensor]) -> list[Pr
         Problem(what=f"{name} {what}", where=quantizer.site, value=value, fix=_FIX, code=code)
         for name, what, value, code in wrong
     ]
+
+
+def parameter_problems(sites: Iterable[str], named: Iterable[tuple[str, Tensor]]) -> list[Problem]:
+    """NaN in the parameters of a model, and infinity in those of operators with quantized `sites`."""
+    operators = {site.rpartition(":")[0] for site in sites}
+    found = []
+    for name, tensor in named:
+        if not tensor.is_floating_point() or tensor.is_meta or tensor.element_size() < 2 or is_finite(tensor):
+            continue
+        has_nan = bool(tensor.isnan().any())
+        if not has_nan and name.rpartition(".")[0] not in operators:
+            continue
+        found.append(
+            Problem(
+                what=f"{'NaN' if has_nan else 'infinity'} in a parameter",
+                where=name,
+                fix="load weights that are finite, or train the model again",
+                code="parameter-not-finite",
+            )
+        )
+    return found
 
 
 _Found = tuple[str, object, str]

@@ -2,7 +2,7 @@
 
 from bitwright.deploy.agreement import OutputCheck
 from bitwright.deploy.artefacts import Stored, read_artefact
-from bitwright.deploy.distance import CalibrationData, Distance, OutputDistance, SiteDistance, measure_distance
+from bitwright.deploy.distance import Distance, OutputDistance, SiteDistance, measure_distance
 from bitwright.deploy.export import Artefact, export, export_float, unexportable
 from bitwright.deploy.footprint import peak_memory
 from bitwright.deploy.machine import saturates
@@ -13,7 +13,6 @@ from bitwright.deploy.sites import Probe, SiteCheck
 
 __all__ = [
     "Artefact",
-    "CalibrationData",
     "Check",
     "Distance",
     "Latency",

@@ -7,7 +7,7 @@ lost the model's accuracy. A few samples answer it, so `quantize` always asks.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
@@ -116,7 +116,25 @@ def _measure(model: nn.Module, attachment: Attachment, batch: Any) -> Distance:
     for (name, ours), (_, truth) in zip(sites.result, exact, strict=True):
         s, f = _comparable(ours, truth)
         sums.setdefault(name or "output", Sums()).add(s, s, f)
-    return distance_of(attachment, sums, sites.sites, batch_size(batch), calibrated_on=True)
+    found = distance_of(attachment, sums, sites.sites, batch_size(batch), calibrated_on=True)
+    lost = [name or "output" for name, truth in exact if _without_numbers(truth)]
+    return replace(found, warnings=(_not_finite(lost), *found.warnings)) if lost else found
+
+
+def _without_numbers(array: NDArray[Any]) -> bool:
+    """NaN anywhere, or nothing but infinities; an output may have some infinities on purpose (masks)."""
+    if not array.size or not np.issubdtype(array.dtype, np.floating):
+        return False
+    return bool(np.isnan(array).any()) or not bool(np.isfinite(array).any())
+
+
+def _not_finite(outputs: list[str]) -> Problem:
+    return Problem(
+        what="the float model itself returns NaN, or only infinities, on the calibration data",
+        where=", ".join(outputs),
+        fix="look for NaN or infinity in its parameters and buffers, and for numbers that overflow its dtype",
+        code="non-finite-output",
+    )
 
 
 def _outputs(model: nn.Module, batch: Any) -> list[tuple[str, NDArray[Any]]]:
@@ -260,45 +278,3 @@ def _own_error(x: Tensor, error: Tensor, *, by_row: bool) -> float:
     signal, noise = signal.flatten(1).sum(1), noise.flatten(1).sum(1)
     there = signal > 0
     return decibels(1.0, float((noise[there] / signal[there]).mean())) if bool(there.any()) else inf
-
-
-class CalibrationData:
-    """Looks at calibration batches as they pass: data without any variety gives ranges without any meaning."""
-
-    def __init__(self) -> None:
-        self.first: dict[str, Tensor] = {}
-        self.varied: set[str] = set()
-        self.unequal = False
-        self.samples = 0
-        self.empty = 0
-
-    def see(self, batch: Any) -> Any:
-        """Look at one batch, and give it back."""
-        tensors = [(path, tensor) for path, tensor in tensors_in(batch) if tensor.dim()]
-        self.empty += bool(tensors) and all(tensor.numel() == 0 for _, tensor in tensors)
-        self.samples += batch_size(batch)
-        for path, tensor in tensors:
-            if tensor.numel() == 0:
-                continue
-            first = self.first.setdefault(path, tensor[:1].detach().clone())
-            if path not in self.varied and bool((tensor != first.flatten()[0]).any()):
-                self.varied.add(path)
-            if not self.unequal and (tensor.shape[1:] != first.shape[1:] or bool((tensor != first).any())):
-                self.unequal = True
-        return batch
-
-    def warnings(self) -> tuple[Problem, ...]:
-        """What is wrong with it."""
-        found = []
-        fix = "calibrate with some hundred samples of the data in use, preprocessed in the same way"
-        if self.empty:
-            what = f"{self.empty} calibration batches have no numbers in them"
-            found.append(Problem(what=what, fix="see what the loader yields", code="empty-calibration"))
-        if self.first and not self.varied and any(tensor.numel() > 1 for tensor in self.first.values()):
-            values = ", ".join(f"{path or 'input'} = {t.flatten()[0].item():g}" for path, t in self.first.items())
-            what = f"all numbers of the calibration data are the same ({values}), so no range means anything"
-            found.append(Problem(what=what, fix=fix, code="constant-calibration"))
-        elif self.samples > 1 and self.first and not self.unequal:
-            what = f"all {self.samples} samples of the calibration data are the same one"
-            found.append(Problem(what=what, fix=fix, code="constant-calibration"))
-        return tuple(found)

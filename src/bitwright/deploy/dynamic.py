@@ -7,6 +7,8 @@ the model itself.
 
 from __future__ import annotations
 
+import inspect
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -30,6 +32,7 @@ from bitwright.modes import call_copied, evaluating
 _LARGE = 1 << 16  # a limit beyond this is one of torch's own (indexes of 32 bits), not of the model's code
 _EXACT_DB = 60.0  # a program in float against the model in float: at least this ratio,
 _SPREAD_DB = 15.0  # or that of the traced size, less this: half precision, and outputs that are only rounding errors
+_SEARCHED = 256  # sizes among which one is looked for that breaks a condition of the program
 _NO_WORSE = 4.0  # times the relative error at the traced size
 
 
@@ -121,9 +124,12 @@ def frozen_size(
         baseline = verifier.artefact_error(args, kwargs)
         for axis in axes:
             tried = 0
-            for size in axis.sizes():
+            broken = _breaking_sizes(model, program, (args, kwargs), axis, flat=flat)
+            for size in dict.fromkeys([*axis.sizes(), *broken]):
                 if axis.upper is not None and size > 8 * axis.size + 4:  # too large to try
                     return f"it was traced for batches up to {axis.upper}"
+                if size > 8 * axis.size + 4:
+                    return f"the model's code depends on it: with {size} samples, {broken[size]} is not true"
                 wide_args, wide_kwargs = axis.resized((args, kwargs), size)
                 try:
                     exact = verifier.outputs("float", wide_args, wide_kwargs)
@@ -136,6 +142,28 @@ def frozen_size(
             if not tried and axis is axes[0]:
                 return "the model itself runs with no other batch size"
     return None
+
+
+def _breaking_sizes(
+    model: nn.Module, program: torch.export.ExportedProgram, call: Any, axis: Axis, *, flat: bool
+) -> dict[int, str]:
+    """For each condition on sizes that tracing relied on (`x.shape[0] % 5 != 0`), the smallest size that breaks it."""
+    guards: list[str] = [] if flat else list(getattr(program, "_guards_code", ()))
+    signature = inspect.signature(model.forward)
+    found: dict[int, str] = {}
+    for size in range(1, _SEARCHED) if guards else ():
+        args, kwargs = axis.resized(map_tensors(call, lambda t: torch.empty_like(t, device="meta")), size)
+        scope = {"L": signature.bind(*args, **kwargs).arguments, "torch": torch, "math": math}
+        for guard in list(guards):
+            try:
+                holds = bool(eval(guard, scope))  # torch's own text
+            except Exception:  # a condition on something else than the arguments
+                guards.remove(guard)
+                continue
+            if not holds and size != axis.size:
+                found.setdefault(size, guard)
+                guards.remove(guard)
+    return found
 
 
 def _opened(path: Path) -> Runtime | None:

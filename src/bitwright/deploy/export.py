@@ -16,7 +16,7 @@ from torch import nn
 
 from bitwright.arguments import strict
 from bitwright.attach import Attachment, attachment_of
-from bitwright.attach.state import state_problems
+from bitwright.attach.state import parameter_problems, state_problems
 from bitwright.backends import backend
 from bitwright.deploy.artefacts.plain import write_plain
 from bitwright.deploy.artefacts.sidecar import Sidecar
@@ -77,7 +77,7 @@ def export(
     sidecar = _sidecar(kind)
     for problem in unexportable(model, kind):
         raise ExportError(problem.what, where=problem.where, value=problem.value, fix=problem.fix)
-    refuse_odd_state(attachment)
+    refuse_odd_state(model, attachment)
     args, kwargs = as_call(inputs)
     with replacing_onnx(path) as (temporary, data):
         write = partial(_export, model, temporary, data, args, kwargs, kind)
@@ -145,12 +145,13 @@ def _verified(
     return written, (fixed_batch(reason, batch_size(call)), *written[0].warnings)
 
 
-def refuse_odd_state(attachment: Attachment) -> None:
-    """Raise if a quantizer has a scale or a zero point that can't be, whatever put it there."""
+def refuse_odd_state(model: nn.Module, attachment: Attachment) -> None:
+    """Raise if a quantizer has a scale or a zero point that can't be, or a parameter isn't finite."""
     found = [state_problems(q, q.state_dict()) for q in attachment.quantizers.values() if q.calibrated and not q.of]
     problems = [problem for problems in found for problem in problems]
+    problems += parameter_problems(attachment.quantizers, model.named_parameters())
     if problems:
-        raise PlanError(problems, title="quantizers with impossible state can't be exported")
+        raise PlanError(problems, title="a model with impossible state can't be exported")
 
 
 def default_artefact(attachment: Attachment) -> str:
@@ -185,7 +186,7 @@ def marked_program(
     """The prepared model with a marker at each site, its batch fixed, and the integers of what is constant."""
     for problem in unexportable(model):
         raise ExportError(problem.what, where=problem.where, value=problem.value, fix=problem.fix)
-    refuse_odd_state(attachment_of(model))
+    refuse_odd_state(model, attachment_of(model))
     traced = trace(model, args, kwargs, dynamic_batch=False)
     return traced.program, traced.recorded
 

@@ -15,6 +15,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 DIGESTS = "bitwright.digests"  # metadata of the ONNX file
+STRUCTURE = "bitwright.structure"
 _LENGTH = 16  # hexadecimal digits: 64 bits, against accidents
 _PART = re.compile(r"(\.(codes|scale|zero_point|low|high|value|factor))?(~\d+)?$")
 
@@ -70,8 +71,44 @@ def onnx_tensors(model: ir.Model) -> dict[str, NDArray[Any]]:
     return found
 
 
+def structure_digest(model: ir.Model) -> str:
+    """Of all operators, how they are connected, and their attributes: a changed stride is as wrong as a weight."""
+    lines = [" ".join(str(value.name) for value in (*model.graph.inputs, *model.graph.outputs))]
+    for node in ir.traversal.RecursiveGraphIterator(model.graph):
+        names = [
+            [(value.name or "") if value is not None else "" for value in side] for side in (node.inputs, node.outputs)
+        ]
+        attributes = sorted(_attribute(attribute) for attribute in node.attributes.values())
+        lines.append(f"{node.domain or 'ai.onnx'} {node.op_type} {names} {attributes}")
+    return text_digest("\n".join(lines))
+
+
+def _attribute(attribute: ir.Attr) -> str:
+    kind, value = attribute.type, attribute.value
+    if kind in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS):  # their nodes are visited themselves
+        text = ""
+    elif kind is ir.AttributeType.TENSOR:
+        text = digest(value.numpy())
+    elif kind in (ir.AttributeType.FLOAT, ir.AttributeType.FLOATS):  # files have float32
+        text = digest(np.asarray(value, dtype=np.float32))
+    elif kind in (ir.AttributeType.INTS, ir.AttributeType.STRINGS):
+        text = str(list(value))
+    else:
+        text = str(value)
+    return f"{attribute.name} {kind.name} {text}"
+
+
+def structure_damages(model: ir.Model) -> list[Damage]:
+    """Whether operators or attributes have changed since the export; nothing if no digest was stored."""
+    stored = model.metadata_props.get(STRUCTURE)
+    if stored is None or stored == structure_digest(model):
+        return []
+    return [Damage(site="graph", what="the operators or their attributes are others than were exported")]
+
+
 def write_digests(model: ir.Model, extra: Mapping[str, str] | None = None) -> None:
-    """Note the digests of all constants in the model's metadata, and those of other files beside it."""
+    """Note the digests of constants and operators in the model's metadata, and those of other files beside it."""
+    model.metadata_props[STRUCTURE] = structure_digest(model)
     model.metadata_props[DIGESTS] = json.dumps({**digests_of(onnx_tensors(model)), **(extra or {})})
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from bitwright.deploy.agreement import as_array
 from bitwright.deploy.export import export, export_float
-from bitwright.deploy.integrity import Damage, compare_digests, onnx_tensors, read_digests
+from bitwright.deploy.integrity import Damage, compare_digests, onnx_tensors, read_digests, structure_damages
 from bitwright.deploy.onnx_files import load_onnx, save_onnx, stored_bytes
 from bitwright.deploy.runtime import Runtime
 from bitwright.disk import scratch_folder
@@ -49,9 +49,14 @@ class OnnxReader(Runtime):
 
     @classmethod
     def damages(cls, path: Path) -> list[Damage]:
-        """All constants of the file."""
+        """All constants of the file, and its operators."""
         model = load_onnx(path)
-        return compare_digests(read_digests(model), onnx_tensors(model))
+        return [*compare_digests(read_digests(model), onnx_tensors(model)), *structure_damages(model)]
+
+    @classmethod
+    def has_digests(cls, path: Path) -> bool:
+        """Files of other tools, and of earlier versions, have none."""
+        return bool(read_digests(load_onnx(path)))
 
     @classmethod
     def probing(cls, path: Path, sites: Iterable[str]) -> Runtime:

@@ -20,8 +20,10 @@ from bitwright.deploy.integrity import Damage
 from bitwright.deploy.runtime import Runtime, open_runtime, readers
 from bitwright.deploy.sites import Probe, SiteCheck, StoredSites, check_sites
 from bitwright.errors import ArtefactError, Problem, WorkloadError, log_warnings
+from bitwright.graph.capture import blaming_batch
 from bitwright.graph.tree import as_call, tensors_in
 from bitwright.modes import call_copied, evaluating
+from bitwright.ptq import CalibrationData
 from bitwright.registry import RUNTIMES
 
 
@@ -89,20 +91,26 @@ def check(
             fix='export with artefact="qdq" (--artefact qdq) to check the same numbers here',
         )
     sums: dict[str, Sums] = {}
-    samples = 0
+    samples, seen = 0, CalibrationData()
     first: tuple[tuple[Any, ...], dict[str, Any]] | None = None
     with evaluating(model):
         for batch in batches:
             args, kwargs = as_call(batch)
             first = first or (args, kwargs)
             samples += next((int(t.shape[0]) if t.dim() else 1 for _, t in tensors_in((args, kwargs))), 1)
-            _compare(model, real, args, kwargs, sums)
-        if first is None:
-            raise WorkloadError("there is no batch to check with", fix="give at least one batch")
+            if any(tensor.numel() for _, tensor in tensors_in(seen.see(batch))):
+                with blaming_batch(model, batch):
+                    _compare(model, real, args, kwargs, sums)
+        if first is None or not sums:
+            what = "there is no batch to check with" if first is None else "all batches to check with are empty"
+            raise WorkloadError(what, fix="give at least one batch with a sample in it", code="no-data")
         sites = check_sites(model, real, artefact, *first) if per_site else None
         looked, damages = _look(model, real, artefact, *first)
     distance = distance_of(attachment_of(model), sums, looked, samples) if measure else None
     noted += [] if distance is None else distance.warnings
+    noted += seen.warnings("the data to check with", fix="check with samples of the data in use", suffix="check")
+    if not type(real).has_digests(artefact):
+        noted.append(_no_digests(artefact))
     log_warnings(noted)
     noted += warnings_of(model)  # logged when they came up
     return Check(
@@ -115,6 +123,15 @@ def check(
         distance=distance,
         warnings=tuple(noted),
         damages=damages,
+    )
+
+
+def _no_digests(artefact: Path) -> Problem:
+    return Problem(
+        what="the artefact has no digests, so changed numbers outside of quantized weights may not be found",
+        where=str(artefact),
+        fix="export it again with this version",
+        code="no-digests",
     )
 
 

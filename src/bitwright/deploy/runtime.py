@@ -93,6 +93,11 @@ class Runtime(ABC):
         return []
 
     @classmethod
+    def has_digests(cls, path: Path) -> bool:
+        """Whether `damages` can tell if the artefact is as it was written."""
+        return True
+
+    @classmethod
     def probing(cls, path: Path, sites: Iterable[str]) -> Runtime:
         """The artefact, opened so that it also returns the codes of these sites, as outputs named `<site>.codes`."""
         raise _hidden(cls.name)

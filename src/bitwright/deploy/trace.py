@@ -278,8 +278,9 @@ def _dynamic(nest: Any) -> Any:
 
 
 def _by_parameter(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Positional and keyword specs as torch.export wants them: by parameter name if there are keywords."""
-    if not kwargs:
+    """Positional and keyword specs as torch.export wants them: by parameter name if there are keywords or `*args`."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    if not kwargs and all(parameter.kind is not parameter.VAR_POSITIONAL for parameter in parameters):
         return args
     bound = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
     flat: dict[str, Any] = {}

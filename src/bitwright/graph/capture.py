@@ -64,11 +64,11 @@ def capture_paths(model: nn.Module, inputs: Iterable[Any], *, most: int) -> Grap
     graph = _capture_few(model, first, second[0] if second else first)
     if graph is not None:
         return graph
-    with _of_owner(model, first):
+    with blaming_batch(model, first):
         graph = capture(model, first)
     for example in islice(chain(second, calls), most - 1):
         known = len(graph.ops)
-        with _of_owner(model, example):
+        with blaming_batch(model, example):
             found = _run(model, example, train=False)
         graph = _merge(graph, found)
         if len(graph.ops) == known:
@@ -169,7 +169,7 @@ def run_recorded(
 
 
 @contextmanager
-def _of_owner(model: nn.Module, example: Any) -> Iterator[None]:
+def blaming_batch(model: nn.Module, example: Any) -> Iterator[None]:
     """What a model raises on a batch by itself, too, is the fault of the batch, and told as such."""
     try:
         yield

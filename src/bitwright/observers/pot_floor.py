@@ -13,7 +13,7 @@ from torch import Tensor
 from bitwright.attach import grid_from_range
 from bitwright.formats import Format
 from bitwright.observers.histogram import HistogramObserver
-from bitwright.observers.scaled import range_of_scale, unless_zeros
+from bitwright.observers.scaled import range_of_scale, unless_too_small, unless_zeros
 
 _TRIED = 5  # exponents
 
@@ -46,4 +46,5 @@ class PotFloor(HistogramObserver):
         """The range of that scale."""
         low, high = self.ends()
         exponent = best_exponent(*self.samples(), low, high, self.format)
-        return unless_zeros(range_of_scale(torch.exp2(exponent), low, self.format), low, high)
+        ends = range_of_scale(torch.exp2(exponent), low, self.format)
+        return unless_zeros(unless_too_small(ends, low, high, self.format), low, high)

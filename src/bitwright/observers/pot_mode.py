@@ -9,7 +9,7 @@ from bitwright.attach import extremes
 from bitwright.formats import Format
 from bitwright.observers.minmax import MinMax
 from bitwright.observers.pot_floor import best_exponent
-from bitwright.observers.scaled import range_of_scale, unless_zeros
+from bitwright.observers.scaled import range_of_scale, unless_too_small, unless_zeros
 
 
 class PotMode(MinMax):
@@ -34,4 +34,5 @@ class PotMode(MinMax):
         """The range of the winner's scale."""
         low, high = super().range()
         finest = (-torch.stack(self.votes)).mode(dim=0).values  # of several, `mode` gives the lowest
-        return unless_zeros(range_of_scale(torch.exp2(-finest), low, self.format), low, high)
+        ends = range_of_scale(torch.exp2(-finest), low, self.format)
+        return unless_zeros(unless_too_small(ends, low, high, self.format), low, high)

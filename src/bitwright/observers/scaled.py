@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from bitwright.attach.grid import SMALLEST
 from bitwright.formats import Format
 
 
@@ -22,6 +23,12 @@ def range_of_scale(scale: Tensor, low: Tensor, format: Format) -> tuple[Tensor, 
         return bottom, bottom + span
     # Negative numbers at an unsigned site are reported by the quantizer, which knows the site.
     return scale * format.qmin if format.signed else low.clamp(max=0.0), scale * format.qmax
+
+
+def unless_too_small(ends: tuple[Tensor, Tensor], low: Tensor, high: Tensor, format: Format) -> tuple[Tensor, Tensor]:
+    """The range; the observed one where its scale is below the smallest normal number, which the quantizer refuses."""
+    small = torch.maximum(high, -low) / max(format.qmax, -format.qmin) < SMALLEST
+    return torch.where(small, low, ends[0]), torch.where(small, high, ends[1])
 
 
 def unless_zeros(ends: tuple[Tensor, Tensor], low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,9 +12,11 @@ from torch import nn
 
 from bitwright.arguments import strict
 from bitwright.attach import Quantizer, attachment_of, folded_once, in_mode
-from bitwright.errors import BitwrightError, CalibrationError, PlanError, Problem
+from bitwright.attach.state import parameter_problems
+from bitwright.errors import BitwrightError, CalibrationError, PlanError, Problem, log_warnings
 from bitwright.graph.tree import as_call
 from bitwright.modes import evaluating
+from bitwright.ptq.calibration_data import CalibrationData
 from bitwright.ptq.feeding import Feed, how_to_feed
 from bitwright.ptq.ranks import describe, exchange, give_up, own_ranges, settle_together, several
 
@@ -37,8 +39,25 @@ def calibrate(
     Where `torch.distributed` is initialised, all processes of `group` (default: all) must call this, each with batches
     of its own (or none): ranges are merged, and all end with the same grids, or the same problems. A rank that should
     calibrate alone gives a group of its own, `dist.new_group([rank])`, or `ALONE`, of which the others needn't know.
+
+    Data that is empty or has no variety is warned about.
     """
+    seen = CalibrationData()
+    count = find_ranges(model, map(seen.see, batches), progress=progress, group=group)
+    log_warnings(seen.warnings())
+    return count
+
+
+def find_ranges(
+    model: nn.Module, batches: Iterable[Any], *, progress: Callable[[int], None] | None = None, group: Any = None
+) -> int:
+    """`calibrate`, for callers that look at the data themselves."""
     attachment = attachment_of(model)
+    # observers report quantized weights, by their sites
+    observed = {site for site, quantizer in attachment.quantizers.items() if not quantizer.of}
+    others = [(name, p) for name, p in model.named_parameters() if _site_of(name) not in observed]
+    if wrong := parameter_problems(attachment.quantizers, others):
+        raise PlanError(wrong, title="a model with these parameters can't be calibrated")
     # those that are made from others come last
     quantizers = sorted(attachment.quantizers.values(), key=lambda q: bool(q.of))
     for quantizer in quantizers:
@@ -62,6 +81,11 @@ def calibrate(
     if problems:
         raise PlanError(problems, title="calibration left quantizers without a range")
     return seen
+
+
+def _site_of(parameter: str) -> str:
+    path, _, port = parameter.rpartition(".")
+    return f"{path}:{port}"
 
 
 def _observe(

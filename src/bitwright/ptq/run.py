@@ -24,7 +24,7 @@ from bitwright.files import replacing, write_text
 from bitwright.fingerprint import file_fingerprint, fingerprint
 from bitwright.graph.tree import tensors_in
 from bitwright.interrupts import safe_point, uninterrupted
-from bitwright.ptq.calibrate import calibrate
+from bitwright.ptq.calibrate import find_ranges
 from bitwright.ptq.ranks import several
 from bitwright.ptq.step import Step
 from bitwright.ptq.work import Work, need_data
@@ -116,7 +116,7 @@ def run_steps(
         seconds = time.perf_counter() - begin
         results.append(Ran(step=str(step), units=len(names), seconds=seconds, skipped=dict(work.skipped)))
     if not calibrated:
-        calibrate(work.model, work.data, progress=calibrating)
+        find_ranges(work.model, work.data, progress=calibrating)
     if watch is not None:
         watch(At(done=total, total=total, step="", unit=""))
     if not keep:
@@ -131,7 +131,7 @@ def _calibrate(work: Work, state: _State, progress: Callable[[int], None] | None
     work.reference = {source: tensor.detach().clone() for source, tensor in work.live().items()}
     if not resumed:
         state.keep_float(work.model)
-    calibrate(work.model, work.data, progress=progress)
+    find_ranges(work.model, work.data, progress=progress)
     if resumed:
         state.load(work.model)
 

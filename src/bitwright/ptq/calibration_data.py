@@ -1,0 +1,57 @@
+"""Whether calibration data can give ranges that mean something."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from bitwright.errors import Problem
+from bitwright.graph.tree import batch_size, tensors_in
+
+
+class CalibrationData:
+    """Looks at calibration batches as they pass: data without any variety gives ranges without any meaning."""
+
+    def __init__(self) -> None:
+        self.first: dict[str, Tensor] = {}
+        self.varied: set[str] = set()
+        self.unequal = False
+        self.samples = 0
+        self.empty = 0
+
+    def see(self, batch: Any) -> Any:
+        """Look at one batch, and give it back."""
+        tensors = [(path, tensor) for path, tensor in tensors_in(batch) if tensor.dim()]
+        self.empty += bool(tensors) and all(tensor.numel() == 0 for _, tensor in tensors)
+        self.samples += batch_size(batch)
+        for path, tensor in tensors:
+            if tensor.numel() == 0:
+                continue
+            first = self.first.setdefault(path, tensor[:1].detach().clone())
+            if path not in self.varied and bool((tensor != first.flatten()[0]).any()):
+                self.varied.add(path)
+            if not self.unequal and (tensor.shape[1:] != first.shape[1:] or bool((tensor != first).any())):
+                self.unequal = True
+        return batch
+
+    def warnings(
+        self,
+        name: str = "the calibration data",
+        *,
+        fix: str = "calibrate with some hundred samples of the data in use, preprocessed in the same way",
+        suffix: str = "calibration",
+    ) -> tuple[Problem, ...]:
+        """What is wrong with it; codes end with `suffix`."""
+        found = []
+        if self.empty:
+            what = f"{self.empty} batches of {name} have no numbers in them"
+            found.append(Problem(what=what, fix="see what the loader yields", code=f"empty-{suffix}"))
+        if self.first and not self.varied and any(tensor.numel() > 1 for tensor in self.first.values()):
+            values = ", ".join(f"{path or 'input'} = {t.flatten()[0].item():g}" for path, t in self.first.items())
+            what = f"all numbers of {name} are the same ({values}), so they say nothing about the model"
+            found.append(Problem(what=what, fix=fix, code=f"constant-{suffix}"))
+        elif self.samples > 1 and self.first and not self.unequal:
+            what = f"all {self.samples} samples of {name} are the same one"
+            found.append(Problem(what=what, fix=fix, code=f"constant-{suffix}"))
+        return tuple(found)
