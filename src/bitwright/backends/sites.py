@@ -142,8 +142,11 @@ class Sites:
         weight_site = op.site("weight")
         if self.table.bias != "int32" or op.name not in self.decisions.quantized or weight_site not in self.sites:
             return
-        if op.port("bias") is None and op.name not in self.decisions.fold.values():
+        bias = op.port("bias")
+        if bias is None and op.name not in self.decisions.fold.values():
             return
+        if bias is not None and (bias.role != "bias" or len(bias.shape) != 1):
+            return  # computed from the input, or a matrix: no vector that the accumulator could begin with
         weight_site = self.sites[weight_site].share or weight_site
         grain = self.sites[weight_site].format.granularity
         feeding = self._feeding(op)
