@@ -18,7 +18,7 @@ from bitwright.attach.state import state_problems
 from bitwright.attach.tracking import recognise
 from bitwright.errors import PlanError, Problem
 from bitwright.graph import Op
-from bitwright.graph.functions import KINDS, carries_floats, locate, put
+from bitwright.graph.functions import KINDS, carries_floats, in_transform, locate, put
 from bitwright.graph.intercept import ForwardShim, Interceptor
 from bitwright.graph.macs import PRODUCTS
 from bitwright.graph.naming import SiteName
@@ -166,7 +166,7 @@ class Attachment(Interceptor):
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a torch function, with quantizers if the plan has any here."""
         frame = self.frame
-        if frame is None:
+        if frame is None or in_transform():
             return func(*args, **kwargs)
         known = None if isinstance(func, MethodWrapperType) else KINDS.get(func)
         if known is None:
