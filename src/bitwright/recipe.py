@@ -57,7 +57,9 @@ class Quantized:
 
     def __repr__(self) -> str:
         """In one line: a notebook would show all weights, the graph and the example otherwise."""
-        left = f", {len(self.plan.float)} operators in float" if self.plan.float else ""
+        parameters = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        floats = sum(name not in parameters for name in self.plan.float)
+        left = f", {floats} operators in float" if floats else ""
         sites = sum(1 for _ in self.plan.quantized)
         return f"<Quantized {type(self.model).__name__} for {self.backend}: {sites} quantized sites{left}>"
 

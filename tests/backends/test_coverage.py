@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bitwright import capture, make_plan
-from bitwright.backends.coverage import unlisted
+from bitwright.backends.coverage import readers, unlisted
 from bitwright.errors import PlanError
+from bitwright.graph import Source
 from bitwright.plan import Plan
 
 
@@ -104,6 +105,18 @@ class Einsum(nn.Module):
         return torch.einsum("bi,kij->bkj", mixed, self.weight)
 
 
+class Normed(nn.Module):
+    """Norms that read the integers of a convolution, and compute in float."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.group = nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4)
+        self.instance = nn.InstanceNorm2d(4, affine=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.group(self.conv(x)) + self.instance(self.conv(x))
+
+
 CASES: dict[str, tuple[Callable[[], nn.Module], Tensor, set[str]]] = {
     "unused": (Unused, torch.randn(2, 8), {"other.weight", "other.bias"}),
     "positions": (Positions, torch.randint(16, (2, 4)), {"tokens", "norm"}),
@@ -113,6 +126,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Tensor, set[str]]] = {
     "attention": (Attention, torch.randn(2, 3, 8), set()),
     "recurrent": (Recurrent, torch.randn(2, 3, 8), {"rnn"}),
     "einsum": (Einsum, torch.randn(2, 8), {"/mul#0"}),
+    "normed": (Normed, torch.randn(2, 3, 8, 8), {"group", "instance"}),
 }
 
 
@@ -135,6 +149,24 @@ def test_nothing_is_left_out(case: str, backend: str) -> None:
         parts = name.split(".")
         around = {".".join(parts[:length]) for length in range(len(parts) + 1)}
         assert around & modules, name
+
+
+@pytest.mark.parametrize("backend", ["onnxruntime", "tensorrt", "ncnn", "academic"])
+@pytest.mark.parametrize("weights", ["int8/channel/sym", "int4/group8/sym"])
+@pytest.mark.parametrize("case", ["positions", "normed", "attention", "biased"])
+def test_every_parameter_has_a_quantizer_of_its_own_or_a_reason(case: str, backend: str, weights: str) -> None:
+    make, x, _ = CASES.get(case, (lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(2, 8), set()))
+    graph = capture(make().eval(), (x,))
+    try:
+        plan = make_plan(graph, backend, weights=weights)
+    except PlanError:
+        pytest.skip("the backend doesn't have this format")
+    placed = {site for site, spec in plan.sites.items() if spec.quantizes}
+    for parameter in graph.parameters:
+        uses = readers(graph, Source("param", parameter.names[0]))
+        assert parameter.names[0] in plan.float or all(
+            op.site(port.name) in placed or op.name in {*plan.float, *plan.folds} for op, port in uses
+        )
 
 
 def test_a_plan_that_omits_something_is_found() -> None:

@@ -255,9 +255,11 @@ def test_placement_is_deterministic(name: str) -> None:
 
 def test_what_stays_float_says_why() -> None:
     plan = place(graph_of(Transformer), "academic")
-    assert list(plan.float) == ["norm1", "/matmul#0", "/matmul#1", "norm2"]
+    operators = {name: why for name, why in plan.float.items() if not name.endswith(".bias")}
+    assert list(operators) == ["norm1", "/matmul#0", "/matmul#1", "norm2"]
     kinds = ("layer_norm", "matmul", "matmul", "layer_norm")
-    assert list(plan.float.values()) == [f"academic has no integer rule for {kind}" for kind in kinds]
+    assert list(operators.values()) == [f"academic has no integer rule for {kind}" for kind in kinds]
+    assert {why for name, why in plan.float.items() if name not in operators} == {"academic adds biases in float"}
 
 
 # -- norms and biases ----------------------------------------------------------------------------------------
@@ -393,7 +395,7 @@ def test_all_wrong_choices_at_once() -> None:
 def test_keep_float(name: str) -> None:
     plan = place(graph_of(Separable), name, keep_float=["poin?"])
     norms = {"bn1", "bn2"} if name == "academic" else set()  # the others fold them
-    assert plan.float.keys() == {"point"} | norms
+    assert {name for name in plan.float if not name.endswith(".bias")} == {"point"} | norms
     assert plan.float["point"] == "kept in float by request"
     assert not {"point:input", "point:weight", "point:bias"} & set(plan.sites)
     assert "act2:output" not in plan.sites or name == "onnxruntime"

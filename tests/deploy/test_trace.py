@@ -254,12 +254,14 @@ class Symmetric(nn.Module):
         return torch.linalg.matrix_exp(x.triu() - x.triu().T)
 
 
-@pytest.mark.parametrize("kind", ["orthogonal", "weight_norm", "spectral_norm", "own"])
+@pytest.mark.parametrize("kind", ["orthogonal", "cayley", "householder", "weight_norm", "spectral_norm", "own"])
 def test_computed_weights_are_deployed(kind: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = Pair()
     if kind == "own":
         parametrize.register_parametrization(model.first, "weight", Symmetric())
+    elif kind in ("cayley", "householder"):
+        parametrizations.orthogonal(model.first, orthogonal_map=kind)
     else:
         getattr(parametrizations, kind)(model.first)
     assert export_and_check(model, rows(), tmp_path).weights == 2

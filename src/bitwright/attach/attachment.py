@@ -18,7 +18,7 @@ from bitwright.attach.state import state_problems
 from bitwright.attach.tracking import recognise
 from bitwright.errors import PlanError, Problem
 from bitwright.graph import Op
-from bitwright.graph.functions import KINDS, carries_floats, locate, put
+from bitwright.graph.functions import KINDS, carries_floats, in_transform, locate, put
 from bitwright.graph.intercept import ForwardShim, Interceptor
 from bitwright.graph.macs import PRODUCTS
 from bitwright.graph.naming import SiteName
@@ -166,7 +166,7 @@ class Attachment(Interceptor):
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a torch function, with quantizers if the plan has any here."""
         frame = self.frame
-        if frame is None:
+        if frame is None or in_transform():
             return func(*args, **kwargs)
         known = None if isinstance(func, MethodWrapperType) else KINDS.get(func)
         if known is None:
@@ -267,11 +267,18 @@ class Attachment(Interceptor):
 
 
 def _run(hooks: OpHooks, kind: str, writes: bool, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    out = kwargs.get("out")
+    if out is not None:  # quantizers must change what is written there: the caller may go on with it
+        rest = {name: value for name, value in kwargs.items() if name != "out"}
+        return _write_into(out, _run(hooks, kind, writes, func, args, rest))
     if hooks.folded is not None:
         x = hooks.folded.norm_output(args[0] if args else kwargs["input"])
         if x is not None:
             return x if hooks.output is None else hooks.output(x)
     writes = writes or kwargs.get("inplace") is True
+    if writes and not args:  # F.relu(input=x, inplace=True)
+        kwargs = dict(kwargs)
+        args = (kwargs.pop("input"),)
     target = args[0] if writes else None
     if target is not None:
         # What quantizers and autograd keep of the old numbers must stay as it is: let it write into a copy.
@@ -300,9 +307,22 @@ def _run(hooks: OpHooks, kind: str, writes: bool, func: Any, args: tuple[Any, ..
         result = _quantize_output(hooks.output, result)
     if target is not None:
         # The caller may go on with its own tensor instead of the result: it must hold the same numbers.
+        if result.shape != target.shape:  # t_, squeeze_, unsqueeze_
+            func(target, *args[1:], **kwargs)
         target.copy_(result)
         return target if returned else None
     return result
+
+
+def _write_into(out: Any, result: Any) -> Any:
+    """Write what a function returned into the tensors that were given as `out`."""
+    if isinstance(out, Tensor):
+        if out.shape == result.shape:
+            return out.copy_(result)
+        return torch.ops.aten.clone.out(result, out=out)  # gives it the right shape, as the function would
+    for target, value in zip(out, result, strict=True):
+        _write_into(target, value)
+    return out
 
 
 def _quantize_output(quantizer: Quantizer | Alias, result: Any) -> Any:

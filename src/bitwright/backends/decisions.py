@@ -6,7 +6,7 @@ import fnmatch
 
 from bitwright.backends.table import BackendTable, Rule
 from bitwright.graph import Graph, Op, Port, Source
-from bitwright.graph.macs import PRODUCTS
+from bitwright.graph.macs import is_product
 from bitwright.plan import NO_FOLDING
 
 Edge = tuple[str, str]  # (operator, port) that reads a tensor
@@ -123,7 +123,7 @@ class Decisions:
         if op.constant:
             return
         if rule is None:
-            if op.macs > 0 or op.kind in PRODUCTS:
+            if op.macs > 0 or is_product(op.kind):
                 self.float[op.name] = f"{self.table.name} has no integer rule for {op.kind}"
             return
         if op.name in self.kept:
@@ -136,6 +136,9 @@ class Decisions:
             return
         if any(p.role == "activation" and _named(p, rule.weights) and not _named(p, rule.inputs) for p in op.ports):
             self.float[op.name] = "its weight is computed from the input"
+            return
+        if any(port.role == "weight" and 0 in port.shape for port in op.ports):
+            self.float[op.name] = "its weight has no elements"
             return
         if not self._applies(op, rule, ports):
             return

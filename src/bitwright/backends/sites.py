@@ -9,7 +9,7 @@ from bitwright.backends.decisions import Decisions
 from bitwright.backends.table import Guard
 from bitwright.formats import Format
 from bitwright.graph import Op, Port, Source
-from bitwright.graph.functions import can_hook
+from bitwright.graph.functions import can_hook, channel_axis
 from bitwright.graph.naming import SiteName
 from bitwright.plan import FoldSpec, Plan, SiteSpec
 
@@ -24,7 +24,19 @@ class Sites:
         self.owner: dict[Source, str] = {}  # grid (by the tensor that stands for it) → the site with its quantizer
         self.tensor: dict[str, Source] = {}  # that site → the tensor which it quantizes
         self.weights: dict[str, str] = {}  # parameter (by its first use) → the site that has its quantizer
+        self.mixed = self._mixed_weights()
         self.reader: dict[str, Op] = {}  # that site → the operator which reads it first
+
+    def _mixed_weights(self) -> set[str]:
+        """First uses of weights whose quantized readers don't agree on the axis of the channels."""
+        axes: dict[str, set[int]] = {}
+        for op in self.graph.ops:
+            rule = self.decisions.quantized.get(op.name)
+            for port in op.ports if rule is not None else ():
+                if rule is not None and port.name in rule.weights and port.role == "weight":
+                    first = self.graph.weight_owner.get(op.site(port.name), op.site(port.name))
+                    axes.setdefault(first, set()).add(channel_axis(op.kind, port.name) % max(1, len(port.shape)))
+        return {site for site, found in axes.items() if len(found) > 1}
 
     def plan(self, edges: int | None, *, narrower: bool) -> Plan:
         """The sites, in the order of the graph; `edges` as bits also where formats have more already (`narrower`)."""
@@ -142,8 +154,11 @@ class Sites:
         weight_site = op.site("weight")
         if self.table.bias != "int32" or op.name not in self.decisions.quantized or weight_site not in self.sites:
             return
-        if op.port("bias") is None and op.name not in self.decisions.fold.values():
+        bias = op.port("bias")
+        if bias is None and op.name not in self.decisions.fold.values():
             return
+        if bias is not None and (bias.role != "bias" or len(bias.shape) != 1):
+            return  # computed from the input, or a matrix: no vector that the accumulator could begin with
         weight_site = self.sites[weight_site].share or weight_site
         grain = self.sites[weight_site].format.granularity
         feeding = self._feeding(op)
@@ -167,6 +182,11 @@ class Sites:
             self.sites[site] = SiteSpec(share=first, why="the same parameter")
             return
         self.reader[site] = op
+        if site in self.mixed and self.weight.format.granularity == "channel":
+            one = replace(self.weight.format, granularity="tensor")
+            why = "its readers have their channels along different axes: one scale for all"
+            self.sites[site] = replace(self.weight, format=one, why=why)
+            return
         self.sites[site] = replace(self.weight, why=self.decisions.quantized[op.name].why or _usual(op))
 
 

@@ -168,4 +168,4 @@ def _show(out: Out, plan: Plan, other: Plan | None, output: Path | None) -> None
     if output is not None:
         low = sum(spec.low for spec in plan.compute.values())
         computed = f"{low} operators computed in low precision, " if low else ""
-        out.say(f"{output}: {computed}{quantized} quantized sites, {len(plan.float)} operators left in float")
+        out.say(f"{output}: {computed}{quantized} quantized sites, {len(plan.float)} entries left in float")

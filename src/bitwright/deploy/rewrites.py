@@ -103,15 +103,18 @@ def fold_constants(program: torch.export.ExportedProgram) -> bool:
     """
     graph, signature = program.graph, program.graph_signature
     values = _stored(program)
+    # a new tensor (`torch.eye`) is constant, too, unless something may write into it
+    writes = any(getattr(getattr(node.target, "_schema", None), "is_mutable", False) for node in graph.nodes)
     with torch.no_grad():
         for node in graph.nodes:
-            if node.op == "call_function" and _is_constant(node, values):
+            if node.op == "call_function" and _is_constant(node, values, fresh=not writes):
                 args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
                 values[node] = node.target(*args, **kwargs)
     found = [
         node
         for node, value in values.items()
         if node.op == "call_function" and isinstance(value, Tensor) and any(user not in values for user in node.users)
+        if node.all_input_nodes
     ]
     first = next(node for node in graph.nodes if node.op != "placeholder" or node.name in signature.user_inputs)
     for index, node in enumerate(found):
@@ -147,8 +150,10 @@ def _stored(program: torch.export.ExportedProgram) -> dict[fx.Node, Any]:
     }
 
 
-def _is_constant(node: fx.Node, values: dict[fx.Node, Any]) -> bool:
-    if node.target is torch.ops.bitwright.site.default or not node.all_input_nodes:
+def _is_constant(node: fx.Node, values: dict[fx.Node, Any], *, fresh: bool) -> bool:
+    if node.target is torch.ops.bitwright.site.default:
+        return False
+    if not node.all_input_nodes and not (fresh and isinstance(node.target, torch._ops.OpOverload)):
         return False
     tags = getattr(node.target, "tags", ())
     return torch.Tag.nondeterministic_seeded not in tags and all(source in values for source in node.all_input_nodes)

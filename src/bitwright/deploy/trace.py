@@ -149,7 +149,8 @@ def export_program(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
                 axes = free_axes(program, wide)
                 if axes:
                     inline_regions(program)
-                    return Exported(program=program, axes=axes, args=wide[0], kwargs=wide[1], flat=flat)
+                    noted = written_buffers(program)
+                    return Exported(program=program, axes=axes, args=wide[0], kwargs=wide[1], flat=flat, warnings=noted)
                 reason = "the model's code depends on its size"
             except Exception as error:
                 reason = reason_of(error)
@@ -165,7 +166,52 @@ def export_program(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
                 code="torch-export-failed",
             ) from error
     inline_regions(program)
+    noted += written_buffers(program)
     return Exported(program=program, axes=[], args=args, kwargs=kwargs, flat=flat, warnings=noted)
+
+
+def written_buffers(program: torch.export.ExportedProgram) -> tuple[Problem, ...]:
+    """What to say about a model whose outputs depend on buffers that its forward changes: an artefact has no state."""
+    signature = program.graph_signature
+    written = set(signature.buffers_to_mutate.values())
+    names: dict[torch.fx.Node, set[str]] = {}
+    read: set[str] = set()
+    for node in program.graph.nodes:
+        buffer = signature.inputs_to_buffers.get(node.name) if node.op == "placeholder" else None
+        if buffer is not None:
+            names[node] = {buffer}
+        elif node.op == "output":
+            outputs = {one.name for one in node.all_input_nodes} & set(signature.user_outputs)
+            for source in node.all_input_nodes:
+                read |= names.get(source, set()) if source.name in outputs else set()
+        else:
+            names[node] = {name for source in node.all_input_nodes for name in names.get(source, ())}
+            if getattr(getattr(node.target, "_schema", None), "is_mutable", False) and node.args:
+                # before torch.onnx makes it functional, a write shows only as such
+                target = node.args[0]
+                written |= {name for name in names.get(target, ()) if _is_view_of_buffer(target, signature)}
+    found = sorted(read & written)
+    if not found:
+        return ()
+    return (
+        Problem(
+            what="the model's forward changes these buffers and its outputs depend on them; the artefact has no state "
+            "and starts every call with their present values",
+            where=", ".join(found),
+            fix="pass the state as an input and return it as an output, or don't update it in eval mode",
+            code="stateful-model",
+        ),
+    )
+
+
+def _is_view_of_buffer(node: Any, signature: Any) -> bool:
+    """Whether a node is a buffer, or a part of one."""
+    while isinstance(node, torch.fx.Node) and node.op == "call_function":
+        schema = getattr(node.target, "_schema", None)
+        if schema is None or not node.args or not any(r.alias_info is not None for r in schema.returns):
+            return False
+        node = node.args[0]
+    return isinstance(node, torch.fx.Node) and node.name in signature.inputs_to_buffers
 
 
 class _TensorForward:

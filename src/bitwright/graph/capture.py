@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from bitwright.arguments import strict
 from bitwright.errors import BitwrightError, CaptureError, Problem
-from bitwright.graph.functions import carries_floats, is_inplace, kind_of, locate, reads_values
+from bitwright.graph.functions import carries_floats, in_transform, is_inplace, kind_of, locate, reads_values
 from bitwright.graph.graph import Graph, Op, Output, Parameter, Port, Role, Source
 from bitwright.graph.intercept import Interceptor, bare, install, uninstall
 from bitwright.graph.macs import macs
@@ -178,7 +178,14 @@ def blaming_batch(model: nn.Module, example: Any) -> Iterator[None]:
     except Exception as error:
         args, kwargs = as_call(example)
         if not _fails_alone(model, args, kwargs):
-            raise  # it is ours
+            raise CaptureError(
+                f"the model runs by itself, but its operators can't be recorded: {type(error).__name__}: "
+                f"{first_line(error)}",
+                where=line_of(error).removeprefix(", at ") or type(model).__name__,
+                fix="replace the code there (torch.cond and torch.while_loop by an `if` or a loop), or quantize the "
+                "part of the model without it",
+                code="recording-failed",
+            ) from error
         shapes = ", ".join(f"{tuple(tensor.shape)} {tensor.dtype}" for _, tensor in tensors_in(example))
         raise CaptureError(
             f"the model fails on a batch: {type(error).__name__}: {first_line(error)}{line_of(error)}",
@@ -338,6 +345,11 @@ class Recorder(Interceptor):
     ) -> str:
         path, call, counts = self.frame
         floats = not found or carries_floats([tensor for _, tensor, _, _ in found], {})
+        product = macs(
+            kind, {port: shape for (port, *_), shape in zip(found, shapes, strict=True)}, tuple(made[0].shape), equation
+        )
+        if in_transform():  # listed, but no place for a quantizer
+            kind = f"transformed_{kind}"
         counted = kind if floats else f"{kind}_int"
         index = counts.get(counted, 0)
         counts[counted] = index + 1
@@ -357,7 +369,7 @@ class Recorder(Interceptor):
                 call=call,
                 ports=ports,
                 outputs=tuple(Output(shape=tuple(t.shape), dtype=_dtype(t)) for t in made),
-                macs=macs(kind, {p.name: p.shape for p in ports}, tuple(made[0].shape), equation),
+                macs=product,
                 depth=depth,
                 constant=constant,
                 inplace=inplace,

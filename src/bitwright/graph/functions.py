@@ -123,6 +123,11 @@ def _kind_of(func: Callable[..., Any]) -> str | None:
     return _ALIASES.get(name, name)
 
 
+def in_transform() -> bool:
+    """Whether a transform of torch.func (vmap, grad, jvp) is under way: its tensors have no numbers to look at."""
+    return not torch.compiler.is_dynamo_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def is_inplace(func: Callable[..., Any]) -> bool:
     """Whether the function writes into its first argument (`inplace=True` is the call's business)."""
     name = getattr(func, "__name__", "")

@@ -16,8 +16,18 @@ PRODUCTS = frozenset(
         *("scaled_dot_product_attention", "lstm", "gru", "rnn", "lstm_cell", "gru_cell", "rnn_cell"),
         *("_grouped_mm", "grouped_mm", "scaled_grouped_mm", "_scaled_grouped_mm", "_scaled_mm", "scaled_mm"),
         *("_native_multi_head_attention", "_transformer_encoder_layer_fwd"),
+        *("mm", "bmm", "_sparse_mm", "smm", "hspmm", "sspaddmm", "_convolution", "cudnn_convolution"),
     )
 )
+
+
+def is_product(kind: str) -> bool:
+    """Whether operators of this kind multiply, also if code calls them as `torch.ops.aten.mm.default`.
+
+    >>> is_product("mm.default"), is_product("transformed_matmul"), is_product("add")
+    (True, True, False)
+    """
+    return kind.removeprefix("transformed_").partition(".")[0] in PRODUCTS
 
 
 def macs(kind: str, inputs: Mapping[str, Shape], output: Shape, equation: str = "") -> int:
