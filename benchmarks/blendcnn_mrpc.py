@@ -22,7 +22,7 @@ from common import environment, save
 from torch import Tensor, nn
 
 import bitwright as bw
-from bitwright.train import TrainConfig
+from bitwright.training import TrainConfig
 from bitwright.workload import measure
 from bitwright.zoo.mrpc import blendcnn_mrpc
 

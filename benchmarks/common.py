@@ -20,7 +20,7 @@ import numpy
 import torch
 
 import bitwright
-from bitwright.files import write_text
+from bitwright.core.files import write_text
 
 RESULTS = Path(__file__).parent / "results"
 _PATIENCE = 10  # seconds that processes have to end by themselves: torchrun ends its workers then

@@ -22,13 +22,13 @@ from scipy.stats import spearmanr
 from torch import Tensor, nn
 
 from bitwright import capture, load_workload
-from bitwright.batching import split
+from bitwright.core.registry import KERNELS
 from bitwright.plan import ComputeSpec
-from bitwright.registry import KERNELS
 from bitwright.sensitivity import indicate
+from bitwright.sensitivity.error_injection import as_in_training, operators_of
 from bitwright.sensitivity.indicate import spec_of
-from bitwright.sensitivity.operators import as_in_training, operators_of
 from bitwright.workload import call
+from bitwright.workload.data import split
 
 INDICATORS = ("gradient-variance", "hessian", "output-error", "weight-variance", "random")
 RANDOM_SEEDS = 20

@@ -22,13 +22,13 @@ from common import environment, save
 from torch import Tensor, nn
 
 import bitwright as bw
+from bitwright.cluster import Cluster
+from bitwright.cluster.cluster_cost_model import OnCluster
+from bitwright.cluster.planners import fastest
 from bitwright.kernels import products
 from bitwright.kernels.codes import FULL
 from bitwright.plan import ComputeSpec
-from bitwright.planners import fastest
-from bitwright.planners.cluster import OnCluster
-from bitwright.predict import Cluster
-from bitwright.profile import Variant, halves, profile, record_step
+from bitwright.profiling import Variant, halves, profile, record_step
 from bitwright.zoo.resnet20 import ResNet20
 
 WAYS = {

@@ -22,14 +22,14 @@ import torch
 from torch import Tensor, nn
 
 from bitwright import GridConfig, TrainConfig, Trainer
-from bitwright.attach import Layout
 from bitwright.backends import backend
+from bitwright.bench.float_networks import Starts
 from bitwright.bench.grid import RowTask
 from bitwright.bench.rows import Outcome, gave_up, plan_of
-from bitwright.bench.starts import Starts
-from bitwright.graph.tree import as_call
-from bitwright.quantizers.sized import Sized
-from bitwright.study import open_study
+from bitwright.core.task_store import open_study
+from bitwright.core.tensor_tree import as_call
+from bitwright.quantizers import Layout
+from bitwright.quantizers.levels import Sized
 from bitwright.workload import measure
 
 HERE = Path(__file__).parent

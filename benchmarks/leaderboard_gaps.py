@@ -24,11 +24,11 @@ from numpy.typing import NDArray
 
 from bitwright import GridConfig, TrainConfig, Trainer, check
 from bitwright.backends import backend
+from bitwright.bench.float_networks import Starts
 from bitwright.bench.grid import RowTask
 from bitwright.bench.rows import Outcome, gave_up, on_device, plan_of
-from bitwright.bench.starts import Starts
-from bitwright.deploy.runtime_openvino import OpenVino
-from bitwright.study import open_study
+from bitwright.core.task_store import open_study
+from bitwright.deploy.runtimes.openvino import OpenVino
 from bitwright.workload import Workload, measure
 
 HERE = Path(__file__).parent

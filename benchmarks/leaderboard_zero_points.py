@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from bitwright import GridConfig, TrainConfig, Trainer
-from bitwright.attach import quantizers_of
 from bitwright.backends import backend
+from bitwright.bench.float_networks import Starts
 from bitwright.bench.grid import RowTask
 from bitwright.bench.rows import Outcome, gave_up, plan_of
-from bitwright.bench.starts import Starts
-from bitwright.study import open_study
-from bitwright.train import Callback
-from bitwright.train.run import Run
+from bitwright.core.task_store import open_study
+from bitwright.quantizers import quantizers_of
+from bitwright.training import Callback
+from bitwright.training.run import Run
 from bitwright.workload import measure
 
 HERE = Path(__file__).parent

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import bitwright as bw
-from bitwright.graph.tree import as_call, tensors_in
+from bitwright.core.tensor_tree import as_call, tensors_in
 
 Batch = Tensor | tuple[Tensor, ...] | dict[str, Tensor]
 

@@ -31,14 +31,14 @@ from common import environment, save
 from torch import Tensor
 
 from bitwright import Plan, Workload, capture, prepare
+from bitwright.cluster import Cluster, Link
+from bitwright.cluster.cluster_cost_model import OnCluster
+from bitwright.cluster.cost_model import FLOAT
+from bitwright.cluster.memory_limit import RESERVE, size
+from bitwright.cluster.planners import dynamic_batching, fastest, integer, recover, recover_and_split, uniform
 from bitwright.plan import ComputeSpec
-from bitwright.planners import dynamic_batching, fastest, integer, recover, recover_and_split, uniform
-from bitwright.planners.cluster import OnCluster
-from bitwright.planners.machine import FLOAT
-from bitwright.predict import Cluster, Link
-from bitwright.predict.limit import RESERVE, size
-from bitwright.profile import DeviceProfile, Variant, profile, record_step
-from bitwright.profile.device import OperatorCost, Timing
+from bitwright.profiling import DeviceProfile, Variant, profile, record_step
+from bitwright.profiling.device_profile import OperatorCost, Timing
 
 INT8 = ComputeSpec(format="int8")  # as `--formats int8` has it
 LAYERS, BATCH, LENGTH = 12, 8, 128

@@ -36,21 +36,19 @@ import torch.nn.functional as F
 from common import environment, save
 from torch import Tensor, nn
 
-from bitwright.attach import prepare
+from bitwright.cluster import Predictor
 from bitwright.graph import capture
 from bitwright.plan import Plan
-from bitwright.predict import Predictor
-from bitwright.profile import DeviceProfile, StepSettings, Variant, halves, open_store, record_step
-from bitwright.profile.beyond import seen_beyond
-from bitwright.profile.halves import restricted
-from bitwright.profile.here import most_resident_bytes
-from bitwright.profile.host import measure_host, measure_tensors
-from bitwright.profile.repeat import undisturbed
-from bitwright.profile.run import assemble, compiler_bytes
-from bitwright.profile.step import CLOCKS, TrainingStep
-from bitwright.profile.watch import Watch, WatchedStep
+from bitwright.profiling import DeviceProfile, StepSettings, Variant, halves, open_store, record_step
+from bitwright.profiling.host import measure_host, measure_tensors
+from bitwright.profiling.machine import most_resident_bytes
+from bitwright.profiling.profiler import assemble, compiler_bytes, restricted
+from bitwright.profiling.step import CLOCKS, TrainingStep
+from bitwright.profiling.step_timer import Watch, WatchedStep
+from bitwright.profiling.timing import seen_beyond, undisturbed
+from bitwright.quantizers import prepare
 from bitwright.sensitivity import spec_of
-from bitwright.train import Qat
+from bitwright.training import Qat
 from bitwright.zoo import EfficientNetLite0, ResNet20
 
 CLOCK = "cpu"

@@ -36,19 +36,18 @@ from common import Ranks, clean_up_on_signals, environment, save, whole
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from bitwright.cluster import Cluster, Modelled, predict
+from bitwright.core.process_group import leave_group
 from bitwright.plan import Plan
-from bitwright.predict import Cluster, Modelled, predict
-from bitwright.process_group import leave_group
-from bitwright.profile import DeviceProfile, StepSettings, Variant, open_store, record_step
-from bitwright.profile.beyond import seen_beyond
-from bitwright.profile.collectives import Collectives, group_fact, measure_group
-from bitwright.profile.here import pauses
-from bitwright.profile.host import measure_host, measure_tensors
-from bitwright.profile.repeat import undisturbed
-from bitwright.profile.run import assemble
-from bitwright.profile.step import CLOCKS, TrainingStep
-from bitwright.profile.watch import Watch, WatchedStep
-from bitwright.train import Qat
+from bitwright.profiling import DeviceProfile, StepSettings, Variant, open_store, record_step
+from bitwright.profiling.collectives import Collectives, group_fact, measure_group
+from bitwright.profiling.host import measure_host, measure_tensors
+from bitwright.profiling.machine import pauses
+from bitwright.profiling.profiler import assemble
+from bitwright.profiling.step import CLOCKS, TrainingStep
+from bitwright.profiling.step_timer import Watch, WatchedStep
+from bitwright.profiling.timing import seen_beyond, undisturbed
+from bitwright.training import Qat
 from bitwright.zoo import ResNet20
 
 ABLATIONS = {

@@ -21,14 +21,14 @@ import torch.nn.functional as F
 from common import RESULTS, environment, save
 from torch import Tensor
 
-from bitwright.files import write_text
+from bitwright.cluster import Cluster, Link, Predictor
+from bitwright.core.files import write_text
 from bitwright.plan import Plan
-from bitwright.predict import Cluster, Link, Predictor
-from bitwright.profile import DeviceProfile, SampleStore, StepSettings, Variant, record_step
-from bitwright.profile.device import TensorsCost
-from bitwright.profile.step import CLOCKS
-from bitwright.profile.watch import Watch, WatchedStep
-from bitwright.train import Qat
+from bitwright.profiling import DeviceProfile, SampleStore, StepSettings, Variant, record_step
+from bitwright.profiling.device_profile import TensorsCost
+from bitwright.profiling.step import CLOCKS
+from bitwright.profiling.step_timer import Watch, WatchedStep
+from bitwright.training import Qat
 
 
 def logits_loss(output: Any, target: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from common import environment, save
 from torch import Tensor
 
 import bitwright as bw
-from bitwright.files import write_text
+from bitwright.core.files import write_text
 from bitwright.zoo.data import Images, data_folder, npz_images
 
 EFFICIENTNET = {"backend": "onnxruntime", "saturating": False}

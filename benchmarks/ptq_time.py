@@ -63,7 +63,7 @@ def one(tool: str, model: str, batches: int, accuracy: bool) -> dict[str, Any]:
     from peers import LAPS, PEERS, quietly
 
     import bitwright as bw
-    import bitwright.recipe
+    import bitwright.ptq.quantize
 
     quietly()
     torch.set_num_threads(1)
@@ -148,7 +148,7 @@ def main() -> None:
         return
     from common import environment, save
 
-    from bitwright.files import write_text
+    from bitwright.core.files import write_text
 
     options.folder.mkdir(parents=True, exist_ok=True)
 

@@ -28,7 +28,7 @@ from common import environment, save
 from torch import nn
 
 import bitwright as bw
-from bitwright.attach import compile_arithmetic
+from bitwright.quantizers import compile_arithmetic
 from bitwright.zoo.resnet20 import ResNet20
 
 GOALS = {"onnxruntime, compiled arithmetic": 1.25, "onnxruntime, whole": 1.10}

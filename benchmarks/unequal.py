@@ -34,16 +34,16 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 from bitwright import Plan, TrainConfig, Trainer, Workload, capture, indicate, prepare
+from bitwright.cluster import Cluster
+from bitwright.cluster.cluster_cost_model import OnCluster
+from bitwright.cluster.cost_model import FLOAT
+from bitwright.cluster.planners import Allocation, dynamic_batching, recover, recover_and_split, uniform
+from bitwright.core.process_group import leave_group
 from bitwright.plan import ComputeSpec
-from bitwright.planners import Allocation, dynamic_batching, recover, recover_and_split, uniform
-from bitwright.planners.cluster import OnCluster
-from bitwright.planners.machine import FLOAT
-from bitwright.predict import Cluster
-from bitwright.process_group import leave_group
-from bitwright.profile import DeviceProfile, StepSettings, Variant, halves, open_store, profile, record_step
-from bitwright.profile.collectives import group_fact, measure_collectives, measure_group
-from bitwright.profile.repeat import undisturbed
-from bitwright.profile.step import TrainingStep
+from bitwright.profiling import DeviceProfile, StepSettings, Variant, halves, open_store, profile, record_step
+from bitwright.profiling.collectives import group_fact, measure_collectives, measure_group
+from bitwright.profiling.step import TrainingStep
+from bitwright.profiling.timing import undisturbed
 from bitwright.zoo.data import data_folder, npz_images
 
 KINDS = ("fast", "slow")

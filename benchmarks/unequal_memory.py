@@ -34,18 +34,18 @@ from torch.nn.parallel import DistributedDataParallel
 from unequal import INT8, KINDS, QUOTA, WAYS, facts
 
 from bitwright import Plan, capture, indicate, prepare
-from bitwright.errors import PlanError
+from bitwright.cluster import Cluster, predict
+from bitwright.cluster.cluster_cost_model import OnCluster
+from bitwright.cluster.planners.precision import over_limits
+from bitwright.core.errors import PlanError
+from bitwright.core.process_group import leave_group
 from bitwright.plan import ComputeSpec
-from bitwright.planners.allocate import over_limits
-from bitwright.planners.cluster import OnCluster
-from bitwright.predict import Cluster, predict
-from bitwright.process_group import leave_group
-from bitwright.profile import DeviceProfile, StepSettings, Variant, open_store, profile, record_step
-from bitwright.profile.collectives import group_fact, measure_collectives, measure_group
-from bitwright.profile.here import most_resident_bytes
-from bitwright.profile.repeat import undisturbed
-from bitwright.profile.run import training_peak
-from bitwright.profile.step import TrainingStep
+from bitwright.profiling import DeviceProfile, StepSettings, Variant, open_store, profile, record_step
+from bitwright.profiling.collectives import group_fact, measure_collectives, measure_group
+from bitwright.profiling.machine import most_resident_bytes
+from bitwright.profiling.profiler import training_peak
+from bitwright.profiling.step import TrainingStep
+from bitwright.profiling.timing import undisturbed
 
 BATCH, LENGTH, LAYERS, WORDS = 72, 128, 12, 1000
 KEPT = ("bert.embeddings*", "bert.pooler*", "classifier")

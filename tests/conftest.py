@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-sys.path.insert(0, str(Path(__file__).parent))  # makes `two_ranks` importable
+sys.path.insert(0, str(Path(__file__).parent / "support"))  # helpers that several tests import
 
 # A shared machine makes one example late now and then: pytest-timeout watches over whole tests instead.
 settings.register_profile("bitwright", deadline=None)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).with_name("interruptions.py")
+SCRIPT = Path(__file__).parent / "support" / "interruptions.py"
 
 
 def interrupted(kills: int, terms: int, ints: int, folder: Path, timeout: float, *options: str) -> None:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bitwright import BitwrightError, capture, make_plan, quantize, quantizers_of
-from bitwright.recipe import Quantized
+from bitwright.ptq.quantize import Quantized
 
 
 class Odd(nn.Module):

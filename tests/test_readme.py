@@ -56,7 +56,7 @@ def test_verbs_are_those_of_the_command_line() -> None:
 
 
 def test_the_cluster_can_be_read() -> None:
-    from bitwright.predict import Cluster
+    from bitwright.cluster import Cluster
 
     assert set(Cluster.from_yaml(block("yaml", "bitwright_cluster")).devices) == {"big", "small"}
 

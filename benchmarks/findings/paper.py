@@ -8,8 +8,7 @@ from math import hypot, sqrt
 from statistics import mean
 
 from bitwright import Leaderboard
-from bitwright.bench.leaderboard import Summary
-from bitwright.bench.words import drop_words
+from bitwright.bench.leaderboard import Summary, drop_words
 from findings.words import TWINS, alike, drops, lsq_pairs, more, paired, say, show, table, twice_error, twins, values_of
 
 PER_CHANNEL, PER_TENSOR = "tensorrt", ("snpe", "tvm")

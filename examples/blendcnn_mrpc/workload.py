@@ -10,8 +10,8 @@ import os
 from pathlib import Path
 
 from bitwright import Workload
-from bitwright.checkpoint import checkpoint_file
-from bitwright.errors import WorkloadError
+from bitwright.core.errors import WorkloadError
+from bitwright.deploy.checkpoint import checkpoint_file
 from bitwright.zoo.descriptions import blendcnn_descriptions
 from bitwright.zoo.mrpc import blendcnn_mrpc
 

@@ -6,35 +6,34 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from bitwright.attach import compile_arithmetic, prepare, quantizers_of, set_mode, strip
-    from bitwright.backends import backend
+    from bitwright.backends import backend, make_plan
     from bitwright.bench import GridConfig, Leaderboard, compare_runtimes, run_again
     from bitwright.bench.run_grid import run_grid
-    from bitwright.checkpoint import load_checkpoint, save_checkpoint
+    from bitwright.core.errors import BitwrightError, PlanError, Problem
+    from bitwright.core.formats import Format
     from bitwright.deploy import check, export, export_float, measure_latency, open_runtime
-    from bitwright.errors import BitwrightError, PlanError, Problem
-    from bitwright.formats import Format
+    from bitwright.deploy.checkpoint import load_checkpoint, save_checkpoint
     from bitwright.graph import Graph, capture
     from bitwright.plan import Plan, SiteSpec
-    from bitwright.planners import make_plan
     from bitwright.ptq import calibrate
-    from bitwright.recipe import Quantized, quantize
+    from bitwright.ptq.quantize import Quantized, quantize
+    from bitwright.quantizers import compile_arithmetic, prepare, quantizers_of, set_mode, strip
     from bitwright.sensitivity import Indications, indicate, score, suggest
-    from bitwright.train import Qat, TrainConfig, Trainer
+    from bitwright.training import Qat, TrainConfig, Trainer
     from bitwright.tuning import Budget, Goal, Space, TuneConfig, Tuned, tune
     from bitwright.version import __version__
     from bitwright.workload import Workload, load_workload, measure
 
 # Names are fetched when they are first used: `bitwright --help` shouldn't wait seconds for torch.
 _HOMES = {
-    "bitwright.attach": (
+    "bitwright.quantizers": (
         "compile_arithmetic",
         "prepare",
         "quantizers_of",
         "set_mode",
         "strip",
     ),
-    "bitwright.backends": ("backend",),
+    "bitwright.backends": ("backend", "make_plan"),
     "bitwright.bench": (
         "GridConfig",
         "Leaderboard",
@@ -42,7 +41,7 @@ _HOMES = {
         "run_again",
         "run_grid",
     ),
-    "bitwright.checkpoint": (
+    "bitwright.deploy.checkpoint": (
         "load_checkpoint",
         "save_checkpoint",
     ),
@@ -53,12 +52,12 @@ _HOMES = {
         "measure_latency",
         "open_runtime",
     ),
-    "bitwright.errors": (
+    "bitwright.core.errors": (
         "BitwrightError",
         "PlanError",
         "Problem",
     ),
-    "bitwright.formats": ("Format",),
+    "bitwright.core.formats": ("Format",),
     "bitwright.graph": (
         "Graph",
         "capture",
@@ -67,9 +66,8 @@ _HOMES = {
         "Plan",
         "SiteSpec",
     ),
-    "bitwright.planners": ("make_plan",),
     "bitwright.ptq": ("calibrate",),
-    "bitwright.recipe": (
+    "bitwright.ptq.quantize": (
         "Quantized",
         "quantize",
     ),
@@ -79,7 +77,7 @@ _HOMES = {
         "score",
         "suggest",
     ),
-    "bitwright.train": (
+    "bitwright.training": (
         "Qat",
         "TrainConfig",
         "Trainer",

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bitwright import capture, make_plan
-from bitwright.backends.coverage import readers, unlisted
-from bitwright.errors import PlanError
+from bitwright.backends.placement import readers, unlisted
+from bitwright.core.errors import PlanError
 from bitwright.graph import Source
 from bitwright.plan import Plan
 
@@ -183,7 +183,7 @@ def test_a_plan_that_omits_something_is_found() -> None:
 
 def test_no_plan_is_made_that_omits_something(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = capture(Unused().eval(), (torch.randn(2, 8),))
-    monkeypatch.setattr("bitwright.backends.sites.left_in_float", lambda decisions, sites: {})
+    monkeypatch.setattr("bitwright.backends.placement.left_in_float", lambda decisions, sites: {})
     with pytest.raises(PlanError) as caught:
         make_plan(graph)
     assert caught.value.codes == ["unlisted", "unlisted"]

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bitwright.backends import backend, check_plan, place
-from bitwright.errors import PlanError
+from bitwright.core.errors import PlanError
 from bitwright.graph import Graph, capture
 from bitwright.plan import FoldSpec, Plan
 

@@ -15,12 +15,12 @@ from torch import nn
 from bitwright.backends import BackendTable, backend, check_plan, place
 from bitwright.backends import tables as tables_package
 from bitwright.backends.table import TABLE_VERSION, json_schema
-from bitwright.errors import BitwrightError, UnknownName
-from bitwright.formats import Format
+from bitwright.core.errors import BitwrightError, UnknownName
+from bitwright.core.formats import Format
+from bitwright.core.registry import BACKENDS, OBSERVERS, QUANTIZERS
 from bitwright.graph import capture
-from bitwright.graph.functions import can_hook
+from bitwright.graph.operators import can_hook
 from bitwright.plan import Plan, SiteSpec
-from bitwright.registry import BACKENDS, OBSERVERS, QUANTIZERS
 
 torch.set_num_threads(1)
 

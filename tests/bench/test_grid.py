@@ -10,7 +10,7 @@ import pytest
 
 from bitwright import GridConfig, PlanError
 from bitwright.bench.grid import Training, json_schema
-from bitwright.train import TrainConfig
+from bitwright.training import TrainConfig
 
 ROOT = Path(__file__).parents[2]
 

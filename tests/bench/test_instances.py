@@ -12,7 +12,7 @@ from torch import nn
 
 import bitwright as bw
 from bitwright.bench.instances import Job, _started, arrange, can_pin, run_together
-from bitwright.errors import BitwrightError
+from bitwright.core.errors import BitwrightError
 from bitwright.report.comparison import Comparison
 
 pinning = pytest.mark.skipif(not can_pin(), reason="this system doesn't bind processes to cores")

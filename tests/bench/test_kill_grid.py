@@ -12,7 +12,7 @@ from pathlib import Path
 import optuna
 import pytest
 
-SCRIPT = Path(__file__).parents[1] / "kill_a_grid.py"
+SCRIPT = Path(__file__).parents[1] / "support" / "kill_a_grid.py"
 
 
 def start(folder: Path, kills: int) -> subprocess.Popen[str]:

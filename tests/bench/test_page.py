@@ -9,14 +9,14 @@ from pathlib import Path
 from statistics import mean
 
 import pytest
-from typer.testing import CliRunner
-
-from bitwright.bench.markdown import markdown
-from bitwright.bench.page import page
-from bitwright.bench.summary import comparable, summaries
-from bitwright.cli import app
 from leaderboards import made_up
 from records import EVIL
+from typer.testing import CliRunner
+
+from bitwright.bench.leaderboard import comparable, summaries
+from bitwright.bench.markdown import markdown
+from bitwright.bench.page import page
+from bitwright.cli import app
 
 FEW = (("lsq", "apot"), ("tvm", "onnxruntime"))
 

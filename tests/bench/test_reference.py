@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from bitwright import GridConfig, Leaderboard
-from bitwright.bench.executed import class_name
-from bitwright.registry import QUANTIZERS
+from bitwright.bench.row_verification import class_name
+from bitwright.core.registry import QUANTIZERS
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 NAMES = ("leaderboard", "leaderboard_why", "leaderboard_ranges")

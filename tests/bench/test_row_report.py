@@ -13,7 +13,7 @@ from ruamel.yaml import YAML
 from typer.testing import CliRunner
 
 from bitwright import BitwrightError, GridConfig, Leaderboard, run_again
-from bitwright.bench.summary import summaries
+from bitwright.bench.leaderboard import summaries
 from bitwright.cli import app
 from bitwright.report import read_json
 from grid_workloads import FILE, algorithm, grid

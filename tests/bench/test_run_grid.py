@@ -7,19 +7,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import grid_workloads
 import pytest
 import torch
+from grid_workloads import FILE, algorithm, grid
 
-import grid_workloads
 from bitwright import BitwrightError, GridConfig, Leaderboard, Plan, make_plan, run_grid
-from bitwright.attach import attachment_of
 from bitwright.bench import Told, markdown
 from bitwright.bench.leaderboard import Row
 from bitwright.bench.machine import revision
-from bitwright.checkpoint import load_checkpoint, save_checkpoint
-from bitwright.train import Trainer
+from bitwright.deploy.checkpoint import load_checkpoint, save_checkpoint
+from bitwright.quantizers import attachment_of
+from bitwright.training import Trainer
 from bitwright.workload import load_workload
-from grid_workloads import FILE, algorithm, grid
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -198,7 +198,7 @@ def test_other_observers_than_the_row_says_are_an_error(
 ) -> None:
     seen = row(board, "lsq", "academic").observers
     assert seen is not None
-    assert seen.weights.keys() == seen.activations.keys() == {"bitwright.observers.minmax.MinMax"}
+    assert seen.weights.keys() == seen.activations.keys() == {"bitwright.quantizers.observers.minmax.MinMax"}
 
     def other(*arguments: Any, **choices: Any) -> Plan:
         return make_plan(*arguments, **{**choices, "observer": "mse"})
@@ -206,7 +206,9 @@ def test_other_observers_than_the_row_says_are_an_error(
     monkeypatch.setattr("bitwright.bench.rows.make_plan", other)
     (failed,) = run(tmp_path, attempts=1).rows
     assert failed.status == "failed"
-    words = "bitwright.observers.mse.Mse gave the range instead of bitwright.observers.minmax.MinMax"
+    words = (
+        "bitwright.quantizers.observers.mse.Mse gave the range instead of bitwright.quantizers.observers.minmax.MinMax"
+    )
     assert words in str(failed.reason)
 
 
@@ -215,8 +217,8 @@ def test_quantizers_that_follow_their_ranges_are_read_too(tmp_path: Path) -> Non
     (done,) = run(tmp_path, algorithms=[made], start=None, attempts=1).rows
     assert done.status == "done", done.reason
     assert done.observers is not None
-    assert list(done.observers.weights) == ["bitwright.observers.minmax.MinMax"]
-    assert list(done.observers.activations) == ["bitwright.observers.lsq.LsqStart"]
+    assert list(done.observers.weights) == ["bitwright.quantizers.observers.minmax.MinMax"]
+    assert list(done.observers.activations) == ["bitwright.quantizers.observers.lsq.LsqStart"]
 
 
 def test_rows_that_are_done_say_where_and_with_which_ranges(board: Leaderboard) -> None:
@@ -263,7 +265,7 @@ def test_a_workload_that_was_changed_is_refused(tmp_path: Path, monkeypatch: pyt
     run(tmp_path)
     original = grid_workloads.tiny()
     changed = replace(original, inputs=(original.inputs[0] + 1,))  # type: ignore[index]
-    monkeypatch.setattr("bitwright.bench.starts.load_workload", lambda _: changed)
+    monkeypatch.setattr("bitwright.bench.float_networks.load_workload", lambda _: changed)
     with pytest.raises(BitwrightError, match="was changed since this grid began"):
         run(tmp_path, seeds=[0], bits=[3])
 
@@ -292,9 +294,9 @@ def test_a_changed_label_of_the_last_batch_is_noticed(tmp_path: Path, monkeypatc
         pairs = list(zip(images.split(125), targets.split(125), strict=True))
         return replace(seeded, evaluation=lambda: pairs)
 
-    monkeypatch.setattr("bitwright.bench.starts.load_workload", lambda _: halves(labels))
+    monkeypatch.setattr("bitwright.bench.float_networks.load_workload", lambda _: halves(labels))
     run(tmp_path)
-    monkeypatch.setattr("bitwright.bench.starts.load_workload", lambda _: halves(changed))
+    monkeypatch.setattr("bitwright.bench.float_networks.load_workload", lambda _: halves(changed))
     with pytest.raises(BitwrightError, match="was changed since this grid began"):
         run(tmp_path, bits=[3])
 
@@ -319,7 +321,7 @@ def test_rows_do_not_depend_on_the_cpu_that_runs_them(tmp_path: Path, monkeypatc
     """Weights are guarded against products that saturate, also where this CPU's don't."""
     found = []
     for saturates in (False, True):
-        monkeypatch.setattr("bitwright.planners.by_backend.saturates", lambda _, answer=saturates: answer)
+        monkeypatch.setattr("bitwright.deploy.saturation.saturates", lambda _, answer=saturates: answer)
         one = run(tmp_path / str(saturates), backends=["onnxruntime"], bits=[8], seeds=[0], runtimes="none").rows[0]
         assert one.executed is not None
         found.append((one.accuracy, one.executed))

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 import bitwright as bw
+from bitwright.core.errors import BitwrightError
+from bitwright.core.registry import RUNTIMES
 from bitwright.deploy import Runtime
-from bitwright.deploy.runtime_onnxruntime import OnnxRuntime
-from bitwright.errors import BitwrightError
-from bitwright.registry import RUNTIMES
+from bitwright.deploy.runtimes.onnxruntime import OnnxRuntime
 from bitwright.report import Comparison, words
 
 BOTH = ["onnxruntime", "openvino"]

@@ -22,7 +22,7 @@ from automatic import AUTOMATIC, build_automatically
 from torch import Tensor, nn
 
 import bitwright
-from bitwright.graph.tree import tensors_in
+from bitwright.core.tensor_tree import tensors_in
 
 CALIBRATION_BATCHES, CHECK_BATCHES = 4, 2
 # Kinds whose cost an INT8 runtime can save. Fused attention isn't among them: no backend has a rule for it yet.

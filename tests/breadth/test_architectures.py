@@ -9,7 +9,7 @@ from architectures import ARCHITECTURES, Architecture
 from automatic import AUTOMATIC
 from journey import arrive, finer, travel
 
-from bitwright.errors import ExportError
+from bitwright.core.errors import ExportError
 
 # Their code is not ours: what transformers warns about (torch.jit.script in deberta-v2) is no error here.
 pytestmark = pytest.mark.filterwarnings("ignore")

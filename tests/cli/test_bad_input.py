@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bitwright.registry import RUNTIMES
+from bitwright.core.registry import RUNTIMES
 
 PLAN = "bitwright: 1\nsites:\n  conv:weight: int8/channel/sym\n  conv:input: uint8/tensor/asym\n"
 
@@ -141,7 +141,7 @@ def test_levels_that_no_artefact_has_are_found_before_calibration(run, small, ou
     def never(*args, **kwargs):
         raise AssertionError("this is long work")
 
-    monkeypatch.setattr("bitwright.recipe.calibrate", never)
+    monkeypatch.setattr("bitwright.ptq.quantize.calibrate", never)
     monkeypatch.setattr("bitwright.cli.quantize.evaluate", never)
     ran = run("quantize", small, *options, "--activations", "int8/tensor/sym", "-o", output)
     fails(ran, *NO_PAIRS, *sites)

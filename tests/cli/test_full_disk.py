@@ -15,13 +15,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from bitwright.disk import disk_error
-from bitwright.errors import BitwrightError
-from bitwright.files import replacing, write_text
+from bitwright.core.errors import BitwrightError
+from bitwright.core.files import disk_error, replacing, write_text
 
 Run = Callable[..., Any]
-TINY = f"{Path(__file__).parents[1] / 'train' / 'tiny.py'}:workload"
-GRID = Path(__file__).parents[1] / "grid_workloads.py"
+TINY = f"{Path(__file__).parents[1] / 'training' / 'tiny.py'}:workload"
+GRID = Path(__file__).parents[1] / "support" / "grid_workloads.py"
 
 
 def mounted(place: Path, size: str) -> Iterator[Path]:

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from bitwright.cli.out import Out
-from bitwright.errors import Problem
+from bitwright.core.errors import Problem
 
 NAME = "a\x1b[31mb\x9b0m\u202e\x07[bold]c[/nothing]"
 OBEYED = set("\x1b\x9b\u202e\x07")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bitwright.tuning.store import open_study
+from bitwright.tuning.search import open_study
 
 OWN = """
 import torch

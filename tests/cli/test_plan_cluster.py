@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from bitwright import Plan
-from bitwright.planners import all_float
-from bitwright.registry import PLANNERS
+from bitwright.cluster.planners import all_float
+from bitwright.core.registry import PLANNERS
 
 pytestmark = pytest.mark.timeout(400)  # seconds of work, but test machines are shared
-SPIRALS = f"{Path(__file__).parents[1] / 'spirals.py'}:workload"
+SPIRALS = f"{Path(__file__).parents[1] / 'support' / 'spirals.py'}:workload"
 
 
 def bitwright(folder: Path, *arguments: str) -> str:

@@ -8,8 +8,8 @@ import torch
 from typer.testing import CliRunner
 
 from bitwright.cli import app
-from bitwright.profile import DeviceProfile
-from bitwright.profile.here import samples_file
+from bitwright.profiling import DeviceProfile
+from bitwright.profiling.machine import samples_file
 from bitwright.report import read_json
 from step_cases import profile_of
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from bitwright.cli.profile import _bad_lines
-from bitwright.profile import DeviceProfile, SampleStore
-from bitwright.profile.device import CastCost, Line
+from bitwright.profiling import DeviceProfile, SampleStore
+from bitwright.profiling.device_profile import CastCost, Line
 from step_cases import profile_of
 
 WORDS = ["profile", "digits-untrained", "--batch", "8", "--no-casts"]

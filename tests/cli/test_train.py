@@ -16,11 +16,11 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from bitwright.batching import regrouped
 from bitwright.cli import app
 from bitwright.report import read_json
+from bitwright.workload.data import regrouped
 
-TINY = f"{Path(__file__).parents[1] / 'train' / 'tiny.py'}:workload"
+TINY = f"{Path(__file__).parents[1] / 'training' / 'tiny.py'}:workload"
 COMMON = ("--batch", "25", "--lr", "0.1", "--epochs", "2", "--log-steps", "1")
 
 

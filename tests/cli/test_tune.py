@@ -12,7 +12,7 @@ import pytest
 
 from bitwright.report import read_json
 
-CODE = Path(__file__).parents[1] / "planted.py"
+CODE = Path(__file__).parents[1] / "support" / "planted.py"
 WORKLOAD = """\
 import sys
 sys.path.insert(0, {tests!r})

@@ -282,7 +282,7 @@ def test_list(run, kind):
 def test_doctor(run, monkeypatch):
     from bitwright.cli import doctor
     from bitwright.deploy import saturates
-    from bitwright.profile.kernel_speed import judge
+    from bitwright.profiling.kernel_speed import judge
 
     speeds = [judge("int8", [0.5] * 5), judge("bf16", [1.5] * 5), judge("fp16", [0.5, 9.0, 1.0, 30.0, 2.0])]
     monkeypatch.setattr(doctor, "kernel_speeds", lambda: speeds)

@@ -15,17 +15,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from target_blocks import block
 from torch import Tensor, nn
 
 import bitwright as bw
-from bitwright.attach import tapped
 from bitwright.backends import backend
+from bitwright.core.errors import ArtefactError, ExportError, PlanError
+from bitwright.core.registry import ARTEFACTS, BACKENDS
 from bitwright.deploy import open_runtime, read_artefact
 from bitwright.deploy.artefacts import Grid, TensorGrid
 from bitwright.deploy.artefacts.schemas import json_schemas
-from bitwright.errors import ArtefactError, ExportError, PlanError
-from bitwright.registry import ARTEFACTS, BACKENDS
-from target_blocks import block
+from bitwright.quantizers import tapped
 
 torch.set_num_threads(1)
 PUBLISHED = Path(__file__).parents[2] / "docs" / "schemas"

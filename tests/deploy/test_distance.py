@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import bitwright as bw
+from bitwright.core.errors import ArtefactError
+from bitwright.core.registry import RUNTIMES
 from bitwright.deploy import Runtime, measure_distance
-from bitwright.errors import ArtefactError
-from bitwright.registry import RUNTIMES
 
 
 def net(classes: int = 10) -> nn.Module:

@@ -14,9 +14,9 @@ from onnx import numpy_helper
 from torch import Tensor, nn
 
 import bitwright as bw
-from bitwright.attach import quantizers_of
-from bitwright.errors import ArtefactError, CalibrationError, ExportError, UncalibratedError
+from bitwright.core.errors import ArtefactError, CalibrationError, ExportError, UncalibratedError
 from bitwright.ptq import calibrate
+from bitwright.quantizers import quantizers_of
 
 
 class Residual(nn.Module):

@@ -13,11 +13,11 @@ from onnx import numpy_helper
 from torch import Tensor, nn
 
 import bitwright as bw
+from bitwright.core.errors import PlanError
+from bitwright.core.registry import RUNTIMES
 from bitwright.deploy import read_artefact
 from bitwright.deploy.integrity import DIGESTS, site_of
-from bitwright.deploy.runtime import Runtime
-from bitwright.errors import PlanError
-from bitwright.registry import RUNTIMES
+from bitwright.deploy.runtimes.base import Runtime
 
 
 class Net(nn.Module):
@@ -143,7 +143,7 @@ def test_files_of_other_runtimes(runtime: str, backend: str, batches: list[Tenso
         raw[len(raw) // 2] ^= 1
         weights.write_bytes(raw)
     else:
-        from bitwright.deploy import program_file
+        from bitwright.deploy import exported_program as program_file
 
         program, found = program_file.load_program(path)
         assert found is not None

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import bitwright as bw
-from bitwright.errors import ArtefactError, ExportError, PlanError
+from bitwright.core.errors import ArtefactError, ExportError, PlanError
 
 
 class Branching(nn.Module):

@@ -15,10 +15,10 @@ from typer.testing import CliRunner
 
 import bitwright as bw
 from bitwright.cli import app
+from bitwright.core.errors import ArtefactError, ExportError
+from bitwright.core.registry import RUNTIMES
 from bitwright.deploy import Runtime, available_runtimes, saturates
-from bitwright.deploy.ncnn import load
-from bitwright.errors import ArtefactError, ExportError
-from bitwright.registry import RUNTIMES
+from bitwright.deploy.runtimes.ncnn import load
 from bitwright.zoo.workloads import efficientnet_lite0_imagenet, resnet20_cifar10
 
 REASON = available_runtimes()["ncnn"]

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import bitwright as bw
+from bitwright.core.errors import ExportError
 from bitwright.deploy import export_float, onnx_files
-from bitwright.deploy.runtime import open_runtime
-from bitwright.errors import ExportError
+from bitwright.deploy.runtimes.base import open_runtime
 
 
 @pytest.fixture

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 import bitwright as bw
 from bitwright.backends import BackendTable
-from bitwright.deploy import Runtime, available_runtimes, machine, saturates
-from bitwright.errors import ArtefactError, ExportError
-from bitwright.registry import RUNTIMES
+from bitwright.core.errors import ArtefactError, ExportError
+from bitwright.core.registry import RUNTIMES
+from bitwright.deploy import Runtime, available_runtimes, saturates
+from bitwright.deploy import saturation as machine
 from bitwright.report import environment
 
 REASONS = available_runtimes()

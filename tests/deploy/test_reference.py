@@ -12,18 +12,25 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from target_blocks import block
 from torch import Tensor, nn
 
 import bitwright as bw
-from bitwright.attach import tapped
+from bitwright.core.errors import ArtefactError
+from bitwright.core.registry import RUNTIMES
 from bitwright.deploy import available_runtimes
-from bitwright.deploy.reference import Reference
-from bitwright.deploy.reference.integers import Integers, accumulator, common, rescale
-from bitwright.deploy.reference.kernels import conv, conv_transpose, padded
-from bitwright.deploy.reference.operators import OPERATORS
-from bitwright.errors import ArtefactError
-from bitwright.registry import RUNTIMES
-from target_blocks import block
+from bitwright.deploy.runtimes.reference import Reference
+from bitwright.deploy.runtimes.reference.operators import (
+    OPERATORS,
+    Integers,
+    accumulator,
+    common,
+    conv,
+    conv_transpose,
+    padded,
+    rescale,
+)
+from bitwright.quantizers import tapped
 
 torch.set_num_threads(1)
 

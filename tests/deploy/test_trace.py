@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
 import bitwright as bw
-from bitwright.errors import ExportError
+from bitwright.core.errors import ExportError
 
 
 def export_and_check(model: nn.Module, batches: list[Any], folder: Path) -> bw.Artefact:

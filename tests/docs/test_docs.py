@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 
 import bitwright as bw
-from bitwright.predict import Cluster
+from bitwright.cluster import Cluster
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*sorted((ROOT / "docs").rglob("*.md"))]

@@ -31,4 +31,4 @@ def test_strict_build_without_a_network(tmp_path: Path) -> None:
         )
         assert not loaded, (page, loaded)
     reference = (tmp_path / "reference" / "python" / "index.html").read_text(encoding="utf-8")
-    assert 'id="bitwright.recipe.quantize"' in reference
+    assert 'id="bitwright.ptq.quantize.quantize"' in reference

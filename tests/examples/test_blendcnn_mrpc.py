@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import bitwright as bw
-from bitwright.errors import BitwrightError
+from bitwright.core.errors import BitwrightError
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "blendcnn_mrpc"
 

@@ -16,34 +16,34 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).parent.parent))  # records and leaderboards of the tests
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))  # records and leaderboards of the tests
 
 import bitwright
-from bitwright.attach import prepare
 from bitwright.backends.table import backend, load_table
 from bitwright.bench import GridConfig, Leaderboard, markdown
 from bitwright.bench.page import write_page
-from bitwright.checkpoint import load_checkpoint, save_checkpoint
-from bitwright.datasets import Dataset
+from bitwright.cluster import Cluster, Predictor
+from bitwright.core.files import file_fingerprint
+from bitwright.core.registry import ARTEFACTS, RUNTIMES
 from bitwright.deploy import export, open_runtime, read_artefact
-from bitwright.deploy.artefacts.grids import Grid, TensorGrid
+from bitwright.deploy.artefacts.base import Grid, TensorGrid
 from bitwright.deploy.artefacts.store import read_sidecar
-from bitwright.fingerprint import file_fingerprint
+from bitwright.deploy.checkpoint import load_checkpoint, save_checkpoint
 from bitwright.graph import Graph, capture
+from bitwright.importers.qsync import load_mapper, plan_of_mapper
+from bitwright.importers.trace import import_trace
 from bitwright.plan import Plan
-from bitwright.plan.qsync import load_mapper, plan_of_mapper
-from bitwright.predict import Cluster, Predictor
-from bitwright.profile import DeviceProfile, StepGraph, record_step
-from bitwright.profile.device import CollectiveCost, Host, OperatorCost, TensorsCost, Timing
-from bitwright.profile.import_trace import import_trace
-from bitwright.profile.store import SampleStore
-from bitwright.registry import ARTEFACTS, RUNTIMES
+from bitwright.profiling import DeviceProfile, StepGraph, record_step
+from bitwright.profiling.device_profile import CollectiveCost, Host, OperatorCost, TensorsCost, Timing
+from bitwright.profiling.sample_store import SampleStore
+from bitwright.quantizers import prepare
 from bitwright.report import read_json, write_html, write_json, write_markdown
 from bitwright.sensitivity import Indications
-from bitwright.train.callbacks import History
-from bitwright.train.checkpoints import STATE, Checkpoints, TrainerState
-from bitwright.train.recorded import recorded
+from bitwright.training.callbacks import History
+from bitwright.training.checkpoints import STATE, Checkpoints, TrainerState
+from bitwright.training.recorded import recorded
 from bitwright.tuning.config import TuneConfig
+from bitwright.workload.datasets import Dataset
 from bitwright.zoo import data as zoo_data
 from bitwright.zoo.mrpc import read_pairs
 
@@ -181,7 +181,7 @@ def _read_mapper(folder: Path) -> None:
 
 
 def _make_table(folder: Path) -> None:
-    from bitwright.files import yaml_text
+    from bitwright.core.files import yaml_text
 
     data = backend("tensorrt").model_dump(mode="json", by_alias=True)
     (folder / "table.yaml").write_text(yaml_text(data))

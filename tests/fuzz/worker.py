@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from formats import FORMATS
 from mutations import mutate
 
-from bitwright.errors import BitwrightError
+from bitwright.core.errors import BitwrightError
 
 SECONDS, MEGABYTES = 2.0, 500
 show_traceback = False

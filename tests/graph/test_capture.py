@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import bitwright as bw
-from bitwright.errors import BitwrightError, CaptureError
+from bitwright.core.errors import BitwrightError, CaptureError
 from bitwright.graph import Graph, Op, capture
 
 torch.set_num_threads(1)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bitwright.errors import BitwrightError
+from bitwright.core.errors import BitwrightError
 from bitwright.graph import capture
 from bitwright.graph.naming import SiteName, operator_name
 

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import bitwright as bw
-from bitwright.attach import attachment_of
 from bitwright.kernels import products
 from bitwright.kernels.int8 import Int8
 from bitwright.plan import ComputeSpec
+from bitwright.quantizers import attachment_of
 
 pytestmark = pytest.mark.skipif(products.missing() is not None, reason=f"no integer products: {products.missing()}")
 BOTH = ComputeSpec(format="int8", backward=("input", "weight"))

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ruamel.yaml import YAML
 
-from bitwright.errors import BitwrightError, PlanError
-from bitwright.formats import Format
+from bitwright.core.errors import BitwrightError, PlanError
+from bitwright.core.formats import Format
 from bitwright.plan import SCHEMA_VERSION, ComputeSpec, Device, FoldSpec, Plan, SiteSpec, json_schema
 
 PUBLISHED = Path(__file__).parents[2] / "docs" / "schemas" / f"plan-{SCHEMA_VERSION}.json"

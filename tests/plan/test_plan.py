@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bitwright.errors import PlanError
-from bitwright.formats import Format
+from bitwright.core.errors import PlanError
+from bitwright.core.formats import Format
 from bitwright.graph import Graph, capture
 from bitwright.plan import Device, FoldSpec, Plan, SiteSpec
 from bitwright.plan.plan import matching

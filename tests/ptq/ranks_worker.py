@@ -8,14 +8,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from two_ranks import work
 
-from bitwright.attach import prepare, quantizers_of
 from bitwright.backends import place
-from bitwright.formats import Format
+from bitwright.core.formats import Format
 from bitwright.graph import capture
 from bitwright.plan import Plan, SiteSpec
 from bitwright.ptq import calibrate
-from two_ranks import work
+from bitwright.quantizers import prepare, quantizers_of
 
 EXTREMES = ["minmax"]
 MEANS = ["average-minmax", "ema-minmax", "percentile", "mse", "kl", "ema-quantile", "ema-mse", "clip-std", "lsq"]

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bitwright.attach import prepare, quantizers_of, set_mode
-from bitwright.errors import BitwrightError, CalibrationError, PlanError
-from bitwright.formats import Format
+from bitwright.core.errors import BitwrightError, CalibrationError, PlanError
+from bitwright.core.formats import Format
 from bitwright.plan import Plan, SiteSpec
 from bitwright.ptq import calibrate
+from bitwright.quantizers import prepare, quantizers_of, set_mode
 
 
 class Branches(nn.Module):

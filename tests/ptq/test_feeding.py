@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bitwright.attach import prepare, quantizers_of
-from bitwright.errors import CalibrationError
-from bitwright.formats import Format
+from bitwright.core.errors import CalibrationError
+from bitwright.core.formats import Format
 from bitwright.plan import Plan, SiteSpec
-from bitwright.ptq import calibrate, feeding
+from bitwright.ptq import calibrate
+from bitwright.ptq import calibration as feeding
+from bitwright.quantizers import prepare, quantizers_of
 
 
 class Counted(nn.Module):

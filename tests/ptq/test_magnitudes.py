@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 import bitwright as bw
-from bitwright.errors import BitwrightError, CalibrationError
-from bitwright.formats import Format
-from bitwright.observers.kl import Kl
+from bitwright.core.errors import BitwrightError, CalibrationError
+from bitwright.core.formats import Format
+from bitwright.core.registry import OBSERVERS, STEPS
 from bitwright.ptq.gptq import _factor
-from bitwright.registry import OBSERVERS, STEPS
+from bitwright.quantizers.observers.kl import Kl
 
 SIZES = [1e-37, 1e-30, 1e-20, 1e-7, 1e7, 1e20, 1e30, 1e38]
 KINDS = ["plain", "one sample", "constant", "zeros", "outlier", "one element"]

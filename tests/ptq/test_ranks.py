@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-
 import two_ranks
+
+from bitwright.core.registry import OBSERVERS
 from bitwright.ptq import calibrate
-from bitwright.registry import OBSERVERS
 
 sys.path.insert(0, str(Path(__file__).parent))
 from ranks_worker import EXTREMES, MEANS, QUANTIZERS, data, fork, state

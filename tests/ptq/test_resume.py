@@ -11,19 +11,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from ptq_models import Mobile, images
 from safetensors.torch import load_file, save_file
 
 import bitwright as bw
-from bitwright.errors import BitwrightError, PlanError
+from bitwright.core.errors import BitwrightError, PlanError
 from bitwright.ptq import At
-from ptq_models import Mobile, images
 
 COMMAND = [sys.executable, "-c", "from bitwright.cli import main; main()"]
 STEPS = ["equalize", "bias-correction", "qdrop:iterations=6,batch=8"]
 
 WORKLOAD = f"""
 import sys
-sys.path.insert(0, {str(Path(__file__).parents[1])!r})
+sys.path.insert(0, {str(Path(__file__).parents[1] / "support")!r})
 from bitwright import Workload
 from ptq_models import Mobile, images
 

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from ptq_models import Encoder, Mobile, images, texts
 from torch import Tensor, nn
 
 import bitwright as bw
-from bitwright.attach import in_mode
-from bitwright.errors import CalibrationError, PlanError, UnknownName
+from bitwright.core.errors import CalibrationError, PlanError, UnknownName
+from bitwright.core.registry import STEPS
 from bitwright.ptq import Data, Work, read_steps
-from bitwright.ptq.blocks import find_blocks
-from bitwright.registry import STEPS
-from ptq_models import Encoder, Mobile, images, texts
+from bitwright.ptq.block_replay import find_blocks
+from bitwright.quantizers import in_mode
 
 W8 = {"weights": "int8/tensor/sym"}
 W4 = {"weights": "int4/channel/sym"}

@@ -14,11 +14,11 @@ from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from bitwright.attach import Quantizer, prepare, quantizers_of
-from bitwright.errors import BitwrightError, PlanError
-from bitwright.formats import Format
+from bitwright.core.errors import BitwrightError, PlanError
+from bitwright.core.formats import Format
 from bitwright.plan import Plan, SiteSpec
 from bitwright.ptq import calibrate
+from bitwright.quantizers import Quantizer, prepare, quantizers_of
 
 Array = NDArray[np.float32]
 F32 = np.float32

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import bitwright as bw
-from bitwright.attach import Quantizer, prepare, quantizers_of
-from bitwright.formats import Format
+from bitwright.core.formats import Format
 from bitwright.plan import FoldSpec, Plan, SiteSpec
 from bitwright.ptq import calibrate
+from bitwright.quantizers import Quantizer, prepare, quantizers_of
 
 STRATEGIES = [0, 1, 2, 3, 4]
 FORMATS = [f"int{bits}/{rest}" for bits in (8, 4) for rest in ("channel/sym", "tensor/sym", "tensor/sym/pot")]

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bitwright.attach import Quantizer
+from bitwright.quantizers import Quantizer
 
 Array = NDArray[np.float64]
 Build = Callable[..., Quantizer]
@@ -361,6 +361,6 @@ def test_nnie(build: Build, bits: int, grain: str) -> None:
 
 
 def test_fixed_is_plain() -> None:
-    from bitwright.registry import QUANTIZERS
+    from bitwright.core.registry import QUANTIZERS
 
     assert QUANTIZERS.get("fixed") is QUANTIZERS.get("plain")

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from bitwright.attach import Quantizer, prepare, quantizers_of
-from bitwright.formats import Format
+from bitwright.core.formats import Format
 from bitwright.plan import Plan, SiteSpec
 from bitwright.ptq import calibrate
+from bitwright.quantizers import Quantizer, prepare, quantizers_of
 
 
 class One(nn.Module):

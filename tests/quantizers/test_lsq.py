@@ -11,12 +11,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from bitwright.attach import Grid, Quantizer, prepare, quantizers_of
 from bitwright.backends import place
-from bitwright.formats import Format
+from bitwright.core.formats import Format
 from bitwright.graph import capture
 from bitwright.plan import Plan, SiteSpec
 from bitwright.ptq import calibrate, settle_weights
+from bitwright.quantizers import Grid, Quantizer, prepare, quantizers_of
 
 
 def lsq(format: str, weight: torch.Tensor) -> Quantizer:

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import bitwright as bw
-from bitwright.attach import grid_from_range, quantizers_of
-from bitwright.attach.grid import SMALLEST, power_of_two
-from bitwright.errors import BitwrightError, CalibrationError, PlanError
-from bitwright.formats import Format
+from bitwright.core.errors import BitwrightError, CalibrationError, PlanError
+from bitwright.core.formats import Format
+from bitwright.core.registry import OBSERVERS
 from bitwright.kernels.codes import encode, encode_rows
-from bitwright.registry import OBSERVERS
+from bitwright.quantizers import grid_from_range, quantizers_of
+from bitwright.quantizers.grid import SMALLEST, power_of_two
 from quantizers.conftest import Build, _build
 
 CASES = [

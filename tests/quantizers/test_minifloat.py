@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import bitwright as bw
-from bitwright.errors import FormatError, PlanError
+from bitwright.core.errors import FormatError, PlanError
 
 X = torch.randn(20_000, generator=torch.Generator().manual_seed(0)) * torch.exp2(torch.arange(20_000) % 24 - 16.0)
 

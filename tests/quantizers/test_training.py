@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import bitwright as bw
-from bitwright.attach import Quantizer, quantizers_of
-from bitwright.errors import ExportError, PlanError
+from bitwright.core.errors import ExportError, PlanError
+from bitwright.quantizers import Quantizer, quantizers_of
 
 Build = Callable[..., Quantizer]
 LEARNED = {

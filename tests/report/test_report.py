@@ -11,10 +11,11 @@ import jsonschema
 import numpy as np
 import pytest
 import torch
+from records import EVIL, large, record
 from torch import nn
 
 import bitwright
-from bitwright.attach import quantizers_of
+from bitwright.quantizers import quantizers_of
 from bitwright.report import (
     RECORD_VERSION,
     Record,
@@ -29,10 +30,9 @@ from bitwright.report import (
     write_json,
     write_markdown,
 )
+from bitwright.report.page.charts import front, points
 from bitwright.report.page.work import _phases
 from bitwright.report.schema import json_schema
-from bitwright.report.tradeoff import front, points
-from records import EVIL, large, record
 
 
 class Tags(HTMLParser):

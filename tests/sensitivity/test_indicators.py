@@ -13,14 +13,14 @@ from scipy.stats import spearmanr
 from torch import Tensor, nn
 
 from bitwright import BitwrightError, Indications, capture, indicate
-from bitwright.errors import CalibrationError, UnknownName
+from bitwright.core.errors import CalibrationError, UnknownName
+from bitwright.core.registry import INDICATORS, KERNELS
 from bitwright.kernels import products
 from bitwright.kernels.codes import encode
-from bitwright.registry import INDICATORS, KERNELS
 from bitwright.sensitivity import Subject
+from bitwright.sensitivity.error_injection import as_in_training, operators_of
 from bitwright.sensitivity.indicate import spec_of
-from bitwright.sensitivity.operators import as_in_training, operators_of
-from bitwright.sensitivity.rounding import stochastic_variance
+from bitwright.sensitivity.kernel_errors import stochastic_variance
 
 Loss = Callable[[Any, Any], Tensor]
 ALL = ("gradient-variance", "hessian", "output-error", "random", "weight-variance")

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bitwright import Plan, PlanError, prepare, quantize, quantizers_of, score, suggest
-from bitwright.attach import in_mode
 from bitwright.graph import capture
+from bitwright.quantizers import in_mode
 
 
 class Plain(nn.Module):

@@ -13,7 +13,7 @@ import optuna
 import pytest
 from optuna.trial import TrialState
 
-SCRIPT = Path(__file__).parents[1] / "kill_a_study.py"
+SCRIPT = Path(__file__).parents[1] / "support" / "kill_a_study.py"
 
 
 def killed(store: Path, kills: int, trials: int) -> dict[str, object]:

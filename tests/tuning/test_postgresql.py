@@ -12,10 +12,9 @@ from pathlib import Path
 
 import optuna
 import pytest
-
 from postgresql import running_server
 
-WORKER = Path(__file__).parents[1] / "kill_a_study.py"
+WORKER = Path(__file__).parents[1] / "support" / "kill_a_study.py"
 
 
 @pytest.fixture(scope="module")

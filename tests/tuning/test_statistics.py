@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bitwright.tuning.statistics import hopeless, mcnemar, required_hits
+from bitwright.tuning.goal import hopeless, mcnemar, required_hits
 
 
 @given(st.integers(1, 5000), st.floats(0, 100))

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from bitwright import BitwrightError, PlanError
 from bitwright.tuning import Outcome
-from bitwright.tuning.outcome import failure
-from bitwright.tuning.store import open_study
+from bitwright.tuning.candidate import failure
+from bitwright.tuning.search import open_study
 from store_workers import IDENTITY, candidate, claim_and_wait, opened, outcome, race
 
 
@@ -67,7 +67,7 @@ def test_a_dead_workers_trial_is_free_at_once(tmp_path: Path) -> None:
 
 
 def test_what_kills_its_process_again_and_again_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bitwright.study._RETRIES", 2)
+    monkeypatch.setattr("bitwright.core.task_store._RETRIES", 2)
     study = opened(tmp_path)
     for _ in range(3):
         claim = study.claim(candidate(0))
@@ -78,7 +78,7 @@ def test_what_kills_its_process_again_and_again_is_given_up(tmp_path: Path, monk
 
 
 def test_what_went_wrong_is_free_again_and_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bitwright.study._RETRIES", 1)
+    monkeypatch.setattr("bitwright.core.task_store._RETRIES", 1)
     study = opened(tmp_path)
     for number in range(3):  # more often than processes may die: nobody died here
         claim = study.claim(candidate(0))
@@ -142,7 +142,7 @@ def test_the_first_of_several_rankings_counts(tmp_path: Path) -> None:
 
 def test_time_is_counted_once_however_many_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1000.0]
-    monkeypatch.setattr("bitwright.study.time.time", lambda: now[0])
+    monkeypatch.setattr("bitwright.core.task_store.time.time", lambda: now[0])
     one, other = opened(tmp_path), opened(tmp_path)
     now[0] = 1010.0
     assert one.spent() == pytest.approx(10)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from bitwright import Budget, Goal, Space, Tuned, tune
-from bitwright.registry import STRATEGIES
+from bitwright.core.registry import STRATEGIES
 from bitwright.tuning import Asking, Search
 from planted import workload
 

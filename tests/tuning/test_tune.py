@@ -8,6 +8,7 @@ from pathlib import Path
 import onnxruntime as ort
 import pytest
 import torch
+from planted import workload
 from torch import nn
 
 from bitwright import (
@@ -24,11 +25,10 @@ from bitwright import (
     strip,
     tune,
 )
+from bitwright.core.registry import STRATEGIES
 from bitwright.deploy import open_runtime
-from bitwright.registry import STRATEGIES
 from bitwright.tuning import Asking, Base, Measuring, Search, Strategy
 from bitwright.zoo.workloads import digits_untrained
-from planted import workload
 
 ONE_BASE = Space(weights="int8/channel/sym", observer="minmax", steps=((),))
 QUICK = Measuring(runs=5)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import bitwright as bw
-from bitwright.train import TrainConfig
+from bitwright.training import TrainConfig
 from bitwright.workload import measure
 from bitwright.zoo.mrpc import blendcnn_mrpc
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
-from bitwright.errors import WorkloadError
+from bitwright.core.errors import WorkloadError
 from bitwright.zoo.data import DATA_VARIABLE, Augmented, Images, data_folder, idx_images, image_folder, npz_images
 from bitwright.zoo.workloads import resnet20_cifar10
 

@@ -9,8 +9,7 @@ import torch
 
 import bitwright as bw
 from bitwright.zoo.data import DATA_VARIABLE
-from bitwright.zoo.small_nets import DepthwiseNet, ResidualNet
-from bitwright.zoo.small_workloads import TESTED_ON, TRAINED_ON
+from bitwright.zoo.small_networks import TESTED_ON, TRAINED_ON, DepthwiseNet, ResidualNet
 
 NAMES = ("residual-fashion-mnist", "depthwise-fashion-mnist", "residual-cifar10", "depthwise-cifar10")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bitwright.errors import WorkloadError
+from bitwright.core.errors import WorkloadError
 from bitwright.zoo.blendcnn import BlendCNN
 from bitwright.zoo.descriptions import blendcnn_descriptions, description_pairs
 from bitwright.zoo.mrpc import blendcnn_mrpc, read_pairs

@@ -1,10 +1,16 @@
 """What a target can run: tables, and the placement that follows from them."""
 
-from bitwright.backends.check import check_plan, fitting, misfit
-from bitwright.backends.choices import Choices, patterns_of, refuse_beside_plan
-from bitwright.backends.mistakes import mistakes
-from bitwright.backends.placement import place
+from bitwright.backends.placement import make_plan, place
 from bitwright.backends.table import BackendTable, backend
+from bitwright.backends.validation import (
+    Choices,
+    check_plan,
+    fitting,
+    misfit,
+    mistakes,
+    patterns_of,
+    refuse_beside_plan,
+)
 
 __all__ = [
     "BackendTable",
@@ -12,6 +18,7 @@ __all__ = [
     "backend",
     "check_plan",
     "fitting",
+    "make_plan",
     "misfit",
     "mistakes",
     "patterns_of",

@@ -6,7 +6,7 @@ import fnmatch
 
 from bitwright.backends.table import BackendTable, Rule
 from bitwright.graph import Graph, Op, Port, Source
-from bitwright.graph.macs import is_product
+from bitwright.graph.operators import is_product
 from bitwright.plan import NO_FOLDING
 
 Edge = tuple[str, str]  # (operator, port) that reads a tensor

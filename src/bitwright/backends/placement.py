@@ -1,22 +1,333 @@
-"""Where a backend wants its quantizers: from a graph and a table to a plan."""
+"""Where a backend places quantizers: from a graph and a table to a plan."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Unpack
 
-from bitwright.arguments import strict
-from bitwright.backends.choices import Choices, patterns_of
-from bitwright.backends.coverage import unlisted
 from bitwright.backends.decisions import Decisions
-from bitwright.backends.mistakes import mistakes
-from bitwright.backends.sites import Sites
-from bitwright.backends.table import BackendTable, backend
-from bitwright.errors import PlanError, Problem
-from bitwright.formats import Format
-from bitwright.graph import Graph
-from bitwright.plan import DEFAULT_STRATEGY, Plan, SiteSpec
-from bitwright.registry import QUANTIZERS
+from bitwright.backends.table import BackendTable, Guard, backend
+from bitwright.backends.validation import Choices, mistakes, patterns_of
+from bitwright.core.arguments import strict
+from bitwright.core.errors import PlanError, Problem
+from bitwright.core.formats import Format
+from bitwright.core.registry import QUANTIZERS
+from bitwright.graph import Graph, Op, Port, Source
+from bitwright.graph.naming import SiteName
+from bitwright.graph.operators import can_hook, channel_axis, is_product
+from bitwright.plan import DEFAULT_STRATEGY, FoldSpec, Plan, SiteSpec
+
+UNUSED = "no recorded operator reads this parameter: the inputs don't use it, or code reads it that can't be recorded"
+
+
+def multiplies(op: Op) -> bool:
+    """Whether an operator multiplies what it is given, as opposed to moving or scaling it."""
+    return op.macs > 0 or is_product(op.kind)
+
+
+def left_in_float(decisions: Decisions, sites: Mapping[str, SiteSpec]) -> dict[str, str]:
+    """What isn't quantized: operator → reason, in the order of the graph, then parameters that no operator reads."""
+    graph = decisions.graph
+    quantized = _integer_readers(graph, sites)
+    placed = _placed(sites)
+    bare: dict[str, list[tuple[str, Port]]] = {}  # operator → parameters that it reads without a quantizer
+    for parameter in graph.parameters:
+        name = parameter.names[0]
+        for op, port in readers(graph, Source("param", name)):
+            if op.site(port.name) not in placed:
+                bare.setdefault(op.name, []).append((name, port))
+    found: dict[str, str] = {}
+    parameters: dict[str, str] = {}
+    for op in graph.ops:
+        if op.name in decisions.float:
+            found[op.name] = decisions.float[op.name]
+        elif op.name in decisions.fold:
+            continue
+        elif op.name not in quantized:
+            if multiplies(op) or op.name in bare:
+                found[op.name] = _reason(op, decisions)
+        elif op.name in bare:
+            if any(op.site(port.name) in placed for port in op.ports):
+                parameters |= {name: _float_operand(port, decisions) for name, port in bare[op.name]}
+            else:  # it reads integers and computes in float
+                found[op.name] = _reason(op, decisions)
+    return found | parameters | dict.fromkeys(unread(graph), UNUSED)
+
+
+def unlisted(graph: Graph, plan: Plan) -> Iterator[Problem]:
+    """What is neither quantized nor listed in the plan."""
+    quantized, placed = _integer_readers(graph, plan.sites), _placed(plan.sites)
+    for op in graph.ops:
+        if multiplies(op) and op.name not in quantized and op.name not in plan.float:
+            yield _missing("operator", op.name)
+    for parameter in graph.parameters:
+        name = parameter.names[0]
+        uses = list(readers(graph, Source("param", name)))
+        if name in plan.float:
+            continue
+        if not uses:
+            yield _missing("parameter", name)
+        for op, port in uses:
+            if op.site(port.name) not in placed and op.name not in plan.float and op.name not in plan.folds:
+                yield _missing("parameter", f"{name} (read by {op.name})")
+
+
+def readers(graph: Graph, source: Source) -> Iterator[tuple[Op, Port]]:
+    """The operators that compute with a parameter, also behind those that only reshape or combine parameters."""
+    open_, seen = [source], {source}
+    while open_:
+        for op, port in graph.consumers.get(open_.pop(), ()):
+            made = [Source("op", op.name, index) for index in range(len(op.outputs))]
+            if op.constant and any(graph.consumers.get(one) for one in made):
+                open_ += [one for one in made if one not in seen]
+                seen.update(made)
+            else:
+                yield op, port
+
+
+def unread(graph: Graph) -> list[str]:
+    """Parameters that no recorded operator reads, by their first names."""
+    names = (parameter.names[0] for parameter in graph.parameters)
+    return [name for name in names if not graph.consumers.get(Source("param", name))]
+
+
+def _integer_readers(graph: Graph, sites: Mapping[str, SiteSpec]) -> set[str]:
+    """Operators that read a quantized tensor: through a site of their own, or one where the tensor is made."""
+    placed = _placed(sites)
+    made = {Source("op", op.name) for op in graph.ops if op.site("output") in placed}
+    return {
+        op.name
+        for op in graph.ops
+        if any(op.site(port.name) in placed or not made.isdisjoint(port.sources) for port in op.ports)
+    }
+
+
+def _placed(sites: Mapping[str, SiteSpec]) -> set[str]:
+    return {site for site, spec in sites.items() if spec.quantizes}
+
+
+def _float_operand(port: Port, decisions: Decisions) -> str:
+    """Why a parameter of an operator with integer operands stays in float."""
+    if port.role != "bias":
+        return "its operator reads it in float"
+    if decisions.table.bias != "int32":
+        return f"{decisions.table.name} adds biases in float"
+    return "added in float: the operator's input and weight give no grid for this bias"
+
+
+def _reason(op: Op, decisions: Decisions) -> str:
+    table = decisions.table
+    if op.name in decisions.kept:
+        return "kept in float by request"
+    if op.constant:
+        return "its result depends on parameters only, not on the input"
+    if op.name in decisions.quantized:
+        return "none of its operands has a quantizer under this plan"
+    if op.kind not in table.operators:
+        return f"{table.name} has no integer rule for {op.kind}"
+    return f"{table.name} runs {op.kind} in integers only next to other integer operators"
+
+
+def _missing(what: str, name: str) -> Problem:
+    return Problem(
+        what=f"this {what} is neither quantized nor listed as float",
+        where=name,
+        fix="please report this, with the model",
+        code="unlisted",
+    )
+
+
+class Sites:
+    """Writes the sites of one plan."""
+
+    def __init__(self, decisions: Decisions, activation: SiteSpec, weight: SiteSpec, guard: Guard | None) -> None:
+        self.decisions, self.graph, self.table = decisions, decisions.graph, decisions.table
+        self.activation, self.weight, self.guard = activation, weight, guard
+        self.sites: dict[str, SiteSpec] = {}
+        self.owner: dict[Source, str] = {}  # grid (by the tensor that stands for it) → the site with its quantizer
+        self.tensor: dict[str, Source] = {}  # that site → the tensor which it quantizes
+        self.weights: dict[str, str] = {}  # parameter (by its first use) → the site that has its quantizer
+        self.mixed = self._mixed_weights()
+        self.reader: dict[str, Op] = {}  # that site → the operator which reads it first
+
+    def _mixed_weights(self) -> set[str]:
+        """First uses of weights whose quantized readers don't agree on the axis of the channels."""
+        axes: dict[str, set[int]] = {}
+        for op in self.graph.ops:
+            rule = self.decisions.quantized.get(op.name)
+            for port in op.ports if rule is not None else ():
+                if rule is not None and port.name in rule.weights and port.role == "weight":
+                    first = self.graph.weight_owner.get(op.site(port.name), op.site(port.name))
+                    axes.setdefault(first, set()).add(channel_axis(op.kind, port.name) % max(1, len(port.shape)))
+        return {site for site, found in axes.items() if len(found) > 1}
+
+    def plan(self, edges: int | None, *, narrower: bool) -> Plan:
+        """The sites, in the order of the graph; `edges` as bits also where formats have more already (`narrower`)."""
+        for op in self.graph.ops:
+            for port in op.ports:
+                site = op.site(port.name)
+                if (op.name, port.name) in self.decisions.wanted:
+                    self._place_input(op, port, site)
+                elif op.name in self.decisions.quantized and port.name in self.decisions.quantized[op.name].weights:
+                    self._place_weight(op, port, site)
+            self._place_bias(op)
+            source = Source("op", op.name)
+            if self._at_output(source):
+                self._place(op.site("output"), source, op.kind, self._reason(source))
+        self.sites.update(self._idle_calls())
+        if self.activation.format.is_plain_float:  # weights only
+            self.sites = {site: spec for site, spec in self.sites.items() if SiteName.parse(site).port == "weight"}
+        if edges is not None:
+            self._widen_edges(edges, narrower)
+        if self.guard is not None:
+            self._guard_products(self.guard)
+        fold = {norm: FoldSpec(into=into, strategy=self.decisions.bn) for norm, into in self.decisions.fold.items()}
+        return Plan(sites=self.sites, fold=fold, float=left_in_float(self.decisions, self.sites))
+
+    def _place(self, site: str, source: Source, kind: str, why: str) -> None:
+        """A quantizer of its own, or that of the first tensor with this grid."""
+        grid = self.decisions.grid(source)
+        known = self.owner.setdefault(grid, site)
+        if known == site:
+            self.tensor[site] = source
+            self.sites[site] = replace(self.activation, why=why)
+            return
+        if self.tensor[known] == source:
+            why = "the same tensor"
+        elif source.kind == "op" and source.name in self.decisions.carried:
+            why = f"{kind} keeps the grid of its input"
+        else:
+            why = f"{self.table.name} has one grid for these tensors: codes pass without rescaling"
+        self.sites[site] = SiteSpec(share=known, why=why)
+
+    def _widen_edges(self, bits: int, narrower: bool) -> None:
+        """Other bits for the first and the last operator with a weight: what all low-bit papers do."""
+        weighted = [op for op in self.graph.ops if op.site("weight") in self.sites]
+        for op in {op.name: op for op in (*weighted[:1], *weighted[-1:])}.values():
+            for site in (op.site("weight"), self._feeding(op)):
+                site = self.sites[site].share or site if site in self.sites else None
+                if site is None or self.sites[site].format.bits == bits:
+                    continue
+                spec = self.sites[site]
+                if spec.format.bits < bits or narrower:
+                    why = "; ".join(t for t in (spec.why, f"{bits} bits at the first and last operator") if t)
+                    self.sites[site] = replace(spec, format=spec.format.with_bits(bits), why=why)
+
+    def _guard_products(self, guard: Guard) -> None:
+        """Limit the weights of 8-bit products; edges may have them where the other operators have fewer bits."""
+        for site, op in self.reader.items():
+            spec, feeding = self.sites.get(site), self._feeding(op)
+            if spec is None or not spec.format.signed or spec.format.bits != 8 or _is_depthwise(op):
+                continue  # of a depthwise operator there is one product per step: nothing is paired
+            if self.sites.get(feeding or "", self.activation).format.bits == 8:
+                why = "; ".join(text for text in (spec.why.removeprefix(_usual(op)), guard.why.strip()) if text)
+                self.sites[site] = replace(spec, guard=guard.name, why=why.removeprefix("; "))
+
+    def _feeding(self, op: Op) -> str | None:
+        source = self.decisions.feeding(op)
+        return None if source is None else self.owner.get(self.decisions.grid(source))
+
+    def _idle_calls(self) -> dict[str, SiteSpec]:
+        """A shared module's later calls that stay float say so: calls that a plan doesn't know take the last one's."""
+        last: dict[str, int] = {}
+        for site in self.sites:
+            name = SiteName.parse(site)
+            last[name.path] = max(last.get(name.path, 0), name.call)
+        idle: dict[tuple[str, int], str] = {}
+        for op in self.graph.ops:
+            if op.module in last and op.call > last[op.module] and can_hook(op.kind) and op.outputs[0].is_floating:
+                idle.setdefault((op.module, op.call), op.site("output"))
+        return {site: SiteSpec(why="this call of the shared module stays float") for site in idle.values()}
+
+    def _at_output(self, source: Source) -> bool:
+        """Quantize a tensor once where it is made, if everybody who reads it wants that or the target needs it."""
+        readers = self.graph.consumers.get(source, ())
+        op = self.graph.by_name[source.name]
+        hookable = can_hook(op.kind) and any(port.is_floating for port in op.ports)
+        if not hookable or len(op.outputs) != 1 or op.constant:
+            return False
+        if source in self.decisions.needed:
+            return True
+        return (
+            bool(readers)
+            and source not in self.graph.output_sources
+            and all((op.name, port.name) in self.decisions.wanted and len(port.sources) == 1 for op, port in readers)
+        )
+
+    def _reason(self, source: Source) -> str:
+        wanted = self.decisions.wanted
+        readers = [op.name for op, p in self.graph.consumers.get(source, ()) if (op.name, p.name) in wanted]
+        if not readers:
+            return f"{self.table.name} runs the operator before it in integers only with an integer output"
+        shown = ", ".join(readers[:3]) + (", …" if len(readers) > 3 else "")
+        return f"read as integers by {shown}"
+
+    def _place_input(self, op: Op, port: Port, site: str) -> None:
+        if len(port.sources) > 1:  # runs differ in where this comes from: a quantizer of its own
+            self.sites[site] = replace(self.activation, why=f"input of {op.kind}; its producer varies")
+            return
+        source = port.sources[0]
+        if source.kind == "op" and self._at_output(source):
+            return
+        alone = len(self.graph.consumers[source]) == 1
+        why = f"input of {op.kind}" + ("" if alone else "; other readers of this tensor stay float")
+        self._place(site, source, op.kind, why)
+
+    def _place_bias(self, op: Op) -> None:
+        weight_site = op.site("weight")
+        if self.table.bias != "int32" or op.name not in self.decisions.quantized or weight_site not in self.sites:
+            return
+        bias = op.port("bias")
+        if bias is None and op.name not in self.decisions.fold.values():
+            return
+        if bias is not None and (bias.role != "bias" or len(bias.shape) != 1):
+            return  # computed from the input, or a matrix: no vector that the accumulator could begin with
+        weight_site = self.sites[weight_site].share or weight_site
+        grain = self.sites[weight_site].format.granularity
+        feeding = self._feeding(op)
+        if (
+            feeding is None
+            or self.sites[feeding].format.is_plain_float
+            or grain == "group"
+            or not self.sites[weight_site].format.symmetric
+        ):
+            return
+        self.sites[op.site("bias")] = SiteSpec(
+            format=Format.parse(f"int32/{grain}/sym"),
+            quantizer="product",
+            quantizer_options={"of": [feeding, weight_site]},
+            why="added to the integer accumulator",
+        )
+
+    def _place_weight(self, op: Op, port: Port, site: str) -> None:
+        first = self.weights.setdefault(self.graph.weight_owner.get(site, site), site)
+        if first != site:
+            self.sites[site] = SiteSpec(share=first, why="the same parameter")
+            return
+        self.reader[site] = op
+        if site in self.mixed and self.weight.format.granularity == "channel":
+            one = replace(self.weight.format, granularity="tensor")
+            why = "its readers have their channels along different axes: one scale for all"
+            self.sites[site] = replace(self.weight, format=one, why=why)
+            return
+        self.sites[site] = replace(self.weight, why=self.decisions.quantized[op.name].why or _usual(op))
+
+
+def _usual(op: Op) -> str:
+    """The reason of a weight's quantizer, if there is no better one."""
+    return f"weight of {op.kind}"
+
+
+def _is_depthwise(op: Op) -> bool:
+    weight, data = op.port("weight"), op.port("input")
+    return (
+        op.kind in ("conv1d", "conv2d", "conv3d")
+        and weight is not None
+        and data is not None
+        and weight.shape[1] == 1
+        and data.shape[1] == weight.shape[0]
+    )
 
 
 @strict
@@ -87,3 +398,26 @@ def _partner(quantizer: str) -> str:
     """The quantizer of weights that goes with one of activations: mostly the same."""
     found: str | None = QUANTIZERS.get(quantizer).weight_partner
     return found or quantizer
+
+
+@strict
+def make_plan(
+    graph: Graph,
+    target: str | BackendTable = "onnxruntime",
+    *,
+    model: str | None = None,
+    **choices: Unpack[Choices],
+) -> Plan:
+    """Place quantizers by the backend's rules.
+
+    Without `saturating` this machine is asked: say it if another one deploys.
+    """
+    table = backend(target)
+    choices["keep_float"] = patterns_of(choices)
+    if problems := mistakes(choices, table, graph):  # before this machine is probed
+        raise PlanError(problems)
+    if choices.get("saturating") is None and table.guard is not None and table.runtime is not None:
+        from bitwright.deploy.saturation import saturates  # probes the runtime, which prepares a model
+
+        choices["saturating"] = saturates(table.runtime)
+    return place(graph, target, model=model, **choices)

@@ -10,11 +10,11 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from bitwright.arguments import strict
-from bitwright.documents import Strict, read_yaml, validated
-from bitwright.errors import BackendError, BitwrightError
-from bitwright.formats import Format
-from bitwright.registry import BACKENDS
+from bitwright.core.arguments import strict
+from bitwright.core.documents import Strict, read_yaml, validated
+from bitwright.core.errors import BackendError, BitwrightError
+from bitwright.core.formats import Format
+from bitwright.core.registry import BACKENDS
 
 TABLE_VERSION = 2
 

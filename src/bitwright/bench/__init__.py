@@ -1,12 +1,12 @@
 """Measure models on this machine's runtimes; grids of trainings and their leaderboards."""
 
-from bitwright.bench.again import Again, run_again
 from bitwright.bench.grid import GridConfig
 from bitwright.bench.leaderboard import Leaderboard
-from bitwright.bench.made import Made
 from bitwright.bench.markdown import markdown
+from bitwright.bench.prepared_model import Made
+from bitwright.bench.rerun import Again, run_again
 from bitwright.bench.run_grid import Told, run_grid
-from bitwright.bench.runtimes import compare_runtimes
+from bitwright.bench.runtime_comparison import compare_runtimes
 
 __all__ = [
     "Again",

@@ -14,14 +14,14 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from bitwright.addresses import is_address
-from bitwright.arguments import strict
-from bitwright.bench.finding import file_problem, mended, schema_problems
-from bitwright.bench.mqbench import is_mqbench, translate
-from bitwright.documents import name_problem, read_settings
-from bitwright.errors import PlanError, Problem, did_you_mean
+from bitwright.bench.grid_validation import file_problem, mended, schema_problems
+from bitwright.core.addresses import is_address
+from bitwright.core.arguments import strict
+from bitwright.core.documents import name_problem, read_settings
+from bitwright.core.errors import PlanError, Problem, did_you_mean
+from bitwright.core.registry import BACKENDS, OBSERVERS, QUANTIZERS, WORKLOADS
+from bitwright.importers.mqbench import is_mqbench, translate
 from bitwright.plan import NO_FOLDING, STRATEGIES, known_strategies
-from bitwright.registry import BACKENDS, OBSERVERS, QUANTIZERS, WORKLOADS
 
 GRID_VERSION = 1
 _REGISTRIES = {"a_method": QUANTIZERS, "w_method": QUANTIZERS, "observer": OBSERVERS, "weight_observer": OBSERVERS}

@@ -13,22 +13,73 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bitwright.deploy import Latency
-from bitwright.disk import scratch_folder
-from bitwright.errors import BitwrightError
+from bitwright.core.errors import BitwrightError
+from bitwright.core.files import scratch_folder
+from bitwright.deploy import Latency, open_runtime
 from bitwright.report.comparison import Instance, Together
+
+
+def _channel() -> TextIO:
+    """The way to the parent. Whatever a runtime prints goes to stderr instead."""
+    channel = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    return channel
+
+
+def _main() -> None:
+    channel = _channel()
+
+    def tell(answer: dict[str, Any]) -> None:
+        channel.write(json.dumps(answer) + "\n")
+        channel.flush()
+
+    try:
+        _serve(sys.stdin, tell)
+    except BitwrightError as error:
+        tell({"error": str(error)})
+
+
+def _serve(lines: TextIO, tell: Callable[[dict[str, Any]], None]) -> None:
+    order = json.loads(lines.readline())
+    calls = []
+    for job in order["jobs"]:
+        session = open_runtime(order["runtime"], Path(job["artefact"]), threads=order["threads"])
+        with np.load(job["feed"], allow_pickle=False) as arrays:
+            feed = {name: arrays[f"arr_{index}"] for index, name in enumerate(job["inputs"])}
+        calls.append((session, feed))
+        for _ in range(order["warmup"]):
+            session.run(feed)
+    pinned = hasattr(os, "sched_getaffinity")
+    tell({"cores": sorted(os.sched_getaffinity(0)) if pinned else []})
+    for line in lines:
+        asked = json.loads(line)
+        session, feed = calls[asked["job"]]
+        times = []
+        while (end := time.perf_counter()) < asked["start"]:  # the clock is the same for all processes
+            pass
+        for _ in range(asked["runs"]):
+            start = time.perf_counter()
+            session.run(feed)
+            end = time.perf_counter()
+            times.append((end - start) * 1e3)
+        tell({"times": times, "end": end})
+
+
+if __name__ == "__main__":
+    _main()
+
 
 Variant = Literal["float", "quantized"]
 _ROUNDS = 10  # variants take turns this often
 _NOTICE = 0.002  # seconds for each instance to read when a round starts
 # Bound before anything is imported: thread pools look at their cores only once.
 _BIND = "import os, runpy, sys; os.sched_setaffinity(0, map(int, sys.argv.pop(1).split(',')));"
-_RUN = "import runpy; runpy.run_module('bitwright.bench.instance', run_name='__main__')"
+_RUN = "import runpy; runpy.run_module('bitwright.bench.instances', run_name='__main__')"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,9 +5,20 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
-from bitwright.bench.leaderboard import Leaderboard, Row, Spread, Summary
-from bitwright.bench.summary import comparable, reasons, short_reason, spread, summary
-from bitwright.bench.words import counted, drop_words, spread_words
+from bitwright.bench.leaderboard import (
+    Leaderboard,
+    Row,
+    Spread,
+    Summary,
+    comparable,
+    counted,
+    drop_words,
+    reasons,
+    short_reason,
+    spread,
+    spread_words,
+    summary,
+)
 from bitwright.report.markdown import escaped  # one way to escape, for reports and for leaderboards
 
 

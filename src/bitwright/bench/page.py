@@ -13,11 +13,9 @@ from types import MappingProxyType
 from typing import Any
 from urllib.parse import quote
 
-from bitwright.bench.leaderboard import Leaderboard, Row, Spread, Summary
-from bitwright.bench.row_report import report_folder
-from bitwright.bench.summary import comparable
-from bitwright.bench.words import counted, drop_words
-from bitwright.files import write_text, yaml_text
+from bitwright.bench.leaderboard import Leaderboard, Row, Spread, Summary, comparable, counted, drop_words
+from bitwright.bench.rows import report_folder
+from bitwright.core.files import write_text, yaml_text
 from bitwright.report.page.elements import asset, card, cards, cell, choice, document, facts, row, section, table
 
 _KEYS = ("algorithm", "backend", "bits", "model")

@@ -9,19 +9,17 @@ from logging import getLogger
 from pathlib import Path
 from typing import TypeAlias
 
-from bitwright.addresses import is_address
-from bitwright.arguments import strict
+from bitwright.bench.float_networks import Starts
 from bitwright.bench.grid import GridConfig, RowTask
-from bitwright.bench.leaderboard import FloatNet, Leaderboard, Result, Row
+from bitwright.bench.leaderboard import FloatNet, Leaderboard, Result, Row, summaries
 from bitwright.bench.machine import Machine, machine
 from bitwright.bench.rows import Outcome, gave_up, one_line, run_row, train_float_on
-from bitwright.bench.starts import Starts
-from bitwright.bench.summary import summaries
-from bitwright.disk import disk_error
-from bitwright.errors import OwnersCodeError, WorkloadError
-from bitwright.fingerprint import fingerprint
-from bitwright.interrupts import Interrupted, current_stop, safe_point
-from bitwright.study import Study, open_study
+from bitwright.core.addresses import is_address
+from bitwright.core.arguments import strict
+from bitwright.core.errors import OwnersCodeError, WorkloadError
+from bitwright.core.files import disk_error, fingerprint
+from bitwright.core.interrupts import Interrupted, current_stop, safe_point
+from bitwright.core.task_store import Study, open_study
 
 progress_log = getLogger("bitwright.progress")
 GridStudy: TypeAlias = Study[RowTask, Outcome]

@@ -7,12 +7,12 @@ from pathlib import Path
 import typer
 
 from bitwright.bench import Again, Leaderboard, run_again
-from bitwright.bench.again import find_rows, ran_elsewhere
 from bitwright.bench.machine import revision
+from bitwright.bench.rerun import find_rows, ran_elsewhere
 from bitwright.cli.grid import quiet_training
 from bitwright.cli.out import Out
 from bitwright.cli.verb import CHECK_FAILED
-from bitwright.errors import BitwrightError
+from bitwright.core.errors import BitwrightError
 
 SUFFIX = ".json"
 

@@ -8,15 +8,15 @@ from pathlib import Path
 
 from bitwright.cli.out import Out
 from bitwright.cli.stepping import half_of, limits_in_words, same_batch, tell_layout, training_batch
-from bitwright.errors import BitwrightError, PlanError
-from bitwright.graph.tree import batch_size
-from bitwright.planners import Allocation, uniform
-from bitwright.planners.allocate import over_limits
-from bitwright.planners.cluster import OnCluster
-from bitwright.planners.machine import FLOAT
-from bitwright.predict import Cluster, MemoryLimit
-from bitwright.profile import record_step
-from bitwright.registry import PLANNERS
+from bitwright.cluster import Cluster, MemoryLimit
+from bitwright.cluster.cluster_cost_model import OnCluster
+from bitwright.cluster.cost_model import FLOAT
+from bitwright.cluster.planners import Allocation, uniform
+from bitwright.cluster.planners.precision import over_limits
+from bitwright.core.errors import BitwrightError, PlanError
+from bitwright.core.registry import PLANNERS
+from bitwright.core.tensor_tree import batch_size
+from bitwright.profiling import record_step
 from bitwright.report import words
 from bitwright.sensitivity import Indications, spec_of
 from bitwright.workload import Workload

@@ -15,11 +15,11 @@ from bitwright.cli.options import ReportOption, SamplesOption
 from bitwright.cli.out import Out
 from bitwright.cli.prepared import CheckpointOption, PlanOption, read_plan
 from bitwright.cli.verb import CHECK_FAILED, verb
-from bitwright.errors import BitwrightError
-from bitwright.files import write_text
+from bitwright.core.errors import BitwrightError
+from bitwright.core.files import write_text
 from bitwright.report import add_to_report, report_of, words
 from bitwright.report.comparison import Comparison, OnRuntime, Together
-from bitwright.report.record import Timing
+from bitwright.report.record_parts import Timing
 
 
 class Mode(StrEnum):

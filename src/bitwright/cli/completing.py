@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from bitwright.registry import (
+from bitwright.core.registry import (
     ARTEFACTS,
     BACKENDS,
     INDICATORS,

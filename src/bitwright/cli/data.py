@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 
-from bitwright.batching import first
 from bitwright.cli.out import Out
-from bitwright.errors import BitwrightError, WorkloadError
-from bitwright.graph.tree import tensors_in
-from bitwright.modes import evaluating
-from bitwright.owner import first_line, line_of
-from bitwright.train.data import TrainingData
-from bitwright.train.ranks import Ranks
+from bitwright.core.errors import BitwrightError, WorkloadError
+from bitwright.core.modes import evaluating
+from bitwright.core.tensor_tree import tensors_in
+from bitwright.core.user_code import first_line, line_of
+from bitwright.training.data import TrainingData
+from bitwright.training.distributed import Ranks
 from bitwright.workload import Workload, batches, call, load_workload, pairs
+from bitwright.workload.data import first
 
 
 def open_workload(out: Out, ref: str) -> Workload:

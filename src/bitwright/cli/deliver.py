@@ -9,28 +9,19 @@ from typing import Any
 
 import typer
 
-from bitwright.batching import first, rebatched, regrouped
-from bitwright.checkpoint import save_checkpoint
 from bitwright.cli.data import probes
 from bitwright.cli.out import Out
 from bitwright.cli.verb import CHECK_FAILED
+from bitwright.core.errors import Problem, log_warnings
+from bitwright.core.output_folder import visible
+from bitwright.core.tensor_tree import as_call
 from bitwright.deploy import Artefact, Check, Distance, Runtime, measure_distance, measure_latency, open_runtime
-from bitwright.errors import Problem, log_warnings
-from bitwright.graph.tree import as_call
-from bitwright.output import visible
-from bitwright.recipe import Quantized
-from bitwright.report import (
-    Accuracy,
-    Record,
-    Size,
-    Timing,
-    make_record,
-    parity,
-    timings,
-    words,
-)
+from bitwright.deploy.checkpoint import save_checkpoint
+from bitwright.ptq.quantize import Quantized
+from bitwright.report import Accuracy, Record, Size, Timing, make_record, parity, timings, words
 from bitwright.report import write_report as write_files
 from bitwright.workload import Workload, can_measure, measure
+from bitwright.workload.data import first, rebatched, regrouped
 
 _BATCHES, _RUNS = (1, 64), 100
 _THREADS = 1  # on a small model a second thread only adds noise

@@ -8,8 +8,7 @@ from typing import Annotated
 import typer
 
 from bitwright.backends import backend as find_backend
-from bitwright.bench.made import load_prepared
-from bitwright.checkpoint import checkpoint_file, load_checkpoint
+from bitwright.bench.prepared_model import load_prepared
 from bitwright.cli.data import open_workload
 from bitwright.cli.deliver import evaluate, latencies, show, write_artefacts, write_report
 from bitwright.cli.options import WorkloadArg
@@ -17,13 +16,14 @@ from bitwright.cli.out import Out
 from bitwright.cli.prepared import read_plan
 from bitwright.cli.quantize import usable_runtimes
 from bitwright.cli.verb import verb
+from bitwright.core.errors import BitwrightError, PlanError
+from bitwright.core.output_folder import filling
 from bitwright.deploy import export_float
-from bitwright.errors import BitwrightError, PlanError
+from bitwright.deploy.checkpoint import checkpoint_file, load_checkpoint
 from bitwright.graph import capture
-from bitwright.output import filling
 from bitwright.plan import Plan
 from bitwright.report import Size
-from bitwright.train.recorded import recorded, weights_before
+from bitwright.training.recorded import recorded, weights_before
 from bitwright.workload import Workload
 
 

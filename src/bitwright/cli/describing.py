@@ -7,10 +7,11 @@ import re
 from pathlib import Path
 from typing import Any
 
-from bitwright.cli import VERBS, app
+from bitwright.cli import VERBS
+from bitwright.cli.app import app
 from bitwright.cli.known import TABLE, real_verb
 from bitwright.cli.man import man_page
-from bitwright.files import write_text
+from bitwright.core.files import write_text
 
 #: In a checkout; a wheel carries the page to share/man, where `man` finds it.
 MAN = Path(__file__).parents[3] / "man" / "bitwright.1"

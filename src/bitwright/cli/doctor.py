@@ -11,9 +11,9 @@ from bitwright.backends import backend as find_backend
 from bitwright.cli import examining
 from bitwright.cli.out import Out
 from bitwright.cli.verb import CHECK_FAILED, verb
+from bitwright.core.registry import BACKENDS
 from bitwright.deploy import available_runtimes, saturates
-from bitwright.profile.kernel_speed import BATCH, WIDTH, KernelSpeed, kernel_speeds
-from bitwright.registry import BACKENDS
+from bitwright.profiling.kernel_speed import BATCH, WIDTH, KernelSpeed, kernel_speeds
 from bitwright.report import environment
 
 #: Tried with torch 2.13 and Python 3.11; the whole story is in docs/runtimes.md.

@@ -8,18 +8,18 @@ from typing import Annotated
 
 import typer
 
-from bitwright.bench.made import load_prepared
+from bitwright.bench.prepared_model import load_prepared
 from bitwright.cli.data import open_workload
 from bitwright.cli.options import WorkloadArg
 from bitwright.cli.out import Out
 from bitwright.cli.prepared import CheckpointOption, PlanOption, read_plan
 from bitwright.cli.verb import verb
+from bitwright.core.output_folder import locked, replacing_all
+from bitwright.core.registry import ARTEFACTS, RUNTIMES
 from bitwright.deploy import Runtime, export_float, readers
 from bitwright.deploy import export as export_model
 from bitwright.deploy.onnx_files import stored_bytes
-from bitwright.output import locked, replacing_all
 from bitwright.plan import Plan
-from bitwright.registry import ARTEFACTS, RUNTIMES
 from bitwright.report import words
 
 

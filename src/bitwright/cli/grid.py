@@ -10,15 +10,22 @@ from pathlib import Path
 import typer
 
 from bitwright.bench import GridConfig, Leaderboard, Told, markdown, run_grid
-from bitwright.bench.leaderboard import Summary
-from bitwright.bench.row_report import report_folder
-from bitwright.bench.summary import comparable, reasons, short_reason, summary
-from bitwright.bench.words import counted, drop_words, spread_words
+from bitwright.bench.leaderboard import (
+    Summary,
+    comparable,
+    counted,
+    drop_words,
+    reasons,
+    short_reason,
+    spread_words,
+    summary,
+)
+from bitwright.bench.rows import report_folder
 from bitwright.cli.out import Out
 from bitwright.cli.verb import CHECK_FAILED
-from bitwright.errors import BitwrightError
-from bitwright.files import write_text
-from bitwright.output import replacing_all
+from bitwright.core.errors import BitwrightError
+from bitwright.core.files import write_text
+from bitwright.core.output_folder import replacing_all
 
 SUFFIXES = (".yaml", ".yml")
 
@@ -69,7 +76,7 @@ def run(
 @contextmanager
 def quiet_training() -> Iterator[None]:
     """A training says what it decides for its user; rows keep that, and hundreds of such lines would hide the rest."""
-    log = getLogger("bitwright.train")
+    log = getLogger("bitwright.training")
     level = log.level
     log.setLevel(WARNING)
     try:

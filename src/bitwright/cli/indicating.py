@@ -9,13 +9,13 @@ from typing import Annotated, Any
 
 import typer
 
-from bitwright.batching import split
 from bitwright.cli.data import labelled
 from bitwright.cli.out import Out
-from bitwright.errors import BitwrightError
+from bitwright.core.errors import BitwrightError
 from bitwright.plan import Plan
 from bitwright.sensitivity import Indications, indicate
 from bitwright.workload import Workload, loss_of
+from bitwright.workload.data import split
 
 _BATCH = 32
 

@@ -7,12 +7,11 @@ from typing import Annotated
 
 import typer
 
-from bitwright.bench.leaderboard import Leaderboard
+from bitwright.bench.leaderboard import Leaderboard, counted
 from bitwright.bench.page import links, write_page
-from bitwright.bench.words import counted
 from bitwright.cli.out import Out
 from bitwright.cli.verb import verb
-from bitwright.errors import BitwrightError
+from bitwright.core.errors import BitwrightError
 
 
 @verb(

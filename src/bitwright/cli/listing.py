@@ -11,8 +11,8 @@ import typer
 
 from bitwright.cli.out import Out
 from bitwright.cli.verb import verb
-from bitwright.formats import FLOATS, MINIFLOATS
-from bitwright.registry import (
+from bitwright.core.formats import FLOATS, MINIFLOATS
+from bitwright.core.registry import (
     ARTEFACTS,
     BACKENDS,
     INDICATORS,

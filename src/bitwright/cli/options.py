@@ -8,7 +8,7 @@ from typing import Annotated, Unpack, cast
 import typer
 
 from bitwright.backends import Choices
-from bitwright.errors import BitwrightError
+from bitwright.core.errors import BitwrightError
 from bitwright.plan import Plan
 
 WorkloadArg = Annotated[

@@ -23,7 +23,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from bitwright.errors import UNSEEN, Problem, shortened, shortened_repr, visible_text
+from bitwright.core.errors import UNSEEN, Problem, shortened, shortened_repr, visible_text
 
 Step = Callable[[int], None]
 

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from bitwright.backends import Choices, fitting
+from bitwright.backends import Choices, fitting, make_plan
 from bitwright.backends import backend as find_backend
 from bitwright.cli.allocating import allocate
 from bitwright.cli.choosing import with_choices
@@ -19,11 +19,10 @@ from bitwright.cli.options import load_plan, target
 from bitwright.cli.out import Out
 from bitwright.cli.stepping import LayoutOption
 from bitwright.cli.verb import verb
-from bitwright.errors import BitwrightError, visible_text
+from bitwright.core.errors import BitwrightError, visible_text
 from bitwright.graph import capture
+from bitwright.importers.qsync import load_mapper, plan_of_mapper
 from bitwright.plan import Plan, json_schema
-from bitwright.plan.qsync import load_mapper, plan_of_mapper
-from bitwright.planners import make_plan
 
 _PLANNER = "recover"
 _BACKEND = target(None, None)

@@ -27,11 +27,11 @@ from bitwright.cli.stepping import (
     variant_of,
 )
 from bitwright.cli.verb import verb
-from bitwright.errors import BitwrightError, PlanError, Problem
+from bitwright.cluster import Cluster, Prediction, Predictor, write_trace
+from bitwright.cluster.compare import Comparison, check_is_here, compare
+from bitwright.core.errors import BitwrightError, PlanError, Problem
 from bitwright.plan import Plan
-from bitwright.predict import Cluster, Prediction, Predictor, write_trace
-from bitwright.predict.compare import Comparison, check_is_here, compare
-from bitwright.profile import DeviceProfile, StepGraph, StepSettings, record_step
+from bitwright.profiling import DeviceProfile, StepGraph, StepSettings, record_step
 from bitwright.report import add_to_report, forecast, report_of, words
 from bitwright.workload import Workload
 

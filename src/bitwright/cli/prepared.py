@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from bitwright.errors import BitwrightError
+from bitwright.core.errors import BitwrightError
 from bitwright.plan import Plan
 
 PlanOption = Annotated[Path | None, typer.Option("--plan", help="The plan file.", show_default=False)]

@@ -25,11 +25,12 @@ from bitwright.cli.stepping import (
     variant_of,
 )
 from bitwright.cli.verb import verb
-from bitwright.errors import BitwrightError
-from bitwright.interrupts import Interrupted
+from bitwright.cluster import predict
+from bitwright.core.errors import BitwrightError
+from bitwright.core.interrupts import Interrupted
+from bitwright.importers.trace import import_trace
 from bitwright.plan import Plan
-from bitwright.predict import predict
-from bitwright.profile import (
+from bitwright.profiling import (
     DeviceProfile,
     SampleStore,
     StepGraph,
@@ -39,14 +40,13 @@ from bitwright.profile import (
     profile,
     record_step,
 )
-from bitwright.profile.device import CollectiveCost, Line, OperatorCost, TensorsCost
-from bitwright.profile.here import of_rank, samples_file
-from bitwright.profile.import_trace import import_trace
-from bitwright.profile.published import published as from_data_sheet
-from bitwright.profile.run import check_device, training_peak
-from bitwright.profile.step import CLOCKS, Clock
-from bitwright.profile.way import Amp
-from bitwright.train.ranks import joined
+from bitwright.profiling.device_profile import CollectiveCost, Line, OperatorCost, TensorsCost
+from bitwright.profiling.execution import Amp
+from bitwright.profiling.machine import of_rank, samples_file
+from bitwright.profiling.profiler import check_device, training_peak
+from bitwright.profiling.published import published as from_data_sheet
+from bitwright.profiling.step import CLOCKS, Clock
+from bitwright.training.distributed import joined
 
 _ROUNDS = 30
 _UNSURE = 0.1  # half of the intervals, of the time

@@ -13,7 +13,6 @@ from typing import Annotated
 import typer
 from torch import nn
 
-from bitwright.attach import in_mode
 from bitwright.backends import Choices
 from bitwright.backends import backend as find_backend
 from bitwright.cli.choosing import with_choices
@@ -22,16 +21,17 @@ from bitwright.cli.deliver import evaluate, show, write_artefacts, write_report
 from bitwright.cli.options import HistogramsOption, SamplesOption, StepOption, WorkloadArg
 from bitwright.cli.out import Out
 from bitwright.cli.verb import verb
+from bitwright.core.errors import BitwrightError
+from bitwright.core.files import write_text
+from bitwright.core.interrupts import resumable
+from bitwright.core.output_folder import filling
+from bitwright.core.registry import RUNTIMES
 from bitwright.deploy import available_runtimes
-from bitwright.errors import BitwrightError
-from bitwright.files import write_text
-from bitwright.interrupts import resumable
-from bitwright.output import filling
 from bitwright.plan import Plan
 from bitwright.ptq import MEMORY, read_steps
-from bitwright.recipe import Quantized
-from bitwright.recipe import quantize as quantize_model
-from bitwright.registry import RUNTIMES
+from bitwright.ptq.quantize import Quantized
+from bitwright.ptq.quantize import quantize as quantize_model
+from bitwright.quantizers import in_mode
 from bitwright.report import Accuracy, Size, read_json
 
 STATE = ".steps"  # where steps keep how far they are, while they run

@@ -11,9 +11,9 @@ from bitwright.cli.data import calibration
 from bitwright.cli.deliver import evaluate, latencies, show, write_artefacts, write_report
 from bitwright.cli.out import Out
 from bitwright.cli.verb import verb
+from bitwright.core.output_folder import filling
 from bitwright.deploy import export_float, readers
-from bitwright.output import filling
-from bitwright.recipe import quantize
+from bitwright.ptq.quantize import quantize
 from bitwright.report import Size
 
 _SEED, _EPOCHS = 0, 10

@@ -9,7 +9,7 @@ import typer
 
 from bitwright.cli.out import Out
 from bitwright.cli.verb import verb
-from bitwright.errors import BitwrightError
+from bitwright.core.errors import BitwrightError
 from bitwright.report import join, read_json, write_html, write_json, write_markdown
 from bitwright.report.folder import REPORT
 

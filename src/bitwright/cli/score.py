@@ -10,21 +10,21 @@ import typer
 from torch import nn
 
 from bitwright.backends import Choices
-from bitwright.batching import split
 from bitwright.cli.choosing import with_choices
 from bitwright.cli.data import calibration, labelled, open_workload, probes
 from bitwright.cli.indicating import FormatsOption, IndicatorOption, refuse_choices, show_indications
 from bitwright.cli.options import ReportOption, WorkloadArg
 from bitwright.cli.out import Out
 from bitwright.cli.verb import verb
-from bitwright.errors import BitwrightError
+from bitwright.core.errors import BitwrightError
 from bitwright.plan import Plan
-from bitwright.recipe import Quantized
-from bitwright.recipe import quantize as quantize_model
+from bitwright.ptq.quantize import Quantized
+from bitwright.ptq.quantize import quantize as quantize_model
 from bitwright.report import add_to_report, network, report_of, sensitivity, words
 from bitwright.sensitivity import Scores, SiteScore, Suggestion, suggest
 from bitwright.sensitivity import score as score_model
 from bitwright.workload import Workload, can_measure, loss_of, measure
+from bitwright.workload.data import split
 
 _BATCH = 32  # the numbers of one batch are kept: small ones need little memory
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from bitwright.disk import remove_living
-from bitwright.interrupts import Stop, listening
+from bitwright.core.files import remove_living
+from bitwright.core.interrupts import Stop, listening
 
 SIGNALS = tuple(
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)

@@ -12,20 +12,21 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from bitwright.attach import prepare
+from bitwright.backends import make_plan
+from bitwright.backends.precisions import resolve
 from bitwright.cli.out import Out
-from bitwright.errors import BitwrightError, PlanError
-from bitwright.graph import capture, tree
+from bitwright.cluster import MemoryLimit
+from bitwright.core import tensor_tree as tree
+from bitwright.core.errors import BitwrightError, PlanError
+from bitwright.graph import capture
 from bitwright.plan import Plan
-from bitwright.planners import make_plan
-from bitwright.predict import MemoryLimit
-from bitwright.profile import DeviceProfile, StepSettings, Variant
-from bitwright.profile.step import Batch, Loss
+from bitwright.profiling import DeviceProfile, StepSettings, Variant
+from bitwright.profiling.step import Batch, Loss
+from bitwright.quantizers import prepare
 from bitwright.sensitivity import spec_of
-from bitwright.train import Qat
-from bitwright.train.data import TrainingData
-from bitwright.train.precision import resolve
-from bitwright.train.ranks import Ranks
+from bitwright.training import Qat
+from bitwright.training.data import TrainingData
+from bitwright.training.distributed import Ranks
 from bitwright.workload import Workload, loss_of
 
 BatchOption = Annotated[

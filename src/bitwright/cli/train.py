@@ -25,11 +25,11 @@ from bitwright.cli.options import (
 from bitwright.cli.out import Out
 from bitwright.cli.settings import with_settings
 from bitwright.cli.verb import verb
-from bitwright.output import visible
+from bitwright.core.output_folder import visible
 from bitwright.report import new_record, words, write_report
-from bitwright.train import Callback, TensorBoard, TrainConfig, Trainer, tensorboard_problem
-from bitwright.train.recorded import recorded
-from bitwright.train.run import Run
+from bitwright.training import Callback, TensorBoard, TrainConfig, Trainer, tensorboard_problem
+from bitwright.training.recorded import recorded
+from bitwright.training.run import Run
 
 
 @verb(

@@ -14,15 +14,15 @@ from bitwright.cli.options import SamplesOption
 from bitwright.cli.out import Out
 from bitwright.cli.quantize import usable_runtimes
 from bitwright.cli.verb import CHECK_FAILED, verb
-from bitwright.errors import BitwrightError, WorkloadError
-from bitwright.interrupts import resumable
-from bitwright.output import visible
+from bitwright.core.errors import BitwrightError, WorkloadError
+from bitwright.core.interrupts import resumable
+from bitwright.core.output_folder import visible
 from bitwright.report import Accuracy, Size, new_record, words
 from bitwright.report import write_report as write_files
 from bitwright.tuning import Budget, Goal, TuneConfig, Tuned
 from bitwright.tuning.baseline import Baseline
-from bitwright.tuning.explore import Asked
 from bitwright.tuning.recorded import recorded
+from bitwright.tuning.search import Asked
 from bitwright.workload import can_measure
 
 _SHOWN = 12  # trials in the table at the end

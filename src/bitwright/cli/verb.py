@@ -17,9 +17,9 @@ import typer
 from bitwright.cli.known import REAL
 from bitwright.cli.out import Out
 from bitwright.cli.signals import exit_code, signals
-from bitwright.disk import disk_error, written
-from bitwright.errors import BitwrightError
-from bitwright.interrupts import Interrupted, Stop
+from bitwright.core.errors import BitwrightError
+from bitwright.core.files import disk_error, written
+from bitwright.core.interrupts import Interrupted, Stop
 
 Verb = Callable[..., None]
 

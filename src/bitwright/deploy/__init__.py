@@ -2,14 +2,14 @@
 
 from bitwright.deploy.agreement import OutputCheck
 from bitwright.deploy.artefacts import Stored, read_artefact
+from bitwright.deploy.check import Check, check, default_runtime
 from bitwright.deploy.distance import Distance, OutputDistance, SiteDistance, measure_distance
 from bitwright.deploy.export import Artefact, export, export_float, unexportable
 from bitwright.deploy.footprint import peak_memory
-from bitwright.deploy.machine import saturates
 from bitwright.deploy.measure import Latency, measure_latency
-from bitwright.deploy.parity import Check, check, default_runtime
-from bitwright.deploy.runtime import Runtime, available_runtimes, open_runtime, readers
-from bitwright.deploy.sites import Probe, SiteCheck
+from bitwright.deploy.runtimes.base import Runtime, available_runtimes, open_runtime, readers
+from bitwright.deploy.saturation import saturates
+from bitwright.deploy.site_check import Probe, SiteCheck
 
 __all__ = [
     "Artefact",

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bitwright.errors import ArtefactError
+from bitwright.core.errors import ArtefactError
 
 MIN_SQNR = 30.0
 # Codes may differ by one where a sum falls next to a rounding boundary, and such flips spread through a deep network.

@@ -16,11 +16,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from bitwright.attach import Attachment, Quantizer, attachment_of, in_mode, tapped
+from bitwright.core.errors import Problem
+from bitwright.core.modes import evaluating
+from bitwright.core.tensor_tree import as_call, batch_size, map_tensors, part, tensors_in
 from bitwright.deploy.agreement import Sums, as_array, decibels
-from bitwright.errors import Problem
-from bitwright.graph.tree import as_call, batch_size, map_tensors, part, tensors_in
-from bitwright.modes import evaluating
+from bitwright.quantizers import Attachment, Quantizer, attachment_of, in_mode, tapped
 
 FAR_DB = 10.0  # below, the error is a third of the output's amplitude; ordinary INT8 models have 20 to 40
 FAR_TOP1, FAR_TOP1_DB = 0.5, 20.0  # below both, a class is often another one, and not only because classes are close

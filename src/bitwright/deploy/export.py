@@ -14,27 +14,26 @@ import onnx_ir as ir
 import torch
 from torch import nn
 
-from bitwright.arguments import strict
-from bitwright.attach import Attachment, attachment_of
-from bitwright.attach.state import parameter_problems, state_problems
 from bitwright.backends import backend
+from bitwright.core.arguments import strict
+from bitwright.core.errors import ExportError, PlanError, Problem, log_warnings
+from bitwright.core.files import write_text
+from bitwright.core.logging import quiet
+from bitwright.core.modes import evaluating
+from bitwright.core.registry import ARTEFACTS
+from bitwright.core.tensor_tree import as_call, batch_size
+from bitwright.deploy.artefacts.base import Sidecar
 from bitwright.deploy.artefacts.plain import write_plain
-from bitwright.deploy.artefacts.sidecar import Sidecar
 from bitwright.deploy.artefacts.store import KEYS, KIND, QDQ
-from bitwright.deploy.dynamic import frozen_size
-from bitwright.deploy.float32 import to_float32
+from bitwright.deploy.dynamic_axes import frozen_size
 from bitwright.deploy.integrity import text_digest, write_digests
 from bitwright.deploy.onnx_files import replacing_onnx, save_onnx, stored_bytes
+from bitwright.deploy.onnx_translation import to_float32, translations
 from bitwright.deploy.qdq import Counts, Recorded, write_qdq
 from bitwright.deploy.rewrites import fold_constants
 from bitwright.deploy.trace import Exported, export_program, fixed_batch, reason_of, trace
-from bitwright.deploy.translations import translations
-from bitwright.errors import ExportError, PlanError, Problem, log_warnings
-from bitwright.files import write_text
-from bitwright.graph.tree import as_call, batch_size
-from bitwright.modes import evaluating
-from bitwright.quiet import quiet
-from bitwright.registry import ARTEFACTS
+from bitwright.quantizers import Attachment, attachment_of
+from bitwright.quantizers.state import parameter_problems, state_problems
 from bitwright.version import __version__
 
 _Rest = TypeVarTuple("_Rest")  # what is known of a file that was written, beside its program

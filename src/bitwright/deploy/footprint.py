@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bitwright.deploy.runtime import open_runtime
-from bitwright.disk import scratch_folder
-from bitwright.errors import ArtefactError
+from bitwright.core.errors import ArtefactError
+from bitwright.core.files import scratch_folder
+from bitwright.deploy.runtimes.base import open_runtime
 
 _SECONDS = 600
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from statistics import median, quantiles
 from typing import Any, TypeVar
 
-from bitwright.arguments import strict
+from bitwright.core.arguments import strict
 
 Name = TypeVar("Name", bound=Hashable)
 

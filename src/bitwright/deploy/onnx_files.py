@@ -1,4 +1,4 @@
-"""ONNX files of any size: a protobuf ends at 2 GB, so larger models keep their tensors in a file beside it."""
+"""ONNX files: reading and writing at any size, looking into artefacts, and names of operators."""
 
 from __future__ import annotations
 
@@ -9,10 +9,30 @@ from pathlib import Path, PureWindowsPath
 
 import onnx_ir as ir
 
-from bitwright.disk import to_disk, writing
-from bitwright.documents import regular
-from bitwright.errors import ArtefactError, BitwrightError, PlanError, Problem, shortened
-from bitwright.files import replacing
+from bitwright.core.documents import regular
+from bitwright.core.errors import ArtefactError, BitwrightError, PlanError, Problem, shortened
+from bitwright.core.files import replacing, to_disk, writing
+
+
+def operator_of(node: ir.Node) -> str:
+    """The operator that reads `conv:input`, `conv:weight` or `conv.weight`; else what its output is called."""
+    for value in (value.name for value in node.inputs if value is not None and value.name):
+        operator, colon, port = value.rpartition(":")
+        if colon and not port.startswith("output"):
+            return operator
+        if value.endswith(".weight"):
+            return value.removesuffix(".weight")
+    return str(node.outputs[0].name)
+
+
+def behind(graph: ir.Graph, value: str, kinds: set[str]) -> str | None:
+    """The operator of these kinds whose result reaches a value through others that a runtime fuses with it."""
+    node = next((node for node in graph if value in {output.name for output in node.outputs}), None)
+    while node is not None and node.op_type not in kinds:
+        source = node.inputs[0] if node.inputs else None
+        node = None if source is None else source.producer()
+    return None if node is None else operator_of(node)
+
 
 _LARGEST = 2**31 - 2**24  # bytes of tensors in one file; the graph itself has the rest
 _SMALL = 1024  # bytes of a tensor that stays in the model's file, where shape inference looks for it

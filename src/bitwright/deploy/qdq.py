@@ -13,11 +13,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bitwright.attach import Attachment, Quantizer
-from bitwright.attach.grid import product_problem
-from bitwright.attach.guards import holds as guard_holds
-from bitwright.errors import ExportError, PlanError, Problem
-from bitwright.formats import Format
+from bitwright.core.errors import ExportError, PlanError, Problem
+from bitwright.core.formats import Format
+from bitwright.quantizers import Attachment, Quantizer
+from bitwright.quantizers.grid import holds as guard_holds
+from bitwright.quantizers.grid import product_problem
 
 MARKER = ("bitwright", "Site")
 

@@ -16,16 +16,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from bitwright.attach import Attachment, Fold, Quantizer, Route, align, attachment_of, in_mode, routed, tapped
-from bitwright.deploy.dynamic import Axis, free_axes
+from bitwright.core.errors import ExportError, Problem
+from bitwright.core.modes import call_copied, evaluating
+from bitwright.core.tensor_tree import batch_size, map_tensors, tensors_in
+from bitwright.core.user_code import line_of
+from bitwright.deploy.dynamic_axes import Axis, free_axes
 from bitwright.deploy.qdq import Recorded
 from bitwright.deploy.rewrites import inline_regions
-from bitwright.errors import ExportError, Problem
 from bitwright.graph.capture import Recorder, named_inputs, run_recorded
-from bitwright.graph.intercept import bare
-from bitwright.graph.tree import batch_size, map_tensors, tensors_in
-from bitwright.modes import call_copied, evaluating
-from bitwright.owner import line_of
+from bitwright.graph.interception import bare
+from bitwright.quantizers import Attachment, Fold, Quantizer, Route, align, attachment_of, in_mode, routed, tapped
 
 
 @dataclass(frozen=True, kw_only=True)

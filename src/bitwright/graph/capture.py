@@ -16,15 +16,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from bitwright.arguments import strict
-from bitwright.errors import BitwrightError, CaptureError, Problem
-from bitwright.graph.functions import carries_floats, in_transform, is_inplace, kind_of, locate, reads_values
+from bitwright.core.arguments import strict
+from bitwright.core.errors import BitwrightError, CaptureError, Problem
+from bitwright.core.tensor_tree import as_call, batch_size, part, tensors_in
+from bitwright.core.user_code import first_line, line_of
 from bitwright.graph.graph import Graph, Op, Output, Parameter, Port, Role, Source
-from bitwright.graph.intercept import Interceptor, bare, install, uninstall
-from bitwright.graph.macs import macs
+from bitwright.graph.interception import Interceptor, bare, install, uninstall
 from bitwright.graph.naming import operator_name, primary_kind
-from bitwright.graph.tree import as_call, batch_size, part, tensors_in
-from bitwright.owner import first_line, line_of
+from bitwright.graph.operators import carries_floats, in_transform, is_inplace, kind_of, locate, macs, reads_values
 
 
 @strict

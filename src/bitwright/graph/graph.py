@@ -10,11 +10,11 @@ from typing import Literal
 
 from pydantic import TypeAdapter
 
-from bitwright.arguments import strict
-from bitwright.documents import parse_json, validated
-from bitwright.errors import PlanError, Problem
-from bitwright.graph.functions import can_hook
+from bitwright.core.arguments import strict
+from bitwright.core.documents import parse_json, validated
+from bitwright.core.errors import PlanError, Problem
 from bitwright.graph.naming import site_name
+from bitwright.graph.operators import can_hook
 
 SourceKind = Literal["op", "param", "buffer", "input", "constant", "unknown"]
 Role = Literal["activation", "weight", "bias", "other"]

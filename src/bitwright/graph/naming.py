@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from bitwright.errors import BitwrightError
+from bitwright.core.errors import BitwrightError
 
 # The operator that a module of torch.nn stands for. Subclasses count as their base.
 _PRIMARY: dict[type[nn.Module], str] = {

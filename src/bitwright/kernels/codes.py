@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bitwright.attach.compiled import Kernel as Compiled
-from bitwright.attach.compiled import dense, worthwhile
-from bitwright.attach.grid import SMALLEST
+from bitwright.quantizers.compiled import Kernel as Compiled
+from bitwright.quantizers.compiled import dense, worthwhile
+from bitwright.quantizers.grid import SMALLEST
 
 FULL = 127
 TINY = SMALLEST

@@ -10,11 +10,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from bitwright.graph import Op
-from bitwright.graph.functions import kind_of
+from bitwright.graph.operators import kind_of
 from bitwright.kernels import products
-from bitwright.kernels.calls import arguments, each_axis, padded
 from bitwright.kernels.codes import FULL, TINY, Codes, Signed, encode, encode_columns, encode_rows
-from bitwright.kernels.kernel import Kernel
+from bitwright.kernels.kernel import Kernel, arguments, each_axis, padded
 from bitwright.plan import ComputeSpec
 
 Run = TypeVar("Run", bound=Callable[..., Any])

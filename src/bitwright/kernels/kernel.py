@@ -1,4 +1,4 @@
-"""What a kernel is: one class, registered once; profile, predict, planners and training know it from then on."""
+"""The kernel interface, and the arguments of the calls that kernels replace."""
 
 from __future__ import annotations
 
@@ -7,11 +7,67 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from bitwright.core.registry import KERNELS
 from bitwright.graph import Op
 from bitwright.plan import ComputeSpec
-from bitwright.registry import KERNELS
+
+_LINEAR = ("input", "weight", "bias")
+_CONV = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+_EMBEDDING = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
+#: By function the names of its arguments in order. A tensor's own method has no name for the tensor.
+_NAMES: dict[Any, tuple[str, ...]] = {
+    F.linear: _LINEAR,
+    F.conv2d: _CONV,
+    torch.conv2d: _CONV,
+    F.conv1d: _CONV,
+    torch.conv1d: _CONV,
+    F.embedding: _EMBEDDING,
+    torch.embedding: ("weight", "indices", "padding_idx", "scale_grad_by_freq", "sparse"),
+    torch.matmul: ("input", "other"),
+    torch.mm: ("input", "mat2"),
+    torch.bmm: ("input", "mat2"),
+    Tensor.matmul: ("input", "other"),
+    Tensor.__matmul__: ("input", "other"),
+    Tensor.__rmatmul__: ("other", "input"),
+    Tensor.mm: ("input", "mat2"),
+    Tensor.bmm: ("input", "mat2"),
+}
+#: Other names of the same thing.
+_SAME = {"mat2": "other", "indices": "input"}
+
+
+def arguments(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
+    """By the names that torch.nn.functional and torch.matmul have; None for other functions and other arguments.
+
+    >>> a, b = torch.ones(1, 2, 3), torch.ones(1, 3, 4)
+    >>> list(arguments(torch.bmm, (a,), {"mat2": b})), arguments(torch.bmm, (a, b), {"out": None})
+    (['input', 'other'], None)
+    """
+    names = _NAMES.get(func)
+    if names is None or len(args) > len(names) or not set(kwargs) <= set(names[len(args) :]):
+        return None
+    return {_SAME.get(name, name): value for name, value in (*zip(names, args, strict=False), *kwargs.items())}
+
+
+def each_axis(value: Any, dims: int) -> tuple[int, ...]:
+    """A stride, padding or dilation for each axis."""
+    return (value,) * dims if isinstance(value, int) else tuple(value) * (dims if len(value) == 1 else 1)
+
+
+def padded(input: Tensor, weight: Tensor, padding: Any, dilation: tuple[int, ...]) -> tuple[Tensor, tuple[int, ...]]:
+    """`same` and `valid` as numbers for each axis. Where `same` has an odd number of zeros, the last comes first."""
+    dims = weight.dim() - 2
+    if padding == "valid":
+        return input, (0,) * dims
+    if padding != "same":
+        return input, each_axis(padding, dims)
+    sides = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
+    if any(side % 2 for side in sides):
+        input = F.pad(input, [part for side in reversed(sides) for part in (0, side % 2)])
+    return input, tuple(side // 2 for side in sides)
 
 
 class Kernel(ABC):

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from bitwright.graph.functions import kind_of
-from bitwright.graph.tree import map_tensors
+from bitwright.core.tensor_tree import map_tensors
+from bitwright.graph.operators import kind_of
 from bitwright.kernels.kernel import Kernel
 from bitwright.plan import ComputeSpec
 

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bitwright.attach.compiled import Kernel as Compiled
-from bitwright.attach.compiled import worthwhile
 from bitwright.kernels.codes import EXACT, FULL, Codes, Signed, signed_bytes
+from bitwright.quantizers.compiled import Kernel as Compiled
+from bitwright.quantizers.compiled import worthwhile
 
 Ints = Sequence[int]
 DEEP = 1 << 16

@@ -1,8 +1,15 @@
 """Plan: load, save, validate, diff."""
 
-from bitwright.plan.plan import Change, ComputeSpec, Device, FoldSpec, Plan, SiteSpec
-from bitwright.plan.schema import SCHEMA_VERSION, json_schema
-from bitwright.plan.strategies import DEFAULT_STRATEGY, NO_FOLDING, STRATEGIES, known_strategies
+from bitwright.plan.compute import ComputeSpec
+from bitwright.plan.plan import Change, Device, FoldSpec, Plan, SiteSpec
+from bitwright.plan.schema import (
+    DEFAULT_STRATEGY,
+    NO_FOLDING,
+    SCHEMA_VERSION,
+    STRATEGIES,
+    json_schema,
+    known_strategies,
+)
 
 __all__ = [
     "DEFAULT_STRATEGY",

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from bitwright.arguments import strict
-from bitwright.errors import Problem, did_you_mean
+from bitwright.core.arguments import strict
+from bitwright.core.errors import Problem, did_you_mean
+from bitwright.core.registry import KERNELS
 from bitwright.graph import Graph
-from bitwright.registry import KERNELS
 
 FLOAT = "float"
 _GRADIENTS = ("input", "weight")

@@ -9,13 +9,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from bitwright.arguments import strict
-from bitwright.errors import PlanError, Problem, did_you_mean
-from bitwright.formats import Format
+from bitwright.core.arguments import strict
+from bitwright.core.errors import PlanError, Problem, did_you_mean
+from bitwright.core.formats import Format
 from bitwright.graph import Graph
 from bitwright.graph.naming import site_name
 from bitwright.plan.compute import ComputeSpec, resolved
-from bitwright.plan.strategies import DEFAULT_STRATEGY
+from bitwright.plan.schema import DEFAULT_STRATEGY
 
 _FLOAT = Format.parse("float")
 
@@ -207,7 +207,7 @@ class Plan:
 
     def diff(self, other: Plan) -> list[Change]:
         """What changes from this plan to `other`."""
-        from bitwright.plan.diff import diff
+        from bitwright.plan.files import diff
 
         return diff(self, other)
 

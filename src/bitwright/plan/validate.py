@@ -5,14 +5,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping
 
-from bitwright.errors import BitwrightError, Problem, did_you_mean
+from bitwright.core.errors import BitwrightError, Problem, did_you_mean
+from bitwright.core.registry import BACKENDS, OBSERVERS, QUANTIZERS, Registry
 from bitwright.graph import Graph, Op
-from bitwright.graph.functions import channel_axis, reduction_axis
 from bitwright.graph.naming import SiteName
+from bitwright.graph.operators import channel_axis, reduction_axis
 from bitwright.plan.compute import problems_of
 from bitwright.plan.plan import Lookup, Plan, SiteSpec, is_pattern, matching, site_names, weight_owners
-from bitwright.plan.strategies import STRATEGIES, WITHOUT_BATCH, known_strategies
-from bitwright.registry import BACKENDS, OBSERVERS, QUANTIZERS, Registry
+from bitwright.plan.schema import STRATEGIES, WITHOUT_BATCH, known_strategies
 
 GUARDS = ("int16-pairs",)
 

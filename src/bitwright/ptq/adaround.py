@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from bitwright.ptq.blocks import Block, find_layers
-from bitwright.ptq.reconstruct import Reconstruct
-from bitwright.ptq.work import Work
+from bitwright.ptq.block_replay import Block, find_layers
+from bitwright.ptq.reconstruction import Reconstruct
+from bitwright.ptq.step import Work
 
 
 class AdaRound(Reconstruct):

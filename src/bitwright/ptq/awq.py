@@ -12,10 +12,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from bitwright.attach import Quantizer, grid_from_range
-from bitwright.ptq.scaling import Group, find_groups, gather, inward
-from bitwright.ptq.step import Step
-from bitwright.ptq.work import Weight, Work, unit_of
+from bitwright.ptq.channel_scaling import Group, find_groups, gather, inward
+from bitwright.ptq.step import Step, Weight, Work, unit_of
+from bitwright.quantizers import Quantizer, grid_from_range
 
 _SMALLEST = 1e-5
 

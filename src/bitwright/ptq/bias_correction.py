@@ -13,12 +13,11 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from bitwright.attach import in_mode
+from bitwright.core.modes import evaluating
 from bitwright.graph import Op, Source
-from bitwright.modes import evaluating
-from bitwright.ptq.replay import Replay, by_channel
-from bitwright.ptq.step import Step
-from bitwright.ptq.work import Work
+from bitwright.ptq.block_replay import Replay, by_channel
+from bitwright.ptq.step import Step, Work
+from bitwright.quantizers import in_mode
 
 
 class BiasCorrection(Step):

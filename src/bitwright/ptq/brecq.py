@@ -6,9 +6,9 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from bitwright.ptq.blocks import Block, find_blocks
-from bitwright.ptq.reconstruct import Reconstruct
-from bitwright.ptq.work import Work
+from bitwright.ptq.block_replay import Block, find_blocks
+from bitwright.ptq.reconstruction import Reconstruct
+from bitwright.ptq.step import Work
 
 
 class Brecq(Reconstruct):

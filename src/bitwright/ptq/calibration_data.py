@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from bitwright.errors import Problem
-from bitwright.graph.tree import batch_size, tensors_in
+from bitwright.core.errors import Problem
+from bitwright.core.tensor_tree import batch_size, tensors_in
 
 
 class CalibrationData:

@@ -21,9 +21,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from bitwright.attach.grid import SMALLEST
-from bitwright.graph.tape import Call, plainly
-from bitwright.ptq.pairs import (
+from bitwright.graph.recording import Call, plainly
+from bitwright.ptq.block_replay import by_channel
+from bitwright.ptq.channel_scaling import (
     Pair,
     divide_outputs,
     find_pairs,
@@ -33,9 +33,8 @@ from bitwright.ptq.pairs import (
     numbers_per_input,
     output_ranges,
 )
-from bitwright.ptq.replay import by_channel
-from bitwright.ptq.step import Step
-from bitwright.ptq.work import Work, unit_of
+from bitwright.ptq.step import Step, Work, unit_of
+from bitwright.quantizers.grid import SMALLEST
 
 _ENOUGH = 1.01  # a sweep that changes no factor by more than this is the last
 _SMALLEST = 1e-12

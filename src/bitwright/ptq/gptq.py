@@ -14,13 +14,12 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from bitwright.attach import in_mode
-from bitwright.errors import CalibrationError
-from bitwright.graph.tape import Call
-from bitwright.modes import evaluating
-from bitwright.ptq.replay import Replay
-from bitwright.ptq.step import Step
-from bitwright.ptq.work import Weight, Work, unit_of
+from bitwright.core.errors import CalibrationError
+from bitwright.core.modes import evaluating
+from bitwright.graph.recording import Call
+from bitwright.ptq.block_replay import Replay
+from bitwright.ptq.step import Step, Weight, Work, unit_of
+from bitwright.quantizers import in_mode
 
 _KINDS = ("linear", "conv1d", "conv2d")
 

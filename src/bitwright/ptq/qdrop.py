@@ -8,9 +8,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from bitwright.graph.tape import Values
+from bitwright.graph.recording import Values
+from bitwright.ptq.block_replay import Replay
 from bitwright.ptq.brecq import Brecq
-from bitwright.ptq.replay import Replay
 
 
 class QDrop(Brecq):

@@ -16,18 +16,16 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from bitwright.arrays import read_tensors
-from bitwright.attach import CONTAINER
-from bitwright.documents import read_json
-from bitwright.errors import BitwrightError, CheckpointError, PlanError, Problem
-from bitwright.files import replacing, write_text
-from bitwright.fingerprint import file_fingerprint, fingerprint
-from bitwright.graph.tree import tensors_in
-from bitwright.interrupts import safe_point, uninterrupted
-from bitwright.ptq.calibrate import find_ranges
-from bitwright.ptq.ranks import several
-from bitwright.ptq.step import Step
-from bitwright.ptq.work import Work, need_data
+from bitwright.core.arrays import read_tensors
+from bitwright.core.documents import read_json
+from bitwright.core.errors import BitwrightError, CheckpointError, PlanError, Problem
+from bitwright.core.files import file_fingerprint, fingerprint, replacing, write_text
+from bitwright.core.interrupts import safe_point, uninterrupted
+from bitwright.core.tensor_tree import tensors_in
+from bitwright.ptq.calibration import find_ranges
+from bitwright.ptq.distributed import several
+from bitwright.ptq.step import Step, Work, need_data
+from bitwright.quantizers import CONTAINER
 
 progress_log = getLogger("bitwright.progress")
 PROGRESS = "progress.json"

@@ -12,9 +12,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from bitwright.ptq.scaling import find_groups, gather, inward, weight_columns
-from bitwright.ptq.step import Step
-from bitwright.ptq.work import Work, unit_of
+from bitwright.ptq.channel_scaling import find_groups, gather, inward, weight_columns
+from bitwright.ptq.step import Step, Work, unit_of
 
 _SMALLEST = 1e-5
 

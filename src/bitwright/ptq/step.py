@@ -1,17 +1,182 @@
-"""What a PTQ step is: settings that are checked as a whole, and units of work that are done one by one."""
+"""PTQ steps: their settings, and what each is given: the model, its graph and rereadable data."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import frexp, inf
+from typing import Any, ClassVar
 
+import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
+from torch import Tensor, nn
 
-from bitwright.errors import BitwrightError, PlanError, Problem, did_you_mean
-from bitwright.registry import STEPS
+from bitwright.core.errors import BitwrightError, CalibrationError, PlanError, Problem, did_you_mean
+from bitwright.core.modes import evaluating
+from bitwright.core.registry import STEPS
+from bitwright.graph import Graph, Op, Source
+from bitwright.graph.recording import Runner, Tape, Values, inputs_of, parameters_of, record
+from bitwright.plan import Plan
+from bitwright.quantizers import Attachment, Quantizer, attachment_of, in_mode
+from bitwright.workload.data import split
 
-if TYPE_CHECKING:
-    from bitwright.ptq.work import Work
+MEMORY = 1024
+"""MiB of activations that steps keep in memory; what is more goes to the disk."""
+
+
+class Data:
+    """Batches that can be walked through again: a list, a loader, or a function that gives a new iterator."""
+
+    def __init__(self, batches: Iterable[Any] | Callable[[], Iterable[Any]]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.batches() if callable(self.batches) else self.batches)
+
+    @property
+    def once(self) -> bool:
+        """Whether it can be walked through only once."""
+        return isinstance(self.batches, Iterator)
+
+    def pieces(self, size: int) -> Iterator[Any]:
+        """Batches of at most `size` samples: larger ones are cut, none are joined."""
+        return split(self, size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weight:
+    """A quantized weight and the operator that is its first use."""
+
+    op: Op
+    quantizer: Quantizer
+    parameter: nn.Parameter
+    name: str
+
+
+@dataclass(kw_only=True)
+class Work:
+    """A prepared model on its way through the steps."""
+
+    model: nn.Module
+    graph: Graph
+    plan: Plan
+    data: Data
+    seed: int = 0
+    memory: int = MEMORY
+    reference: Values = field(default_factory=dict)
+    """Parameters and buffers of the float model, as they were before a step that needs ranges changed them."""
+    skipped: dict[str, str] = field(default_factory=dict)
+    """What a step left alone, with the reason."""
+    kept: dict[str, Any] = field(default_factory=dict)
+    """What a step keeps from unit to unit; it must be able to make it again."""
+    generator: torch.Generator = field(default_factory=torch.Generator)
+    """Seeded anew for each unit, so that a resumed run draws the same numbers."""
+
+    @property
+    def attachment(self) -> Attachment:
+        """The quantizers."""
+        return attachment_of(self.model)
+
+    @cached_property
+    def readers(self) -> dict[Source, int]:
+        """How many ports read each source."""
+        return {source: len(pairs) for source, pairs in self.graph.consumers.items()}
+
+    @cached_property
+    def tape(self) -> Tape:
+        """A recording of one small call."""
+        with in_mode(self.model, "float"):
+            return record(self.model, next(self.data.pieces(2)))[0]
+
+    @torch.no_grad()
+    def watch(self, batch: int, look: Runner) -> None:
+        """Let all data pass through the float model as it is now; `look` runs each call."""
+        tapes: dict[tuple[Any, ...], Tape] = {}
+        with evaluating(self.model), in_mode(self.model, "float"):
+            for piece in self.data.pieces(batch):
+                inputs = inputs_of(self.model, piece)
+                shape = tuple((source, tensor.shape) for source, tensor in inputs.items())
+                if shape not in tapes:
+                    tapes[shape] = record(self.model, piece)[0]
+                tape = tapes[shape]
+                tape.run(0, len(tape.calls), inputs, {**tape.constants, **self.live()}, look)
+
+    def weight_of(self, op: Op, port: str = "weight") -> nn.Parameter | None:
+        """The parameter at an operator's weight port, if it is one as it is stored."""
+        found = op.port(port)
+        if found is None or len(found.sources) != 1 or found.sources[0].kind != "param":
+            return None
+        return self.model.get_parameter(found.sources[0].name)
+
+    def weights(self) -> list[Weight]:
+        """The quantized weights in the order of their first use; what can't be worked on is noted."""
+        result: list[Weight] = []
+        for op in self.graph.ops:
+            quantizer = self.attachment.quantizers.get(op.site("weight"))
+            if quantizer is None:
+                continue
+            parameter = self.weight_of(op)
+            if parameter is None:
+                self.skipped[quantizer.site] = "the weight is computed from a parameter, not stored as one"
+            elif self.graph.partial(op):
+                self.skipped[quantizer.site] = "only some inputs reach this operator"
+            elif not even(quantizer):
+                self.skipped[quantizer.site] = f"the levels of {quantizer.spec.quantizer} aren't those of a plain grid"
+            else:
+                port = op.port("weight")
+                assert port is not None
+                result.append(Weight(op=op, quantizer=quantizer, parameter=parameter, name=port.sources[0].name))
+        return result
+
+    def fold_factor(self, weight: Weight) -> Tensor | None:
+        """What the folded norm multiplies this weight with, as it broadcasts against it."""
+        fold = weight.quantizer.fold
+        return None if fold is None else fold.spread(fold.unit(), weight.parameter).detach()
+
+    def folded(self, weight: Weight) -> Tensor:
+        """The weight as its quantizer sees it."""
+        factor = self.fold_factor(weight)
+        wide = weight.parameter.detach().float()
+        return wide if factor is None else wide * factor
+
+    @torch.no_grad()
+    def put(self, weight: Weight, folded: Tensor) -> None:
+        """Give a weight the value that its quantizer is to see."""
+        factor = self.fold_factor(weight)
+        if factor is not None:
+            alive = factor.abs() > 0
+            folded = torch.where(alive, folded / torch.where(alive, factor, 1.0), weight.parameter.float())
+        weight.parameter.copy_(folded.to(weight.parameter.dtype))
+
+    def live(self) -> Values:
+        """Parameters and buffers as they are now."""
+        return parameters_of(self.model)
+
+
+def even(quantizer: Quantizer) -> bool:
+    """Whether codes are the nearest points of the grid to the numbers themselves."""
+    return quantizer.exportable and type(quantizer).transform is Quantizer.transform and not quantizer.of
+
+
+def unit_of(peak: float) -> float:
+    """A power of two near `peak`, by which steps divide before they square; 1 for ordinary magnitudes.
+
+    Squares of numbers beyond 1e±19 leave the range of float32. Dividing by a power of two is exact.
+    """
+    if not 0.0 < peak < inf or 2.0**-20 <= peak <= 2.0**20:
+        return 1.0
+    return 2.0 ** max(-120, min(120, frexp(peak)[1]))
+
+
+def need_data(data: Data) -> None:
+    """Steps read the data more than once."""
+    if data.once:
+        raise CalibrationError(
+            "PTQ steps read the calibration data several times, and this can be read once",
+            value=type(data.batches).__name__,
+            fix="give a list, a DataLoader, or a function that gives a new iterator",
+        )
 
 
 class Step(BaseModel):

@@ -13,11 +13,10 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from bitwright.attach import Quantizer, extremes, grid_from_range
 from bitwright.graph import Op, Source
-from bitwright.ptq.replay import Replay
-from bitwright.ptq.step import Step
-from bitwright.ptq.work import Work, even, unit_of
+from bitwright.ptq.block_replay import Replay
+from bitwright.ptq.step import Step, Work, even, unit_of
+from bitwright.quantizers import Quantizer, extremes, grid_from_range
 
 
 class TokenClip(Step):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bitwright.attach.grid import SMALLEST
-from bitwright.quantizers.unit_range import UnitRange
+from bitwright.quantizers.grid import SMALLEST
+from bitwright.quantizers.levels import UnitRange
 
 
 class DoReFa(UnitRange):

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bitwright.attach import Quantizer, with_gradient_of
-from bitwright.errors import BitwrightError
+from bitwright.core.errors import BitwrightError
+from bitwright.quantizers.base import Quantizer
+from bitwright.quantizers.rounding import with_gradient_of
 
 
 class Dsq(Quantizer):

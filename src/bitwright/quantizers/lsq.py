@@ -6,7 +6,9 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from bitwright.attach import Grid, Quantizer, can_fold, round_folded, round_to_grid, usable_scale, with_gradient_of
+from bitwright.quantizers.base import Quantizer
+from bitwright.quantizers.grid import Grid
+from bitwright.quantizers.rounding import can_fold, round_folded, round_to_grid, usable_scale, with_gradient_of
 
 
 class Lsq(Quantizer):

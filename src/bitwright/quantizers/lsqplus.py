@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from bitwright.attach import Grid
+from bitwright.quantizers.grid import Grid
 from bitwright.quantizers.lsq import Lsq
 
 

@@ -7,10 +7,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from bitwright.attach import Grid, with_gradient_of
-from bitwright.attach.grid import SMALLEST, ZEROS, check_small
-from bitwright.formats import Minifloat as Numbers
-from bitwright.quantizers.uneven import Uneven
+from bitwright.core.formats import Minifloat as Numbers
+from bitwright.quantizers.grid import SMALLEST, ZEROS, Grid, check_small
+from bitwright.quantizers.levels import Uneven
+from bitwright.quantizers.rounding import with_gradient_of
 
 
 class Minifloat(Uneven):

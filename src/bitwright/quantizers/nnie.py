@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bitwright.attach import with_gradient_of
-from bitwright.attach.grid import LARGEST, SMALLEST
-from bitwright.quantizers.uneven import Uneven
+from bitwright.quantizers.grid import LARGEST, SMALLEST
+from bitwright.quantizers.levels import Uneven
+from bitwright.quantizers.rounding import with_gradient_of
 
 
 class Nnie(Uneven):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from bitwright.attach import Quantizer, round_to_grid
+from bitwright.quantizers.base import Quantizer
+from bitwright.quantizers.rounding import round_to_grid
 
 
 class Plain(Quantizer):

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bitwright.attach import Grid, Quantizer
-from bitwright.attach.grid import LARGEST, SMALLEST, product_problem
-from bitwright.errors import CalibrationError
+from bitwright.core.errors import CalibrationError
+from bitwright.quantizers.base import Quantizer
+from bitwright.quantizers.grid import LARGEST, SMALLEST, Grid, product_problem
 
 _FINE = 2.0**10  # steps in a bias that must at least be left of it
 _ROOM = 2.0**30  # accumulators are int32: the bias may take half of them

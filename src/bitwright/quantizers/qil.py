@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bitwright.attach import grid_from_range, with_gradient_of
-from bitwright.attach.grid import SMALLEST
-from bitwright.quantizers.unit_range import UnitRange
+from bitwright.quantizers.grid import SMALLEST, grid_from_range
+from bitwright.quantizers.levels import UnitRange
+from bitwright.quantizers.rounding import with_gradient_of
 
 
 class Qil(UnitRange):

@@ -7,8 +7,10 @@ from math import log2
 import torch
 from torch import Tensor
 
-from bitwright.attach import Grid, Quantizer, round_to_grid, with_gradient_of
-from bitwright.errors import CalibrationError
+from bitwright.core.errors import CalibrationError
+from bitwright.quantizers.base import Quantizer
+from bitwright.quantizers.grid import Grid
+from bitwright.quantizers.rounding import round_to_grid, with_gradient_of
 
 _LOWEST, _HIGHEST = -126.0, 127.0  # exponents of the normal numbers of float32
 

@@ -1,37 +1,36 @@
 """What one run found, as data and as a page."""
 
 from bitwright.report import words
-from bitwright.report.assemble import make_record
+from bitwright.report.build import float_distance, make_record, parity, site_rows, timing, timings, warned
 from bitwright.report.comparison import Comparison
 from bitwright.report.environment import environment
-from bitwright.report.folder import add_to_report, join, new_record, report_of, write_report
+from bitwright.report.folder import add_to_report, join, new_record, report_of, write_html, write_report
 from bitwright.report.forecast import Forecast, forecast
-from bitwright.report.html import write_html
 from bitwright.report.markdown import write_markdown
 from bitwright.report.network import Node, network
-from bitwright.report.ran import Executed, GridRow, OnDevice, Sites
-from bitwright.report.record import (
-    RECORD_VERSION,
+from bitwright.report.record import RECORD_VERSION, Record, RunRow, read_json, write_json
+from bitwright.report.record_parts import (
     Accuracy,
     Environment,
+    Executed,
     FloatDistance,
     FloatOperator,
+    GridRow,
     Histogram,
+    OnDevice,
     Parity,
-    Record,
-    RunRow,
+    Sensitivity,
     SiteRow,
+    Sites,
     Size,
     StepRow,
     Timing,
+    Training,
+    Trial,
+    Tuning,
     Warned,
-    read_json,
-    write_json,
+    sensitivity,
 )
-from bitwright.report.rows import float_distance, parity, timing, timings, warned
-from bitwright.report.searched import Training, Trial, Tuning
-from bitwright.report.sensitivity import Sensitivity, sensitivity
-from bitwright.report.sites import site_rows
 
 __all__ = [
     "RECORD_VERSION",

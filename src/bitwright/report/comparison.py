@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from bitwright.report.parts import Accuracy, Environment, Frozen, Parity, Size, Timing
+from bitwright.report.record_parts import Accuracy, Environment, Frozen, Parity, Size, Timing
 
 
 class OnRuntime(Frozen):

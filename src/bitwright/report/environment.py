@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from bitwright.report.parts import Environment
+from bitwright.report.record_parts import Environment
 from bitwright.version import __version__
 
 #: What computes, converts or runs; an absent one is left out.

@@ -7,10 +7,10 @@ from itertools import groupby
 
 from pydantic import Field
 
-from bitwright.predict import Prediction
-from bitwright.predict.compare import Comparison, Pair
-from bitwright.predict.trace import trace_events
-from bitwright.report.parts import Frozen
+from bitwright.cluster import Prediction
+from bitwright.cluster.compare import Comparison, Pair
+from bitwright.cluster.prediction import trace_events
+from bitwright.report.record_parts import Frozen
 
 _DEVICES = 16  # kinds of devices that get a timeline; in exact mode there may be a thousand
 _SPANS = 1200  # of one device: more can't be told apart on a screen

@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from bitwright.errors import visible_text
-from bitwright.files import write_text
+from bitwright.core.errors import visible_text
+from bitwright.core.files import write_text
 from bitwright.report import words
 from bitwright.report.record import Record
 

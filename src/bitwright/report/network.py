@@ -6,9 +6,9 @@ from collections.abc import Iterable
 
 from pydantic import Field
 
-from bitwright.arguments import strict
+from bitwright.core.arguments import strict
 from bitwright.graph import Graph
-from bitwright.report.parts import Frozen
+from bitwright.report.record_parts import Frozen
 
 
 class Node(Frozen):

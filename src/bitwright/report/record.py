@@ -7,30 +7,31 @@ from typing import Literal
 
 from pydantic import Field
 
-from bitwright import documents
-from bitwright.documents import validated
-from bitwright.errors import BitwrightError, Problem
-from bitwright.files import write_text
+from bitwright.core import documents
+from bitwright.core.documents import validated
+from bitwright.core.errors import BitwrightError, Problem
+from bitwright.core.files import write_text
 from bitwright.report.comparison import Comparison
 from bitwright.report.forecast import Forecast
 from bitwright.report.network import Node
-from bitwright.report.parts import (
+from bitwright.report.record_parts import (
     Accuracy,
     Environment,
     FloatDistance,
     FloatOperator,
     Frozen,
+    GridRow,
     Histogram,
     Parity,
+    Sensitivity,
     SiteRow,
     Size,
     StepRow,
     Timing,
+    Training,
+    Tuning,
     Warned,
 )
-from bitwright.report.ran import GridRow
-from bitwright.report.searched import Training, Tuning
-from bitwright.report.sensitivity import Sensitivity
 
 __all__ = [
     "RECORD_VERSION",

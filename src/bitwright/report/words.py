@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from bitwright.report.comparison import OnRuntime
-from bitwright.report.ran import GridRow, Sites
-from bitwright.report.record import Accuracy, Record, SiteRow, Size, Timing
+from bitwright.report.record import Record
+from bitwright.report.record_parts import Accuracy, GridRow, SiteRow, Sites, Size, Timing
 
 _NAMED = 6  # more names make a line unreadable; the JSON has all
 

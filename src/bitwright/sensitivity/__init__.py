@@ -1,12 +1,9 @@
 """How much each site suffers from its format, and what to do about it."""
 
-from bitwright.sensitivity.hessian import hessian_traces
-from bitwright.sensitivity.indicate import Subject, indicate, spec_of
-from bitwright.sensitivity.indications import Indications
-from bitwright.sensitivity.score import score
-from bitwright.sensitivity.scores import Scores, SiteScore
-from bitwright.sensitivity.suggest import Suggestion, Trial, suggest
-from bitwright.sensitivity.switched import errors_without
+from bitwright.sensitivity.indicate import Indications, Subject, indicate, spec_of
+from bitwright.sensitivity.indicators.hessian import hessian_traces
+from bitwright.sensitivity.score import Scores, SiteScore, score
+from bitwright.sensitivity.suggestions import Suggestion, Trial, errors_without, suggest
 
 __all__ = [
     "Indications",

@@ -2,22 +2,156 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from math import log10, sqrt
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from bitwright.arguments import strict
-from bitwright.attach import Quantizer, attachment_of, in_mode, tapped
-from bitwright.errors import CalibrationError, PlanError, Problem
-from bitwright.graph.tree import batch_size
-from bitwright.modes import evaluating
-from bitwright.sensitivity.replay import Recording
-from bitwright.sensitivity.scores import Scores, SiteScore
+from bitwright.core.arguments import strict
+from bitwright.core.errors import CalibrationError, PlanError, Problem
+from bitwright.core.modes import evaluating
+from bitwright.core.tensor_tree import batch_size
+from bitwright.quantizers import Quantizer, attachment_of, in_mode, tapped
 from bitwright.workload import call
+
+
+@dataclass(frozen=True, kw_only=True)
+class SiteScore:
+    """What happens to the model when this one site is quantized and all else is float."""
+
+    site: str
+    format: str
+    #: Of the numbers at the site itself, in dB; None for all sites together.
+    sqnr_db: float | None
+    #: The mean of the squared errors at the site itself; None for all sites together.
+    mse: float | None
+    #: ‖y − ŷ‖/‖y‖ of the model's outputs.
+    output_error: float
+    #: 1 − cos(y, ŷ).
+    cosine_distance: float
+    #: Of the loss, if there is one.
+    loss_change: float | None
+
+    @property
+    def operator(self) -> str:
+        """The operator that the site belongs to."""
+        return self.site.rpartition(":")[0]
+
+    @property
+    def suffering(self) -> float:
+        """What sites are sorted by: the loss if there is one, else the outputs' error."""
+        return self.output_error if self.loss_change is None else self.loss_change
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scores:
+    """The sites, worst first."""
+
+    sites: tuple[SiteScore, ...]
+    #: The same for all sites at once.
+    together: SiteScore
+    samples: int
+    #: The share of the work of separate runs that was taken from shared partial results instead.
+    shared: float
+    #: Bytes of the partial results of the largest batch.
+    kept_bytes: int
+
+    def operators(self) -> list[tuple[str, float]]:
+        """Operators with the sum over their sites, worst first."""
+        sums: dict[str, float] = {}
+        for site in self.sites:
+            sums[site.operator] = sums.get(site.operator, 0.0) + site.suffering
+        return sorted(sums.items(), key=lambda item: -item[1])
+
+
+_FIRST = -1  # what was there before the first call: inputs and parameters
+
+
+class Recording(TorchFunctionMode):
+    """The results of one run, call by call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.results: list[Any] = []
+        self.position = 0
+        self.cut = 0
+        self._made: dict[int, int] = {}  # storage → the call that made it
+        self._rewritten: list[tuple[int, int]] = []  # calls (made, written over): in between, numbers were others
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        here, self.position = self.position, self.position + 1
+        if here < self.cut:
+            return self.results[here]
+        result = func(*args, **(kwargs or {}))
+        if self.cut == 0 and here == len(self.results):
+            self._keep(here, func, args, kwargs or {}, result)
+        return result
+
+    def _keep(self, here: int, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+        self.results.append(result)
+        for target in _written(func, args, kwargs):
+            self._rewritten.append((self._made.get(_storage(target), _FIRST), here))
+        for made in tree_leaves(result):
+            if isinstance(made, Tensor):
+                self._made.setdefault(_storage(made), here)
+
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """The run inside is kept."""
+        self.results, self._made, self._rewritten = [], {}, []
+        self.position = self.cut = 0
+        with self:
+            yield
+
+    @contextmanager
+    def replaying(self, cut: int) -> Iterator[None]:
+        """The run inside gets the kept results of the calls before `cut`; later ones are made."""
+        self.position, self.cut = 0, self.usable(cut)
+        try:
+            with self:
+                yield
+        finally:
+            self.cut = 0
+
+    def usable(self, cut: int) -> int:
+        """The last call up to `cut` before which all kept numbers are those of that moment.
+
+        A tensor that is written over in place is kept as it is in the end: a run can't start where it was otherwise.
+        """
+        while True:
+            earlier = min((made for made, over in self._rewritten if made < cut <= over), default=cut)
+            if earlier == cut:
+                return cut
+            cut = max(earlier, 0)
+
+    @property
+    def bytes(self) -> int:
+        """What the kept results hold, each storage once."""
+        tensors = [x for x in tree_leaves(self.results) if isinstance(x, Tensor)]
+        return sum({_storage(x): x.untyped_storage().nbytes() for x in tensors}.values())
+
+
+def _storage(x: Tensor) -> int:
+    return x.untyped_storage().data_ptr()
+
+
+def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors that a call writes into."""
+    name = getattr(func, "__name__", "")
+    special = name.startswith("__") and name.endswith("__")
+    in_place = (name.startswith("__i") and special and name not in ("__invert__", "__index__", "__int__")) or (
+        name.endswith("_") and not special
+    )
+    targets = [args[0]] if args and (in_place or name == "__setitem__" or kwargs.get("inplace") is True) else []
+    targets += tree_leaves(kwargs.get("out"))
+    return [target for target in targets if isinstance(target, Tensor)]
+
 
 Loss = Callable[[Any, Any], Tensor]
 

@@ -1,10 +1,9 @@
 """Search until the goal holds."""
 
-from bitwright.tuning.candidate import Base, Candidate, Override
+from bitwright.tuning.candidate import Base, Candidate, Outcome, Override
 from bitwright.tuning.config import TuneConfig
 from bitwright.tuning.evaluate import Measuring
 from bitwright.tuning.goal import Budget, Drop, Goal
-from bitwright.tuning.outcome import Outcome
 from bitwright.tuning.result import Tuned
 from bitwright.tuning.search import Asking, Search, Strategy
 from bitwright.tuning.space import Rule, SearchSpace, Space

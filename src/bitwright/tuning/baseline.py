@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bitwright.batching import joined, take
-from bitwright.errors import WorkloadError, did_you_mean
-from bitwright.fingerprint import fingerprint, sample_fingerprints
-from bitwright.graph.tree import batch_size, tensors_in
-from bitwright.modes import evaluating
+from bitwright.core.errors import WorkloadError, did_you_mean
+from bitwright.core.files import fingerprint, sample_fingerprints
+from bitwright.core.modes import evaluating
+from bitwright.core.tensor_tree import batch_size, tensors_in
 from bitwright.workload import Workload, hits_of, measure, pairs
+from bitwright.workload.data import joined, take
 
 _PART, _LEAST = 512, 256  # samples of the part, and of the whole if a part shall be worth it
 

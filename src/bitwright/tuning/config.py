@@ -13,20 +13,20 @@ import torch
 from pydantic import Field
 from torch import nn
 
-from bitwright.addresses import is_address
-from bitwright.arguments import reject_unknown, strict
 from bitwright.backends import Choices
-from bitwright.datasets import Dataset
-from bitwright.documents import Filled, Strict, read_settings, validated
-from bitwright.errors import WorkloadError, did_you_mean
-from bitwright.metrics import METRICS, make_evaluate, metric_name
+from bitwright.core.addresses import is_address
+from bitwright.core.arguments import reject_unknown, strict
+from bitwright.core.documents import Filled, Strict, read_settings, validated
+from bitwright.core.errors import WorkloadError, did_you_mean
+from bitwright.importers.lpot import is_lpot, translate
 from bitwright.tuning.evaluate import Measuring
 from bitwright.tuning.goal import Budget, Goal
-from bitwright.tuning.lpot import is_lpot, translate
 from bitwright.tuning.result import Tuned
 from bitwright.tuning.space import Space
 from bitwright.tuning.tune import tune
 from bitwright.workload import Workload, load_object, load_workload
+from bitwright.workload.datasets import Dataset
+from bitwright.workload.metrics import METRICS, make_evaluate, metric_name
 
 CONFIG_VERSION = 1
 

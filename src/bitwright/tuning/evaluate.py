@@ -13,22 +13,20 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-from bitwright.attach import find_attachment, strip
 from bitwright.backends import BackendTable, Choices
-from bitwright.batching import first, rebatched, regrouped
+from bitwright.core.errors import BitwrightError, DiskError
+from bitwright.core.registry import RUNTIMES
+from bitwright.core.tensor_tree import as_call, batch_size, tensors_in
 from bitwright.deploy import Runtime, available_runtimes, measure_latency, open_runtime, peak_memory
-from bitwright.errors import BitwrightError, DiskError
 from bitwright.graph import Graph
-from bitwright.graph.tree import as_call, batch_size, tensors_in
 from bitwright.plan import Plan
-from bitwright.recipe import Quantized, put_back, quantize
-from bitwright.registry import RUNTIMES
+from bitwright.ptq.quantize import Quantized, put_back, quantize
+from bitwright.quantizers import find_attachment, strip
 from bitwright.tuning.baseline import Baseline
-from bitwright.tuning.candidate import Candidate
-from bitwright.tuning.goal import Goal
-from bitwright.tuning.outcome import Outcome, failure
-from bitwright.tuning.statistics import hopeless, required_hits
+from bitwright.tuning.candidate import Candidate, Outcome, failure
+from bitwright.tuning.goal import Goal, hopeless, required_hits
 from bitwright.workload import Workload, batches, measure
+from bitwright.workload.data import first, rebatched, regrouped
 
 Tell = Callable[[str], None]
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from bitwright.report import Trial, Tuning
-from bitwright.tuning.explore import Asked
 from bitwright.tuning.goal import Goal
 from bitwright.tuning.result import Tuned
+from bitwright.tuning.search import Asked
 
 
 def recorded(tuned: Tuned, metric: str) -> Tuning:

@@ -8,18 +8,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from bitwright.arguments import strict
-from bitwright.checkpoint import save_checkpoint
-from bitwright.files import write_text
-from bitwright.output import filling
+from bitwright.core.arguments import strict
+from bitwright.core.files import write_text
+from bitwright.core.output_folder import filling
+from bitwright.deploy.checkpoint import save_checkpoint
 from bitwright.plan import Plan
-from bitwright.recipe import Quantized
+from bitwright.ptq.quantize import Quantized
 from bitwright.tuning.baseline import Baseline
-from bitwright.tuning.candidate import Candidate
-from bitwright.tuning.explore import Asked
-from bitwright.tuning.goal import Budget, Goal
-from bitwright.tuning.outcome import Outcome
-from bitwright.tuning.statistics import Paired
+from bitwright.tuning.candidate import Candidate, Outcome
+from bitwright.tuning.goal import Budget, Goal, Paired
+from bitwright.tuning.search import Asked
 
 TUNING = "tuning.json"
 TUNING_VERSION = 1

@@ -2,22 +2,84 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from logging import getLogger
+from pathlib import Path
+from typing import Any, TypeAlias
 
 import torch
 
-from bitwright.batching import first, split
-from bitwright.errors import BitwrightError
-from bitwright.fingerprint import fingerprint
+from bitwright.core.errors import BitwrightError
+from bitwright.core.files import disk_error, fingerprint
+from bitwright.core.interrupts import current_stop, safe_point
+from bitwright.core.task_store import Study as AnyStudy
+from bitwright.core.task_store import open_study as open_any
+from bitwright.graph import Graph, Source
+from bitwright.plan import Plan
 from bitwright.sensitivity import errors_without, hessian_traces, score
-from bitwright.tuning.attribution import credit, own_sites
-from bitwright.tuning.candidate import Candidate
+from bitwright.tuning.candidate import Candidate, Outcome, failure
 from bitwright.tuning.evaluate import Evaluator, Tell
-from bitwright.tuning.goal import Goal
-from bitwright.tuning.outcome import Outcome
+from bitwright.tuning.goal import Budget, Goal
 from bitwright.tuning.space import SearchSpace
-from bitwright.tuning.store import Study
 from bitwright.workload import Workload, loss_of, pairs
+from bitwright.workload.data import first, split
+
+Study: TypeAlias = AnyStudy[Candidate, Outcome]
+
+
+def open_study(store: str | Path | None, name: str, identity: Mapping[str, Any], *, resume: bool) -> Study:
+    """Begin a search's study, or go on with one; one that differs in model, data, goal or space is refused.
+
+    `store` is a file, a URL (postgresql://…), or None for one that ends with this process.
+    """
+    return open_any(store, name, identity, resume=resume, kind=Outcome, gave_up=failure)
+
+
+def own_sites(plan: Plan) -> set[str]:
+    """Sites with a quantizer of their own."""
+    return {site for site, spec in plan.quantized if spec.share is None}
+
+
+def credit(values: Mapping[str, float], gone: Mapping[str, Collection[str]], graph: Graph) -> dict[str, float]:
+    """What each operator suffers, from what each site does.
+
+    `gone` has the sites that vanish with each operator. A site that no single operator takes away belongs in equal
+    parts to all that read its tensor.
+    """
+    sums = {name: sum(values.get(site, 0.0) for site in sites) for name, sites in gone.items()}
+    alone = {site for sites in gone.values() for site in sites}
+    for site, value in values.items():
+        if site in alone:
+            continue
+        readers = _readers(site, graph, sums)
+        for name in readers:
+            sums[name] += value / len(readers)
+    return sums
+
+
+def _readers(site: str, graph: Graph, known: Mapping[str, float]) -> set[str]:
+    """The operators that read what a site quantizes, also behind operators that are never quantized."""
+    operator, _, port = site.rpartition(":")
+    if operator not in graph.by_name:
+        return set()
+    if port != "output":
+        return {operator} & set(known)
+    found: set[str] = set()
+    queue, seen = [Source("op", operator)], set[Source]()
+    while queue:
+        source = queue.pop()
+        if source in seen:
+            continue
+        seen.add(source)
+        for reader, _ in graph.consumers.get(source, ()):
+            if reader.name in known:
+                found.add(reader.name)
+            else:
+                queue.append(Source("op", reader.name))
+    return found
+
 
 Wave = Sequence[Candidate]
 Asking = Generator[Wave, list[Outcome], None]
@@ -136,3 +198,110 @@ class Search:
             if site.site in numbers:
                 errors[site.operator] = (site.mse or 0.0) * numbers[site.site]
         return errors
+
+
+progress_log = getLogger("bitwright.progress")
+_WAIT = 0.1  # seconds between looks at what another worker does
+Evaluate = Callable[[Candidate], Outcome]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """One candidate of the sequence, with what became of it."""
+
+    number: int
+    candidate: Candidate
+    outcome: Outcome
+    fresh: bool
+    """Evaluated now, and here."""
+
+
+class Explorer:
+    """One run of a strategy."""
+
+    def __init__(self, study: Study, budget: Budget, evaluate: Evaluate, watch: Callable[[Asked], None]) -> None:
+        self.study, self.budget, self.evaluate, self.watch = study, budget, evaluate, watch
+        self.asked: dict[str, Asked] = {}
+        self.why = "the strategy has nothing more to try"
+
+    def run(self, strategy: Strategy, search: Search) -> None:
+        """Until the strategy ends, or the budget, or the goal holds and the first such model is enough."""
+        asking = strategy(search)
+        try:
+            wave = list(next(asking))
+            while self._wave(wave):
+                wave = list(asking.send([self.asked[candidate.key].outcome for candidate in wave]))
+        except StopIteration:
+            pass
+        finally:
+            asking.close()
+
+    def _wave(self, wave: list[Candidate]) -> bool:
+        """Whether to go on."""
+        todo = [candidate for candidate in wave if candidate.key not in self.asked]
+        numbers = {candidate.key: len(self.asked) + place for place, candidate in enumerate(todo)}
+        trials = self.budget.trials
+        cut = trials is not None and len(self.asked) + len(todo) > trials
+        if cut and trials is not None:
+            todo = todo[: trials - len(self.asked)]
+        while todo:
+            waiting = []
+            for candidate in todo:
+                safe_point()
+                got = self._outcome(candidate)
+                if got is None:
+                    if self._out_of_time():
+                        return False
+                    waiting.append(candidate)
+                    continue
+                outcome, fresh = got
+                asked = Asked(number=numbers[candidate.key], candidate=candidate, outcome=outcome, fresh=fresh)
+                self.asked[candidate.key] = asked
+                self.watch(asked)
+                if outcome.passed and self.budget.stop == "first":
+                    self.why = "the goal holds, and the first such model is enough"
+                    return False
+            if waiting and len(waiting) == len(todo):
+                time.sleep(_WAIT)
+            todo = waiting
+        if cut:
+            self.why = f"the budget of {trials} trials is spent"
+        return not cut
+
+    def _outcome(self, candidate: Candidate) -> tuple[Outcome, bool] | None:
+        """What is known, or what is found now; None: another worker is at it, or there is no time."""
+        known = self.study.known(candidate)
+        if known is not None:
+            return known, False
+        if self._out_of_time():
+            return None
+        claim = self.study.claim(candidate)
+        if claim is None:
+            return None
+        try:
+            with self.study.beating(claim):
+                outcome = self._evaluated(candidate)
+        except BaseException:
+            self.study.give_back(claim)
+            raise
+        self.study.finish(claim, outcome)
+        progress_log.debug("trial finished: %s", candidate.key)
+        return outcome, True
+
+    def _evaluated(self, candidate: Candidate) -> Outcome:
+        begin = time.perf_counter()
+        try:
+            return self.evaluate(candidate)
+        except Exception as error:  # one candidate that breaks the model, the exporter or the metric must not end all
+            if current_stop().received:
+                raise  # a signal broke it
+            if (refused := disk_error(error)) is not None:
+                raise refused from error  # it says nothing about the candidate
+            return failure(f"{type(error).__name__}: {error}", time.perf_counter() - begin)
+
+    def _out_of_time(self) -> bool:
+        minutes = self.budget.minutes
+        over = minutes is not None and self.study.spent() >= 60 * minutes
+        if over:
+            self.why = f"the budget of {minutes:g} minutes is spent"
+        return over

@@ -13,14 +13,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from bitwright.arguments import strict
 from bitwright.backends import BackendTable, Choices
-from bitwright.errors import BitwrightError, PlanError, Problem, did_you_mean
-from bitwright.formats import Format
+from bitwright.core.arguments import strict
+from bitwright.core.errors import BitwrightError, PlanError, Problem, did_you_mean
+from bitwright.core.formats import Format
+from bitwright.core.registry import OBSERVERS
 from bitwright.graph import Graph
 from bitwright.plan import Plan
 from bitwright.ptq import read_steps
-from bitwright.registry import OBSERVERS
 from bitwright.tuning.candidate import FLOAT, Base, Candidate, Override
 
 Option = Override | Literal["float"] | None

@@ -11,33 +11,27 @@ from typing import Any, Literal, Unpack
 
 import torch
 
-from bitwright.arguments import strict
-from bitwright.attach import find_attachment, strip
-from bitwright.backends import Choices
+from bitwright.backends import Choices, make_plan
 from bitwright.backends import backend as find_backend
+from bitwright.core.arguments import strict
+from bitwright.core.errors import BitwrightError, PlanError, Problem
+from bitwright.core.files import disk_error, fingerprint, scratch_folder
+from bitwright.core.modes import evaluating
+from bitwright.core.output_folder import filling, locked, recover
+from bitwright.core.registry import STRATEGIES
+from bitwright.core.tensor_tree import tensors_in
 from bitwright.deploy import open_runtime
-from bitwright.disk import disk_error, scratch_folder
-from bitwright.errors import BitwrightError, PlanError, Problem
-from bitwright.fingerprint import fingerprint
 from bitwright.graph import Graph, capture_paths
-from bitwright.graph.tree import tensors_in
-from bitwright.modes import evaluating
-from bitwright.output import filling, locked, recover
-from bitwright.planners import make_plan
 from bitwright.ptq import MEMORY
-from bitwright.recipe import Quantized, put_back
-from bitwright.registry import STRATEGIES
+from bitwright.ptq.quantize import Quantized, put_back
+from bitwright.quantizers import find_attachment, strip
 from bitwright.tuning.baseline import Baseline, measure_float
-from bitwright.tuning.candidate import Candidate
+from bitwright.tuning.candidate import Candidate, Outcome
 from bitwright.tuning.evaluate import Evaluator, Measuring, kept_calibration, quantize_candidate
-from bitwright.tuning.explore import Asked, Explorer
-from bitwright.tuning.goal import Budget, Goal
-from bitwright.tuning.outcome import Outcome
+from bitwright.tuning.goal import ERROR, Budget, Goal, Paired, mcnemar
 from bitwright.tuning.result import TUNING, Tuned
-from bitwright.tuning.search import Search, Strategy
+from bitwright.tuning.search import Asked, Explorer, Search, Strategy, Study, open_study
 from bitwright.tuning.space import SearchSpace, Space, make_space
-from bitwright.tuning.statistics import ERROR, Paired, mcnemar
-from bitwright.tuning.store import Study, open_study
 from bitwright.workload import Workload, can_measure, hits_of, pairs
 
 log = logging.getLogger("bitwright")

@@ -7,10 +7,10 @@ so that no verb has an argument of its own for any of it. On the command line it
 
 from __future__ import annotations
 
-from bitwright.workload.feeding import batches, call, call_on, fed_with, pairs, shape_of
+from bitwright.workload.data import batches, call, call_on, fed_with, pairs, shape_of
 from bitwright.workload.loading import load_object, load_workload
-from bitwright.workload.losses import loss_of, to_train
-from bitwright.workload.scoring import can_measure, hits_of, measure
+from bitwright.workload.loss import loss_of, to_train
+from bitwright.workload.metrics import can_measure, hits_of, measure
 from bitwright.workload.workload import Workload
 
 __all__ = [

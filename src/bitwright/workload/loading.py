@@ -13,10 +13,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from bitwright.arguments import UnknownArgument, strict
-from bitwright.errors import BitwrightError, WorkloadError, did_you_mean
-from bitwright.owner import line_of
-from bitwright.registry import WORKLOADS
+from bitwright.core.arguments import UnknownArgument, strict
+from bitwright.core.errors import BitwrightError, WorkloadError, did_you_mean
+from bitwright.core.registry import WORKLOADS
+from bitwright.core.user_code import line_of
 from bitwright.workload.workload import Workload
 
 

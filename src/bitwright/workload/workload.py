@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from bitwright.arguments import strict
-from bitwright.errors import WorkloadError
+from bitwright.core.arguments import strict
+from bitwright.core.errors import WorkloadError
 
 #: Names of metrics of which less is most often better, as whole words: "val_loss", "errors", "RMSE".
 _SOUNDS_LOW = re.compile(

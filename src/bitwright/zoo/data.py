@@ -19,9 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from bitwright.arrays import npz_names, read_npz, read_picture, read_tensors
-from bitwright.documents import gunzip, read_bytes
-from bitwright.errors import WorkloadError
+from bitwright.core.arrays import npz_names, read_npz, read_picture, read_tensors
+from bitwright.core.documents import gunzip, read_bytes
+from bitwright.core.errors import WorkloadError
 
 __all__ = [
     "DATA_VARIABLE",

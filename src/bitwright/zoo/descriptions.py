@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bitwright.errors import WorkloadError
+from bitwright.core.errors import WorkloadError
 from bitwright.workload import Workload
 from bitwright.zoo.blendcnn import BlendCNN
 from bitwright.zoo.data import load_weights, whole

@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bitwright.arrays import read_tensors
-from bitwright.documents import read_text
-from bitwright.errors import WorkloadError
+from bitwright.core.arrays import read_tensors
+from bitwright.core.documents import read_text
+from bitwright.core.errors import WorkloadError
 from bitwright.workload import Workload
 from bitwright.zoo.blendcnn import BlendCNN
 from bitwright.zoo.data import data_folder, existing, load_weights, whole

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from bitwright.errors import WorkloadError
+from bitwright.core.errors import WorkloadError
 
 __all__ = ["MATCHED", "Pairs", "Vocabulary", "WordPieces", "Words", "encode_pairs"]
 

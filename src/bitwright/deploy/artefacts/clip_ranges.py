@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from pydantic import Field
 
-from bitwright.deploy.artefacts.grids import Grid, TensorGrid
-from bitwright.deploy.artefacts.sidecar import Document, Sidecar
+from bitwright.deploy.artefacts.base import Document, Grid, Sidecar, TensorGrid
 
 _CODES = 127
 

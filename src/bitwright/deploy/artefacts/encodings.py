@@ -8,8 +8,7 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import Field
 
-from bitwright.deploy.artefacts.grids import Grid, TensorGrid
-from bitwright.deploy.artefacts.sidecar import Document, Sidecar
+from bitwright.deploy.artefacts.base import Document, Grid, Sidecar, TensorGrid
 
 
 class Encoding(Document):

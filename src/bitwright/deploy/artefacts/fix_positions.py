@@ -8,8 +8,7 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import Field
 
-from bitwright.deploy.artefacts.grids import Grid, TensorGrid
-from bitwright.deploy.artefacts.sidecar import Document, Sidecar
+from bitwright.deploy.artefacts.base import Document, Grid, Sidecar, TensorGrid
 
 # bits and position: number = code · 2^−position
 Position = tuple[Annotated[int, Field(ge=2, le=32)], Annotated[int, Field(ge=-126, le=149)]]

@@ -8,9 +8,8 @@ from typing import Literal
 import numpy as np
 from pydantic import Field
 
-from bitwright.attach import Quantizer
-from bitwright.deploy.artefacts.grids import Grid, TensorGrid
-from bitwright.deploy.artefacts.sidecar import Document, Sidecar
+from bitwright.deploy.artefacts.base import Document, Grid, Sidecar, TensorGrid
+from bitwright.quantizers import Quantizer
 
 _PER_OCTAVE, _HIGHEST = 16, 127
 

@@ -10,11 +10,10 @@ import onnx_ir as ir
 import onnx_ir.passes.common as passes
 from numpy.typing import NDArray
 
-from bitwright.attach import Attachment, Quantizer
-from bitwright.deploy.artefacts.grids import TensorGrid
-from bitwright.deploy.artefacts.sidecar import Sidecar
+from bitwright.core.errors import ExportError, PlanError, Problem
+from bitwright.deploy.artefacts.base import Sidecar, TensorGrid
 from bitwright.deploy.qdq import MARKER, Recorded, permutation_of, set_constant
-from bitwright.errors import ExportError, PlanError, Problem
+from bitwright.quantizers import Attachment, Quantizer
 
 Keys = dict[str, tuple[str, str, int | None]]  # site → key in the sidecar, tensor in the model, axis of its channels
 

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from bitwright.deploy.artefacts.grids import Grid, TensorGrid
-from bitwright.deploy.artefacts.sidecar import Sidecar
-from bitwright.errors import ArtefactError
+from bitwright.core.errors import ArtefactError
+from bitwright.deploy.artefacts.base import Grid, Sidecar, TensorGrid
 
 
 class ScaleText(Sidecar):

@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from bitwright.deploy.artefacts.sidecar import Sidecar
-from bitwright.files import write_text
-from bitwright.registry import ARTEFACTS
+from bitwright.core.files import write_text
+from bitwright.core.registry import ARTEFACTS
+from bitwright.deploy.artefacts.base import Sidecar
 
 
 def json_schemas() -> dict[str, dict[str, Any]]:

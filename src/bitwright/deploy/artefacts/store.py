@@ -11,14 +11,13 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 from pydantic import Field, TypeAdapter
 
-from bitwright.arguments import strict
-from bitwright.deploy.artefacts.grids import Grid
-from bitwright.deploy.artefacts.sidecar import Sidecar
+from bitwright.core.arguments import strict
+from bitwright.core.documents import parse_json, read_text, validated
+from bitwright.core.errors import ArtefactError, PlanError, Problem
+from bitwright.core.registry import ARTEFACTS
+from bitwright.deploy.artefacts.base import Grid, Sidecar
 from bitwright.deploy.integrity import compare_digests, onnx_tensors, read_digests, text_digest
 from bitwright.deploy.onnx_files import load_onnx
-from bitwright.documents import parse_json, read_text, validated
-from bitwright.errors import ArtefactError, PlanError, Problem
-from bitwright.registry import ARTEFACTS
 
 KIND, KEYS = "bitwright.artefact", "bitwright.keys"  # metadata of the ONNX file
 QDQ = "qdq"

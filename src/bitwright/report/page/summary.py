@@ -7,9 +7,9 @@ from html import escape
 
 from bitwright.report import words
 from bitwright.report.page import charts, elements
+from bitwright.report.page.charts import Point, front, lower_is_better, points
 from bitwright.report.page.elements import card, cell, pair, row, section, table
 from bitwright.report.record import Record
-from bitwright.report.tradeoff import Point, front, lower_is_better, points
 
 _KINDS = {
     "float": "float",

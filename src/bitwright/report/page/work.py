@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from html import escape
 
-from bitwright.predict import MemoryLimit
+from bitwright.cluster import MemoryLimit
 from bitwright.report import words
 from bitwright.report.forecast import Both, Device, Forecast, Measured
 from bitwright.report.page import charts

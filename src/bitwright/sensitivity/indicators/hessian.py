@@ -1,11 +1,75 @@
-"""hessian: the mean curvature of the loss by an operator's weight, times the squared error of the weight."""
+"""`hessian_traces(…)`: Hutchinson's estimate of the trace of the loss's Hessian, weight by weight.
+
+For a random vector v of signs, E[vᵀHv] is the trace of H. The product Hv is the gradient of (gradient · v), so no
+Hessian is ever written down.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bitwright.core.errors import CalibrationError
+from bitwright.core.modes import evaluating
 from bitwright.plan import ComputeSpec
-from bitwright.sensitivity.hessian import hessian_traces
+from bitwright.sensitivity.error_injection import rounded_weight, weight_name, weight_of
 from bitwright.sensitivity.indicate import Subject, Values
-from bitwright.sensitivity.weights import rounded_weight, weight_name, weight_of
+from bitwright.workload import call
+
+
+def hessian_traces(
+    model: nn.Module,
+    batches: Iterable[Any],
+    loss: Callable[[Any, Any], Tensor],
+    parameters: Iterable[str],
+    *,
+    vectors: int = 8,
+    seed: int = 0,
+) -> dict[str, float]:
+    """The trace for each of these parameters of a float model, in the mean over batches of (inputs, target)."""
+    known = dict(model.named_parameters(remove_duplicate=False))
+    chosen = {name: known[name] for name in parameters}
+    sums = dict.fromkeys(chosen, 0.0)
+    generator = torch.Generator().manual_seed(seed)
+    asked = {name: parameter.requires_grad for name, parameter in chosen.items()}
+    count = 0
+    try:
+        for parameter in chosen.values():
+            parameter.requires_grad_(True)
+        with evaluating(model), torch.enable_grad():
+            for inputs, target in batches:
+                count += 1
+                value = loss(call(model, inputs), target)
+                gradients = torch.autograd.grad(value, list(chosen.values()), create_graph=True, allow_unused=True)
+                for _ in range(vectors):
+                    _add(sums, chosen, gradients, generator, vectors)
+    finally:
+        for name, parameter in chosen.items():
+            parameter.requires_grad_(asked[name])
+    if not count:
+        raise CalibrationError("there was no batch to score with", fix="give a loader with at least one batch")
+    return {name: value / count for name, value in sums.items()}
+
+
+def _add(
+    sums: dict[str, float],
+    chosen: dict[str, nn.Parameter],
+    gradients: tuple[Tensor | None, ...],
+    generator: torch.Generator,
+    vectors: int,
+) -> None:
+    """One random vector: blocks of other parameters meet it in the mean at zero."""
+    signs = [torch.randint(0, 2, p.shape, generator=generator).to(p) * 2 - 1 for p in chosen.values()]
+    product = sum(((g * v).sum() for g, v in zip(gradients, signs, strict=True) if g is not None), torch.zeros(()))
+    if not product.requires_grad:
+        return  # linear in every weight
+    curved = torch.autograd.grad(product, list(chosen.values()), retain_graph=True, allow_unused=True)
+    for name, sign, column in zip(chosen, signs, curved, strict=True):
+        if column is not None:
+            sums[name] += float((column * sign).sum()) / vectors
 
 
 def hessian(subject: Subject) -> Values:

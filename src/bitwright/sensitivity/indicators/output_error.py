@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from bitwright.modes import evaluating
+from bitwright.core.modes import evaluating
+from bitwright.core.registry import KERNELS
 from bitwright.plan import ComputeSpec
-from bitwright.registry import KERNELS
+from bitwright.sensitivity.error_injection import operators_of
 from bitwright.sensitivity.indicate import Subject, Values
-from bitwright.sensitivity.operators import operators_of
 from bitwright.workload import call
 
 

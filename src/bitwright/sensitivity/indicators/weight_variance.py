@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from bitwright.plan import ComputeSpec
+from bitwright.sensitivity.error_injection import rounded_weight, weight_of
 from bitwright.sensitivity.indicate import Subject, Values
-from bitwright.sensitivity.weights import rounded_weight, weight_of
 
 
 def weight_variance(subject: Subject) -> Values:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 
-from bitwright.tuning.candidate import Base
-from bitwright.tuning.outcome import Outcome
+from bitwright.tuning.candidate import Base, Outcome
 from bitwright.tuning.search import Asking, Search, Wave
 
 

@@ -9,8 +9,7 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution
 from optuna.samplers import BaseSampler, GPSampler, TPESampler
 from optuna.trial import Trial
 
-from bitwright.tuning.candidate import Base, Candidate
-from bitwright.tuning.outcome import Outcome
+from bitwright.tuning.candidate import Base, Candidate, Outcome
 from bitwright.tuning.search import Asking, Search
 
 _WAVE = 4  # how many may be at work at the same time

@@ -1,0 +1,337 @@
+"""`compare_runtimes(workload)`: one model on every runtime that runs here, and the fastest of them."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from bitwright.backends import backend as find_backend
+from bitwright.bench.instances import Job, arrange, can_pin, run_together
+from bitwright.bench.prepared_model import Made, load_prepared
+from bitwright.core.arguments import strict
+from bitwright.core.errors import BitwrightError, DiskError, did_you_mean
+from bitwright.core.files import scratch_folder
+from bitwright.core.registry import BACKENDS, RUNTIMES
+from bitwright.core.tensor_tree import as_call
+from bitwright.deploy import Runtime, available_runtimes, measure_latency, open_runtime
+from bitwright.ptq.quantize import Quantized, quantize
+from bitwright.quantizers import strip
+from bitwright.report import Accuracy, Size, Timing, environment, parity, timing
+from bitwright.report.comparison import Comparison, Fastest, OnRuntime, Skipped, Together
+from bitwright.workload import Workload, batches, can_measure, pairs
+from bitwright.workload.data import first, rebatched, regrouped
+
+Variant = Literal["float", "quantized"]
+VARIANTS: tuple[Variant, ...] = ("float", "quantized")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What is measured, and how; the same for all runtimes."""
+
+    batch_sizes: Sequence[int]
+    threads: int
+    samples: int | None
+    evaluate: bool
+    made: Made | None
+    tell: Callable[[str], None]
+
+
+@dataclass
+class Opened:
+    """One runtime with its artefacts of each batch size."""
+
+    backend: str
+    sessions: dict[tuple[Variant, int], Runtime] = field(default_factory=dict)
+    files: dict[tuple[Variant, int], Path] = field(default_factory=dict)
+    sizes: dict[Variant, int] = field(default_factory=dict)
+
+
+def open_artefacts(workload: Workload, name: str, folder: Path, settings: Settings) -> tuple[Opened, OnRuntime]:
+    """Quantize (or load what was made), export, check and evaluate on one runtime; its sessions stay open."""
+    made = settings.made
+    opened = Opened(_backend_for(name) if made is None else made.plan.backend or "onnxruntime")
+    batch = settings.batch_sizes[0]
+    # Float comes first: what was made may have other weights than the float model (QAT, AdaRound).
+    _write(workload, workload.model, "float", name, opened, folder, settings)
+    with _quantized(workload, opened.backend, settings) as quantized:
+        _write(workload, quantized.model, "quantized", name, opened, folder, settings)
+        session = opened.sessions["quantized", batch]
+        settings.tell(f"checking {name}")
+        data = rebatched(inputs_of(workload, settings.samples), session.batch)
+        file = opened.files["quantized", batch]
+        check = quantized.check(file, data, runtime=name, threads=settings.threads)
+    return opened, OnRuntime(
+        runtime=name,
+        backend=opened.backend,
+        executed=session.executed(),
+        left_in_float=session.left_in_float(),
+        sizes=tuple(Size(name=variant, bytes=opened.sizes[variant]) for variant in VARIANTS),
+        parity=parity(check),
+        accuracies=tuple(_accuracies(workload, name, opened, batch, settings.tell)) if settings.evaluate else (),
+        timings=(),
+    )
+
+
+def _backend_for(runtime: str) -> str:
+    """The table that is made for this runtime; that of ONNX Runtime where there is none."""
+    named = [name for name in BACKENDS.names() if find_backend(name).runtime == runtime]
+    return runtime if runtime in named else named[0] if named else "onnxruntime"
+
+
+@contextmanager
+def _quantized(workload: Workload, backend: str, settings: Settings) -> Iterator[Quantized]:
+    """The quantized model; the workload's own is float again in the end."""
+    made = settings.made
+    if made is not None:
+        yield load_prepared(replace(workload, model=copy.deepcopy(workload.model)), made.plan, made.checkpoint)
+        return
+    try:
+        yield quantize(
+            workload.model,
+            first(batches(workload.calibration), settings.samples),
+            backend=backend,
+            example=workload.inputs,
+            name=workload.name,
+            artefact=True,
+            measure=False,  # the check does
+        )
+    finally:
+        strip(workload.model)
+
+
+def _write(
+    workload: Workload, model: Any, variant: Variant, name: str, opened: Opened, folder: Path, settings: Settings
+) -> None:
+    kind: type[Runtime] = RUNTIMES.get(name)
+    given = settings.made.artefact if settings.made is not None and variant == "quantized" else None
+    for batch in settings.batch_sizes:
+        if given is not None and given.suffix == kind.suffix:
+            path = given  # the very file that will be served
+        else:
+            path = folder / (f"{variant}{kind.suffix}" if kind.any_batch else f"{variant}-{batch}{kind.suffix}")
+            if not path.exists():
+                settings.tell(f"exporting for {name}, {variant}" + ("" if kind.any_batch else f", batch {batch}"))
+                inputs = workload.inputs if kind.any_batch else batch_of(workload, batch)
+                (kind.write if variant == "quantized" else kind.write_float)(model, path, inputs)
+        opened.files[variant, batch] = path
+        opened.sizes[variant] = kind.size(path)
+        opened.sessions[variant, batch] = open_runtime(name, path, threads=settings.threads)
+
+
+def _accuracies(
+    workload: Workload, name: str, opened: Opened, batch: int, tell: Callable[[str], None]
+) -> Iterator[Accuracy]:
+    """All that the workload measures, its metric first."""
+    for variant in VARIANTS if can_measure(workload) else ():
+        tell(f"evaluating {name}, {variant}")
+        values = opened.sessions[variant, batch].accuracy(workload)
+        count = int(values["n"]) if "n" in values else None
+        for metric in sorted(values.keys() - {"n"}, key=lambda key: (key != workload.metric, list(values).index(key))):
+            lower = workload.less_is_better(metric)
+            yield Accuracy(where=variant, metric=metric, value=values[metric], samples=count, lower_is_better=lower)
+
+
+def inputs_of(workload: Workload, samples: int | None) -> Iterable[Any]:
+    """Inputs of the evaluation, else of the calibration."""
+    if workload.evaluation is not None:
+        return first((inputs for inputs, _ in pairs(workload)), samples)
+    return first(batches(workload.calibration), samples)
+
+
+def batch_of(workload: Workload, size: int) -> Any:
+    """One batch of real samples."""
+    return next(rebatched(regrouped(inputs_of(workload, size), size), size))
+
+
+log = logging.getLogger("bitwright")
+
+
+@strict
+def compare_runtimes(
+    workload: Workload,
+    runtimes: Iterable[str] | None = None,
+    *,
+    batch_sizes: Sequence[int] = (1,),
+    threads: int | None = None,
+    runs: int = 100,
+    warmup: int = 5,
+    samples: int | None = None,
+    evaluate: bool = True,
+    time: bool = True,
+    made: Made | str | Path | None = None,
+    instances: int | None = None,
+    cores: int | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> Comparison:
+    """Quantize the workload's model for each runtime by that runtime's own table, and measure all of them in turns.
+
+    With `made` (a folder of `bitwright quantize -o`) nothing is quantized: that model is measured, on the runtime that
+    its plan is for if no others are named. With `instances` or `cores` so many processes run at a time, each on cores
+    of its own; the result then has `together` instead of timings.
+
+    What can't run here is in the result's `skipped` with its reason. `samples` bounds calibration and check, not the
+    evaluation; without `evaluate` accuracies aren't measured, without `time` latencies. The model is float again when
+    this returns.
+    """
+    tell = progress or (lambda text: None)
+    several = instances is not None or cores is not None
+    _refuse(workload, threads=threads, several=several, evaluate=evaluate, time=time)
+    places = arrange(instances, cores) if several else []
+    made = Made.load(made) if isinstance(made, str | Path) else made
+    if made is not None and runtimes is None:
+        runtimes = [find_backend(made.plan.backend or "onnxruntime").runtime or "onnxruntime"]
+    threads = len(places[0]) if places else threads or 1
+    settings = Settings(
+        batch_sizes=batch_sizes, threads=threads, samples=samples, evaluate=evaluate, made=made, tell=tell
+    )
+    skipped: list[Skipped] = []
+    opened: dict[str, Opened] = {}
+    rows: dict[str, OnRuntime] = {}
+    with scratch_folder() as folder:
+        for name in _wanted(runtimes, skipped):
+            tell(f"preparing {name}")
+            place = folder / name
+            place.mkdir()
+            try:
+                opened[name], rows[name] = open_artefacts(workload, name, place, settings)
+            except DiskError:
+                raise  # says nothing about the runtime
+            except BitwrightError as error:
+                skipped.append(Skipped(runtime=name, why=str(error)))
+        timings: list[Timing] = []
+        together: list[Together] = []
+        if time and several:
+            for name, found in opened.items():
+                together += _crowd(workload, name, found, places, runs, warmup, tell)
+        elif time:
+            for size in batch_sizes:
+                timings += _time(workload, opened, size, threads, runs, warmup, tell)
+    results = tuple(
+        row.model_copy(update={"timings": tuple(t for t in timings if t.runtime == name)}) for name, row in rows.items()
+    )
+    return Comparison(
+        workload=workload.name,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        environment=environment(),
+        runtimes=results,
+        skipped=tuple(skipped),
+        fastest=tuple(_fastest(results, timings, together)),
+        together=tuple(together),
+    )
+
+
+def _refuse(workload: Workload, *, threads: int | None, several: bool, evaluate: bool, time: bool) -> None:
+    """What would be found out late, or never."""
+    if not time and not evaluate:
+        raise BitwrightError("there is nothing to measure", fix="let it evaluate, time, or both")
+    if not time and not can_measure(workload):
+        raise BitwrightError(
+            "nothing says how good the model is",
+            where=f"workload {workload.name!r}",
+            fix="give the Workload evaluation= or evaluate=",
+        )
+    if several and threads is not None:
+        raise BitwrightError(
+            "an instance has as many threads as cores", where="threads", value=threads, fix="say it with --cores alone"
+        )
+    if several and time and not can_pin():
+        log.warning("this system doesn't bind processes to cores: instances run wherever it puts them")
+
+
+def _wanted(runtimes: Iterable[str] | None, skipped: list[Skipped]) -> list[str]:
+    found = available_runtimes()
+    names = list(found) if runtimes is None else list(runtimes)
+    for name in names:
+        if name not in found:
+            raise BitwrightError("there is no such runtime", value=name, fix=did_you_mean(name, found))
+        if found[name] is not None:
+            skipped.append(Skipped(runtime=name, why=str(found[name])))
+    return [name for name in names if found[name] is None]
+
+
+def _sessions(name: str, found: Opened, batch: int) -> Iterator[tuple[Variant, Runtime]]:
+    """Those that take this batch size."""
+    for variant in VARIANTS:
+        session = found.sessions[variant, batch]
+        if session.batch in (None, batch):
+            yield variant, session
+        else:
+            log.warning("%s isn't timed with batch %d: the model's own code fixes it to %d", name, batch, session.batch)
+
+
+def _time(
+    workload: Workload,
+    opened: dict[str, Opened],
+    batch: int,
+    threads: int,
+    runs: int,
+    warmup: int,
+    tell: Callable[[str], None],
+) -> list[Timing]:
+    """All runtimes, float and quantized, in turns on the same samples."""
+    args, kwargs = as_call(batch_of(workload, batch))
+    calls: dict[tuple[str, Variant], Callable[[], Any]] = {
+        (name, variant): partial(session.run, session.feed(*args, **kwargs))
+        for name, found in opened.items()
+        for variant, session in _sessions(name, found, batch)
+    }
+    measured = measure_latency(
+        calls, runs=runs, warmup=warmup, progress=lambda done: tell(f"timing batch {batch}: {done} of {runs}")
+    )
+    return [
+        timing(name, variant, batch, threads, latency, yardstick=measured[name, "float"])
+        for (name, variant), latency in measured.items()
+    ]
+
+
+def _crowd(
+    workload: Workload,
+    name: str,
+    found: Opened,
+    places: Sequence[tuple[int, ...]],
+    runs: int,
+    warmup: int,
+    tell: Callable[[str], None],
+) -> list[Together]:
+    """One runtime in several processes; all batch sizes, float and quantized, in turns."""
+    tell(f"starting {len(places)} instances of {name}")
+    jobs: list[Job] = []
+    for batch in sorted({batch for _, batch in found.sessions}):
+        args, kwargs = as_call(batch_of(workload, batch))
+        for variant, session in _sessions(name, found, batch):
+            feed = session.feed(*args, **kwargs)
+            jobs.append(Job(variant=variant, batch=batch, artefact=found.files[variant, batch], feed=feed))
+    return run_together(
+        name, jobs, places, runs=runs, warmup=warmup, progress=lambda done: tell(f"timing {name}: {done} of {runs}")
+    )
+
+
+def _fastest(
+    results: Iterable[OnRuntime], timings: Iterable[Timing], together: Iterable[Together]
+) -> Iterator[Fastest]:
+    """A quantized artefact that doesn't compute what was promised is no pick, however fast it is."""
+    sound = {row.runtime for row in results if row.parity.passed}
+    measured: list[Timing | Together] = [*timings, *together]
+    rows = [row for row in measured if row.variant == "float" or row.runtime in sound]
+    for batch in dict.fromkeys(row.batch for row in rows):
+        best = min((row for row in rows if row.batch == batch), key=_cost)
+        yield Fastest(
+            batch=batch,
+            runtime=best.runtime,
+            variant=best.variant,
+            median_ms=best.median_ms,
+            throughput=best.throughput if isinstance(best, Together) else None,
+        )
+
+
+def _cost(row: Timing | Together) -> float:
+    """What is less where it is faster: milliseconds of one process, seconds per sample of several."""
+    return row.median_ms if isinstance(row, Timing) else 1 / row.throughput

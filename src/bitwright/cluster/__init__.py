@@ -1,0 +1,27 @@
+"""predict(): the step time and memory of a plan on a cluster, by replaying what was measured."""
+
+from bitwright.cluster.cluster import Cluster, DeviceKind, Link
+from bitwright.cluster.device_step import Local
+from bitwright.cluster.gradient_buckets import Bucket, make_buckets
+from bitwright.cluster.memory import MemoryUse
+from bitwright.cluster.memory_limit import MemoryLimit
+from bitwright.cluster.prediction import DevicePrediction, Prediction, trace_events, write_trace
+from bitwright.cluster.predictor import Modelled, Predictor, predict
+
+__all__ = [
+    "Bucket",
+    "Cluster",
+    "DeviceKind",
+    "DevicePrediction",
+    "Link",
+    "Local",
+    "MemoryLimit",
+    "MemoryUse",
+    "Modelled",
+    "Prediction",
+    "Predictor",
+    "make_buckets",
+    "predict",
+    "trace_events",
+    "write_trace",
+]

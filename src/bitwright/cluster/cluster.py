@@ -1,0 +1,169 @@
+"""`cluster.yaml`: which kinds of devices there are, how many, how they are joined, how much memory each has."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from bitwright.cluster.memory_limit import RESERVE, MemoryLimit
+from bitwright.core.arguments import reject_unknown, strict
+from bitwright.core.documents import MOST_YAML, DeviceName, Strict, parse_yaml, read_text, validated
+from bitwright.core.errors import BitwrightError, PlanError, Problem, did_you_mean
+from bitwright.profiling.device_profile import CollectiveCost, DeviceProfile
+
+
+@strict
+class Link(Strict):
+    """What joins a device to the others."""
+
+    latency_us: float = Field(default=0.0, ge=0, le=1e9, description="Of one message, in microseconds.")
+    gbit_per_s: float = Field(ge=1e-6, le=1e9, description="Bandwidth, in gigabits per second.")
+
+
+class DeviceKind(Strict):
+    """One kind of device."""
+
+    profile: str | None = Field(
+        default=None,
+        description="The path of its DeviceProfile, relative to this file; else `plan --profiles` says it.",
+    )
+    count: int = Field(default=1, ge=1, le=100_000)
+    memory_gb: float | None = Field(
+        default=None, ge=1e-6, le=1e6, description="Its memory; the profile's if not given."
+    )
+    memory_reserve: float | None = Field(
+        default=None, ge=0, lt=1, description="Share of its memory that plans leave free; the cluster's if not given."
+    )
+    plan: str | None = Field(
+        default=None, description="Its plan file, relative to this one; else the common plan's part for this kind."
+    )
+    link: Link | None = Field(default=None, description="Its link; the cluster's if not given.")
+
+
+@strict
+class Cluster(Strict):
+    """Devices that train one model together, synchronously."""
+
+    bitwright_cluster: Literal[1] = Field(description="Version of this schema.")
+    link: Link | None = Field(default=None, description="What joins devices that have no link of their own.")
+    backend: str = Field(default="gloo", description="The backend whose measured collectives count.")
+    memory_reserve: float = Field(
+        default=RESERVE,
+        ge=0,
+        lt=1,
+        description="Share of each device's memory that plans leave free, as predictions are some percent wrong.",
+    )
+    devices: dict[DeviceName, DeviceKind] = Field(min_length=1)
+
+    @property
+    def world(self) -> int:
+        """How many devices."""
+        return sum(kind.count for kind in self.devices.values())
+
+    @staticmethod
+    def from_yaml(text: str, *, where: str = "cluster") -> Cluster:
+        """Read a cluster; all its problems are raised at once."""
+        data = parse_yaml(text, where=where)
+        if not isinstance(data, dict):
+            raise BitwrightError(
+                "a cluster is a mapping",
+                where=where,
+                value="nothing" if data is None else data,
+                fix="begin with `bitwright_cluster: 1`, then `devices:`; docs/predict.md has an example",
+            )
+        return validated(Cluster, data, title=f"{where} has problems")
+
+    @staticmethod
+    def load(path: str | Path) -> Cluster:
+        """Read a file."""
+        text = read_text(path, what="the cluster", fix="give the path of a cluster.yaml", most=MOST_YAML)
+        return Cluster.from_yaml(text, where=str(path))
+
+    @staticmethod
+    def of(kinds: dict[str, int], **settings: Any) -> Cluster:
+        """Counts by kind, for profiles that are at hand."""
+        reject_unknown("Cluster.of", settings, Cluster.model_fields)
+        devices = {name: DeviceKind(profile=f"{name}.json", count=count) for name, count in kinds.items()}
+        return Cluster(bitwright_cluster=1, devices=devices, **settings)
+
+    def profiles(self, folder: Path, given: Mapping[str, Path] | None = None) -> dict[str, DeviceProfile]:
+        """The profiles that the file names, or those given in their place; all problems are said at once."""
+        paths = {name: folder / kind.profile for name, kind in self.devices.items() if kind.profile is not None}
+        paths |= given or {}
+        problems = [
+            Problem(what="no such kind of device", where="profiles", value=name, fix=did_you_mean(name, self.devices))
+            for name in paths
+            if name not in self.devices
+        ]
+        problems += [
+            Problem(what="this kind of device has no profile", where=name, fix=f"--profiles {name}=FILE, or `profile:`")
+            for name in self.devices
+            if name not in paths
+        ]
+        found: dict[str, DeviceProfile] = {}
+        for name, path in paths.items():
+            try:
+                found[name] = DeviceProfile.load(path)
+            except BitwrightError as error:
+                problems += [replace(problem, where=f"{name}: {problem.where}") for problem in error.problems]
+        if problems:
+            raise PlanError(problems, title="the cluster's profiles have problems")
+        return found
+
+    def memory_limit(self, kind: str, profile: DeviceProfile) -> MemoryLimit | None:
+        """What plans for this kind may use: of this file's memory, else of the profile's; None if neither says it."""
+        own = self.devices[kind]
+        total = int(own.memory_gb * 1e9) if own.memory_gb is not None else profile.memory.limit
+        reserve = own.memory_reserve if own.memory_reserve is not None else self.memory_reserve
+        return None if total is None else MemoryLimit(total=total, reserve=reserve)
+
+    def collective(self, operation: str, profiles: dict[str, DeviceProfile], world: int) -> CollectiveCost:
+        """What a collective costs among these: the slowest kind's measurement, or a ring over the slowest link."""
+        if world < 2:
+            return CollectiveCost(operation=operation, backend=self.backend, world=2, latency=0.0, per_byte=0.0)  # type: ignore[arg-type]
+        measured = [
+            cost
+            for profile in profiles.values()
+            for cost in profile.collectives
+            if (cost.operation, cost.backend) == (operation, self.backend)
+        ]
+        links = [kind.link or self.link for kind in self.devices.values()]
+        if all(link is not None for link in links):
+            latency = max(link.latency_us for link in links if link) * 1e-6
+            per_byte = 8e-9 / min(link.gbit_per_s for link in links if link)
+            rounds, share = (2 * (world - 1), 2 * (world - 1) / world) if operation == "all_reduce" else (1, 1.0)
+            return CollectiveCost(
+                operation=operation,  # type: ignore[arg-type]
+                backend=self.backend,
+                world=world,
+                latency=rounds * latency,
+                per_byte=share * per_byte,
+            )
+        same = [cost for cost in measured if cost.world == world]
+        if same:
+            return max(same, key=lambda cost: cost.latency + cost.per_byte * 1e6)
+        without = [name for name, link in zip(self.devices, links, strict=True) if link is None]
+        sizes = sorted({cost.world for cost in measured})
+        raise BitwrightError(
+            f"nothing says what {operation} costs among {world} devices: "
+            + ("no profile has it measured" if not sizes else f"it was measured among {', '.join(map(str, sizes))}"),
+            where=f"cluster, {', '.join(without)}",
+            fix=f"give the cluster a `link`, or one to {', '.join(without)}; or profile a process group of this size "
+            f"with {self.backend}",
+        )
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON Schema of a cluster file."""
+    schema = Cluster.model_json_schema()
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "$id": "bitwright-cluster-1", **schema}
+
+
+if __name__ == "__main__":  # python -m bitwright.cluster.cluster > docs/schemas/cluster-1.json
+    sys.stdout.write(json.dumps(json_schema(), indent=2, ensure_ascii=False) + "\n")

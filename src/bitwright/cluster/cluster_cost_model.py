@@ -1,0 +1,276 @@
+"""A model on a cluster that was profiled: what planners ask is answered by replaying the step."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+
+from bitwright.cluster.cluster import Cluster
+from bitwright.cluster.cost_model import ACTIVATIONS, FLOAT, Assignment, Plans
+from bitwright.cluster.costs import told
+from bitwright.cluster.device_step import Local
+from bitwright.cluster.memory import MemoryUse, memory_of, saved_by_operator
+from bitwright.cluster.memory_limit import MemoryLimit
+from bitwright.cluster.planners.precision import Allocation
+from bitwright.cluster.predictor import Predictor
+from bitwright.cluster.replay import Lane, replay
+from bitwright.core.errors import PlanError, Problem, did_you_mean
+from bitwright.plan import ComputeSpec, Device, Plan
+from bitwright.profiling import DeviceProfile, OperatorUnderPlan, StepGraph, StepSettings
+from bitwright.profiling.execution import IMPLEMENTATIONS, Way
+from bitwright.profiling.step_graph import StepOp
+from bitwright.profiling.step_timer import operator_key
+
+_Low = tuple[tuple[str, str], ...]  # operators that aren't float
+
+
+class OnCluster:
+    """A `Machine`: seconds and bytes from profiles, penalties from an indicator.
+
+    `computes` says how each format is run: {"int8": ComputeSpec(format="int8", …)}. An operator can have the formats in
+    which a device's profile has it, or of which the kernel itself says the cost. `smaller` is the step recorded with a
+    smaller batch: where profiles have that, too, other batches lie on the line through both; else they are taken as
+    proportional in what grows with them.
+    """
+
+    def __init__(
+        self,
+        graph: StepGraph,
+        profiles: Mapping[str, DeviceProfile],
+        cluster: Cluster,
+        penalties: Mapping[str, Mapping[str, float]],
+        computes: Mapping[str, ComputeSpec],
+        *,
+        settings: StepSettings | None = None,
+        keep_float: Sequence[str] = (),
+        smaller: StepGraph | None = None,
+    ) -> None:
+        self.graph, self.profiles, self.cluster = graph, dict(profiles), cluster
+        self.penalties, self.computes = penalties, dict(computes)
+        names = [op.name for op in graph.ops]
+        wrong = [pattern for pattern in keep_float if not fnmatch.filter(names, pattern)]
+        if wrong:
+            fix = did_you_mean(wrong[0], names)
+            raise PlanError([Problem(what="matches no operator", where="keep_float", value=wrong[0], fix=fix)])
+        self.kept = {name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in keep_float)}
+        self.predictor = Predictor.make(graph, Plan(), self.profiles, cluster, settings, smaller=smaller)
+        steps = (self.predictor.locals, self.predictor.smaller)
+        self._latest: dict[tuple[str, int], tuple[Assignment, Local]] = {
+            (kind, local.graph.samples): ({}, local) for locals_ in steps for kind, local in locals_.items()
+        }
+        self._formats = {
+            kind: {
+                op.name: [FLOAT, *(f for f in self.computes if self._measured(kind, op.name, f))]
+                for op in graph.ops
+                if op.name in penalties and op.name not in self.kept
+            }
+            for kind in self.kinds
+        }
+        self._memories: dict[tuple[str, _Low], MemoryUse] = {}
+        self._lanes: dict[tuple[str, _Low, int], Lane] = {}
+
+    @cached_property
+    def unscored(self) -> Sequence[str]:
+        """Operators that some device has in a lower format, but of which no indication says what they suffer."""
+        return [
+            op.name
+            for op in self.graph.ops
+            if any(
+                format not in self.penalties.get(op.name, {}) and self._has(kind, op.name, format)
+                for kind in self.kinds
+                for format in self.computes
+            )
+        ]
+
+    def _measured(self, kind: str, operator: str, format: str) -> bool:
+        return format in self.penalties[operator] and self._has(kind, operator, format)
+
+    def _has(self, kind: str, operator: str, format: str) -> bool:
+        op = self.graph.ops[self.graph.position[operator]]
+        measured = operator_key(op.call, self._way(op, format)) in self.profiles[kind].by_operator
+        return measured or told(op.call, self.computes[format]) is not None
+
+    @cached_property
+    def kinds(self) -> Mapping[str, int]:
+        """Of the cluster."""
+        return {name: kind.count for name, kind in self.cluster.devices.items()}
+
+    @cached_property
+    def operators(self) -> Sequence[str]:
+        """Those that some device has in more than float."""
+        wanted = {name for formats in self._formats.values() for name, own in formats.items() if len(own) > 1}
+        return [op.name for op in self.graph.ops if op.name in wanted]
+
+    @property
+    def batch(self) -> int:
+        """As recorded."""
+        return self.graph.samples
+
+    def formats(self, kind: str, operator: str) -> Sequence[str]:
+        """What was measured there."""
+        return self._formats[kind][operator]
+
+    def penalty(self, operator: str, format: str) -> float:
+        """The indicator's."""
+        return 0.0 if format == FLOAT else self.penalties[operator][format]
+
+    def room(self, kind: str) -> MemoryLimit | None:
+        """As the cluster file has it: `predict` asks the same."""
+        return self.cluster.memory_limit(kind, self.profiles[kind])
+
+    def limit(self, kind: str) -> int | None:
+        """What is left of the device's memory beside the reserve."""
+        room = self.room(kind)
+        return None if room is None else room.usable
+
+    def plan_of(self, assignment: Assignment, why: str = "") -> Plan:
+        """An assignment as a plan."""
+        chosen = {op: replace(self.computes[f], why=why) for op, f in assignment.items() if f != FLOAT}
+        return Plan(compute=chosen)
+
+    def _local(self, kind: str, assignment: Assignment, batch: int) -> Local:
+        """The step of one device with a recorded batch; what changed since it was last asked is looked up anew."""
+        before, local = self._latest[kind, batch]
+        changed = {op for op in self.operators if before.get(op, FLOAT) != assignment.get(op, FLOAT)}
+        if changed:
+            local = local.replaced(self.plan_of(assignment), changed)
+            self._latest[kind, batch] = (dict(assignment), local)
+        return local
+
+    def _low(self, assignment: Assignment) -> _Low:
+        return tuple((op, f) for op in self.operators if (f := assignment.get(op, FLOAT)) != FLOAT)
+
+    def _lane(self, kind: str, assignment: Assignment, batch: int) -> Lane:
+        """Remembered: planners ask for the same plans again, and one planner for those of another."""
+        key = (kind, self._low(assignment), batch)
+        if key not in self._lanes:
+            local, small = self._local(kind, assignment, self.batch), self.predictor.smaller.get(kind)
+            if small is not None:
+                small = self._local(kind, assignment, small.graph.samples) if batch != self.batch else None
+            self._lanes[key] = self.predictor.lane_of(kind, local, small, batch / self.batch)
+        return self._lanes[key]
+
+    def work(self, kind: str, assignment: Assignment, batch: int) -> float:
+        """What it computes by itself."""
+        lane = self._lane(kind, assignment, batch)
+        return lane.computing + lane.tail
+
+    def step(self, plans: Plans, batches: Mapping[str, int]) -> float:
+        """The replay of all devices."""
+        lanes = [self._lane(kind, plans[kind], batches[kind]) for kind in self.kinds]
+        return replay(lanes, self.predictor.collectives, self.predictor.first).period
+
+    def memory(self, kind: str, assignment: Assignment, batch: int) -> int:
+        """The process at its peak; activations grow with the batch, the rest doesn't."""
+        return self._memory(kind, assignment).of_batch(batch / self.batch).process
+
+    def _memory(self, kind: str, assignment: Assignment) -> MemoryUse:
+        key = (kind, self._low(assignment))
+        if key not in self._memories:
+            local = self._local(kind, assignment, self.batch)
+            self._memories[key] = memory_of(local, distributed=self.cluster.world > 1)
+        return self._memories[key]
+
+    def parts(self, kind: str, assignment: Assignment, batch: int) -> Mapping[str, int]:
+        """As the prediction has them, and what each operator keeps for its backward."""
+        share = batch / self.batch
+        use = self._memory(kind, assignment).of_batch(share)
+        local = self._local(kind, assignment, self.batch)
+        kept, own = saved_by_operator(local), self.profiles[kind].memory
+        fixed = use.weights + use.gradients + use.optimizer + use.buffers
+        return {
+            "weights": use.weights,
+            "gradients": use.gradients,
+            "optimizer state": use.optimizer,
+            "buffers": use.buffers,
+            "the process itself": own.process,
+            "torch's compiler": own.compiler if local.compiled else 0,
+            "what comes and goes at the peak": max(0, use.peak - fixed - use.saved),
+            **{f"{ACTIVATIONS}{name}": int(share * bytes) for name, bytes in kept.items()},
+        }
+
+    @cached_property
+    def _readable(self) -> Mapping[str, Sequence[str]]:
+        """For each operator with a choice those whose results reach it through none that has one.
+
+        Kernels that give float, as operators do, change nothing for whoever reads them.
+        """
+        choices = set(self.operators)
+        behind: dict[str, set[str]] = {}  # choices that an operator's result depends on directly
+        found: dict[str, Sequence[str]] = {}
+        for op in self.graph.ops:
+            sources = [source.removeprefix("op:") for source in op.sources if source.startswith("op:")]
+            reached = {name for source in sources for name in behind.get(source, ())}
+            behind[op.name] = reached if op.name not in choices else {op.name} if self._tells(op) else set()
+            if op.name in choices:
+                found[op.name] = sorted(reached, key=lambda name: self.graph.position[name])
+        return found
+
+    def _tells(self, op: StepOp) -> bool:
+        """Whether an operator's format changes what its readers get."""
+        ways = [self._way(op, format) for format in {f for kind in self.kinds for f in self.formats(kind, op.name)}]
+        recorded = op.outputs[0].dtype if op.outputs else None
+        return any(way.gives not in (None, recorded) or way.cast_at("output") is not None for way in ways)
+
+    def _way(self, op: StepOp, format: str) -> Way:
+        plan = Plan() if format == FLOAT else Plan(compute={op.name: self.computes[format]})
+        return IMPLEMENTATIONS.way(OperatorUnderPlan(op.name, op.call, plan))
+
+    def reads(self, operator: str) -> Sequence[str]:
+        """By the recorded graph."""
+        return self._readable[operator]
+
+    @cached_property
+    def _beside(self) -> Mapping[str, Sequence[str]]:
+        """By the memory of what they read; parameters are there in any case."""
+        readers: dict[int, list[str]] = {}
+        for name in self.operators:
+            op = self.graph.ops[self.graph.position[name]]
+            for place in dict.fromkeys(op.reads):
+                if self.graph.storages[place].kind == "op":
+                    readers.setdefault(place, []).append(name)
+        found: dict[str, dict[str, None]] = {name: {} for name in self.operators}
+        for names in readers.values():
+            for name in names:
+                found[name].update({other: None for other in names if other != name})
+        return {name: list(others) for name, others in found.items()}
+
+    def beside(self, operator: str) -> Sequence[str]:
+        """By the recorded graph."""
+        return self._beside[operator]
+
+    @cached_property
+    def _alike(self) -> Mapping[str, Hashable]:
+        """All that was recorded from the choice before up to each one: calls, and how far away their sources are."""
+        position, found = self.graph.position, {}
+        begin = 0
+        for name in self.operators:
+            end = position[name] + 1
+            found[name] = tuple(
+                (op.call.key(), tuple(_offset(source, index, position) for source in op.sources))
+                for index, op in enumerate(self.graph.ops[begin:end], begin)
+            )
+            begin = end
+        return found
+
+    def likeness(self, kind: str, operator: str) -> Hashable:
+        """By what was recorded; its profile has one cost for equal calls."""
+        return (tuple(self.formats(kind, operator)), self._alike[operator])
+
+    def to_plan(self, allocation: Allocation, *, model: str | None = None) -> Plan:
+        """One plan with a section for each kind of device."""
+        devices = {}
+        for kind, assignment in allocation.plans.items():
+            own = self.plan_of(assignment)
+            batch = allocation.batches[kind]
+            low = len(own.compute)
+            why = f"{low} of {len(self.operators)} operators low; {1e3 * self.work(kind, assignment, batch):.3g} ms"
+            devices[kind] = Device(compute=own.compute, batch=batch, why=why)
+        return Plan(devices=devices, model=model)
+
+
+def _offset(source: str, index: int, position: Mapping[str, int]) -> int | str:
+    name = source.removeprefix("op:")
+    return index - position[name] if source.startswith("op:") and name in position else source.partition(":")[0]

@@ -1,0 +1,172 @@
+"""Times from a profile: what was measured if it was, what was fitted if not, and a list of what is neither."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from copy import copy
+from dataclasses import dataclass, field
+from functools import cached_property
+from statistics import median
+
+from bitwright.core.errors import PlanError, Problem
+from bitwright.core.registry import KERNELS
+from bitwright.plan import ComputeSpec
+from bitwright.profiling.cost_key import CallSpec, TensorSpec
+from bitwright.profiling.device_profile import DeviceProfile, Kept, OperatorCost, at
+from bitwright.profiling.execution import Cast
+from bitwright.profiling.step import StepSettings
+from bitwright.profiling.step_timer import ACCUMULATE
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds forward and backward."""
+
+    forward: float
+    backward: float = 0.0
+    saved: Kept | None = None
+
+
+def told(call: CallSpec, spec: ComputeSpec | None) -> Cost | None:
+    """What a kernel says itself of an operator that nobody has measured in it."""
+    if spec is None or not spec.low:
+        return None
+    shapes = {port: tensor.shape for port, tensor in call.ports}
+    found: tuple[float, float] | None = KERNELS.get(spec.format).seconds(call.kind, shapes, spec)
+    return None if found is None else Cost(*found)
+
+
+@dataclass
+class Costs:
+    """Looks costs up in one profile, and remembers what it couldn't find."""
+
+    profile: DeviceProfile
+    missing: dict[tuple[str, str], str] = field(default_factory=dict)
+    stood_in: set[tuple[str, str]] = field(default_factory=set)
+    """Operators that weren't measured so: their cost in plain float, or with other strides, stands in."""
+
+    @cached_property
+    def _loosely(self) -> dict[tuple[str, str], OperatorCost]:
+        """Costs without a look at strides."""
+        return {(_loose(text), format): cost for (text, format), cost in self.profile.by_operator.items()}
+
+    def __post_init__(self) -> None:
+        """An accumulation of unknown size is a typical one."""
+        known = [c.backward.seconds for c in self.profile.operators if c.format == ACCUMULATE and c.backward]
+        self.typical_accumulation = median(known) if known else 0.0
+
+    def fresh(self) -> Costs:
+        """The same profile for another trial: what one lacked isn't the next one's fault."""
+        other = copy(self)
+        other.missing = {}
+        return other
+
+    def operator(self, text: str, format: str, name: str, told: Callable[[], Cost | None] = lambda: None) -> Cost:
+        """One operator. Where it wasn't measured so, what is `told` of it counts, else what was measured of it."""
+        known = self.profile.by_operator.get((text, format))
+        said = told() if known is None else None
+        if said is not None:
+            return said
+        if known is None:
+            base = format.partition("/")[0]
+            known = self.profile.by_operator.get((text, base)) or self._loosely.get((_loose(text), base))
+            if known is None:
+                self.missing.setdefault((text, format), name)
+                return Cost(0.0)
+            self.stood_in.add((text, format))
+        return _cost(known)
+
+    def cast(self, cast: Cast, tensor: TensorSpec, name: str) -> Cost:
+        """One cast of one tensor."""
+        known = self.profile.by_operator.get((str(tensor), cast.kind))
+        if known is not None:
+            return _cost(known)
+        fitted = self.profile.by_cast.get(cast.kind)
+        forward = None if fitted is None else at(fitted.forward, tensor.elements)
+        if fitted is None or forward is None:
+            self.missing.setdefault((str(tensor), cast.kind), f"{name}:{cast.port}")
+            return Cost(0.0)
+        wanted = tensor.grad or cast.learns
+        return Cost(forward, (at(fitted.backward, tensor.elements) or 0.0) if wanted else 0.0, Kept(ports=["input"]))
+
+    def accumulation(self, tensor: TensorSpec) -> float:
+        """Taking a parameter's gradient."""
+        known = self.profile.by_operator.get((str(tensor), ACCUMULATE))
+        return known.backward.seconds if known is not None and known.backward else self.typical_accumulation
+
+    def on_all(self, name: str, elements: int, tensors: int) -> float:
+        """Work on all parameters."""
+        known = self.profile.by_name.get(name)
+        if known is None:
+            self.missing.setdefault((name, "all parameters"), name)
+            return 0.0
+        return known.seconds(elements, tensors)
+
+    def scaling(self, elements: int, tensors: int) -> float:
+        """Fp16's loss scaling; nothing where a profile (an imported one, say) doesn't have it."""
+        known = self.profile.by_name.get("scaling")
+        return known.seconds(elements, tensors) if known is not None else 0.0
+
+    def optimizer(self, settings: StepSettings, elements: int, tensors: int) -> float:
+        """One step of the optimizer."""
+        return self.on_all(f"{settings.optimizer}/{'foreach' if settings.uses_foreach else 'loop'}", elements, tensors)
+
+    def complain(self) -> None:
+        """Say everything that the profile lacks, if it lacks anything."""
+        if not self.missing:
+            return
+        problems = [
+            Problem(what="not in the profile", where=name, value=f"{text} in {format}", fix=self._fix(text, format))
+            for (text, format), name in self.missing.items()
+        ]
+        shown = problems[:20]
+        more = f", of which {len(shown)} are shown" if len(problems) > len(shown) else ""
+        title = f"the profile of {self.profile.device} lacks {len(problems)} measurements{more}"
+        raise PlanError(shown, title=title)
+
+    def _fix(self, text: str, format: str) -> str:
+        """Where the missing time can come from: not all profiles are measured by us."""
+        if self.profile.source == "published":
+            fix = "bitwright profile WORKLOAD --published DEVICE with the same batch, --quantize, --kernel and --amp"
+        elif self.profile.source == "imported":
+            fix = "trace a step with the same batch, plan and autocast: bitwright profile WORKLOAD --trace FILE"
+        else:
+            fix = "measure it: bitwright profile WORKLOAD with the same batch, plan and --amp, and the same cache"
+        other = self._batches.get((_any_batch(text), format))
+        return fix if other is None else f"predict with --batch {other}, which the profile has; or {fix}"
+
+    @cached_property
+    def _batches(self) -> dict[tuple[str, str], str]:
+        """The first size of what operators are given, by all the rest of them."""
+        found = {}
+        for text, format in self.profile.by_operator:
+            size = _FIRST_SIZE.match(text)
+            if size is not None:
+                found[_any_batch(text), format] = size[2]
+        return found
+
+
+_FIRST_SIZE = re.compile(r"([\w:.]+\(\w+=\w+\[)(\d+)(?=,)")
+
+
+def _any_batch(text: str) -> str:
+    """Without the first size of the first tensor.
+
+    >>> _any_batch("linear(input=f32[64,24]+, weight=f32[8,24]+)")
+    'linear(input=f32[*,24]+, weight=f32[8,24]+)'
+    """
+    return _FIRST_SIZE.sub(r"\1*", text, count=1)
+
+
+def _loose(text: str) -> str:
+    """Without strides.
+
+    >>> _loose("linear(input=f32[2,24]@192,1+, 3)")
+    'linear(input=f32[2,24]+, 3)'
+    """
+    return re.sub(r"@[\d,]*\d", "", text)
+
+
+def _cost(known: OperatorCost) -> Cost:
+    return Cost(known.forward.seconds, known.backward.seconds if known.backward else 0.0, known.saved)

@@ -1,0 +1,180 @@
+"""The fastest formats of one kind of device: block by block, where no operator's cost reaches into the next one."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+
+from bitwright.cluster.cost_model import FLOAT, Machine
+
+MARGIN = 0.005
+"""Gain that lowering all operators must have at least, each its part of it: less is within what profiles are wrong."""
+_NOTHING = 1e-7  # of the device's work: differences below it are rounding
+
+Pair = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """Seconds of a step as a sum: all in float, what each operator adds, what each pair adds to that."""
+
+    base: float
+    single: Mapping[Pair, float]
+    """Of (operator, format)."""
+    pairs: Mapping[Pair, Mapping[Pair, float]]
+    """Of (operator, a later one), for formats of both; pairs that don't depend on each other are left out."""
+
+    def seconds(self, plan: Mapping[str, str]) -> float:
+        """The sum for one plan: exact where no three operators depend on each other."""
+        alone = sum(self.single[item] for item in plan.items())
+        joined = sum(own.get((plan[a], plan[b]), 0.0) for (a, b), own in self.pairs.items())
+        return self.base + alone + joined
+
+
+def sample(machine: Machine, kind: str, batch: int) -> Sampled:
+    """Ask for differences from float; of operators and pairs that are alike, once."""
+    order = list(machine.operators)
+    place = {operator: index for index, operator in enumerate(order)}
+    alike = [machine.likeness(kind, operator) for operator in order]
+    floats = dict.fromkeys(order, FLOAT)
+    base = machine.work(kind, floats, batch)
+    known: dict[Hashable, float] = {}
+
+    def added(changed: Mapping[str, str]) -> float:
+        first, last = (pick(place[operator] for operator in changed) for pick in (min, max))
+        formats = tuple((place[operator] - first, format) for operator, format in changed.items())
+        around = alike[max(0, first - 1) : last + 2]  # whoever is before or follows may need a cast
+        key = (tuple(around), first == 0, last + 1 == len(order), formats)
+        if key not in known:
+            known[key] = machine.work(kind, {**floats, **changed}, batch) - base
+        return known[key]
+
+    single = {
+        (operator, format): 0.0 if format == FLOAT else added({operator: format})
+        for operator in order
+        for format in machine.formats(kind, operator)
+    }
+    pairs: dict[Pair, dict[Pair, float]] = {}
+    for operator in order:
+        for before in machine.reads(operator):
+            options = product(machine.formats(kind, before), machine.formats(kind, operator))
+            own = {
+                (f, g): added({before: f, operator: g}) - single[before, f] - single[operator, g]
+                for f, g in options
+                if FLOAT not in (f, g)
+            }
+            own = {formats: seconds for formats, seconds in own.items() if abs(seconds) > _NOTHING * base}
+            if own:
+                pairs[before, operator] = own
+    return Sampled(base, single, pairs)
+
+
+def price_of(machine: Machine, sampled: Sampled) -> float:
+    """Seconds that an operator must gain before it is lowered: float stays where a kernel isn't really faster."""
+    return MARGIN * sampled.base / max(1, len(machine.operators))
+
+
+_ENUMERATED = 64  # plans of a block that are all asked for; larger blocks are gone through in order
+_STATES = 512  # formats of a frontier that are followed at once, the fastest ones
+
+
+def blocks(order: Sequence[str], sampled: Sampled) -> list[list[str]]:
+    """The operators in order, cut wherever the frontier is empty: no pair has one of its two on each side."""
+    place = {operator: index for index, operator in enumerate(order)}
+    reach = list(range(len(order)))
+    for before, after in sampled.pairs:
+        reach[place[before]] = max(reach[place[before]], place[after])
+    found: list[list[str]] = []
+    last = -1
+    for index, operator in enumerate(order):
+        if index > last:
+            found.append([])
+        found[-1].append(operator)
+        last = max(last, reach[index])
+    return found
+
+
+def quickest(machine: Machine, kind: str, batch: int) -> dict[str, str]:
+    """The least work, memory aside; float where a lower format is hardly faster.
+
+    The sampled costs say which operators depend on each other. All plans of a small block are tried on the machine
+    itself; of a large one the frontier's formats are followed from operator to operator. Blocks that are alike have one
+    answer. At the end single changes are tried on the whole plan, as three operators may depend on each other, too.
+    """
+    sampled = sample(machine, kind, batch)
+    price = price_of(machine, sampled)
+    answers: dict[Hashable, list[str]] = {}
+    plan: dict[str, str] = {}
+    for block in blocks(machine.operators, sampled):
+        place = {operator: index for index, operator in enumerate(block)}
+        inner = [(place[a], place[b], tuple(own.items())) for (a, b), own in sampled.pairs.items() if a in place]
+        alike = (tuple(machine.likeness(kind, operator) for operator in block), tuple(inner))
+        if alike not in answers:
+            answers[alike] = _answer(machine, kind, batch, block, sampled, price)
+        plan.update(zip(block, answers[alike], strict=True))
+    if sampled.pairs:
+        plan = polished(machine, kind, batch, plan)
+    return plan if _priced(machine, kind, batch, plan, price) < sampled.base else dict.fromkeys(plan, FLOAT)
+
+
+def _answer(machine: Machine, kind: str, batch: int, block: Sequence[str], sampled: Sampled, price: float) -> list[str]:
+    formats = [machine.formats(kind, operator) for operator in block]
+    if len(block) > 2 and prod(map(len, formats)) <= _ENUMERATED:
+        floats = dict.fromkeys(machine.operators, FLOAT)
+        plans = [dict(zip(block, choice, strict=True)) for choice in product(*formats)]
+        best = min(plans, key=lambda plan: _priced(machine, kind, batch, {**floats, **plan}, price))
+        return list(best.values())
+    return _in_order(block, formats, sampled, price)
+
+
+def _in_order(block: Sequence[str], formats: Sequence[Sequence[str]], sampled: Sampled, price: float) -> list[str]:
+    """Dynamic programming: what is behind the frontier matters no more, so of its plans the fastest is kept."""
+    place = {operator: index for index, operator in enumerate(block)}
+    earlier: list[list[int]] = [[] for _ in block]
+    needed = list(range(len(block)))
+    for a, b in sampled.pairs:
+        if a in place:
+            earlier[place[b]].append(place[a])
+            needed[place[a]] = max(needed[place[a]], place[b])
+    states: dict[tuple[str, ...], tuple[float, list[str]]] = {(): (0.0, [])}
+    for index, operator in enumerate(block):
+        frontier = [i for i in range(index + 1) if needed[i] > index]
+        following: dict[tuple[str, ...], tuple[float, list[str]]] = {}
+        for seconds, chosen in states.values():
+            for format in formats[index]:
+                now = seconds + sampled.single[operator, format] + (price if format != FLOAT else 0.0)
+                for i in earlier[index]:
+                    now += sampled.pairs[block[i], operator].get((chosen[i], format), 0.0)
+                taken = [*chosen, format]
+                key = tuple(taken[i] for i in frontier)
+                if key not in following or now < following[key][0]:
+                    following[key] = (now, taken)
+        states = dict(sorted(following.items(), key=lambda item: item[1][0])[:_STATES])
+    return min(states.values(), key=lambda state: state[0])[1]
+
+
+def _priced(machine: Machine, kind: str, batch: int, plan: Mapping[str, str], price: float) -> float:
+    return machine.work(kind, plan, batch) + price * sum(format != FLOAT for format in plan.values())
+
+
+def polished(
+    machine: Machine, kind: str, batch: int, plan: dict[str, str], *, limit: int | None = None
+) -> dict[str, str]:
+    """Single changes, the most helpful first, while they make the work less and the memory stays within a limit."""
+    price = price_of(machine, sample(machine, kind, batch))
+    best = _priced(machine, kind, batch, plan, price)
+    changed = True
+    while changed:
+        changed = False
+        options = [(op, format) for op in machine.operators for format in machine.formats(kind, op)]
+        gains = {(op, f): best - _priced(machine, kind, batch, {**plan, op: f}, price) for op, f in options}
+        for op, format in sorted(options, key=lambda option: -gains[option]):
+            if gains[op, format] <= 1e-9 * best:
+                break
+            other = {**plan, op: format}
+            seconds = _priced(machine, kind, batch, other, price)
+            if seconds < best * (1 - 1e-9) and (limit is None or machine.memory(kind, other, batch) <= limit):
+                plan, best, changed = other, seconds, True
+    return plan

@@ -1,0 +1,184 @@
+"""What a prediction says: the step, each kind of device, who waits for whom, and what memory peaks at."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bitwright.cluster.device_step import Local
+from bitwright.cluster.memory import MemoryUse
+from bitwright.cluster.memory_limit import MemoryLimit
+from bitwright.cluster.replay import LaneReplay, StepReplay
+from bitwright.core.arguments import strict
+from bitwright.core.files import write_text
+
+
+@dataclass(frozen=True, kw_only=True)
+class DevicePrediction:
+    """One kind of device (or one device, in exact mode)."""
+
+    name: str
+    count: int
+    computing: float
+    """Seconds of its own work in a step, undisturbed."""
+    busy: float
+    """Share of the step in which it computes."""
+    communicating: float
+    """Share of the step in which a collective is under way."""
+    waiting: float
+    """Share of the step in which it does nothing."""
+    phases: dict[str, float]
+    memory: MemoryUse | None
+    limit: MemoryLimit | None
+    """None if nobody said how much memory it has."""
+    stood_in: int
+    """Operators that weren't measured in their format: their cost in float stands in."""
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether its memory, less the reserve, is enough for the whole process; None if nobody said what it has."""
+        return None if self.memory is None or self.limit is None else self.limit.holds(self.memory.process)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        known = asdict(self)
+        del known["limit"]
+        limit = self.limit
+        return {
+            **known,
+            "memory_limit": None if limit is None else limit.total,
+            "memory_reserve": None if limit is None else limit.reserve,
+            "memory_usable": None if limit is None else limit.usable,
+            "fits": self.fits,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """One step of a cluster."""
+
+    model: str
+    seconds: float
+    """From one step to the next."""
+    devices: tuple[DevicePrediction, ...]
+    buckets: tuple[int, ...]
+    """Bytes of each, in order."""
+    critical: tuple[str, ...]
+    """What the step's length is made of, in order."""
+    samples: int
+    """In one step of all devices."""
+    replay: StepReplay = field(repr=False, compare=False)
+    locals: dict[str, Local] = field(repr=False, compare=False)
+
+    @property
+    def samples_per_second(self) -> float:
+        """The cluster's speed."""
+        return self.samples / self.seconds if self.seconds else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "model": self.model,
+            "seconds": self.seconds,
+            "samples_per_second": self.samples_per_second,
+            "devices": [device.to_dict() for device in self.devices],
+            "buckets": list(self.buckets),
+            "critical": list(self.critical),
+        }
+
+
+def critical_path(replay: StepReplay) -> tuple[str, ...]:
+    """Back from the end: who finished last, what it waited for, and so on to the start."""
+    last = max(replay.lanes, key=lambda run: run.finished)
+    words = [f"{last.lane.name}: clipping and optimizer, {_ms(last.lane.tail)}"]
+    if not replay.sent or last.computed > replay.sent[-1].end:
+        lane = last.lane
+        words.append(f"{lane.name}: backward to its end, {_ms(lane.computing - lane.turned)}")
+    else:
+        index = len(replay.sent) - 1
+        end = replay.sent[index].end
+        while index > 0 and not replay.sent[index].waited_for:
+            index -= 1
+        sent = replay.sent[index]
+        span = f"bucket {index}" if index == len(replay.sent) - 1 else f"buckets {index} to {len(replay.sent) - 1}"
+        words.append(f"collectives of {span}, {_ms(end - sent.start)}")
+        first = sent.waited_for or last.lane.name
+        lane = next(run.lane for run in replay.lanes if run.lane.name == first)
+        words.append(f"{first}: backward to bucket {index}, {_ms(max(0.0, lane.ready[index] - lane.turned))}")
+    words.append(f"{lane.name}: forward, {_ms(lane.turned)}")
+    return tuple(reversed(words))
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms"
+
+
+_COMPUTE, _COMMUNICATE = 1, 2
+
+
+def trace_events(prediction: Prediction) -> list[dict[str, Any]]:
+    """Each kind of device is a process with two lanes; times in microseconds from the step's start."""
+    zero = prediction.replay.start
+    found: list[dict[str, Any]] = []
+    for number, run in enumerate(prediction.replay.lanes, 1):
+        name = run.lane.name
+        local = prediction.locals[run.lane.kind]
+        shown = f"{name} ×{run.lane.count}" if run.lane.count > 1 else name
+        found.append({"ph": "M", "pid": number, "name": "process_name", "args": {"name": shown}})
+        for lane, word in ((_COMPUTE, "compute"), (_COMMUNICATE, "communicate")):
+            found.append({"ph": "M", "pid": number, "tid": lane, "name": "thread_name", "args": {"name": word}})
+        found += [_event(number, _COMPUTE, *piece, zero) for piece in _compute(local, run)]
+        first = zero + prediction.replay.first
+        if first > zero:
+            found.append(_event(number, _COMMUNICATE, "broadcast of buffers", "collective", zero, first, {}, zero))
+        for sent in prediction.replay.sent:
+            words = {"bytes": prediction.buckets[sent.bucket], "waited_for": sent.waited_for or "the one before"}
+            name = f"all_reduce bucket {sent.bucket}"
+            found.append(_event(number, _COMMUNICATE, name, "collective", sent.start, sent.end, words, zero))
+    return found
+
+
+def _compute(local: Local, run: LaneReplay) -> Iterator[tuple[str, str, float, float, dict[str, Any]]]:
+    """One batch (the last of an accumulated step), operator by operator.
+
+    Recorded operators fill the lane's own forward and backward: its batch may be another, and DDP adds its part.
+    """
+    lane = run.lane
+    forward, backward = local.forward_seconds + local.loss.forward, local.backward_seconds
+    there = (lane.turned - lane.begun) / forward if forward else 0.0
+    back = (lane.computing - lane.turned) / backward if backward else 0.0
+    gap = local.gap / max(len(local.blocks), 1)
+    work = lane.begun
+    for block in local.blocks:
+        start, work = work, work + (block.forward + gap) * there
+        words = {"format": block.way.format, "casts": [placed.cast.kind for placed in block.casts]}
+        yield block.op.name, "forward", run.time_at(start), run.time_at(work), words
+    for block, end in zip(reversed(local.blocks), local.backward_offsets, strict=True):
+        at = lane.turned + end * back
+        if block.backward > 0:
+            yield block.op.name, "backward", run.time_at(at - block.backward * back), run.time_at(at), {}
+    yield "clip and optimizer", "tail", run.finished - lane.tail, run.finished, {}
+
+
+def _event(
+    pid: int, tid: int, name: str, category: str, start: float, end: float, words: dict[str, Any], zero: float
+) -> dict[str, Any]:
+    return {
+        "ph": "X",
+        "pid": pid,
+        "tid": tid,
+        "name": name,
+        "cat": category,
+        "ts": round(1e6 * (start - zero), 3),
+        "dur": round(1e6 * max(0.0, end - start), 3),
+        "args": words,
+    }
+
+
+@strict
+def write_trace(prediction: Prediction, path: str | Path) -> Path:
+    """Write the file, whole or not at all."""
+    return write_text(Path(path), json.dumps({"traceEvents": trace_events(prediction), "displayTimeUnit": "ms"}))

@@ -1,0 +1,263 @@
+"""`predict(graph, plans, profiles, cluster)`: the step time and the memory of any plan, before it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from bitwright.cluster.cluster import Cluster
+from bitwright.cluster.device_step import Local
+from bitwright.cluster.gradient_buckets import Bucket, make_buckets
+from bitwright.cluster.memory import memory_of
+from bitwright.cluster.prediction import DevicePrediction, Prediction, critical_path
+from bitwright.cluster.replay import Lane, StepReplay, on_line, replay
+from bitwright.core.arguments import strict
+from bitwright.core.errors import BitwrightError, did_you_mean
+from bitwright.plan import Plan
+from bitwright.profiling.device_profile import DeviceProfile
+from bitwright.profiling.step import StepSettings
+from bitwright.profiling.step_graph import StepGraph
+
+_AFTER = ("clip", "optimizer")  # phases after the collectives, which don't take longer with a larger batch
+
+
+@dataclass(frozen=True)
+class Modelled:
+    """Parts of the model that can be left out, to see what they are worth."""
+
+    casts: bool = True
+    overlap: bool = True
+    contention: bool = True
+
+
+@strict
+def predict(
+    graph: StepGraph,
+    plan: Plan | Mapping[str, Plan],
+    profiles: DeviceProfile | Mapping[str, DeviceProfile],
+    cluster: Cluster | None = None,
+    settings: StepSettings | None = None,
+    *,
+    exact: bool = False,
+    modelled: Modelled | None = None,
+) -> Prediction:
+    """Predict a step. Several kinds of devices have profiles, and may have plans, by name.
+
+    Equal devices are folded into one lane; `exact` replays each by itself.
+    """
+    return Predictor.make(graph, plan, profiles, cluster, settings, modelled=modelled).predict(exact=exact)
+
+
+@strict
+@dataclass(frozen=True)
+class Predictor:
+    """A cluster with a plan for each kind; `changed` gives another, cheaply, where one kind's plan differs a bit."""
+
+    graph: StepGraph
+    settings: StepSettings
+    cluster: Cluster
+    profiles: Mapping[str, DeviceProfile]
+    locals: Mapping[str, Local]
+    modelled: Modelled
+    batches: Mapping[str, int] = field(default_factory=dict)
+    """Samples of kinds that have others than the recorded step."""
+    smaller: Mapping[str, Local] = field(default_factory=dict)
+    """The step with a smaller batch, where it was measured: other batches lie on a line through both."""
+
+    @staticmethod
+    def make(
+        graph: StepGraph,
+        plan: Plan | Mapping[str, Plan],
+        profiles: DeviceProfile | Mapping[str, DeviceProfile],
+        cluster: Cluster | None = None,
+        settings: StepSettings | None = None,
+        *,
+        modelled: Modelled | None = None,
+        batches: Mapping[str, int] | None = None,
+        smaller: StepGraph | None = None,
+    ) -> Predictor:
+        """Look everything up. A plan's own `batches` count, where none are given.
+
+        `smaller` is the step recorded with a smaller batch. Kinds whose profile has it don't take other batches as
+        proportional: small ones cost more for each sample.
+        """
+        settings, modelled = settings or StepSettings(), modelled or Modelled()
+        if isinstance(profiles, DeviceProfile):
+            only = next(iter(cluster.devices)) if cluster is not None else "device"
+            profiles = {only: profiles}
+        if cluster is None:
+            cluster = Cluster.of(dict.fromkeys(profiles, 1))
+        for name in cluster.devices:
+            if name not in profiles:
+                raise BitwrightError("this kind of device has no profile", where=name, fix=did_you_mean(name, profiles))
+        locals_ = {
+            name: Local.build(graph, plan_for(plan, name), profiles[name], settings, casts=modelled.casts)
+            for name in cluster.devices
+        }
+        if batches is None and isinstance(plan, Plan):
+            batches = {name: device.batch for name, device in plan.devices.items() if device.batch is not None}
+        small: dict[str, Local] = {}
+        if smaller is not None:
+            for name in cluster.devices:
+                own = plan_for(plan, name)
+                with suppress(BitwrightError):  # not measured
+                    small[name] = Local.build(smaller, own, profiles[name], settings, casts=modelled.casts)
+        return Predictor(graph, settings, cluster, profiles, locals_, modelled, batches or {}, small)
+
+    def changed(self, kind: str, plan: Plan, operators: set[str]) -> Predictor:
+        """Another plan for one kind, which differs at these operators only."""
+        if kind not in self.locals:
+            raise BitwrightError("no such kind of device", value=kind, fix=did_you_mean(kind, self.locals))
+        small = {name: local for name, local in self.smaller.items() if name != kind}
+        if kind in self.smaller:
+            with suppress(BitwrightError):  # not measured
+                small[kind] = self.smaller[kind].replaced(plan, operators)
+        return replace(self, locals={**self.locals, kind: self.locals[kind].replaced(plan, operators)}, smaller=small)
+
+    # -- the cluster's work ----------------------------------------------------------------------------------
+
+    @cached_property
+    def buckets(self) -> list[Bucket]:
+        """As rank 0 has them: DDP gives its order to all."""
+        first = next(iter(self.locals.values()))
+        return make_buckets(first.trained, self.settings.bucket_cap_mb) if self.cluster.world > 1 else []
+
+    def lane(self, name: str) -> Lane:
+        """One kind's work."""
+        return self.lane_of(name, self.locals[name], self.smaller.get(name), self.share(name))
+
+    def lane_of(self, name: str, local: Local, small: Local | None, share: float) -> Lane:
+        """The work of this kind with another plan and batch: `small` is the plan's step with the smaller one."""
+        lane = self._recorded(name, local)
+        if share == 1:
+            return lane
+        if small is not None and small.graph.samples < self.graph.samples:
+            return lane.of_batch(share, small.graph.samples / self.graph.samples, self._recorded(name, small))
+        still = sum(local.still.values())
+        nothing = replace(lane, ready=(still,) * len(lane.ready), begun=still, turned=still, computing=still)
+        return lane.of_batch(share, 0.0, nothing)
+
+    def _phases(self, name: str) -> dict[str, float]:
+        """A kind's step by phase, with its batch: the parts of its lane."""
+        local, small, share = self.locals[name], self.smaller.get(name), self.share(name)
+        whole = local.phases
+        if share == 1:
+            return whole
+        at, other = 0.0, {phase: local.still.get(phase, 0.0) for phase in whole}
+        if small is not None and small.graph.samples < self.graph.samples:
+            at, other = small.graph.samples / self.graph.samples, small.phases
+        return {n: s if n in _AFTER else on_line(share, at, other[n], s) for n, s in whole.items()}
+
+    def _recorded(self, name: str, local: Local) -> Lane:
+        """The work of a step as it was recorded."""
+        host = self.profiles[name].host
+        several = self.cluster.world > 1
+        count = self.settings.accumulate
+        per_gradient = host.ddp_gradient if several else 0.0
+        forward = local.forward_seconds + local.loss.forward + (host.ddp_forward if several else 0.0)
+        begun = local.tail["other"] + (count - 1) * (forward + local.backward_seconds) + local.tail["accumulate"]
+        before = begun + forward
+        ready = local.gradient_offsets
+        end = before + local.backward_seconds + len(ready) * per_gradient
+        return Lane(
+            name,
+            tuple(_ready(bucket, ready, before, per_gradient, end) for bucket in self.buckets),
+            end,
+            local.tail["clip"] + local.tail["optimizer"],
+            host.contention if several and self.modelled.contention else 0.0,
+            self.cluster.devices[name].count,
+            host.stretch if several and self.modelled.contention else 1.0,
+            name,
+            begun,
+            before,
+        )
+
+    def share(self, kind: str) -> float:
+        """A kind's batch, of the recorded one's."""
+        return self.batches.get(kind, self.graph.samples) / self.graph.samples
+
+    @cached_property
+    def collectives(self) -> list[float]:
+        """Seconds of each bucket's all-reduce."""
+        cost = self.cluster.collective("all_reduce", dict(self.profiles), self.cluster.world)
+        return [cost.latency + bucket.bytes * cost.per_byte for bucket in self.buckets]
+
+    @cached_property
+    def first(self) -> float:
+        """Rank 0's buffers, given to all once per step: DDP doesn't for batches that only accumulate."""
+        if self.cluster.world < 2 or not self.graph.buffer_bytes:
+            return 0.0
+        cost = self.cluster.collective("broadcast", dict(self.profiles), self.cluster.world)
+        return cost.latency + self.graph.buffer_bytes * cost.per_byte
+
+    def replay(self, *, exact: bool = False) -> StepReplay:
+        """The global replay."""
+        lanes = [self.lane(name) for name in self.cluster.devices]
+        if exact:
+            lanes = [replace(lane, name=f"{lane.name}-{i}", count=1) for lane in lanes for i in range(lane.count)]
+        return replay(lanes, self.collectives, self.first, overlap=self.modelled.overlap)
+
+    @property
+    def seconds(self) -> float:
+        """The step alone: what a planner asks thousands of times."""
+        return self.replay().period
+
+    def predict(self, *, exact: bool = False) -> Prediction:
+        """Everything."""
+        step = self.replay(exact=exact)
+        sending = sum(sent.end - sent.start for sent in step.sent) + self.first
+        memory = {
+            name: memory_of(local, distributed=self.cluster.world > 1).of_batch(self.share(name))
+            for name, local in self.locals.items()
+        }
+        devices = []
+        for run in step.lanes:
+            kind, lane = run.lane.kind, run.lane
+            spent = run.computed - run.knots[0][0] + lane.tail  # slowed by messages or not; waiting comes after it
+            busy = min(1.0, spent / step.period) if step.period else 0.0
+            devices.append(
+                DevicePrediction(
+                    name=lane.name,
+                    count=lane.count,
+                    computing=lane.computing + lane.tail,
+                    busy=busy,
+                    communicating=min(1.0, sending / step.period) if step.period else 0.0,
+                    waiting=max(0.0, 1.0 - busy),
+                    phases=self._phases(kind),
+                    memory=memory[kind],
+                    limit=self.cluster.memory_limit(kind, self.profiles[kind]),
+                    stood_in=self.locals[kind].stood_in,
+                )
+            )
+        samples = sum(self.batches.get(n, self.graph.samples) * kind.count for n, kind in self.cluster.devices.items())
+        return Prediction(
+            model=self.graph.model,
+            seconds=step.period,
+            devices=tuple(devices),
+            buckets=tuple(bucket.bytes for bucket in self.buckets),
+            critical=critical_path(step),
+            samples=self.settings.accumulate * samples,
+            replay=step,
+            locals=dict(self.locals),
+        )
+
+
+def _ready(
+    bucket: Bucket, offsets: Mapping[str, tuple[float, int]], before: float, per_gradient: float, end: float
+) -> float:
+    """When the last gradient of a bucket is there; one that this device doesn't have counts as there at the end."""
+    last = offsets.get(bucket.names[-1])  # names are in the order in which gradients come
+    if last is None:
+        return end
+    return before + last[0] + last[1] * per_gradient
+
+
+def plan_for(plan: Plan | Mapping[str, Plan], kind: str) -> Plan:
+    """One kind's plan: of its own, or its part of the common one."""
+    if not isinstance(plan, Plan):
+        if kind not in plan:
+            raise BitwrightError("this kind of device has no plan", where=kind, fix=did_you_mean(kind, plan))
+        return plan[kind]
+    return plan.for_device(kind) if kind in plan.devices else replace(plan, devices={})

@@ -1,0 +1,315 @@
+"""`@strict`: public functions and classes refuse unknown keyword arguments and arguments of the wrong type."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from numbers import Integral, Real
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import (
+    Annotated,
+    Any,
+    ParamSpec,
+    TypeVar,
+    Union,
+    Unpack,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+    overload,
+)
+
+from bitwright.core.errors import PlanError, Problem, did_you_mean
+
+_CONTAINERS = {
+    "Mapping": "a mapping",
+    "dict": "a dict",
+    "Callable": "a function",
+    "Iterable": "an iterable",
+    "Iterator": "an iterator",
+    "Sequence": "a list",
+    "list": "a list",
+    "tuple": "a tuple",
+}
+
+
+def fits(value: Any, hint: Any) -> bool:
+    """Whether `value` is what `hint` asks for."""
+    if hint is Any or hint is object:
+        return True
+    if hint is None or hint is NoneType:
+        return value is None
+    origin = get_origin(hint)
+    if origin in (Union, UnionType):
+        kinds = get_args(hint)
+        return any(fits(value, kind) for kind in kinds) or (
+            str in kinds and Path in kinds and isinstance(value, os.PathLike)
+        )
+    if origin is Annotated:
+        return fits(value, get_args(hint)[0])
+    if isinstance(hint, TypeVar):
+        return hint.__bound__ is None or fits(value, hint.__bound__)
+    if origin is not None:
+        return _fits_container(value, origin, get_args(hint))
+    return _is_a(value, hint) if isinstance(hint, type) else True
+
+
+def _is_a(value: Any, kind: type) -> bool:
+    if kind is bool:
+        return isinstance(value, bool) or type(value).__name__ in ("bool_", "bool") or value in (0, 1)
+    if kind is int:
+        return isinstance(value, Integral)
+    if kind is float:
+        return isinstance(value, Real)
+    try:
+        return isinstance(value, kind)
+    except TypeError:  # a protocol
+        return True
+
+
+def _fits_container(value: Any, origin: Any, of: tuple[Any, ...]) -> bool:
+    if origin is Callable:
+        return callable(value)
+    if origin is type:
+        return isinstance(value, type)
+    if origin in (Iterable, Sequence, list):
+        if _is_tensor(value) or isinstance(value, bytes):  # one batch instead of several
+            return False
+        if isinstance(value, str):
+            return origin is Iterable and of == (str,)  # one name instead of several, where that is allowed
+        if isinstance(value, Mapping) and of == (Any,):
+            return False
+        return hasattr(value, "__iter__") or hasattr(value, "__getitem__")
+    if origin in (Mapping, dict, Iterator):
+        return isinstance(value, origin)
+    return True
+
+
+def _is_tensor(value: Any) -> bool:
+    torch = sys.modules.get("torch")
+    return (torch is not None and isinstance(value, torch.Tensor)) or type(value).__name__ == "ndarray"
+
+
+def name_of(hint: Any) -> str:
+    """The type in words."""
+    origin = get_origin(hint)
+    if origin in (Union, UnionType):
+        return " or ".join(dict.fromkeys(name_of(kind) for kind in get_args(hint)))
+    if hint is None or hint is NoneType:
+        return "None"
+    if isinstance(hint, TypeVar) and hint.__bound__ is not None:
+        return name_of(hint.__bound__)
+    if origin is not None:
+        name = getattr(origin, "__name__", str(origin))
+        return _CONTAINERS.get(name, name)
+    if getattr(hint, "__module__", "").startswith("torch.nn"):
+        return f"a torch.nn.{hint.__name__}"
+    return str(getattr(hint, "__name__", hint))
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+C = TypeVar("C", bound=type)
+
+
+class UnknownArgument(PlanError, TypeError):
+    """A call with a keyword argument that the function doesn't have; also a `TypeError`, as in Python itself."""
+
+    def __init__(self, problems: list[Problem], *, title: str = "unknown arguments") -> None:
+        super().__init__(problems, title=title)
+        if len(problems) == 1:
+            self.args = (str(problems[0]),)
+
+
+class WrongArgument(PlanError, TypeError):
+    """A call with arguments of the wrong type; also a `TypeError`, as in Python itself."""
+
+    def __init__(self, problems: list[Problem], *, title: str = "arguments of the wrong type") -> None:
+        super().__init__(problems, title=title)
+        if len(problems) == 1:
+            self.args = (str(problems[0]),)
+
+
+@overload
+def strict(target: C) -> C: ...
+@overload
+def strict(target: Callable[P, R]) -> Callable[P, R]: ...
+def strict(target: Any) -> Any:
+    """Check the arguments of a function, or of the constructor and the public methods of a class.
+
+    Unknown keywords are refused, and so are arguments that aren't of the annotated type (`argument_types.py`).
+
+    Keywords of an `**choices: Unpack[…]` count as arguments of their own, in the check and in the signature that
+    `help()` shows. Other `**keywords` are left to the function.
+    """
+    return _strict_class(target) if isinstance(target, type) else _strict_function(target, target.__qualname__)
+
+
+def reject_unknown(function: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Raise for every name of `given` that isn't in `known`."""
+    names = list(known)
+    problems = [
+        Problem(
+            what=f"{function}() has no argument {name!r}",
+            where=name,
+            fix=did_you_mean(name, names) if names else "leave it out: it takes no keyword arguments",
+            code="unknown-argument",
+        )
+        for name in given
+        if name not in names
+    ]
+    if problems:
+        raise UnknownArgument(problems)
+
+
+def reject_wrong_types(function: str, given: Mapping[str, Any], hints: Mapping[str, Any]) -> None:
+    """Raise for every argument that isn't of the type that `hints` has for it."""
+    problems = []
+    for name, value in given.items():
+        if name in hints and not fits(value, hints[name]):
+            wanted = name_of(hints[name])
+            problems.append(
+                Problem(
+                    what=f"{function}() takes {wanted} as {name!r}",
+                    where=name,
+                    value=type(value).__name__,
+                    fix=_fix(value, hints[name], wanted),
+                    code="wrong-argument-type",
+                )
+            )
+    if problems:
+        raise WrongArgument(problems)
+
+
+def _fix(value: Any, hint: Any, wanted: str) -> str:
+    if isinstance(value, type) and fits_class(value, hint):
+        return f"give an object of the class: {value.__name__}(…)"
+    if fits([value], hint):
+        return "give a list, also of one"
+    return f"give {wanted}"
+
+
+def fits_class(cls: type, hint: Any) -> bool:
+    """Whether objects of `cls` are what `hint` asks for."""
+    kinds = get_args(hint) or (hint,)
+    return any(isinstance(kind, type) and issubclass(cls, kind) for kind in kinds)
+
+
+def _hints(function: Callable[..., Any], signature: inspect.Signature) -> dict[str, Any]:
+    """The types of parameters; those that exist only for type checkers are left out. A default is always accepted."""
+    scope = vars(sys.modules[function.__module__])
+    hints: dict[str, Any] = {}
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            continue
+        if parameter.kind is parameter.VAR_KEYWORD:
+            hints |= _unpacked(function, parameter.annotation, get_type_hints) or {}
+            continue
+        hint = parameter.annotation
+        if isinstance(hint, str):
+            try:
+                hint = eval(hint, scope)  # an annotation of this package
+            except Exception:
+                continue
+        if hint is not parameter.empty:
+            hints[parameter.name] = hint
+    defaults = {name: signature.parameters[name].default for name in hints if name in signature.parameters}
+    return {
+        name: hint | None if defaults.get(name, 0) is None and _joins(hint) else hint for name, hint in hints.items()
+    }
+
+
+def _joins(hint: Any) -> bool:
+    try:
+        hint | None
+    except TypeError:
+        return False
+    return True
+
+
+def _strict_function(
+    function: Callable[..., Any], title: str, known: Iterable[str] | None = None, *, types: bool = True
+) -> Any:
+    signature = _expanded(function)
+    hints: dict[str, Any] | None = None if types and known is None else {}  # pydantic checks types itself
+    positional = [
+        name
+        for name, p in inspect.signature(function).parameters.items()
+        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+    if known is None:
+        if any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values()):
+            return function
+        known = [
+            name for name, p in signature.parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+        ]
+    names = frozenset(known)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal hints
+        if kwargs and not names.issuperset(kwargs):
+            reject_unknown(title, [name for name in kwargs if name not in names], sorted(names - {"self", "cls"}))
+        if hints is None:  # now all of the module is defined
+            hints = _hints(function, signature)
+        if hints:
+            reject_wrong_types(title, {**dict(zip(positional, args, strict=False)), **kwargs}, hints)
+        return function(*args, **kwargs)
+
+    call.__signature__ = signature  # type: ignore[attr-defined]
+    return call
+
+
+def _expanded(function: Callable[..., Any]) -> inspect.Signature:
+    """The signature with the keys of `**name: Unpack[SomeTypedDict]` as keywords."""
+    signature = inspect.signature(function)
+    parameters: list[inspect.Parameter] = []
+    for parameter in signature.parameters.values():
+        keys = _unpacked(function, parameter.annotation) if parameter.kind is parameter.VAR_KEYWORD else None
+        if keys is None:
+            parameters.append(parameter)
+            continue
+        parameters += [
+            inspect.Parameter(
+                name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=getattr(kind, "__forward_arg__", kind)
+            )
+            for name, kind in keys.items()
+        ]
+    return signature.replace(parameters=parameters)
+
+
+def _unpacked(
+    function: Callable[..., Any], annotation: Any, read: Callable[[Any], Any] = lambda kind: kind.__annotations__
+) -> Mapping[str, Any] | None:
+    if isinstance(annotation, str):  # from __future__ import annotations
+        name = annotation.removeprefix("Unpack[").removesuffix("]")
+        found = vars(sys.modules[function.__module__]).get(name) if name != annotation else None
+    else:
+        found = get_args(annotation)[0] if get_origin(annotation) is Unpack else None
+    return None if found is None else dict(read(found))
+
+
+def _strict_class(cls: type) -> type:
+    changed = cast(Any, cls)
+    for name, member in list(vars(cls).items()):
+        if name.startswith("_"):
+            continue
+        title = f"{cls.__name__}.{name}"
+        if inspect.isfunction(member):
+            setattr(cls, name, _strict_function(member, title))
+        elif isinstance(member, classmethod | staticmethod):
+            setattr(cls, name, type(member)(_strict_function(member.__func__, title)))
+    fields = getattr(cls, "model_fields", None)
+    if fields is not None:
+        if "__init__" not in vars(cls):  # pydantic's; set here it doesn't run when files are validated
+            aliases = [field.alias for field in fields.values() if field.alias is not None]
+            changed.__init__ = _strict_function(changed.__init__, cls.__name__, [*fields, *aliases])
+    elif "__init__" in vars(cls):
+        # a dataclass with a check of its own knows better what to say
+        changed.__init__ = _strict_function(changed.__init__, cls.__name__, types="__post_init__" not in vars(cls))
+    return cls

@@ -1,0 +1,502 @@
+"""Documents: the one place where the bytes of a file become data.
+
+Every reader of YAML, JSON or gzip goes through here. A document has limits on its size, depth, aliases and numbers, so
+that no file can hang a process or fill its memory. Whatever a document does wrong is a `BitwrightError`.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import math
+import os
+import re
+import stat
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, NoReturn, TypeVar, get_origin
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, TypeAdapter, ValidationError
+from ruamel.yaml import YAML
+from ruamel.yaml.composer import Composer, ComposerError
+from ruamel.yaml.constructor import ConstructorError, DuplicateKeyError, SafeConstructor
+from ruamel.yaml.error import MarkedYAMLError
+from ruamel.yaml.events import AliasEvent
+
+from bitwright.core.errors import BitwrightError, PlanError, Problem, did_you_mean, shortened, shortened_repr
+
+__all__ = [
+    "DeviceName",
+    "Filled",
+    "Strict",
+    "gunzip",
+    "name_problem",
+    "parse_json",
+    "parse_yaml",
+    "problems_of",
+    "read_bytes",
+    "read_json",
+    "read_settings",
+    "read_text",
+    "read_yaml",
+    "regular",
+    "validated",
+]
+
+Errors = type[BitwrightError]
+ModelT = TypeVar("ModelT")
+
+MOST_BYTES = 256 << 20
+"""Of a JSON document."""
+MOST_YAML = 32 << 20
+MOST_DEPTH = 60
+MOST_NODES = 1_000_000
+"""Of a YAML document, without what aliases repeat."""
+MOST_REPEATED = 100_000
+"""Nodes that a YAML document may repeat through aliases."""
+MOST_EXPANDED = 100
+"""How many times larger than its file a large gzip stream may be. Traces and data sets stay below 30."""
+_SMALL = 64 << 20  # expanded streams below this size need no such check
+_CHUNK = 1 << 20
+_NOBODY, _SILENT = 1.0, 60.0  # seconds to wait for a pipe that nobody has opened to write, and for one that is silent
+_LARGEST = 2**64  # whole numbers; unsigned 64-bit counters appear in traces
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+def name_problem(name: str) -> str | None:
+    """Why a name can't be that of a file in a folder; None if it can."""
+    if not name or len(name.encode("utf-8", "replace")) > 120:
+        return "a name that becomes a file name has 1 to 120 bytes"
+    if any(mark in name for mark in '/\\:*?"<>|') or not name.isprintable():
+        return "a name that becomes a file name can't have such characters"
+    if name.startswith((".", "~", "-", " ")) or name.endswith((".", " ")):
+        return "a name that becomes a file name can't begin or end like this"
+    return None
+
+
+def _not_blank(value: str) -> str:
+    if not value.strip():
+        raise ValueError("a name or path can't be empty")
+    return value
+
+
+def _device_name(value: str) -> str:
+    if not value.strip() or not value.isprintable() or "/" in value or "\\" in value or len(value) > 120:
+        raise ValueError("the name of a device has 1 to 120 printable characters, without slashes")
+    return value
+
+
+Filled = Annotated[str, AfterValidator(_not_blank)]
+"""A text that says something."""
+DeviceName = Annotated[str, AfterValidator(_device_name)]
+"""The name of a kind of device."""
+
+
+class Strict(BaseModel):
+    """The base of what files may say: unknown keys, infinity and NaN are refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+def read_bytes(
+    path: str | Path,
+    *,
+    what: str = "the file",
+    fix: str | None = None,
+    error: Errors = BitwrightError,
+    most: int = MOST_BYTES,
+) -> bytes:
+    """Everything in a file or a pipe, if that is not more than `most` bytes."""
+    found = bytearray()
+    try:
+        for chunk in _chunks(Path(path), what, fix, error):
+            found += chunk
+            if len(found) > most:
+                raise error(
+                    f"{what} is too large", where=str(path), value=f"more than {most} bytes", code="file-too-large"
+                )
+    except (OSError, ValueError) as cause:  # ValueError: a path with a zero byte
+        reason = cause.strerror if isinstance(cause, OSError) and cause.strerror else str(cause)
+        raise error(f"can't read {what}: {reason}", where=str(path), fix=fix, code="unreadable-file") from cause
+    return bytes(found)
+
+
+def regular(path: Path, *, what: str = "the file", fix: str | None = None, error: Errors = BitwrightError) -> Path:
+    """The path, for a library that opens it: not a pipe, which may never end, nor a device or a folder."""
+    try:
+        mode = path.stat().st_mode
+    except (OSError, ValueError) as cause:
+        reason = cause.strerror if isinstance(cause, OSError) and cause.strerror else str(cause)
+        raise error(f"can't read {what}: {reason}", where=str(path), fix=fix, code="unreadable-file") from cause
+    if not stat.S_ISREG(mode):
+        raise _special(mode, path, what, fix, error)
+    return path
+
+
+def _special(mode: int, path: Path, what: str, fix: str | None, error: Errors) -> BitwrightError:
+    kinds = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
+    kind = kinds.get(stat.S_IFMT(mode), "a device")
+    return error(f"can't read {what}: it is {kind}, not a file", where=str(path), fix=fix, code="not-a-file")
+
+
+def _chunks(path: Path, what: str, fix: str | None, error: Errors) -> Iterator[bytes]:
+    """A file piece by piece. A pipe is waited for as long as somebody may still write to it."""
+    mode = path.stat().st_mode
+    pipe = stat.S_ISFIFO(mode) and hasattr(os, "O_NONBLOCK")
+    if not pipe and not stat.S_ISREG(mode):
+        raise _special(mode, path, what, fix, error)
+    with open(os.open(path, os.O_RDONLY | (os.O_NONBLOCK if pipe else 0)), "rb", buffering=0) as file:  # noqa: PTH123
+        waited, some = 0.0, False
+        while True:
+            chunk = file.read(_CHUNK)  # of a pipe: None if there is nothing yet, empty if nobody writes
+            if chunk:
+                waited, some = 0.0, True
+                yield chunk
+            elif (some and chunk is not None) or not pipe:
+                return
+            elif waited >= (_NOBODY if chunk is not None else _SILENT):
+                raise error(
+                    f"can't read {what}: nothing comes out of the pipe", where=str(path), fix=fix, code="not-a-file"
+                )
+            else:
+                time.sleep(0.02)
+                waited += 0.02
+
+
+def read_text(
+    path: str | Path,
+    *,
+    what: str = "the file",
+    fix: str | None = None,
+    error: Errors = BitwrightError,
+    most: int = MOST_BYTES,
+) -> str:
+    """The text of a UTF-8 file; a byte-order mark is dropped."""
+    return _decoded(read_bytes(path, what=what, fix=fix, error=error, most=most), path, what, fix, error)
+
+
+def gunzip(raw: bytes, *, where: str, most: int, error: Errors = BitwrightError, fix: str | None = None) -> bytes:
+    """Expand a gzip stream, up to `most` bytes; one that expands without bounds is refused early."""
+    found = bytearray()
+    try:
+        with gzip.GzipFile(fileobj=io.BytesIO(raw)) as stream:
+            while chunk := stream.read(_CHUNK):
+                found += chunk
+                if len(found) > most or len(found) > max(_SMALL, MOST_EXPANDED * len(raw)):
+                    raise error(
+                        "the compressed file expands to too much",
+                        where=where,
+                        value=f"more than {len(found) // len(raw)} times its size",
+                        fix=fix,
+                        code="file-too-large",
+                    )
+    except (OSError, EOFError, zlib.error) as cause:
+        raise error(f"not a whole gzip file: {cause}", where=where, fix=fix, code="invalid-gzip") from cause
+    return bytes(found)
+
+
+def read_yaml(path: str | Path, *, what: str, fix: str | None = None, error: Errors = BitwrightError) -> Any:
+    """The value of a YAML file."""
+    text = read_text(path, what=what, fix=fix, error=error, most=MOST_YAML)
+    return parse_yaml(text, where=str(path), error=error)
+
+
+def read_json(
+    path: str | Path,
+    *,
+    what: str,
+    fix: str | None = None,
+    error: Errors = BitwrightError,
+    finite: bool = True,
+) -> Any:
+    """The value of a JSON file."""
+    text = read_text(path, what=what, fix=fix, error=error)
+    return parse_json(text, where=str(path), what=what, fix=fix, error=error, finite=finite)
+
+
+def read_settings(path: Path, what: str, begin: str) -> dict[str, Any]:
+    """The mapping of a YAML file; `what` is in it and `begin` is its first line, for those who gave another file."""
+    data = read_yaml(path, what="the file", fix="give a YAML file")
+    if not isinstance(data, dict):
+        raise BitwrightError(f"{what} is a mapping", where=str(path), value=data, fix=f"begin with `{begin}`")
+    return data
+
+
+def validated(
+    model: type[ModelT] | TypeAdapter[ModelT],
+    data: Any,
+    *,
+    title: str,
+    fix: str | None = None,
+    error: Callable[[list[Problem]], BitwrightError] | None = None,
+) -> ModelT:
+    """`data` as a model; otherwise all of its problems at once, as a PlanError or as `error` makes it of them."""
+    try:
+        return model.validate_python(data) if isinstance(model, TypeAdapter) else model.model_validate(data)  # type: ignore[attr-defined]
+    except ValidationError as cause:
+        problems = problems_of(cause, model, fix=fix)
+        raise (PlanError(problems, title=title) if error is None else error(problems)) from cause
+    except RecursionError as cause:
+        problem = Problem(what="nested too deeply", code="nested-too-deeply", fix=fix)
+        raise (PlanError([problem], title=title) if error is None else error([problem])) from cause
+
+
+# YAML ------------------------------------------------------------------------
+
+
+class _Composer(Composer):
+    """Counts nodes, with what aliases repeat: nested aliases of 400 bytes can stand for billions."""
+
+    warn_double_anchors = False
+
+    def __init__(self, loader: Any = None) -> None:
+        super().__init__(loader)
+        self._count = self._repeated = 0
+        self._sizes: dict[int, int] = {}
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        mark = self.parser.peek_event().start_mark
+        if self.parser.check_event(AliasEvent):
+            node = super().compose_node(parent, index)
+            if id(node) not in self._sizes:
+                raise ComposerError(None, None, "an alias stands inside the value that it names", mark)
+            self._count += self._sizes[id(node)]
+            self._repeated += self._sizes[id(node)]
+            if self._repeated > MOST_REPEATED:
+                raise _Limit(None, None, "aliases repeat too much", mark)
+            return node
+        before = self._count
+        self._count += 1
+        if self._count - self._repeated > MOST_NODES:
+            raise _Limit(None, None, "there are too many values", mark)
+        node = super().compose_node(parent, index)
+        self._sizes[id(node)] = self._count - before
+        return node
+
+
+class _Limit(ComposerError):
+    """A document beyond the limits."""
+
+
+class _Constructor(SafeConstructor):
+    """Only what JSON has too: texts, numbers, booleans, null, lists, mappings with texts as keys."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        mapping = super().construct_mapping(node, deep=deep)
+        for key in mapping:
+            if not isinstance(key, str):
+                words = f"the key {shortened_repr(key, 80)} is not a text: write it in quotes"
+                raise ConstructorError(None, None, words, node.start_mark)
+        return mapping
+
+    def construct_yaml_int(self, node: Any) -> Any:
+        return self._number(node, super().construct_yaml_int)
+
+    def construct_yaml_float(self, node: Any) -> Any:
+        return self._number(node, super().construct_yaml_float)
+
+    def _number(self, node: Any, construct: Callable[[Any], Any]) -> Any:
+        value = construct(node) if len(node.value) <= 400 else math.inf
+        if isinstance(value, int) and -_LARGEST < value < _LARGEST:
+            return value
+        if isinstance(value, float) and len(node.value) <= 400:
+            return value
+        raise ConstructorError(None, None, f"the number {shortened(node.value, 40)} is out of range", node.start_mark)
+
+    def refused(self, node: Any) -> NoReturn:
+        """Dates, sets, bytes: nothing that is read here has them."""
+        kind = str(node.tag).rpartition(":")[2]
+        raise ConstructorError(None, None, f"a {kind} is not expected: write it in quotes", node.start_mark)
+
+
+for _kind in ("int", "float"):
+    _Constructor.add_constructor(f"tag:yaml.org,2002:{_kind}", getattr(_Constructor, f"construct_yaml_{_kind}"))
+for _kind in ("timestamp", "binary", "set", "omap", "pairs"):
+    _Constructor.add_constructor(f"tag:yaml.org,2002:{_kind}", _Constructor.refused)
+
+
+def parse_yaml(text: str, *, where: str, error: Errors = BitwrightError, finite: bool = True) -> Any:
+    """The value of a YAML text; `finite=False` allows `.inf` and `.nan`."""
+    yaml = YAML(typ="safe", pure=True)
+    yaml.Composer, yaml.Constructor, yaml.max_depth = _Composer, _Constructor, MOST_DEPTH
+    try:
+        value = yaml.load(text)
+    except MarkedYAMLError as cause:
+        mark = cause.problem_mark or cause.context_mark
+        place = f"{where}:{mark.line + 1}:{mark.column + 1}" if mark else where
+        words, code = _yaml_words(cause)
+        raise error(words, where=place, fix="fix the file at this line", code=code) from cause
+    except Exception as cause:  # ruamel's scanner and constructors raise what they run into: IndexError, ValueError, …
+        words = shortened(" ".join(str(cause).split()) or type(cause).__name__)
+        raise error(f"not valid YAML: {words}", where=where, fix="fix the file", code="invalid-yaml") from cause
+    _check(value, where, error, finite=finite)
+    return value
+
+
+def _yaml_words(cause: MarkedYAMLError) -> tuple[str, str]:
+    if isinstance(cause, DuplicateKeyError):
+        key = str(cause.problem).partition('" with value "')[0].removeprefix('found duplicate key "')
+        return f"not valid YAML: duplicate key {shortened(key, 80)!r}", "duplicate-key"
+    code = "document-limit" if isinstance(cause, _Limit) or "maximum depth" in str(cause.problem) else "invalid-yaml"
+    words = str(cause.problem or cause.context or "").partition(", if necessary")[0]
+    return f"not valid YAML: {shortened(words, 400)}", code
+
+
+# JSON ------------------------------------------------------------------------
+
+
+def parse_json(
+    text: str | bytes,
+    *,
+    where: str,
+    what: str = "the file",
+    fix: str | None = None,
+    error: Errors = BitwrightError,
+    finite: bool = True,
+    strict: bool = True,
+) -> Any:
+    """The value of a JSON text.
+
+    `finite=False` allows NaN and Infinity, which Python writes. `strict=False` is for large files of other programs:
+    keys that are there twice are allowed, and the value isn't searched for what can't be written again.
+    """
+    if isinstance(text, bytes):
+        text = _decoded(text, where, what, fix, error)
+    hooks: dict[str, Any] = {"parse_int": _whole}
+    if strict:
+        hooks["object_pairs_hook"] = _distinct
+    try:
+        value = json.loads(text, **hooks)
+    except RecursionError as cause:
+        raise error(f"can't read {what}: nested too deeply", where=where, fix=fix, code="document-limit") from cause
+    except json.JSONDecodeError as cause:
+        place = f"{where}:{cause.lineno}:{cause.colno}"
+        raise error(
+            f"can't read {what}: not valid JSON: {cause.msg}", where=place, fix=fix, code="invalid-json"
+        ) from cause
+    except ValueError as cause:
+        raise error(f"can't read {what}: not valid JSON: {cause}", where=where, fix=fix, code="invalid-json") from cause
+    if strict:
+        _check(value, where, error, finite=finite)
+    return value
+
+
+def _whole(digits: str) -> int:
+    value = int(digits) if len(digits) <= 20 else _LARGEST
+    if not -_LARGEST < value < _LARGEST:
+        raise ValueError(f"the number {shortened(digits, 40)} is out of range")
+    return value
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f"duplicate key {shortened(twice, 80)!r}")
+    return found
+
+
+# both ------------------------------------------------------------------------
+
+
+def _decoded(raw: bytes, path: object, what: str, fix: str | None, error: Errors) -> str:
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as cause:
+        raise error(
+            f"can't read {what}: it is not a text in UTF-8 (byte {cause.start})",
+            where=str(path),
+            fix=fix,
+            code="not-utf8",
+        ) from cause
+
+
+def _check(value: Any, where: str, error: Errors, *, finite: bool = True) -> None:
+    """No level too deep, no text that UTF-8 can't write, no number that JSON can't."""
+    for place, found in _wrong(value, finite):
+        if found is None:
+            raise error("nested too deeply", where=where, code="document-limit")
+        path = f"{where}, {place}" if place else where
+        if isinstance(found, str):
+            raise error("a text has half a character (a lone surrogate)", where=path, value=found, code="invalid-text")
+        raise error("a number is not finite", where=path, value=found, code="not-finite")
+
+
+def _wrong(value: Any, finite: bool) -> Iterator[tuple[str, Any]]:
+    stack: list[tuple[str, Any, int]] = [("", [value], -1)]
+    while stack:
+        place, parent, depth = stack.pop()
+        if depth >= MOST_DEPTH:
+            yield place, None
+        for key, item in parent.items() if isinstance(parent, Mapping) else enumerate(parent):
+            if isinstance(key, str) and not key.isascii() and _SURROGATE.search(key):
+                yield place, key
+            if isinstance(item, str):
+                if not item.isascii() and _SURROGATE.search(item):
+                    yield f"{place}.{key}".lstrip("."), item
+            elif isinstance(item, float):
+                if finite and not math.isfinite(item):
+                    yield f"{place}.{key}".lstrip("."), item
+            elif isinstance(item, dict | list):
+                stack.append(("" if depth < 0 else f"{place}.{key}".lstrip("."), item, depth + 1))
+
+
+# schemas ---------------------------------------------------------------------
+
+_MOST_PROBLEMS = 100
+
+
+def problems_of(error: ValidationError, model: object, *, fix: str | None = None) -> list[Problem]:
+    """What pydantic found in a file: the path, the value, and the nearest key where one is unknown."""
+    details = error.errors(include_url=False, include_context=False)
+    found = [_problem(one, model, fix) for one in details[:_MOST_PROBLEMS]]
+    if len(details) > _MOST_PROBLEMS:
+        found.append(Problem(what=f"there are {len(details) - _MOST_PROBLEMS} more problems", code="more-problems"))
+    return found
+
+
+def _problem(one: Mapping[str, Any], model: object, fix: str | None) -> Problem:
+    where = ".".join(str(part) for part in one["loc"])
+    if one["type"] == "extra_forbidden":
+        near = did_you_mean(shortened(str(one["loc"][-1])), _keys(model, one["loc"][:-1]))
+        return Problem(what="unknown key", where=where, fix=near, code="unknown-key")
+    code = "missing-key" if one["type"] == "missing" else "invalid-value"
+    return Problem(what=one["msg"], where=where, value=one["input"], fix=fix, code=code)
+
+
+def _keys(model: object, path: tuple[Any, ...]) -> list[str]:
+    """The keys that a mapping at this place may have."""
+    here: Any = model
+    named = False
+    for part in path:
+        if isinstance(part, int) or named:  # an item of a list or of a mapping is of its kind
+            named = False
+            continue
+        if isinstance(here, type) and issubclass(here, BaseModel):
+            field = _field(here, str(part))
+            named = get_origin(field) is dict
+            here = None if field is None else _inner(field)
+    return [f.alias or name for name, f in here.model_fields.items()] if _is_model(here) else []
+
+
+def _field(model: type[BaseModel], name: str) -> Any:
+    """The annotation of a field, by name or alias."""
+    for own, field in model.model_fields.items():
+        if name in (own, field.alias):
+            return field.annotation
+    return None
+
+
+def _inner(annotation: Any) -> Any:
+    """The model inside `X | None`, `dict[str, X]` and the like."""
+    if _is_model(annotation):
+        return annotation
+    return next((found for part in getattr(annotation, "__args__", ()) if (found := _inner(part)) is not None), None)
+
+
+def _is_model(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, BaseModel)

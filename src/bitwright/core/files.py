@@ -1,0 +1,357 @@
+"""Files: atomic writes, clear errors for disks, temporary folders, and fingerprints of contents."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import re
+import secrets
+import shutil
+import socket
+import sqlite3
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from errno import EISDIR
+from hashlib import sha256
+from io import StringIO
+from pathlib import Path
+from stat import S_IMODE
+from typing import Any
+
+import torch
+from ruamel.yaml import YAML
+from torch import Tensor
+
+from bitwright.core.errors import BitwrightError, DiskError
+
+PREFIX = ".bitwright-"
+_OWNED = re.compile(re.escape(PREFIX) + r"([0-9a-f]{8})-(\d+)-(\d*)-[0-9a-f]{8}")
+#: errno → (code, what, fix)
+_REFUSALS = {
+    errno.ENOSPC: ("disk-full", "the disk is full", "free some space, or write to another disk; then rerun"),
+    errno.EDQUOT: ("quota-exceeded", "your disk quota is used up", "free some space, or write to another disk"),
+    errno.EFBIG: ("file-too-large", "the file would exceed the size limit", "raise the limit (ulimit -f)"),
+    errno.EROFS: ("read-only", "the file system is read-only", "choose a folder that can be written"),
+    errno.EACCES: ("no-permission", "permission denied", "choose a folder that can be written"),
+    errno.EPERM: ("no-permission", "permission denied", "choose a folder that can be written"),
+    errno.ENAMETOOLONG: ("name-too-long", "the file name is too long", "choose a shorter name"),
+    errno.EIO: ("disk-failed", "the disk reports an input/output error", "check the disk and its cables"),
+    errno.EISDIR: ("is-a-folder", "there is a folder of this name", "choose another name"),
+    errno.ENOTDIR: ("not-a-folder", "a part of this path is a file", "choose another folder"),
+    errno.EEXIST: ("not-a-folder", "there is a file of this name", "choose another folder"),
+    errno.ENOENT: ("no-such-folder", "the folder does not exist", "create it, or choose another folder"),
+    errno.ENXIO: ("not-a-file", "nothing can be written here", "choose another name"),
+    errno.ELOOP: ("link-loop", "symbolic links form a loop", "choose another folder"),
+}
+#: What only a disk can refuse: these are recognised wherever they come from.
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO}
+_SQLITE = {
+    sqlite3.SQLITE_FULL: errno.ENOSPC,
+    sqlite3.SQLITE_READONLY: errno.EROFS,
+    sqlite3.SQLITE_IOERR: errno.EIO,
+    sqlite3.SQLITE_CANTOPEN: errno.EACCES,
+}
+#: torch writes archives through a C++ stream, which does not say why it failed.
+_TORCH_STREAM = ("unexpected pos", "iostream error", "PytorchStreamWriter failed")
+_LITTLE = 2**20
+_living: set[tuple[int, str]] = set()  # temporary folders of this process, with its pid
+written: list[Path] = []  # what this process has written, for a message after an interruption
+
+
+def disk_error(
+    error: BaseException, path: str | Path | None = None, *, needed: int | None = None, strict: bool = True
+) -> DiskError | None:
+    """What a disk refused, in words, if that is why `error` was raised; libraries wrap this in their own types.
+
+    `path` is what was being written, `needed` its size in bytes if it is known. A missing file or permission can be
+    about something else, such as the user's data; with `strict` only what can't be counts, such as a full disk.
+    """
+    if isinstance(error, DiskError):
+        return error
+    if isinstance(error, BitwrightError) and error.__cause__ is None:
+        return None
+    for one in _chain(error):
+        if isinstance(one, DiskError):
+            return one
+        number = _errno(one, path)
+        if number is None or (strict and number not in _FULL):
+            continue
+        named = getattr(one, "filename", None)
+        own = path is not None and (not strict or named is None or PREFIX in os.fsdecode(named))
+        where = path if own or named is None else named
+        return _told(number, None if where is None else Path(os.fsdecode(where)), needed)
+    return None
+
+
+@contextmanager
+def writing(path: str | Path, *, needed: int | None = None, strict: bool = False) -> Iterator[None]:
+    """Turn what a disk refuses within this block into a `DiskError` about `path`; `strict` as in `disk_error`."""
+    try:
+        yield
+    except Exception as error:
+        found = disk_error(error, path, needed=needed, strict=strict)
+        if found is None or found is error:
+            raise
+        raise found from error
+
+
+def note_written(path: Path) -> None:
+    """Remember that a file is in its place now; what lies in a temporary folder does not count."""
+    if not any(part.startswith((PREFIX, ".step-")) for part in path.parts) and path not in written:
+        written.append(path)
+
+
+def free_space(path: Path) -> int | None:
+    """Bytes that this user can still write on the file system of `path`."""
+    place = next((one for one in (path, *path.absolute().parents) if one.exists()), None)
+    if place is None or not hasattr(os, "statvfs"):
+        return None
+    try:
+        found = os.statvfs(place)
+    except OSError:
+        return None
+    return found.f_bavail * found.f_frsize
+
+
+def in_bytes(count: int) -> str:
+    """A size for a message.
+
+    >>> in_bytes(900), in_bytes(3 * 2**20)
+    ('900 bytes', '3.0 MiB')
+    """
+    size = float(count)
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if size < 1024 or unit == "GiB":
+            return f"{count} bytes" if unit == "bytes" else f"{size:.1f} {unit}"
+        size /= 1024
+    raise AssertionError("the last unit returns")
+
+
+def to_disk(path: Path) -> None:
+    """Wait until a file, or the entries of a folder, are on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EROFS):  # some network file systems can't
+            raise
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def temporary_folder(parent: Path) -> Iterator[Path]:
+    """A hidden folder in `parent`, named after this process; folders of dead processes are removed first.
+
+    The name is what tells a later run that its owner is dead: after SIGKILL nothing else could.
+    """
+    remove_stale(parent)
+    name = f"{PREFIX}{_host()}-{os.getpid()}-{born(os.getpid())}-{secrets.token_hex(4)}"
+    folder = parent / name
+    key = (os.getpid(), str(folder))
+    _living.add(key)
+    try:
+        folder.mkdir(mode=0o700)
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        _living.discard(key)
+
+
+def scratch_folder() -> AbstractContextManager[Path]:
+    """A temporary folder where the system keeps such; the next run removes it if this process is killed."""
+    return temporary_folder(Path(tempfile.gettempdir()))
+
+
+def remove_living() -> None:
+    """Remove the temporary folders of this process: it ends now, and runs no `finally`."""
+    for pid, folder in list(_living):
+        if pid == os.getpid():
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def remove_stale(parent: Path) -> None:
+    """Remove temporary folders in `parent` whose process is dead; those of other machines stay."""
+    try:
+        names = [path.name for path in parent.iterdir() if path.name.startswith(PREFIX)]
+    except OSError:
+        return
+    for name in names:
+        match = _OWNED.fullmatch(name)
+        if match is not None and match[1] == _host() and born(int(match[2])) != match[3]:
+            shutil.rmtree(parent / name, ignore_errors=True)
+
+
+def born(pid: int) -> str | None:
+    """When a process began, so that another one with its number isn't taken for it; None: there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        try:
+            os.kill(pid, 0)
+        except PermissionError:
+            return ""
+        except OSError:
+            return None
+        return ""
+
+
+def boot() -> str:
+    """This machine since it was started: its processes are known by their numbers."""
+    identity = ""
+    with suppress(OSError):
+        identity = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{socket.gethostname()} {identity}".strip()
+
+
+def _host() -> str:
+    # containers share a kernel, but each has its own numbers of processes
+    space = ""
+    with suppress(OSError):
+        space = str(Path("/proc/self/ns/pid").readlink())
+    return sha256(f"{boot()} {space}".encode()).hexdigest()[:8]
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    todo: list[BaseException | None] = [error]
+    while todo:
+        one = todo.pop(0)
+        if one is None or id(one) in seen:
+            continue
+        seen.add(id(one))
+        yield one
+        todo += [one.__cause__, one.__context__, getattr(one, "orig", None)]
+
+
+def _errno(error: BaseException, path: str | Path | None) -> int | None:
+    if isinstance(error, OSError):
+        return error.errno if error.errno in _REFUSALS else None
+    if isinstance(error, sqlite3.Error):
+        code = getattr(error, "sqlite_errorcode", None)
+        return None if code is None else _SQLITE.get(code & 0xFF)
+    text = str(error)
+    # safetensors and other Rust libraries: "I/O error: No space left on device (os error 28)"
+    match = re.search(r"\(os error (\d+)\)", text)
+    if match is not None:
+        number = int(match[1])
+        return number if number in _REFUSALS else None
+    for number in _FULL - {errno.EIO}:
+        if os.strerror(number).lower() in text.lower():
+            return number
+    if isinstance(error, RuntimeError) and any(words in text for words in _TORCH_STREAM):
+        free = None if path is None else free_space(Path(path))
+        return errno.EIO if free is not None and free > _LITTLE else errno.ENOSPC
+    return None
+
+
+def _told(number: int, path: Path | None, needed: int | None) -> DiskError:
+    code, what, fix = _REFUSALS[number]
+    value = None
+    if path is not None:  # what becomes of the temporary file
+        path = Path(*(part for part in path.parts if not part.startswith(PREFIX)))
+    if number in (errno.ENOSPC, errno.EDQUOT) and path is not None:
+        free = free_space(path)
+        if free is not None:
+            own = _own(path)
+            have = free + own
+            if needed is not None and needed > have:
+                what = f"{what}: {in_bytes(needed - have)} are missing"
+                value = f"{in_bytes(needed)} needed, {in_bytes(have)} free"
+            else:
+                what = f"{what}: more than {in_bytes(max(have, 0))} are needed"
+                value = f"{in_bytes(have)} free"
+    return DiskError(what, where=None if path is None else str(path), value=value, fix=fix, code=code)
+
+
+def _own(path: Path) -> int:
+    """What this process has written of `path` so far: it goes away with the error."""
+    total = 0
+    for pid, folder in list(_living):
+        if pid == os.getpid() and Path(folder).parent == path.absolute().parent:
+            with suppress(OSError):
+                total += sum(file.stat().st_blocks * 512 for file in Path(folder).rglob("*") if file.is_file())
+    return total
+
+
+@contextmanager
+def replacing(path: Path, *, needed: int | None = None) -> Iterator[Path]:
+    """Yields a temporary path to write to; it becomes `path` if the block ends well, else it vanishes.
+
+    The file is on the disk before it gets its name, so that a crash leaves the old file or the new one. A link stays,
+    and its target is replaced. What is no file, such as /dev/null or a pipe, is written to. What the disk refuses is a
+    `DiskError`; with `needed` bytes known, it says how much space is missing.
+    """
+    path = Path(path)
+    with writing(path):
+        special = path.exists() and not path.is_file() and not path.is_dir()
+        path = path.resolve() if path.is_symlink() and not special else path
+    if special:
+        with tempfile.TemporaryDirectory() as folder:
+            yield Path(folder) / path.name
+            with writing(path), path.open("wb") as stream:
+                stream.write((Path(folder) / path.name).read_bytes())
+        return
+    with ExitStack() as stack:
+        with writing(path):
+            if path.is_dir():
+                raise IsADirectoryError(EISDIR, os.strerror(EISDIR))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary = stack.enter_context(temporary_folder(path.parent)) / path.name
+            temporary.touch()  # with the mode of any new file; reading the umask by setting it is not thread-safe
+            mode = temporary.stat().st_mode
+        with writing(path, needed=needed, strict=True):  # the block may also read files of the user
+            yield temporary
+        with writing(path, needed=needed):
+            temporary.chmod(S_IMODE(mode))  # libraries that replace the file use modes of their own
+            to_disk(temporary)
+            temporary.replace(path)
+            to_disk(path.parent)
+            note_written(path)
+
+
+def write_text(path: Path, text: str) -> Path:
+    """Write a text file, whole or not at all."""
+    data = text.encode()
+    with replacing(path, needed=len(data)) as temporary:
+        temporary.write_bytes(data)
+    return Path(path)
+
+
+def yaml_text(data: dict[str, Any]) -> str:
+    """Settings as the text of a YAML file."""
+    writer = YAML()
+    writer.default_flow_style = False
+    out = StringIO()
+    writer.dump(data, out)
+    return out.getvalue()
+
+
+def fingerprint(*parts: bytes | str | Tensor) -> str:
+    """Equal for equal contents.
+
+    >>> fingerprint("a", torch.ones(2)) == fingerprint(b"a", torch.ones(2))
+    True
+    """
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part.encode() if isinstance(part, str) else part if isinstance(part, bytes) else _bytes(part))
+    return digest.hexdigest()[:16]
+
+
+def file_fingerprint(path: Path) -> str:
+    """That of a file's contents, which needn't fit into memory."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sample_fingerprints(tensors: Iterable[Tensor], samples: int) -> list[str]:
+    """One for each sample of a batch."""
+    rows = [t.detach().cpu() for t in tensors if t.dim() and t.shape[0] == samples]
+    return [fingerprint(*(row[index] for row in rows)) for index in range(samples)]
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()

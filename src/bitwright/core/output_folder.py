@@ -1,0 +1,249 @@
+"""Output folders: one process writes at a time, and what it writes appears as a whole."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from bitwright.core.errors import BitwrightError
+from bitwright.core.files import (
+    PREFIX,
+    boot,
+    born,
+    note_written,
+    remove_stale,
+    replacing,
+    temporary_folder,
+    to_disk,
+    writing,
+)
+from bitwright.core.interrupts import uninterrupted
+
+try:
+    import fcntl
+except ImportError:  # Windows: the owner's name in the file is all there is
+    fcntl = None  # type: ignore[assignment]
+
+__all__ = ["filling", "locked", "recover", "replacing_all", "visible"]
+
+LOCK = ".bitwright.lock"
+_COMMIT = f"{PREFIX}commit"
+_WAIT = 1.0  # seconds: a process that was killed a moment ago may still hold its lock
+_UNSUPPORTED = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
+_held: dict[Path, tuple[int, int, int]] = {}  # by lock file: its handle, the thread that has it, how often
+
+
+@contextmanager
+def locked(folder: str | Path, *, name: str = "", wait: float = _WAIT) -> Iterator[None]:
+    """Be the only process that writes to `folder`, or, with `name`, to that file in it.
+
+    The system releases the lock when this process ends, however it ends. A folder that another process writes to is an
+    error (`folder-locked`) that says who that is. The same thread may lock a folder again.
+    """
+    folder = Path(folder)
+    made = [parent for parent in (folder, *folder.parents) if not parent.exists()]
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        file = folder.resolve() / (f"{PREFIX}{name}.lock" if name else LOCK)
+    here = threading.get_ident()
+    known = _held.get(file)
+    if known is not None and known[1] == here:
+        _held[file] = (known[0], here, known[2] + 1)
+    else:
+        with writing(folder):
+            handle = _acquire(file, folder, wait, in_this_process=known is not None)
+        _held[file] = (handle, here, 1)
+    kept = False
+    try:
+        yield
+        kept = True
+    finally:
+        handle, _, count = _held[file]
+        if count > 1:
+            _held[file] = (handle, here, count - 1)
+        else:
+            del _held[file]
+            file.unlink(missing_ok=True)  # while it is still ours: who opened it before us looks again
+            os.close(handle)
+        if not kept:
+            _remove_empty(made)
+
+
+def _remove_empty(folders: Sequence[Path]) -> None:
+    """Folders that were made for a result that never came, the deepest first."""
+    for folder in folders:
+        with suppress(OSError):
+            folder.rmdir()
+
+
+def _acquire(file: Path, folder: Path, wait: float, *, in_this_process: bool) -> int:
+    until = time.monotonic() + wait
+    while True:
+        handle = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            if not in_this_process and _lock(handle) and _same(handle, file):
+                try:
+                    os.truncate(handle, 0)
+                    os.pwrite(handle, json.dumps(_owner()).encode(), 0)
+                except OSError:  # a full disk: nothing else would fit, either
+                    file.unlink(missing_ok=True)
+                    raise
+                return handle
+            owner = _read(handle)
+        except BaseException:
+            os.close(handle)
+            raise
+        os.close(handle)
+        if time.monotonic() >= until:
+            raise BitwrightError(
+                "another process is writing to this folder",
+                where=str(folder),
+                value=_in_words(owner),
+                fix="wait until it ends, or choose another folder (-o); workers that share a store need one each",
+                code="folder-locked",
+            )
+        time.sleep(0.05)
+
+
+def _lock(handle: int) -> bool:
+    """Whether the file is ours now."""
+    if fcntl is not None:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            if error.errno not in _UNSUPPORTED:
+                raise
+        else:
+            return True
+    # A file system without locks: the owner's name counts, as long as its process is alive or can't be asked.
+    owner = _read(handle)
+    if not owner or owner.get("pid") == os.getpid():
+        return True
+    return owner.get("boot") == boot() and born(int(owner.get("pid", 0))) != owner.get("born")
+
+
+def _same(handle: int, file: Path) -> bool:
+    """Whether the locked file still has its name: its last owner removes it."""
+    try:
+        return os.path.samestat(os.fstat(handle), file.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _owner() -> dict[str, Any]:
+    pid = os.getpid()
+    # Not the whole command line: it may hold a password.
+    words = [Path(sys.argv[0]).name or "python", *(word for word in sys.argv[1:2] if word.isalpha())]
+    since = datetime.now(UTC).isoformat(timespec="seconds")
+    return {"pid": pid, "born": born(pid), "boot": boot(), "command": " ".join(words), "since": since}
+
+
+def _read(handle: int) -> dict[str, Any]:
+    try:
+        found = json.loads(os.pread(handle, 4096, 0))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _in_words(owner: dict[str, Any]) -> str:
+    if not owner:
+        return "a process that has just started"
+    host = str(owner.get("boot", "")).split(" ")[0]
+    return f"pid {owner.get('pid')} on {host}, `{owner.get('command')}`, since {owner.get('since')}"
+
+
+def _close_in_child() -> None:
+    """A forked child shares its parent's locks as long as it has their handles open."""
+    for handle, _, _ in _held.values():
+        with suppress(OSError):
+            os.close(handle)
+    _held.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_in_child)
+
+
+@contextmanager
+def filling(folder: str | Path, *, name: str = "") -> Iterator[Path]:
+    """Give a temporary folder inside `folder`; its files move there if the block ends well, else they vanish.
+
+    The folder is locked meanwhile (with `name`, only for that output). A place that can't be written is an error here,
+    before any long work. All files are on the disk before the first one moves. A crash between two moves leaves the
+    rest in a folder of its own, and the next run completes the moves.
+    """
+    folder = Path(folder)
+    with locked(folder, name=name):
+        with writing(folder):
+            recover(folder, name=name)
+        with temporary_folder(folder) as staged:
+            with writing(folder, strict=True):
+                yield staged
+            with writing(folder), uninterrupted():
+                _commit(staged, folder, name)
+
+
+@contextmanager
+def replacing_all(path: str | Path) -> Iterator[Path]:
+    """Like `replacing`, for a file that others stand beside: all that is written next to the temporary path moves."""
+    path = Path(path)
+    with writing(path):
+        plain = path.is_file() or not path.exists()
+        path = path.resolve() if plain and path.is_symlink() else path
+    if not plain:
+        with replacing(path) as temporary:
+            yield temporary
+        return
+    with filling(path.parent, name=path.name) as folder:
+        yield folder / path.name
+
+
+def recover(folder: str | Path, *, name: str = "") -> None:
+    """Complete the moves of a run that was killed among them, and remove what dead processes left. Needs the lock."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        return
+    ready = folder / f"{_COMMIT}{name}"
+    if ready.is_dir():
+        _move(ready, folder)
+    remove_stale(folder)
+
+
+def visible(folder: Path) -> list[Path]:
+    """The files of a folder without our own hidden ones, sorted."""
+    return sorted(file for file in folder.iterdir() if not file.name.startswith(".bitwright"))
+
+
+def _commit(staged: Path, folder: Path, name: str) -> None:
+    """From the moment at which the staged folder has this name, its files count."""
+    for file in staged.rglob("*"):
+        to_disk(file)
+    to_disk(staged)
+    ready = folder / f"{_COMMIT}{name}"
+    staged.rename(ready)
+    to_disk(folder)
+    _move(ready, folder)
+
+
+def _move(ready: Path, folder: Path) -> None:
+    for file in sorted(file for file in ready.rglob("*") if not file.is_dir()):
+        target = folder / file.relative_to(ready)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        file.replace(target)
+        note_written(target)
+        to_disk(target.parent)
+    shutil.rmtree(ready)
+    to_disk(folder)

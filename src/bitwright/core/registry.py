@@ -1,0 +1,92 @@
+"""One registry for everything that can be plugged in, over Python entry points.
+
+Built-ins are declared in Bitwright's own `pyproject.toml` and take no other way than a plugin does.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import lru_cache
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from bitwright.core.errors import DuplicateName, UnknownName, did_you_mean
+
+
+@lru_cache(maxsize=1)
+def _installed(path: tuple[str, ...]) -> Any:
+    """All entry points, to `select` from, read from the disk once for all registries."""
+    return entry_points()
+
+
+class Registry:
+    """Names → objects of one kind, found in an entry point group and loaded when first asked for."""
+
+    def __init__(self, kind: str, group: str) -> None:
+        self.kind = kind
+        self.group = group
+        self._found: dict[str, EntryPoint] | None = None
+        self._objects: dict[str, Any] = {}
+
+    def _entry_points(self) -> dict[str, EntryPoint]:
+        if self._found is None:
+            found: dict[str, EntryPoint] = {}
+            for point in _installed(tuple(sys.path)).select(group=self.group):
+                known = found.get(point.name)
+                # One distribution can be on sys.path twice (editable and built): same value, no conflict.
+                if known is not None and known.value != point.value:
+                    raise DuplicateName(
+                        f"two packages register the {self.kind} {point.name!r}",
+                        value=f"{known.value} and {point.value}",
+                        fix="uninstall one of them or rename its entry point",
+                    )
+                found[point.name] = point
+            self._found = found
+        return self._found
+
+    def names(self) -> list[str]:
+        """All known names, sorted."""
+        return sorted({*self._entry_points(), *self._objects})
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._objects or name in self._entry_points()
+
+    def get(self, name: str) -> Any:
+        """The object of that name; an unknown one raises with the nearest names."""
+        if name not in self._objects:
+            points = self._entry_points()
+            if name not in points:
+                raise UnknownName(
+                    f"unknown {self.kind}", value=name, fix=did_you_mean(name, self.names()), code="unknown-name"
+                )
+            self._objects[name] = points[name].load()
+        return self._objects[name]
+
+    def register(self, name: str, obj: Any) -> None:
+        """Add an object by hand: for notebooks and tests; packages declare an entry point instead."""
+        if name in self:
+            raise DuplicateName(
+                f"the {self.kind} {name!r} exists already",
+                value=getattr(obj, "__qualname__", repr(obj)),
+                fix="choose another name",
+            )
+        self._objects[name] = obj
+
+    def unregister(self, name: str) -> None:
+        """Take back what `register` added."""
+        if name not in self._objects or name in self._entry_points():
+            raise UnknownName(f"no hand-registered {self.kind}", value=name)
+        del self._objects[name]
+
+
+OBSERVERS = Registry("observer", "bitwright.observers")
+QUANTIZERS = Registry("quantizer", "bitwright.quantizers")
+BACKENDS = Registry("backend", "bitwright.backends")
+ARTEFACTS = Registry("artefact", "bitwright.artefacts")
+RUNTIMES = Registry("runtime", "bitwright.runtimes")
+WORKLOADS = Registry("workload", "bitwright.workloads")
+STEPS = Registry("step", "bitwright.steps")
+KERNELS = Registry("kernel", "bitwright.kernels")
+STRATEGIES = Registry("strategy", "bitwright.strategies")
+INDICATORS = Registry("indicator", "bitwright.indicators")
+PLANNERS = Registry("planner", "bitwright.planners")

@@ -1,0 +1,146 @@
+"""Artefacts beside a float ONNX model: the grids of its tensors, and the files that carry them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bitwright.core.documents import Strict, parse_json, validated
+from bitwright.core.errors import ArtefactError, Problem
+from bitwright.quantizers import Quantizer
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Grid:
+    """Scale and zero point (one each, or one per channel), lowest and highest code."""
+
+    scale: NDArray[np.float32]
+    zero_point: NDArray[np.int64]
+    qmin: int
+    qmax: int
+
+    @property
+    def bits(self) -> int:
+        """The narrowest integer that holds the codes."""
+        return int(self.qmax - min(self.qmin, 0)).bit_length()
+
+    @property
+    def symmetric(self) -> bool:
+        """Signed, without zero points."""
+        return self.qmin < 0 and not self.zero_point.any()
+
+    def same(self, other: Grid) -> bool:
+        """Equal in every bit; one channel is as good as a whole tensor."""
+        return (
+            self.scale.tobytes() == other.scale.tobytes()
+            and np.array_equal(self.zero_point.ravel(), other.zero_point.ravel())
+            and (self.qmin, self.qmax) == (other.qmin, other.qmax)
+        )
+
+    def ends(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """The lowest and highest number; 24 bits of scale times 17 of codes are exact in float64."""
+        scale = self.scale.astype(np.float64)
+        return (self.qmin - self.zero_point) * scale, (self.qmax - self.zero_point) * scale
+
+    @staticmethod
+    def of_ends(low: NDArray[np.float64], high: NDArray[np.float64], qmin: int, qmax: int) -> Grid:
+        """The inverse of `ends`."""
+        scale = (high - low) / (qmax - qmin)
+        zero_point = np.rint(qmin - low / scale).astype(np.int64)
+        return Grid(scale=scale.astype(np.float32), zero_point=zero_point, qmin=qmin, qmax=qmax)
+
+    def codes(self, x: NDArray[np.floating], axis: int | None) -> NDArray[np.int64]:
+        """The codes of a stored weight."""
+        shape = [-1 if axis is not None and i == axis % x.ndim else 1 for i in range(x.ndim)]
+        scale, zero = (part if part.ndim == 0 else part.reshape(shape) for part in (self.scale, self.zero_point))
+        return np.clip(np.rint(x.astype(np.float32) / scale) + zero, self.qmin, self.qmax).astype(np.int64)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class TensorGrid:
+    """A grid with the tensor that has it."""
+
+    tensor: str
+    grid: Grid
+    weight: bool
+    axis: int | None
+    """Where channels lie, if there is a scale for each."""
+    layers: tuple[str, ...]
+    """The operators with a weight that read this tensor, or whose weight it is."""
+
+
+def grid_of(quantizer: Quantizer) -> Grid:
+    """What a quantizer rounds to."""
+    grid = quantizer.grid()
+    return Grid(
+        scale=grid.scale.cpu().numpy().astype(np.float32),
+        zero_point=grid.zero_point.cpu().numpy().astype(np.int64),
+        qmin=grid.qmin,
+        qmax=grid.qmax,
+    )
+
+
+class Document(Strict):
+    """A JSON sidecar's contents: strict, published as JSON Schema."""
+
+
+class Sidecar(ABC):
+    """One file format. Adding one is a class and an entry point; a table names it in `artefacts`."""
+
+    suffix: ClassVar[str]
+    """`model.onnx` has its grids in `model` + suffix."""
+    document: ClassVar[type[Document] | None] = None
+    """What a JSON file may say; None for other text."""
+
+    @abstractmethod
+    def write(self, grids: Sequence[TensorGrid]) -> str:
+        """The text of the file."""
+
+    @abstractmethod
+    def read(self, text: str) -> dict[str, Grid]:
+        """The grids in a file, by key; bit by bit what was written."""
+
+    def refusal(self, grid: TensorGrid) -> tuple[str, str] | None:
+        """Why the format can't say this grid, and what to use instead; None if it can."""
+        return None
+
+    def keys(self, grid: TensorGrid) -> tuple[str, ...]:
+        """Under which names the file has this grid."""
+        return (grid.tensor,)
+
+    def grid(self, quantizer: Quantizer) -> Grid:
+        """A quantizer's numbers as this format has them."""
+        return grid_of(quantizer)
+
+    def carries(self, quantizer: Quantizer) -> bool:
+        """Whether the format has words for this quantizer's levels."""
+        return quantizer.exportable
+
+    def path(self, model: Path) -> Path:
+        """Where the file of a model lies."""
+        return model.with_suffix(self.suffix)
+
+    @classmethod
+    def parse(cls, text: str) -> Any:
+        """Read JSON as the document says; anything else is one clear error."""
+        assert cls.document is not None
+        fix = "export it again"
+        try:
+            data = parse_json(text, where=cls.suffix, what="the file with the grids", fix=fix, error=ArtefactError)
+        except ArtefactError as error:
+            first = error.problems[0]
+            what = f"this is no file of this format: {first.what}"
+            raise ArtefactError(what, where=first.where, value=first.value, fix=fix, code=first.code) from error
+
+        def refusal(problems: list[Problem]) -> ArtefactError:
+            first = problems[0]
+            what = f"this is no file of this format: {first.what}"
+            return ArtefactError(what, where=first.where, value=first.value, fix=fix, code=first.code)
+
+        return validated(cls.document, data, title="", error=refusal)

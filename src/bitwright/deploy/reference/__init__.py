@@ -1,5 +1,0 @@
-"""The integer-only executor: what targets without floats compute, in NumPy."""
-
-from bitwright.deploy.reference.runtime import Reference
-
-__all__ = ["Reference"]

@@ -1,0 +1,86 @@
+"""OpenVINO, CPU plugin."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bitwright.deploy.onnx_files import load_onnx, operator_of
+from bitwright.deploy.runtimes.base import refused
+from bitwright.deploy.runtimes.onnx_reader import OnnxReader
+
+_PRODUCTS = {"Convolution", "GroupConvolution", "Deconvolution", "FullyConnected", "MatMul"}
+
+
+@cache
+def _core() -> Any:
+    """One for the process, and never given up.
+
+    On CPUs with AVX-512 each core's plugin gives the thread a stack for signals, and puts the one before back when it
+    goes: of several, that is one whose memory is gone, and the next signal (Ctrl-C, a child's end) ends the process.
+    """
+    import openvino
+
+    return openvino.Core()
+
+
+class OpenVino(OnnxReader):
+    """Runs ONNX files on OpenVINO, with float32 wherever it isn't integer (no bf16 behind the user's back)."""
+
+    name = "openvino"
+
+    @staticmethod
+    def missing() -> str | None:
+        """Whether the package is there."""
+        return None if find_spec("openvino") else "the package openvino is not installed"
+
+    def __init__(self, path: Path, *, threads: int | None = None) -> None:
+        config: dict[str, Any] = {"INFERENCE_PRECISION_HINT": "f32"}
+        if threads is not None:
+            config["INFERENCE_NUM_THREADS"] = threads
+        self.path = path
+        core = _core()
+        self.compiled = core.compile_model(core.read_model(str(path)), "CPU", config)
+        self.inputs = tuple(port.any_name for port in self.compiled.inputs)
+        self.outputs = tuple(port.any_name for port in self.compiled.outputs)
+        shapes = [port.partial_shape for port in self.compiled.inputs]
+        sizes = [shape[0] for shape in shapes if shape.rank.is_static and len(shape)]
+        self.batch = sizes[0].get_length() if sizes and all(size.is_static for size in sizes) else None
+        self.request = self.compiled.create_infer_request()
+
+    def run(self, feed: dict[str, NDArray[Any]]) -> list[NDArray[Any]]:
+        """Run once."""
+        try:
+            results = self.request.infer(feed)
+        except Exception as error:
+            raise refused(self.name, error) from error
+        return [np.array(results[port]) for port in self.compiled.outputs]
+
+    def executed(self) -> dict[str, int]:
+        """Layers of the program that the CPU plugin compiled, by the precision that it gave them."""
+        kinds = [integer for _, integer in self._products()]
+        return {"int8": sum(kinds), "float": len(kinds) - sum(kinds)}
+
+    def left_in_float(self) -> tuple[str, ...]:
+        """A layer says which values of the artefact it was made of."""
+        ours = {str(node.outputs[0].name): operator_of(node) for node in load_onnx(self.path).graph}
+        found = []
+        for layer, integer in self._products():
+            if not integer:
+                values = [name.removesuffix("/WithoutBiases") for name in layer.split(",")]
+                found.append(next((ours[value] for value in values if value in ours), values[0]))
+        return tuple(dict.fromkeys(found))
+
+    def _products(self) -> Iterator[tuple[str, bool]]:
+        """Layers that multiply: what each was made of, and whether it does so in integers."""
+        for node in self.compiled.get_runtime_model().get_ordered_ops():
+            facts = {key: value.astype(str) for key, value in node.get_rt_info().items()}
+            if facts["layerType"] in _PRODUCTS:
+                origin = facts["originalLayersNames"] or node.get_friendly_name()
+                yield origin, facts["runtimePrecision"] in ("i8", "u8")

@@ -1,0 +1,220 @@
+"""Reading a `torch.profiler` Chrome trace: operators with their kernels' time, and training steps cut out of them."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bitwright.core.documents import gunzip, parse_json, read_bytes
+from bitwright.core.errors import BitwrightError
+
+_ENGINE = "autograd::engine::evaluate_function: "
+_TYPES = {"float": "float32", "double": "float64", "c10::BFloat16": "bfloat16", "c10::Half": "float16"}
+Shape = tuple[int, ...]
+_FIX = "use prof.export_chrome_trace(path)"
+_LONGEST = 1e18  # microseconds; traces count from 1970 or from the start of the machine
+_MOST_BYTES = 2 << 30
+
+
+@dataclass
+class Event:
+    """One operator that ran, or one launch of a kernel."""
+
+    name: str
+    start: float
+    end: float
+    thread: Any
+    inputs: list[tuple[Shape, str | None]] | None = None
+    """Shape and dtype (where the trace says it) of each; None without record_shapes."""
+    sequence: int | None = None
+    """Autograd's counter when it began: forward's say which node would be made next, backward's which one runs."""
+    correlation: int | None = None
+    device: float | None = None
+    """Microseconds of the kernels that were launched within it; None in a trace without kernels."""
+    children: list[Event] = field(default_factory=list)
+
+    @property
+    def seconds(self) -> float:
+        """Of its kernels if the trace has kernels: a GPU doesn't wait for an operator that launches none."""
+        return 1e-6 * (self.end - self.start if self.device is None else self.device)
+
+    @property
+    def is_backward(self) -> bool:
+        """Whether autograd's engine ran it."""
+        return self.name.startswith(_ENGINE)
+
+    @property
+    def gradient(self) -> Shape | None:
+        """The shape of the gradient that a parameter takes here."""
+        if not self.name.endswith("AccumulateGrad"):
+            return None
+        return next((child.inputs[0][0] for child in self.children if child.inputs), None)
+
+
+@dataclass
+class Trace:
+    """What is in the file."""
+
+    tops: list[Event]
+    """Operators that no other operator has called, in order."""
+    annotated: dict[str, dict[str, list[float]]]
+    """Seconds by category and name."""
+    device: str | None
+    on_gpu: bool
+
+
+@dataclass
+class TracedStep:
+    """One forward with its backward."""
+
+    forward: list[Event] = field(default_factory=list)
+    backward: list[Event] = field(default_factory=list)
+
+
+def read_trace(path: Path) -> Trace:
+    """Read the file; kernels' time is given to the operators that launched them."""
+    data = _json(path)
+    events: list[Event] = []
+    kernels: dict[int, float] = defaultdict(float)
+    annotated: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for number, event in enumerate(data["traceEvents"]):
+        if event.get("ph") != "X":
+            continue
+        try:
+            args = event.get("args") or {}
+            category = str(event.get("cat", ""))
+            if category == "kernel" or category.startswith("gpu_mem"):
+                kernels[int(args.get("correlation", -1))] += _time(event, "dur")
+            elif category.endswith("user_annotation"):
+                annotated[category][str(event["name"])].append(1e-6 * _time(event, "dur"))
+            elif category in ("cpu_op", "cuda_runtime", "cuda_driver"):
+                events.append(_event(event, args, launches=category != "cpu_op"))
+        except (LookupError, TypeError, ValueError, OverflowError, AttributeError) as error:
+            raise BitwrightError(
+                f"an event of the trace can't be read: {type(error).__name__}: {error}",
+                where=f"{path}, event {number}",
+                value=event,
+                fix=_FIX,
+                code="invalid-value",
+            ) from error
+    return Trace(_tops(events, kernels), annotated, _device(data), bool(kernels))
+
+
+def _device(data: dict[str, Any]) -> str | None:
+    devices = data.get("deviceProperties")
+    first = devices[0] if isinstance(devices, list) and devices else None
+    name = first.get("name") if isinstance(first, dict) else None
+    return name if isinstance(name, str) else None
+
+
+def _time(event: dict[str, Any], key: str) -> float:
+    """Microseconds."""
+    value = float(event[key])
+    if not -_LONGEST < value < _LONGEST or (key == "dur" and value < 0):
+        raise ValueError(f"{key} is {value:g}")
+    return value
+
+
+def _json(path: Path) -> dict[str, Any]:
+    raw = read_bytes(path, what="the trace", fix=_FIX, most=_MOST_BYTES)
+    if raw[:2] == b"\x1f\x8b":
+        raw = gunzip(raw, where=str(path), most=_MOST_BYTES, fix=_FIX)
+    try:
+        data = parse_json(raw, where=str(path), what="the trace", fix=_FIX, strict=False)
+    except BitwrightError as error:
+        first = error.problems[0]
+        raise BitwrightError(
+            "not a Chrome trace", where=first.where, value=first.what, fix=_FIX, code=first.code
+        ) from error
+    data = {"traceEvents": data} if isinstance(data, list) else data
+    events = data.get("traceEvents") if isinstance(data, dict) else None
+    if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):
+        wrong = "no list of events" if not isinstance(events, list) else "events that are no objects"
+        raise BitwrightError("not a Chrome trace", where=str(path), value=wrong, fix=_FIX, code="invalid-value")
+    return data
+
+
+def _event(event: dict[str, Any], args: dict[str, Any], *, launches: bool) -> Event:
+    start, thread = _time(event, "ts"), event.get("tid")
+    if thread is not None and not isinstance(thread, int | str):
+        raise TypeError("tid is neither a number nor a text")
+    return Event(
+        name=str(event["name"]).removeprefix("aten::"),
+        start=start,
+        end=start + _time(event, "dur") if "dur" in event else start,
+        thread=thread,
+        inputs=_inputs(args),
+        sequence=_number(args, "Sequence number"),
+        correlation=_number(args, "correlation") if launches else None,
+    )
+
+
+def _number(args: dict[str, Any], key: str) -> int | None:
+    return None if args.get(key) is None else int(args[key])
+
+
+def _shape(value: Any) -> Shape:
+    if not isinstance(value, list) or not all(isinstance(size, int) for size in value):
+        raise TypeError("a shape is no list of whole numbers")
+    return tuple(value)
+
+
+def _inputs(args: dict[str, Any]) -> list[tuple[Shape, str | None]] | None:
+    shapes = args.get("Input Dims")
+    if shapes is None:
+        return None
+    types = args.get("Input type") or [None] * len(shapes)
+    found: list[tuple[Shape, str | None]] = []
+    for shape, type in zip(shapes, types, strict=False):
+        if shape and isinstance(shape[0], list):  # a list of tensors, as `cat` has it
+            found += [(_shape(one), None) for one in shape]
+        else:
+            found.append((_shape(shape), _TYPES.get(str(type))))
+    return found
+
+
+def _tops(events: list[Event], kernels: dict[int, float]) -> list[Event]:
+    """Operators that no other one has called; those that are under way when a kernel is launched get its time."""
+    found: list[Event] = []
+    open_: dict[Any, list[Event]] = defaultdict(list)
+    for event in sorted(events, key=lambda event: (event.start, -event.end)):
+        stack = open_[event.thread]
+        while stack and stack[-1].end <= event.start:
+            stack.pop()
+        if event.correlation is not None:
+            for around in stack:
+                around.device = (around.device or 0.0) + kernels.get(event.correlation, 0.0)
+            continue
+        if kernels:
+            event.device = 0.0
+        if stack:
+            stack[-1].children.append(event)
+        else:
+            found.append(event)
+        stack.append(event)
+    return found
+
+
+def training_steps(tops: Iterable[Event]) -> list[TracedStep]:
+    """Forwards with their backwards, in order.
+
+    Forward's operators are those of one thread that autograd has counted: what runs without gradients (optimizers,
+    clipping, evaluation) isn't, and what other threads load isn't either.
+    """
+    tops = list(tops)
+    threads = Counter(event.thread for event in tops if event.sequence is not None and not event.is_backward)
+    if not threads:
+        return []
+    ((main, _),) = threads.most_common(1)
+    steps = [TracedStep()]
+    for event in tops:
+        if event.is_backward:
+            steps[-1].backward.append(event)
+        elif event.sequence is not None and event.thread == main:
+            if steps[-1].backward:
+                steps.append(TracedStep())
+            steps[-1].forward.append(event)
+    return steps

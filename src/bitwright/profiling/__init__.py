@@ -1,0 +1,29 @@
+"""profile(): measure this device: operators where they stand, casts, optimizers, the host, collectives."""
+
+from bitwright.profiling.device_profile import DeviceProfile
+from bitwright.profiling.execution import IMPLEMENTATIONS, Cast, Implementation, OperatorUnderPlan, Way
+from bitwright.profiling.kernel_speed import KernelSpeed, kernel_speeds
+from bitwright.profiling.profiler import Variant, halves, open_store, profile
+from bitwright.profiling.sample_store import SampleStore
+from bitwright.profiling.step import StepSettings, TrainingStep
+from bitwright.profiling.step_graph import StepGraph, record_step
+
+__all__ = [
+    "IMPLEMENTATIONS",
+    "Cast",
+    "DeviceProfile",
+    "Implementation",
+    "KernelSpeed",
+    "OperatorUnderPlan",
+    "SampleStore",
+    "StepGraph",
+    "StepSettings",
+    "TrainingStep",
+    "Variant",
+    "Way",
+    "halves",
+    "kernel_speeds",
+    "open_store",
+    "profile",
+    "record_step",
+]

@@ -1,0 +1,155 @@
+"""What one operator call is, as text: operators with the same text cost the same on one device.
+
+`conv2d(input=f32[32,3,32,32], weight=f32[16,3,3,3]+, None, [1, 1], [1, 1], [1, 1], 1)`: ports with dtype and shape, a
+`+` where a gradient is wanted, strides behind an `@` where memory isn't in order; other arguments as they are written.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+from torch import Tensor
+
+from bitwright.core.tensor_tree import map_tensors
+from bitwright.graph.operators import is_inplace, locate
+
+_SHORT = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "float64": "f64", "int64": "i64", "int32": "i32"}
+_BYTES = {"float64": 8, "int64": 8, "complex64": 8, "float16": 2, "bfloat16": 2, "int16": 2, "int8": 1, "uint8": 1}
+FLOATS = ("float32", "bfloat16", "float16", "float64")
+LOSS = "loss:"  # how the text of a loss begins
+_TOKEN = re.compile(r"«([0-9]{1,6})»")
+
+
+def is_loss(text: str) -> bool:
+    """Whether this is a loss, and no operator."""
+    return text.startswith(LOSS)
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A tensor without its numbers."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    grad: bool = False
+    strides: tuple[int, ...] | None = None
+    """None where memory is in the order of the axes."""
+
+    @staticmethod
+    def of(tensor: Tensor) -> TensorSpec:
+        """What this tensor is."""
+        strides = None if tensor.is_contiguous() else tuple(tensor.stride())
+        return TensorSpec(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), tensor.requires_grad, strides)
+
+    @property
+    def elements(self) -> int:
+        """How many numbers."""
+        return prod(self.shape)
+
+    @property
+    def bytes(self) -> int:
+        """Its size, without gaps."""
+        return self.elements * (1 if self.dtype == "bool" else _BYTES.get(self.dtype, 4))
+
+    @property
+    def is_float(self) -> bool:
+        """Whether there is anything to cast."""
+        return self.dtype in FLOATS
+
+    @property
+    def possible(self) -> bool:
+        """Whether a tensor can have this shape; files are asked."""
+        sizes = (*self.shape, *(self.strides or ()))
+        same = self.strides is None or len(self.strides) == len(self.shape)
+        return same and all(0 <= size < 2**40 for size in sizes) and self.elements < 2**50
+
+    def compact(self) -> TensorSpec:
+        """What elementwise work makes of it: gaps are gone, an order of axes that fills memory stays."""
+        if self.strides is None:
+            return self
+        expected = 1
+        for stride, size in sorted(zip(self.strides, self.shape, strict=True)):
+            if size != 1 and stride != expected:
+                return replace(self, strides=None)
+            expected *= size
+        return self
+
+    def with_(self, *, grad: bool | None = None, dtype: str | None = None) -> TensorSpec:
+        """The same, but for this."""
+        return replace(self, grad=self.grad if grad is None else grad, dtype=dtype or self.dtype)
+
+    def __str__(self) -> str:
+        axes = ",".join(map(str, self.shape))
+        order = "" if self.strides is None else f"@{','.join(map(str, self.strides))}"
+        return f"{_SHORT.get(self.dtype, self.dtype)}[{axes}]{order}{'+' if self.grad else ''}"
+
+
+@dataclass(frozen=True)
+class CallSpec:
+    """One operator call: its ports, and the text around them."""
+
+    kind: str
+    ports: tuple[tuple[str, TensorSpec], ...]
+    template: str
+    inplace: bool = False
+
+    def key(self, changed: Mapping[str, TensorSpec] | None = None) -> str:
+        """The text; `changed` says which ports are other tensors than was recorded."""
+        specs = [(name, (changed or {}).get(name, spec)) for name, spec in self.ports]
+        return _TOKEN.sub(lambda match: "{}={}".format(*specs[int(match[1])]), self.template)
+
+    @property
+    def tokens(self) -> list[int]:
+        """The numbers of the ports that the template names."""
+        return [int(found) for found in _TOKEN.findall(self.template)]
+
+    def port(self, name: str) -> TensorSpec | None:
+        """The tensor at a port."""
+        return dict(self.ports).get(name)
+
+
+def describe(kind: str, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallSpec:
+    """Say what a call is.
+
+    >>> import torch
+    >>> print(describe("add", torch.add, (torch.ones(2, 3), 1.0), {}).key())
+    add(input=f32[2,3], 1.0)
+    """
+    found = locate(kind, func, args, dict(kwargs))
+    numbers = {id(tensor): number for number, (_, _, tensor) in reversed(list(enumerate(found)))}
+    ports = tuple((port, TensorSpec.of(tensor)) for port, _, tensor in found)
+
+    def token(tensor: Tensor) -> Any:
+        number = numbers.get(id(tensor))
+        return _Words(str(TensorSpec.of(tensor)) if number is None else f"«{number}»")
+
+    shown_args, shown_kwargs = map_tensors((tuple(args), dict(kwargs)), token)
+    words = [_show(value) for value in shown_args]
+    for name, value in sorted(shown_kwargs.items()):  # a port's text has its name already
+        words.append(_show(value) if isinstance(value, _Words) else f"{name}={_show(value)}")
+    inplace = is_inplace(func) or kwargs.get("inplace") is True
+    return CallSpec(kind, ports, f"{kind}{'_' if inplace else ''}({', '.join(words)})", inplace)
+
+
+class _Words(str):
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+_PLAIN = (int, float, bool, str, type(None), slice, type(...), complex)
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, _Words):
+        return str(value)
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_show, value))}]"
+    if isinstance(value, _PLAIN) or type(value).__module__.startswith("torch"):
+        return repr(value)
+    return type(value).__name__  # an object's repr may have its address

@@ -1,0 +1,258 @@
+"""`DeviceProfile`: what was measured on one kind of device. JSON with a published schema; versioned."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from bitwright.core.documents import Strict, parse_json, read_text, validated
+from bitwright.core.errors import BitwrightError, PlanError, Problem
+from bitwright.core.files import write_text
+
+SCHEMA_VERSION = 1
+MOST_SECONDS, MOST_BYTES, MOST_COUNT = 1e9, 2**50, 2**40
+_MANY = 8
+
+
+class Timing(Strict):
+    """Seconds of one call: the mean over ordinary steps, and where it lies with 95 % confidence."""
+
+    seconds: float = Field(ge=0, le=MOST_SECONDS)
+    low: float | None = Field(default=None, ge=0, le=MOST_SECONDS, description="Lower end of the confidence interval.")
+    high: float | None = Field(default=None, ge=0, le=MOST_SECONDS, description="Its upper end.")
+    repetitions: int = Field(default=1, ge=0, le=MOST_COUNT, description="0: not measured here (published or derived).")
+
+
+class Kept(Strict):
+    """What a call keeps for backward."""
+
+    ports: list[str] = Field(
+        default_factory=list,
+        description="Tensors that others have as well: a port (after its cast, if it has one), or `output`.",
+    )
+    own: int = Field(default=0, ge=0, le=MOST_BYTES, description="Bytes that nobody else has.")
+
+
+class OperatorCost(Strict):
+    """One operator with its shapes and arguments in one format."""
+
+    operator: str = Field(description="The call as text: `conv2d(input=f32[32,3,32,32], weight=…)`; `*` in a rate.")
+    format: str = Field(description="`float32`, `amp-bf16`, `float32/fold4`, or a registered kernel's own.")
+    forward: Timing
+    backward: Timing | None = None
+    saved: Kept | None = None
+
+
+class Line(Strict):
+    """seconds = fixed + per_element · n for n elements, both non-negative, for n ≥ `start`."""
+
+    per_element: float = Field(ge=0, le=MOST_SECONDS)
+    fixed: float = Field(ge=0, le=MOST_SECONDS)
+    start: int = Field(default=0, ge=0, le=MOST_BYTES)
+    r2: float | None = Field(default=None, description="Of all sizes.")
+    held_out: float | None = Field(
+        default=None, description="Largest relative error at sizes that a fit of the others hadn't seen."
+    )
+
+
+class CastCost(Strict):
+    """A kind of cast or quantizer: lines by size, and sizes that were measured within models."""
+
+    kind: str = Field(description="`lsq int8/channel/sym fused`, `float32→bfloat16`, …")
+    forward: list[Line]
+    backward: list[Line] = Field(default_factory=list)
+
+
+class TensorsCost(Strict):
+    """Work on all parameters: fixed + per_element · elements + per_tensor · tensors."""
+
+    name: str = Field(description="`sgd/loop`, `adamw/foreach`, `clip`, `accumulate`, `zero_grad`.")
+    per_element: float = Field(ge=0, le=MOST_SECONDS)
+    per_tensor: float = Field(ge=0, le=MOST_SECONDS)
+    fixed: float = Field(default=0.0, ge=0, le=MOST_SECONDS)
+    r2: float | None = None
+    held_out: float | None = None
+
+    def seconds(self, elements: int, tensors: int) -> float:
+        """For so many parameters."""
+        return self.fixed + self.per_element * elements + self.per_tensor * tensors
+
+
+class CollectiveCost(Strict):
+    """One collective among so many processes: latency + bytes · per_byte."""
+
+    operation: Literal["all_reduce", "broadcast"]
+    backend: str
+    world: int = Field(ge=2, le=1_000_000)
+    latency: float = Field(ge=0, le=MOST_SECONDS)
+    per_byte: float = Field(ge=0, le=MOST_SECONDS)
+    r2: float | None = None
+    held_out: float | None = None
+
+
+class Host(Strict):
+    """What the host needs between operators."""
+
+    gap: float = Field(
+        default=0.0,
+        ge=-MOST_SECONDS,
+        le=MOST_SECONDS,
+        description="Per operator, what an unwatched float model takes beyond what watching has shown.",
+    )
+    prepared_gap: float = Field(
+        default=0.0, ge=-MOST_SECONDS, le=MOST_SECONDS, description="The same in a prepared model."
+    )
+    seen: float = Field(
+        default=0.0, ge=0, le=MOST_SECONDS, description="What interception adds to an operator of a prepared model."
+    )
+    hooked: float = Field(
+        default=0.0, ge=0, le=MOST_SECONDS, description="The same for an operator that has quantizers."
+    )
+    hook: float = Field(
+        default=0.0, ge=0, le=MOST_SECONDS, description="What watching added to each backward node; taken off already."
+    )
+    engine: float = Field(default=0.0, ge=0, le=MOST_SECONDS, description="From backward's call to its first node.")
+    engine_operator: float = Field(
+        default=0.0, ge=0, le=MOST_SECONDS, description="The same, for each operator of the model."
+    )
+    step: float = Field(
+        default=0.0, ge=0, le=MOST_SECONDS, description="Fixed work of a step, a scheduler's not included."
+    )
+    schedule: float = Field(default=0.0, ge=0, le=MOST_SECONDS, description="Setting the learning rate at each step.")
+    yardstick: float = Field(
+        default=0.0, ge=0, le=MOST_SECONDS, description="A fixed piece of work, while operators were measured."
+    )
+    ddp_forward: float = Field(default=0.0, ge=0, le=MOST_SECONDS, description="What DDP adds to a forward.")
+    ddp_gradient: float = Field(default=0.0, ge=0, le=MOST_SECONDS, description="What DDP adds per gradient.")
+    contention: float = Field(
+        default=0.0,
+        ge=0,
+        le=1e6,
+        description="Share of its speed that computing loses while a collective is under way.",
+    )
+    stretch: float = Field(
+        default=1.0, ge=1, le=1e6, description="How much longer a collective takes beside computing."
+    )
+
+    def start(self, operators: int) -> float:
+        """Seconds from backward's call to its first node: autograd looks at all nodes first."""
+        return self.engine + self.engine_operator * operators
+
+    def between(self, operators: int, hooked: int, *, prepared: bool) -> float:
+        """Seconds of a forward beside its operators, so many of them with quantizers."""
+        if not prepared:
+            return self.gap * operators
+        return self.prepared_gap * operators + self.hooked * hooked + self.seen * (operators - hooked)
+
+
+class MemoryFacts(Strict):
+    """What a process needs beside its tensors."""
+
+    process: int = Field(
+        default=0,
+        ge=0,
+        le=MOST_BYTES,
+        description="Bytes of a training process that its tensors don't explain: libraries, workspaces.",
+    )
+    compiler: int = Field(
+        default=0,
+        ge=0,
+        le=MOST_BYTES,
+        description="Bytes more where arithmetic is compiled (quantizers, int8 kernels): torch's compiler.",
+    )
+    limit: int | None = Field(default=None, ge=0, le=MOST_BYTES, description="Bytes that the device has.")
+
+
+class DeviceProfile(Strict):
+    """Everything that is known of one kind of device."""
+
+    bitwright_profile: Literal[1] = Field(description="Version of this schema.")
+    device: str = Field(description="The device, for people.")
+    source: Literal["measured", "imported", "published"] = "measured"
+    note: str = ""
+    clock: Literal["wall", "cpu"] = "wall"
+    threads: int = Field(default=1, ge=1, le=100_000)
+    torch: str = ""
+    operators: list[OperatorCost] = Field(default_factory=list)
+    casts: list[CastCost] = Field(default_factory=list)
+    tensors: list[TensorsCost] = Field(default_factory=list)
+    collectives: list[CollectiveCost] = Field(default_factory=list)
+    host: Host = Field(default_factory=Host)
+    memory: MemoryFacts = Field(default_factory=MemoryFacts)
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> DeviceProfile:
+        """A copy, which finds its own tables by name: other costs may be in it."""
+        copy = super().model_copy(update=update, deep=deep)
+        for name in ("by_operator", "by_cast", "by_name"):
+            copy.__dict__.pop(name, None)
+        return copy
+
+    @cached_property
+    def by_operator(self) -> dict[tuple[str, str], OperatorCost]:
+        """Costs by (operator, format)."""
+        return {(cost.operator, cost.format): cost for cost in self.operators}
+
+    @cached_property
+    def by_cast(self) -> dict[str, CastCost]:
+        """Casts by kind."""
+        return {cost.kind: cost for cost in self.casts}
+
+    @cached_property
+    def by_name(self) -> dict[str, TensorsCost]:
+        """Costs of work on all parameters."""
+        return {cost.name: cost for cost in self.tensors}
+
+    def to_json(self) -> str:
+        """A stable text."""
+        return json.dumps(self.model_dump(exclude_none=True), indent=1, ensure_ascii=False)
+
+    def save(self, path: str | Path) -> Path:
+        """Write it, whole or not at all."""
+        return write_text(Path(path), self.to_json() + "\n")
+
+    @staticmethod
+    def from_json(text: str, *, where: str = "profile") -> DeviceProfile:
+        """Read a profile; a wrong one says what is wrong."""
+        fix = "write it with `bitwright profile`; docs/profile.md has the schema"
+        data = parse_json(text, where=where, what="the profile", fix=fix)
+
+        def refusal(problems: list[Problem]) -> BitwrightError:
+            if len(problems) > _MANY:  # a file of another kind
+                problems = [replace(problems[0], what=f"not a device profile: {problems[0].what}")]
+            return PlanError(
+                [replace(one, where=f"{where}, {one.where}") for one in problems], title=f"{where} is no device profile"
+            )
+
+        return validated(DeviceProfile, data, title="", fix=fix, error=refusal)
+
+    @staticmethod
+    def load(path: str | Path) -> DeviceProfile:
+        """Read a file."""
+        text = read_text(path, what="the profile", fix="make it with `bitwright profile`")
+        return DeviceProfile.from_json(text, where=str(path))
+
+
+def at(lines: Iterable[Line], elements: int) -> float | None:
+    """Seconds for so many elements; None where no line is."""
+    best = None
+    for line in lines:
+        if line.start <= elements and (best is None or line.start >= best.start):
+            best = line
+    return None if best is None else best.fixed + best.per_element * elements
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON Schema of a profile."""
+    schema = DeviceProfile.model_json_schema()
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "$id": "bitwright-device-profile-1", **schema}
+
+
+if __name__ == "__main__":  # python -m bitwright.profiling.device_profile > docs/schemas/device-profile-1.json
+    sys.stdout.write(json.dumps(json_schema(), indent=2, ensure_ascii=False) + "\n")

@@ -1,0 +1,190 @@
+"""How an operator is run under a plan: the one place that knows, for measuring as for predicting.
+
+A `Way` names the format that the operator itself runs in and what is done to its tensors besides. Ways are found by
+asking implementations, newest registration first: a kernel that runs an operator in integers is one object in this
+registry, with a function that says whether it takes an operator, and nothing else has to know of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from bitwright.core.arguments import strict
+from bitwright.core.errors import did_you_mean
+from bitwright.core.registry import KERNELS, QUANTIZERS
+from bitwright.graph.naming import site_name
+from bitwright.plan import FoldSpec, Plan, SiteSpec
+from bitwright.profiling.cost_key import CallSpec
+
+Amp = Literal["bf16", "fp16"]
+AMP_DTYPES: Mapping[str, str] = {"bf16": "bfloat16", "fp16": "float16"}
+
+
+@strict
+@dataclass(frozen=True)
+class Cast:
+    """One tensor that is changed on its way: rounded by a quantizer, or cast to another dtype."""
+
+    port: str
+    kind: str
+    """What is measured and fitted: `lsq int8/channel/sym`, `lsq uint8/tensor/asym relu`, `float32→bfloat16`."""
+    learns: bool = False
+    """Whether it has state that trains, so that its result always wants a gradient."""
+    weight: bool = False
+    state: str = ""
+    """The site whose state it uses: its own, or that of the quantizer that it shares."""
+
+
+@strict
+@dataclass(frozen=True)
+class Way:
+    """How one operator is run."""
+
+    format: str
+    casts: tuple[Cast, ...] = ()
+    takes: str | None = None
+    """The format in which it wants its activations; None if it takes what comes. Others are cast to it."""
+    gives: str | None = None
+    """The format of its result; None if that follows from what came."""
+    compiled: bool = False
+    """Whether it calls compiled arithmetic: the process has torch's compiler in memory then."""
+
+    def cast_at(self, port: str) -> Cast | None:
+        """What is done to a port's tensor."""
+        return next((cast for cast in self.casts if cast.port == port), None)
+
+
+@strict
+@dataclass(frozen=True)
+class OperatorUnderPlan:
+    """What an implementation is asked about."""
+
+    name: str
+    call: CallSpec
+    plan: Plan
+    amp: Amp | None = None
+    fused: bool = True
+
+    def spec(self, port: str) -> SiteSpec | None:
+        """What the plan says of one of the operator's sites; a shared quantizer is its owner's."""
+        spec = self.plan.sites.get(site_name(self.name, port))
+        if spec is not None and spec.share is not None:
+            spec = self.plan.sites.get(spec.share, spec)
+        return spec if spec is not None and spec.quantizes else None
+
+    @property
+    def fold(self) -> FoldSpec | None:
+        """How a norm is folded into this operator."""
+        return next((fold for fold in self.plan.folds.values() if fold.into == self.name), None)
+
+    @property
+    def folded(self) -> FoldSpec | None:
+        """How this norm is folded into the operator before it."""
+        return self.plan.folds.get(self.name)
+
+
+class Implementation(Protocol):
+    """One way to run operators; a kernel's registration has one."""
+
+    def way(self, operator: OperatorUnderPlan) -> Way | None:
+        """How it runs this operator; None if it doesn't."""
+
+
+def base_format(amp: Amp | None) -> str:
+    """The format of an operator that nobody says anything about."""
+    return "float32" if amp is None else f"amp-{amp}"
+
+
+class Simulated:
+    """Float arithmetic between quantizers: what `prepare` makes of a plan."""
+
+    def way(self, operator: OperatorUnderPlan) -> Way | None:
+        """The operator in float (or under autocast), with a cast at each site that has a quantizer."""
+        base = base_format(operator.amp)
+        fold, folded = operator.fold, operator.folded
+        if fold is not None:
+            base += f"/fold{fold.strategy}"
+        if folded is not None:
+            base += f"/folded{folded.strategy}"
+        specs = {port: operator.spec(port) for port, _ in operator.call.ports}
+        output = operator.spec("output")
+        inputs = {port: spec for port, spec in specs.items() if spec is not None}
+        casts = [self._cast(operator, port, spec, inputs) for port, spec in inputs.items()]
+        if output is not None:
+            casts.append(self._cast(operator, "output", output, inputs))
+        if output is not None and operator.call.kind == "relu" and not inputs:
+            base = "within-cast"
+        elif casts and operator.call.inplace:
+            base += "/copied"  # quantizers need the numbers that it writes over
+        return Way(base, tuple(casts), compiled=operator.fused and bool(casts))
+
+    def _cast(self, operator: OperatorUnderPlan, port: str, spec: SiteSpec, inputs: Mapping[str, SiteSpec]) -> Cast:
+        words = [spec.quantizer, str(spec.format)]
+        if port == "output" and operator.call.kind == "relu" and not inputs:
+            words.append("relu")
+        if port == "weight" and operator.fold is not None:
+            words.append(f"fold{operator.fold.strategy}")
+        if spec.guard is not None:
+            words.append(spec.guard)
+        if operator.fused:
+            words.append("fused")
+        learned = QUANTIZERS.get(spec.quantizer).learned
+        own = site_name(operator.name, port)
+        state = operator.plan.sites[own].share or own
+        return Cast(port, " ".join(words), bool(learned), port in ("weight", "bias"), state)
+
+
+class Kernels:
+    """Operators of the plan's `compute`: every registered kernel, under the name that says how it runs."""
+
+    def way(self, operator: OperatorUnderPlan) -> Way | None:
+        """One unit: what it casts, it casts inside."""
+        spec = operator.plan.compute.get(operator.name)
+        if spec is None or not spec.low:
+            return None
+        backward = "+".join(spec.backward) or "none"
+        rounding = "/stochastic" if spec.stochastic and spec.backward else ""
+        scales = "/tensor" if spec.whole else ""
+        compiled = KERNELS.get(spec.format).has_compiled_arithmetic
+        return Way(f"kernel {spec.format}/{backward}{rounding}{scales}", compiled=compiled)
+
+
+class Implementations:
+    """All ways, the newest first."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, Implementation] = {"kernels": Kernels(), "simulated": Simulated()}
+
+    def register(self, name: str, implementation: Implementation) -> None:
+        """Add one; it is asked before those that are there."""
+        if name in self._known:
+            raise ValueError(f"the implementation {name!r} exists already")
+        self._known = {name: implementation, **self._known}
+
+    def unregister(self, name: str) -> None:
+        """Take one away again."""
+        if name not in self._known:
+            raise KeyError(did_you_mean(name, self._known))
+        del self._known[name]
+
+    def way(self, operator: OperatorUnderPlan) -> Way:
+        """How the operator is run."""
+        for implementation in self._known.values():
+            found = implementation.way(operator)
+            if found is not None:
+                return found
+        raise AssertionError("the simulation takes every operator")
+
+
+IMPLEMENTATIONS = Implementations()
+
+
+def is_quantizer(kind: str) -> bool:
+    """Whether a cast's kind is a quantizer's, and not one dtype to another.
+
+    >>> is_quantizer("lsq int8/channel/sym fused"), is_quantizer("float32→bfloat16")
+    (True, False)
+    """
+    return "→" not in kind

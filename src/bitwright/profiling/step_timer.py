@@ -1,0 +1,388 @@
+"""Watch a training step: how long each operator and each quantizer takes, forward and backward, where it stands.
+
+Nothing is timed by itself, with warm caches, outside the model: timestamps are taken within real steps. Forward, a call
+has two. Backward, each node of autograd has one, before it runs; the time up to the next node's is its own, with what
+the engine does for it (summing gradients of several readers, too). So the parts add up to the whole.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bitwright.core.tensor_tree import tensors_in
+from bitwright.graph.interception import Interceptor, install, uninstall
+from bitwright.graph.naming import operator_name, primary_kind
+from bitwright.graph.operators import carries_floats, kind_of, locate
+from bitwright.plan import Plan
+from bitwright.profiling.cost_key import CallSpec, TensorSpec, describe
+from bitwright.profiling.device_profile import Host
+from bitwright.profiling.execution import IMPLEMENTATIONS, Cast, OperatorUnderPlan, Way, base_format
+from bitwright.profiling.step import StepSettings, TrainingStep
+from bitwright.profiling.step_graph import loss_call
+from bitwright.quantizers import Attachment, Quantizer, find_attachment
+
+Key = tuple[str, str]
+"""What is measured: (operator's text, its format), or (a tensor's text, a cast's kind)."""
+
+
+def operator_key(call: CallSpec, way: Way) -> Key:
+    """An operator as it is run: where a quantizer learns, what it gives wants a gradient whatever came in."""
+    changed = {cast.port: spec.with_(grad=True) for cast in way.casts if cast.learns and (spec := call.port(cast.port))}
+    return call.key(changed), way.format
+
+
+def cast_key(cast: Cast, tensor: TensorSpec) -> Key:
+    """A cast of one tensor."""
+    return str(tensor), cast.kind
+
+
+@dataclass
+class Saved:
+    """What one kind of call keeps for backward: tensors that others have as well, and its own."""
+
+    ports: set[str] = field(default_factory=set)
+    """Inputs that are kept, as they came or as a quantizer has made them; `output`: the result."""
+    own: int = 0
+    """Bytes that nobody else has."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one kind of call has to do."""
+
+    kind: str
+    inputs: Mapping[str, TensorSpec]
+    outputs: tuple[TensorSpec, ...]
+
+
+@dataclass
+class Sample:
+    """What one step took at each key: seconds in all, and how many calls."""
+
+    forward: dict[Key, float] = field(default_factory=lambda: defaultdict(float))
+    backward: dict[Key, float] = field(default_factory=lambda: defaultdict(float))
+    calls: dict[Key, int] = field(default_factory=lambda: defaultdict(int))
+    saved: dict[Key, Saved] = field(default_factory=dict)
+    work: dict[Key, Work] = field(default_factory=dict)
+    """Filled with `saved`, in a step that isn't for times."""
+    engine: float = 0.0
+    """From the call of backward to the first node."""
+    nodes: int = 0
+    operators: int = 0
+    """Calls forward, the loss not among them."""
+    hooked: int = 0
+    """Those of them that have quantizers."""
+
+
+class _Plain(Interceptor):
+    """Sees a float model, and changes nothing."""
+
+    def enter(self, path: str) -> Any:
+        return None
+
+    def leave(self, token: Any) -> None:
+        pass
+
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return func(*args, **kwargs)
+
+
+class _Frame:
+    """One call that is under way."""
+
+    def __init__(self, key: Key, way: Way | None, kind: str, inputs: Iterable[tuple[str, TensorSpec]]) -> None:
+        self.key = key
+        self.kind = kind
+        self.inputs = inputs
+        self.way = way
+        self.nested = 0.0
+        self.added = 0.0
+        self.labels: dict[int, str] = {}
+        self.kept: list[Tensor] = []
+
+
+ACCUMULATE = "accumulate"
+
+
+class Watch:
+    """Stands around the calls of one model, float or prepared."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        settings: StepSettings,
+        clock: Callable[[], float],
+        *,
+        host: Host | None = None,
+    ) -> None:
+        self.model = model
+        self.plan = plan
+        self.settings = settings
+        self.clock = clock
+        host = host or Host()
+        self.hook = host.hook  # what a mark itself takes
+        prepared = find_attachment(model) is not None
+        # what interception adds to a call in a prepared model, without and with quantizers: predictions add it again
+        self.seen, self.hooked = (host.seen, host.hooked) if prepared else (0.0, 0.0)
+        self.host, self.prepared = host, prepared
+        self.primary = {path: primary_kind(module) for path, module in model.named_modules()}
+        self.parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        self.ways: dict[tuple[str, str], Way] = {}
+        self.saving = False
+        self._begin()
+
+    def _begin(self) -> None:
+        self.sample = Sample()
+        self.owners: dict[Any, Key] = {}
+        self.marks: list[tuple[Key, float]] = []
+        self.handles: list[Any] = []
+        self.frames: list[_Frame] = []
+        self.place: tuple[str, int, dict[str, int]] = ("", 0, {})
+        self.calls: dict[str, int] = {}
+
+    # -- standing around ------------------------------------------------------------------------------------
+
+    @contextmanager
+    def around(self) -> Iterator[None]:
+        """While this lasts, calls are seen."""
+        attachment = find_attachment(self.model)
+        target: Interceptor = attachment if attachment is not None else _Plain()
+        if attachment is None:
+            install(self.model, target)
+        originals = {name: getattr(target, name) for name in ("begin", "enter", "leave", "call")}
+        quantizers = list(attachment.quantizers.values()) if attachment is not None else []
+        wrapped: dict[str, Any] = {
+            "enter": lambda path: (self._enter(path), originals["enter"](path)),
+            "leave": lambda token: originals["leave"](self._leave(token)),
+            "call": lambda func, args, kwargs: self._call(originals["call"], func, args, kwargs),
+        }
+        try:
+            vars(target).update(wrapped)
+            for quantizer in quantizers:
+                quantizer.__dict__["forward"] = self._quantizing(quantizer)
+            yield
+        finally:
+            for name in wrapped:
+                vars(target).pop(name, None)
+            for quantizer in quantizers:
+                quantizer.__dict__.pop("forward", None)
+            if not isinstance(target, Attachment):
+                uninstall(self.model, target)
+
+    def _enter(self, path: str) -> Any:
+        before = self.place
+        number = self.calls.get(path, 0)
+        self.calls[path] = number + 1
+        self.place = (path, number, {})
+        return before
+
+    def _leave(self, token: Any) -> Any:
+        self.place, inner = token
+        return inner
+
+    def _name(self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        path, number, counts = self.place
+        counted = kind if carries_floats(args, kwargs) else f"{kind}_int"
+        index = counts.get(counted, 0)
+        counts[counted] = index + 1
+        return operator_name(path, number, counted, index, self.primary.get(path))
+
+    # -- forward ---------------------------------------------------------------------------------------------
+
+    def _call(self, inner: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        kind = kind_of(func)
+        if kind is None or self.frames:
+            return inner(func, args, kwargs)
+        call = describe(kind, func, args, kwargs)
+        name = self._name(kind, args, kwargs)
+        way = self._way(name, call)
+        frame = _Frame(operator_key(call, way), way, kind, call.ports)
+        frame.added = self.hooked if way.casts else self.seen
+        self.sample.operators += 1
+        self.sample.hooked += bool(way.casts)
+        if self.saving:
+            found = locate(kind, func, args, kwargs)
+            frame.labels = {t.untyped_storage().data_ptr(): port for port, _, t in reversed(found)}
+        return self._timed(frame, lambda: inner(func, args, kwargs))
+
+    def _way(self, name: str, call: CallSpec) -> Way:
+        known = self.ways.get((name, call.template))
+        if known is None:
+            settings = self.settings
+            asked = OperatorUnderPlan(name, call, self.plan, settings.amp, settings.fuse)
+            known = self.ways[(name, call.template)] = IMPLEMENTATIONS.way(asked)
+        return known
+
+    def _quantizing(self, quantizer: Quantizer) -> Callable[..., Tensor]:
+        forward = type(quantizer).forward
+
+        def run(x: Tensor, site: str | None = None, **also: Any) -> Tensor:
+            outer = self.frames[-1] if self.frames else None
+            if outer is None or outer.way is None:
+                return forward(quantizer, x, site, **also)
+            port = (site or quantizer.site).rpartition(":")[2]
+            cast = outer.way.cast_at(port)
+            if cast is None:  # a weight of a module that is called again: the plan has it at the first call
+                return forward(quantizer, x, site, **also)
+            for tensor in (x, also.get("factor")):  # what was made before us isn't ours
+                if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
+                    self.own(tensor.grad_fn, outer.key)
+            spec = TensorSpec.of(x)
+            frame = _Frame(cast_key(cast, spec), None, "cast", [("input", spec)])
+            if self.saving:
+                frame.labels = {x.untyped_storage().data_ptr(): "input"}
+            result: Tensor = self._timed(frame, lambda: forward(quantizer, x, site, **also))
+            if self.saving:
+                outer.labels[result.untyped_storage().data_ptr()] = port
+            return result
+
+        return run
+
+    def _timed(self, frame: _Frame, run: Callable[[], Any]) -> Any:
+        clock, sample = self.clock, self.sample
+        self.frames.append(frame)
+        try:
+            t0 = clock()
+            result = run()
+            spent = clock() - t0
+        finally:
+            self.frames.pop()
+        sample.forward[frame.key] += max(0.0, spent - frame.nested - frame.added)
+        sample.calls[frame.key] += 1
+        if self.frames:
+            self.frames[-1].nested += spent
+        for _, tensor in tensors_in(result):
+            if tensor.grad_fn is not None:
+                self.own(tensor.grad_fn, frame.key)
+        if self.saving:
+            self._note_saved(frame, result)
+        if self.frames:  # what we did here isn't the outer call's work
+            self.frames[-1].nested += clock() - t0 - spent
+        return result
+
+    # -- backward --------------------------------------------------------------------------------------------
+
+    def own(self, node: Any, key: Key) -> None:
+        """All nodes behind this one that nobody owns yet were made by this call."""
+        waiting = [node]
+        while waiting:
+            node = waiting.pop()
+            if node is None or node in self.owners:
+                continue
+            owner = key
+            if node.name() == "torch::autograd::AccumulateGrad":
+                owner = (str(TensorSpec.of(node.variable)), ACCUMULATE)
+                self.sample.calls[owner] += 1
+            self.owners[node] = owner
+            self.handles.append(node.register_prehook(self._mark(owner)))
+            waiting.extend(following for following, _ in node.next_functions)
+
+    def _mark(self, key: Key) -> Callable[[Any], None]:
+        marks, clock = self.marks, self.clock
+
+        def mark(_: Any) -> None:
+            marks.append((key, clock()))
+
+        return mark
+
+    # -- memory ----------------------------------------------------------------------------------------------
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        if self.frames:
+            self.frames[-1].kept.append(tensor)
+        return tensor
+
+    def _note_saved(self, frame: _Frame, result: Any) -> None:
+        outputs = {t.untyped_storage().data_ptr() for _, t in tensors_in(result)}
+        saved = Saved()
+        seen: set[int] = set()
+        for tensor in frame.kept:
+            place = tensor.untyped_storage().data_ptr()
+            if place in seen:
+                continue
+            seen.add(place)
+            if place in frame.labels:
+                saved.ports.add(frame.labels[place])
+            elif place in outputs:
+                saved.ports.add("output")
+            elif place not in self.parameters:
+                saved.own += tensor.untyped_storage().nbytes()
+        self.sample.saved[frame.key] = saved
+        made = tuple(TensorSpec.of(tensor) for _, tensor in tensors_in(result))
+        self.sample.work[frame.key] = Work(frame.kind, dict(frame.inputs), made)
+
+    # -- one step --------------------------------------------------------------------------------------------
+
+    def run(self, step: WatchedStep, *, saving: bool = False) -> Sample:
+        """One watched step; with `saving` also what is kept for backward, and then times are useless."""
+        self._begin()
+        self.saving = saving
+        hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
+        step.watch = self
+        try:
+            with self.around():
+                if saving:
+                    with hooks:
+                        step()
+                else:
+                    step()
+        finally:
+            step.watch = None
+            self.saving = False
+            for handle in self.handles:
+                handle.remove()
+        sample, self.owners = self.sample, {}
+        return sample
+
+    def loss(self, run: Callable[[], Tensor], loss: Any, output: Any, target: Any) -> Tensor:
+        """The loss, as if it were one operator."""
+        call = loss_call(loss, output, target)
+        frame = _Frame((call.key(), base_format(self.settings.amp)), None, call.kind, call.ports)
+        if self.saving:
+            frame.labels = {t.untyped_storage().data_ptr(): path or "output" for path, t in tensors_in(output)}
+        result: Tensor = self._timed(frame, run)
+        return result
+
+    def backward(self, run: Callable[[], None]) -> None:
+        """The backward; marks become times."""
+        self.marks.clear()
+        start = self.clock()
+        run()
+        end = self.clock()
+        marks, sample = self.marks, self.sample
+        if not marks:
+            return
+        sample.engine += marks[0][1] - start
+        sample.nodes += len(marks)
+        for (key, at), following in zip(marks, [*(at for _, at in marks[1:]), end], strict=True):
+            sample.backward[key] += max(0.0, following - at - self.hook)
+        for handle in self.handles:
+            handle.remove()
+        self.handles.clear()
+        self.owners.clear()
+
+
+class WatchedStep(TrainingStep):
+    """A training step that a watch can stand around."""
+
+    watch: Watch | None = None
+
+    def run_loss(self, output: Any, target: Any) -> Tensor:
+        """Seen, if somebody watches."""
+        if self.watch is None:
+            return super().run_loss(output, target)
+        return self.watch.loss(lambda: TrainingStep.run_loss(self, output, target), self.loss, output, target)
+
+    def run_backward(self, loss: Tensor) -> None:
+        """Seen, if somebody watches."""
+        if self.watch is None:
+            return super().run_backward(loss)
+        return self.watch.backward(lambda: TrainingStep.run_backward(self, loss))

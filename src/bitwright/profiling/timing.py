@@ -1,0 +1,172 @@
+"""Interleaved repetitions, a reference workload, timer overhead, and linear fits of times."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bitwright.profiling.cost_key import is_loss
+from bitwright.profiling.step_timer import Key, Sample, Watch
+
+Name = TypeVar("Name")
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """No garbage collection meanwhile: it would be counted as the work of whoever is running."""
+    was = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+def interleaved(
+    work: Mapping[Name, Callable[[], float]], *, rounds: int, warm: int = 2, most: float = 20.0
+) -> dict[Name, float]:
+    """What each piece of work typically says of itself, in seconds; stops early after `most` seconds in all."""
+    taken: dict[Name, list[float]] = {name: [] for name in work}
+    with undisturbed():
+        spent = 0.0
+        for number in range(rounds + warm):
+            for name, run in work.items():
+                seconds = run()
+                spent += seconds
+                if number >= warm or rounds == 0:
+                    taken[name].append(seconds)
+            if spent > most and number >= warm + 2:
+                break
+    return {name: typical(values) for name, values in taken.items()}
+
+
+def middle_half(values: Iterable[Name], key: Callable[[Name], Any] | None = None) -> list[Name]:
+    """Without the lowest and the highest quarter.
+
+    >>> middle_half([9, 1, 2, 4, 3, 100, 5, 6])
+    [3, 4, 5, 6]
+    """
+    ordered = sorted(values, key=key)  # type: ignore[type-var, arg-type]
+    cut = len(ordered) // 4
+    return ordered[cut : len(ordered) - cut]
+
+
+def typical(values: Iterable[float]) -> float:
+    """The mean of the middle half: strangers don't count, and a machine that stands still every other time does."""
+    return statistics.fmean(middle_half(values))
+
+
+@cache
+def _tensors() -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    image = torch.randn(16, 16, 32, 32, generator=generator)
+    kernel = torch.randn(16, 16, 3, 3, generator=generator)
+    return image, kernel, torch.randn(1 << 18, generator=generator)
+
+
+@torch.no_grad()
+def yardstick(clock: Callable[[], float]) -> float:
+    """Seconds of a convolution and a few passes over memory, as models have them."""
+    image, kernel, flat = _tensors()
+    start = clock()
+    for _ in range(2):
+        F.relu(F.conv2d(image, kernel, padding=1))
+        (flat * 0.5).add_(1.0).round_()
+    return clock() - start
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beyond:
+    """Seconds by which a watched step shows more than a plain one takes: of each call, and of the loss.
+
+    Reading clocks, finding names and leaving other things in the caches: little beside operators of a millisecond, a
+    tenth of a step whose operators take 30 µs.
+    """
+
+    forward: float = 0.0
+    backward: float = 0.0
+    loss: float = 0.0
+
+
+def seen_beyond(watch: Watch, sample: Sample, plain: Mapping[str, float]) -> Beyond:
+    """What a watched step shows more, as a prediction would add it up, than a plain one took (its phases)."""
+    host, batches = watch.host, watch.settings.accumulate
+    loss = sum(seconds for (text, _), seconds in sample.forward.items() if is_loss(text))
+    operators = {key: seconds for key, seconds in sample.forward.items() if not is_loss(key[0])}
+    between = host.between(sample.operators, sample.hooked, prepared=watch.prepared)
+    started = batches * host.start(sample.operators // batches)
+    forward = sum(operators.values()) + between - plain["forward"]
+    backward = sum(sample.backward.values()) + started - plain["backward"]
+    return Beyond(
+        forward=_per_call(operators, sample.calls, forward),
+        backward=_per_call(sample.backward, sample.calls, backward),
+        loss=(loss - plain["loss"]) / batches,
+    )
+
+
+def _per_call(times: Mapping[Key, float], calls: Mapping[Key, int], over: float) -> float:
+    """The same for each call, so that together they give up so much, none of them more than it has.
+
+    >>> _per_call({("a", ""): 6.0, ("b", ""): 1.0}, {("a", ""): 2, ("b", ""): 1}, 5.0)
+    2.0
+    """
+    left, level = sum(calls[key] for key in times), 0.0
+    for level, count in sorted((times[key] / calls[key], calls[key]) for key in times):
+        if left * level >= over:
+            return over / left
+        over -= level * count
+        left -= count
+    return level
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Coefficients, R², and the largest relative error at sizes that a fit of the others had not seen."""
+
+    coefficients: tuple[float, ...]
+    r2: float
+    held_out: float | None
+
+
+def fit(rows: Sequence[Sequence[float]], seconds: Sequence[float], *, hold_out: int = 3) -> Fit:
+    """Least squares in which an error counts by the root of the time: small sizes count, and large ones more.
+
+    That is how times spread on a machine that stands still now and then.
+
+    How far it can be trusted is seen by holding every `hold_out`-th size out; what is given is fitted to all.
+
+    >>> found = fit([(n, 1.0) for n in range(1, 10)], [2.0 * n + 1.0 for n in range(1, 10)])
+    >>> [round(c, 6) for c in found.coefficients], round(found.r2, 6)
+    ([2.0, 1.0], 1.0)
+    """
+    x, y = np.asarray(rows, float), np.asarray(seconds, float)
+    held = np.zeros(len(y), bool)
+    if len(y) > 2 * x.shape[1]:
+        held[1::hold_out] = True
+    error = float(np.max(np.abs(x[held] @ _solve(x[~held], y[~held]) / y[held] - 1))) if held.any() else None
+    coefficients = _solve(x, y)
+    rest = y - x @ coefficients
+    spread = float(np.sum((y - y.mean()) ** 2))
+    return Fit(tuple(map(float, coefficients)), 1.0 - float(np.sum(rest**2)) / spread if spread else 1.0, error)
+
+
+def _solve(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    from scipy.optimize import nnls  # takes most of a second; only a profile that is made waits for it
+
+    weights = 1.0 / np.sqrt(np.maximum(y, 1e-12))
+    scaled = x * weights[:, None]
+    sizes = np.maximum(np.abs(scaled).max(axis=0), 1e-300)  # elements and a constant differ by many orders
+    solution: np.ndarray = nnls(scaled / sizes, y * weights)[0] / sizes
+    return solution

@@ -1,0 +1,265 @@
+"""Blocks of a model, and running it block by block over the calibration data, quantized and in float."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from bitwright.core.errors import BitwrightError
+from bitwright.core.files import scratch_folder, writing
+from bitwright.core.modes import evaluating
+from bitwright.core.tensor_tree import as_call, tensors_in
+from bitwright.graph import Source
+from bitwright.graph.recording import Call, Tape, Values, inputs_of, plainly, record, tainted
+from bitwright.ptq.step import Weight, Work
+from bitwright.quantizers import in_mode
+
+_PASSING = ("batch_norm", "relu", "relu6", "hardtanh", "leaky_relu", "prelu", "dropout", "gelu", "silu", "hardswish")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """The calls `start` to `stop` of a tape, whose result is `output`."""
+
+    start: int
+    stop: int
+    output: Source
+    weights: tuple[Weight, ...]
+
+    @property
+    def name(self) -> str:
+        """Its first and last weight."""
+        names = [weight.op.name for weight in self.weights]
+        return names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}"
+
+
+def find_layers(work: Work) -> list[Block]:
+    """One block for each weight, with the norm and the activation function behind it."""
+    weights = work.weights()
+    starts = {work.tape.position(weight.op.name) for weight in weights}
+    return [_layer(work, weight, starts) for weight in weights]
+
+
+def _layer(work: Work, weight: Weight, starts: set[int]) -> Block:
+    start = end = work.tape.position(weight.op.name)
+    source = Source("op", weight.op.name)
+    while source not in work.graph.output_sources and len(readers := work.graph.consumers.get(source, ())) == 1:
+        op = readers[0][0]
+        if op.kind not in _PASSING or work.graph.partial(op):
+            break
+        position = work.tape.position(op.name)
+        if any(start < other <= position for other in starts):  # another branch begins before this is read
+            break
+        end, source = position, Source("op", op.name)
+    return Block(start=start, stop=end + 1, output=source, weights=(weight,))
+
+
+def find_blocks(work: Work, chain: int) -> list[Block]:
+    """Blocks that cover the whole model; at most `chain` weights of a chain in one."""
+    tape = work.tape
+    positions = {tape.position(weight.op.name): weight for weight in work.weights()}
+    found: list[Block] = []
+    open_: list[tuple[int, int, Source]] = []  # stretches that wait for company
+
+    def close() -> None:
+        weights = _between(positions, open_)
+        if weights:
+            found.append(Block(start=open_[0][0], stop=open_[-1][1], output=open_[-1][2], weights=weights))
+            open_.clear()
+
+    for stretch in _stretches(tape):
+        inside = _between(positions, [stretch])
+        here = _between(positions, open_)
+        trails = not inside and all(call.op.kind in _PASSING for call in tape.calls[stretch[0] : stretch[1]])
+        if here and not trails and (len(inside) > 1 or not inside or len(here) + len(inside) > chain):
+            close()
+        open_.append(stretch)
+        if len(inside) > 1 and not _followed_by_passing(tape, stretch[1]):
+            close()
+    close()
+    return found
+
+
+def _followed_by_passing(tape: Tape, position: int) -> bool:
+    return position < len(tape.calls) and tape.calls[position].op.kind in _PASSING
+
+
+def _between(positions: dict[int, Weight], stretches: Sequence[tuple[int, int, Source]]) -> tuple[Weight, ...]:
+    return tuple(
+        weight for at, weight in sorted(positions.items()) if any(start <= at < stop for start, stop, _ in stretches)
+    )
+
+
+def _stretches(tape: Tape) -> list[tuple[int, int, Source]]:
+    """Between neighbouring cuts, with what is read behind each."""
+    relevant = tainted(tape.calls)
+    alive: set[Source] = set()
+    found: list[tuple[int, int, Source]] = []
+    start = 0
+    for position, call in enumerate(tape.calls, 1):
+        if call.op.name in relevant:
+            alive |= {Source("op", call.op.name, n) for n in range(len(call.op.outputs))}
+        alive = {source for source in alive if tape.last_read.get(source, -1) >= position}
+        last = position == len(tape.calls)
+        if len(alive) == 1 or (last and alive):
+            found.append((start, position, next(iter(alive)) if len(alive) == 1 else tape.outputs[0]))
+            start = position
+    return found
+
+
+_MIB = 1 << 20
+
+
+class Replay:
+    """Where all pieces of the data stand: at the same call, with what the rest of the model will read."""
+
+    def __init__(self, work: Work, batch: int, *, targets: bool = True) -> None:
+        self.work = work
+        self.position = 0
+        self.targets = targets
+        self.tapes: list[Tape] = []
+        self._live = work.live()  # once: steps write into parameters, they don't put others in their place
+        self._files = ExitStack()
+        self._folder = self._files.enter_context(scratch_folder())
+        self._held: dict[tuple[int, str], Values | Path] = {}
+        self._bytes = 0
+        known: dict[tuple[Any, ...], Tape] = {}
+        for index, piece in enumerate(work.data.pieces(batch)):
+            shape = tuple((path, tuple(t.shape)) for path, t in tensors_in(as_call(piece)))
+            if shape not in known:
+                known[shape] = _checked(work, piece)
+            if known[shape].names != work.tape.names:
+                raise BitwrightError(
+                    "inputs of other shapes take another path through the model: blocks would not be the same",
+                    where=f"calibration batch of {[size for _, size in shape]}",
+                    fix="calibrate with batches of one shape",
+                )
+            self.tapes.append(known[shape])
+            inputs = inputs_of(work.model, piece)
+            self.keep(index, "quantized", inputs)
+            if targets:
+                self.keep(index, "float", inputs)
+
+    def __len__(self) -> int:
+        return len(self.tapes)
+
+    @property
+    def tape(self) -> Tape:
+        """Of the first piece; others differ in sizes only."""
+        return self.tapes[0]
+
+    def values(self, index: int, kind: str) -> Values:
+        """What a piece has at hand here: of the `quantized` or of the `float` model."""
+        held = self._held[index, kind]
+        if isinstance(held, Path):
+            return {_source(name): tensor for name, tensor in load_file(held).items()}
+        return held
+
+    def quantized(self, index: int, stop: int, values: Values | None = None) -> Values:
+        """Run a piece on to `stop` through the quantizers, as they are now."""
+        start = self.values(index, "quantized") if values is None else values
+        tape = self.tapes[index]
+        fixed = {**tape.constants, **self._live}
+        return tape.run(self.position, stop, start, fixed, self._hooked)
+
+    def float(self, index: int, stop: int, values: Values | None = None, start: int | None = None) -> Values:
+        """Run a piece on to `stop` in the float model, as it was before any step that needs ranges."""
+        given = self.values(index, "float") if values is None else values
+        tape = self.tapes[index]
+        fixed = {**tape.constants, **self.work.reference}
+        return tape.run(self.position if start is None else start, stop, given, fixed, plainly)
+
+    @torch.no_grad()
+    def advance(self, stop: int) -> None:
+        """Go on to `stop` with all pieces."""
+        if stop <= self.position:
+            return
+        with evaluating(self.work.model), in_mode(self.work.model, "quantize"):
+            for index in range(len(self)):
+                for kind, run in (("quantized", self.quantized), ("float", self.float)):
+                    if (index, kind) in self._held:
+                        self.keep(index, kind, run(index, stop))
+        self.position = stop
+
+    def forget(self, *kinds: str) -> None:
+        """Let go what was kept of these kinds."""
+        for index, kind in [key for key in self._held if key[1] in kinds]:
+            self._let_go(index, kind)
+
+    def close(self) -> None:
+        """Remove the files."""
+        self._files.close()
+
+    def _hooked(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self.work.attachment.run(call.op, call.func, args, kwargs)
+
+    def keep(self, index: int, kind: str, values: Values) -> None:
+        """Keep tensors of a piece, in memory or in a file."""
+        self._let_go(index, kind)
+        size = _size(values)
+        if self._bytes + size <= self.work.memory * _MIB:
+            self._held[index, kind] = values
+            self._bytes += size
+            return
+        path = self._folder / f"{index}-{kind}.safetensors"
+        with writing(path, needed=size):
+            save_file({_name(s): t.contiguous().clone() for s, t in values.items()}, path)
+        self._held[index, kind] = path
+
+    def _let_go(self, index: int, kind: str) -> None:
+        before = self._held.pop((index, kind), None)
+        if isinstance(before, Path):
+            before.unlink()
+        elif before is not None:
+            self._bytes -= _size(before)
+
+
+def _size(values: Values) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in values.values())
+
+
+def _name(source: Source) -> str:
+    return f"{source.kind}\n{source.name}\n{source.index}"
+
+
+def _source(name: str) -> Source:
+    kind, source, index = name.split("\n")
+    return Source(kind, source, int(index))  # type: ignore[arg-type]  # we wrote it
+
+
+def _checked(work: Work, piece: Any) -> Tape:
+    """A tape of this shape of input; one that doesn't give what the model gives is refused."""
+    args, kwargs = as_call(piece)
+    with evaluating(work.model), torch.no_grad(), in_mode(work.model, "float"):
+        tape, inputs = record(work.model, piece)
+        expected = [tensor for _, tensor in tensors_in(work.model(*args, **kwargs))]
+        fixed = {**tape.constants, **work.live()}
+        values = tape.run(0, len(tape.calls), inputs, fixed, plainly)
+    found = [values.get(source) for source in tape.outputs]
+    if not all(_same(a, b) for a, b in zip(found, expected, strict=True)):
+        raise BitwrightError(
+            "the model can't be run block by block: it writes into views of tensors, or draws random numbers",
+            value=type(work.model).__name__,
+            fix="use steps that need no blocks (equalize), or write those operators without side effects",
+        )
+    return tape
+
+
+def _same(a: Tensor | None, b: Tensor) -> bool:
+    if a is None or a.shape != b.shape:
+        return False
+    near = 1e-5 * min(1.0, float(b.float().abs().max()) if b.numel() else 1.0)  # the outputs may all be small
+    return torch.allclose(a.float(), b.float(), rtol=1e-4, atol=near)
+
+
+def by_channel(values: Tensor, kind: str) -> Tensor:
+    """An operator's output as (channels, everything else)."""
+    axis = -1 if kind in ("linear", "addmm", "matmul") else 1
+    return values.movedim(axis, 0).flatten(1)

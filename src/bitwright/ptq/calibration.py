@@ -1,0 +1,264 @@
+"""Calibration: run data through the model and give every quantizer its range."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bitwright.core.allocator import keep_memory
+from bitwright.core.arguments import strict
+from bitwright.core.errors import BitwrightError, CalibrationError, PlanError, Problem, log_warnings
+from bitwright.core.modes import evaluating
+from bitwright.core.registry import OBSERVERS
+from bitwright.core.tensor_tree import as_call, batch_size, channels_last, part, tensors_in
+from bitwright.graph.capture import untouched
+from bitwright.ptq.calibration_data import CalibrationData
+from bitwright.ptq.distributed import describe, exchange, give_up, merge_ranges, own_ranges, settle_together, several
+from bitwright.quantizers import Quantizer, attachment_of, folded_once, in_mode, tapped, weights_may_change
+from bitwright.quantizers.state import parameter_problems
+from bitwright.workload.data import split
+
+LARGEST = 12 * 2**20
+"""Bytes of an activation up to which a C library's allocator keeps its memory (measured with glibc)."""
+
+_NEAR = 1e-4  # of a range: how much kernels for other sizes may differ, and a model whose samples are independent can't
+
+
+@dataclass(frozen=True)
+class Feed:
+    """How many samples at a time (None: whole batches), and how their images lie in memory."""
+
+    size: int | None = None
+    channels_last: bool = False
+
+    def pieces(self, batch: Any) -> Iterator[Any]:
+        """The batch as the model gets it."""
+        for piece in [batch] if self.size is None else split([batch], self.size):
+            yield channels_last(piece) if self.channels_last else piece
+
+
+def how_to_feed(model: nn.Module, quantizers: Sequence[Quantizer], batch: Any, run: Callable[[Any], None]) -> Feed:
+    """Try it with two samples, one by one, together, and channels-last: what changes any site's range isn't done.
+
+    Where an observer counts batches they stay as they are. Nothing of the trial is left in the model.
+    """
+    whole = batch_size(batch)
+    watched = {q for q in quantizers if not q.weight and not q.of}
+    tensors = [tensor for _, tensor in tensors_in(batch)]
+    if whole < 3 or not all(tensor.device.type == "cpu" for tensor in tensors):
+        return Feed()
+    if any(OBSERVERS.get(q.spec.observer).by_batch for q in watched):
+        return Feed()
+
+    def ranges(samples: Any) -> dict[str, Tensor]:
+        run(samples)
+        return {q.site: torch.stack(q.observer.range()) for q in watched if q.observer is not None}
+
+    def forget() -> None:
+        for quantizer in watched:
+            quantizer.observer = None
+
+    first, second = part(batch, 0, 1), part(batch, 1, 2)
+    with untouched(model, train=False):
+        for quantizer in quantizers:
+            quantizer.observing = quantizer in watched  # weights don't depend on batches
+        try:
+            alone = ranges(first)
+            size = LARGEST // max((4 * q.observed_shape.numel() for q in watched if q.observer is not None), default=1)
+            cut = size < whole
+            if cut:
+                apart = ranges(second)
+                forget()
+                cut = _alike(apart, ranges(part(batch, 0, 2)))
+        except Exception:  # only whole batches will do; if they won't either, they say what is wrong
+            return Feed()
+        images = any(tensor.dim() == 4 and tensor.is_floating_point() for tensor in tensors)
+        forget()
+        try:
+            images = images and _alike(alone, ranges(channels_last(first)))
+        except Exception:  # such as of a view that wants another order
+            images = False
+    keep_memory()
+    return Feed(max(1, size) if cut else None, images)
+
+
+def _alike(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(_near(a[site], b[site]) for site in a)
+
+
+def _near(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and bool(((a - b).abs() <= _NEAR * (b[1] - b[0])).all())
+
+
+@strict
+def calibrate(
+    model: nn.Module,
+    batches: Iterable[Any],
+    *,
+    progress: Callable[[int], None] | None = None,
+    group: Any = None,
+) -> int:
+    """Run `batches` through a prepared model (eval mode, float arithmetic), then settle all ranges.
+
+    Each batch is a tensor, a tuple of positional arguments or a dict of keywords. Data streams: nothing but
+    the observers' own statistics is kept, and large batches are cut where that changes no range. Returns the number of
+    batches. Every quantizer that gets no usable range (no batch reached it, or its format can't hold what came) is
+    reported, all at once.
+
+    Where `torch.distributed` is initialised, all processes of `group` (default: all) must call this, each with batches
+    of its own (or none): ranges are merged, and all end with the same grids, or the same problems. A rank that should
+    calibrate alone gives a group of its own, `dist.new_group([rank])`, or `ALONE`, of which the others needn't know.
+
+    Data that is empty or has no variety is warned about.
+    """
+    seen = CalibrationData()
+    count = find_ranges(model, map(seen.see, batches), progress=progress, group=group)
+    log_warnings(seen.warnings())
+    return count
+
+
+def find_ranges(
+    model: nn.Module, batches: Iterable[Any], *, progress: Callable[[int], None] | None = None, group: Any = None
+) -> int:
+    """`calibrate`, for callers that look at the data themselves."""
+    attachment = attachment_of(model)
+    # observers report quantized weights, by their sites
+    observed = {site for site, quantizer in attachment.quantizers.items() if not quantizer.of}
+    others = [(name, p) for name, p in model.named_parameters() if _site_of(name) not in observed]
+    if wrong := parameter_problems(attachment.quantizers, others):
+        raise PlanError(wrong, title="a model with these parameters can't be calibrated")
+    # those that are made from others come last
+    quantizers = sorted(attachment.quantizers.values(), key=lambda q: bool(q.of))
+    for quantizer in quantizers:
+        quantizer.observer = None
+    if several(group):
+        try:
+            seen = _observe(model, quantizers, batches, progress)
+            own = own_ranges(quantizers)
+        except Exception as error:
+            give_up(error, group)
+            raise
+        reports = exchange(describe(quantizers, seen), group)
+        total = sum(report.batches for report in reports)
+    else:
+        total = seen = _observe(model, quantizers, batches, progress)
+    if total == 0:
+        raise CalibrationError(
+            "the calibration loader yielded no batch", fix="give a loader (or list) with at least one batch"
+        )
+    problems = settle_together(quantizers, reports, own, group) if several(group) else _settle(quantizers)
+    if problems:
+        raise PlanError(problems, title="calibration left quantizers without a range")
+    return seen
+
+
+def _site_of(parameter: str) -> str:
+    path, _, port = parameter.rpartition(".")
+    return f"{path}:{port}"
+
+
+def _observe(
+    model: nn.Module, quantizers: Sequence[Quantizer], batches: Iterable[Any], progress: Callable[[int], None] | None
+) -> int:
+    def run(batch: Any) -> None:
+        args, kwargs = as_call(batch)
+        model(*args, **kwargs)
+
+    seen = 0
+    with evaluating(model), torch.no_grad(), in_mode(model, "calibrate"):
+        stream = iter(batches)
+        first = list(islice(stream, 1))
+        feed = how_to_feed(model, quantizers, first[0], run) if first else Feed()
+        stream = chain(first, stream)
+        del first  # batches are let go as soon as the next one comes
+        with folded_once(model):
+            for batch in stream:
+                try:
+                    try:
+                        for piece in feed.pieces(batch):
+                            run(piece)
+                    except RuntimeError:
+                        if not feed.channels_last:
+                            raise
+                        # a path that the first samples didn't take wants another order; no observer minds a repetition
+                        feed = replace(feed, channels_last=False)
+                        for piece in feed.pieces(batch):
+                            run(piece)
+                except BitwrightError:
+                    raise
+                except Exception as error:
+                    raise CalibrationError(
+                        f"the model failed: {type(error).__name__}: {error}",
+                        where=f"calibration batch {seen}",
+                        fix="give batches that the model takes: a tensor, a tuple of arguments or a dict of keywords",
+                    ) from error
+                seen += 1
+                if progress is not None:
+                    progress(seen)
+    return seen
+
+
+def _settle(quantizers: Iterable[Quantizer]) -> list[Problem]:
+    problems: list[Problem] = []
+    for quantizer in quantizers:
+        try:
+            quantizer.settle()
+        except CalibrationError as error:
+            problems += error.problems
+    return problems
+
+
+@torch.no_grad()
+def settle_ranges(quantizers: list[Quantizer], group: Any = None) -> None:
+    """Let each quantizer take the range that its observer has now; sites that no tensor reached keep theirs.
+
+    Where `torch.distributed` is initialised, all processes must call this: ranges are merged in one collective, and
+    all have bit-equal grids.
+    """
+    seen = [q for q in quantizers if q.saw and q.observer is not None]
+    ranges = {q.site: q.observer.range() for q in seen if q.observer is not None}
+    if several(group):
+        ranges = merge_ranges(quantizers, [q.scale.numel() for q in quantizers], ranges, group)
+    for quantizer in quantizers:
+        if quantizer.site in ranges:
+            quantizer.settle_to(*ranges[quantizer.site], quantizer.observed_shape)
+
+
+@torch.no_grad()
+def settle_weights(model: nn.Module, example: Any) -> list[str]:
+    """Fit the ranges of a trained model's weights again; gives the sites whose scale a guard had to raise.
+
+    What is learned stays as it was learned, but for guards: a target whose accumulators overflow doesn't care how a
+    scale was found. `example` is one call of the model: weights are seen as they are deployed, folded norms included.
+    """
+    seen: dict[str, tuple[Quantizer, Tensor]] = {}
+
+    def look(site: str, quantizer: Quantizer, x: Tensor) -> None:
+        if quantizer.weight:
+            seen.setdefault(quantizer.site, (quantizer, x.detach()))
+
+    args, kwargs = as_call(example)
+    with evaluating(model), in_mode(model, "quantize"), weights_may_change(model), tapped(model, look):
+        model(*args, **kwargs)
+    raised: list[str] = []
+    for quantizer, weight in sorted(seen.values(), key=lambda pair: bool(pair[0].of)):
+        if quantizer.of:  # a bias: its weight's scale may have to make room
+            quantizer.observe(weight)
+            quantizer.settle()
+        elif quantizer.learned:
+            if quantizer.keep_guard(weight):
+                raised.append(quantizer.site)
+        else:
+            observer = quantizer.new_observer()
+            observer.observe(quantizer.layout.rows(weight.to(torch.float32)))
+            quantizer.set_range(*observer.range(), weight.shape, weight.to(torch.float32))
+    for quantizer in attachment_of(model).quantizers.values():
+        quantizer.tracked.forget()
+    for fold in attachment_of(model).folds.values():
+        fold.bias = None  # it was folded with the scale before
+    return raised

@@ -1,0 +1,341 @@
+"""Factors per channel between operators that cancel: where they can be moved, and how."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import inf
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from bitwright.graph import Op, Port, Source
+from bitwright.graph.recording import Call, plainly
+from bitwright.ptq.step import Work
+
+_WEIGHTED = ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "linear")
+# f(s·x) = s·f(x) for each s > 0
+_HOMOGENEOUS = {
+    *("relu", "leaky_relu", "prelu", "dropout", "dropout1d", "dropout2d", "dropout3d", "contiguous"),
+    *("max_pool1d", "max_pool2d", "max_pool3d", "avg_pool1d", "avg_pool2d", "avg_pool3d", "adaptive_avg_pool1d"),
+    *("adaptive_avg_pool2d", "adaptive_avg_pool3d", "adaptive_max_pool2d", "interpolate", "mean"),
+}
+_RESHAPES = ("flatten", "reshape", "view", "squeeze")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """`first`'s output channels are `second`'s input channels, and nothing else reads them."""
+
+    first: Op
+    second: Op
+    between: tuple[Op, ...]
+    clip: Op | None = None
+    ceiling: float = inf
+    """What the clip between them ends at (6 for ReLU6)."""
+
+    def __str__(self) -> str:
+        return f"{self.first.name} → {self.second.name}"
+
+
+def find_pairs(work: Work) -> list[Pair]:
+    """All pairs, in the order of the graph; near misses are noted with their reason."""
+    found: list[Pair] = []
+    for op in work.graph.ops:
+        if op.kind in _WEIGHTED and op.port("weight") is not None:
+            pair = _follow(work, op, {call.op.name: call for call in work.tape.calls})
+            if isinstance(pair, Pair):
+                found.append(pair)
+            elif pair is not None:
+                work.skipped[op.name] = pair
+    return found
+
+
+def _follow(work: Work, first: Op, calls: dict[str, Call]) -> Pair | str | None:
+    """The pair that begins here, why there is none, or None where nobody would expect one."""
+    graph = work.graph
+    channels = _outputs(first)
+    source = Source("op", first.name)
+    between: list[Op] = []
+    clip: Op | None = None
+    ceiling = inf
+    while True:
+        readers = graph.consumers.get(source, ())
+        if len(readers) != 1 or source in graph.output_sources:
+            return None  # a residual, a concatenation, the end
+        op, port = readers[0]
+        if len(port.sources) != 1 or graph.partial(op) or graph.partial(first):
+            return "only some inputs take this path"
+        if op.kind in _WEIGHTED and port.name == "input":
+            break
+        if op.kind == "batch_norm":
+            if work.plan.folds.get(op.name) is None or work.plan.folds[op.name].into != first.name:
+                return f"the norm {op.name} behind it isn't folded"
+        elif op.kind in ("relu6", "hardtanh"):
+            bounds = _bounds(op, calls)
+            if bounds is None or bounds[0] != 0 or clip is not None:
+                return f"{op.name} clips below, or twice"
+            clip, ceiling = op, bounds[1]
+        elif op.kind == "pad":
+            if not _pads_zeros(op, calls):
+                return f"{op.name} pads with something else than zeros"
+        elif op.kind not in (*_RESHAPES, *_HOMOGENEOUS):
+            return f"{op.kind} doesn't pass factors on"
+        if not _keeps_channels(op, port, channels, calls, last=first.kind == "linear"):
+            return f"{op.name} mixes channels with positions"
+        between.append(op)
+        source = Source("op", op.name)
+    same = (first.kind == "linear") == (op.kind == "linear") or (op.kind == "linear" and len(port.shape) == 2)
+    if channels != _inputs(op) or not same:
+        return f"{op.name} reads another axis"
+    problem = _shared(work, first, op)
+    return problem or Pair(first=first, second=op, between=tuple(between), clip=clip, ceiling=ceiling)
+
+
+def _shared(work: Work, first: Op, second: Op) -> str | None:
+    for op, ports in ((first, ("weight", "bias")), (second, ("weight",))):
+        for name in ports:
+            port = op.port(name)
+            if port is None:
+                continue
+            if work.weight_of(op, name) is None:
+                return f"{op.site(name)} isn't a parameter as it is stored"
+            if work.readers[port.sources[0]] > 1:
+                return f"{op.site(name)} is shared with other operators"
+    norm = norm_of(work, first)
+    if norm is not None and (norm.weight is None or norm.bias is None):
+        return "its norm has no weight to take the factor"
+    if first.kind.startswith("conv_transpose") and _outputs(first) != first.port("weight").shape[1]:  # type: ignore[union-attr]
+        return "a transposed convolution in groups"
+    return None
+
+
+def _keeps_channels(op: Op, port: Port, channels: int, calls: dict[str, Call], *, last: bool) -> bool:
+    """Whether channels are still where they were: the last axis behind a linear, else the second."""
+    shape = op.outputs[0].shape
+    if len(shape) < 2 or shape[-1 if last else 1] != channels:
+        return False
+    if op.kind == "mean":  # a mean over channels may leave an axis that has as many elements
+        dims = calls[op.name].argument(1, "dim") if op.name in calls else None
+        averaged = [dims] if isinstance(dims, int) else list(dims or range(len(port.shape)))
+        return (len(port.shape) - 1 if last else 1) not in [dim % len(port.shape) for dim in averaged]
+    return last or op.kind not in _RESHAPES or shape[0] == port.shape[0]
+
+
+def _bounds(op: Op, calls: dict[str, Call]) -> tuple[float, float] | None:
+    if op.kind == "relu6":
+        return 0.0, 6.0
+    call = calls.get(op.name)
+    return None if call is None else (call.argument(1, "min_val", -1.0), call.argument(2, "max_val", 1.0))
+
+
+def _pads_zeros(op: Op, calls: dict[str, Call]) -> bool:
+    call = calls.get(op.name)
+    if call is None or call.argument(2, "mode", "constant") != "constant":
+        return False
+    return not call.argument(3, "value", None)
+
+
+def _outputs(op: Op) -> int:
+    return int(op.outputs[0].shape[-1 if op.kind == "linear" else 1])
+
+
+def _inputs(op: Op) -> int:
+    port = op.port("input")
+    assert port is not None
+    return int(port.shape[-1 if op.kind == "linear" else 1])
+
+
+def norm_of(work: Work, op: Op) -> Any:
+    """The norm that is folded into an operator."""
+    for norm, fold in work.plan.folds.items():
+        if fold.into == op.name:
+            return work.model.get_submodule(work.graph.by_name[norm].module)
+    return None
+
+
+def factor_of(work: Work, op: Op) -> Tensor | None:
+    """γ/σ per output channel of the norm that is folded into an operator."""
+    fold = work.attachment.folds.get(op.site("bias"))
+    return None if fold is None else fold.unit()
+
+
+def _grouped(op: Op, weight: Tensor) -> Tensor:
+    """The weight as (groups, outputs of a group, inputs of a group, positions); a view."""
+    inputs, outputs = _inputs(op), _outputs(op)
+    if op.kind.startswith("conv_transpose"):
+        groups = outputs // weight.shape[1]
+        return weight.reshape(groups, inputs // groups, weight.shape[1], -1).transpose(1, 2)
+    groups = inputs // weight.shape[1]
+    return weight.reshape(groups, outputs // groups, weight.shape[1], -1)
+
+
+def output_ranges(work: Work, op: Op) -> Tensor:
+    """The largest |w| of each output channel, the folded norm included."""
+    weight = _require(work, op)
+    ranges = _grouped(op, weight.detach().float()).abs().amax(dim=(2, 3)).flatten()
+    factor = factor_of(work, op)
+    return ranges if factor is None else ranges * factor.abs()
+
+
+def input_ranges(work: Work, op: Op) -> Tensor:
+    """The largest |w| that multiplies each input channel, the folded norm included."""
+    grouped = _grouped(op, _require(work, op).detach().float())
+    factor = factor_of(work, op)
+    if factor is not None:
+        grouped = grouped * factor.abs().reshape(grouped.shape[0], grouped.shape[1], 1, 1)
+    return grouped.abs().amax(dim=(1, 3)).flatten()
+
+
+def input_norms(work: Work, op: Op) -> Tensor:
+    """Σ w² over all weights that multiply each input channel, the folded norm included."""
+    grouped = _grouped(op, _require(work, op).detach().double())  # squares of large numbers exceed float32
+    factor = factor_of(work, op)
+    if factor is not None:
+        grouped = grouped * factor.reshape(grouped.shape[0], grouped.shape[1], 1, 1)
+    return grouped.square().sum(dim=(1, 3)).flatten()
+
+
+def numbers_per_input(work: Work, op: Op) -> int:
+    """How many weights multiply one input channel."""
+    return _require(work, op).numel() // _inputs(op)
+
+
+@torch.no_grad()
+def divide_outputs(work: Work, op: Op, by: Tensor) -> None:
+    """Make each output channel smaller by its factor: in the norm if there is one, else in weight and bias."""
+    norm = norm_of(work, op)
+    if norm is not None:
+        norm.weight.div_(by.to(norm.weight.dtype))
+        norm.bias.div_(by.to(norm.bias.dtype))
+        return
+    weight = _require(work, op)
+    shape = [1] * weight.dim()
+    shape[1 if op.kind.startswith("conv_transpose") else 0] = -1
+    weight.div_(by.reshape(shape).to(weight.dtype))
+    bias = work.weight_of(op, "bias")
+    if bias is not None:
+        bias.div_(by.to(bias.dtype))
+
+
+@torch.no_grad()
+def multiply_inputs(work: Work, op: Op, by: Tensor) -> None:
+    """Make the weights of each input channel larger by its factor."""
+    weight = _require(work, op)
+    grouped = _grouped(op, weight.float())
+    scaled = grouped * by.reshape(grouped.shape[0], 1, grouped.shape[2], 1)
+    if op.kind.startswith("conv_transpose"):
+        scaled = scaled.transpose(1, 2)
+    weight.copy_(scaled.reshape(weight.shape).to(weight.dtype))
+
+
+def _require(work: Work, op: Op) -> nn.Parameter:
+    weight = work.weight_of(op)
+    assert weight is not None  # `find_pairs` has looked
+    return weight
+
+
+_NORMS = ("layer_norm", "rms_norm")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Linears that read the same channels, and what makes them."""
+
+    maker: Op
+    readers: tuple[Op, ...]
+
+    def divide(self, work: Work, by: Tensor) -> None:
+        """Move the factors: smaller activations, larger weights."""
+        if self.maker.kind in _NORMS:
+            for port in ("weight", "bias"):
+                parameter = work.weight_of(self.maker, port)
+                if parameter is not None:
+                    with torch.no_grad():
+                        parameter.div_(by.to(parameter.dtype))
+        else:
+            divide_outputs(work, self.maker, by)
+        for reader in self.readers:
+            multiply_inputs(work, reader, by)
+
+
+def find_groups(work: Work) -> list[Group]:
+    """All groups whose readers have quantized weights, in the order of the graph; near misses are noted."""
+    groups = []
+    quantized = {weight.op.name for weight in work.weights()}
+    for op in work.graph.ops:
+        if op.kind not in _NORMS:
+            continue
+        readers = [pair[0] for pair in work.graph.consumers.get(Source("op", op.name), ())]
+        if not any(reader.name in quantized for reader in readers):
+            continue
+        problem = _problem(work, op, readers)
+        if problem is not None:
+            work.skipped[op.name] = problem
+        else:
+            groups.append(Group(maker=op, readers=tuple(readers)))
+    left = dict(work.skipped)
+    for pair in find_pairs(work):
+        if pair.second.kind == "linear" and pair.clip is None and pair.second.name in quantized:
+            groups.append(Group(maker=pair.first, readers=(pair.second,)))
+    work.skipped = left  # that convolutions have no partner is no news here
+    return groups
+
+
+def _problem(work: Work, op: Op, readers: list[Op]) -> str | None:
+    if Source("op", op.name) in work.graph.output_sources or any(reader.kind != "linear" for reader in readers):
+        return "others than linears read it, too"
+    if work.weight_of(op) is None:
+        return "the norm has no weight to take the factor"
+    owners = [(op, "weight"), (op, "bias"), *((reader, "weight") for reader in readers)]
+    for owner, name in owners:
+        port = owner.port(name)
+        if port is None:
+            continue
+        if work.weight_of(owner, name) is None or work.readers[port.sources[0]] > 1:
+            return f"{owner.site(name)} is shared with other operators, or computed"
+    return None
+
+
+def inward(by: Tensor, unit: float) -> Tensor:
+    """The factors, up to a common one: large activations must not grow by them, and small ones must not shrink.
+
+    `unit` is `unit_of` the activations.
+    """
+    if unit == 1.0:
+        return by
+    return by / (by.amin() if unit > 1.0 else by.amax())
+
+
+class Statistic(Protocol):
+    """Something about the channels of an activation, gathered over batches."""
+
+    def see(self, rows: Tensor) -> None:
+        """One batch, as (positions, channels)."""
+
+
+@torch.no_grad()
+def gather(work: Work, groups: list[Group], batch: int, statistics: Mapping[str, Statistic]) -> None:
+    """Let each group's statistic (by its maker) see what the group's readers read; one pass over the data."""
+    sources = {group.readers[0].name: group.maker.name for group in groups}
+
+    def look(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        name = sources.get(call.op.name)
+        if name is not None:
+            x = args[0] if args else kwargs["input"]
+            statistics[name].see(x.reshape(-1, x.shape[-1]).float())
+        return plainly(call, args, kwargs)
+
+    work.watch(batch, look)
+
+
+def weight_columns(work: Work, group: Group) -> Tensor:
+    """The weights of all readers, one below the other: (outputs, channels)."""
+    return torch.cat([_weight(work, reader).detach().float() for reader in group.readers])
+
+
+def _weight(work: Work, op: Op) -> nn.Parameter:
+    found = work.weight_of(op)
+    assert found is not None  # `find_groups` has looked
+    return found

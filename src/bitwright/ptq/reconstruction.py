@@ -1,0 +1,293 @@
+"""Reconstruction: let weights round up or down so that a block's output comes near to the float model's.
+
+ŵ = s·clamp(⌊w/s⌋ + h(V), n, p) with h = clip(1.2·σ(V) − 0.1, 0, 1): it begins where w is and ends at 0 or 1, drawn
+there by λ·Σ(1 − |2h − 1|^β) with β falling. What is found is written into the weight itself, which then lies on its
+grid: the plain quantizer, a checkpoint and the artefact all have the same codes.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from math import cos, pi
+from typing import Any, ClassVar
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from bitwright.core.modes import evaluating
+from bitwright.graph.recording import Values
+from bitwright.ptq.block_replay import Block, Replay
+from bitwright.ptq.step import Step, Weight, Work, even, unit_of
+from bitwright.quantizers import Grid, Quantizer, in_mode, round_to_grid
+
+_LOW, _HIGH = -0.1, 1.1  # the soft step reaches beyond 0 and 1, so that it can rest there
+_START, _END = 20.0, 2.0  # of β
+_TINY = 1e-30
+_ROOM = 127 / 126  # a guard counts on nearest rounding: half a code less than rounding up can take
+
+
+class Reconstruct(Step):
+    """What AdaRound, BRECQ and QDrop have in common."""
+
+    iterations: int = Field(default=1000, ge=1, description="Optimizer steps for each layer or block.")
+    batch: int = Field(default=32, ge=1, description="Samples of each of them.")
+    lr: float = Field(default=0.01, gt=0, description="Adam's learning rate of the rounding.")
+    weight: float = Field(default=0.01, gt=0, description="λ: how strongly roundings are drawn to up or down.")
+    warmup: float = Field(default=0.2, ge=0, lt=1, description="Share of the iterations before they are.")
+
+    learns_ranges: ClassVar[bool] = False
+    """Whether scales of activations are fitted, too; else only the operator's input is quantized meanwhile."""
+
+    @abstractmethod
+    def blocks(self, work: Work) -> list[Block]:
+        """What is reconstructed together."""
+
+    def given(self, replay: Replay, index: int, generator: torch.Generator) -> Values:
+        """What the block is given."""
+        return replay.values(index, "quantized")
+
+    def quantize(self, x: Tensor, rounded: Tensor, generator: torch.Generator) -> Tensor:
+        """An activation while the block is fitted."""
+        return rounded
+
+    def units(self, work: Work) -> Sequence[str]:
+        """The blocks."""
+        return [block.name for block in self.blocks(work)]
+
+    def run(self, work: Work, unit: str) -> None:
+        """Fit one block, and write its roundings down."""
+        kept = work.kept
+        if "replay" not in kept:
+            kept["blocks"] = {block.name: block for block in self.blocks(work)}
+            kept["ranges"] = _first_passed(work, kept["blocks"].values()) if self.learns_ranges else {}
+            kept["replay"] = Replay(work, self.batch)
+            if self.weighs:
+                with evaluating(work.model), _frozen(work.model):
+                    kept["fisher"] = fisher(work, kept["replay"], list(kept["blocks"].values()))
+        block: Block = kept["blocks"][unit]
+        replay: Replay = kept["replay"]
+        replay.advance(block.start)
+        softs = [_Soft(work, weight) for weight in block.weights]
+        ranges = [_Range(self, work, quantizer) for quantizer in kept["ranges"].get(unit, [])]
+        with evaluating(work.model), in_mode(work.model, "quantize"), _frozen(work.model):
+            with torch.no_grad():
+                for index in range(len(replay)):
+                    replay.keep(index, "target", {block.output: replay.float(index, block.stop)[block.output]})
+            with _standing_in([*softs, *ranges]), _outputs_off(work, block, off=not self.learns_ranges):
+                self._fit(work, replay, block, softs, ranges)
+        for soft in softs:
+            soft.harden(work)
+        for fitted in ranges:
+            fitted.settle()
+        replay.forget("target")
+
+    def _fit(self, work: Work, replay: Replay, block: Block, softs: list[_Soft], ranges: list[_Range]) -> None:
+        rounding = torch.optim.Adam([soft.v for soft in softs], lr=self.lr)
+        scales = torch.optim.Adam([r.log for r in ranges], lr=self.range_lr) if ranges else None
+        begin = int(self.warmup * self.iterations)
+        peaks = [replay.values(index, "target")[block.output].abs().max() for index in range(len(replay))]
+        unit = unit_of(float(torch.stack(peaks).max()))
+        for step in range(self.iterations):
+            index = int(torch.randint(len(replay), (), generator=work.generator))
+            values = self.given(replay, index, work.generator)
+            out = replay.quantized(index, block.stop, values)[block.output]
+            error = ((out - replay.values(index, "target")[block.output]) / unit).square()
+            if self.weighs:
+                error = error * work.kept["fisher"][block.name, error.shape[1:]]
+            loss = error.sum(dim=1).mean() if error.dim() > 1 else error.mean()
+            if step >= begin:
+                share = (step - begin) / max(self.iterations - begin, 1)
+                beta = _END + (_START - _END) * 0.5 * (1 + cos(pi * share))
+                loss = loss + self.weight * torch.stack([soft.penalty(beta) for soft in softs]).sum()
+            rounding.zero_grad()
+            if scales is not None:
+                scales.zero_grad()
+                for group in scales.param_groups:
+                    group["lr"] = self.range_lr * 0.5 * (1 + cos(pi * step / self.iterations))
+            loss.backward()
+            rounding.step()
+            if scales is not None:
+                scales.step()
+
+    @property
+    def weighs(self) -> bool:
+        """Whether errors count as much as the loss feels them."""
+        return False
+
+    @property
+    def range_lr(self) -> float:
+        """Of the logarithm of activations' scales."""
+        return 0.0
+
+    def finish(self, work: Work) -> None:
+        """Remove the files."""
+        replay = work.kept.pop("replay", None)
+        if replay is not None:
+            replay.close()
+
+
+class _Soft:
+    """A weight that may round up or down."""
+
+    def __init__(self, work: Work, weight: Weight) -> None:
+        self.weight, self.quantizer = weight, weight.quantizer
+        folded = work.folded(weight)
+        grid = self.quantizer.grid()
+        if self.quantizer.spec.guard is not None:
+            grid = Grid(grid.scale * _ROOM, grid.zero_point, grid.qmin, grid.qmax)
+            self.quantizer.set_grid(grid)
+        spread = self.quantizer.layout.spread
+        self.scale, zero = spread(grid.scale, folded), spread(grid.zero_point, folded)
+        self.low, self.high = grid.qmin - zero, grid.qmax - zero
+        steps = folded / self.scale
+        self.floor = torch.floor(steps)
+        fraction = ((steps - self.floor) - _LOW) / (_HIGH - _LOW)
+        self.v = nn.Parameter(torch.logit(fraction))
+        # a channel that its norm multiplies with 0 can't be rounded up by any weight
+        factor = work.fold_factor(weight)
+        self.alive = None if factor is None else (factor != 0).expand_as(folded)
+
+    def up(self) -> Tensor:
+        """How far up each weight is, 0 to 1."""
+        up = torch.clamp(torch.sigmoid(self.v) * (_HIGH - _LOW) + _LOW, 0.0, 1.0)
+        return up if self.alive is None else up * self.alive
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The weight, softly rounded."""
+        return torch.clamp(self.floor + self.up(), self.low, self.high) * self.scale
+
+    def penalty(self, beta: float) -> Tensor:
+        """0 when all are up or down."""
+        return (1 - (2 * self.up() - 1).abs().pow(beta)).sum()
+
+    @torch.no_grad()
+    def harden(self, work: Work) -> None:
+        """Decide, and let the weight be what it was rounded to."""
+        codes = torch.clamp(self.floor + (self.up() >= 0.5), self.low, self.high)
+        work.put(self.weight, codes * self.scale)
+
+
+class _Range:
+    """The quantizer of an activation whose scale is fitted."""
+
+    def __init__(self, step: Reconstruct, work: Work, quantizer: Quantizer) -> None:
+        self.step, self.quantizer, self.generator = step, quantizer, work.generator
+        self.grid = quantizer.grid()
+        self.log = nn.Parameter(torch.zeros_like(self.grid.scale))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Round to the grid of the scale as it is now."""
+        grid = replace(self.grid, scale=self.grid.scale * self.log.exp())
+        rounded = round_to_grid(x, grid, self.quantizer.layout)
+        return self.step.quantize(x, rounded, self.generator)
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Keep the scale."""
+        grid = self.grid
+        self.quantizer.set_grid(Grid(grid.scale * self.log.exp(), grid.zero_point, grid.qmin, grid.qmax))
+
+
+def _activations(work: Work, block: Block) -> Iterator[Quantizer]:
+    """The quantizers that activations pass in a block."""
+    for call in work.tape.calls[block.start : block.stop]:
+        hooks = work.attachment.hooks_at(call.op)
+        if hooks is None:
+            continue
+        for port, found in [*hooks.inputs.items(), ("output", hooks.output)]:
+            if found is not None and port not in ("weight", "bias"):
+                quantizer = found if isinstance(found, Quantizer) else found.owner
+                if not quantizer.weight:
+                    yield quantizer
+
+
+def _first_passed(work: Work, blocks: Any) -> dict[str, list[Quantizer]]:
+    """Each activation's quantizer belongs to the first block that it is passed in."""
+    taken: set[str] = set()
+    result: dict[str, list[Quantizer]] = {}
+    for block in blocks:
+        mine = {q.site: q for q in _activations(work, block) if q.site not in taken and even(q)}
+        taken |= set(mine)
+        result[block.name] = list(mine.values())
+    return result
+
+
+@contextmanager
+def _outputs_off(work: Work, block: Block, *, off: bool) -> Iterator[None]:
+    """Without the rounding of results: a layer's weight is fitted to its own error."""
+    hooks = [work.attachment.hooks_at(call.op) for call in work.tape.calls[block.start : block.stop] if off]
+    outputs = [(hook, hook.output) for hook in hooks if hook is not None]
+    for hook, _ in outputs:
+        hook.output = None
+    try:
+        yield
+    finally:
+        for hook, output in outputs:
+            hook.output = output
+
+
+@contextmanager
+def _standing_in(parts: list[_Soft | _Range]) -> Iterator[None]:
+    for part in parts:
+        part.quantizer.stand_in = part
+    try:
+        yield
+    finally:
+        for part in parts:
+            part.quantizer.stand_in = None
+
+
+@contextmanager
+def _frozen(model: nn.Module) -> Iterator[None]:
+    """No gradients for what isn't fitted."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in trained:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in trained:
+            parameter.requires_grad_(True)
+
+
+def fisher(work: Work, replay: Replay, blocks: list[Block]) -> dict[tuple[str, torch.Size], Tensor]:
+    """How much the loss feels each number of each block's output, from gradients of the float model; one pass.
+
+    Of classifiers it is the diagonal of Fisher's information: the squared gradient of the log-likelihood of labels that
+    are drawn from the model's own answer, in the mean of all samples (the few about which a model is unsure have nearly
+    all of the gradient, and blocks would be fitted to them alone). Of other models: that of a random projection of the
+    output. Half of the weight is spread evenly. By block and shape of a sample.
+    """
+    generator = torch.Generator().manual_seed(work.seed)  # not the unit's: a resumed run comes here in another unit
+    sums: dict[tuple[str, torch.Size], Tensor] = {}
+    units: dict[tuple[str, torch.Size], float] = {}
+    for index in range(len(replay)):
+        values, start = replay.values(index, "float"), 0
+        points: list[Tensor] = []
+        for block in blocks:
+            values = replay.float(index, block.stop, values, start=start)
+            start = block.stop
+            if not values[block.output].requires_grad:
+                values[block.output] = values[block.output].detach().requires_grad_()
+            points.append(values[block.output])
+        result = replay.float(index, len(replay.tape.calls), values, start=start)
+        loss = _surprise(result[replay.tape.outputs[0]], generator)
+        for block, gradient in zip(blocks, torch.autograd.grad(loss, points), strict=True):
+            key = (block.name, gradient.shape[1:])
+            unit = units.setdefault(key, unit_of(float(gradient.abs().max())))
+            squared = (gradient / unit).square().sum(dim=0)
+            sums[key] = sums[key] + squared if key in sums else squared
+    return {key: 0.5 + 0.5 * total / total.mean().clamp(min=_TINY) for key, total in sums.items()}
+
+
+def _surprise(output: Tensor, generator: torch.Generator) -> Tensor:
+    if output.dim() == 2 and output.shape[1] > 1:
+        logs = torch.log_softmax(output.float(), dim=1)
+        labels = torch.multinomial(logs.detach().exp().cpu(), 1, generator=generator).to(output.device)
+        return -logs.gather(1, labels).sum()
+    signs = torch.randint(0, 2, output.shape, generator=generator).to(output.device) * 2 - 1
+    return (output * signs).sum()

@@ -1,0 +1,331 @@
+"""The attached state of a prepared model: which quantizers stand where, and what runs at each call."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import MethodWrapperType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bitwright.core.errors import PlanError, Problem
+from bitwright.graph import Op
+from bitwright.graph.interception import ForwardShim, Interceptor
+from bitwright.graph.naming import SiteName
+from bitwright.graph.operators import KINDS, PRODUCTS, carries_floats, in_transform, locate, put
+from bitwright.plan import Plan
+from bitwright.quantizers.base import Quantizer
+from bitwright.quantizers.export_sites import Route
+from bitwright.quantizers.folding import Fold
+from bitwright.quantizers.state import recognise, state_problems
+
+log = logging.getLogger("bitwright")
+
+CONTAINER = "bitwright"  # the child of the model that holds all quantizers: keys are `bitwright.<site>.scale`
+
+
+class Alias:
+    """A second site of a quantizer: same grid, own name."""
+
+    def __init__(self, owner: Quantizer, site: str) -> None:
+        self.owner = owner
+        self.site = site
+
+    def __call__(self, x: Tensor, **also: Any) -> Tensor:
+        """Run the owner under this site's name."""
+        result: Tensor = self.owner(x, self.site, **also)
+        return result
+
+
+class OpHooks:
+    """What happens at one operator call."""
+
+    def __init__(self) -> None:
+        self.inputs: dict[str, Quantizer | Alias] = {}
+        self.output: Quantizer | Alias | None = None
+        self.fold: Fold | None = None
+        self.kernel: Any = None  # runs the operator in its place
+        self.folded: Fold | None = None  # this operator is a norm that another one has folded in
+
+
+# path → per call of that module → kind → per occurrence
+Table = dict[str, list[OpHooks]]
+# the same for operators that were recorded: kind → how many of it
+Recorded = dict[str, int]
+
+# a module's call that is under way: its hooks, how many operators of each kind came, path, call, what was recorded
+Frame = tuple[Table, dict[str, int], str, int, Recorded | None]
+
+
+class Container(nn.Module):
+    """Holds the quantizers as a tree along the site names. An identity: nn.Sequential runs all children."""
+
+    def __init__(self, attachment: Attachment | None = None) -> None:
+        super().__init__()
+        self.attachment = attachment  # at the root of the tree: trainers may hide the model's forward behind their own
+
+    def forward(self, x: Any = None) -> Any:
+        """Give back what came."""
+        return x
+
+    def add(self, site: str, quantizer: Quantizer) -> None:
+        """Put a quantizer at the end of its path; in `_modules`, as a site may be named like an attribute."""
+        *branches, leaf = site.split(".")
+        here: nn.Module = self
+        for branch in branches:
+            if branch not in here._modules:
+                here._modules[branch] = Container()
+            child = here._modules[branch]
+            assert child is not None
+            here = child
+        here._modules[leaf] = quantizer
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        """Look at the state of all quantizers before any is loaded, and report every problem."""
+        if self.attachment is not None:
+            problems = self.attachment.state_problems(state_dict, prefix)
+            if problems:
+                raise PlanError(problems, title="the state of quantizers can't be loaded")
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+def _copied(frame: Frame | None) -> Frame | None:
+    return None if frame is None else (frame[0], dict(frame[1]), *frame[2:])
+
+
+_NO_TABLES: list[Table] = [{}]
+
+
+class Attachment(Interceptor):
+    """Runs quantizers at the operators of one prepared model. All state is here: nothing is process-wide."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__()
+        self.plan = plan
+        self.quantizers: dict[str, Quantizer] = {}
+        self.shared: dict[str, str] = {}  # site → the site whose quantizer it uses
+        self.folds: dict[str, Fold] = {}  # by the site of the folded bias
+        self.kernels: dict[str, Any] = {}  # by operator
+        self.tables: dict[str, list[Table]] = {}
+        self.recorded: dict[str, list[Recorded]] = {}  # by path and call; modules that aren't in it are not looked at
+        self.watching = True  # whether weights are compared with those that ranges were found for
+        self.warnings: dict[tuple[str, str], Problem] = {}  # by code and place, each logged once
+        self.root: ForwardShim | None = None  # the model's own, whatever a trainer wraps around it
+        self.calls: dict[str, int] = {}
+        self.frame: Frame | None = None
+        self.route: Route | None = None  # while a forward is compared with an exported one
+
+    def state_problems(self, state: Mapping[str, Any], prefix: str) -> list[Problem]:
+        """What is wrong with the state of these quantizers, of which `state` has all or none."""
+        given: dict[str, dict[str, Any]] = {}
+        for key, value in state.items():
+            if key.startswith(prefix):
+                site, _, name = key.removeprefix(prefix).rpartition(".")
+                given.setdefault(site, {})[name] = value
+        found = [
+            state_problems(quantizer, given[site])
+            for site, quantizer in self.quantizers.items()
+            if site in given and not quantizer.of
+        ]
+        return [problem for problems in found for problem in problems]
+
+    def begin(self) -> None:
+        """A forward starts: nothing was called yet."""
+        self.calls = {}
+        self.frame = None
+
+    def enter(self, path: str) -> Any:
+        """The operators of this module come next."""
+        before = self.frame
+        tables = self.tables.get(path, _NO_TABLES)
+        recorded = self.recorded.get(path)
+        if tables is _NO_TABLES and recorded is None:
+            self.frame = None
+            return before
+        calls = max(len(tables), 1 if recorded is None else len(recorded))
+        call = 0
+        if calls > 1:
+            call = self.calls.get(path, 0)
+            self.calls[path] = call + 1
+            # More calls than were recorded (a longer sequence): the last known one stands for the rest.
+            call = min(call, calls - 1)
+        known = None if recorded is None else recorded[min(call, len(recorded) - 1)]
+        call = min(call, len(tables) - 1)
+        self.frame = (tables[call], {}, path, call, known)
+        return before
+
+    def leave(self, token: Any) -> None:
+        """Back to the caller's operators."""
+        self.frame = token
+
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a torch function, with quantizers if the plan has any here."""
+        frame = self.frame
+        if frame is None or in_transform():
+            return func(*args, **kwargs)
+        known = None if isinstance(func, MethodWrapperType) else KINDS.get(func)
+        if known is None:
+            return func(*args, **kwargs)
+        kind, writes = known
+        table, counts, path, call, recorded = frame
+        hooks = table.get(kind)
+        if hooks is None and (recorded is None or kind not in PRODUCTS):
+            return func(*args, **kwargs)
+        if not carries_floats(args, kwargs):
+            return func(*args, **kwargs)
+        index = counts.get(kind, 0)
+        counts[kind] = index + 1
+        eager = not torch.compiler.is_compiling()
+        place: int | None = index
+        if self.route is not None:
+            place = None if hooks is None else self.route.place((path, call, kind), index, args, kwargs)
+        elif eager and recorded is not None and index >= recorded.get(kind, 0):
+            self._note_unseen(f"{path}#{call}/{kind}#{index}" if call else f"{path}/{kind}#{index}")
+        if hooks is None or place is None or place >= len(hooks):
+            return func(*args, **kwargs)
+        if eager:
+            self._look_at_weights(hooks[place], kind, func, args, kwargs)
+        return _run(hooks[place], kind, writes, func, args, kwargs)
+
+    def _note_unseen(self, operator: str) -> None:
+        """An operator that no recorded input reached has no quantizers; in training, other branches may run."""
+        if self.root is not None and self.root.module.training:
+            return
+        self.warn(
+            Problem(
+                what="this operator was not reached when the model was recorded, so it runs in float",
+                where=operator,
+                fix="quantize with inputs that take this path (a longer loop, another branch), or keep it in float",
+                code="unseen-operator",
+            )
+        )
+
+    def _look_at_weights(
+        self, hooks: OpHooks, kind: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        if not hooks.inputs:
+            return
+        for port, _, tensor in locate(kind, func, args, kwargs):
+            quantizer = hooks.inputs.get(port)
+            owner = quantizer.owner if isinstance(quantizer, Alias) else quantizer
+            if owner is None or owner.marking or not (owner.observing or (owner.enabled and self.watching)):
+                continue
+            with torch._C.DisableTorchFunction():  # modes around the model must not see what is computed here
+                problem = recognise(owner, tensor)
+            if problem is not None:
+                self.warn(problem)
+
+    def warn(self, problem: Problem) -> None:
+        """Keep a warning, and log it once."""
+        key = (problem.code or "", problem.where or "")
+        if key not in self.warnings:
+            self.warnings[key] = problem
+            log.warning("%s", problem)
+
+    @contextmanager
+    def replaying(self, state: Any) -> Iterator[None]:
+        """As for all; what observers have seen in the forward they don't see again."""
+        following = [quantizer for quantizer in self.quantizers.values() if quantizer.following]
+        for quantizer in following:
+            quantizer.replayed = True
+        try:
+            with super().replaying(state):
+                yield
+        finally:
+            for quantizer in following:
+                quantizer.replayed = False
+
+    def snapshot(self) -> Any:
+        """Where the forward stands, for operators that run once more from here (gradient checkpointing)."""
+        return dict(self.calls), _copied(self.frame)
+
+    def restore(self, state: Any) -> None:
+        """Go back to where `snapshot` was taken."""
+        calls, frame = state
+        self.calls, self.frame = dict(calls), _copied(frame)
+
+    def hooks_at(self, op: Op) -> OpHooks | None:
+        """What happens at one recorded operator."""
+        name = SiteName.parse(op.site("output"))
+        tables = self.tables.get(name.path)
+        if tables is None or not any(port.is_floating for port in op.ports):
+            return None
+        entries = tables[min(name.call, len(tables) - 1)].get(op.kind, [])
+        return entries[name.index] if name.index < len(entries) else None
+
+    def run(self, op: Op, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one recorded operator by itself, as `call` does within a forward."""
+        hooks = self.hooks_at(op)
+        if hooks is None:
+            return func(*args, **kwargs)
+        return _run(hooks, op.kind, op.inplace, func, args, kwargs)
+
+
+def _run(hooks: OpHooks, kind: str, writes: bool, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    out = kwargs.get("out")
+    if out is not None:  # quantizers must change what is written there: the caller may go on with it
+        rest = {name: value for name, value in kwargs.items() if name != "out"}
+        return _write_into(out, _run(hooks, kind, writes, func, args, rest))
+    if hooks.folded is not None:
+        x = hooks.folded.norm_output(args[0] if args else kwargs["input"])
+        if x is not None:
+            return x if hooks.output is None else hooks.output(x)
+    writes = writes or kwargs.get("inplace") is True
+    if writes and not args:  # F.relu(input=x, inplace=True)
+        kwargs = dict(kwargs)
+        args = (kwargs.pop("input"),)
+    target = args[0] if writes else None
+    if target is not None:
+        # What quantizers and autograd keep of the old numbers must stay as it is: let it write into a copy.
+        args = (target.clone(), *args[1:])
+    if kind == "relu" and hooks.output is not None and not hooks.inputs:
+        # One pass for both. (`relu` of a module, and in place, comes as F.relu or as torch.relu_.)
+        result = hooks.output(args[0] if args else kwargs["input"], relu=True)
+        return result if target is None else target.copy_(result)
+    new_args, new_kwargs = list(args), dict(kwargs)
+    if hooks.inputs:
+        for port, place, tensor in locate(kind, func, args, kwargs):
+            quantizer = hooks.inputs.get(port)
+            # A folded weight and its bias are quantized after folding.
+            if quantizer is not None and not (hooks.fold is not None and port in ("weight", "bias")):
+                put(new_args, new_kwargs, place, quantizer(tensor))
+    if hooks.fold is not None:
+        result = hooks.fold.run(func, new_args, new_kwargs, hooks.inputs.get("weight"), hooks.inputs.get("bias"))
+    elif hooks.kernel is not None:
+        result = hooks.kernel(func, tuple(new_args), new_kwargs)
+    else:
+        result = func(*new_args, **new_kwargs)
+    returned = result is not None
+    if target is not None and not returned:  # x[i] = y
+        result = new_args[0]
+    if hooks.output is not None:
+        result = _quantize_output(hooks.output, result)
+    if target is not None:
+        # The caller may go on with its own tensor instead of the result: it must hold the same numbers.
+        if result.shape != target.shape:  # t_, squeeze_, unsqueeze_
+            func(target, *args[1:], **kwargs)
+        target.copy_(result)
+        return target if returned else None
+    return result
+
+
+def _write_into(out: Any, result: Any) -> Any:
+    """Write what a function returned into the tensors that were given as `out`."""
+    if isinstance(out, Tensor):
+        if out.shape == result.shape:
+            return out.copy_(result)
+        return torch.ops.aten.clone.out(result, out=out)  # gives it the right shape, as the function would
+    for target, value in zip(out, result, strict=True):
+        _write_into(target, value)
+    return out
+
+
+def _quantize_output(quantizer: Quantizer | Alias, result: Any) -> Any:
+    if isinstance(result, Tensor):
+        return quantizer(result)
+    if isinstance(result, tuple) and result and isinstance(result[0], Tensor):
+        return (quantizer(result[0]), *result[1:])
+    return result

@@ -1,0 +1,438 @@
+"""The base of quantizers: calibration, the arithmetic's frame, state in float32 in a model of any dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from math import sqrt
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from bitwright.core.errors import CalibrationError, FormatError, Problem, RangeDiverged, UncalibratedError
+from bitwright.core.formats import Format
+from bitwright.core.registry import OBSERVERS
+from bitwright.plan import SiteSpec
+from bitwright.quantizers.compiled import quantize_compiled, worthwhile
+from bitwright.quantizers.export_sites import site_marker
+from bitwright.quantizers.folding import Fold
+from bitwright.quantizers.grid import Grid, Layout, grid_from_range, guarded_scale, is_finite
+from bitwright.quantizers.observers.base import Observer
+from bitwright.quantizers.state import Tracked, state_problems
+
+
+class Quantizer(nn.Module):
+    """The arithmetic at one site. A subclass says how numbers are rounded (`quantize`) and what is learned.
+
+    State: `scale`, `zero_point` (float32) and `codes` (lowest, highest). Without a range there is no state,
+    and quantizing raises instead of using a silent 1.0.
+    """
+
+    scale: Tensor
+    zero_point: Tensor
+    codes: Tensor
+
+    def __init__(self, spec: SiteSpec, *, site: str, kind: str, port: str, layout: Layout, weight: bool) -> None:
+        super().__init__()
+        if (spec.format.minifloat is not None) != self.minifloats:
+            wrong = self.mismatch(spec.format, where=site)
+            raise FormatError(wrong.what, where=site, value=wrong.value, fix=wrong.fix)
+        if self.symmetric_only and not spec.format.symmetric:
+            problem = self.refusal(spec.format, where=site)
+            raise FormatError(problem.what, where=site, value=problem.value, fix=problem.fix)
+        self.spec = spec
+        self.site = site
+        self.kind = kind
+        self.port = port
+        self.layout = layout
+        self.weight = weight
+        self.calibrated = False
+        self.observing = False
+        self.following = False  # ranges go on being observed in training, see `bitwright.training`
+        self.replayed = False  # this is the second run of a checkpointed function: it was observed in the first
+        self.enabled = True
+        self.marking = False
+        self.compiled = False  # `compile_arithmetic` switches it
+        self.tap: Callable[[str, Quantizer, Tensor], None] | None = None  # looks on, for checks and reports
+        self.stand_in: Callable[[Tensor], Tensor] | None = None  # quantizes instead, while a PTQ step looks for better
+        self.qmin, self.qmax = spec.format.qmin, spec.format.qmax
+        self.observer: Observer | None = None
+        self.fold: Fold | None = None  # what this weight is multiplied with before it comes here
+        self.of: list[str] = []  # sites whose quantizers this one is made from,
+        self.parts: tuple[Quantizer, ...] = ()  # and these, linked by `prepare`
+        self.tracked = Tracked()  # which weights the range is for
+        self.saw = False  # whether something came by since the last range
+        self.observed_shape = torch.Size()
+        self.zeros: Tensor | None = None  # where a range has nothing but zeros, so that any scale will do,
+        self.finest = 0.0  # but for those with which the biases behind it exceed int32
+        self._seen: Tensor | None = None  # the numbers themselves, where a guard looks at them
+        self.register_buffer("codes", torch.tensor([float(self.qmin), float(self.qmax)]))
+        self.keep("zero_point", torch.zeros(()))
+        self.keep("scale", torch.ones(()))
+        for name in (*self.learned, *self.learned_if_asymmetric):
+            if name not in ("scale", "zero_point"):
+                self.keep(name, torch.ones(()))  # a range gives it its value later
+
+    # -- what a subclass may change ------------------------------------------------------------------------
+
+    learned: ClassVar[tuple[str, ...]] = ()
+    """The names of the state that an optimizer trains: Parameters; all else is buffers."""
+
+    learned_if_asymmetric: ClassVar[tuple[str, ...]] = ()
+    """State that is trained only where the format has a zero point, and is a buffer elsewhere."""
+
+    balanced: ClassVar[bool] = False
+    """Whether symmetric signed codes end at −p as they do at p."""
+
+    lengths: ClassVar[tuple[str, ...]] = ()
+    """Of what is learned, what is as large as the numbers are (a scale, an end of the range)."""
+
+    weight_partner: ClassVar[str | None] = None
+    """The quantizer of weights that goes with this one, where it is made for activations only."""
+
+    own_kernels: ClassVar[bool] = False
+    """Whether `quantize` calls compiled kernels itself where `self.compiled` is set; else it is compiled as it is."""
+
+    symmetric_only: ClassVar[bool] = False
+    """Whether its levels lie around zero: then formats with a zero point are refused before any work."""
+
+    minifloats: ClassVar[bool] = False
+    """Whether it rounds to small floating-point formats, and to them alone."""
+
+    @classmethod
+    def mismatch(cls, format: Format, *, where: str) -> Problem:
+        """What to say where an integer format meets a quantizer of small floats, or the other way round."""
+        fix = "use fp8e4m3, mxfp4e2m1, … here" if cls.minifloats else "use an integer format, or quantizer: minifloat"
+        what = f"{cls.__name__} has no levels of this format"
+        return Problem(what=what, where=where, value=str(format), fix=fix)
+
+    @classmethod
+    def refusal(cls, format: Format, *, where: str) -> Problem:
+        """What to say about an asymmetric format, with one that will do."""
+        near = replace(format, name=f"int{format.bits}", signed=True, symmetric=True)
+        fix = f"use {near}, or {replace(near, adasign=True)}"
+        return Problem(what=f"{cls.__name__} is symmetric", where=where, value=str(format), fix=fix)
+
+    def learns(self, name: str) -> bool:
+        """Whether this piece of state is trained at this site."""
+        return name in self.learned or (name in self.learned_if_asymmetric and not self.spec.format.symmetric)
+
+    def quantize(self, x: Tensor) -> Tensor:
+        """`x` (float32) as the grid can represent it, with the gradient that this quantizer stands for."""
+        raise NotImplementedError
+
+    def quantize_relu(self, x: Tensor) -> Tensor:
+        """`quantize(relu(x))`; a quantizer whose kernels can do both in one pass says how."""
+        return self.quantize(torch.relu(x))
+
+    def quantize_folded(self, weight: Tensor, factor: Tensor) -> Tensor | None:
+        """`quantize(weight·factor)/factor` in one pass; None where this quantizer can't."""
+        return None
+
+    def transform(self, x: Tensor) -> Tensor:
+        """What is rounded to the grid: `x` itself, or what the quantizer makes of a weight first."""
+        return x
+
+    @property
+    def exportable(self) -> bool:
+        """Whether QuantizeLinear and DequantizeLinear with `grid()` compute what `quantize` does."""
+        return True
+
+    def grid(self) -> Grid:
+        """The grid that is in force; what is exported."""
+        return Grid(self.scale.detach(), self.zero_point.detach(), self.qmin, self.qmax)
+
+    def grid_for(self, x: Tensor) -> Grid:
+        """The grid for these numbers: a weight that training has moved beyond its guard gets a coarser one at once.
+
+        Were it coarser only when the model is deployed, norms would have learned the statistics of another weight.
+        """
+        grid = self.grid()
+        if self.spec.guard is None:
+            return grid
+        with torch.no_grad():
+            weight = self.transform(x.detach())
+            scale = guarded_scale(self.spec.guard, grid.scale, weight, kind=self.kind, layout=self.layout)
+        return replace(grid, scale=scale)
+
+    # -- the frame -----------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def keep(self, name: str, value: Tensor) -> None:
+        """Keep state in float32, in the tensor that an optimizer, DDP or a compiled graph may hold already."""
+        value = value.detach().to(torch.float32).clone()
+        learns = self.learns(name)
+        known = (self._parameters if learns else self._buffers).get(name)
+        if known is not None and known.shape == value.shape:
+            known.copy_(value)
+        elif not learns:
+            self.register_buffer(name, value)
+        else:
+            self.register_parameter(name, nn.Parameter(value))
+            self._hook(name)
+
+    def _hook(self, name: str) -> None:
+        parameter = self._parameters.get(name)
+        if name in self.lengths and parameter is not None:
+            parameter.register_hook(self._in_units)
+
+    def _in_units(self, gradient: Tensor) -> Tensor:
+        """The gradient of a length on a folded weight w·f, as if it were one on w.
+
+        A scale s of w·f goes with f, its gradient against it: channels with a small γ/σ would leap, those with a large
+        one would hardly move. With u = s/f, the scale of w itself: Δs = f·Δu = −η·f²·∂L/∂s.
+        """
+        if self.fold is None:
+            return gradient
+        squares = self.fold.unit().to(gradient.dtype).square()
+        return gradient * (squares if squares.shape == gradient.shape else squares.mean())
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy's parameters are others: hooks don't come with them."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        for name in self._parameters:
+            self._hook(name)
+
+    @property
+    def format(self) -> Format:
+        """The format in force (an adaptive sign is settled by calibration)."""
+        planned = self.spec.format
+        return planned.unsigned() if planned.adasign and self.qmin == 0 else planned
+
+    @property
+    def ranges_weights(self) -> bool:
+        """Whether the grid of a weight is its observed range: not learned, not of a transformed weight."""
+        return not self.learned and type(self).transform is Quantizer.transform
+
+    @property
+    def ready(self) -> bool:
+        """Whether there is a grid."""
+        return self.calibrated
+
+    def forward(
+        self, x: Tensor, site: str | None = None, *, relu: bool = False, factor: Tensor | None = None
+    ) -> Tensor:
+        """Observe, quantize, mark, or pass `x` on; `site` names the place if several share this quantizer.
+
+        With `relu`, that is done to relu(x); with a `factor`, to x·factor, which is then divided by it again.
+        """
+        # all that is done to `x` may be done in one pass
+        whole = self.enabled and not (self.marking or self.observing or self.following or self.stand_in is not None)
+        if factor is not None:
+            folded = self.quantize_folded(x, factor) if whole and self.ready else None
+            if folded is None:
+                apart: Tensor = self(x * factor, site) / factor
+                return apart
+            if self.tap is not None:  # who looks on mustn't change a bit: not even of gradients
+                self.tap(site or self.site, self, (x * factor).detach())
+            return folded
+        whole = whole and self.tap is None
+        if relu and not whole:
+            x, relu = torch.relu(x), False
+        if self.marking:
+            marked: Tensor = site_marker(x, site or self.site)
+            return marked
+        if self.tap is not None:
+            self.tap(site or self.site, self, x)
+        if self.observing:
+            self.observe(x)
+        elif self.following and self.training and not self.replayed:
+            self.follow(x)
+        if not self.enabled:
+            return x
+        if not self.ready:
+            raise UncalibratedError(
+                "this quantizer has no range yet",
+                where=self.site,
+                fix="calibrate(model, batches) with data that reaches this site, or load a checkpoint",
+            )
+        if torch.is_autocast_enabled(x.device.type):
+            with torch.autocast(x.device.type, enabled=False):
+                return self._quantize(x, relu=relu)
+        return self._quantize(x, relu=relu)
+
+    def _quantize(self, x: Tensor, *, relu: bool) -> Tensor:
+        wide = x.to(torch.float32)
+        if self.stand_in is not None:
+            return self.stand_in(torch.relu(wide) if relu else wide).to(x.dtype)
+        if self.compiled and not self.own_kernels and worthwhile(x):
+            return quantize_compiled(self, wide, relu=relu).to(x.dtype)
+        return (self.quantize_relu(wide) if relu else self.quantize(wide)).to(x.dtype)
+
+    def observe(self, x: Tensor) -> None:
+        """Let the observer see `x`. A weight is seen once: it doesn't change while calibrating (`tracking.py`)."""
+        if x.numel() == 0:  # an input without boxes, tokens, …: says nothing about the range
+            return
+        if self.observer is None:
+            self.observer = self.new_observer()
+            self.weight = self.weight or isinstance(x, nn.Parameter)
+        elif self.weight and not self.tracked.fresh:
+            return
+        assert self.observer is not None
+        self.tracked.fresh = False
+        x = x.detach().to(torch.float32)
+        if x.shape != self.observed_shape:  # attributes of modules are slow to set
+            self.layout.check(x.shape, site=self.site)
+            self.observed_shape = x.shape
+        if self.spec.guard is not None:
+            self._seen = x
+        finite = self.observer.shows_infinities or is_finite(x)
+        if finite:
+            self.observer.observe(self.layout.rows(x))
+            finite = not self.observer.shows_infinities or all(is_finite(end) for end in self.observer.range())
+        if not finite:
+            kind = "NaN" if bool(torch.isnan(x).any()) else "infinity"
+            raise CalibrationError(
+                f"{kind} in the {'weight' if self.weight else 'calibration data'}",
+                where=self.site,
+                fix="mend the data, or keep this site in float (format: float)",
+            )
+
+    @torch.no_grad()
+    def follow(self, x: Tensor) -> None:
+        """Observe in a training step: nothing that a compiler can't trace; `settle` looks at the result later."""
+        assert self.observer is not None
+        if x.numel() == 0:
+            return
+        x = x.detach().to(torch.float32)
+        self.saw = True
+        self.observed_shape = x.shape
+        self._seen = x if self.spec.guard is not None else None
+        self.observer.observe(self.layout.rows(x))
+
+    def new_observer(self) -> Observer:
+        """The observer that the plan names for this site."""
+        observer: Observer = OBSERVERS.get(self.spec.observer)(format=self.spec.format, **self.spec.observer_options)
+        return observer
+
+    @torch.no_grad()
+    def keep_guard(self, values: Tensor) -> bool:
+        """Raise the scale where training has moved a weight beyond its guard; says whether it had to."""
+        if self.spec.guard is None:
+            return False
+        grid = self.grid()
+        scale = guarded_scale(
+            self.spec.guard, grid.scale, self.transform(values.to(torch.float32)), kind=self.kind, layout=self.layout
+        )
+        moved = bool((scale > grid.scale).any())
+        if moved:
+            self.set_grid(Grid(scale, grid.zero_point, grid.qmin, grid.qmax))
+        return moved
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Turn what was observed into a grid."""
+        if self.observer is None:
+            raise UncalibratedError(
+                "no calibration batch reached this site",
+                where=self.site,
+                fix="calibrate with inputs that take this path, or keep this site in float (format: float)",
+            )
+        self.settle_to(*self.observer.range(), self.observed_shape)
+
+    @torch.no_grad()
+    def settle_to(self, low: Tensor, high: Tensor, shape: torch.Size) -> None:
+        """Make the grid of a range that was seen here, or merged from what several processes saw."""
+        if self.following and not bool((low.isfinite() & high.isfinite()).all()):
+            raise RangeDiverged(
+                "what reaches this site in training isn't finite",
+                where=self.site,
+                fix="lower the learning rate, clip gradients, or keep this site in float (format: float)",
+            )
+        self.set_range(low, high, shape, self._seen)
+        self.saw = False
+        if self.weight and self.following:
+            self.observer = self.new_observer()  # a weight's range is that of the weight as it is now
+        self._seen = None
+
+    @torch.no_grad()
+    def set_range(self, low: Tensor, high: Tensor, shape: torch.Size, values: Tensor | None = None) -> None:
+        """Make the grid for ranges given per row."""
+        grid = grid_from_range(low, high, self.spec.format, site=self.site)
+        scale = self.layout.fold(grid.scale, shape)
+        self.zeros, self.finest = self.layout.fold((low == 0) & (high == 0), shape), 0.0
+        if self.spec.guard is not None and values is not None:
+            rounded = self.transform(values)
+            scale = guarded_scale(self.spec.guard, scale, rounded, kind=self.kind, layout=self.layout)
+        self.set_grid(Grid(scale, self.layout.fold(grid.zero_point, shape), grid.qmin, grid.qmax))
+
+    @torch.no_grad()
+    def set_grid(self, grid: Grid) -> None:
+        """Take this grid as it is."""
+        self.keep("scale", grid.scale)
+        self.keep("zero_point", grid.zero_point)
+        self.qmin, self.qmax = grid.qmin, grid.qmax
+        if self.balanced and self.spec.format.symmetric:
+            self.qmin = max(self.qmin, -self.qmax)
+        self.codes.copy_(torch.tensor([float(self.qmin), float(self.qmax)]))
+        self.calibrated = True
+
+    def gradient_scale(self, x: Tensor) -> float:
+        """LSQ's 1/√(M·p), M elements of `x` per scale: what is learned per scale then moves as weights do."""
+        return 1.0 / sqrt(x.numel() / self.scale.numel() * self.qmax)
+
+    @torch.no_grad()
+    def integers(self, x: Tensor) -> Tensor:
+        """The codes of `x` (int32)."""
+        grid = self.grid()
+        x = self.transform(x.to(torch.float32))
+        scale, zero_point = self.layout.spread(grid.scale, x), self.layout.spread(grid.zero_point, x)
+        return torch.clamp(torch.round(x / scale) + zero_point, grid.qmin, grid.qmax).to(torch.int32)
+
+    # -- float32, always -----------------------------------------------------------------------------------
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Quantizer:
+        def keep_float32(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            if moved.dtype == tensor.dtype:
+                return moved
+            return tensor.to(moved.device)  # .half() and friends: follow the device, not the dtype
+
+        super()._apply(keep_float32, recurse)  # type: ignore[no-untyped-call]
+        if self.observer is not None:  # it goes where the model goes
+            seen = vars(self.observer)
+            seen.update({name: keep_float32(value) for name, value in seen.items() if isinstance(value, Tensor)})
+        return self
+
+    def odd_state(self) -> str | None:
+        """The name of state that arithmetic would silently replace by something usable."""
+        return None
+
+    # -- checkpoints: no range, no keys; a float checkpoint has none of ours and loads strictly ------------
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        if self.calibrated:
+            super()._save_to_state_dict(destination, prefix, keep_vars)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        given = {name.removeprefix(prefix): state_dict[name] for name in state_dict if name.startswith(prefix)}
+        if not any(name in given for name in (*self._parameters, *self._buffers)):
+            return
+        problems = state_problems(self, given)
+        if problems:
+            error_msgs += map(str, problems)
+            return
+        for name, ours in [*self._parameters.items(), *self._buffers.items()]:
+            saved = state_dict.get(prefix + name)
+            if saved is not None and ours is not None and saved.shape != ours.shape:
+                self.keep(name, saved.to(ours.device))  # shapes are known only after calibration
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        self.qmin, self.qmax = (int(code) for code in self.codes.tolist())
+        self.tracked.forget()
+        self.calibrated = True
+
+    def extra_repr(self) -> str:
+        """For print(model)."""
+        return f"{self.site}, {self.format}, calibrated={self.calibrated}"

@@ -1,0 +1,176 @@
+"""Quantizer arithmetic compiled with torch.compile, inside a model that is not compiled."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from types import FunctionType
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from bitwright.quantizers.base import Quantizer
+
+
+_log = logging.getLogger(__name__)
+
+SMALL = 1 << 16
+"""Tensors with fewer elements aren't worth a call into compiled code."""
+
+_VARIANTS = 64  # per function: ranks, dtypes of devices, with and without gradients, formats
+_WIDTHS = {"AVX512": 512, "AVX2": 256, "DEFAULT": 1}  # bits; of what isn't here nothing is said
+_broken: list[str] = []  # why compiling was given up in this process
+
+
+def for_this_cpu() -> dict[str, Any]:
+    """Options of torch.compile that name the vectors' width, which is part of its cache's key then.
+
+    Without it, code that was generated for one width is taken from a cache that machines share, or that outlives a
+    machine, and built for another: it writes past the end of its tensors.
+    """
+    width = _WIDTHS.get(torch.backends.cpu.get_cpu_capability())
+    return {} if width is None else {"cpp.simdlen": width}
+
+
+def works_here() -> bool:
+    """Whether compiled code can be called, here and now."""
+    # what an outer torch.compile or torch.export traces is inlined there
+    return not torch.compiler.is_compiling() and not _broken
+
+
+def worthwhile(x: Tensor) -> bool:
+    """Whether it is to be called for this tensor instead of a few operators."""
+    return x.numel() >= SMALL and works_here()
+
+
+class Kernel:
+    """A function of tensors, and its compiled twin."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        self.twin: Callable[..., Any] | None = None
+
+    def compiled(self, *inputs: Any) -> Any:
+        """Run the twin; where that can't be made, the function."""
+        if self.twin is None:
+            # fullgraph: more variants than allowed are an error, which is reported, and no silent eager run
+            self.twin = torch.compile(  # type: ignore[call-overload]  # torch's overloads lack the two limits
+                self.function,
+                dynamic=True,
+                fullgraph=True,
+                recompile_limit=_VARIANTS,
+                isolate_recompiles=True,
+                options=for_this_cpu(),
+            )
+        twin: Any = self.twin
+        if not _broken:
+            try:
+                return twin(*inputs)
+            except Exception as error:  # compilers fail in many ways; what isn't their fault, the function raises too
+                give_up(error)
+        return self.function(*inputs)
+
+
+def give_up(error: Exception) -> None:
+    """No compiled arithmetic from here on, in this process."""
+    if not _broken:
+        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        _broken.append(reason)
+        _log.warning(
+            "the quantizers' arithmetic can't be compiled here; it runs uncompiled: the same numbers, but slower (%s)",
+            reason,
+        )
+
+
+def dense(x: Tensor) -> bool:
+    """Whether the elements lie side by side in memory, in one of the usual orders."""
+    if x.is_contiguous():
+        return True
+    format = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
+    return format is not None and x.is_contiguous(memory_format=format)
+
+
+class Frame:
+    """How compiled code sees a tensor: as one row, or as a matrix with one row per scale (`rows` of them).
+
+    With one or two axes, whatever the model has, few variants are compiled. No tensor that is made here is a view to
+    autograd: compiled code would have variants by what it is a view of, and models couldn't go on in place.
+    """
+
+    def __init__(self, x: Tensor, rows: int = 0) -> None:
+        self.shape, self.stride, self.rows = x.shape, x.stride(), rows
+
+    def view(self, x: Tensor) -> Tensor:
+        """`x`, or another tensor of its shape."""
+        if x.stride() != self.stride:
+            x = torch.empty_strided(self.shape, self.stride, dtype=x.dtype, device=x.device).copy_(x)
+        return (x.view(self.rows, -1) if self.rows else x.as_strided((x.numel(),), (1,))).detach()
+
+    def back(self, x: Tensor) -> Tensor:
+        """The inverse of `view`."""
+        return x.as_strided(self.shape, self.stride).detach()
+
+
+# A class's quantizers share compiled code; what differs between them (codes, layout) makes variants.
+_kernels: dict[tuple[type, bool], Kernel] = {}
+
+
+def _plain(quantizer: Quantizer, x: Tensor) -> Tensor:
+    return quantizer.quantize(x)
+
+
+def _after_relu(quantizer: Quantizer, x: Tensor) -> Tensor:
+    return quantizer.quantize(torch.relu(x))
+
+
+def _copy(function: Any, name: str) -> Callable[..., Tensor]:
+    """A function of its own: torch counts variants by code object."""
+    code = function.__code__.replace(co_name=f"{function.__name__}_{name}")
+    return FunctionType(code, function.__globals__)
+
+
+def quantize_compiled(quantizer: Quantizer, x: Tensor, *, relu: bool) -> Tensor:
+    """`quantizer.quantize(x)`, or that of relu(x), in compiled code."""
+    key = (type(quantizer), relu)
+    kernel = _kernels.get(key)
+    if kernel is None:
+        kernel = _kernels[key] = Kernel(_copy(_after_relu if relu else _plain, type(quantizer).__name__))
+    frame = _frame(quantizer, x)
+    if frame is None:
+        result: Tensor = kernel.compiled(quantizer, x)
+        return result
+    result = kernel.compiled(quantizer, _Viewed.apply(x, frame))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _ViewedBack.apply(result, frame))  # type: ignore[no-untyped-call]
+
+
+class _Viewed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, frame: Frame) -> Tensor:
+        ctx.frame = frame
+        return frame.view(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return _ViewedBack.apply(grads[0], ctx.frame), None  # type: ignore[no-untyped-call]
+
+
+class _ViewedBack(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, frame: Frame) -> Tensor:
+        ctx.frame = frame
+        return frame.back(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return _Viewed.apply(grads[0], ctx.frame), None  # type: ignore[no-untyped-call]
+
+
+def _frame(quantizer: Quantizer, x: Tensor) -> Frame | None:
+    """Fewer axes are fewer variants; the arithmetic can't tell where scales lie the same."""
+    layout = quantizer.layout
+    if layout.granularity == "tensor":
+        return Frame(x) if dense(x) else None
+    first = layout.granularity == "channel" and layout.axis == 0 and x.is_contiguous()
+    return Frame(x, x.shape[0]) if first else None

@@ -1,0 +1,112 @@
+"""Sites in exported programs: markers, and which operator of an exported forward is which of an ordinary one."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from difflib import SequenceMatcher
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from bitwright.graph.interception import ForwardShim
+
+if TYPE_CHECKING:
+    from bitwright.quantizers.attachment import Attachment
+
+
+@torch.library.custom_op("bitwright::site", mutates_args=())
+def site_marker(x: Tensor, site: str) -> Tensor:
+    """Marks that `x` passes the quantizer of `site`."""
+    return x.clone()
+
+
+@site_marker.register_fake
+def _(x: Tensor, site: str) -> Tensor:
+    return torch.empty_like(x)
+
+
+@torch.library.custom_op("bitwright::snapshot", mutates_args=())
+def snapshot(x: Tensor) -> Tensor:
+    """`x` as it is now; an operator of its own, which compilers keep instead of computing it again."""
+    return x.clone()
+
+
+@snapshot.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+Scope = tuple[str, int, str]  # module path, its call, kind of operator
+Step = tuple[tuple[Any, ...], tuple[Any, ...]]  # (where in the code, what kind of tensors)
+
+# Code that isn't the model's: torch and this package.
+_OTHERS = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1]))
+_SHIM = ForwardShim.__call__.__code__
+
+
+class Route:
+    """Records the calls of one forward; with a `map`, says which recorded operator each call stands for."""
+
+    def __init__(self, map: dict[Scope, list[int | None]] | None = None) -> None:
+        self.map = map
+        self.steps: dict[Scope, list[Step]] = {}
+
+    def place(self, scope: Scope, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+        """The operator that the `index`-th call in this scope stands for; None for one without a counterpart."""
+        self.steps.setdefault(scope, []).append((_location(), _tensors(args, kwargs)))
+        if self.map is None or scope not in self.map:
+            return index
+        known = self.map[scope]
+        return known[index] if index < len(known) else None
+
+
+@contextmanager
+def routed(attachment: Attachment, route: Route) -> Iterator[None]:
+    """While this lasts, forwards of the prepared model follow and fill `route`."""
+    attachment.route = route
+    try:
+        yield
+    finally:
+        attachment.route = None
+
+
+def align(usual: Route, exported: Route) -> dict[Scope, list[int | None]]:
+    """For each scope whose calls differ: the usual operator of each exported call. Empty if nothing differs."""
+    found: dict[Scope, list[int | None]] = {}
+    for scope, steps in exported.steps.items():
+        known = usual.steps.get(scope, [])
+        if [where for where, _ in steps] != [where for where, _ in known]:
+            found[scope] = _match(known, steps)
+    return found
+
+
+def _match(usual: Sequence[Step], exported: Sequence[Step]) -> list[int | None]:
+    """Same instruction first; between those, calls in order if as many take the same kinds of tensors."""
+    result: list[int | None] = [None] * len(exported)
+    matcher = SequenceMatcher(None, [where for where, _ in usual], [where for where, _ in exported], autojunk=False)
+    for tag, i, i_end, j, j_end in matcher.get_opcodes():
+        if tag == "equal" or [t for _, t in usual[i:i_end]] == [t for _, t in exported[j:j_end]]:
+            result[j:j_end] = range(i, i_end)
+    return result
+
+
+def _location() -> tuple[Any, ...]:
+    """The instructions of the model's own code that led to this call, up to the module's forward."""
+    found: list[Any] = []
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code is not _SHIM:
+        code = frame.f_code
+        if not code.co_filename.startswith(_OTHERS):
+            found.append((code.co_filename, code.co_name, frame.f_lasti))
+        frame = frame.f_back
+    return tuple(found)
+
+
+def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple((str(value.dtype), value.dim()) for value in (*args, *kwargs.values()) if isinstance(value, Tensor))

@@ -1,0 +1,19 @@
+"""Batch norms folded into the operator before them, on the fly; one file for each strategy."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from bitwright.plan import FoldSpec
+from bitwright.quantizers.folding.fold import Fold
+from bitwright.quantizers.folding.strategies import Batch, Corrected, Explicit, Frozen, Once
+
+BY_STRATEGY: dict[int, type[Fold]] = {0: Once, 1: Frozen, 2: Batch, 3: Corrected, 4: Explicit}
+
+
+def make_fold(spec: FoldSpec, norm: nn.Module, kind: str, site: str) -> Fold:
+    """The fold that a plan's entry asks for; `site` is that of the folded bias."""
+    return BY_STRATEGY[spec.strategy](norm, kind, site, sync=spec.sync)
+
+
+__all__ = ["BY_STRATEGY", "Fold", "make_fold"]

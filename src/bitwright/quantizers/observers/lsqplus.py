@@ -1,0 +1,22 @@
+"""The range that LSQ+ starts from."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from bitwright.quantizers.observers.moments import MomentsObserver
+
+
+class LsqPlusStart(MomentsObserver):
+    """±m, m = max(|μ − 3σ|, |μ + 3σ|); only as much of it as was seen, if the format has a zero point or no sign."""
+
+    def range(self) -> tuple[Tensor, Tensor]:
+        """The range."""
+        low, high = super().range()
+        mean, std = self.mean_std()
+        m = torch.maximum((mean - 3 * std).abs(), (mean + 3 * std).abs())
+        if not self.format.symmetric:
+            return torch.maximum(low, -m), torch.minimum(high, m)
+        seen_signed = self.format.signed and not (self.format.adasign and bool((low >= 0).all()))
+        return -m if seen_signed else low.clamp(max=0.0), m

@@ -1,0 +1,422 @@
+"""`prepare(model, plan)` and `strip(model)`: quantizers on, quantizers off; the model stays what it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal, TypeVar, get_args
+
+from torch import Tensor, nn
+
+from bitwright.core.arguments import strict
+from bitwright.core.errors import BitwrightError, PlanError, Problem, did_you_mean
+from bitwright.core.registry import KERNELS, QUANTIZERS
+from bitwright.graph import Graph, capture
+from bitwright.graph.interception import ForwardShim, bare, follow_checkpoints, install, uninstall
+from bitwright.graph.naming import SiteName, primary_kind, site_name
+from bitwright.graph.operators import channel_axis, reduction_axis
+from bitwright.plan import ComputeSpec, FoldSpec, Plan, SiteSpec
+from bitwright.quantizers.attachment import CONTAINER, Alias, Attachment, Container, OpHooks
+from bitwright.quantizers.base import Quantizer
+from bitwright.quantizers.folding import make_fold
+from bitwright.quantizers.grid import Layout
+
+Model = TypeVar("Model", bound=nn.Module)
+Mode = Literal["float", "calibrate", "quantize"]
+
+
+@strict
+def prepare(
+    model: Model, plan: Plan, *, inputs: Any = None, graph: Graph | None = None, simulate: bool = False
+) -> Model:
+    """Put the plan's quantizers onto `model`, in place, and return it.
+
+    Class, forward signature and float state-dict keys stay; quantizer state has keys
+    `bitwright.<site>.…`. A plan with patterns needs a `graph` (or `inputs` to record one); a plan of
+    exact sites doesn't. A prepared model runs in one thread at a time. Calibration gives learnable
+    scales their shapes: make the optimizer after. Operators of the plan's `compute` run in real low precision, or, with
+    `simulate`, in float with the same roundings.
+    """
+    model = bare(model)  # type: ignore[assignment]  # of torch.compile's wrapper; the model itself otherwise
+    if find_attachment(model) is not None:
+        raise BitwrightError("this model is prepared already", fix="strip(model) first")
+    if hasattr(model, CONTAINER):
+        raise BitwrightError(
+            f"the model has an attribute {CONTAINER!r} of its own",
+            value=type(model).__name__,
+            fix="rename it",
+        )
+    if graph is None and inputs is not None:
+        graph = capture(model, inputs)
+    if plan.has_patterns and graph is None:
+        raise BitwrightError(
+            "the plan has patterns, which only a recorded graph can resolve",
+            fix="prepare(model, plan, inputs=example_batch), or plan.resolve(graph)",
+        )
+    plan = plan.resolve(graph) if graph is not None else plan
+    problems = plan.validate() if graph is None else []
+    builder = _Builder(model, plan, graph, skip={problem.where for problem in problems}, simulate=simulate)
+    problems += builder.problems
+    if problems:
+        raise PlanError(problems)
+    attachment = builder.attachment
+    if not attachment.quantizers and not attachment.kernels:
+        return model  # an all-float plan is no plan
+    container = Container(attachment)
+    for site, quantizer in attachment.quantizers.items():
+        container.add(site, quantizer)
+    follow_checkpoints()
+    install(model, attachment, builder.paths())
+    attachment.root = model.__dict__["forward"]
+    for fold in attachment.folds.values():
+        fold.attached()
+        if type(fold.norm).forward is nn.SyncBatchNorm.forward:
+            # Its kernels are one autograd function that no mode sees, and on a CPU it refuses to train. The forward
+            # that it overrides calls one operator, in whose place the fold does the same.
+            fold.norm.__dict__["forward"].stand_in = nn.modules.batchnorm._BatchNorm
+    model._modules[CONTAINER] = container
+    container.to(next((p.device for p in model.parameters()), "cpu"))
+    container.train(model.training)
+    return model
+
+
+@strict
+def strip(model: Model) -> Model:
+    """Take everything off again: the float model as it was."""
+    model = bare(model)  # type: ignore[assignment]
+    attachment = find_attachment(model)
+    if attachment is not None:
+        unwrap_forward(model)
+        uninstall(model, attachment)
+        for fold in attachment.folds.values():
+            fold.detached()
+        del model._modules[CONTAINER]
+    return model
+
+
+def find_attachment(model: nn.Module) -> Attachment | None:
+    """The attached state of a prepared model, if it is one."""
+    children = bare(model)._modules
+    container = children[CONTAINER] if CONTAINER in children else None  # noqa: SIM401  # torch.jit's have no `get`
+    return container.attachment if isinstance(container, Container) else None
+
+
+def unwrap_forward(model: nn.Module) -> None:
+    """Take off what a trainer has put around a prepared model's forward (Accelerate: autocast): deploy without it."""
+    root = attachment_of(model).root
+    wrapped: Any = model.__dict__.get("forward")
+    while wrapped is not None and not isinstance(wrapped, ForwardShim):
+        wrapped = getattr(wrapped, "__wrapped__", None) or getattr(wrapped, "__func__", None)
+    if wrapped is root and root is not None:
+        model.__dict__["forward"] = root
+        model.__dict__.pop("_original_forward", None)
+
+
+def replaced_modules(model: nn.Module) -> list[str]:
+    """Paths at which another module stands now than when the model was prepared: its operators would go unseen."""
+    attachment = attachment_of(model)
+    modules = dict(model.named_modules())
+    return [path for path in attachment.tables if path and not _is_ours(modules.get(path), attachment)]
+
+
+def _is_ours(module: nn.Module | None, attachment: Attachment) -> bool:
+    shim: Any = None if module is None else module.__dict__.get("forward")
+    while shim is not None and not (isinstance(shim, ForwardShim) and shim.interceptor is attachment):
+        shim = shim.inner if isinstance(shim, ForwardShim) else getattr(shim, "__wrapped__", None)
+    return shim is not None and shim.module is module
+
+
+def attachment_of(model: nn.Module) -> Attachment:
+    """The attached state; an error for a model that isn't prepared."""
+    attachment = find_attachment(model)
+    if attachment is None:
+        raise BitwrightError("this model isn't prepared", value=type(model).__name__, fix="prepare(model, plan) first")
+    return attachment
+
+
+@strict
+def quantizers_of(model: nn.Module) -> dict[str, Quantizer]:
+    """The quantizers of a prepared model by site."""
+    return dict(attachment_of(model).quantizers)
+
+
+@strict
+def set_mode(model: nn.Module, mode: Mode) -> None:
+    """`float`: as if not prepared; `calibrate`: observe only; `quantize`: the real thing."""
+    attachment = attachment_of(model)
+    if mode not in get_args(Mode):
+        raise BitwrightError("unknown mode", value=mode, fix=did_you_mean(mode, get_args(Mode)))
+    attachment.enabled = mode != "float"
+    for quantizer in attachment.quantizers.values():
+        quantizer.observing = mode == "calibrate"
+        quantizer.enabled = mode == "quantize"
+
+
+@strict
+def compile_arithmetic(model: nn.Module, on: bool = True) -> None:
+    """Let the quantizers of a prepared model run as compiled code, in a model that isn't compiled itself.
+
+    For training, and for long evaluations: the first steps take some seconds more, and every step after them much
+    less. Off until it is asked for. Numbers stay the same; without a working compiler so does the speed, and a warning
+    is logged. Under `torch.compile` of the whole model it makes no difference.
+    """
+    for quantizer in attachment_of(model).quantizers.values():
+        quantizer.compiled = on
+
+
+@contextmanager
+def in_mode(model: nn.Module, mode: Mode) -> Iterator[None]:
+    """`set_mode` for a while."""
+    attachment = attachment_of(model)
+    before = (attachment.enabled, [(q, q.observing, q.enabled) for q in attachment.quantizers.values()])
+    set_mode(model, mode)
+    try:
+        yield
+    finally:
+        attachment.enabled = before[0]
+        for quantizer, observing, enabled in before[1]:
+            quantizer.observing, quantizer.enabled = observing, enabled
+
+
+@contextmanager
+def weights_may_change(model: nn.Module) -> Iterator[None]:
+    """Within this context, weights may change. On exit, the ranges count as those of the new weights."""
+    attachment = attachment_of(model)
+    attachment.watching = False
+    try:
+        yield
+    finally:
+        attachment.watching = True
+        for quantizer in attachment.quantizers.values():
+            quantizer.tracked.refresh()
+
+
+def warnings_of(model: nn.Module) -> tuple[Problem, ...]:
+    """What was noticed while a prepared model ran: operators without quantizers, weights that were not calibrated."""
+    return tuple(attachment_of(model).warnings.values())
+
+
+@contextmanager
+def folded_once(model: nn.Module) -> Iterator[None]:
+    """While this lasts, weights don't change and aren't quantized: norms are folded at the first forward only."""
+    folds = attachment_of(model).folds.values()
+    for fold in folds:
+        fold.holding = True
+    try:
+        yield
+    finally:
+        for fold in folds:
+            fold.holding, fold.held = False, None
+
+
+@contextmanager
+def tapped(model: nn.Module, look: Callable[[str, Quantizer, Tensor], None]) -> Iterator[None]:
+    """While this lasts, `look(site, quantizer, x)` is called for every tensor that reaches a quantizer."""
+    attachment = attachment_of(model)
+    for quantizer in attachment.quantizers.values():
+        quantizer.tap = look
+    try:
+        yield
+    finally:
+        for quantizer in attachment.quantizers.values():
+            quantizer.tap = None
+
+
+class _Builder:
+    """Turns a plan of exact sites into tables of hooks, collecting every problem."""
+
+    def __init__(
+        self, model: nn.Module, plan: Plan, graph: Graph | None, skip: set[str | None], *, simulate: bool
+    ) -> None:
+        self.attachment = Attachment(plan)
+        self.modules = dict(model.named_modules())
+        self.problems: list[Problem] = []
+        self.refused: set[str] = set()
+        self.sites = {site: spec for site, spec in plan.sites.items() if site not in skip}
+        specs = [(site, spec) for site, spec in self.sites.items() if spec.quantizes]
+        for site, spec in specs:
+            if spec.share is None:
+                self._add(site, spec)
+        for site, spec in specs:
+            if spec.share is not None and spec.share in self.attachment.quantizers:
+                self.attachment.shared[site] = spec.share
+                self._hook(site, Alias(self.attachment.quantizers[spec.share], site))
+        for quantizer in self.attachment.quantizers.values():
+            self._link(quantizer)
+        for norm, fold in plan.folds.items():
+            if f"fold.{norm}" not in skip:
+                self._fold(norm, fold)
+        for name, compute in plan.compute.items():
+            if compute.low and not any(str(where).startswith(f"compute.{name}") for where in skip):
+                self._kernel(name, compute, simulate)
+        self._count_calls(graph)
+        self._repeat_weights()
+        self.unseen: set[str] = set()
+        if graph is not None:
+            self._count_recorded(graph)
+
+    def _count_calls(self, graph: Graph | None) -> None:
+        """Calls that are known, from the plan or the graph, and have no quantizers are float.
+
+        Only calls beyond all known ones take the quantizers of the last.
+        """
+        known = [(op.module, op.call) for op in graph.ops] if graph is not None else []
+        idle = [SiteName.parse(site) for site, spec in self.sites.items() if not spec.quantizes]
+        for path, call in [*known, *((name.path, name.call) for name in idle)]:
+            calls = self.attachment.tables.get(path)
+            while calls is not None and len(calls) <= call:
+                calls.append({})
+
+    def _count_recorded(self, graph: Graph) -> None:
+        """How many operators of each kind were recorded where: any beyond them would silently run in float."""
+        recorded = self.attachment.recorded
+        for op in graph.ops:
+            if op.name.rpartition("/")[2].startswith(f"{op.kind}_int#"):
+                continue  # counted apart: it carries no floating-point numbers
+            calls = recorded.setdefault(op.module, [])
+            while len(calls) <= op.call:
+                calls.append({})
+            calls[op.call][op.kind] = calls[op.call].get(op.kind, 0) + 1
+        ran = {op.module for op in graph.ops}
+        for path, module in self.modules.items():
+            if path not in ran and any(True for _ in module.parameters(recurse=False)):
+                recorded[path] = [{}]
+                self.unseen.add(path)
+
+    def _repeat_weights(self) -> None:
+        """A module's later calls use the same weight, so the same quantizer and fold."""
+        for first, *later in self.attachment.tables.values():
+            for kind, entries in first.items():
+                for table in later:
+                    for index, hooks in enumerate(entries):
+                        if "weight" not in hooks.inputs and hooks.fold is None and hooks.folded is None:
+                            continue
+                        others = table.setdefault(kind, [])
+                        while len(others) <= index:
+                            others.append(OpHooks())
+                        if "weight" in hooks.inputs:
+                            others[index].inputs.setdefault("weight", hooks.inputs["weight"])
+                        others[index].fold = hooks.fold
+                        others[index].folded = hooks.folded
+
+    def _locate(self, site: str) -> tuple[SiteName, str] | None:
+        name = SiteName.parse(site)
+        if name.path not in self.modules:
+            fix = did_you_mean(name.path, self.modules)
+            self.problems.append(Problem(what="the model has no such module", where=site, value=name.path, fix=fix))
+            return None
+        kind = name.kind or primary_kind(self.modules[name.path])
+        if kind is None:
+            self.problems.append(
+                Problem(
+                    what="this module doesn't stand for one operator",
+                    where=site,
+                    value=type(self.modules[name.path]).__name__,
+                    fix=f"name the operator: {name.path}/linear#0:{name.port}",
+                )
+            )
+            return None
+        return name, kind
+
+    def _add(self, site: str, spec: SiteSpec) -> None:
+        located = self._locate(site)
+        if located is None:
+            return
+        name, kind = located
+        format = spec.format
+        axis = (channel_axis if format.granularity == "channel" else reduction_axis)(kind, name.port)
+        try:
+            quantizer: Quantizer = QUANTIZERS.get(spec.quantizer)(
+                spec,
+                site=site,
+                kind=kind,
+                port=name.port,
+                layout=Layout(format.granularity, axis, format.group),
+                weight=name.port in ("weight", "bias"),
+                **spec.quantizer_options,
+            )
+        except TypeError as error:
+            what = f"wrong options of the quantizer {spec.quantizer}: {error}"
+            self.problems.append(Problem(what=what, where=site, value=dict(spec.quantizer_options)))
+            return
+        except BitwrightError as error:  # a format that this quantizer has no levels for, a value out of range
+            self.problems += error.problems
+            self.refused.add(site)
+            return
+        self.attachment.quantizers[site] = quantizer
+        self._hook(site, quantizer)
+
+    def _link(self, quantizer: Quantizer) -> None:
+        known = self.attachment.quantizers
+        missing = [site for site in quantizer.of if site not in known]
+        for site in (site for site in missing if site not in self.refused):  # those have a problem of their own
+            self.problems.append(
+                Problem(
+                    what="is made from a site that has no quantizer",
+                    where=quantizer.site,
+                    value=site,
+                    fix=did_you_mean(site, known),
+                )
+            )
+        if not missing:
+            quantizer.parts = tuple(known[site] for site in quantizer.of)
+
+    def _hooks(self, name: SiteName, kind: str) -> OpHooks:
+        calls = self.attachment.tables.setdefault(name.path, [])
+        while len(calls) <= name.call:
+            calls.append({})
+        entries = calls[name.call].setdefault(kind, [])
+        while len(entries) <= name.index:
+            entries.append(OpHooks())
+        return entries[name.index]
+
+    def _hook(self, site: str, quantizer: Quantizer | Alias) -> None:
+        located = self._locate(site)
+        if located is None:
+            return
+        name, kind = located
+        hooks = self._hooks(name, kind)
+        if name.port == "output":
+            hooks.output = quantizer
+        else:
+            hooks.inputs[name.port] = quantizer
+
+    def _kernel(self, operator: str, spec: ComputeSpec, simulate: bool) -> None:
+        located = self._locate(f"{operator}:input")
+        if located is not None:
+            kernel = KERNELS.get(spec.format)(spec, simulate=simulate)
+            self._hooks(*located).kernel = kernel
+            self.attachment.kernels[operator] = kernel
+
+    def _fold(self, norm: str, spec: FoldSpec) -> None:
+        located = self._locate(f"{norm}:input"), self._locate(f"{spec.into}:weight")
+        if located[0] is None or located[1] is None:
+            return
+        (norm_name, norm_kind), (name, kind) = located[0], located[1]
+        module = self.modules[norm_name.path]
+        if norm_kind != "batch_norm" or getattr(module, "running_var", None) is None:
+            self.problems.append(
+                Problem(
+                    what="only a batch norm with running statistics can be folded",
+                    where=norm,
+                    value=type(module).__name__,
+                    fix="remove it from `fold`",
+                )
+            )
+            return
+        fold = make_fold(spec, module, kind, site_name(spec.into, "bias"))
+        self._hooks(norm_name, norm_kind).folded = fold
+        self._hooks(name, kind).fold = fold
+        self.attachment.folds[fold.site] = fold
+        weight = self.attachment.quantizers.get(site_name(spec.into, "weight"))
+        if weight is not None:
+            weight.fold = fold
+
+    def paths(self) -> set[str]:
+        """Modules that need a shim: the root, those with hooks and all below them, and those of torch.compile."""
+        owners = self.attachment.tables
+        wanted = {"", *(path for path, module in self.modules.items() if bare(module) is not module)}
+        for path in self.modules:  # parents come before their children
+            if path in owners or path in self.unseen or "" in owners or (path.rpartition(".")[0] or None) in wanted:
+                wanted.add(path)
+        return wanted

@@ -1,0 +1,204 @@
+"""The errors that a kernel makes at each place of an operator, number by number.
+
+Rounding to the nearest code is off by some part of half a step: s²/12 in the mean, and nothing for a number that is a
+code, as the zeros after a ReLU are. So the errors themselves are taken. Rounding at random to one of two neighbours,
+up with probability f, has variance s²·f(1 − f), in the mean s²/6. Floating-point numbers have steps of 2^(e−k) each.
+Scales are found by the kernels' own functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from bitwright.core.registry import KERNELS
+from bitwright.kernels.codes import FULL, encode, encode_rows
+from bitwright.kernels.int8 import can_turn, second_limit, steps_of, turn
+from bitwright.plan import ComputeSpec
+from bitwright.sensitivity.error_injection import Seen
+
+
+@dataclass(frozen=True)
+class Error:
+    """One rounding: of each number either the variance or, with a `channel` axis, the error itself.
+
+    Errors of the nearest code may go together: all the numbers that are small beside the largest become 0. So within a
+    channel they keep their signs. Channels, and all numbers of a weight, are independent.
+    """
+
+    #: Where the rounded numbers are used: one error, several effects.
+    places: tuple[str, ...]
+    sizes: Tensor
+    channel: int | None = None
+
+    @property
+    def energy(self) -> float:
+        """The sum of the variances."""
+        sizes = self.sizes if self.channel is None else self.sizes.square()
+        return float(sizes.sum(dtype=torch.float64))
+
+    def moves(self, slopes: dict[str, Tensor]) -> float:
+        """The variance of what has these slopes by the places."""
+        known = [slopes[place] for place in self.places if place in slopes]
+        if not known:
+            return 0.0
+        slope = known[0] if len(known) == 1 else torch.stack(known).sum(0)
+        if self.channel is None:
+            return float((slope.square() * self.sizes).sum(dtype=torch.float64))
+        moved = (slope * self.sizes).movedim(self.channel, 0).flatten(1).sum(1, dtype=torch.float64)
+        return float(moved.square().sum())
+
+
+Errors = Callable[[Seen, ComputeSpec], Iterator[Error]]
+
+
+def stochastic_variance(x: Tensor, *, signed: bool = False, limit: int = FULL, whole: bool = False) -> Tensor:
+    """Of codes that are rounded at random."""
+    step = encode(x, signed=signed, limit=limit, whole=whole).steps
+    up = x / step
+    up -= up.floor()
+    return up * (1 - up) * step**2
+
+
+def int8_errors(seen: Seen, spec: ComputeSpec) -> Iterator[Error]:
+    """As kernels/int8.py runs its products."""
+    if seen.products.kind == "matmul":
+        return _int8_matmul(seen, spec)
+    if seen.products.kind == "embedding":
+        return iter([Error(("right",), _rows(seen.right, FULL, spec))])
+    return _int8_weighted(seen, spec)
+
+
+def _int8_weighted(seen: Seen, spec: ComputeSpec) -> Iterator[Error]:
+    left, weight, grad, channel = seen.left, seen.right, seen.grad, seen.channel
+    limit = second_limit(left)
+    codes = encode(seen.rows(left), whole=spec.whole)
+    # codes are kept for the backward pass
+    yield Error(("left", "left_again"), codes.float().view(left.shape) - left, channel)
+    yield Error(("right",), _rows(weight, limit, spec))
+    if grad is None:
+        return
+    for_left, for_right = "input" in spec.backward, "weight" in spec.backward
+    if seen.products.shape:
+        stride, padding, dilation, groups = seen.products.shape
+        for_left = for_left and can_turn(stride, padding, dilation, weight)
+        for_right = for_right and groups == 1
+    if for_left:
+        yield Error(("right_again",), _turned(seen, limit, spec))
+        yield _encoded(("grad_for_left",), seen, grad, spec, signed=True)
+    if for_right:
+        yield _for_weight(seen, grad, steps_of(codes), spec, limit)
+
+
+def _for_weight(seen: Seen, grad: Tensor, steps: Tensor, spec: ComputeSpec, limit: int) -> Error:
+    """Of the gradient times the input's steps, with one scale; in units of the gradient."""
+    rows = seen.rows(grad)
+    units = torch.where(steps > 0, 1.0 / steps, 0.0)  # what meets zeros has no effect
+    if spec.stochastic:
+        variance = stochastic_variance(rows * steps, signed=True, limit=limit, whole=True) * units.square()
+        return Error(("grad_for_right",), variance.view(grad.shape))
+    codes = encode(rows * steps, signed=True, limit=limit, whole=True)
+    return Error(("grad_for_right",), ((codes.float() - rows * steps) * units).view(grad.shape), seen.channel)
+
+
+def _int8_matmul(seen: Seen, spec: ComputeSpec) -> Iterator[Error]:
+    left, right, grad, channel = seen.left, seen.right, seen.grad, seen.channel
+    limit = second_limit(left)
+    yield Error(("left",), encode(seen.rows(left), whole=spec.whole).float().view(left.shape) - left, channel)
+    yield Error(("right",), _columns(right, limit, spec))
+    if grad is None:
+        return
+    if "input" in spec.backward:
+        yield _encoded(("grad_for_left",), seen, grad, spec)
+        yield Error(("right_again",), _columns(right.transpose(-1, -2), limit, spec).transpose(-1, -2))
+    if "weight" in spec.backward:
+        turned = _encoded(("grad_for_right",), seen, grad.transpose(-1, -2), spec)
+        yield replace(turned, sizes=turned.sizes.transpose(-1, -2))
+        yield Error(("left_again",), _columns(left, limit, spec))
+
+
+def _encoded(places: tuple[str, ...], seen: Seen, x: Tensor, spec: ComputeSpec, *, signed: bool = False) -> Error:
+    rows = seen.rows(x)
+    if spec.stochastic:
+        return Error(places, stochastic_variance(rows, signed=signed, whole=spec.whole).view(x.shape))
+    codes = encode(rows, signed=signed, whole=spec.whole)
+    return Error(places, (codes.float() - rows).view(x.shape), seen.channel)
+
+
+def _rows(x: Tensor, limit: int, spec: ComputeSpec) -> Tensor:
+    """Squared errors with a scale for each row."""
+    return (encode_rows(x, limit, whole=spec.whole).float() - x).square_()
+
+
+def _columns(x: Tensor, limit: int, spec: ComputeSpec) -> Tensor:
+    """Squared errors with a scale for each column of each matrix."""
+    rows = x.transpose(-1, -2)
+    return _rows(rows.reshape(-1, x.shape[-2]), limit, spec).view(rows.shape).transpose(-1, -2)
+
+
+def _turned(seen: Seen, limit: int, spec: ComputeSpec) -> Tensor:
+    """Squared errors of a weight whose rows are those of its inputs: it has other scales on the way back."""
+    weight = seen.right
+    if not seen.products.shape:
+        return _rows(weight.t(), limit, spec).t()
+    groups, wide = seen.products.shape[3], weight if weight.dim() == 4 else weight[:, :, None]
+    numbers = torch.arange(wide.numel(), device=wide.device).view(wide.shape)
+    back = turn(numbers, groups).reshape(-1).argsort()
+    return _rows(turn(wide, groups), limit, spec).reshape(-1)[back].view(weight.shape)
+
+
+def cast_errors(dtype: torch.dtype) -> Errors:
+    """As kernels/lowfloat.py casts what comes and what goes."""
+
+    def error(places: tuple[str, ...], x: Tensor, channel: int | None) -> Error:
+        sizes = x.to(dtype).to(x.dtype) - x
+        return Error(places, sizes.square_() if channel is None else sizes, channel)
+
+    def errors(seen: Seen, spec: ComputeSpec) -> Iterator[Error]:
+        weight = None if seen.products.kind != "matmul" else seen.channel
+        yield error(("right", "right_again"), seen.right, weight)
+        if seen.left.is_floating_point():
+            yield error(("left", "left_again"), seen.left, seen.channel)
+            yield error(("out",), seen.given["out"], seen.channel)
+        if seen.grad is not None:
+            yield error(("grad_for_left", "grad_for_right"), seen.grad, seen.channel)
+        if "to_left" in seen.given:
+            yield error(("to_left",), seen.given["to_left"], seen.channel)
+        if "to_right" in seen.given and seen.products.kind != "embedding":  # whose sums are in float32
+            yield error(("to_right",), seen.given["to_right"], weight)
+
+    return errors
+
+
+def measured_errors(seen: Seen, spec: ComputeSpec) -> Iterator[Error]:
+    """Of any kernel: run it on these numbers, and look at what its products give."""
+    operands = [x.clone().requires_grad_(x.is_floating_point()) for x in (seen.left, seen.right)]
+    shape = (None, *seen.products.shape) if seen.products.shape else ()
+    with torch.enable_grad():
+        out = KERNELS.get(spec.format)(spec, simulate=True)(seen.func, (*operands, *shape), {})
+    yield Error(("out",), out.detach() - seen.given["out"], seen.channel)
+    wanted = [
+        (place, x)
+        for place, x in zip(("to_left", "to_right"), operands, strict=True)
+        if x.requires_grad and place in seen.given
+    ]
+    if seen.grad is not None and wanted:
+        found = torch.autograd.grad(out, [x for _, x in wanted], seen.grad)
+        for (place, _), given in zip(wanted, found, strict=True):
+            matrix = place == "to_right" and seen.products.kind != "matmul"
+            yield Error((place,), given - seen.given[place], 0 if matrix else seen.channel)
+
+
+def errors_of(seen: Seen, spec: ComputeSpec) -> Iterator[Error]:
+    """As this kernel makes them: place by place for Bitwright's own kernels, by its results for any other."""
+    return _KNOWN.get(spec.format, measured_errors)(seen, spec)
+
+
+_KNOWN: dict[str, Errors] = {
+    "int8": int8_errors,
+    "bf16": cast_errors(torch.bfloat16),
+    "fp16": cast_errors(torch.float16),
+}

@@ -1,0 +1,150 @@
+"""`suggest(…)`: which operators to keep in float, and what that brings, measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import sqrt
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from bitwright.core.arguments import strict
+from bitwright.core.modes import evaluating
+from bitwright.plan import Plan, SiteSpec
+from bitwright.quantizers import attachment_of, in_mode
+from bitwright.quantizers.attachment import Attachment
+from bitwright.sensitivity.score import Scores
+from bitwright.workload import call
+
+
+@torch.no_grad()
+def errors_without(
+    model: nn.Module, batches: Sequence[Any], variants: Mapping[str, Collection[str]]
+) -> dict[str, float]:
+    """For each variant, a set of sites that are switched off, ‖y − ŷ‖/‖y‖ of the outputs of a prepared model."""
+    quantizers = attachment_of(model).quantizers
+    with evaluating(model):
+        with in_mode(model, "float"):
+            wanted = [_outputs(model, batch) for batch in batches]
+        with in_mode(model, "quantize"):
+            try:
+                errors = {}
+                for name, off in variants.items():
+                    for site, quantizer in quantizers.items():
+                        # a bias has the scale of its input and weight: it goes with either
+                        quantizer.enabled = site not in off and not any(source in off for source in quantizer.of)
+                    errors[name] = _error(wanted, [_outputs(model, batch) for batch in batches])
+                return errors
+            finally:
+                for quantizer in quantizers.values():
+                    quantizer.enabled = True
+
+
+def _error(wanted: list[list[Tensor]], got: list[list[Tensor]]) -> float:
+    error = signal = 0.0
+    for reference, outputs in zip(wanted, got, strict=True):
+        for one, other in zip(reference, outputs, strict=True):
+            error += float((one.double() - other.double()).square().sum())
+            signal += float(one.double().square().sum())
+    return sqrt(error / signal) if signal else 0.0
+
+
+def _outputs(model: nn.Module, batch: Any) -> list[Tensor]:
+    return [x for x in tree_leaves(call(model, batch)) if isinstance(x, Tensor) and x.is_floating_point()]
+
+
+ENOUGH = 0.8
+"""Of the largest gain: more operators in float than bring this much aren't worth their speed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """The plan with some operators in float, measured."""
+
+    operators: tuple[str, ...]
+    metric: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Suggestion:
+    """The changed plan, with what was measured on the way to it."""
+
+    plan: Plan
+    operators: tuple[str, ...]
+    before: float
+    after: float
+    trials: tuple[Trial, ...]
+
+    @property
+    def gain(self) -> float:
+        """What it changes, in units of the metric."""
+        return self.after - self.before
+
+
+@strict
+def suggest(
+    model: nn.Module,
+    plan: Plan,
+    scores: Scores,
+    evaluate: Callable[[nn.Module], float],
+    *,
+    most: int = 5,
+    lower_is_better: bool = False,
+    progress: Callable[[int], None] | None = None,
+) -> Suggestion:
+    """Keep the worst 1, 2, … `most` operators in float, measure each with `evaluate`, take enough of them.
+
+    The model is the prepared one that was scored. Calibration is done in float arithmetic, so the ranges of all other
+    sites stay as they are: switching quantizers off gives exactly what the changed plan gives.
+    """
+    attachment = attachment_of(model)
+    worst = [name for name, suffering in scores.operators() if suffering > 0][:most]
+    with in_mode(model, "quantize"):
+        before = evaluate(model)
+        trials: list[Trial] = []
+        for count in range(1, len(worst) + 1):
+            for site in floated(attachment, worst[:count]):
+                if site in attachment.quantizers:
+                    attachment.quantizers[site].enabled = False
+            trials.append(Trial(operators=tuple(worst[:count]), metric=evaluate(model)))
+            if progress is not None:
+                progress(count)
+    chosen = _enough(before, trials, -1.0 if lower_is_better else 1.0)
+    operators = chosen.operators if chosen else ()
+    after = chosen.metric if chosen else before
+    why = f"score: the worst {len(operators)} in float, {after - before:+.4g}"
+    changed = replace(
+        plan.with_sites({site: SiteSpec(why=why) for site in floated(attachment, operators)}),
+        float={**plan.float, **dict.fromkeys(operators, why)},
+    )
+    return Suggestion(
+        plan=changed if operators else plan, operators=operators, before=before, after=after, trials=tuple(trials)
+    )
+
+
+def _enough(before: float, trials: Sequence[Trial], sign: float) -> Trial | None:
+    """The fewest operators that bring most of what can be won; None if nothing is won."""
+    gains = [sign * (trial.metric - before) for trial in trials]
+    most = max(gains, default=0.0)
+    return next((t for t, gain in zip(trials, gains, strict=True) if most > 0 and gain >= ENOUGH * most), None)
+
+
+def floated(attachment: Attachment, operators: Iterable[str]) -> list[str]:
+    """The sites that become float with these operators: their own, but for quantizers that others share.
+
+    A bias that is quantized with the scale of such a site has none any more, whoever's it is.
+    """
+    chosen = set(operators)
+    borrowed = {owner for site, owner in attachment.shared.items() if _operator(site) not in chosen}
+    sites = [site for site in attachment.plan.sites if _operator(site) in chosen and site not in borrowed]
+    kept = attachment.plan.sites
+    gone = {site for site in sites if kept[site].quantizes}
+    gone |= {site for site, q in attachment.quantizers.items() if gone & set(q.of)}
+    return [site for site in kept if site in gone]
+
+
+def _operator(site: str) -> str:
+    return site.rpartition(":")[0]

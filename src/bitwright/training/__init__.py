@@ -1,0 +1,17 @@
+"""Training with one flag: the trainer, quantization within other people's loops, checkpoints."""
+
+from bitwright.training.callbacks import Callback, TensorBoard, tensorboard_problem
+from bitwright.training.config import TrainConfig
+from bitwright.training.qat import Qat, parameter_groups
+from bitwright.training.trainer import Trainer, TrainResult
+
+__all__ = [
+    "Callback",
+    "Qat",
+    "TensorBoard",
+    "TrainConfig",
+    "TrainResult",
+    "Trainer",
+    "parameter_groups",
+    "tensorboard_problem",
+]

@@ -1,0 +1,122 @@
+"""What can look on while a run goes: each event is one method."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bitwright.core.documents import parse_json
+from bitwright.core.errors import BitwrightError
+from bitwright.core.files import write_text, writing
+
+if TYPE_CHECKING:
+    from bitwright.training.run import Run
+
+
+class Callback:
+    """Look on at a run. On ranks other than 0 nothing is called."""
+
+    def on_start(self, run: Run) -> None:
+        """Everything is in place, no step was made (or the run goes on at `run.step`)."""
+
+    def on_step(self, run: Run) -> None:
+        """A step was made; `run.loss` is that of the last logged one."""
+
+    def on_log(self, run: Run, values: dict[str, float]) -> None:
+        """Every `log_steps` steps: loss, lr, and the norm of gradients where it is known."""
+
+    def on_epoch(self, run: Run, values: dict[str, float]) -> None:
+        """An epoch was finished and measured; `values` has the workload's metrics."""
+
+    def on_end(self, run: Run) -> None:
+        """The run is over, or was interrupted."""
+
+
+class History(Callback):
+    """`history.jsonl`: one line for each logged step and each epoch; what a resumed run repeats is cut off first."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "history.jsonl"
+
+    def on_start(self, run: Run) -> None:
+        """Keep what was before the step at which this run begins."""
+        lines = self.path.read_bytes().splitlines() if self.path.is_file() else []
+        kept = [line.decode() for line in lines if (step := _step(line)) is not None and step <= run.step]
+        write_text(self.path, "".join(f"{line}\n" for line in kept))
+
+    def on_log(self, run: Run, values: dict[str, float]) -> None:
+        """A step's line."""
+        self._add({"step": run.step, "epoch": run.epoch, **values})
+
+    def on_epoch(self, run: Run, values: dict[str, float]) -> None:
+        """An epoch's line."""
+        self._add({"step": run.step, "epoch": run.epoch, "metrics": values})
+
+    def _add(self, row: dict[str, Any]) -> None:
+        with writing(self.path), self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+def _step(line: bytes) -> int | None:
+    """The step of a line; None: the line is damaged, as a kill leaves the last one."""
+    try:
+        row = parse_json(line, where="history.jsonl", finite=False)
+    except BitwrightError:
+        return None
+    step = row.get("step") if isinstance(row, dict) else None
+    return step if isinstance(step, int) else None
+
+
+class TensorBoard(Callback):
+    """Writes event files into a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        problem = tensorboard_problem()
+        if problem is not None:
+            raise BitwrightError(problem, fix='pip install "bitwright[tensorboard]"')
+        self.writer: Any = None
+
+    def on_start(self, run: Run) -> None:
+        """Open the files; what a resumed run repeats is purged."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.writer = SummaryWriter(str(self.folder), purge_step=run.step + 1 if run.step else None)
+        self._sites(run)
+
+    def on_log(self, run: Run, values: dict[str, float]) -> None:
+        """Losses, learning rate, gradient norm."""
+        for name, value in values.items():
+            self.writer.add_scalar(f"train/{name}", value, run.step)
+
+    def on_epoch(self, run: Run, values: dict[str, float]) -> None:
+        """Metrics and sites."""
+        for name, value in values.items():
+            self.writer.add_scalar(f"evaluation/{name}", value, run.step)
+        self._sites(run)
+        self.writer.flush()
+
+    def on_end(self, run: Run) -> None:
+        """Close the files."""
+        self.writer.close()
+
+    def _sites(self, run: Run) -> None:
+        for row in run.sites():
+            for name, value in (
+                ("scale", (row.scale_min + row.scale_max) / 2),
+                ("range/low", row.low),
+                ("range/high", row.high),
+                ("clipped", row.clipped),
+            ):
+                if value is not None:
+                    self.writer.add_scalar(f"{name}/{row.site}", value, run.step)
+
+
+def tensorboard_problem() -> str | None:
+    """Why there are no TensorBoard logs here, if there are none."""
+    try:
+        import tensorboard  # noqa: F401
+    except ImportError as error:
+        return f"TensorBoard isn't installed ({error})"
+    return None

@@ -1,0 +1,275 @@
+"""Ranks of a process group, and how they share a model: DDP or FSDP2."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
+from torch.nn.parallel import DistributedDataParallel
+
+from bitwright.core.errors import TrainError
+from bitwright.core.process_group import keep_group, leave_group
+from bitwright.quantizers import find_attachment
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranks:
+    """This process among all that train the model."""
+
+    rank: int = 0
+    world: int = 1
+    local: int = 0  # among those of this host: which accelerator it takes
+
+    @property
+    def first(self) -> bool:
+        """Whether this process writes files and speaks."""
+        return self.rank == 0
+
+    @property
+    def several(self) -> bool:
+        """Whether there are others."""
+        return self.world > 1
+
+    def tell(self, value: Any) -> Any:
+        """Rank 0's value (anything that JSON can hold), on all ranks."""
+        if not self.several:
+            return value
+        box = [json.dumps(value) if self.first else None]
+        dist.broadcast_object_list(box, src=0)
+        return json.loads(str(box[0]))
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, on all ranks."""
+        values: list[Any] = [value] * self.world
+        if self.several:
+            dist.all_gather_object(values, value)
+        return values
+
+    def agree(self, model: nn.Module) -> None:
+        """Raise if ranks have different quantizer state or weights: replicas that drift apart train nonsense."""
+        if not self.several:
+            return
+        digests: list[Any] = [None] * self.world
+        dist.all_gather_object(digests, _digests(model))
+        wrong = [key for key, value in digests[0].items() if any(other.get(key) != value for other in digests[1:])]
+        if wrong:
+            raise TrainError.single(
+                "ranks have different numbers",
+                where=wrong[0] + (f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""),
+                fix="change parameters only through the optimizer, on all ranks alike",
+            )
+
+
+def _digests(model: nn.Module) -> dict[str, str]:
+    """Of each parameter and of quantizer buffers; norms keep statistics of their own until the next forward.
+
+    Shards are different by nature. Of copies: memory that NumPy has seen can't be resized any more, as FSDP2 must.
+    """
+    kept = {**dict(model.named_parameters()), **{n: b for n, b in model.named_buffers() if n.startswith("bitwright.")}}
+    return {
+        name: hashlib.sha256(tensor.detach().cpu().clone().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+        for name, tensor in kept.items()
+        if not hasattr(tensor, "full_tensor")
+    }
+
+
+def here() -> Ranks:
+    """This process among those of the process group, if there is one."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return Ranks()
+    return Ranks(rank=dist.get_rank(), world=dist.get_world_size(), local=int(os.environ.get("LOCAL_RANK", "0")))
+
+
+@contextmanager
+def joined(device: str | None = None) -> Iterator[Ranks]:
+    """The process group that there is, or torchrun's (which is left again), or nobody but this process.
+
+    `device` is where the model will be, if that is known: what is on CPUs can't be sent by what connects GPUs.
+    """
+    if not dist.is_available():
+        yield Ranks()
+        return
+    made = not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1
+    if made:
+        _join(device)
+    try:
+        yield here()
+    finally:
+        if made:
+            leave_group()
+
+
+def device_of(said: str | None, local: int) -> torch.device:
+    """Where this process trains: as it was said, else its own GPU, if there is one.
+
+    >>> device_of("cpu", 1), device_of("cuda", 1), device_of("cuda:0", 1)
+    (device(type='cpu'), device(type='cuda', index=1), device(type='cuda', index=0))
+    """
+    found = torch.device(said or ("cuda" if torch.cuda.is_available() else "cpu"))
+    return torch.device("cuda", local) if str(found) == "cuda" else found
+
+
+def _join(device: str | None) -> None:
+    """Join torchrun's group, at each restart under another name.
+
+    torchrun's store outlives a restart (torch 2.13): a process that comes back early would find the address of a dead
+    one there, and wait for it in vain.
+    """
+    store, rank, world = next(iter(rendezvous("env://")))
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    backend = "gloo"
+    if torch.cuda.is_available() and torch.device(device or "cuda").type == "cuda":
+        backend = "nccl"
+        # it takes the process's current GPU for whatever has none, words too: without this all would take the first
+        torch.cuda.set_device(device_of(device, int(os.environ.get("LOCAL_RANK", "0"))))
+    fresh = PrefixStore(f"bitwright/{attempt}", store)
+    dist.init_process_group(backend, store=fresh, rank=rank, world_size=world)
+
+
+class Alone:
+    """One process. The others change what processes must do together."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.net = model
+
+    measures_together = False
+    """Whether every rank must take part in a forward of the model."""
+
+    def accumulating(self, last: bool) -> AbstractContextManager[Any]:
+        """Gradients of a batch that isn't the step's last stay where they are."""
+        return nullcontext()
+
+    def begin_step(self) -> None:
+        """Before the first forward of a step."""
+
+    def end_backward(self) -> None:
+        """After the last backward of a step."""
+
+    def clip(self, largest: float) -> Tensor:
+        """Shorten all gradients together; gives their norm."""
+        return nn.utils.clip_grad_norm_(self.model.parameters(), largest)
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        """A tensor of this rank as one process would have it; all ranks must ask."""
+        return tensor
+
+    def part(self, whole: Tensor, like: Tensor) -> Tensor:
+        """This rank's part of a tensor, as `like` is."""
+        return whole
+
+    def stopping(self, asked: bool) -> bool:
+        """Whether to stop after this step, where one rank was asked to."""
+        return asked
+
+
+class Replicated(Alone):
+    """DistributedDataParallel: each rank has it all; gradients are averaged, rank 0's buffers are everybody's."""
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        super().__init__(model)
+        ids = [device.index] if device.type == "cuda" else None
+        self.net: Any = DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
+        keep_group(self.net)
+
+    def accumulating(self, last: bool) -> AbstractContextManager[Any]:
+        """DDP's own way not to communicate."""
+        return nullcontext() if last else self.net.no_sync()
+
+
+class Sharded(Alone):
+    """FSDP2: each rank has a part of every weight. Quantizer state is too small to be cut: it is replicated.
+
+    FSDP2 refuses scalars, as scales per tensor are: these parameters are left out and averaged here, in one message.
+    """
+
+    measures_together = True
+
+    def __init__(self, model: nn.Module, device: torch.device, ranks: Ranks) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        super().__init__(model)
+        self.ranks, self.device = ranks, device
+        attachment = find_attachment(model)
+        quantizers = attachment.quantizers.values() if attachment is not None else ()
+        self.own = list({p: None for q in quantizers for p in q.parameters() if p.requires_grad})
+        mesh = init_device_mesh(device.type, (ranks.world,))
+        fully_shard(model, mesh=mesh, ignored_params=set(self.own))
+
+    def accumulating(self, last: bool) -> AbstractContextManager[Any]:
+        """FSDP2's own way not to communicate."""
+        sharded: Any = self.model
+        sharded.set_requires_gradient_sync(last)
+        return nullcontext()
+
+    @torch.no_grad()
+    def begin_step(self) -> None:
+        """Rank 0's buffers, as with replicas."""
+        share_buffers(self.model)
+
+    @torch.no_grad()
+    def end_backward(self) -> None:
+        """Average what FSDP2 doesn't know."""
+        gradients = [p.grad for p in self.own if p.grad is not None]
+        if not gradients:
+            return
+        flat = torch.cat([g.reshape(-1) for g in gradients])
+        dist.all_reduce(flat)
+        flat /= self.ranks.world
+        for gradient, mean in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+            gradient.copy_(mean.view_as(gradient))
+
+    @torch.no_grad()
+    def clip(self, largest: float) -> Tensor:
+        """Sharded and replicated gradients don't mix in torch's own function."""
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        norms = [self.whole(torch.linalg.vector_norm(gradient)) for gradient in gradients]
+        norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+        factor = torch.clamp(largest / (norm + 1e-6), max=1.0)
+        for gradient in gradients:
+            gradient.mul_(factor)
+        return norm
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        """Gather."""
+        full: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+        return full
+
+    def part(self, whole: Tensor, like: Tensor) -> Tensor:
+        """Cut as `like` is cut."""
+        from torch.distributed.tensor import DTensor, distribute_tensor
+
+        if not isinstance(like, DTensor) or whole.dim() == 0:
+            return whole
+        cut: Tensor = distribute_tensor(whole, like.device_mesh, like.placements)
+        return cut
+
+    def stopping(self, asked: bool) -> bool:
+        """Checkpoints are gathered: all stop, or none."""
+        flag = torch.tensor(float(asked), device=self.device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        return bool(flag)
+
+
+@torch.no_grad()
+def share_buffers(model: nn.Module) -> None:
+    """Rank 0's buffers on all ranks, in one message per kind of number."""
+    kinds: dict[torch.dtype, list[Tensor]] = {}
+    for buffer in model.buffers():
+        kinds.setdefault(buffer.dtype, []).append(buffer)
+    for buffers in kinds.values():
+        flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
+        dist.broadcast(flat, src=0)
+        for buffer, values in zip(buffers, flat.split([b.numel() for b in buffers]), strict=True):
+            buffer.copy_(values.view_as(buffer))

@@ -1,0 +1,143 @@
+"""Operators that really run in low precision while training, each rank by its own kind of device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from bitwright.core.errors import Problem, TrainError, did_you_mean
+from bitwright.core.modes import evaluating
+from bitwright.graph import capture
+from bitwright.plan import Device, Plan
+from bitwright.quantizers import attachment_of, find_attachment, in_mode, prepare, strip
+from bitwright.training.distributed import Ranks
+from bitwright.workload import call
+
+_SHOWN = 3
+"""Operators that a note names: it doesn't grow with the model."""
+
+
+def read(plan: Plan | str | Path) -> Plan:
+    """A plan, or the plan of a file; one with quantizers of sites is refused: their state would differ by rank."""
+    found = plan if isinstance(plan, Plan) else Plan.load(plan)
+    quantized = [site for site, _ in found.quantized]
+    quantized += [site for device in found.devices.values() for site, spec in device.sites.items() if spec.quantizes]
+    problems = [
+        Problem(
+            what="a plan for low-precision training has no quantizers at sites",
+            where=site,
+            fix="give operators a kernel in `compute`, or train with quantize= instead",
+        )
+        for site in quantized[:10]
+    ]
+    problems += found.validate()
+    if problems:
+        raise TrainError(problems, title="the plan can't be trained under")
+    if not found.compute and not found.devices:  # a planner may find that float is best on every kind of device
+        raise TrainError.single("the plan computes nothing in low precision", where="compute", fix="train without it")
+    return found
+
+
+def kind_of(plan: Plan, kinds: str | None, ranks: Ranks) -> str | None:
+    """Which device this rank is: of "fast,slow" the one in its place; a plan with one kind needs no word."""
+    if not plan.devices:
+        if kinds is not None:
+            raise TrainError.single("the plan has no devices", where="kind", value=kinds, fix="leave it out")
+        return None
+    if kinds is None:
+        if len(plan.devices) == 1:
+            return next(iter(plan.devices))
+        fix = (
+            f"say which one this is: --kind {next(iter(plan.devices))}, or one for each rank: {','.join(plan.devices)}"
+        )
+        raise TrainError.single("the plan has several kinds of device", where="kind", value=[*plan.devices], fix=fix)
+    names = [name.strip() for name in kinds.split(",")]
+    for name in names:
+        if name not in plan.devices:
+            raise TrainError.single(
+                "the plan has no such device", where="kind", value=name, fix=did_you_mean(name, plan.devices)
+            )
+    if len(names) not in (1, ranks.world):
+        there = "1 process" if ranks.world == 1 else f"{ranks.world} processes"
+        raise TrainError.single(
+            f"{len(names)} kinds, but there {'is' if ranks.world == 1 else 'are'} {there}",
+            where="kind",
+            value=kinds,
+            fix=f"start {len(names)} (torchrun --nproc-per-node {len(names)} -m bitwright train …), or name one kind",
+        )
+    return names[0] if len(names) == 1 else names[ranks.rank]
+
+
+class LowPrecision:
+    """Kernels in a model that trains. Weights, their gradients and what ranks exchange stay float32."""
+
+    def __init__(self, model: nn.Module, plan: Plan, kind: str | None, example: Any, *, simulate: bool) -> None:
+        self.model = model
+        graph = capture(model, example)
+        # every section, on every rank: another rank's mistake would leave this one waiting for it
+        problems = replace(plan, backend=None).validate(graph)
+        if problems:
+            raise TrainError(problems, title="the plan doesn't fit the model")
+        own = plan if kind is None else plan.for_device(kind)
+        own = replace(own, devices={}, backend=None).resolve(graph)
+        prepare(model, own, graph=graph, simulate=simulate)
+        self.notes: list[str] = []
+        where = "" if kind is None else f"{kind}: "
+        if find_attachment(model) is None:
+            self.notes.append(f"{where}all operators in float, as the plan says")
+            return
+        kernels = attachment_of(model).kernels
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        counts: dict[str, int] = {}
+        for name, kernel in kernels.items():
+            missing = None if simulate else kernel.missing_for(graph.by_name[name].kind, device)
+            how = f"{kernel.name}, simulated" if simulate or missing else kernel.name
+            counts[how] = counts.get(how, 0) + 1
+            if missing and (text := f"{kernel.name} is only simulated: {missing}") not in self.notes:
+                self.notes.append(text)
+        words = ", ".join(f"{count} in {how}" for how, count in counts.items())
+        self.notes.insert(0, f"{where}of {len(graph.ops)} operators {words}; all others in float")
+        self.notes += [f"{where}{text}" for text in self._in_float(kernels, example)]
+
+    def _in_float(self, kernels: Mapping[str, Any], example: Any) -> Iterator[str]:
+        """Gradients that the plan wants low and that stay float: kernels know after a call."""
+        with evaluating(self.model), torch.no_grad(), torch.random.fork_rng(devices=[]):
+            call(self.model, example)
+        found: dict[tuple[str, str, str], list[str]] = {}
+        for name, kernel in kernels.items():
+            for product, reason in kernel.floats.items():
+                found.setdefault((kernel.name, product, reason), []).append(name)
+        for (format, product, reason), names in found.items():
+            which = ", ".join(names[:_SHOWN]) + (", …" if len(names) > _SHOWN else "")
+            yield f"{format}: gradients of the {product} stay float in {len(names)} operators, {reason}: {which}"
+
+    @property
+    def uncompiled(self) -> list[str]:
+        """Kernels that torch.compile of the model goes around."""
+        attachment = find_attachment(self.model)
+        kernels = {} if attachment is None else attachment.kernels
+        return sorted({kernel.name for kernel in kernels.values() if not kernel.compiles})
+
+    @contextmanager
+    def float(self) -> Iterator[None]:
+        """The model as it will be used: what was trained are float weights."""
+        if find_attachment(self.model) is None:
+            yield
+            return
+        with in_mode(self.model, "float"):
+            yield
+
+    def finish(self) -> None:
+        """The plain model again."""
+        strip(self.model)
+
+
+def batch_of(device: Device | None, usual: int | None) -> int | None:
+    """How many samples this rank takes: what its section says, else what all take."""
+    return usual if device is None or device.batch is None else device.batch

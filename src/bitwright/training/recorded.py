@@ -1,0 +1,63 @@
+"""A training run as a part of a report."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, Field
+
+from bitwright.core.documents import read_json, validated
+from bitwright.report import Training
+from bitwright.training.config import TrainConfig
+
+
+class _Best(BaseModel):
+    epoch: int = Field(ge=0)
+
+
+class _Result(BaseModel):
+    """Of what `result.json` says, the part that a report needs."""
+
+    metric: str
+    quantize: str | None
+    compute: str | None
+    metrics: tuple[dict[str, float], ...]
+    best: _Best | None = None
+    steps: int = Field(ge=0)
+    processes: int = Field(ge=1)
+    config_hash: str
+    config: dict[str, Any]
+    init: str | None
+    notes: tuple[str, ...]
+
+
+def recorded(run: str | Path) -> Training | None:
+    """What `result.json` of a run's folder says; None: the folder has none, so nothing was trained there."""
+    path = Path(run) / "result.json"
+    if not path.is_file():
+        return None
+    fix = "train again, or remove the file: the report is then without the training"
+    data = read_json(path, what="the training's result", fix=fix, finite=False)
+    facts = validated(_Result, data, title=f"{path} is not the result of a training", fix=fix)
+    usual = TrainConfig().model_dump()
+    return Training(
+        metric=facts.metric,
+        precision=facts.quantize or facts.compute or "float",
+        metrics=facts.metrics,
+        best_epoch=None if facts.best is None else facts.best.epoch,
+        steps=facts.steps,
+        processes=facts.processes,
+        config_hash=facts.config_hash,
+        settings={key: str(value) for key, value in facts.config.items() if value != usual.get(key)},
+        init=facts.init,
+        notes=facts.notes,
+    )
+
+
+def weights_before(run: str | Path) -> Path | None:
+    """The float weights that a run says it began with, if they are still there."""
+    path = Path(run) / "result.json"
+    data = read_json(path, what="the training's result", finite=False) if path.is_file() else None
+    init = data.get("init") if isinstance(data, dict) else None
+    return Path(init) if isinstance(init, str) and "\0" not in init and Path(init).exists() else None

@@ -1,0 +1,457 @@
+"""One run from its first step, or from a checkpoint, to its end."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import cached_property
+from itertools import islice
+from logging import getLogger
+from math import isfinite, isnan
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from bitwright.backends import Choices
+from bitwright.backends.precisions import Precision, word
+from bitwright.core.errors import TrainDiverged, TrainError
+from bitwright.core.files import write_text
+from bitwright.core.interrupts import Interrupted, Stop
+from bitwright.core.modes import evaluating
+from bitwright.core.tensor_tree import map_tensors
+from bitwright.deploy.checkpoint import checkpoint_file, load_checkpoint, save_checkpoint
+from bitwright.plan import Plan
+from bitwright.quantizers.compiled import for_this_cpu
+from bitwright.report import SiteRow, site_rows
+from bitwright.training.callbacks import Callback
+from bitwright.training.checkpoints import Checkpoints, Saved, checked, load_best, restore, whole_state, writer
+from bitwright.training.config import TrainConfig
+from bitwright.training.data import TrainingData, seed_all
+from bitwright.training.distributed import Alone, Ranks, Replicated, Sharded, share_buffers
+from bitwright.training.low_precision import LowPrecision, batch_of, kind_of
+from bitwright.training.optimization import Ema, Objective, Placing, make_optimizer, rate
+from bitwright.training.qat import Qat
+from bitwright.version import __version__
+from bitwright.workload import Workload, batches, call_on, can_measure, fed_with, measure
+
+RESULT = "result.json"
+
+
+def finish(run: Run) -> None:
+    """Put the result together, on all ranks, and write it on the first."""
+    if run.ema is not None:
+        run.ema.put(run.model)
+    best = run.checkpoints.best() if run.checkpoints is not None else None
+    if run.config.patience is not None and best is not None and run.best is not None:
+        load_best(run, best)
+        run.note(f"the result is that of epoch {int(run.best['epoch'])}, the best one")
+    if run.qat is not None:
+        run.qat.finish()
+    if run.low is not None:
+        run.low.finish()
+    if run.whole_model is not None:
+        run.whole_model.load_state_dict(whole_state(run))
+        run.model = run.whole_model
+        if run.qat is not None:
+            run.qat.quantized = replace(run.qat.quantized, model=run.model)
+    run.model.eval()
+    if run.out is None or not run.ranks.first:
+        return
+    plan = run.qat.plan if run.qat is not None else run.compute
+    if plan is not None:
+        plan.save(run.out / "plan.yaml")
+    save_checkpoint(run.model, run.out / "checkpoint.safetensors")
+    write_text(run.out / RESULT, json.dumps(facts(run), indent=1) + "\n")
+
+
+def facts(run: Run) -> dict[str, Any]:
+    """What was run, and how it ended."""
+    return {
+        "bitwright": __version__,
+        "torch": torch.__version__,
+        "workload": run.workload.name,
+        "quantize": word(run.precision),
+        "compute": word(run.compute),
+        "kind": run.kind,
+        "simulate": run.simulate,
+        "batches": run.data.parts,
+        "init": str(run.init) if run.init is not None else None,
+        "backend": run.qat.quantized.backend if run.qat is not None else None,
+        "processes": run.ranks.world,
+        "config": run.config.model_dump(),
+        "config_hash": run.config.digest,
+        "steps": run.step,
+        "epochs": run.epoch,
+        "stopped_early": run.stopped_early,
+        "metric": run.workload.metric,
+        "metrics": run.metrics,
+        "best": run.best,
+        "notes": run.notes,
+    }
+
+
+log = getLogger("bitwright.training")
+progress_log = getLogger("bitwright.progress")
+_CALIBRATION_BATCHES = 8  # of the training data, where the workload has no calibration data
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Run:
+    """The state of a training run, and its loop. Made by `Trainer.fit`; callbacks look at it."""
+
+    def __init__(
+        self,
+        *,
+        workload: Workload,
+        config: TrainConfig,
+        ranks: Ranks,
+        precision: Precision | None,
+        backend: str | None,
+        choices: Choices,
+        out: Path | None,
+        init: Path | None,
+        device: torch.device,
+        callbacks: Sequence[Callback],
+        resume: Saved | None,
+        stop: Stop,
+        compute: Plan | None = None,
+        kinds: str | None = None,
+        simulate: bool = False,
+    ) -> None:
+        self.workload = workload
+        self.where = f"workload {workload.name!r}"
+        self.config = config
+        self.ranks = ranks
+        self.device = device
+        self.out = out
+        self.init = init
+        self.callbacks = callbacks if ranks.first else ()
+        self.stop = stop
+        self.precision, self.backend, self.choices = precision, backend, choices
+        self.compute, self.simulate = compute, simulate
+        self.kind = None if compute is None else kind_of(compute, kinds, ranks)
+        self.kinds: list[str | None] = ranks.gather(self.kind)
+        section = None if compute is None or self.kind is None else compute.devices[self.kind]
+        batch = batch_of(section, config.batch)
+        if section is not None and section.channels_last:  # the plan was made for that layout
+            self.config = config = config.model_copy(update={"channels_last": True})
+        self.place = Placing(device=device, channels_last=config.channels_last)
+        self.data = TrainingData(
+            workload,
+            batch=batch,
+            seed=config.seed,
+            ranks=ranks,
+            workers=config.workers,
+            drop_last=config.drop_last,
+        )
+        self.steps_per_epoch = self.data.steps(config.accumulate)
+        if self.data.batches < config.accumulate:
+            raise TrainError.single(
+                "an epoch has fewer batches than one step accumulates",
+                where="accumulate",
+                value=f"{config.accumulate} of {self.data.batches}",
+                fix=f"use at most {self.data.batches}",
+            )
+        self.steps = config.epochs * self.steps_per_epoch
+        self.epoch = self.step = self.stale = 0
+        self.loss: float | None = None
+        self.metrics: list[dict[str, float]] = []
+        self.best: dict[str, float] | None = None
+        self.stopped_early = False
+        self.notes: list[str] = []
+        self.checkpoints = Checkpoints(out) if out is not None else None
+        self._losses: list[Tensor] = []
+        self._norms: list[Tensor] = []
+        state = checked(self, resume) if resume is not None else None
+        self._set_up(backend, choices, init, resume)
+        if resume is not None and state is not None:
+            restore(self, resume, state)
+
+    # -- set-up: quantizers, then DDP, then optimizer and compiler -----------------------------------------
+
+    def _set_up(self, backend: str | None, choices: Choices, init: Path | None, resume: Saved | None) -> None:
+        config, model = self.config, self.workload.model
+        self.model = self.place.model(model)
+        if init is not None:
+            load_checkpoint(model, checkpoint_file(init))
+        seed_all(config.seed, "start")
+        self.objective = Objective(self.workload, config, copy.deepcopy(model) if config.distill > 0 else None)
+        self.qat: Qat | None = None
+        self.whole_model: nn.Module | None = None
+        if self.precision is not None:
+            self.qat = self._quantize(backend, choices, resume)
+            for note in self.qat.notes:
+                self.note(note)
+        self.low: LowPrecision | None = None
+        if self.compute is not None:
+            self.low = LowPrecision(self.model, self.compute, self.kind, self._example(), simulate=self.simulate)
+            for note in dict.fromkeys(note for notes in self.ranks.gather(self.low.notes) for note in notes):
+                self.note(note)  # a line for each kind of device, not only for the first rank's
+        if resume is not None:  # before anybody holds parameters: a checkpoint gives scales their shapes
+            load_checkpoint(model, resume.folder / "model.safetensors")
+        self.parallel = self._share()
+        self.net: Any = self.parallel.net
+        self.ema = Ema(model, config.ema) if config.ema is not None else None
+        self.optimizer = make_optimizer(model, config)
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.amp == "fp16")
+        if config.compile:
+            for name in [] if self.low is None else self.low.uncompiled:
+                self.note(f"operators in {name} aren't compiled with the rest of the model: they are as fast without")
+            self.net = torch.compile(self.net, options=for_this_cpu())
+        doubt = self.workload.direction_note()
+        if doubt is not None:
+            self.note(doubt)
+        world = self.ranks.world
+        whole = sum(self.data.parts) * config.accumulate
+        last = sum(
+            sum(self.data.sizes(number)) for number in self.data.numbers(self.steps_per_epoch - 1, config.accumulate)
+        )
+        self.note(
+            f"{self.data.size} samples, {self.steps_per_epoch} steps of {whole} samples per epoch"
+            + (f", the last one of {last}" if last != whole else "")
+            + (f" ({self._parts()} of {world} processes; the learning rate is as given)" if world > 1 else "")
+        )
+
+    def _parts(self) -> str:
+        parts = self.data.parts
+        return f"{parts[0]} on each" if len(set(parts)) == 1 else f"{', '.join(map(str, parts))} on those"
+
+    def _share(self) -> Alone:
+        if not self.ranks.several:
+            return Alone(self.model)
+        if self.config.parallel == "ddp":
+            return Replicated(self.model, self.device)
+        self.whole_model = copy.deepcopy(self.model)  # a sharded model can't be put together again in place
+        return Sharded(self.model, self.device, self.ranks)
+
+    def release(self) -> None:
+        """Drop what belongs to the process group, before the group is left."""
+        self.parallel = Alone(self.model)
+        self.net = self.model
+
+    def _quantize(self, backend: str | None, choices: Choices, resume: Saved | None) -> Qat:
+        assert self.precision is not None
+        if resume is not None:
+            plan = Plan.load(resume.folder / "plan.yaml")
+            return Qat.resumed(
+                self.model,
+                plan,
+                self._example(),
+                freeze_observers=self.config.freeze_observers,
+                freeze_bn=self.config.freeze_bn,
+                fuse=self.config.fuse,
+            )
+        return Qat(
+            self.model,
+            (self.place(batch) for batch in self._calibration()),
+            quantize=self.precision,
+            backend=backend,
+            example=self._example(),
+            name=self.workload.name,
+            freeze_observers=self.config.freeze_observers,
+            freeze_bn=self.config.freeze_bn,
+            fuse=self.config.fuse,
+            **choices,
+        )
+
+    def _example(self) -> Any:
+        return self.place(self.workload.inputs)
+
+    def _calibration(self) -> Iterator[Any]:
+        """This rank's calibration batches; training batches where the workload has none."""
+        if self.workload.calibration is not None:
+            yield from islice(batches(self.workload.calibration), self.ranks.rank, None, self.ranks.world)
+            return
+        self.note(f"the workload has no calibration data: ranges start from {_CALIBRATION_BATCHES} training batches")
+        for inputs, _ in islice(self.data.epoch(0), _CALIBRATION_BATCHES):
+            yield inputs
+
+    def note(self, text: str) -> None:
+        """Something that was decided for the user: logged once, kept for the report."""
+        self.notes.append(text)
+        if self.ranks.first:
+            log.info(text)
+
+    # -- the loop ------------------------------------------------------------------------------------------
+
+    def go(self) -> None:
+        """Train to the end."""
+        for callback in self.callbacks:
+            callback.on_start(self)
+        try:
+            while self.epoch < self.config.epochs and not self.stopped_early:
+                self._train_epoch()
+                self._finish_epoch()
+            finish(self)
+        finally:
+            for callback in self.callbacks:
+                callback.on_end(self)
+
+    def _train_epoch(self) -> None:
+        self.model.train()
+        done = self.step - self.epoch * self.steps_per_epoch
+        data = self.data.epoch(self.epoch, skip=done * self.config.accumulate)
+        for _ in range(done, self.steps_per_epoch):
+            self._train_step(data)
+            progress_log.debug("step %d finished", self.step)
+            last = self.step % self.steps_per_epoch == 0
+            if self.step % self.config.log_steps == 0 or last:
+                self._log()
+            for callback in self.callbacks:
+                callback.on_step(self)
+            if last:
+                break  # the epoch's own checkpoint comes with its metrics
+            if self.config.save_steps is not None and self.step % self.config.save_steps == 0:
+                self.save()
+            self._obey()
+
+    def _train_step(self, data: Iterator[tuple[Any, Any]]) -> None:
+        config = self.config
+        share = rate(config, self.step, self.steps_per_epoch)
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["peak"] * share
+        self.optimizer.zero_grad(set_to_none=True)
+        self.parallel.begin_step()
+        total = torch.zeros((), device=self.device)
+        numbers = self.data.numbers(self.step - self.epoch * self.steps_per_epoch, config.accumulate)
+        for part, number in enumerate(numbers):
+            inputs, target = (self.place(value) for value in next(data))
+            seed_all(config.seed, "step", self.step, part, self.ranks.rank)
+            with self.parallel.accumulating(part == len(numbers) - 1):
+                with self._autocast():
+                    loss = self.objective(call_on("training", self.net, inputs, where=self.where), inputs, target)
+                weight = self.data.weight(number, numbers)
+                share_of_batch = 1 / config.accumulate if self.objective.sums else weight  # samples count already
+                self.scaler.scale(loss * share_of_batch).backward()
+            total += loss.detach().float() * share_of_batch
+        self.parallel.end_backward()
+        if config.clip is not None:
+            self.scaler.unscale_(self.optimizer)
+            self._norms.append(self.parallel.clip(config.clip))
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.step += 1
+        self._losses.append(total)
+        if self.qat is not None:
+            self.qat.after_step()
+        if self.ema is not None:
+            self.ema.update(self.model, self.step)
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        if self.config.amp is None:
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=_DTYPES[self.config.amp])
+
+    def _log(self) -> None:
+        """The mean loss since the last time, over all ranks; a number that isn't one ends the run here."""
+        if not self._losses:
+            return
+        mean = torch.stack(self._losses).mean()
+        if self.ranks.several:
+            dist.all_reduce(mean)
+            mean /= self.ranks.world
+        self.loss = float(mean)
+        values = {"loss": self.loss, "lr": self.optimizer.param_groups[0]["lr"]}
+        if self._norms:
+            values["gradient_norm"] = float(torch.stack(self._norms).mean())
+        self._losses, self._norms = [], []
+        if not isfinite(self.loss):
+            saved = self.checkpoints.latest() if self.checkpoints is not None else None
+            raise TrainDiverged.single(
+                "the loss is not finite",
+                where=f"step {self.step}",
+                value=self.loss,
+                fix="lower the learning rate, clip gradients (clip), or warm up"
+                + (f"; {saved.folder.name} is the last sound checkpoint" if saved is not None else ""),
+            )
+        for callback in self.callbacks:
+            callback.on_log(self, values)
+
+    def _finish_epoch(self) -> None:
+        self.epoch += 1
+        self.ranks.agree(self.model)
+        if self.ranks.several:  # statistics of norms are each rank's own until here, and folded weights depend on them
+            share_buffers(self.model)
+        if self.qat is not None:
+            self.qat.after_epoch()
+            self.ranks.agree(self.model)
+        better = self._measure()
+        for callback in self.callbacks:
+            callback.on_epoch(self, self.metrics[-1])
+        patience = self.config.patience
+        self.stale = 0 if better else self.stale + 1
+        if patience is not None and self.stale >= patience:
+            self.stopped_early = True
+        self.save(best=better)
+        if self.epoch < self.config.epochs and not self.stopped_early:
+            self._obey()
+
+    def _measure(self) -> bool:
+        """The workload's metrics on rank 0, told to all; gives whether they are the best so far."""
+        values: dict[str, float] = {}
+        if can_measure(self.workload) and (self.ranks.first or self.parallel.measures_together):
+            with self.ema.shown(self.model) if self.ema is not None else nullcontext():
+                if self.ema is not None and self.qat is not None:
+                    self.qat.settle(alone=True)  # buffers were shared already
+                values = measure(self.workload, self.predict)
+        values = self.ranks.tell(values)
+        self.metrics.append(values)
+        score = values.get(self.workload.metric)
+        if score is None:
+            return True
+        before = None if self.best is None else self.best[self.workload.metric]
+        if before is not None and not isnan(before):
+            better = score < before if self.workload.less_is_better() else score > before
+            if not better:
+                return False
+        self.best = {**values, "epoch": float(self.epoch)}
+        return True
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model in evaluation mode on the run's device, with inputs and outputs on the CPU."""
+        with evaluating(self.model), torch.no_grad(), nullcontext() if self.low is None else self.low.float():
+            args, kwargs = self.place((args, kwargs))
+            return map_tensors(self.model(*args, **kwargs), lambda t: t.to("cpu"))
+
+    def _obey(self) -> None:
+        if not self.parallel.stopping(self.stop.asked is not None):
+            return
+        by = f" by {self.stop.asked}" if self.stop.asked else ""
+        words = f"interrupted{by} after step {self.step} of {self.steps}"
+        self.stop.raised = True
+        if self.checkpoints is None:
+            raise Interrupted(words, "the run has no folder to be saved in")
+        self.save()
+        raise Interrupted(words, "the run is saved; rerun the command to resume (in Python: resume=True)")
+
+    def facts(self) -> dict[str, Any]:
+        """What was run, and how it ended."""
+        return facts(self)
+
+    def sites(self) -> tuple[SiteRow, ...]:
+        """Scales, ranges and clipped shares per site on the example; nothing for a float run."""
+        if self.qat is None:
+            return ()
+        with fed_with("training", self._probe, where=self.where):
+            return site_rows(self.model, [self._probe])
+
+    @cached_property
+    def _probe(self) -> Any:
+        """A real batch to look at sites with: always the same one."""
+        return self.place(next(iter(self.data.epoch(0)))[0])
+
+    def save(self, *, best: bool = False) -> None:
+        """Write a checkpoint, once: on rank 0."""
+        self._log()
+        if self.checkpoints is None:
+            return
+        write = writer(self)
+        if self.ranks.first:
+            self.checkpoints.save(self.step, write, best=best)
+            progress_log.debug("checkpoint at step %d", self.step)

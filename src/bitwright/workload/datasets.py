@@ -1,0 +1,137 @@
+"""Data that a configuration can name: files and folders of the user's, in batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+from math import prod
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from bitwright.core.arrays import read_npz, read_picture
+from bitwright.core.documents import Strict
+from bitwright.core.errors import WorkloadError
+
+_PICTURES = (".jpg", ".jpeg", ".png", ".bmp")
+_MOST_PIXELS = 40_000_000
+_MOST_RANDOM = 2**30
+_BICUBIC = 3  # of Pillow's Resampling
+
+
+class Dataset(Strict):
+    """Where samples are, and how they become tensors. Exactly one of `npz`, `images` and `random`.
+
+    `npz`: a file with arrays `inputs` and `targets` (or as `keys` names them). `images`: a folder with one folder of
+    pictures for each class. `random`: numbers of this shape, for a first try. Pictures (uint8, channels last) become
+    floats of 0 to 1, channels first, then (x − mean)/std.
+    """
+
+    npz: Path | None = None
+    keys: tuple[str, str] = ("inputs", "targets")
+    images: Path | None = None
+    random: tuple[Annotated[int, Field(ge=1)], ...] | None = Field(
+        default=None, min_length=1, max_length=8, description="(samples, …)"
+    )
+    resize: int | None = Field(default=None, gt=0, le=10_000, description="Of pictures: the shorter side.")
+    crop: int | None = Field(default=None, gt=0, le=6_000, description="Of pictures: a square in the middle.")
+    mean: tuple[Annotated[float, Field(ge=-1e6, le=1e6)], ...] = ()
+    std: tuple[Annotated[float, Field(ge=1e-6, le=1e6)], ...] = ()
+    batch_size: int = Field(default=32, gt=0, le=1_000_000)
+
+    @model_validator(mode="after")
+    def _one(self) -> Dataset:
+        if sum(source is not None for source in (self.npz, self.images, self.random)) != 1:
+            raise ValueError("give exactly one of npz, images and random")
+        if self.random is not None and prod(self.random) > _MOST_RANDOM:
+            raise ValueError(f"random data of {prod(self.random)} numbers is more than {_MOST_RANDOM}")
+        if len(self.mean) != len(self.std):
+            raise ValueError("mean and std have different lengths")
+        return self
+
+    def labelled(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Batches of (inputs, targets)."""
+        if self.images is not None:
+            yield from self._pictures()
+            return
+        inputs, targets = self._arrays
+        for start in range(0, len(inputs), self.batch_size):
+            part = slice(start, start + self.batch_size)
+            yield self._normalised(inputs[part]), targets[part]
+
+    def inputs(self) -> Iterator[Tensor]:
+        """Batches of inputs alone."""
+        return (inputs for inputs, _ in self.labelled())
+
+    @cached_property
+    def _arrays(self) -> tuple[Tensor, Tensor]:
+        if self.random is not None:
+            generator = torch.Generator().manual_seed(0)
+            return torch.randn(self.random, generator=generator), torch.zeros(self.random[0], dtype=torch.int64)
+        assert self.npz is not None
+        inputs, targets = read_npz(self.npz, self.keys, fix="Name them with keys: [inputs, targets]")
+        if len(inputs) != len(targets):
+            raise WorkloadError(
+                "inputs and targets have different lengths",
+                where=str(self.npz),
+                value=f"{len(inputs)}, {len(targets)}",
+                fix="one target for each input",
+            )
+        kind = np.int64 if np.issubdtype(targets.dtype, np.integer) else np.float32
+        return torch.from_numpy(inputs), torch.from_numpy(targets.astype(kind))
+
+    def _normalised(self, batch: Tensor) -> Tensor:
+        if batch.dtype == torch.uint8 and batch.ndim == 4:
+            batch = batch.permute(0, 3, 1, 2).float() / 255
+        batch = batch.contiguous() if batch.is_floating_point() else batch
+        batch = batch.float() if batch.dtype == torch.float64 else batch
+        if not self.mean:
+            return batch
+        channels = batch.shape[1] if batch.ndim > 1 else 0
+        if len(self.mean) not in (1, channels):
+            what = f"mean and std have {len(self.mean)} values, and the samples {channels} channels"
+            raise WorkloadError(what, where="mean", value=self.mean, fix="give one value for each channel")
+        shape = (1, -1, *(1,) * (batch.ndim - 2))
+        return (batch - torch.tensor(self.mean).view(shape)) / torch.tensor(self.std).view(shape)
+
+    def _pictures(self) -> Iterator[tuple[Tensor, Tensor]]:
+        assert self.images is not None
+        classes = sorted(path for path in self.images.iterdir() if path.is_dir()) if self.images.is_dir() else []
+        files = [
+            (file, index)
+            for index, folder in enumerate(classes)
+            for file in sorted(folder.iterdir())
+            if file.suffix.lower() in _PICTURES
+        ]
+        if not files:
+            raise WorkloadError(
+                "there are no pictures", where=str(self.images), fix="give a folder with one folder for each class"
+            )
+        for start in range(0, len(files), self.batch_size):
+            part = files[start : start + self.batch_size]
+            pictures = [self._picture(file) for file, _ in part]
+            sizes = {tuple(picture.shape) for picture in pictures}
+            if len(sizes) > 1:
+                shown = "; ".join(f"{height} × {width}" for height, width, _ in sorted(sizes)[:3])
+                fix = "give them one size: resize and crop"
+                raise WorkloadError("pictures have different sizes", where=str(self.images), value=shown, fix=fix)
+            pixels = torch.stack(pictures)
+            yield self._normalised(pixels), torch.tensor([index for _, index in part])
+
+    def _picture(self, file: Path) -> Tensor:
+        image = read_picture(file)
+        if self.resize is not None:
+            ratio = self.resize / min(image.size)
+            size = tuple(max(1, round(side * ratio)) for side in image.size)
+            if prod(size) > _MOST_PIXELS:
+                what = f"the picture would have {size[0]} × {size[1]} pixels"
+                raise WorkloadError(what, where=str(file), value=image.size, fix="remove it, or resize to less")
+            image = image.resize(size, _BICUBIC)
+        if self.crop is not None:
+            left, top = ((side - self.crop) // 2 for side in image.size)
+            image = image.crop((left, top, left + self.crop, top + self.crop))
+        return torch.from_numpy(np.array(image))

@@ -1,0 +1,80 @@
+"""A workload's loss, as all who train, profile and score call it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from bitwright.core.errors import WorkloadError
+from bitwright.core.user_code import defined_at, owners_code
+from bitwright.workload.data import shape_of
+from bitwright.workload.workload import Workload
+
+_EXPECTED = "loss(output, target) gives a tensor of one number"
+
+
+def loss_of(workload: Workload) -> Callable[[Any, Any], Tensor]:
+    """The workload's loss; what it raises, or gives in the wrong form, is told as its own.
+
+    It keeps the name of the loss, by which profiles know it.
+    """
+    loss = workload.loss
+    assert loss is not None
+    where = f"workload {workload.name!r}"
+
+    @functools.wraps(loss, assigned=("__name__", "__doc__", "reduction"), updated=())
+    def guarded(output: Any, target: Any) -> Tensor:
+        try:
+            value: Any = loss(output, target)
+        except Exception:
+            got = f"output: {shape_of(output)}; target: {shape_of(target)}"
+            fix = f"call loss(model(inputs), target) in Python ({got})"
+            with owners_code(workload.name, "loss", expected=_EXPECTED, fix=fix):
+                raise
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            raise WorkloadError(
+                f"loss gave something else{defined_at(loss)}; expected: {_EXPECTED}",
+                where=where,
+                value=shape_of(value),
+                fix="return the mean over samples" if isinstance(value, Tensor) else "return a tensor, without .item()",
+            )
+        if torch.is_grad_enabled() and not value.requires_grad:
+            raise _no_gradient(loss, output, value, where)
+        found: Tensor = value
+        return found
+
+    guarded.__qualname__ = getattr(loss, "__qualname__", type(loss).__name__)
+    return guarded
+
+
+def to_train(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters that training moves; a model without any is refused."""
+    found = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not found:
+        raise WorkloadError(
+            "the model has no parameter to be trained",
+            value=type(model).__name__,
+            fix="requires_grad_(True) on what is to be trained",
+        )
+    return found
+
+
+def _no_gradient(loss: object, output: Any, value: Tensor, where: str) -> WorkloadError:
+    if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(output)):
+        return WorkloadError(
+            f"loss has no gradient{defined_at(loss)}; expected: {_EXPECTED} that depends on the output",
+            where=where,
+            value=f"{shape_of(value)} of {str(value.dtype).removeprefix('torch.')}",
+            fix="compute it from the output itself: no .item(), .detach(), argmax or comparison on the way",
+        )
+    return WorkloadError(
+        "the model's output has no gradient: nothing can be trained",
+        where=where,
+        value=shape_of(output),
+        fix="requires_grad_(True) on what is to be trained; no torch.no_grad() or .detach() in forward",
+    )

@@ -1,0 +1,207 @@
+"""How good a model is: metrics by name, the workload's own metric, or top-1 of its evaluation data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any, SupportsFloat
+
+import torch
+from torch import Tensor
+
+from bitwright.core.arguments import strict
+from bitwright.core.errors import WorkloadError, did_you_mean
+from bitwright.core.modes import evaluating
+from bitwright.core.user_code import owners_code
+from bitwright.workload.data import call, call_on, pairs, shape_of
+from bitwright.workload.workload import Workload
+
+Evaluate = Callable[[Callable[..., Any]], dict[str, float]]
+
+
+class _Topk:
+    """Percent of the samples whose target is among the k largest outputs."""
+
+    def __init__(self, k: int = 1) -> None:
+        if type(k) is not int or k < 1:
+            raise WorkloadError("topk counts whole numbers from 1", where="metric.topk.k", value=k, fix="write k: 1")
+        self.k, self.hits, self.n = k, 0, 0
+
+    def add(self, output: Tensor, target: Tensor) -> None:
+        if output.dim() < 2 or output.shape[1] < self.k:
+            what = f"topk needs outputs of shape (samples, classes) with {self.k} classes or more"
+            raise WorkloadError(what, where="metric.topk", value=tuple(output.shape), fix="choose a smaller k")
+        sound = ~output.isnan().any(dim=1)
+        found = (output.topk(self.k, dim=1).indices == target[:, None]).any(dim=1)
+        self.hits += int((found & sound).sum())
+        self.n += len(target)
+
+    def value(self) -> float:
+        return 100.0 * self.hits / self.n
+
+
+class _F1:
+    """Of the positive class, in percent."""
+
+    def __init__(self, positive: int = 1) -> None:
+        self.positive, self.both, self.said, self.true = positive, 0, 0, 0
+
+    def add(self, output: Tensor, target: Tensor) -> None:
+        said = (output.argmax(dim=1) == self.positive) & ~output.isnan().any(dim=1)
+        true = target == self.positive
+        self.both += int((said & true).sum())
+        self.said += int(said.sum())
+        self.true += int(true.sum())
+
+    def value(self) -> float:
+        return 200.0 * self.both / (self.said + self.true) if self.said + self.true else 0.0
+
+
+class _Error:
+    """The mean of |y − ŷ|^power, and its root if asked for."""
+
+    def __init__(self, power: int, *, root: bool = False) -> None:
+        self.power, self.root, self.sum, self.n = power, root, 0.0, 0
+
+    def add(self, output: Tensor, target: Tensor) -> None:
+        self.sum += float((output.double() - target.double()).abs().pow(self.power).sum())
+        self.n += target.numel()
+
+    def value(self) -> float:
+        mean = self.sum / self.n
+        return mean**0.5 if self.root else mean
+
+
+METRICS: dict[str, tuple[Callable[..., Any], bool]] = {
+    "topk": (_Topk, True),
+    "f1": (_F1, True),
+    "mse": (partial(_Error, 2), False),
+    "mae": (partial(_Error, 1), False),
+    "rmse": (partial(_Error, 2, root=True), False),
+}
+"""Each with whether more of it is better."""
+
+
+def metric_name(name: str, options: dict[str, Any]) -> str:
+    """How a metric with these options is called: top1, top5, f1, …"""
+    return f"top{options.get('k', 1)}" if name == "topk" else name
+
+
+def make_evaluate(wanted: dict[str, dict[str, Any]], data: Callable[[], Iterable[tuple[Any, Tensor]]]) -> Evaluate:
+    """A workload's `evaluate` from names and options of metrics."""
+    for name in wanted:
+        if name not in METRICS:
+            raise WorkloadError("unknown metric", value=name, fix=did_you_mean(name, METRICS))
+    for name, options in wanted.items():  # wrong options are told now, not after the first evaluation
+        try:
+            METRICS[name][0](**options)
+        except TypeError as error:
+            raise WorkloadError(f"the options of the metric are wrong: {error}", where=name, value=options) from error
+
+    def evaluate(predict: Callable[..., Any]) -> dict[str, float]:
+        counters = {metric_name(name, options): METRICS[name][0](**options) for name, options in wanted.items()}
+        n = 0
+        for inputs, target in data():
+            output = call(predict, inputs)
+            logits = getattr(output, "logits", output)
+            n += len(target)
+            with torch.no_grad():
+                for counter in counters.values():
+                    counter.add(logits, target)
+        if not n:
+            raise WorkloadError("the evaluation loader yields no sample", fix="check its data set")
+        return {**{name: counter.value() for name, counter in counters.items()}, "n": float(n)}
+
+    return evaluate
+
+
+def can_measure(workload: Workload) -> bool:
+    """Whether the workload says how good a model is."""
+    return workload.evaluation is not None or workload.evaluate is not None
+
+
+@strict
+def measure(workload: Workload, predict: Callable[..., Any]) -> dict[str, float]:
+    """Score ``predict``, which is called as the workload's model is, on the workload's evaluation data.
+
+    The workload's own ``evaluate`` has the say; without it the score is top-1 in percent, with the number of
+    samples ``n``. A module is scored in evaluation mode, and left in the modes that it had.
+    """
+    where = f"workload {workload.name!r}"
+    with torch.no_grad(), evaluating(predict):
+        if workload.evaluate is not None:
+            with owners_code(workload.name, "evaluate", expected=_METRICS, fix="call evaluate(model) in Python"):
+                found = workload.evaluate(predict)
+            values = _numbers(found, workload)
+        elif workload.evaluation is not None:
+            values = _top1(pairs(workload), predict, where)
+        else:
+            raise WorkloadError(
+                "nothing says how good the model is",
+                where=where,
+                fix="give the Workload evaluation= or evaluate=",
+            )
+    if workload.metric not in values:
+        raise WorkloadError(
+            f"the metric {workload.metric!r} was not measured",
+            where=where,
+            value=sorted(values),
+            fix="set metric= to one of these, or give an evaluate= that returns it",
+        )
+    return values
+
+
+_METRICS = 'evaluate(model) calls model as the model is called, and gives numbers by name: {"top1": 91.7}'
+
+
+def _numbers(found: Any, workload: Workload) -> dict[str, float]:
+    """What `evaluate` gave, as floats by name; a number alone is the metric."""
+    values = found if isinstance(found, Mapping) else {workload.metric: found}
+    wrong = [value for value in values.values() if not _is_number(value)]
+    if wrong:
+        raise WorkloadError(
+            f"evaluate gave no numbers; expected: {_METRICS}",
+            where=f"workload {workload.name!r}",
+            value=shape_of(wrong[0]),
+            fix=f"return {{{workload.metric!r}: number}}",
+        )
+    return {str(name): float(value) for name, value in values.items()}
+
+
+def _is_number(value: object) -> bool:
+    return value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, SupportsFloat)
+
+
+def _top1(data: Iterable[tuple[Any, Tensor]], predict: Callable[..., Any], where: str) -> dict[str, float]:
+    hits = n = 0
+    for right, _ in hits_of(data, predict, where=where):
+        hits += int(right.sum())
+        n += len(right)
+    return {"top1": 100.0 * hits / n, "n": float(n)}
+
+
+def hits_of(
+    data: Iterable[tuple[Any, Tensor]], predict: Callable[..., Any], *, where: str | None = None
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """For each batch, which samples `predict` gets right, and their targets."""
+    empty = True
+    for inputs, target in data:
+        output = call_on("evaluation", predict, inputs, where=where)
+        logits = getattr(output, "logits", output)  # the outputs of Hugging Face's classifiers
+        if not isinstance(logits, Tensor) or logits.ndim != 2 or target.shape != logits.shape[:1]:
+            raise WorkloadError(
+                "top-1 needs an output of (samples, classes) and a target of (samples,)",
+                where=where,
+                value=f"{shape_of(logits)}, {shape_of(target)}",
+                fix="give the Workload an evaluate= of its own",
+            )
+        # argmax calls NaN the largest, so a broken model would score by chance: NaN is a miss.
+        sound = ~logits.isnan().any(dim=1)
+        empty = empty and not len(target)
+        yield (logits.argmax(dim=1) == target) & sound, target
+    if empty:
+        raise WorkloadError(
+            "the evaluation loader yields no sample",
+            where=where,
+            fix="check its data set, and that each call starts afresh",
+        )

@@ -1,0 +1,241 @@
+"""Unknown and ignored arguments are refused by every public function, with the nearest name."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import bitwright
+from bitwright import BitwrightError, PlanError, Qat, capture, make_plan, quantize, quantizers_of
+from bitwright.core.arguments import UnknownArgument, strict
+
+# Shown in docs/, but not in `bitwright.__all__`.
+SHOWN = {
+    "bitwright.deploy.checkpoint": ["checkpoint_file"],
+    "bitwright.deploy": ["read_artefact"],
+    "bitwright.plan": ["ComputeSpec"],
+    "bitwright.planners": [
+        *("Additive", "OperatorCost", "all_float", "allocation", "equal_batches", "recover", "recover_and_split"),
+        "uniform",
+    ],
+    "bitwright.cluster": ["Cluster", "Link", "Predictor", "predict", "write_trace"],
+    "bitwright.profiling": ["Cast", "OperatorUnderPlan", "StepSettings", "Variant", "Way", "profile", "record_step"],
+    "bitwright.report": ["Accuracy", "add_to_report", "make_record", "network", "sensitivity", "write_report"],
+    "bitwright.training": ["parameter_groups"],
+}
+
+
+def _public() -> Iterator[tuple[str, Any]]:
+    for name in bitwright.__all__:
+        yield name, getattr(bitwright, name)
+    for module, names in SHOWN.items():
+        yield from ((f"{module}.{name}", getattr(importlib.import_module(module), name)) for name in names)
+
+
+def _callables() -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Every public function, constructor and method."""
+    for name, value in _public():
+        if not callable(value):
+            continue
+        yield name, value
+        if isinstance(value, type) and not issubclass(value, Exception):
+            for method, member in vars(value).items():
+                if method.startswith("_"):
+                    continue
+                if inspect.isfunction(member):
+                    yield f"{name}.{method}", member
+                elif isinstance(member, classmethod | staticmethod):
+                    yield f"{name}.{method}", getattr(value, method)
+
+
+CALLABLES = dict(_callables())
+WITH_LIMITS = "bitwright.planners.Additive.with_limits"  # its keywords are the names of devices
+ERRORS = ("BitwrightError", "PlanError", "Problem")  # Python's own TypeError is enough for these
+
+
+def _keywords(call: Callable[..., Any]) -> list[str]:
+    parameters = inspect.signature(call).parameters.values()
+    return [p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD) and p.name != "self"]
+
+
+@pytest.mark.parametrize("name", [name for name in CALLABLES if name not in (*ERRORS, WITH_LIMITS)])
+def test_every_public_callable_refuses_unknown_arguments(name: str) -> None:
+    call = CALLABLES[name]
+    required = {
+        p.name: None
+        for p in inspect.signature(call).parameters.values()
+        if p.default is p.empty and p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)
+    }
+    keywords = _keywords(call) if "**" not in str(inspect.signature(call)) else []
+    for wrong in ("nonsense", *(f"{word}_x" for word in keywords)):
+        with pytest.raises(BitwrightError) as caught:
+            call(**{**required, wrong: 1})
+        problem = next(p for p in caught.value.problems if p.code == "unknown-argument")
+        assert str(problem.where).endswith(wrong)
+        if wrong != "nonsense":
+            assert wrong.removesuffix("_x") in (problem.fix or ""), problem
+
+
+@pytest.mark.parametrize("name", sorted(CALLABLES))
+def test_no_public_signature_hides_its_arguments(name: str) -> None:
+    kinds = [p.kind for p in inspect.signature(CALLABLES[name]).parameters.values()]
+    open_ended = {
+        "TuneConfig.tune",  # those of `tune`, which are checked against its signature
+        "TrainConfig",  # pydantic: fields are checked
+        "bitwright.report.add_to_report",  # parts of the record, checked against its fields
+        "bitwright.cluster.Cluster.of",
+        WITH_LIMITS,
+    }
+    assert inspect.Parameter.VAR_KEYWORD not in kinds or name in open_ended
+
+
+def test_strict_keeps_what_a_function_is() -> None:
+    @strict
+    def double(value: int, *, times: int = 2) -> int:
+        """Documented."""
+        return value * times
+
+    assert double(2, times=3) == 6
+    assert (double.__name__, double.__doc__) == ("double", "Documented.")
+    with pytest.raises(TypeError) as caught:
+        double(2, tims=3)  # type: ignore[call-arg]
+    assert isinstance(caught.value, UnknownArgument)
+    assert caught.value.codes == ["unknown-argument"]
+    assert "times" in str(caught.value)
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+
+
+BATCHES = [torch.randn(4, 8, generator=torch.Generator().manual_seed(1))]
+
+
+def test_misspelt_choices_are_refused_and_the_model_stays_as_it_was() -> None:
+    model = _model()
+    with pytest.raises(UnknownArgument) as caught:
+        quantize(model, BATCHES, weigths="int4/group32/sym", nonsense=1)  # type: ignore[call-arg]
+    assert [problem.where for problem in caught.value.problems] == ["weigths", "nonsense"]
+    assert "'weights'" in (caught.value.problems[0].fix or "")
+    with pytest.raises(BitwrightError):
+        quantizers_of(model)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "near"),
+    [
+        ({"observer": "msee"}, "unknown-name", "mse"),
+        ({"weight_observer": "msee"}, "unknown-name", "mse"),
+        ({"quantizer": "plan"}, "unknown-name", "plain"),
+        ({"backend": "onnxrutime"}, "unknown-name", "onnxruntime"),
+        ({"steps": ["gtpq"]}, "unknown-name", "gptq"),
+        ({"steps": ["gptq:colums=3"]}, "unknown-argument", "columns"),
+    ],
+)
+def test_misspelt_values_are_refused_before_any_data_is_read(arguments: Any, code: str, near: str) -> None:
+    read: list[int] = []
+
+    def batches() -> Iterator[torch.Tensor]:
+        read.append(1)
+        yield from BATCHES
+
+    with pytest.raises(BitwrightError) as caught:
+        quantize(_model(), batches, graph=capture(_model(), BATCHES[0]), **arguments)
+    assert caught.value.codes == [code]
+    assert near in str(caught.value)
+
+
+def test_choices_beside_a_plan_are_refused() -> None:
+    model = _model()
+    plan = make_plan(capture(model, BATCHES[0]))
+    with pytest.raises(PlanError) as caught:
+        quantize(model, BATCHES, plan=plan, weights="int8/tensor/sym", keep_float=["0"])
+    assert caught.value.codes == ["ignored-argument"] * 2
+    assert [problem.where for problem in caught.value.problems] == ["weights", "keep_float"]
+    with pytest.raises(PlanError) as caught:
+        Qat(model, BATCHES, quantize=plan, observer="mse")
+    assert caught.value.codes == ["ignored-argument"]
+    quantize(model, BATCHES, plan=plan, weights=None, keep_float=[])
+
+
+def test_a_single_pattern_is_not_a_list_of_letters() -> None:
+    plan = make_plan(capture(_model(), BATCHES[0]), keep_float="2*")
+    assert set(plan.float) == {"2"}
+
+
+class _Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.a(x))
+
+
+_BATCH = torch.randn(4, 8)
+
+
+@pytest.mark.parametrize(
+    ("argument", "call"),
+    [
+        ("model", lambda: quantize("resnet", [_BATCH])),  # type: ignore[arg-type]
+        ("model", lambda: quantize(_Two, [_BATCH])),  # type: ignore[arg-type]
+        ("batches", lambda: quantize(_Two(), _BATCH)),
+        ("batches", lambda: quantize(_Two(), {"x": _BATCH})),
+        ("batches", lambda: quantize(_Two(), None)),  # type: ignore[arg-type]
+        ("batches", lambda: quantize(_Two(), "data")),
+        ("batches", lambda: bitwright.calibrate(_Two(), _BATCH)),
+        ("batches", lambda: bitwright.check(_Two(), "a.onnx", _BATCH)),
+        ("backend", lambda: quantize(_Two(), [_BATCH], backend=3)),  # type: ignore[arg-type]
+        ("observer", lambda: quantize(_Two(), [_BATCH], observer=3)),  # type: ignore[arg-type]
+        ("steps", lambda: quantize(_Two(), [_BATCH], steps="gptq")),
+        ("steps", lambda: quantize(_Two(), [_BATCH], steps=None)),  # type: ignore[arg-type]
+        ("seed", lambda: quantize(_Two(), [_BATCH], seed="a")),  # type: ignore[arg-type]
+        ("memory", lambda: quantize(_Two(), [_BATCH], memory="a")),  # type: ignore[arg-type]
+        ("plan", lambda: quantize(_Two(), [_BATCH], plan="plan.yaml")),  # type: ignore[arg-type]
+        ("artefact", lambda: quantize(_Two(), [_BATCH], artefact="qdq")),  # type: ignore[arg-type]
+        ("keep_float", lambda: quantize(_Two(), [_BATCH], keep_float=3)),  # type: ignore[typeddict-item]
+        ("path", lambda: bitwright.export_float(_Two(), None, _BATCH)),  # type: ignore[arg-type]
+        ("graph", lambda: make_plan("abc", "onnxruntime")),  # type: ignore[arg-type]
+        ("plan", lambda: bitwright.prepare(_Two(), "plan.yaml")),  # type: ignore[arg-type]
+        ("model", lambda: bitwright.strip("a")),
+        ("name", lambda: bitwright.backend(3)),  # type: ignore[arg-type]
+    ],
+)
+def test_arguments_of_the_wrong_type_are_named(argument: str, call: Callable[[], Any]) -> None:
+    with pytest.raises(BitwrightError) as caught:
+        call()
+    (problem,) = caught.value.problems
+    assert problem.code == "wrong-argument-type"
+    assert problem.where == argument
+    assert isinstance(caught.value, TypeError)
+
+
+def test_one_batch_instead_of_a_list_is_told_how_to_write_it() -> None:
+    with pytest.raises(BitwrightError, match="give a list"):
+        quantize(_Two(), _BATCH)
+
+
+def test_the_types_that_are_accepted_are_wide() -> None:
+    @strict
+    def take(path: str | Path, n: int = 1, x: float = 1.0, on: bool = True, names: Iterable[str] = ()) -> Any:
+        return path, n, x, on, names
+
+    class Here:
+        def __fspath__(self) -> str:
+            return "here"
+
+    take(Here(), np.int64(3), np.float32(2), np.bool_(True), "abc")  # type: ignore[arg-type]
+    take("a", n=True, x=3, on=1, names={"a": 1})  # type: ignore[arg-type]
+    with pytest.raises(BitwrightError) as caught:
+        take(3, n="a", x="b", on="no", names=3)  # type: ignore[arg-type]
+    assert [problem.where for problem in caught.value.problems] == ["path", "n", "x", "on", "names"]

@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from bitwright.core.errors import DuplicateName, UnknownName
+from bitwright.core.formats import Format
+from bitwright.core.registry import BACKENDS, OBSERVERS, QUANTIZERS, RUNTIMES, WORKLOADS, Registry
+
+Distribution = Callable[[str, str, str], Path]
+
+
+@pytest.fixture
+def distribution(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Distribution:
+    """Puts a folder onto sys.path that looks as an installed package does: module, metadata, entry points."""
+
+    def install(name: str, points: str, code: str) -> Path:
+        folder = tmp_path / name
+        info = folder / f"{name}-1.0.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(points)
+        (folder / f"{name}.py").write_text(code)
+        monkeypatch.syspath_prepend(str(folder))
+        importlib.invalidate_caches()
+        return folder
+
+    return install
+
+
+@pytest.mark.parametrize(
+    ("registry", "names"),
+    [
+        (OBSERVERS, {"minmax", "ema-minmax", "percentile", "mse", "kl"}),
+        (QUANTIZERS, {"plain", "lsq"}),
+        (BACKENDS, {"onnxruntime", "openvino", "tensorrt", "academic"}),
+        (RUNTIMES, {"onnxruntime", "openvino"}),
+        (WORKLOADS, {"digits"}),
+    ],
+)
+def test_built_ins_are_entry_points(registry: Registry, names: set[str]) -> None:
+    assert names <= set(registry.names())
+    assert registry.names() == sorted(registry.names())
+    assert all(name in registry for name in names)
+
+
+@pytest.mark.parametrize("registry", [OBSERVERS, QUANTIZERS, BACKENDS])
+def test_every_built_in_loads_once(registry: Registry) -> None:
+    assert registry.names()
+    for name in registry.names():
+        assert registry.get(name) is registry.get(name)
+
+
+def test_a_plugin_is_found(distribution: Distribution) -> None:
+    distribution(
+        "bw_plugin_a",
+        "[bitwright.observers]\nhalf = bw_plugin_a:Half\n",
+        "from bitwright.quantizers.observers.minmax import MinMax\nclass Half(MinMax):\n    pass\n",
+    )
+    registry = Registry("observer", "bitwright.observers")
+    assert "half" in registry
+    assert {"half", "minmax"} <= set(registry.names())
+    observer = registry.get("half")(format=Format.parse("int8"))
+    assert type(observer).__module__ == "bw_plugin_a"
+
+
+def test_a_plugin_is_not_imported_before_it_is_asked_for(distribution: Distribution) -> None:
+    distribution("bw_plugin_b", "[bitwright.observers]\nbroken = bw_plugin_b:X\n", "raise RuntimeError('boom')\n")
+    registry = Registry("observer", "bitwright.observers")
+    assert "broken" in registry.names()
+    assert registry.get("minmax").__name__ == "MinMax"
+
+
+def test_two_packages_with_one_name_are_refused(distribution: Distribution) -> None:
+    distribution("bw_plugin_c", "[bitwright.observers]\nsame = bw_plugin_c:A\n", "A = 1\n")
+    distribution("bw_plugin_d", "[bitwright.observers]\nsame = bw_plugin_d:A\n", "A = 2\n")
+    with pytest.raises(DuplicateName) as caught:
+        Registry("observer", "bitwright.observers").names()
+    text = str(caught.value)
+    assert "'same'" in text
+    assert "bw_plugin_c:A" in text
+    assert "bw_plugin_d:A" in text
+    assert caught.value.problems[0].fix
+
+
+def test_a_plugin_may_not_take_a_built_in_name(distribution: Distribution) -> None:
+    distribution("bw_plugin_e", "[bitwright.observers]\nminmax = bw_plugin_e:A\n", "A = 1\n")
+    with pytest.raises(DuplicateName, match="minmax"):
+        Registry("observer", "bitwright.observers").get("mse")
+
+
+def test_the_same_package_twice_on_the_path_is_no_conflict(distribution: Distribution, tmp_path: Path) -> None:
+    points = "[bitwright.observers]\ntwice = bw_plugin_f:A\n"
+    distribution("bw_plugin_f", points, "A = 1\n")
+    (tmp_path / "bw_plugin_f").rename(tmp_path / "first")
+    distribution("bw_plugin_f", points, "A = 1\n")
+    assert Registry("observer", "bitwright.observers").get("twice") == 1
+
+
+def test_an_unknown_name_lists_the_nearest() -> None:
+    with pytest.raises(UnknownName) as caught:
+        OBSERVERS.get("min-max")
+    problem = caught.value.problems[0]
+    assert (problem.what, problem.value) == ("unknown observer", "min-max")
+    assert "'minmax'" in str(problem.fix)
+
+
+def test_an_empty_group_says_so() -> None:
+    with pytest.raises(UnknownName, match="nothing is registered"):
+        Registry("thing", "bitwright.nothing").get("x")
+
+
+def test_register_by_hand() -> None:
+    registry = Registry("observer", "bitwright.observers")
+    registry.register("mine", dict)
+    assert registry.get("mine") is dict
+    assert "mine" in registry.names()
+    with pytest.raises(DuplicateName, match="mine"):
+        registry.register("mine", list)
+    with pytest.raises(DuplicateName, match="minmax"):
+        registry.register("minmax", list)
+    registry.unregister("mine")
+    assert "mine" not in registry
+    for name in ("mine", "minmax"):
+        with pytest.raises(UnknownName):
+            registry.unregister(name)

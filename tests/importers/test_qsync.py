@@ -1,0 +1,134 @@
+"""QSync's .npy mappers become plans, and no byte of them is run."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn, randn
+from typer.testing import CliRunner
+
+from bitwright.cli import app
+from bitwright.core.errors import BitwrightError, PlanError
+from bitwright.graph import capture
+from bitwright.importers.qsync import load_mapper, plan_of_mapper
+from bitwright.importers.safe_pickle import load_npy, read_pickle
+from bitwright.plan import Plan
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(32, 4))
+
+
+GRAPH = capture(net(), randn(1, 3, 6, 6))
+
+
+def saved(path: Path, value: Any) -> Path:
+    np.save(path, value, allow_pickle=True)
+    return path
+
+
+def test_a_mapper_becomes_a_plan(tmp_path: Path) -> None:
+    graph = capture(net(), randn(1, 3, 6, 6))
+    path = saved(tmp_path / "a.npy", {"0": 8, "module.2": np.int64(16), "linear_0": 32})
+    plan = plan_of_mapper(load_mapper(path), graph)
+    assert {name: spec.format for name, spec in plan.compute.items()} == {"0": "int8", "2": "fp16", "4": "float"}
+    assert plan.compute["2"].why == "module.2: 16 bits in QSync's mapper"
+    section = plan_of_mapper({"conv_1": 8}, graph, kind="t4")
+    assert section.devices["t4"].compute["2"].format == "int8"
+
+
+def test_all_that_does_not_fit_is_told_at_once() -> None:
+    graph = capture(net(), randn(1, 3, 6, 6))
+    with pytest.raises(PlanError) as error:
+        plan_of_mapper({"fc9": 8, "conv_7": 8, "0": 4}, graph)
+    assert [problem.value for problem in error.value.problems] == ["fc9", "conv_7", 4]
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False) | st.text() | st.binary(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner) | st.tuples(inner, inner),
+    max_leaves=12,
+)
+
+
+@given(values, st.integers(0, 4))
+@settings(max_examples=80)
+def test_data_is_read_as_pickle_would(value: Any, protocol: int) -> None:
+    assert read_pickle(io.BytesIO(pickle.dumps(value, protocol)), "test") == value
+
+
+@given(st.dictionaries(st.text(), st.integers(0, 32)))
+@settings(max_examples=20)
+def test_numpys_object_files_are_read(tmp_path_factory: pytest.TempPathFactory, value: dict[str, int]) -> None:
+    path = saved(tmp_path_factory.mktemp("npy") / "a.npy", {k: np.int32(v) for k, v in value.items()})
+    assert load_npy(path) == value
+
+
+class Evil:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("protocol", range(5))
+def test_nothing_is_run(tmp_path: Path, protocol: int) -> None:
+    data = pickle.dumps({"a": Evil(tmp_path / "hacked")}, protocol)
+    with pytest.raises(BitwrightError, match="would call something") as error:
+        read_pickle(io.BytesIO(data), "a.npy")
+    assert error.value.problems[0].value in ("posix.mkdir", "nt.mkdir")
+    assert not (tmp_path / "hacked").exists()
+
+
+def test_a_file_that_is_no_npy_is_told(tmp_path: Path) -> None:
+    (tmp_path / "a.npy").write_bytes(b"nothing")
+    with pytest.raises(BitwrightError, match="can't be read"):
+        load_mapper(tmp_path / "a.npy")
+    with pytest.raises(BitwrightError, match="no mapper"):
+        load_mapper(saved(tmp_path / "b.npy", np.zeros(3)))
+
+
+def test_bits_that_are_no_number_are_told(tmp_path: Path) -> None:
+    graph = capture(net(), randn(1, 3, 6, 6))
+    path = saved(tmp_path / "a.npy", {"0": float("nan"), "2": float("inf"), "4": [8]})
+    with pytest.raises(PlanError) as error:
+        plan_of_mapper(load_mapper(path), graph)
+    assert [problem.where for problem in error.value.problems] == ["mapper.0", "mapper.2", "mapper.4"]
+
+
+@given(st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 255)), min_size=1, max_size=3), st.integers(0, 400))
+@settings(max_examples=400, deadline=None)
+def test_damaged_files_are_one_error_that_names_them(
+    tmp_path_factory: pytest.TempPathFactory, changes: list[tuple[int, int]], cut: int
+) -> None:
+    folder = tmp_path_factory.getbasetemp()
+    path = folder / "damaged.npy"
+    raw = bytearray(saved(path, {"linear_0": 8, "x": [1, (2, 3)], "n": np.int64(3)}).read_bytes())
+    for place, value in changes:
+        raw[place % len(raw)] = value
+    path.write_bytes(bytes(raw[: len(raw) - cut if cut < 40 else None]))
+    told = ""
+    try:
+        plan_of_mapper(load_mapper(path), GRAPH)
+    except PlanError:
+        return  # it could be read, and is another one
+    except BitwrightError as error:
+        told = str(error)
+    assert not told or str(path) in told
+
+
+def test_the_command_line_takes_it(tmp_path: Path) -> None:
+    path = saved(tmp_path / "a.npy", {"conv_1": 8, "linear_0": 8})
+    target = tmp_path / "plan.yaml"
+    done = CliRunner().invoke(app, ["plan", "digits-untrained", "--mapper", str(path), "-o", str(target)])
+    assert done.exit_code == 0, done.output
+    assert sum(spec.low for spec in Plan.load(target).compute.values()) == 2

@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from step_cases import net
+from torch import nn
+
+from bitwright.core.errors import BitwrightError
+from bitwright.profiling import SampleStore, StepSettings, Variant, machine, profile
+from bitwright.profiling.device_profile import TensorsCost
+from bitwright.profiling.host import COLD
+from bitwright.profiling.profiler import _touched, training_peak
+
+
+def test_samples_are_the_devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """One file for all models; another for another clock, thread count, quota or version."""
+    monkeypatch.setenv("BITWRIGHT_CACHE", str(tmp_path))
+    wall = machine.samples_file("wall")
+    assert wall.parent.parent == tmp_path
+    assert machine.samples_file("wall") == wall
+    monkeypatch.delenv("BITWRIGHT_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert machine.samples_file("wall") == tmp_path / "xdg" / "bitwright" / "samples" / wall.name
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert machine.samples_file("wall").is_relative_to(tmp_path / "home" / ".cache" / "bitwright")
+    others = {wall.name, machine.samples_file("cpu").name}
+    for name, value in (("__version__", "9.9"), ("cpu_quota", lambda: 0.5)):
+        with monkeypatch.context() as patch:
+            patch.setattr(machine, name, value)
+            others.add(machine.samples_file("wall").name)
+    assert len(others) == 4
+    assert machine.circumstances("wall")["bitwright"] == machine.__version__
+
+
+def test_a_gpu_that_is_only_there_is_not_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "A Big GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=1))
+    assert "GPU" not in machine.device_name()
+    assert machine.memory_limit() != 1
+    assert not StepSettings().uses_foreach
+    assert StepSettings(foreach=True).uses_foreach
+
+
+def test_a_model_that_is_elsewhere_is_refused() -> None:
+    model = nn.Linear(4, 4, device="meta")
+    with pytest.raises(BitwrightError, match="on the CPU, and this model is elsewhere"):
+        profile([Variant(model=model)], (torch.ones(1, 4), torch.ones(1, 4)), nn.functional.mse_loss)
+
+
+def test_a_few_steps_for_memory_leave_the_model_as_it_was() -> None:
+    model, batch, loss = net()
+    model.eval()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    peak = training_peak(model, batch, loss)
+    assert peak == 0 or peak > 50 << 20  # 0 where the system doesn't tell
+    assert not model.training
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_a_smaller_step_is_not_hidden_by_a_larger_one_before() -> None:
+    """The system's figure never falls by itself: INT8 steps after float ones seemed to need as much."""
+    model = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 4))
+    loss = nn.functional.cross_entropy
+    if not machine.count_peak_anew():
+        pytest.skip("the system doesn't count anew")
+    large, small = (
+        training_peak(model, (torch.randn(size, 64), torch.zeros(size, dtype=torch.long)), loss, steps=2)
+        for size in (20_000, 100)
+    )
+    assert 0 < small < large - 40_000_000
+
+
+def test_optimizers_are_measured_as_warm_as_the_step_leaves_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A short step leaves parameters in the caches, a long one doesn't; neither is measured twice."""
+    asked = []
+
+    def measured(clock: str, *, rounds: int, between: int) -> list[TensorsCost]:
+        asked.append(between)
+        return [TensorsCost(name="sgd/loop", per_element=0.0, per_tensor=0.0, fixed=float(between))]
+
+    monkeypatch.setattr("bitwright.profiling.profiler.measure_tensors", measured)
+    model, (images, target), loss = net()
+    large = (torch.randn(4, 3, 256, 256), target)
+    assert _touched(model, (images, target), loss) == 1 << 20
+    assert _touched(model, large, loss) == COLD
+    store = SampleStore()
+    for batch, between in (((images, target), 1 << 20), (large, COLD), ((images, target), 1 << 20)):
+        made = profile([Variant(model=model)], batch, loss, store=store, rounds=3, fit_casts=False)
+        assert made.by_name["sgd/loop"].fixed == between
+    assert asked == [1 << 20, COLD]

@@ -1,0 +1,162 @@
+"""quantize(): the whole road in one call."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import bitwright as bw
+from bitwright.core.errors import CalibrationError, PlanError
+
+
+class Fork(nn.Module):
+    """Takes the other path for negative inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(x) if x.sum() > 0 else self.down(x)
+
+
+def test_paths_that_only_later_batches_take_are_quantized() -> None:
+    model = Fork().eval()
+    bw.quantize(model, [torch.ones(2, 4), -torch.ones(2, 4)])
+    assert {"up:weight", "down:weight"} <= set(bw.quantizers_of(model))
+
+
+def test_a_quantized_model_is_shown_in_one_line() -> None:
+    """A notebook showed the graph, the plan and all numbers of the example."""
+    quantized = bw.quantize(nn.Sequential(nn.Linear(4, 4)).eval(), [torch.ones(2, 4)])
+    assert repr(quantized) == "<Quantized Sequential for onnxruntime: 3 quantized sites>"
+
+
+class Shared(nn.Module):
+    """One ReLU, called twice; only the first result goes to a convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.relu, self.first, self.second = nn.ReLU(), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.relu(self.second(self.relu(self.first(x))))
+
+
+def test_a_call_that_stays_float_says_so_in_the_plan() -> None:
+    torch.manual_seed(0)
+    model, x = Shared().eval(), torch.randn(8, 4)
+    plan = bw.quantize(model, [x]).plan
+    assert plan.sites["relu:output"].quantizes
+    assert not plan.sites["relu#1:output"].quantizes
+    expected = model(x)
+    state = model.state_dict()
+    bw.strip(model)
+    bw.prepare(model, plan)  # without a graph: the plan must say it all
+    model.load_state_dict(state)
+    assert torch.equal(model(x), expected)
+
+
+def test_a_failure_leaves_the_model_float() -> None:
+    model = nn.Sequential(nn.Linear(4, 4)).eval()
+    before = set(model.state_dict())
+    with pytest.raises(CalibrationError, match="calibration batch 5"):
+        bw.quantize(model, [*[torch.ones(1, 4)] * 5, torch.ones(1, 3)])
+    with pytest.raises(CalibrationError, match="0:input: NaN"):
+        bw.quantize(model, [torch.ones(1, 4), torch.full((1, 4), torch.nan)])
+    assert set(model.state_dict()) == before
+    bw.quantize(model, [torch.ones(1, 4)])
+
+
+def test_no_batches() -> None:
+    with pytest.raises(CalibrationError, match="no batch"):
+        bw.quantize(nn.Linear(2, 2), [])
+
+
+def test_a_plan_must_fit_the_backend() -> None:
+    model = nn.Sequential(nn.Linear(4, 4)).eval()
+    plan = bw.Plan.from_yaml("bitwright: 1\nsites:\n  0:input: uint8/channel/asym\n  0:weight: int8/channel/asym\n")
+    with pytest.raises(PlanError) as error:
+        bw.quantize(model, [torch.ones(1, 4)], plan=plan)
+    assert {problem.where for problem in error.value.problems} == {"0:input", "0:weight"}
+
+
+def test_levels_that_no_artefact_has_can_be_simulated() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 4)).eval(), torch.randn(8, 4)
+    choices = {"quantizer": "nnie", "activations": "int8/tensor/sym"}
+    with pytest.raises(PlanError, match=r"0:input, 0:weight: .* can't write \(got 'nnie'\)"):
+        bw.quantize(model, [x], artefact=True, **choices)
+    assert "forward" not in model.__dict__, "the model must be float again"
+    quantized = bw.quantize(model, [x], **choices)
+    assert not torch.equal(model(x), bw.strip(quantized.model)(x))
+
+
+class Switching(nn.Module):
+    """Takes one of three paths, by the first number of a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.paths = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.paths[int(x[0, 0])](x)
+
+
+def at(path: int) -> Tensor:
+    x = torch.rand(4, 3)
+    x[0, 0] = path
+    return x
+
+
+def test_records_for_as_long_as_there_are_new_paths() -> None:
+    made = bw.quantize(Switching(), iter([at(0), at(1), at(2), at(2), at(0)]), backend="academic")
+    assert {site.partition(":")[0] for site, _ in made.plan.quantized} == {"paths.0", "paths.1", "paths.2"}
+
+
+def test_one_path_is_recorded_twice_and_every_batch_is_calibrated_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = []
+    forward = Switching.forward
+
+    def counted(self: Switching, x: Tensor) -> Tensor:
+        rows.append(len(x))
+        return forward(self, x)
+
+    monkeypatch.setattr(Switching, "forward", counted)
+    seen: list[int] = []
+    bw.quantize(Switching(), (at(1) for _ in range(5)), backend="academic", progress=seen.append, measure=False)
+    assert rows.count(4) == 2 + 5  # others have a few samples, to find out what whole batches are needed for
+    assert seen[-1] == 5
+
+
+def test_a_path_that_no_number_decides_is_recorded_from_few_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = []
+    forward = nn.Linear.forward
+
+    def counted(self: nn.Linear, x: Tensor) -> Tensor:
+        rows.append(len(x))
+        return forward(self, x)
+
+    monkeypatch.setattr(nn.Linear, "forward", counted)
+    bw.quantize(nn.Sequential(nn.Linear(3, 3)), [torch.rand(64, 3)] * 2, backend="academic")
+    assert rows[:2] == [2, 1]
+    assert rows.count(64) == 2
+
+
+class Unrolled(nn.Module):
+    """One operator for each row of its input: how many there are shows only in a whole one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([layer(row) for layer, row in zip(self.layers, x, strict=False)])
+
+
+def test_a_path_that_the_number_of_samples_decides_is_recorded_whole() -> None:
+    made = bw.quantize(Unrolled(), [torch.rand(4, 3)] * 2, backend="academic")
+    assert {site.partition(":")[0] for site, _ in made.plan.quantized} >= {f"layers.{n}" for n in range(4)}

@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from pydantic import ValidationError
+
+from bitwright.core.errors import WorkloadError
+from bitwright.workload.datasets import Dataset
+
+
+def test_npz_in_batches(tmp_path: Path) -> None:
+    inputs, targets = np.arange(14.0).reshape(7, 2), np.arange(7)
+    np.savez(tmp_path / "data.npz", x=inputs, y=targets)
+    data = Dataset(npz=tmp_path / "data.npz", keys=("x", "y"), batch_size=3, mean=(1.0, 2.0), std=(2.0, 4.0))
+    batches = list(data.labelled())
+    assert [len(target) for _, target in batches] == [3, 3, 1]
+    joined = torch.cat([batch for batch, _ in batches]).numpy()
+    assert joined == pytest.approx((inputs - [1, 2]) / [2, 4])
+    assert torch.cat([target for _, target in batches]).tolist() == targets.tolist()
+
+
+def test_pictures_of_an_npz_become_channels_first(tmp_path: Path) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (2, 4, 5, 3), dtype=np.uint8)
+    np.savez(tmp_path / "data.npz", inputs=pixels, targets=np.zeros(2, dtype=np.int64))
+    [batch] = list(Dataset(npz=tmp_path / "data.npz").inputs())
+    assert batch.numpy() == pytest.approx(pixels.transpose(0, 3, 1, 2) / 255)
+
+
+def test_a_folder_of_pictures_by_class(tmp_path: Path) -> None:
+    for index, name in enumerate(("cat", "dog")):
+        (tmp_path / name).mkdir()
+        for number in range(2):
+            Image.new("RGB", (40, 20), (index * 100, 50, 200)).save(tmp_path / name / f"{number}.png")
+    data = Dataset(images=tmp_path, resize=10, crop=8, batch_size=3, mean=(0.5,) * 3, std=(0.5,) * 3)
+    batches = list(data.labelled())
+    assert [tuple(batch.shape) for batch, _ in batches] == [(3, 3, 8, 8), (1, 3, 8, 8)]
+    assert torch.cat([target for _, target in batches]).tolist() == [0, 0, 1, 1]
+    assert float(batches[1][0][0, 0, 0, 0]) == pytest.approx((100 / 255 - 0.5) / 0.5)
+
+
+def test_wrong_data_is_told_clearly(tmp_path: Path) -> None:
+    with pytest.raises(WorkloadError, match="no pictures"):
+        list(Dataset(images=tmp_path).labelled())
+    with pytest.raises(WorkloadError, match="can't read"):
+        list(Dataset(npz=tmp_path / "none.npz").labelled())
+    np.savez(tmp_path / "data.npz", input=np.zeros(3), targets=np.zeros(3))
+    with pytest.raises(WorkloadError, match="'input'"):
+        list(Dataset(npz=tmp_path / "data.npz").labelled())
+    np.savez(tmp_path / "data.npz", inputs=np.zeros(3), targets=np.zeros(2))
+    with pytest.raises(WorkloadError, match="different lengths"):
+        list(Dataset(npz=tmp_path / "data.npz").labelled())
+    with pytest.raises(ValidationError, match="exactly one"):
+        Dataset()
