@@ -22,9 +22,9 @@ SHOWN = {
     "bitwright.deploy.checkpoint": ["checkpoint_file"],
     "bitwright.deploy": ["read_artefact"],
     "bitwright.plan": ["ComputeSpec"],
-    "bitwright.planners": [
-        *("Additive", "OperatorCost", "all_float", "allocation", "equal_batches", "recover", "recover_and_split"),
-        "uniform",
+    "bitwright.cluster.cost_model": ["Additive", "OperatorCost"],
+    "bitwright.cluster.planners": [
+        *("all_float", "allocation", "equal_batches", "recover", "recover_and_split", "uniform")
     ],
     "bitwright.cluster": ["Cluster", "Link", "Predictor", "predict", "write_trace"],
     "bitwright.profiling": ["Cast", "OperatorUnderPlan", "StepSettings", "Variant", "Way", "profile", "record_step"],
@@ -57,7 +57,7 @@ def _callables() -> Iterator[tuple[str, Callable[..., Any]]]:
 
 
 CALLABLES = dict(_callables())
-WITH_LIMITS = "bitwright.planners.Additive.with_limits"  # its keywords are the names of devices
+WITH_LIMITS = "bitwright.cluster.cost_model.Additive.with_limits"  # its keywords are the names of devices
 ERRORS = ("BitwrightError", "PlanError", "Problem")  # Python's own TypeError is enough for these
 
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bitwright.core.errors import FormatError
+from bitwright.core.errors import BitwrightError, FormatError
 from bitwright.core.formats import FLOATS, Format
 
 
@@ -78,17 +78,22 @@ def test_unsigned_twin_uses_all_codes() -> None:
         ("int8/tensor/asym/adasign", "signed symmetric"),
         ("uint8/tensor/asym/narrow", "lowest signed code"),
         ("int8/tensor/asym/pot", "power-of-two"),
-        (8, "a format is text"),
-        (None, "a format is text"),
     ],
 )
-def test_wrong_formats_say_what_is_right(text: object, says: str) -> None:
+def test_wrong_formats_say_what_is_right(text: str, says: str) -> None:
     with pytest.raises(FormatError) as caught:
-        Format.parse(text)  # type: ignore[arg-type]
+        Format.parse(text)
     problem = caught.value.problems[0]
     assert says in str(problem)
     assert problem.fix
     assert problem.value == text
+
+
+@pytest.mark.parametrize("text", [8, None])
+def test_a_format_is_text(text: object) -> None:
+    with pytest.raises(BitwrightError) as caught:
+        Format.parse(text)  # type: ignore[arg-type]
+    assert caught.value.codes == ["wrong-argument-type"]
 
 
 _options = st.tuples(

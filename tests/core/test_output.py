@@ -19,7 +19,7 @@ from bitwright.core.output_folder import filling, locked, recover, replacing_all
 CRASH = """
 import os, sys
 from pathlib import Path
-from bitwright import output
+from bitwright.core import output_folder as output
 place = Path(sys.argv[1])
 real, moved = Path.replace, []
 def replace(self, target):

@@ -33,12 +33,6 @@ from bitwright.quantizers import (
     rounding,
     strip,
 )
-from bitwright.quantizers import (
-    compiled as arithmetic,
-)
-from bitwright.quantizers import (
-    rounding as folded,
-)
 
 pytestmark = [
     # torch 2.13's own tracer of autograd functions makes one in a way that torch deprecates; inductor imports such
@@ -78,7 +72,7 @@ def counting(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     real_backend = torch._dynamo.lookup_backend("aot_eager")
     monkeypatch.setattr(torch, "compile", lambda f, **options: real(f, backend=backend, **options))
-    monkeypatch.setattr(arithmetic, "_kernels", {})
+    monkeypatch.setattr(compiled, "_kernels", {})
     for kernel in all_kernels():
         monkeypatch.setattr(kernel, "twin", None)
     return made
@@ -86,7 +80,7 @@ def counting(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def all_kernels() -> list[compiled.Kernel]:
     by_relu = (rounding._FORWARD, rounding._BACKWARD, rounding._PLAIN_BACKWARD)
-    folds = (*folded._FORWARD.values(), folded._BACKWARD)
+    folds = (*rounding._FOLDED_FORWARD.values(), rounding._FOLDED_BACKWARD)
     return [*(kernel for pair in by_relu for kernel in pair.values()), rounding._BACKWARD_ZERO, *folds]
 
 

@@ -367,10 +367,10 @@ def table(tallies: Sequence[Tally], seed: int, seconds: float) -> str:
     lines = [
         "# Interruptions",
         "",
-        "Written by `python tests/support/interruptions.py`. Real processes of the command line are interrupted at random "
-        "moments, uniformly over the length of an unbroken run, and the same command is given again until it ends. "
-        "Each round is then compared with an unbroken run: files, weights, plan, metrics, trials, history and rows "
-        "must be identical. A unit is repeated if it is finished again although a record of it was kept (training: "
+        "Written by `python tests/support/interruptions.py`. Real processes of the command line are interrupted at "
+        "random moments, uniformly over the length of an unbroken run, and the same command is given again until it "
+        "ends. Each round is then compared with an unbroken run: files, weights, plan, metrics, trials, history and "
+        "rows must be identical. A unit is repeated if it is finished again although a record was kept (training: "
         "a step that a checkpoint has). Problems are differences from the unbroken run, wrong exit codes (130 "
         "for SIGINT, 143 for SIGTERM), missing messages, leftover files and orphaned processes.",
         "",
