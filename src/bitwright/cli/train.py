@@ -25,7 +25,7 @@ from bitwright.cli.options import (
 from bitwright.cli.out import Out
 from bitwright.cli.settings import with_settings
 from bitwright.cli.verb import verb
-from bitwright.core.output_folder import visible
+from bitwright.core.output_folder import visible_files
 from bitwright.report import new_record, words, write_report
 from bitwright.training import Callback, TensorBoard, TrainConfig, Trainer, tensorboard_problem
 from bitwright.training.recorded import recorded
@@ -157,7 +157,7 @@ def train(
     if bar.begun == result.steps:
         out.note("this run had finished already: no step was trained, and its files were written again")
     write_report(new_record(found.name, seed=settings.seed, training=recorded(output)), output)
-    files = {file.name: str(file) for file in visible(output)}
+    files = {file.name: str(file) for file in visible_files(output)}
     out.data({"files": files, "metrics": result.metrics, "best": result.best, "steps": result.steps})
     last = result.metrics[-1] if result.metrics else {}
     if found.metric in last:

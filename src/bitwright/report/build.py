@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from bitwright.core.arguments import strict
 from bitwright.core.errors import Problem
-from bitwright.core.modes import evaluating
+from bitwright.core.modes import eval_mode
 from bitwright.deploy import Check, Distance, Latency
 from bitwright.plan import SiteSpec
 from bitwright.ptq.quantize import Quantized
@@ -204,7 +204,7 @@ def site_rows(model: nn.Module, batches: Iterable[Any], *, histograms: bool = Fa
         if histograms and x.numel():
             found.bin(quantizer, x)
 
-    with evaluating(model), torch.no_grad(), in_mode(model, "quantize"), tapped(model, look):
+    with eval_mode(model), torch.no_grad(), in_mode(model, "quantize"), tapped(model, look):
         for batch in batches:
             call(model, batch)
     return tuple(_row(site, spec, attachment, sums.get(site, _Sums())) for site, spec in attachment.plan.quantized)
