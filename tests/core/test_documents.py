@@ -24,7 +24,7 @@ import bitwright
 from bitwright.backends.table import load_table
 from bitwright.bench import GridConfig, Leaderboard
 from bitwright.cluster import Cluster
-from bitwright.core.addresses import is_address, words_without_secrets
+from bitwright.core.addresses import is_address, message_without_secrets
 from bitwright.core.arrays import read_npz, read_picture, read_tensors
 from bitwright.core.documents import gunzip, name_problem, parse_json, parse_yaml, read_text, read_yaml
 from bitwright.core.errors import BitwrightError, FormatError
@@ -411,7 +411,7 @@ def test_unusual_addresses_of_stores(url: str, code: str, tmp_path: Path, monkey
 
 
 def test_a_short_password_does_not_garble_the_message() -> None:
-    words = words_without_secrets("(psycopg.Error) password p is wrong", "postgresql://u:p@host/db")
+    words = message_without_secrets("(psycopg.Error) password p is wrong", "postgresql://u:p@host/db")
     assert words == "(psycopg.Error) password … is wrong"
 
 

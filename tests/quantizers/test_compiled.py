@@ -78,7 +78,7 @@ def counting(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return made
 
 
-def all_kernels() -> list[compiled.Kernel]:
+def all_kernels() -> list[compiled.CompiledKernel]:
     by_relu = (rounding._FORWARD, rounding._BACKWARD, rounding._PLAIN_BACKWARD)
     folds = (*rounding._FOLDED_FORWARD.values(), rounding._FOLDED_BACKWARD)
     return [*(kernel for pair in by_relu for kernel in pair.values()), rounding._BACKWARD_ZERO, *folds]

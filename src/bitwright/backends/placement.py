@@ -138,7 +138,7 @@ def _missing(what: str, name: str) -> Problem:
     )
 
 
-class Sites:
+class _SitePlacer:
     """Writes the sites of one plan."""
 
     def __init__(self, decisions: Decisions, activation: SiteSpec, weight: SiteSpec, guard: Guard | None) -> None:
@@ -379,7 +379,7 @@ def place(graph: Graph, target: str | BackendTable, *, model: str | None = None,
             raise PlanError(problems)
     bn = DEFAULT_STRATEGY if (asked := choices.get("bn")) is None else asked
     decisions = Decisions(graph, table, keep, bn)
-    sites = Sites(decisions, activation, weight, guard)
+    sites = _SitePlacer(decisions, activation, weight, guard)
     plan = sites.plan(table.edges if edges is None else edges, narrower=edges is not None)
     if missing := list(unlisted(graph, plan)):
         raise PlanError(missing, title="the plan doesn't account for all of the model")

@@ -9,7 +9,7 @@ import torch
 
 from bitwright.cli.out import Out
 from bitwright.core.errors import BitwrightError, WorkloadError
-from bitwright.core.modes import evaluating
+from bitwright.core.modes import eval_mode
 from bitwright.core.tensor_tree import tensors_in
 from bitwright.core.user_code import first_line, line_of
 from bitwright.training.data import TrainingData
@@ -23,7 +23,7 @@ def open_workload(out: Out, ref: str) -> Workload:
     with out.steps(f"loading {ref}"):
         workload = load_workload(ref)
         try:
-            with evaluating(workload.model), torch.no_grad():
+            with eval_mode(workload.model), torch.no_grad():
                 result = call(workload.model, workload.inputs)
         except BitwrightError:
             raise

@@ -14,7 +14,7 @@ from bitwright.cli.out import Out
 from bitwright.cli.verb import CHECK_FAILED
 from bitwright.core import formatting
 from bitwright.core.errors import Problem, log_warnings
-from bitwright.core.output_folder import visible
+from bitwright.core.output_folder import visible_files
 from bitwright.core.tensor_tree import as_call
 from bitwright.deploy import Artefact, Check, Distance, Runtime, measure_distance, measure_latency, open_runtime
 from bitwright.deploy.checkpoint import save_checkpoint
@@ -34,7 +34,7 @@ def evaluate(out: Out, workload: Workload, predict: object, where: str) -> list[
     """The workload's metric, or nothing if the workload has none."""
     if not can_measure(workload) or not callable(predict):
         return []
-    with out.steps(f"evaluating: {where}"):
+    with out.steps(f"eval_mode: {where}"):
         values = predict.accuracy(workload) if isinstance(predict, Runtime) else measure(workload, predict)
     samples = int(values["n"]) if "n" in values else None
     value, lower = values[workload.metric], workload.less_is_better()
@@ -129,7 +129,7 @@ def _noted(
 
 def show(out: Out, record: Record, folder: Path) -> None:
     """The summary, where the files are, and the exit code if a runtime diverged."""
-    files = {file.name: str(file) for file in visible(folder)}
+    files = {file.name: str(file) for file in visible_files(folder)}
     out.data({"files": files, "report": record.model_dump(mode="json")})
     rows: list[tuple[str, str, str]] = []
     for accuracy in record.accuracies:

@@ -17,7 +17,7 @@ from bitwright.cli.prepared import read_plan
 from bitwright.cli.quantize import usable_runtimes
 from bitwright.cli.verb import verb
 from bitwright.core.errors import BitwrightError, PlanError
-from bitwright.core.output_folder import filling
+from bitwright.core.output_folder import staged_output
 from bitwright.deploy import export_float
 from bitwright.deploy.checkpoint import checkpoint_file, load_checkpoint
 from bitwright.graph import capture
@@ -57,7 +57,7 @@ def deploy(
     backend = plan.backend or "onnxruntime"
     find_backend(backend)
     runtimes = usable_runtimes(out, backend)
-    with filling(output) as folder:
+    with staged_output(output) as folder:
         found = open_workload(out, workload)
         float_weights = reference or weights_before(run)
         _same_model(found, plan, run)

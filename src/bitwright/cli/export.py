@@ -15,7 +15,7 @@ from bitwright.cli.out import Out
 from bitwright.cli.prepared import CheckpointOption, PlanOption, read_plan
 from bitwright.cli.verb import verb
 from bitwright.core import formatting
-from bitwright.core.output_folder import locked, replacing_all
+from bitwright.core.output_folder import locked, replacing_with_siblings
 from bitwright.core.registry import ARTEFACTS, RUNTIMES
 from bitwright.deploy import Runtime, export_float, readers
 from bitwright.deploy import export as export_model
@@ -57,7 +57,7 @@ def export(
         return
     chosen = None if as_float else read_plan(plan, checkpoint)
     # The temporary file is opened first: a place that can't be written ends this before any long work.
-    with replacing_all(output) as temporary:
+    with replacing_with_siblings(output) as temporary:
         found = open_workload(out, workload)
         if chosen is None:
             with out.steps("exporting"):
@@ -89,7 +89,7 @@ def _export_own(out: Out, workload: str, output: Path, chosen: tuple[Plan, Path]
     found = open_workload(out, workload)
     if chosen is not None:
         load_prepared(found, *chosen)
-    with out.steps(f"exporting for {runtime}"), replacing_all(output) as temporary:
+    with out.steps(f"exporting for {runtime}"), replacing_with_siblings(output) as temporary:
         (kind.write_float if chosen is None else kind.write)(found.model, temporary, found.inputs)
     size = kind.size(output)
     out.data({"path": str(output), "bytes": size, "runtime": runtime})

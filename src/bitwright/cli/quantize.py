@@ -24,7 +24,7 @@ from bitwright.cli.verb import verb
 from bitwright.core.errors import BitwrightError
 from bitwright.core.files import write_text
 from bitwright.core.interrupts import resumable
-from bitwright.core.output_folder import filling
+from bitwright.core.output_folder import staged_output
 from bitwright.core.registry import RUNTIMES
 from bitwright.deploy import available_runtimes
 from bitwright.plan import Plan
@@ -72,7 +72,7 @@ def quantize(
     steps = read_steps(step or [])  # wrong names and settings are found at once
     runtimes = usable_runtimes(out, backend)
     state = output / STATE
-    with resumable(lambda: _kept(state)), filling(output) as folder:
+    with resumable(lambda: _kept(state)), staged_output(output) as folder:
         found = open_workload(out, workload)
         _tell_overwritten(out, output, found.name)
         float_size = sum(t.numel() * t.element_size() for t in found.model.state_dict().values())

@@ -11,7 +11,7 @@ from bitwright.cli.data import calibration
 from bitwright.cli.deliver import evaluate, latencies, show, write_artefacts, write_report
 from bitwright.cli.out import Out
 from bitwright.cli.verb import verb
-from bitwright.core.output_folder import filling
+from bitwright.core.output_folder import staged_output
 from bitwright.deploy import export_float, readers
 from bitwright.ptq.quantize import quantize
 from bitwright.report import Size
@@ -37,7 +37,7 @@ def quickstart(
     from bitwright.zoo.workloads import digits
 
     runtimes = readers(Path("model.onnx"))
-    with filling(output) as folder:
+    with staged_output(output) as folder:
         with out.steps("training on digits", _EPOCHS) as step:
             workload = digits(on_epoch=lambda done, total, loss: step(done))
         before = evaluate(out, workload, workload.model, "float")

@@ -108,7 +108,7 @@ def same_batch(profiles: Mapping[str, DeviceProfile], batch: int) -> Iterator[No
 def half_of(step: tuple[Batch, Loss]) -> tuple[Batch, Loss]:
     """The same with the first half of the batch."""
     batch, loss = step
-    return tree.part(batch, 0, max(1, tree.batch_size(batch) // 2)), loss
+    return tree.slice_batch(batch, 0, max(1, tree.batch_size(batch) // 2)), loss
 
 
 def plan_of(workload: Workload, precision: str | Path) -> Plan:

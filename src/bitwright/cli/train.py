@@ -26,7 +26,7 @@ from bitwright.cli.out import Out
 from bitwright.cli.settings import with_settings
 from bitwright.cli.verb import verb
 from bitwright.core import formatting
-from bitwright.core.output_folder import visible
+from bitwright.core.output_folder import visible_files
 from bitwright.report import new_record, write_report
 from bitwright.report.training import training_record
 from bitwright.training import Callback, TensorBoard, TrainConfig, Trainer, tensorboard_problem
@@ -158,7 +158,7 @@ def train(
     if bar.begun == result.steps:
         out.note("this run had finished already: no step was trained, and its files were written again")
     write_report(new_record(found.name, seed=settings.seed, training=training_record(output)), output)
-    files = {file.name: str(file) for file in visible(output)}
+    files = {file.name: str(file) for file in visible_files(output)}
     out.data({"files": files, "metrics": result.metrics, "best": result.best, "steps": result.steps})
     last = result.metrics[-1] if result.metrics else {}
     if found.metric in last:

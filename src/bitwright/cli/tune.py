@@ -17,7 +17,7 @@ from bitwright.cli.verb import CHECK_FAILED, verb
 from bitwright.core import formatting
 from bitwright.core.errors import BitwrightError, WorkloadError
 from bitwright.core.interrupts import resumable
-from bitwright.core.output_folder import visible
+from bitwright.core.output_folder import visible_files
 from bitwright.report import Accuracy, Size, new_record
 from bitwright.report import write_report as write_files
 from bitwright.report.tuning import tuning_record
@@ -206,7 +206,7 @@ def _missed(tuned: Tuned, metric: str) -> str:
 
 
 def _show(out: Out, tuned: Tuned, metric: str, folder: Path) -> None:
-    files = [str(file) for file in visible(folder) if file.is_file()]
+    files = [str(file) for file in visible_files(folder) if file.is_file()]
     out.data({"files": files, **tuned.to_json()})
     front = {asked.number for asked in tuned.pareto}
     best = sorted(tuned.history, key=lambda asked: asked.outcome.rank())[:_SHOWN]

@@ -8,7 +8,7 @@ from urllib.parse import unquote, unquote_plus
 
 from bitwright.core.errors import shortened
 
-__all__ = ["address_without_secrets", "is_address", "words_without_secrets"]
+__all__ = ["address_without_secrets", "is_address", "message_without_secrets"]
 
 _ADDRESS = re.compile(r"(?:\w*sql\w*(?:\+\w+)?|postgres|oracle|redis)(?::|//)|[^/\\@]+:[^/\\@]*@", re.IGNORECASE)
 """How an address begins, also one in which something is missing: as a file's name it would have the password."""
@@ -41,7 +41,7 @@ def _masked(match: re.Match[str]) -> str:
     return f"{match[1]}…"
 
 
-def words_without_secrets(words: str, store: str | Path | None) -> str:
+def message_without_secrets(words: str, store: str | Path | None) -> str:
     """What a driver says, without the password or the parts of it that it may repeat."""
     text = str(store)
     words = words.replace(text, address_without_secrets(store))

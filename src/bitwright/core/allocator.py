@@ -16,7 +16,7 @@ _LARGEST = 32 << 20  # glibc takes no larger one: larger blocks come and go as b
 
 
 @cache
-def keep_memory() -> bool:
+def keep_freed_memory() -> bool:
     """Let this process keep what it frees; False where the C library isn't glibc."""
     if not sys.platform.startswith("linux"):
         return False

@@ -83,7 +83,7 @@ class WorkloadError(BitwrightError):
     """A workload that can't be loaded or whose data can't be used."""
 
 
-class OwnersCodeError(WorkloadError):
+class UserCodeError(WorkloadError):
     """A workload's own function that raised while it was used."""
 
 

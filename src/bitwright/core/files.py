@@ -129,7 +129,7 @@ def in_bytes(count: int) -> str:
     raise AssertionError("the last unit returns")
 
 
-def to_disk(path: Path) -> None:
+def sync_to_disk(path: Path) -> None:
     """Wait until a file, or the entries of a folder, are on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
@@ -147,7 +147,7 @@ def temporary_folder(parent: Path) -> Iterator[Path]:
 
     The name is what tells a later run that its owner is dead: after SIGKILL nothing else could.
     """
-    remove_stale(parent)
+    remove_stale_folders(parent)
     name = f"{PREFIX}{_host()}-{os.getpid()}-{born(os.getpid())}-{secrets.token_hex(4)}"
     folder = parent / name
     key = (os.getpid(), str(folder))
@@ -165,14 +165,14 @@ def scratch_folder() -> AbstractContextManager[Path]:
     return temporary_folder(Path(tempfile.gettempdir()))
 
 
-def remove_living() -> None:
+def remove_own_folders() -> None:
     """Remove the temporary folders of this process: it ends now, and runs no `finally`."""
     for pid, folder in list(_living):
         if pid == os.getpid():
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def remove_stale(parent: Path) -> None:
+def remove_stale_folders(parent: Path) -> None:
     """Remove temporary folders in `parent` whose process is dead; those of other machines stay."""
     try:
         names = [path.name for path in parent.iterdir() if path.name.startswith(PREFIX)]
@@ -306,9 +306,9 @@ def replacing(path: Path, *, needed: int | None = None) -> Iterator[Path]:
             yield temporary
         with writing(path, needed=needed):
             temporary.chmod(S_IMODE(mode))  # libraries that replace the file use modes of their own
-            to_disk(temporary)
+            sync_to_disk(temporary)
             temporary.replace(path)
-            to_disk(path.parent)
+            sync_to_disk(path.parent)
             note_written(path)
 
 

@@ -29,7 +29,7 @@ MX_BLOCK = 32
 
 
 @dataclass(frozen=True, kw_only=True)
-class Minifloat:
+class MinifloatSpec:
     """The numbers of a small floating-point format: exponents, fraction, and where it ends."""
 
     bits: int
@@ -40,13 +40,13 @@ class Minifloat:
 
 
 MINIFLOATS = {
-    "fp8e4m3": Minifloat(bits=8, fraction=3, lowest=-6, largest=448.0),
-    "fp8e5m2": Minifloat(bits=8, fraction=2, lowest=-14, largest=57344.0),
-    "mxfp8e4m3": Minifloat(bits=8, fraction=3, lowest=-6, largest=448.0),
-    "mxfp8e5m2": Minifloat(bits=8, fraction=2, lowest=-14, largest=57344.0),
-    "mxfp4e2m1": Minifloat(bits=4, fraction=1, lowest=0, largest=6.0),
+    "fp8e4m3": MinifloatSpec(bits=8, fraction=3, lowest=-6, largest=448.0),
+    "fp8e5m2": MinifloatSpec(bits=8, fraction=2, lowest=-14, largest=57344.0),
+    "mxfp8e4m3": MinifloatSpec(bits=8, fraction=3, lowest=-6, largest=448.0),
+    "mxfp8e5m2": MinifloatSpec(bits=8, fraction=2, lowest=-14, largest=57344.0),
+    "mxfp4e2m1": MinifloatSpec(bits=4, fraction=1, lowest=0, largest=6.0),
     # fixed point: no exponent of its own, so all its numbers are below the smallest normal one
-    "mxint8": Minifloat(bits=8, fraction=6, lowest=0, largest=127 / 64),
+    "mxint8": MinifloatSpec(bits=8, fraction=6, lowest=0, largest=127 / 64),
 }
 FLAGS = ("pot", "narrow", "adasign")
 _INTEGER = re.compile(r"^(u?)int([0-9]{1,3})$")
@@ -81,7 +81,7 @@ class Format:
         return self.name in FLOATS
 
     @property
-    def minifloat(self) -> Minifloat | None:
+    def minifloat(self) -> MinifloatSpec | None:
         """The numbers of a small floating-point format."""
         return MINIFLOATS.get(self.name)
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 
 @contextmanager
-def evaluating(model: object) -> Iterator[None]:
+def eval_mode(model: object) -> Iterator[None]:
     """Evaluation mode while this lasts (else looking on would move batch-norm statistics); then each module's own.
 
     What isn't a module (a runtime, a function) has no modes.

@@ -21,10 +21,10 @@ from bitwright.core.files import (
     boot,
     born,
     note_written,
-    remove_stale,
+    remove_stale_folders,
     replacing,
+    sync_to_disk,
     temporary_folder,
-    to_disk,
     writing,
 )
 from bitwright.core.interrupts import uninterrupted
@@ -34,7 +34,7 @@ try:
 except ImportError:  # Windows: the owner's name in the file is all there is
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["filling", "locked", "recover", "replacing_all", "visible"]
+__all__ = ["locked", "recover", "replacing_with_siblings", "staged_output", "visible_files"]
 
 LOCK = ".bitwright.lock"
 _COMMIT = f"{PREFIX}commit"
@@ -178,7 +178,7 @@ if hasattr(os, "register_at_fork"):
 
 
 @contextmanager
-def filling(folder: str | Path, *, name: str = "") -> Iterator[Path]:
+def staged_output(folder: str | Path, *, name: str = "") -> Iterator[Path]:
     """Give a temporary folder inside `folder`; its files move there if the block ends well, else they vanish.
 
     The folder is locked meanwhile (with `name`, only for that output). A place that can't be written is an error here,
@@ -197,7 +197,7 @@ def filling(folder: str | Path, *, name: str = "") -> Iterator[Path]:
 
 
 @contextmanager
-def replacing_all(path: str | Path) -> Iterator[Path]:
+def replacing_with_siblings(path: str | Path) -> Iterator[Path]:
     """Like `replacing`, for a file that others stand beside: all that is written next to the temporary path moves."""
     path = Path(path)
     with writing(path):
@@ -207,7 +207,7 @@ def replacing_all(path: str | Path) -> Iterator[Path]:
         with replacing(path) as temporary:
             yield temporary
         return
-    with filling(path.parent, name=path.name) as folder:
+    with staged_output(path.parent, name=path.name) as folder:
         yield folder / path.name
 
 
@@ -219,10 +219,10 @@ def recover(folder: str | Path, *, name: str = "") -> None:
     ready = folder / f"{_COMMIT}{name}"
     if ready.is_dir():
         _move(ready, folder)
-    remove_stale(folder)
+    remove_stale_folders(folder)
 
 
-def visible(folder: Path) -> list[Path]:
+def visible_files(folder: Path) -> list[Path]:
     """The files of a folder without our own hidden ones, sorted."""
     return sorted(file for file in folder.iterdir() if not file.name.startswith(".bitwright"))
 
@@ -230,11 +230,11 @@ def visible(folder: Path) -> list[Path]:
 def _commit(staged: Path, folder: Path, name: str) -> None:
     """From the moment at which the staged folder has this name, its files count."""
     for file in staged.rglob("*"):
-        to_disk(file)
-    to_disk(staged)
+        sync_to_disk(file)
+    sync_to_disk(staged)
     ready = folder / f"{_COMMIT}{name}"
     staged.rename(ready)
-    to_disk(folder)
+    sync_to_disk(folder)
     _move(ready, folder)
 
 
@@ -244,6 +244,6 @@ def _move(ready: Path, folder: Path) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         file.replace(target)
         note_written(target)
-        to_disk(target.parent)
+        sync_to_disk(target.parent)
     shutil.rmtree(ready)
-    to_disk(folder)
+    sync_to_disk(folder)

@@ -29,7 +29,7 @@ from sqlalchemy import Connection, event, make_url
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.pool import StaticPool
 
-from bitwright.core.addresses import address_without_secrets, is_address, words_without_secrets
+from bitwright.core.addresses import address_without_secrets, is_address, message_without_secrets
 from bitwright.core.errors import BitwrightError, PlanError, Problem
 from bitwright.core.files import boot, born, disk_error, writing
 from bitwright.core.interrupts import uninterrupted
@@ -299,7 +299,7 @@ def _store_errors(store: str | Path | None) -> Iterator[None]:
     except Exception as error:  # optuna's, sqlalchemy's and its drivers', and what damaged entries lead to
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise BitwrightError(
-            f"the store can't be used: {type(error).__name__}: {words_without_secrets(lines[0], store)}",
+            f"the store can't be used: {type(error).__name__}: {message_without_secrets(lines[0], store)}",
             where=address_without_secrets(store) if store is not None else "the store in memory",
             fix="check the server or the file; one that is damaged must be replaced by a new one",
             code="store-failed",
@@ -380,7 +380,7 @@ def _storage(store: str | Path | None) -> RDBStorage:
             lines = str(error).strip().splitlines() or [type(error).__name__]
             # a driver's own message may have the password: it isn't shown, not even with --debug
             raise BitwrightError(
-                f"the store can't be opened: {words_without_secrets(lines[0], store)}",
+                f"the store can't be opened: {message_without_secrets(lines[0], store)}",
                 where=address_without_secrets(store),
                 fix="check the address and the server; PostgreSQL needs pip install 'bitwright[postgresql]'",
                 code="store-unreachable",

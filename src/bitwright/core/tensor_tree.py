@@ -64,7 +64,7 @@ def batch_size(batch: Any) -> int:
     return next((int(tensor.shape[0]) for _, tensor in tensors_in(batch) if tensor.dim()), 1)
 
 
-def part(batch: Any, start: int, stop: int) -> Any:
+def slice_batch(batch: Any, start: int, stop: int) -> Any:
     """Some samples of a batch: every tensor is cut whose first axis is as long as the batch."""
     size = batch_size(batch)
     return map_tensors(batch, lambda t: t[start:stop] if t.dim() and t.shape[0] == size else t)

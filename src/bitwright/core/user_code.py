@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from bitwright.core.errors import BitwrightError, OwnersCodeError
+from bitwright.core.errors import BitwrightError, UserCodeError
 
-__all__ = ["defined_at", "first_line", "line_of", "owners_code"]
+__all__ = ["defined_at", "first_line", "line_of", "user_code"]
 
 # Code of packages and of the language is nobody's own: the line that called it is what can be mended.
 _FOREIGN = tuple(
@@ -21,14 +21,14 @@ _FOREIGN = tuple(
 
 
 @contextmanager
-def owners_code(workload: str | None, what: str, *, expected: str, fix: str) -> Iterator[None]:
+def user_code(workload: str | None, what: str, *, expected: str, fix: str) -> Iterator[None]:
     """While this lasts, what is raised is the fault of this part of a workload."""
     try:
         yield
     except BitwrightError:
         raise  # it says what is wrong already, and what to do
     except Exception as error:
-        raise OwnersCodeError(
+        raise UserCodeError(
             f"{what} raised {type(error).__name__}: {first_line(error)}{line_of(error)}; expected: {expected}",
             where=None if workload is None else f"workload {workload!r}",
             fix=fix,

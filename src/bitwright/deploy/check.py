@@ -13,7 +13,7 @@ from torch import nn
 from bitwright.backends import backend
 from bitwright.core.arguments import strict
 from bitwright.core.errors import ArtefactError, Problem, WorkloadError, log_warnings
-from bitwright.core.modes import call_copied, evaluating
+from bitwright.core.modes import call_copied, eval_mode
 from bitwright.core.registry import RUNTIMES
 from bitwright.core.tensor_tree import as_call, tensors_in
 from bitwright.deploy.agreement import OutputCheck, Sums, as_array, refuse_nan
@@ -93,7 +93,7 @@ def check(
     sums: dict[str, Sums] = {}
     samples, seen = 0, CalibrationData()
     first: tuple[tuple[Any, ...], dict[str, Any]] | None = None
-    with evaluating(model):
+    with eval_mode(model):
         for batch in batches:
             args, kwargs = as_call(batch)
             first = first or (args, kwargs)

@@ -19,7 +19,7 @@ from bitwright.core.arguments import strict
 from bitwright.core.errors import ExportError, PlanError, Problem, log_warnings
 from bitwright.core.files import write_text
 from bitwright.core.logging import quiet
-from bitwright.core.modes import evaluating
+from bitwright.core.modes import eval_mode
 from bitwright.core.registry import ARTEFACTS
 from bitwright.core.tensor_tree import as_call, batch_size
 from bitwright.deploy.artefacts.base import Sidecar
@@ -205,7 +205,7 @@ def export_float(model: nn.Module, path: str | Path, inputs: Any, *, dynamic_bat
 def _export_float(
     model: nn.Module, path: Path, data: str, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_batch: bool
 ) -> tuple[Exported]:
-    with evaluating(model):
+    with eval_mode(model):
         exported = export_program(model, args, kwargs, dynamic_batch)
     onnx_model = _translate(exported.program)
     noted = to_float32(onnx_model, model, (args, kwargs))

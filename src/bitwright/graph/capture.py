@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from bitwright.core.arguments import strict
 from bitwright.core.errors import BitwrightError, CaptureError, Problem
-from bitwright.core.tensor_tree import as_call, batch_size, part, tensors_in
+from bitwright.core.tensor_tree import as_call, batch_size, slice_batch, tensors_in
 from bitwright.core.user_code import first_line, line_of
 from bitwright.graph.graph import Graph, Op, Output, Parameter, Port, Role, Source
 from bitwright.graph.interception import Interceptor, bare, install, uninstall
@@ -80,8 +80,8 @@ def _capture_few(model: nn.Module, first: Any, second: Any) -> Graph | None:
 
     They can't if no number is looked at on the way, and neither one sample nor two make a difference.
     """
-    few = part(first, 0, 2)
-    other = part(second, 0, 1 if batch_size(few) > 1 else 2)
+    few = slice_batch(first, 0, 2)
+    other = slice_batch(second, 0, 1 if batch_size(few) > 1 else 2)
     if batch_size(few) == batch_size(other):
         return None
     found: list[Graph] = []

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bitwright.quantizers.compiled import Kernel as Compiled
+from bitwright.quantizers.compiled import CompiledKernel as Compiled
 from bitwright.quantizers.compiled import dense, worthwhile
 from bitwright.quantizers.grid import SMALLEST
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bitwright.kernels.codes import EXACT, FULL, Codes, Signed, signed_bytes
-from bitwright.quantizers.compiled import Kernel as Compiled
+from bitwright.quantizers.compiled import CompiledKernel as Compiled
 from bitwright.quantizers.compiled import worthwhile
 
 Ints = Sequence[int]

@@ -34,7 +34,7 @@ from bitwright.profiling.step_graph import record_step
 from bitwright.profiling.step_timer import Key, Watch, WatchedStep
 from bitwright.profiling.timing import seen_beyond, undisturbed, yardstick
 from bitwright.quantizers import find_attachment
-from bitwright.quantizers.compiled import SMALL, Kernel, works_here
+from bitwright.quantizers.compiled import SMALL, CompiledKernel, works_here
 
 
 def halves(plan: Plan) -> list[Plan]:
@@ -257,7 +257,7 @@ def compiler_bytes() -> int:
     if not works_here() or "torch._inductor.compile_fx" in sys.modules:
         return 0
     before = resident_bytes()
-    Kernel(lambda x: (x + 1.0).round()).compiled(torch.ones(SMALL))
+    CompiledKernel(lambda x: (x + 1.0).round()).compiled(torch.ones(SMALL))
     return max(0, resident_bytes() - before)
 
 

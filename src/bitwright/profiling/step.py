@@ -11,7 +11,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 
-from bitwright.core.allocator import keep_memory
+from bitwright.core.allocator import keep_freed_memory
 from bitwright.core.arguments import strict
 from bitwright.profiling.execution import AMP_DTYPES, Amp
 from bitwright.workload import call_on, to_train
@@ -82,7 +82,7 @@ class TrainingStep:
         clock: Clock = "wall",
         net: Any = None,
     ) -> None:
-        keep_memory()  # as a trainer's process does
+        keep_freed_memory()  # as a trainer's process does
         self.model = model
         self.net: Any = model if net is None else net
         self.batches = list(batches)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from bitwright.core.errors import BitwrightError
 from bitwright.core.files import scratch_folder, writing
-from bitwright.core.modes import evaluating
+from bitwright.core.modes import eval_mode
 from bitwright.core.tensor_tree import as_call, tensors_in
 from bitwright.graph import Source
 from bitwright.graph.recording import Call, Tape, Values, inputs_of, plainly, record, tainted
@@ -181,7 +181,7 @@ class Replay:
         """Go on to `stop` with all pieces."""
         if stop <= self.position:
             return
-        with evaluating(self.work.model), in_mode(self.work.model, "quantize"):
+        with eval_mode(self.work.model), in_mode(self.work.model, "quantize"):
             for index in range(len(self)):
                 for kind, run in (("quantized", self.quantized), ("float", self.float)):
                     if (index, kind) in self._held:
@@ -237,7 +237,7 @@ def _source(name: str) -> Source:
 def _checked(work: Work, piece: Any) -> Tape:
     """A tape of this shape of input; one that doesn't give what the model gives is refused."""
     args, kwargs = as_call(piece)
-    with evaluating(work.model), torch.no_grad(), in_mode(work.model, "float"):
+    with eval_mode(work.model), torch.no_grad(), in_mode(work.model, "float"):
         tape, inputs = record(work.model, piece)
         expected = [tensor for _, tensor in tensors_in(work.model(*args, **kwargs))]
         fixed = {**tape.constants, **work.live()}

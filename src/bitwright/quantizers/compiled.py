@@ -45,7 +45,7 @@ def worthwhile(x: Tensor) -> bool:
     return x.numel() >= SMALL and works_here()
 
 
-class Kernel:
+class CompiledKernel:
     """A function of tensors, and its compiled twin."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -114,7 +114,7 @@ class Frame:
 
 
 # A class's quantizers share compiled code; what differs between them (codes, layout) makes variants.
-_kernels: dict[tuple[type, bool], Kernel] = {}
+_kernels: dict[tuple[type, bool], CompiledKernel] = {}
 
 
 def _plain(quantizer: Quantizer, x: Tensor) -> Tensor:
@@ -136,7 +136,7 @@ def quantize_compiled(quantizer: Quantizer, x: Tensor, *, relu: bool) -> Tensor:
     key = (type(quantizer), relu)
     kernel = _kernels.get(key)
     if kernel is None:
-        kernel = _kernels[key] = Kernel(_copy(_after_relu if relu else _plain, type(quantizer).__name__))
+        kernel = _kernels[key] = CompiledKernel(_copy(_after_relu if relu else _plain, type(quantizer).__name__))
     frame = _frame(quantizer, x)
     if frame is None:
         result: Tensor = kernel.compiled(quantizer, x)

@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from bitwright.core.formats import Minifloat as Numbers
+from bitwright.core.formats import MinifloatSpec
 from bitwright.quantizers.grid import SMALLEST, ZEROS, Grid, check_small
 from bitwright.quantizers.levels import Uneven
 from bitwright.quantizers.rounding import with_gradient_of
@@ -43,17 +43,17 @@ class Minifloat(Uneven):
         inside = (fixed.abs() <= numbers.largest * scale).to(x.dtype)
         return with_gradient_of(rounded, x * inside)
 
-    def _scale(self, x: Tensor, numbers: Numbers) -> Tensor:
+    def _scale(self, x: Tensor, numbers: MinifloatSpec) -> Tensor:
         return self.layout.spread(self.end() / numbers.largest, x)
 
-    def _block_scale(self, x: Tensor, numbers: Numbers) -> Tensor:
+    def _block_scale(self, x: Tensor, numbers: MinifloatSpec) -> Tensor:
         largest = self.layout.rows(x).abs().amax(dim=1)
         exponent = torch.frexp(largest)[1] - torch.frexp(torch.tensor(numbers.largest))[1]
         exponent = exponent.clamp(min=-126)  # the smallest normal scale
         return self.layout.over(torch.ldexp(torch.ones_like(largest), exponent), x)
 
 
-def _nearest(x: Tensor, numbers: Numbers) -> Tensor:
+def _nearest(x: Tensor, numbers: MinifloatSpec) -> Tensor:
     exponent = (torch.frexp(x)[1] - 1).clamp(min=numbers.lowest)
     step = torch.ldexp(torch.ones_like(x), exponent - numbers.fraction)
     return (torch.round(x / step) * step).clamp(-numbers.largest, numbers.largest)

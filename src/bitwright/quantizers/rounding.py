@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bitwright.quantizers.compiled import Frame, Kernel, dense, works_here, worthwhile
+from bitwright.quantizers.compiled import CompiledKernel, Frame, dense, works_here, worthwhile
 from bitwright.quantizers.grid import LARGEST, SMALLEST, Grid, Layout, needed_scale, power_of_two
 
 if TYPE_CHECKING:
@@ -107,10 +107,10 @@ def _plain_backward_relu(x: Tensor, grad: Tensor, scale: Tensor, low: Tensor, hi
 
 
 # by whether a ReLU comes first
-_FORWARD = {False: Kernel(_forward), True: Kernel(_forward_relu)}
-_BACKWARD = {False: Kernel(_backward), True: Kernel(_backward_relu)}
-_BACKWARD_ZERO = Kernel(_backward_zero)
-_PLAIN_BACKWARD = {False: Kernel(_plain_backward), True: Kernel(_plain_backward_relu)}
+_FORWARD = {False: CompiledKernel(_forward), True: CompiledKernel(_forward_relu)}
+_BACKWARD = {False: CompiledKernel(_backward), True: CompiledKernel(_backward_relu)}
+_BACKWARD_ZERO = CompiledKernel(_backward_zero)
+_PLAIN_BACKWARD = {False: CompiledKernel(_plain_backward), True: CompiledKernel(_plain_backward_relu)}
 
 
 def _frame(x: Tensor, scale: Tensor) -> Frame | None:
@@ -123,7 +123,7 @@ def _frame(x: Tensor, scale: Tensor) -> Frame | None:
     return Frame(x, scale.numel()) if first else None
 
 
-def _compiled(kernel: Kernel, frame: Frame, large: tuple[Tensor, ...], small: tuple[Tensor, ...]) -> Any:
+def _compiled(kernel: CompiledKernel, frame: Frame, large: tuple[Tensor, ...], small: tuple[Tensor, ...]) -> Any:
     shape = (frame.rows, 1) if frame.rows else ()
     flat = (part if part.dim() == 0 else part.reshape(shape if part.numel() > 1 else ()) for part in small)
     return kernel.compiled(*map(frame.view, large), *(part.detach() for part in flat))
@@ -242,8 +242,8 @@ def _over(per_channel: Tensor) -> Tensor:
     return per_channel[:, None, None]
 
 
-_FOLDED_FORWARD = {None: Kernel(_folded_forward), "int16-pairs": Kernel(_forward_guarded)}
-_FOLDED_BACKWARD = Kernel(_folded_backward)
+_FOLDED_FORWARD = {None: CompiledKernel(_folded_forward), "int16-pairs": CompiledKernel(_forward_guarded)}
+_FOLDED_BACKWARD = CompiledKernel(_folded_backward)
 
 
 class _FoldedSettings(NamedTuple):
@@ -253,7 +253,7 @@ class _FoldedSettings(NamedTuple):
     gradient_scale: float
     fused: bool
 
-    def run(self, kernel: Kernel, *inputs: Any) -> Any:
+    def run(self, kernel: CompiledKernel, *inputs: Any) -> Any:
         """In compiled code or not: the same bits."""
         return (kernel.compiled if self.fused and works_here() else kernel.function)(*inputs)
 

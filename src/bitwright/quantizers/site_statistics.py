@@ -12,7 +12,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from bitwright.core.documents import ResultModel
-from bitwright.core.modes import evaluating
+from bitwright.core.modes import eval_mode
 from bitwright.plan import SiteSpec
 from bitwright.quantizers.attachment import Attachment
 from bitwright.quantizers.base import Quantizer
@@ -155,7 +155,7 @@ def site_rows(model: nn.Module, batches: Iterable[Any], *, histograms: bool = Fa
         if histograms and x.numel():
             found.bin(quantizer, x)
 
-    with evaluating(model), torch.no_grad(), in_mode(model, "quantize"), tapped(model, look):
+    with eval_mode(model), torch.no_grad(), in_mode(model, "quantize"), tapped(model, look):
         for batch in batches:
             call(model, batch)
     return tuple(_row(site, spec, attachment, sums.get(site, _Sums())) for site, spec in attachment.plan.quantized)

@@ -12,7 +12,7 @@ from bitwright.core.arguments import reject_unknown, strict
 from bitwright.core.environment import environment
 from bitwright.core.errors import BitwrightError
 from bitwright.core.files import write_text
-from bitwright.core.output_folder import filling, locked
+from bitwright.core.output_folder import locked, staged_output
 from bitwright.report.formatting import own_accuracy
 from bitwright.report.markdown import write_markdown
 from bitwright.report.page import sites, summary, work
@@ -77,7 +77,7 @@ _PARTS = ("sensitivity", "tuning", "training", "comparison")
 @strict
 def write_report(record: Record, folder: str | Path) -> Path:
     """The record as JSON, as a page and as Markdown; gives the page's path."""
-    with filling(folder) as staged:  # the three appear together
+    with staged_output(folder) as staged:  # the three appear together
         write_json(record, staged / REPORT)
         write_markdown(record, staged / "report.md")
         write_html(record, staged / "report.html")

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from bitwright.core.arguments import strict
 from bitwright.core.errors import CalibrationError, PlanError, Problem
-from bitwright.core.modes import evaluating
+from bitwright.core.modes import eval_mode
 from bitwright.core.tensor_tree import batch_size
 from bitwright.quantizers import Quantizer, attachment_of, in_mode, tapped
 from bitwright.workload import call
@@ -172,7 +172,7 @@ def score(
     less. `progress` gets the number of batches that are done.
     """
     run = _Scoring(model, loss)
-    with evaluating(model), in_mode(model, "quantize"):
+    with eval_mode(model), in_mode(model, "quantize"):
         for done, batch in enumerate(batches, 1):
             run.add(*(batch if loss is not None else (batch, None)))
             if progress is not None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from bitwright.core.arguments import strict
-from bitwright.core.modes import evaluating
+from bitwright.core.modes import eval_mode
 from bitwright.plan import Plan, SiteSpec
 from bitwright.quantizers import attachment_of, in_mode
 from bitwright.quantizers.attachment import Attachment
@@ -26,7 +26,7 @@ def errors_without(
 ) -> dict[str, float]:
     """For each variant, a set of sites that are switched off, ‖y − ŷ‖/‖y‖ of the outputs of a prepared model."""
     quantizers = attachment_of(model).quantizers
-    with evaluating(model):
+    with eval_mode(model):
         with in_mode(model, "float"):
             wanted = [_outputs(model, batch) for batch in batches]
         with in_mode(model, "quantize"):

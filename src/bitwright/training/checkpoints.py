@@ -19,7 +19,7 @@ from bitwright.backends.precisions import word
 from bitwright.core.arrays import read_tensors
 from bitwright.core.documents import Strict, name_problem, read_json, read_text, validated
 from bitwright.core.errors import BitwrightError, CheckpointError, Problem, TrainError
-from bitwright.core.files import file_fingerprint, note_written, to_disk, write_text, writing
+from bitwright.core.files import file_fingerprint, note_written, sync_to_disk, write_text, writing
 from bitwright.deploy.checkpoint import load_checkpoint, read_state, save_state
 
 if TYPE_CHECKING:
@@ -142,11 +142,11 @@ class Checkpoints:
                 staged.mkdir()
                 write(staged)
                 for file in staged.iterdir():
-                    to_disk(file)
+                    sync_to_disk(file)
                 if target.exists():
                     shutil.rmtree(target)
                 staged.rename(target)
-                to_disk(self.folder)
+                sync_to_disk(self.folder)
         except BaseException:
             shutil.rmtree(staged, ignore_errors=True)
             raise

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bitwright.core.errors import TrainError
-from bitwright.core.modes import evaluating
+from bitwright.core.modes import eval_mode
 from bitwright.core.tensor_tree import map_tensors
 from bitwright.training.config import TrainConfig
 from bitwright.training.qat import parameter_groups
@@ -42,7 +42,7 @@ class Objective:
         loss = self.task(output, target)
         if self.teacher is None:
             return loss
-        with torch.no_grad(), evaluating(self.teacher):
+        with torch.no_grad(), eval_mode(self.teacher):
             taught = _logits(call(self.teacher, inputs))
         heat = self.temperature
         student, teacher = (F.log_softmax(x.float() / heat, dim=-1) for x in (_logits(output), taught))

@@ -23,7 +23,7 @@ from bitwright.backends.precisions import Precision, word
 from bitwright.core.errors import TrainDiverged, TrainError
 from bitwright.core.files import write_text
 from bitwright.core.interrupts import Interrupted, Stop
-from bitwright.core.modes import evaluating
+from bitwright.core.modes import eval_mode
 from bitwright.core.tensor_tree import map_tensors
 from bitwright.deploy.checkpoint import checkpoint_file, load_checkpoint, save_checkpoint
 from bitwright.plan import Plan
@@ -415,7 +415,7 @@ class Run:
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model in evaluation mode on the run's device, with inputs and outputs on the CPU."""
-        with evaluating(self.model), torch.no_grad(), nullcontext() if self.low is None else self.low.float():
+        with eval_mode(self.model), torch.no_grad(), nullcontext() if self.low is None else self.low.float():
             args, kwargs = self.place((args, kwargs))
             return map_tensors(self.model(*args, **kwargs), lambda t: t.to("cpu"))
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bitwright.core.errors import WorkloadError, did_you_mean
 from bitwright.core.files import fingerprint, sample_fingerprints
-from bitwright.core.modes import evaluating
+from bitwright.core.modes import eval_mode
 from bitwright.core.tensor_tree import batch_size, tensors_in
 from bitwright.workload import Workload, hits_of, measure, pairs
 from bitwright.workload.data import joined, take
@@ -32,7 +32,7 @@ class Part:
 
     def hits(self, predict: Callable[..., Any]) -> int:
         """How many of them a model gets right."""
-        with torch.no_grad(), evaluating(predict):
+        with torch.no_grad(), eval_mode(predict):
             return sum(int(right.sum()) for right, _ in hits_of([(self.inputs, self.target)], predict))
 
 
@@ -108,7 +108,7 @@ def _look(workload: Workload, *, lenient: bool) -> _Seen | None:
             yield inputs, target
 
     try:
-        with torch.no_grad(), evaluating(workload.model):
+        with torch.no_grad(), eval_mode(workload.model):
             for hits, target in hits_of(watched(), workload.model, where=f"workload {workload.name!r}"):
                 right.append(hits.cpu())
                 targets.append(target.cpu())

@@ -16,8 +16,8 @@ from bitwright.backends import backend as find_backend
 from bitwright.core.arguments import strict
 from bitwright.core.errors import BitwrightError, PlanError, Problem
 from bitwright.core.files import disk_error, fingerprint, scratch_folder
-from bitwright.core.modes import evaluating
-from bitwright.core.output_folder import filling, locked, recover
+from bitwright.core.modes import eval_mode
+from bitwright.core.output_folder import locked, recover, staged_output
 from bitwright.core.registry import STRATEGIES
 from bitwright.core.tensor_tree import tensors_in
 from bitwright.deploy import open_runtime
@@ -138,7 +138,7 @@ def tune(
                     result = run(search_by, strategy, seed)
             if place is not None:
                 tell("saving")
-                with filling(place) as staged:
+                with staged_output(place) as staged:
                     result.save(staged)
                     if on_result is not None:
                         on_result(result, staged)
@@ -290,7 +290,7 @@ class _Run:
             return None
         self.tell("comparing with float, sample by sample")
         assert self.workload.evaluation is not None
-        with torch.no_grad(), evaluating(self.workload.model):
+        with torch.no_grad(), eval_mode(self.workload.model):
             after = torch.cat([hits.cpu() for hits, _ in hits_of(pairs(self.workload), self.workload.model)])
         return mcnemar(int((before & ~after).sum()), int((~before & after).sum()))
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from bitwright.core.errors import BitwrightError, WorkloadError
 from bitwright.core.modes import copied
-from bitwright.core.tensor_tree import batch_size, map_tensors, part, tensors_in
-from bitwright.core.user_code import first_line, line_of, owners_code
+from bitwright.core.tensor_tree import batch_size, map_tensors, slice_batch, tensors_in
+from bitwright.core.user_code import first_line, line_of, user_code
 from bitwright.workload.workload import Workload
 
 
@@ -22,7 +22,7 @@ def first(stream: Iterable[Any], samples: int | None) -> Iterator[Any]:
     """Batches up to a number of samples; the last one is cut."""
     for batch in stream:
         size = batch_size(batch)
-        yield batch if samples is None or size <= samples else part(batch, 0, samples)
+        yield batch if samples is None or size <= samples else slice_batch(batch, 0, samples)
         if samples is not None:
             samples -= size
             if samples <= 0:
@@ -40,7 +40,7 @@ def split(stream: Iterable[Any], size: int) -> Iterator[Any]:
     for batch in stream:
         whole = batch_size(batch)
         for start in range(0, whole, size):
-            yield batch if whole <= size else part(batch, start, start + size)
+            yield batch if whole <= size else slice_batch(batch, start, start + size)
 
 
 def rebatched(stream: Iterable[Any], size: int | None) -> Iterator[Any]:
@@ -51,7 +51,7 @@ def rebatched(stream: Iterable[Any], size: int | None) -> Iterator[Any]:
             yield batch
             continue
         for start in range(0, whole - size + 1, size):
-            yield part(batch, start, start + size)
+            yield slice_batch(batch, start, start + size)
 
 
 def regrouped(stream: Iterable[Any], size: int) -> Iterator[Any]:
@@ -189,7 +189,7 @@ def _checked(loader: Callable[[], Iterable[Any]], limit: int | None, name: str |
     empty = True
     expected = "calibration() gives an iterator over batches of inputs"
     fix = "walk through the workload's calibration() in Python"
-    with owners_code(name, "the calibration loader", expected=expected, fix=fix):
+    with user_code(name, "the calibration loader", expected=expected, fix=fix):
         for index, batch in enumerate(itertools.islice(iter(loader()), limit)):
             if not isinstance(batch, Tensor | tuple | list | dict):
                 raise WorkloadError(
@@ -211,7 +211,7 @@ def pairs(workload: Workload) -> Iterator[tuple[Any, Tensor]]:
     assert workload.evaluation is not None
     expected = "evaluation() gives an iterator over pairs (inputs, target)"
     fix = "walk through the workload's evaluation() in Python"
-    with owners_code(workload.name, "the evaluation loader", expected=expected, fix=fix):
+    with user_code(workload.name, "the evaluation loader", expected=expected, fix=fix):
         batch: Any
         for index, batch in enumerate(workload.evaluation()):
             if not isinstance(batch, tuple | list) or len(batch) != 2:

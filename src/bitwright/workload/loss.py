@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from bitwright.core.errors import WorkloadError
-from bitwright.core.user_code import defined_at, owners_code
+from bitwright.core.user_code import defined_at, user_code
 from bitwright.workload.data import shape_of
 from bitwright.workload.workload import Workload
 
@@ -34,7 +34,7 @@ def loss_of(workload: Workload) -> Callable[[Any, Any], Tensor]:
         except Exception:
             got = f"output: {shape_of(output)}; target: {shape_of(target)}"
             fix = f"call loss(model(inputs), target) in Python ({got})"
-            with owners_code(workload.name, "loss", expected=_EXPECTED, fix=fix):
+            with user_code(workload.name, "loss", expected=_EXPECTED, fix=fix):
                 raise
         if not isinstance(value, Tensor) or value.numel() != 1:
             raise WorkloadError(

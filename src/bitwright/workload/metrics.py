@@ -11,8 +11,8 @@ from torch import Tensor
 
 from bitwright.core.arguments import strict
 from bitwright.core.errors import WorkloadError, did_you_mean
-from bitwright.core.modes import evaluating
-from bitwright.core.user_code import owners_code
+from bitwright.core.modes import eval_mode
+from bitwright.core.user_code import user_code
 from bitwright.workload.data import call, call_on, pairs, shape_of
 from bitwright.workload.workload import Workload
 
@@ -128,9 +128,9 @@ def measure(workload: Workload, predict: Callable[..., Any]) -> dict[str, float]
     samples ``n``. A module is scored in evaluation mode, and left in the modes that it had.
     """
     where = f"workload {workload.name!r}"
-    with torch.no_grad(), evaluating(predict):
+    with torch.no_grad(), eval_mode(predict):
         if workload.evaluate is not None:
-            with owners_code(workload.name, "evaluate", expected=_METRICS, fix="call evaluate(model) in Python"):
+            with user_code(workload.name, "evaluate", expected=_METRICS, fix="call evaluate(model) in Python"):
                 found = workload.evaluate(predict)
             values = _numbers(found, workload)
         elif workload.evaluation is not None:

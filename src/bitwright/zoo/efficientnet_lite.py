@@ -52,7 +52,7 @@ def _bn(channels: int) -> nn.BatchNorm2d:
     return nn.BatchNorm2d(channels, eps=1e-3, momentum=0.01)
 
 
-class Block(nn.Module):
+class MBConv(nn.Module):
     """Expand, filter each channel by itself, project; with a shortcut where the shape stays."""
 
     def __init__(self, channels_in: int, channels: int, kernel: int, stride: int, expansion: int, size: int) -> None:
@@ -91,7 +91,7 @@ class EfficientNetLite0(nn.Module):
         for count, kernel, first_stride, channels, expansion in _STAGES:
             for index in range(count):
                 stride = first_stride if index == 0 else 1
-                self._blocks.append(Block(channels_in, channels, kernel, stride, expansion, size))
+                self._blocks.append(MBConv(channels_in, channels, kernel, stride, expansion, size))
                 size, channels_in = -(-size // stride), channels
         self._conv_head = nn.Conv2d(channels_in, 1280, 1, bias=False)
         self._bn1 = _bn(1280)

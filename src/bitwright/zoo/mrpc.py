@@ -24,7 +24,7 @@ from bitwright.zoo.data import data_folder, existing, load_weights, whole
 from bitwright.zoo.scores import scores
 from bitwright.zoo.text import Pairs, Vocabulary, WordPieces, Words, encode_pairs
 
-__all__ = ["Pair", "blendcnn_mrpc", "read_pairs"]
+__all__ = ["SentencePair", "blendcnn_mrpc", "read_pairs"]
 
 _HEADS = ["Quality", "#1 ID", "#2 ID", "#1 String", "#2 String"]
 _LENGTH, _BATCH = 128, 32
@@ -34,7 +34,7 @@ _FILES = {"dev": "dev.tsv", "test": "test_labelled.tsv"}
 _SHOWN = 5  # of the lines that are wrong
 
 
-class Pair(NamedTuple):
+class SentencePair(NamedTuple):
     """Two sentences, and whether (1) or not (0) they say the same."""
 
     label: int
@@ -43,7 +43,7 @@ class Pair(NamedTuple):
 
 
 @lru_cache(maxsize=4)
-def read_pairs(path: Path) -> tuple[Pair, ...]:
+def read_pairs(path: Path) -> tuple[SentencePair, ...]:
     """Read a TSV file of MRPC; lines that aren't pairs are an error that names them."""
     text = read_text(existing(path), fix="convert it to UTF-8", error=WorkloadError)
     # Not splitlines(): sentences may have characters that Python counts as ends of lines.
@@ -55,7 +55,7 @@ def read_pairs(path: Path) -> tuple[Pair, ...]:
             value="\t".join(lines[0])[:80],
             fix=f"its first line has to be, with tabs: {', '.join(_HEADS)}",
         )
-    pairs: list[Pair] = []
+    pairs: list[SentencePair] = []
     wrong: list[str] = []
     for number, line in enumerate(lines[1:], start=2):
         if line == [""]:
@@ -65,7 +65,7 @@ def read_pairs(path: Path) -> tuple[Pair, ...]:
         elif line[0] not in ("0", "1"):
             wrong.append(f"line {number} has the label {line[0][:20]!r}")
         else:
-            pairs.append(Pair(int(line[0]), line[3], line[4]))
+            pairs.append(SentencePair(int(line[0]), line[3], line[4]))
     if wrong:
         raise WorkloadError(
             f"{len(wrong)} of {len(wrong) + len(pairs)} lines are no labelled pairs",
@@ -122,7 +122,7 @@ def blendcnn_mrpc(
     )
 
 
-def _encoded(vocabulary: Vocabulary, pairs: tuple[Pair, ...] | list[Pair]) -> tuple[Tensor, Tensor]:
+def _encoded(vocabulary: Vocabulary, pairs: tuple[SentencePair, ...] | list[SentencePair]) -> tuple[Tensor, Tensor]:
     return encode_pairs(vocabulary, [(pair.first, pair.second) for pair in pairs], _LENGTH)
 
 
@@ -132,7 +132,7 @@ def _seeded(make: Callable[[], BlendCNN]) -> BlendCNN:
         return make().eval()
 
 
-def _own(pairs: list[Pair]) -> tuple[Vocabulary, BlendCNN]:
+def _own(pairs: list[SentencePair]) -> tuple[Vocabulary, BlendCNN]:
     """A vocabulary of the training text, and embeddings that are trained with the network."""
     words = Words.learn(text for pair in pairs for text in (pair.first, pair.second))
     return words, _seeded(partial(BlendCNN, words.size, length=_LENGTH, dropout=_DROPOUT))

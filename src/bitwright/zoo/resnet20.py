@@ -9,7 +9,7 @@ from torch import Tensor, nn
 __all__ = ["ResNet20"]
 
 
-class Block(nn.Module):
+class BasicBlock(nn.Module):
     """Two 3x3 convolutions and a shortcut; where the size changes, the shortcut takes every second pixel."""
 
     def __init__(self, channels_in: int, channels: int, stride: int) -> None:
@@ -46,7 +46,9 @@ class ResNet20(nn.Module):
     @staticmethod
     def _stage(channels_in: int, channels: int, stride: int) -> nn.Sequential:
         return nn.Sequential(
-            Block(channels_in, channels, stride), Block(channels, channels, 1), Block(channels, channels, 1)
+            BasicBlock(channels_in, channels, stride),
+            BasicBlock(channels, channels, 1),
+            BasicBlock(channels, channels, 1),
         )
 
     def forward(self, x: Tensor) -> Tensor:

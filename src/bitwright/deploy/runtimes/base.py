@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from bitwright.core.arguments import strict
 from bitwright.core.errors import ArtefactError, BitwrightError
-from bitwright.core.modes import evaluating
+from bitwright.core.modes import eval_mode
 from bitwright.core.registry import RUNTIMES
 from bitwright.core.tensor_tree import map_tensors, tensors_in
 from bitwright.deploy.agreement import as_array
@@ -135,7 +135,7 @@ class Runtime(ABC):
 
     def accuracy(self, workload: Workload) -> dict[str, float]:
         """What the workload measures, on its evaluation data; its metric sees outputs as its model gives them."""
-        with torch.no_grad(), evaluating(workload.model):
+        with torch.no_grad(), eval_mode(workload.model):
             example = call(workload.model, workload.inputs)
         return measure(workload, partial(_shaped, self, example))
 

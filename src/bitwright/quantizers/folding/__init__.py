@@ -6,9 +6,9 @@ from torch import nn
 
 from bitwright.plan import FoldSpec
 from bitwright.quantizers.folding.fold import Fold
-from bitwright.quantizers.folding.strategies import Batch, Corrected, Explicit, Frozen, Once
+from bitwright.quantizers.folding.strategies import BatchFold, CorrectedFold, ExplicitFold, FrozenFold, StaticFold
 
-BY_STRATEGY: dict[int, type[Fold]] = {0: Once, 1: Frozen, 2: Batch, 3: Corrected, 4: Explicit}
+BY_STRATEGY: dict[int, type[Fold]] = {0: StaticFold, 1: FrozenFold, 2: BatchFold, 3: CorrectedFold, 4: ExplicitFold}
 
 
 def make_fold(spec: FoldSpec, norm: nn.Module, kind: str, site: str) -> Fold:

@@ -70,7 +70,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
 sum_over_ranks.register_autograd(_backward, setup_context=_keep_group)
 
 
-class Call:
+class FoldedCall:
     """One call of the operator that takes in a norm, with what quantizes its weight and bias."""
 
     def __init__(
@@ -119,7 +119,7 @@ class Fold:
 
     # -- what a strategy says ------------------------------------------------------------------------------
 
-    def train(self, call: Call) -> Tensor:
+    def train(self, call: FoldedCall) -> Tensor:
         """The operator in a training step."""
         raise NotImplementedError
 
@@ -150,14 +150,14 @@ class Fold:
         quantize_bias: Callable[[Tensor], Tensor] | None,
     ) -> Tensor:
         """The operator with the folded, quantized weight and bias."""
-        call = Call(func, args, kwargs, quantize_weight, quantize_bias)
+        call = FoldedCall(func, args, kwargs, quantize_weight, quantize_bias)
         return self.train(call) if self.norm.training else self.deployed(call)
 
     def norm_output(self, x: Tensor) -> Tensor | None:
         """What stands in the norm's place; None lets the norm itself run."""
         return self.norm_in_training(x) if self.norm.training else x
 
-    def deployed(self, call: Call) -> Tensor:
+    def deployed(self, call: FoldedCall) -> Tensor:
         """w·γ/σ and β + (b − μ)·γ/σ with running statistics: what the artefact computes."""
         if self.held is not None:
             return call(*self.held)
@@ -197,13 +197,13 @@ class Fold:
         norm: Any = self.norm
         return self.factor(norm.running_var)
 
-    def shift(self, call: Call, factor: Tensor, mean: Tensor) -> Tensor:
+    def shift(self, call: FoldedCall, factor: Tensor, mean: Tensor) -> Tensor:
         """The folded bias β + (b − μ)·γ/σ."""
         _, beta = self.affine()
         start = -wide(mean) if call.bias is None else wide(call.bias) - wide(mean)
         return start * factor if beta is None else start * factor + wide(beta)
 
-    def quantized_weight(self, call: Call, factor: Tensor) -> Tensor:
+    def quantized_weight(self, call: FoldedCall, factor: Tensor) -> Tensor:
         """The weight times the factor, as it is deployed."""
         return call.quantize_weight(wide(call.weight) * self.spread(factor, call.weight))
 

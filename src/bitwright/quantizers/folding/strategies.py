@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from bitwright.core.errors import BitwrightError
 from bitwright.quantizers.export_sites import snapshot
-from bitwright.quantizers.folding.fold import Call, Fold, over_ranks, syncs, wide
+from bitwright.quantizers.folding.fold import Fold, FoldedCall, over_ranks, syncs, wide
 
 
 def batch_statistics(norm: nn.Module, x: Tensor, *, sync: bool) -> tuple[Tensor, Tensor, Tensor | int]:
@@ -57,10 +57,10 @@ def update_running(norm: Any, mean: Tensor, variance: Tensor, count: Tensor | in
             running.copy_((1 - momentum) * running + momentum * new.to(running.dtype))
 
 
-class Frozen(Fold):
+class FrozenFold(Fold):
     """Fold with running μ and σ at each step."""
 
-    def train(self, call: Call) -> Tensor:
+    def train(self, call: FoldedCall) -> Tensor:
         """As in eval mode, with gradients."""
         return self.deployed(call)
 
@@ -73,7 +73,7 @@ class Frozen(Fold):
         return x
 
 
-class Once(Frozen):
+class StaticFold(FrozenFold):
     """Fold with everything of the norm fixed."""
 
     def affine(self) -> tuple[Tensor | None, Tensor | None]:
@@ -97,10 +97,10 @@ class Once(Frozen):
         return list(self.norm.parameters(recurse=False))
 
 
-class Batch(Fold):
+class BatchFold(Fold):
     """Fold with batch μ and σ."""
 
-    def train(self, call: Call) -> Tensor:
+    def train(self, call: FoldedCall) -> Tensor:
         """Convolve for the statistics, then with the folded weight."""
         mean, variance = self.observe(call)
         factor = self.factor(variance)
@@ -110,7 +110,7 @@ class Batch(Fold):
         """Nothing: the operator has normalised already."""
         return x
 
-    def observe(self, call: Call) -> tuple[Tensor, Tensor]:
+    def observe(self, call: FoldedCall) -> tuple[Tensor, Tensor]:
         """Mean and variance of what the norm would be given; they also go into the running ones."""
         norm: Any = self.norm
         mean, variance, count = batch_statistics(norm, call(call.weight, None), sync=self.sync)
@@ -121,10 +121,10 @@ class Batch(Fold):
         return mean, variance
 
 
-class Corrected(Batch):
+class CorrectedFold(BatchFold):
     """Fold with running σ, rescale to that of the batch; the bias is the batch's."""
 
-    def train(self, call: Call) -> Tensor:
+    def train(self, call: FoldedCall) -> Tensor:
         """Convolve for the statistics, then with the deployed weight, then correct."""
         norm: Any = self.norm
         # `observe` updates the running variance, and a compiled backward that computes γ/σ again would take the
@@ -140,10 +140,10 @@ class Corrected(Batch):
 _SMALLEST = 1e-30  # a dead channel (γ = 0) must not divide by zero
 
 
-class Explicit(Fold):
+class ExplicitFold(Fold):
     """Fold for rounding only."""
 
-    def train(self, call: Call) -> Tensor:
+    def train(self, call: FoldedCall) -> Tensor:
         """The operator's own output, but for the rounding."""
         norm: Any = self.norm
         # The norm updates its variance later in the same forward, and a compiled backward that computes γ/σ again
