@@ -28,7 +28,6 @@ from bitwright.cli.verb import verb
 from bitwright.core import formatting
 from bitwright.core.output_folder import visible_files
 from bitwright.report import new_record, write_report
-from bitwright.report.training import training_record
 from bitwright.training import Callback, TensorBoard, TrainConfig, Trainer, tensorboard_problem
 from bitwright.training.run import Run
 
@@ -149,7 +148,7 @@ def train(
         out=output,
         init=init,
         resume=resume or "auto",
-        callbacks=[*callbacks, bar],
+        callbacks=[*callbacks, bar, _Report()],
         device=device,
         **choices,
     ).fit()
@@ -157,7 +156,6 @@ def train(
         return
     if bar.begun == result.steps:
         out.note("this run had finished already: no step was trained, and its files were written again")
-    write_report(new_record(found.name, seed=settings.seed, training=training_record(output)), output)
     files = {file.name: str(file) for file in visible_files(output)}
     out.data({"files": files, "metrics": result.metrics, "best": result.best, "steps": result.steps})
     last = result.metrics[-1] if result.metrics else {}
@@ -174,6 +172,13 @@ def train(
             out.say(f"checkpoint.safetensors is that of epoch {kept:.0f}{more}")
     for file in files.values():
         out.say(f"  {file}")
+
+
+class _Report(Callback):
+    """Write the report together with the result."""
+
+    def on_result(self, run: Run, folder: Path) -> None:
+        write_report(new_record(run.workload.name, seed=run.config.seed, training=training_record(folder)), folder)
 
 
 class _Bar(Callback):

@@ -99,7 +99,7 @@ def writing(path: str | Path, *, needed: int | None = None, strict: bool = False
 
 def note_written(path: Path) -> None:
     """Remember that a file is in its place now; what lies in a temporary folder does not count."""
-    if not any(part.startswith((PREFIX, ".step-")) for part in path.parts) and path not in written:
+    if not any(part.startswith(PREFIX) for part in path.parts) and path not in written:
         written.append(path)
 
 
@@ -251,7 +251,7 @@ def _told(number: int, path: Path | None, needed: int | None) -> DiskError:
     code, what, fix = _REFUSALS[number]
     value = None
     if path is not None:  # what becomes of the temporary file
-        path = Path(*(part for part in path.parts if not part.startswith(PREFIX)))
+        path = _final(path)
     if number in (errno.ENOSPC, errno.EDQUOT) and path is not None:
         free = free_space(path)
         if free is not None:
@@ -266,14 +266,38 @@ def _told(number: int, path: Path | None, needed: int | None) -> DiskError:
     return DiskError(what, where=None if path is None else str(path), value=value, fix=fix, code=code)
 
 
+def _final(path: Path) -> Path:
+    """The path that a file in temporary folders gets in the end."""
+    return Path(*(part for part in path.parts if not part.startswith(PREFIX)))
+
+
 def _own(path: Path) -> int:
-    """What this process has written of `path` so far: it goes away with the error."""
-    total = 0
+    """Bytes of `path` that this process has written to temporary folders so far; the error removes them."""
+    above = path.absolute().parents
+    files: set[Path] = set()  # a temporary folder may be inside another one
     for pid, folder in list(_living):
-        if pid == os.getpid() and Path(folder).parent == path.absolute().parent:
+        if pid == os.getpid() and _final(Path(folder).absolute()) in above:
             with suppress(OSError):
-                total += sum(file.stat().st_blocks * 512 for file in Path(folder).rglob("*") if file.is_file())
+                files |= {file for file in Path(folder).rglob("*") if file.is_file()}
+    total = 0
+    for file in files:
+        with suppress(OSError):
+            total += file.stat().st_blocks * 512
     return total
+
+
+@contextmanager
+def made_folder(folder: Path) -> Iterator[None]:
+    """Create a folder with its parents; if the block fails, remove those that were created and are still empty."""
+    made = [one for one in (folder, *folder.parents) if not one.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield
+    except BaseException:
+        for one in made:
+            with suppress(OSError):
+                one.rmdir()
+        raise
 
 
 @contextmanager
@@ -298,7 +322,7 @@ def replacing(path: Path, *, needed: int | None = None) -> Iterator[Path]:
         with writing(path):
             if path.is_dir():
                 raise IsADirectoryError(EISDIR, os.strerror(EISDIR))
-            path.parent.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(made_folder(path.parent))
             temporary = stack.enter_context(temporary_folder(path.parent)) / path.name
             temporary.touch()  # with the mode of any new file; reading the umask by setting it is not thread-safe
             mode = temporary.stat().st_mode
