@@ -31,6 +31,7 @@ from bitwright.report.record_parts import (
     Warned,
     sensitivity,
 )
+from bitwright.report.summary_page import write_page
 
 __all__ = [
     "RECORD_VERSION",
@@ -78,5 +79,6 @@ __all__ = [
     "write_html",
     "write_json",
     "write_markdown",
+    "write_page",
     "write_report",
 ]
