@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import TypedDict
+from typing import Any, TypedDict
 
 from bitwright.backends.table import BackendTable
 from bitwright.core.errors import FormatError, PlanError, Problem, did_you_mean
@@ -31,11 +31,11 @@ class Choices(TypedDict, total=False):
     """The arithmetic at activations, and at weights if nothing else is said; "plain" if not said."""
     weight_quantizer: str | None
     """The arithmetic at weights; if not said, what goes with `quantizer` (pact: dorefa)."""
-    edges: int | None
+    first_last_bits: int | None
     """Bits of the first and the last operator with a weight, and of what they read; by default the backend's."""
     keep_float: Iterable[str]
     """Patterns of operators that stay float."""
-    bn: int | None
+    fold: int | None
     """How batch norms are folded: -1 not at all, 0 to 4 by that strategy (docs/folding.md); 4 if not said."""
     saturating: bool | None
     """Whether the deploying machine's 8-bit products saturate; None asks this one."""
@@ -47,7 +47,7 @@ def patterns_of(choices: Choices) -> list[str]:
     return [given] if isinstance(given, str) else list(given)
 
 
-def refuse_beside_plan(choices: Choices) -> None:
+def refuse_beside_plan(choices: Mapping[str, Any]) -> None:
     """A plan has all choices in it: any that is given beside it would be ignored."""
     given = [name for name, value in choices.items() if value is not None and value != [] and value != ()]
     if given:
@@ -106,14 +106,14 @@ def _patterns(choices: Choices, graph: Graph) -> Iterator[Problem]:
 
 
 def _folding(choices: Choices, table: BackendTable) -> Iterator[Problem]:
-    bn = choices.get("bn")
-    if bn is None or bn == NO_FOLDING:
+    strategy = choices.get("fold")
+    if strategy is None or strategy == NO_FOLDING:
         return
-    if bn not in STRATEGIES:
-        yield Problem(what="unknown folding strategy", where="bn", value=bn, fix=known_strategies(none=True))
+    if strategy not in STRATEGIES:
+        yield Problem(what="unknown folding strategy", where="fold", value=strategy, fix=known_strategies(none=True))
     elif not table.fold:
         what = f"{table.name} runs batch norms as they are: none would be folded"
-        yield Problem(what=what, where="bn", value=bn, fix="leave bn out, or use another backend")
+        yield Problem(what=what, where="fold", value=strategy, fix="leave fold out, or use another backend")
 
 
 def fitting(plan: Plan, table: BackendTable, graph: Graph, *, name: str | None = None) -> Plan:

@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from bitwright.cli.data import open_workload
 from bitwright.cli.options import (
     ActivationsOption,
+    FirstLastBitsOption,
     FoldingOption,
     KeepFloatOption,
     ObserverOption,
@@ -28,6 +29,7 @@ from bitwright.cli.verb import verb
 from bitwright.core import formatting
 from bitwright.core.output_folder import visible_files
 from bitwright.report import new_record, write_report
+from bitwright.report.training import training_record
 from bitwright.training import Callback, TensorBoard, TrainConfig, Trainer, tensorboard_problem
 from bitwright.training.run import Run
 
@@ -99,10 +101,7 @@ def train(
         str | None,
         typer.Option("--device", help="cpu, cuda, cuda:1, … (default: an accelerator if there is one)."),
     ] = None,
-    edges: Annotated[
-        int | None,
-        typer.Option("--edges", help="Bits of the first and last operator (default below 8 bits: 8)."),
-    ] = None,
+    first_last_bits: FirstLastBitsOption = None,
     weights: WeightsOption = None,
     activations: ActivationsOption = None,
     observer: ObserverOption = None,
@@ -110,7 +109,7 @@ def train(
     quantizer: QuantizerOption = None,
     weight_quantizer: WeightQuantizerOption = None,
     keep_float: KeepFloatOption = None,
-    bn: FoldingOption = None,
+    fold: FoldingOption = None,
 ) -> None:
     """Train a workload, in float or (--quantize) quantized; the flag is the only difference.
 
@@ -126,8 +125,8 @@ def train(
         quantizer=quantizer,
         weight_quantizer=weight_quantizer,
         keep_float=keep_float or [],
-        edges=edges,
-        bn=bn,
+        first_last_bits=first_last_bits,
+        fold=fold,
     )
     found = open_workload(out, workload)
     callbacks: list[Callback] = []

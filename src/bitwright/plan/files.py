@@ -209,8 +209,8 @@ def _represent_text(representer: Any, text: str) -> Any:
 _Representer.add_representer(str, _represent_text)
 
 
-def dump_plan(plan: Plan) -> str:
-    """YAML text; keys in a fixed order, sites in the order of the plan."""
+def plan_data(plan: Plan) -> dict[str, Any]:
+    """The content of the plan file; keys in a fixed order, sites in the order of the plan."""
     data: dict[str, Any] = {"bitwright": SCHEMA_VERSION}
     if plan.model is not None:
         data["model"] = plan.model
@@ -237,6 +237,12 @@ def dump_plan(plan: Plan) -> str:
             if device.why:
                 entry["why"] = device.why
             data["devices"][kind] = entry
+    return data
+
+
+def dump_plan(plan: Plan) -> str:
+    """The text of the plan file."""
+    data = plan_data(plan)
     yaml = YAML(typ="safe", pure=True)
     yaml.Representer = _Representer
     yaml.default_flow_style = False

@@ -39,7 +39,7 @@ from bitwright.training.low_precision import LowPrecision, batch_of, kind_of
 from bitwright.training.optimization import Ema, Objective, Placing, make_optimizer, rate
 from bitwright.training.qat import Qat
 from bitwright.version import __version__
-from bitwright.workload import Workload, batches, call_on, can_measure, fed_with, measure
+from bitwright.workload import Workload, batches, call_on, can_measure, evaluate, fed_with
 
 RESULT = "result.json"
 
@@ -421,7 +421,7 @@ class Run:
             with self.ema.shown(self.model) if self.ema is not None else nullcontext():
                 if self.ema is not None and self.qat is not None:
                     self.qat.settle(alone=True)  # buffers were shared already
-                values = measure(self.workload, self.predict)
+                values = evaluate(self.workload, self.predict)
         values = self.ranks.tell(values)
         self.metrics.append(values)
         score = values.get(self.workload.metric)

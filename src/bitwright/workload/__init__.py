@@ -8,9 +8,9 @@ so that no verb has an argument of its own for any of it. On the command line it
 from __future__ import annotations
 
 from bitwright.workload.data import batches, call, call_on, fed_with, pairs, shape_of
-from bitwright.workload.loading import load_object, load_workload
+from bitwright.workload.loading import load_object, load_workload, open_workload
 from bitwright.workload.loss import loss_of, to_train
-from bitwright.workload.metrics import can_measure, hits_of, measure
+from bitwright.workload.metrics import can_measure, evaluate, hits_of
 from bitwright.workload.workload import Workload
 
 __all__ = [
@@ -19,12 +19,13 @@ __all__ = [
     "call",
     "call_on",
     "can_measure",
+    "evaluate",
     "fed_with",
     "hits_of",
     "load_object",
     "load_workload",
     "loss_of",
-    "measure",
+    "open_workload",
     "pairs",
     "shape_of",
     "to_train",
