@@ -158,7 +158,7 @@ def _build(
         **options,
     )
     quantizer.observe(seen)
-    quantizer.settle()
+    quantizer.update_grid()
     return quantizer
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from bitwright.backends import misfit
+from bitwright.backends import problems_title
 from bitwright.core.errors import BitwrightError, PlanError, Problem
 from bitwright.deploy.checkpoint import load_checkpoint
 from bitwright.graph import capture
@@ -46,7 +46,7 @@ def load_prepared(workload: Workload, plan: Plan, checkpoint: Path) -> Quantized
     """Prepare the workload's model in place, and load its state."""
     graph = capture(workload.model, workload.inputs)
     if problems := plan.validate(graph):
-        raise PlanError(problems, title=misfit(plan, workload.name))
+        raise PlanError(problems, title=problems_title(plan, workload.name))
     prepare(workload.model, plan, graph=graph)
     attachment = find_attachment(workload.model)
     if attachment is None:

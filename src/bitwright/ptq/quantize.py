@@ -11,7 +11,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor, nn
 
-from bitwright.backends import Choices, fitting, make_plan, refuse_beside_plan
+from bitwright.backends import Choices, make_plan, reject_choices_with_plan, resolve_for_backend
 from bitwright.backends import backend as find_backend
 from bitwright.core.arguments import strict
 from bitwright.core.errors import BitwrightError, CalibrationError, PlanError, Problem, log_warnings
@@ -112,7 +112,7 @@ def quantize(
     result says how far apart they are, and `warnings` what to try if that is far.
     """
     if plan is not None:
-        refuse_beside_plan(choices)
+        reject_choices_with_plan(choices)
     table = find_backend(backend)
     model = bare(model)
     wanted = read_steps(steps)
@@ -133,7 +133,11 @@ def quantize(
         graph = capture_paths(model, chain(given, first, _kept(stream, first)), most=_RECORDED)
     measured = first[0]
     example = first[0] if example is None else example
-    plan = make_plan(graph, backend, model=name, **choices) if plan is None else fitting(plan, table, graph, name=name)
+    plan = (
+        make_plan(graph, backend, model=name, **choices)
+        if plan is None
+        else resolve_for_backend(plan, table, graph, name=name)
+    )
     before = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()} if wanted else {}
     prepare(model, plan, graph=graph)
     if find_attachment(model) is None:
