@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 import bitwright as bw
+from bitwright.bench.comparison import Comparison
 from bitwright.bench.instances import Job, _started, arrange, can_pin, run_together
 from bitwright.core.errors import BitwrightError
-from bitwright.report.comparison import Comparison
 
 pinning = pytest.mark.skipif(not can_pin(), reason="this system doesn't bind processes to cores")
 two_cores = pytest.mark.skipif(

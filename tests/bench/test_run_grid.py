@@ -13,11 +13,12 @@ import torch
 from grid_workloads import FILE, algorithm, grid
 
 from bitwright import BitwrightError, GridConfig, Leaderboard, Plan, make_plan, run_grid
-from bitwright.bench import Told, markdown
+from bitwright.bench import Told
 from bitwright.bench.leaderboard import Row
 from bitwright.bench.machine import revision
 from bitwright.deploy.checkpoint import load_checkpoint, save_checkpoint
 from bitwright.quantizers import attachment_of
+from bitwright.report.leaderboard_markdown import markdown
 from bitwright.training import Trainer
 from bitwright.workload import load_workload
 

@@ -17,7 +17,7 @@ from bitwright.core.errors import BitwrightError
 from bitwright.core.registry import RUNTIMES
 from bitwright.deploy import Runtime
 from bitwright.deploy.runtimes.onnxruntime import OnnxRuntime
-from bitwright.report import Comparison, words
+from bitwright.report import Comparison
 
 BOTH = ["onnxruntime", "openvino"]
 
@@ -92,7 +92,7 @@ def test_what_a_runtime_does_not_tell_is_said(workload: bw.Workload) -> None:
     row = bw.compare_runtimes(workload, ["onnxruntime"], runs=1).runtimes[0]
 
     def said(executed: dict[str, int] | None, names: tuple[str, ...] | None) -> str:
-        return words.ran_as(row.model_copy(update={"executed": executed, "left_in_float": names}))
+        return row.model_copy(update={"executed": executed, "left_in_float": names}).executed_text
 
     assert said(None, None) == "onnxruntime doesn't tell"
     assert said({"int8": 2, "float": 0}, None) == "2 int8"

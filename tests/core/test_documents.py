@@ -22,7 +22,7 @@ from torch import nn
 
 import bitwright
 from bitwright.backends.table import load_table
-from bitwright.bench import GridConfig, Leaderboard, markdown
+from bitwright.bench import GridConfig, Leaderboard
 from bitwright.cluster import Cluster
 from bitwright.core.addresses import is_address, message_without_secrets
 from bitwright.core.arrays import read_npz, read_picture, read_tensors
@@ -37,6 +37,7 @@ from bitwright.importers.trace_events import read_trace
 from bitwright.plan import Plan
 from bitwright.profiling import DeviceProfile, StepGraph
 from bitwright.report import write_markdown
+from bitwright.report.leaderboard_markdown import markdown
 from bitwright.sensitivity import Indications
 from bitwright.tuning.config import TuneConfig
 from bitwright.workload.datasets import Dataset

@@ -2,7 +2,6 @@
 
 from bitwright.bench.grid import GridConfig
 from bitwright.bench.leaderboard import Leaderboard
-from bitwright.bench.markdown import markdown
 from bitwright.bench.prepared_model import Made
 from bitwright.bench.rerun import Again, run_again
 from bitwright.bench.run_grid import Told, run_grid
@@ -15,7 +14,6 @@ __all__ = [
     "Made",
     "Told",
     "compare_runtimes",
-    "markdown",
     "run_again",
     "run_grid",
 ]

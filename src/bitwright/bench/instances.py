@@ -18,10 +18,10 @@ from typing import Any, Literal, TextIO
 import numpy as np
 from numpy.typing import NDArray
 
+from bitwright.bench.comparison import Instance, Together
 from bitwright.core.errors import BitwrightError
 from bitwright.core.files import scratch_folder
 from bitwright.deploy import Latency, open_runtime
-from bitwright.report.comparison import Instance, Together
 
 
 def _channel() -> TextIO:

@@ -13,9 +13,22 @@ from pathlib import Path
 from typing import Any, Literal
 
 from bitwright.backends import backend as find_backend
+from bitwright.bench.comparison import (
+    Accuracy,
+    Comparison,
+    Fastest,
+    OnRuntime,
+    Size,
+    Skipped,
+    Timing,
+    Together,
+    parity,
+    timing,
+)
 from bitwright.bench.instances import Job, arrange, can_pin, run_together
 from bitwright.bench.prepared_model import Made, load_prepared
 from bitwright.core.arguments import strict
+from bitwright.core.environment import environment
 from bitwright.core.errors import BitwrightError, DiskError, did_you_mean
 from bitwright.core.files import scratch_folder
 from bitwright.core.registry import BACKENDS, RUNTIMES
@@ -23,8 +36,6 @@ from bitwright.core.tensor_tree import as_call
 from bitwright.deploy import Runtime, available_runtimes, measure_latency, open_runtime
 from bitwright.ptq.quantize import Quantized, quantize
 from bitwright.quantizers import strip
-from bitwright.report import Accuracy, Size, Timing, environment, parity, timing
-from bitwright.report.comparison import Comparison, Fastest, OnRuntime, Skipped, Together
 from bitwright.workload import Workload, batches, can_measure, pairs
 from bitwright.workload.data import first, rebatched, regrouped
 

@@ -13,11 +13,11 @@ from bitwright.cluster.cluster_cost_model import OnCluster
 from bitwright.cluster.cost_model import FLOAT
 from bitwright.cluster.planners import Allocation, uniform
 from bitwright.cluster.planners.precision import over_limits
+from bitwright.core import formatting
 from bitwright.core.errors import BitwrightError, PlanError
 from bitwright.core.registry import PLANNERS
 from bitwright.core.tensor_tree import batch_size
 from bitwright.profiling import record_step
-from bitwright.report import words
 from bitwright.sensitivity import Indications, spec_of
 from bitwright.workload import Workload
 
@@ -222,5 +222,5 @@ def _show(
 
 
 def _memory(kind: str, used: int, limit: MemoryLimit | None) -> str:
-    over = f" (of {words.size(limit.usable)}: too much)" if limit is not None and not limit.holds(used) else ""
-    return f"{kind} {words.size(used)}{over}"
+    over = f" (of {formatting.size(limit.usable)}: too much)" if limit is not None and not limit.holds(used) else ""
+    return f"{kind} {formatting.size(used)}{over}"

@@ -9,17 +9,17 @@ from typing import Annotated
 import typer
 
 from bitwright.bench import Made, compare_runtimes
+from bitwright.bench.comparison import Comparison, OnRuntime, Timing, Together
 from bitwright.cli import again, grid
 from bitwright.cli.data import open_workload
 from bitwright.cli.options import ReportOption, SamplesOption
 from bitwright.cli.out import Out
 from bitwright.cli.prepared import CheckpointOption, PlanOption, read_plan
 from bitwright.cli.verb import CHECK_FAILED, verb
+from bitwright.core import formatting
 from bitwright.core.errors import BitwrightError
 from bitwright.core.files import write_text
-from bitwright.report import add_to_report, report_of, words
-from bitwright.report.comparison import Comparison, OnRuntime, Together
-from bitwright.report.record_parts import Timing
+from bitwright.report import add_to_report, report_of
 
 
 class Mode(StrEnum):
@@ -228,12 +228,13 @@ def _show(out: Out, result: Comparison) -> None:
     timings = [timing for row in result.runtimes for timing in row.timings]
     if timings:
         heads = ["runtime", "variant", "#batch", "#p50", "#p90", "#p99", "#of float", "#samples/s"]
-        out.table(heads, map(_latency, timings), title=f"latency in ms, {words.counted(timings[0].threads, 'thread')}")
+        out.table(
+            heads, map(_latency, timings), title=f"latency in ms, {formatting.counted(timings[0].threads, 'thread')}"
+        )
     if result.together:
         one = result.together[0]
-        share = (
-            f"{words.counted(len(one.instances), 'instance')} × {words.counted(len(one.instances[0].cores), 'core')}"
-        )
+        cores = formatting.counted(len(one.instances[0].cores), "core")
+        share = f"{formatting.counted(len(one.instances), 'instance')} × {cores}"
         heads = ["runtime", "variant", "#batch", "instance", "#p50", "#p90", "#p99", "#samples/s", "#of float"]
         rows = [cells for row in result.together for cells in _crowd(row)]
         out.table(heads, rows, title=f"latency in ms and throughput, {share}{'' if one.pinned else ' (not bound)'}")
@@ -246,13 +247,13 @@ def _show(out: Out, result: Comparison) -> None:
 
 def _quality(row: OnRuntime) -> list[tuple[str, ...]]:
     """One line for each variant: what doesn't depend on the batch size."""
-    kinds = words.ran_as(row)
-    verdict = f"{'yes' if row.parity.passed else 'no'}, {words.decibels(row.parity.sqnr_db)}"
+    kinds = row.executed_text
+    verdict = f"{'yes' if row.parity.passed else 'no'}, {formatting.decibels(row.parity.sqnr_db)}"
     rows: list[tuple[str, ...]] = []
     for size in row.sizes:
-        scores = [f"{one.metric} {words.score(one)}" for one in row.accuracies if one.where == size.name]
+        scores = [f"{one.metric} {one.text}" for one in row.accuracies if one.where == size.name]
         told = (kinds, verdict) if size.name == "quantized" else ("float", "")
-        rows.append((row.runtime, size.name, ", ".join(scores), words.size(size.bytes), *told))
+        rows.append((row.runtime, size.name, ", ".join(scores), formatting.size(size.bytes), *told))
     return rows
 
 

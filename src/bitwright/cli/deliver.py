@@ -12,14 +12,16 @@ import typer
 from bitwright.cli.data import probes
 from bitwright.cli.out import Out
 from bitwright.cli.verb import CHECK_FAILED
+from bitwright.core import formatting
 from bitwright.core.errors import Problem, log_warnings
 from bitwright.core.output_folder import visible_files
 from bitwright.core.tensor_tree import as_call
 from bitwright.deploy import Artefact, Check, Distance, Runtime, measure_distance, measure_latency, open_runtime
 from bitwright.deploy.checkpoint import save_checkpoint
 from bitwright.ptq.quantize import Quantized
-from bitwright.report import Accuracy, Record, Size, Timing, make_record, parity, timings, words
+from bitwright.report import Accuracy, Record, Size, Timing, make_record, parity, timings
 from bitwright.report import write_report as write_files
+from bitwright.report.formatting import float_and_quantized
 from bitwright.workload import Workload, can_measure, measure
 from bitwright.workload.data import first, rebatched, regrouped
 
@@ -134,18 +136,18 @@ def show(out: Out, record: Record, folder: Path) -> None:
         rows.append(
             (
                 f"{accuracy.metric}, {accuracy.where}",
-                words.score(accuracy),
-                "" if accuracy is record.accuracies[0] else words.change(accuracy, record.accuracies[0]),
+                accuracy.text,
+                "" if accuracy is record.accuracies[0] else accuracy.change_from(record.accuracies[0]),
             )
         )
-    sizes = words.float_and_quantized(record)
+    sizes = float_and_quantized(record)
     if sizes is not None:
-        share = f"{100 * sizes[1].bytes / sizes[0].bytes:.0f} % of {words.size(sizes[0].bytes)} ({sizes[0].name})"
-        rows.append(("size", words.size(sizes[1].bytes), share))
+        share = f"{100 * sizes[1].bytes / sizes[0].bytes:.0f} % of {formatting.size(sizes[0].bytes)} ({sizes[0].name})"
+        rows.append(("size", formatting.size(sizes[1].bytes), share))
     for timing in record.timings:
         if timing.variant == "quantized":
             where = f"latency, {timing.runtime}, batch {timing.batch}"
-            rows.append((where, f"{timing.median_ms:.3g} ms", f"{words.rate(timing)}, {words.speed(timing)}"))
+            rows.append((where, f"{timing.median_ms:.3g} ms", f"{timing.rate_text}, {timing.ratio_text}"))
     for row in record.parities:
         agreement = "" if row.top1_agreement is None else f"top-1 agrees on {100 * row.top1_agreement:.4g} %"
         verdict = "agrees" if row.passed else f"diverges, first at {row.first_divergence or 'the output'}"
@@ -153,13 +155,13 @@ def show(out: Out, record: Record, folder: Path) -> None:
             (
                 f"parity, {row.runtime}",
                 verdict,
-                f"{words.decibels(row.sqnr_db)} SQNR, {agreement}".rstrip(", "),
+                f"{formatting.decibels(row.sqnr_db)} SQNR, {agreement}".rstrip(", "),
             )
         )
     if record.distance is not None:
         far = record.distance
         agreement = "" if far.top1_agreement is None else f", top-1 agrees on {100 * far.top1_agreement:.4g} %"
-        text = f"{words.decibels(far.sqnr_db)} SQNR{agreement}"
+        text = f"{formatting.decibels(far.sqnr_db)} SQNR{agreement}"
         rows.append(("simulated against float", "far from float" if far.far else "close to float", text))
     rows.append(("quantized sites", str(len(record.sites)), f"{len(record.float_operators)} operators left in float"))
     out.table([record.title, "#", ""], rows)

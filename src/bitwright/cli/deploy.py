@@ -23,7 +23,7 @@ from bitwright.deploy.checkpoint import checkpoint_file, load_checkpoint
 from bitwright.graph import capture
 from bitwright.plan import Plan
 from bitwright.report import Size
-from bitwright.training.recorded import recorded, weights_before
+from bitwright.report.training import training_record, weights_before
 from bitwright.workload import Workload
 
 
@@ -78,7 +78,7 @@ def deploy(
             accuracies=before,
             float_size=Size(name="model-float.onnx", bytes=yardstick.stat().st_size),
             timings=measured,
-            training=recorded(run),
+            training=training_record(run),
             written=written,
         )
     show(out, record, output)

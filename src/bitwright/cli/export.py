@@ -14,13 +14,13 @@ from bitwright.cli.options import WorkloadArg
 from bitwright.cli.out import Out
 from bitwright.cli.prepared import CheckpointOption, PlanOption, read_plan
 from bitwright.cli.verb import verb
+from bitwright.core import formatting
 from bitwright.core.output_folder import locked, replacing_with_siblings
 from bitwright.core.registry import ARTEFACTS, RUNTIMES
 from bitwright.deploy import Runtime, export_float, readers
 from bitwright.deploy import export as export_model
 from bitwright.deploy.onnx_files import stored_bytes
 from bitwright.plan import Plan
-from bitwright.report import words
 
 
 @verb(
@@ -78,7 +78,7 @@ def export(
                 facts["sidecar"] = str(beside)
                 text = f"float with rounded weights, {batch}; its grids: {beside}"
     out.data(facts)
-    out.say(f"{output}: {words.size(stored_bytes(output))}, {text}")
+    out.say(f"{output}: {formatting.size(stored_bytes(output))}, {text}")
 
 
 def _export_own(out: Out, workload: str, output: Path, chosen: tuple[Plan, Path] | None, runtime: str) -> None:
@@ -93,4 +93,4 @@ def _export_own(out: Out, workload: str, output: Path, chosen: tuple[Plan, Path]
         (kind.write_float if chosen is None else kind.write)(found.model, temporary, found.inputs)
     size = kind.size(output)
     out.data({"path": str(output), "bytes": size, "runtime": runtime})
-    out.say(f"{output}: {words.size(size)}, for {runtime}")
+    out.say(f"{output}: {formatting.size(size)}, for {runtime}")

@@ -29,10 +29,11 @@ from bitwright.cli.stepping import (
 from bitwright.cli.verb import verb
 from bitwright.cluster import Cluster, Prediction, Predictor, write_trace
 from bitwright.cluster.compare import Comparison, check_is_here, compare
+from bitwright.core import formatting
 from bitwright.core.errors import BitwrightError, PlanError, Problem
 from bitwright.plan import Plan
 from bitwright.profiling import DeviceProfile, StepGraph, StepSettings, record_step
-from bitwright.report import add_to_report, forecast, report_of, words
+from bitwright.report import add_to_report, forecast, report_of
 from bitwright.workload import Workload
 
 
@@ -204,10 +205,10 @@ def _show(out: Out, prediction: Prediction, comparison: Comparison | None, trace
                 f"{100 * device.busy:.0f} %",
                 f"{100 * device.communicating:.0f} %",
                 f"{100 * device.waiting:.0f} %",
-                "" if device.memory is None else words.size(device.memory.peak),
+                "" if device.memory is None else formatting.size(device.memory.peak),
                 "" if device.memory is None else device.memory.cause,
-                "" if device.memory is None else words.size(device.memory.process),
-                "" if device.limit is None else words.size(device.limit.usable),
+                "" if device.memory is None else formatting.size(device.memory.process),
+                "" if device.limit is None else formatting.size(device.limit.usable),
                 {True: "yes", False: "no", None: ""}[device.fits],
             )
             for device in prediction.devices[:20]

@@ -16,11 +16,12 @@ from bitwright.cli.indicating import FormatsOption, IndicatorOption, refuse_choi
 from bitwright.cli.options import ReportOption, WorkloadArg
 from bitwright.cli.out import Out
 from bitwright.cli.verb import verb
+from bitwright.core import formatting
 from bitwright.core.errors import BitwrightError
 from bitwright.plan import Plan
 from bitwright.ptq.quantize import Quantized
 from bitwright.ptq.quantize import quantize as quantize_model
-from bitwright.report import add_to_report, network, report_of, sensitivity, words
+from bitwright.report import add_to_report, network, report_of, sensitivity
 from bitwright.sensitivity import Scores, SiteScore, Suggestion, suggest
 from bitwright.sensitivity import score as score_model
 from bitwright.workload import Workload, can_measure, loss_of, measure
@@ -143,7 +144,7 @@ def _show(
     more = f", {left} more sites with --top" if left > 0 else ""
     out.say(
         f"{scores.samples} samples; {100 * scores.shared:.0f} % of the operators' runs shared, "
-        f"{words.size(scores.kept_bytes)} kept{more}"
+        f"{formatting.size(scores.kept_bytes)} kept{more}"
     )
     if suggestion is None:
         out.say("no suggestion: the workload doesn't say how good a model is")
@@ -152,12 +153,12 @@ def _show(
     out.table(
         ["operators in float", f"#{metric}", "#change"],
         [
-            ("none", words.measured(metric, suggestion.before), ""),
+            ("none", formatting.metric_value(metric, suggestion.before), ""),
             *(
                 (
                     f"+ {t.operators[-1]}",
-                    words.measured(metric, t.metric),
-                    words.moved(metric, t.metric - suggestion.before),
+                    formatting.metric_value(metric, t.metric),
+                    formatting.metric_change(metric, t.metric - suggestion.before),
                 )
                 for t in suggestion.trials
             ),
@@ -166,7 +167,7 @@ def _show(
     if not suggestion.operators:
         out.say("nothing is won by keeping operators in float")
         return
-    names, gain = ", ".join(suggestion.operators), words.moved(metric, suggestion.gain)
+    names, gain = ", ".join(suggestion.operators), formatting.metric_change(metric, suggestion.gain)
     out.say(f"keep {len(suggestion.operators)} in float: {gain} {metric} ({names})")
     for change in changes:
         out.say(f"  {change}")
@@ -178,7 +179,7 @@ def _row(score: SiteScore) -> tuple[str, ...]:
     return (
         score.site,
         score.format,
-        "" if score.sqnr_db is None else words.decibels(None if score.sqnr_db == float("inf") else score.sqnr_db),
+        "" if score.sqnr_db is None else formatting.decibels(None if score.sqnr_db == float("inf") else score.sqnr_db),
         f"{100 * score.output_error:.3g} %",
         f"{score.cosine_distance:.2g}",
         "" if score.loss_change is None else f"{score.loss_change:+.3g}",

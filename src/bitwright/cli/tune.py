@@ -14,14 +14,15 @@ from bitwright.cli.options import SamplesOption
 from bitwright.cli.out import Out
 from bitwright.cli.quantize import usable_runtimes
 from bitwright.cli.verb import CHECK_FAILED, verb
+from bitwright.core import formatting
 from bitwright.core.errors import BitwrightError, WorkloadError
 from bitwright.core.interrupts import resumable
 from bitwright.core.output_folder import visible_files
-from bitwright.report import Accuracy, Size, new_record, words
+from bitwright.report import Accuracy, Size, new_record
 from bitwright.report import write_report as write_files
+from bitwright.report.tuning import tuning_record
 from bitwright.tuning import Budget, Goal, TuneConfig, Tuned
 from bitwright.tuning.baseline import Baseline
-from bitwright.tuning.recorded import recorded
 from bitwright.tuning.search import Asked
 from bitwright.workload import can_measure
 
@@ -106,7 +107,7 @@ def tune(
     def report(tuned: Tuned, folder: Path) -> None:
         """Into the folder that becomes the output: the model and its report appear together."""
         if tuned.quantized is None:  # float is the best: there is a search to tell of, but no quantized model
-            write_files(new_record(found.name, seed=config.seed, tuning=recorded(tuned, found.metric)), folder)
+            write_files(new_record(found.name, seed=config.seed, tuning=tuning_record(tuned, found.metric)), folder)
             return
         before = [] if tuned.baseline is None else [_accuracy(found.metric, tuned.baseline, tuned.goal)]
         size = Size(name="float weights", bytes=float_size)
@@ -119,7 +120,7 @@ def tune(
             accuracies=before,
             float_size=size,
             seed=config.seed,
-            tuning=recorded(tuned, found.metric),
+            tuning=tuning_record(tuned, found.metric),
         )
 
     kept = "all trials that were finished are kept; rerun the command to resume"
@@ -215,7 +216,7 @@ def _show(out: Out, tuned: Tuned, metric: str, folder: Path) -> None:
             "yes" if asked.outcome.passed else "no",
             ", ".join(f"{v:.4g}" for k, v in asked.outcome.metrics.items() if k != "n"),
             "" if asked.outcome.latency_ratio is None else f"{asked.outcome.latency_ratio:.2f}×",
-            "" if asked.outcome.size is None else words.size(asked.outcome.size),
+            "" if asked.outcome.size is None else formatting.size(asked.outcome.size),
             "yes" if asked.number in front else "",
             str(asked.candidate),
         )

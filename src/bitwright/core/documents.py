@@ -101,6 +101,12 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
+class ResultModel(BaseModel):
+    """The base of results: unknown keys are refused, and values don't change. Unlike `Strict`, it accepts NaN."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
 def read_bytes(
     path: str | Path,
     *,

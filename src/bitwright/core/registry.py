@@ -94,3 +94,6 @@ KERNELS = Registry("kernel", "bitwright.kernels")
 STRATEGIES = Registry("strategy", "bitwright.strategies")
 INDICATORS = Registry("indicator", "bitwright.indicators")
 PLANNERS = Registry("planner", "bitwright.planners")
+IMPORTERS = Registry("importer", "bitwright.importers")
+ROW_REPORTERS = Registry("row reporter", "bitwright.row_reporters")
+"""Functions that write a report of each finished row of a grid: (FinishedRow, folder) → None."""

@@ -23,8 +23,8 @@ from bitwright.deploy.integrity import Damage
 from bitwright.deploy.runtimes.base import Runtime, open_runtime, readers
 from bitwright.deploy.site_check import Probe, SiteCheck, StoredSites, check_sites
 from bitwright.graph.capture import blaming_batch
-from bitwright.ptq import CalibrationData
 from bitwright.quantizers import attachment_of, in_mode, warnings_of
+from bitwright.workload.calibration_data import CalibrationData
 
 
 @dataclass(frozen=True, kw_only=True)

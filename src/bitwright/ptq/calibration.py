@@ -17,10 +17,10 @@ from bitwright.core.modes import eval_mode
 from bitwright.core.registry import OBSERVERS
 from bitwright.core.tensor_tree import as_call, batch_size, channels_last, slice_batch, tensors_in
 from bitwright.graph.capture import untouched
-from bitwright.ptq.calibration_data import CalibrationData
 from bitwright.ptq.distributed import describe, exchange, give_up, merge_ranges, own_ranges, settle_together, several
 from bitwright.quantizers import Quantizer, attachment_of, folded_once, in_mode, tapped, weights_may_change
 from bitwright.quantizers.state import parameter_problems
+from bitwright.workload.calibration_data import CalibrationData
 from bitwright.workload.data import split
 
 LARGEST = 12 * 2**20

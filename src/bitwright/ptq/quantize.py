@@ -20,10 +20,10 @@ from bitwright.graph import Graph, capture_paths
 from bitwright.graph.interception import bare
 from bitwright.plan import Plan
 from bitwright.ptq.calibration import find_ranges
-from bitwright.ptq.calibration_data import CalibrationData
 from bitwright.ptq.run import Ran, Watch, run_steps
 from bitwright.ptq.step import MEMORY, Data, Step, Work, need_data, read_steps
 from bitwright.quantizers import find_attachment, in_mode, prepare, strip, warnings_of, weights_may_change
+from bitwright.workload.calibration_data import CalibrationData
 
 _RECORDED = 16  # batches at most, to find paths that only some inputs take
 

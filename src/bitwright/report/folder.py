@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from bitwright.core.arguments import reject_unknown, strict
+from bitwright.core.environment import environment
 from bitwright.core.errors import BitwrightError
 from bitwright.core.files import write_text
 from bitwright.core.output_folder import locked, staged_output
-from bitwright.report.environment import environment
+from bitwright.report.formatting import own_accuracy
 from bitwright.report.markdown import write_markdown
 from bitwright.report.page import sites, summary, work
 from bitwright.report.page.elements import asset, document, pair
 from bitwright.report.page.sites import network, ran
 from bitwright.report.record import RECORD_VERSION, Record, RunRow, read_json, write_json
-from bitwright.report.words import own_accuracy
 
 # What the bar at the top links to; the rest is near one of them.
 _NAV = {

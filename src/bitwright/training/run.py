@@ -28,7 +28,7 @@ from bitwright.core.tensor_tree import map_tensors
 from bitwright.deploy.checkpoint import checkpoint_file, load_checkpoint, save_checkpoint
 from bitwright.plan import Plan
 from bitwright.quantizers.compiled import for_this_cpu
-from bitwright.report import SiteRow, site_rows
+from bitwright.quantizers.site_statistics import SiteRow, site_rows
 from bitwright.training.callbacks import Callback
 from bitwright.training.checkpoints import Checkpoints, Saved, checked, load_best, restore, whole_state, writer
 from bitwright.training.config import TrainConfig

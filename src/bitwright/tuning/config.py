@@ -18,7 +18,7 @@ from bitwright.core.addresses import is_address
 from bitwright.core.arguments import reject_unknown, strict
 from bitwright.core.documents import Filled, Strict, read_settings, validated
 from bitwright.core.errors import WorkloadError, did_you_mean
-from bitwright.importers.lpot import is_lpot, translate
+from bitwright.core.importer import translated
 from bitwright.tuning.evaluate import Measuring
 from bitwright.tuning.goal import Budget, Goal
 from bitwright.tuning.result import Tuned
@@ -62,9 +62,8 @@ class TuneConfig(Strict, populate_by_name=True):
         """Read a file, ours or LPOT's; all its problems at once. Paths in it are relative to it."""
         file = Path(path)
         data = read_settings(file, "a search", "workload: …")
-        if is_lpot(data):
-            data = translate(data, where=str(file))
-        config = validated(TuneConfig, data, title=f"{file} has problems")
+        ours = translated(data, "tune", where=str(file)) or data
+        config = validated(TuneConfig, ours, title=f"{file} has problems")
         return config._beside(file.parent)
 
     def _beside(self, folder: Path) -> TuneConfig:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.train.loops import common
+from tests.training.loops import common
 from torch import nn
 
 from bitwright import BitwrightError, quantizers_of, strip

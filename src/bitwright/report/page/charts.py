@@ -9,9 +9,11 @@ from itertools import groupby, pairwise
 from math import ceil, floor, log10
 from typing import Literal
 
+from bitwright.bench.comparison import Timing
+from bitwright.core.formatting import percent
+from bitwright.quantizers.site_statistics import SiteRow
+from bitwright.report.formatting import own_accuracy
 from bitwright.report.record import Record
-from bitwright.report.record_parts import SiteRow, Timing
-from bitwright.report.words import own_accuracy, percent
 
 Kind = Literal["float", "quantized", "trial", "other"]
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from html import escape
 
+from bitwright.core import formatting
 from bitwright.core.files import yaml_text
-from bitwright.report import words
+from bitwright.quantizers.site_statistics import SiteRow
+from bitwright.report.formatting import executed_sites, ranges, row_facts, seen
 from bitwright.report.page.elements import cell, choice, facts, pair, row, section, table
 from bitwright.report.record import Record
-from bitwright.report.record_parts import SiteRow
 
 
 def measures(record: Record) -> list[tuple[str, str]]:
@@ -65,10 +66,10 @@ def ran(record: Record) -> str:
             cell(str(one.sites), value=one.sites),
             cell(str(one.levels), value=one.levels),
         )
-        for role, one in words.executed(found)
+        for role, one in executed_sites(found)
     ]
     heads = ["Role", "Quantizer", "Format in force", "#Sites", "#Levels counted"]
-    body = table(heads, rows, label="What ran") + facts(words.ran(found))
+    body = table(heads, rows, label="What ran") + facts(row_facts(found))
     config = escape(yaml_text(found.config))
     body += f"<details><summary>Config, as YAML: runs this row again</summary><pre>{config}</pre></details>"
     return section("ran", "What ran", body, note="Read from the trained model, not from the config.")
@@ -116,10 +117,10 @@ def _row(site: SiteRow, number: int, error: float | None) -> str:
     how = site.observer if site.quantizer == "plain" else site.quantizer
     how = how if site.share is None else f"grid of {site.share}"
     how += f", guard {site.guard}" if site.guard else ""
-    scale = words.span(words.number(site.scale_min), words.number(site.scale_max))
-    ends = words.span(str(site.zero_point_min), str(site.zero_point_max))
+    scale = formatting.span(formatting.number(site.scale_min), formatting.number(site.scale_max))
+    ends = formatting.span(str(site.zero_point_min), str(site.zero_point_max))
     zero = "" if ends == "0" else f"<small>zero at {escape(ends)}</small>"
-    clipped = "–" if site.clipped is None else words.percent(site.clipped)
+    clipped = "–" if site.clipped is None else formatting.percent(site.clipped)
     sqnr = "–" if site.sqnr_db is None else f"{site.sqnr_db:.1f} dB"
     opener = (
         f'<button type="button" class="opener" aria-expanded="false" data-n="{number}">'
@@ -135,14 +136,14 @@ def _row(site: SiteRow, number: int, error: float | None) -> str:
         f'<td class="why">{escape(site.why)}</td>',
     ]
     if error is not None:
-        cells.insert(3, cell("–" if error < 0 else words.percent(error), value=error))
+        cells.insert(3, cell("–" if error < 0 else formatting.percent(error), value=error))
     return f'<tr data-port="{escape(_port(site.site))}" data-format="{escape(site.format)}">{"".join(cells)}</tr>'
 
 
 def _range(site: SiteRow) -> str:
     """What was seen; the grid under it."""
-    shown, grid = words.ranges(site)
-    low, high = words.seen(site) or (site.low, site.high)
+    shown, grid = ranges(site)
+    low, high = seen(site) or (site.low, site.high)
     below = f"<small>grid {escape(grid)}</small>" if grid else ""
     return f'<td class="n" data-v="{high - low!r}">{escape(shown)}{below}</td>'
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from html import escape
 
-from bitwright.report import words
+from bitwright.core import formatting
+from bitwright.report.formatting import float_and_quantized, own_accuracy, own_timings
 from bitwright.report.page import charts, elements
 from bitwright.report.page.charts import Point, front, lower_is_better, points
 from bitwright.report.page.elements import card, cell, pair, row, section, table
@@ -44,23 +45,23 @@ def cards(record: Record) -> str:
 def _accuracy_card(record: Record) -> list[str]:
     if len(record.accuracies) < 2:
         return []
-    first, last = record.accuracies[0], words.own_accuracy(record)
-    against = f"{words.change(last, first)}, {first.where} {words.score(first)}"
+    first, last = record.accuracies[0], own_accuracy(record)
+    against = f"{last.change_from(first)}, {first.where} {first.text}"
     samples = "" if last.samples is None else f", {last.samples:,} samples"
-    return [card(f"Accuracy ({last.metric})", words.score(last), against, f"on {last.where}{samples}")]
+    return [card(f"Accuracy ({last.metric})", last.text, against, f"on {last.where}{samples}")]
 
 
 def _size_card(record: Record) -> list[str]:
-    sizes = words.float_and_quantized(record)
+    sizes = float_and_quantized(record)
     if sizes is None:
         return []
     before, after = sizes
-    share = f"{100 * after.bytes / before.bytes:.0f} % of {words.size(before.bytes)}"
-    return [card("Size", words.size(after.bytes), share, after.name, f"against {before.name}")]
+    share = f"{100 * after.bytes / before.bytes:.0f} % of {formatting.size(before.bytes)}"
+    return [card("Size", formatting.size(after.bytes), share, after.name, f"against {before.name}")]
 
 
 def _latency_card(record: Record) -> list[str]:
-    quantized = [timing for timing in words.own_timings(record) if timing.variant == "quantized"]
+    quantized = [timing for timing in own_timings(record) if timing.variant == "quantized"]
     if not quantized:
         return _ratio_card(record)
     one = quantized[0]
@@ -108,7 +109,9 @@ def _forecast_card(record: Record) -> list[str]:
     lines = [f"{one.samples_per_second:,.0f} samples per second, predicted"]
     if one.measured is not None:
         both = one.measured.step
-        lines.append(f"measured {both.measured_ms:.3g} ms ({words.error(both.predicted_ms, both.measured_ms)})")
+        lines.append(
+            f"measured {both.measured_ms:.3g} ms ({formatting.relative_error(both.predicted_ms, both.measured_ms)})"
+        )
     return [card(f"Training step, {one.name}", f"{one.step_ms:.3g} ms", *lines)]
 
 
@@ -191,7 +194,7 @@ def _words(one: Point, metric: str) -> str:
     if one.ratio is not None:
         parts.append(f"{one.ratio:.2f}× the time of float")
     if one.size is not None:
-        parts.append(words.size(one.size))
+        parts.append(formatting.size(one.size))
     return ", ".join(parts)
 
 
@@ -223,8 +226,8 @@ def _accuracy(record: Record) -> str:
     rows = [
         row(
             cell(one.where),
-            cell(words.score(one), value=one.value),
-            cell("" if one is first else words.change(one, first), value=one.value - first.value),
+            cell(one.text, value=one.value),
+            cell("" if one is first else one.change_from(first), value=one.value - first.value),
         )
         for one in record.accuracies
     ]
@@ -241,7 +244,7 @@ def _parity(record: Record) -> str:
         row(
             cell(one.runtime),
             cell("✓ agrees" if one.passed else "✗ diverges", tone="good" if one.passed else "bad"),
-            cell(words.decibels(one.sqnr_db), value=one.sqnr_db or 1e9),
+            cell(formatting.decibels(one.sqnr_db), value=one.sqnr_db or 1e9),
             cell(f"{one.max_error:.3g}", value=one.max_error),
             cell(one.first_divergence or "none", code=bool(one.first_divergence)),
         )
@@ -261,11 +264,16 @@ def _distance(record: Record) -> str:
         row(
             cell("all of the model"),
             cell("✗ far from float" if far.far else "✓ close to float", tone="bad" if far.far else "good"),
-            cell(words.decibels(far.sqnr_db), value=far.sqnr_db or 1e9),
+            cell(formatting.decibels(far.sqnr_db), value=far.sqnr_db or 1e9),
             cell(agreement, value=far.top1_agreement or 0.0),
         ),
         *(
-            row(cell(site, code=True), cell("this site alone"), cell(words.decibels(db), value=db or 1e9), cell("–"))
+            row(
+                cell(site, code=True),
+                cell("this site alone"),
+                cell(formatting.decibels(db), value=db or 1e9),
+                cell("–"),
+            )
             for site, db in far.worst.items()
         ),
     ]
@@ -293,9 +301,9 @@ def _runs(record: Record) -> str:
         row(
             cell(one.title),
             cell(one.created[:16].replace("T", " ")),
-            cell("–" if one.accuracy is None else words.score(one.accuracy), value=_value(one.accuracy)),
-            cell("–" if one.size is None else words.size(one.size.bytes), value=one.size.bytes if one.size else 0),
-            cell("–" if one.timing is None else words.speed(one.timing), value=one.timing.ratio if one.timing else 0.0),
+            cell("–" if one.accuracy is None else one.accuracy.text, value=_value(one.accuracy)),
+            cell("–" if one.size is None else formatting.size(one.size.bytes), value=one.size.bytes if one.size else 0),
+            cell("–" if one.timing is None else one.timing.ratio_text, value=one.timing.ratio if one.timing else 0.0),
         )
         for one in record.others
     ]

@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from html import escape
 
 from bitwright.cluster import MemoryLimit
-from bitwright.report import words
+from bitwright.core import formatting
 from bitwright.report.forecast import Both, Device, Forecast, Measured
+from bitwright.report.formatting import environment_facts
 from bitwright.report.page import charts
 from bitwright.report.page.elements import cell, facts, row, section, table
 from bitwright.report.record import Record
@@ -161,9 +162,9 @@ def _device(device: Device) -> str:
         cell(str(device.count), value=device.count),
         cell(f"{device.computing_ms:.4g} ms", value=device.computing_ms),
         *(cell(f"{100 * share:.0f} %", value=share) for share in (device.busy, device.communicating, device.waiting)),
-        cell("" if device.memory_peak is None else words.size(device.memory_peak), value=device.memory_peak or 0),
+        cell("" if device.memory_peak is None else formatting.size(device.memory_peak), value=device.memory_peak or 0),
         cell(device.memory_cause or ""),
-        cell("" if needed is None else words.size(needed), value=needed or 0),
+        cell("" if needed is None else formatting.size(needed), value=needed or 0),
         cell("" if limit is None else str(limit), value=0 if limit is None else limit.usable),
         cell({True: "yes", False: "no", "": ""}[fits], tone="bad" if fits is False else ""),
     )
@@ -177,7 +178,7 @@ def _compared(found: Measured) -> list[str]:
 
 
 def _both(part: str, both: Both) -> str:
-    off = words.error(both.predicted_ms, both.measured_ms)
+    off = formatting.relative_error(both.predicted_ms, both.measured_ms)
     error = both.predicted_ms / both.measured_ms - 1 if both.measured_ms > 0 else 0.0
     return row(
         cell(part),
@@ -228,7 +229,7 @@ def tuning(record: Record) -> str:
             cell(
                 "–" if trial.latency_ratio is None else f"{trial.latency_ratio:.2f}×", value=trial.latency_ratio or 0.0
             ),
-            cell("–" if trial.size is None else words.size(trial.size), value=trial.size or 0),
+            cell("–" if trial.size is None else formatting.size(trial.size), value=trial.size or 0),
             cell("✓" if trial.pareto else ""),
             cell(f"{trial.seconds:.1f} s", value=trial.seconds),
             cell((trial.failed or trial.candidate) + (" (chosen)" if trial.best else "")),
@@ -290,9 +291,9 @@ def runtimes(record: Record) -> str:
         return ""
     rows = []
     for one in found.runtimes:
-        scores = {accuracy.where: words.score(accuracy) for accuracy in one.accuracies}
+        scores = {accuracy.where: accuracy.text for accuracy in one.accuracies}
         sizes = {size.name: size.bytes for size in one.sizes}
-        kinds = words.ran_as(one)
+        kinds = one.executed_text
         timings = {(t.batch, t.variant): t for t in one.timings}
         for batch, variant in sorted(timings) or [(0, "quantized")]:
             timing = timings.get((batch, variant))
@@ -307,7 +308,7 @@ def runtimes(record: Record) -> str:
                     ),
                     cell("–" if timing is None else f"{timing.ratio:.2f}×", value=timing.ratio if timing else 0.0),
                     cell(scores.get(variant, "–")),
-                    cell(words.size(sizes[variant]) if variant in sizes else "–", value=sizes.get(variant, 0)),
+                    cell(formatting.size(sizes[variant]) if variant in sizes else "–", value=sizes.get(variant, 0)),
                     cell(kinds if variant == "quantized" else "float"),
                     cell("✓" if one.parity.passed else "✗ diverges", tone="good" if one.parity.passed else "bad"),
                 )
@@ -324,4 +325,4 @@ def runtimes(record: Record) -> str:
 
 def environment(record: Record) -> str:
     """Where it was measured."""
-    return section("environment", "Environment", facts(words.environment(record)))
+    return section("environment", "Environment", facts(environment_facts(record)))

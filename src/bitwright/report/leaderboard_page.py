@@ -13,9 +13,10 @@ from types import MappingProxyType
 from typing import Any
 from urllib.parse import quote
 
-from bitwright.bench.leaderboard import Leaderboard, Row, Spread, Summary, comparable, counted, drop_words
+from bitwright.bench.leaderboard import Leaderboard, Row, Spread, Summary, comparable, drop_words
 from bitwright.bench.rows import report_folder
 from bitwright.core.files import write_text, yaml_text
+from bitwright.core.formatting import counted
 from bitwright.report.page.elements import asset, card, cards, cell, choice, document, facts, row, section, table
 
 _KEYS = ("algorithm", "backend", "bits", "model")
@@ -53,7 +54,7 @@ def page(
     nav = [("overview", "Overview"), ("results", "Results"), ("about", "About")]
     rows = [_data(row, reports.get(row.id)) for row in board.rows]
     data = json.dumps({"results": results, "rows": rows}, ensure_ascii=False, separators=(",", ":"))
-    scripts = [asset("leaderboard.js", "bitwright.bench")]
+    scripts = [asset("leaderboard.js")]
     return document(title, body, data=data, nav=nav, scripts=scripts)
 
 
