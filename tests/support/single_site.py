@@ -32,5 +32,5 @@ def build_quantizer(
         **options,
     )
     quantizer.observe(seen)
-    quantizer.settle()
+    quantizer.update_grid()
     return quantizer

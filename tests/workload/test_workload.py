@@ -65,7 +65,7 @@ def test_neighbours_of_two_workloads_keep_apart(tmp_path: Path) -> None:
         ("X = 1", "X", "no function 'X'"),
         ("def f():\n    raise KeyError('lost')", "f", "raised KeyError: 'lost'"),
         ("def f(x):\n    return x", "f", "raised TypeError"),
-        ("def f():\n    return 7", "f", "gave int"),
+        ("def f():\n    return 7", "f", "returned int"),
         ("import nowhere_to_be_found", "f", "importing the workload file raised ModuleNotFoundError"),
         ("def f(:", "f", "importing the workload file raised SyntaxError"),
         ("raise SystemExit(1)", "f", "importing the workload file raised SystemExit"),
@@ -82,8 +82,9 @@ def test_file_that_fails(tmp_path: Path, source: str, function: str, message: st
 
 
 def test_reference_that_names_no_file_or_function(tmp_path: Path) -> None:
-    with pytest.raises(WorkloadError, match="no such workload file"):
+    with pytest.raises(WorkloadError) as raised:
         load_workload(f"{tmp_path / 'none.py'}:f")
+    assert raised.value.codes == ["workload-file-missing"]
     with pytest.raises(WorkloadError, match=r"write mine\.py:function"):
         load_workload("mine.py")
 
@@ -151,14 +152,17 @@ def test_batches_limit_and_restart() -> None:
 def test_batches_refuses_what_it_cannot_use() -> None:
     used = iter([torch.zeros(1)])
     next(used)
-    with pytest.raises(WorkloadError, match="no calibration data"):
+    with pytest.raises(WorkloadError) as raised:
         batches(None)
+    assert raised.value.codes == ["no-calibration-data"]
     with pytest.raises(WorkloadError, match="got 0"):
         batches(list, 0)
-    with pytest.raises(WorkloadError, match="new iterator"):
+    with pytest.raises(WorkloadError) as raised:
         list(batches(lambda: used))
-    with pytest.raises(WorkloadError, match="batch 1 is neither"):
+    assert raised.value.codes == ["no-data"]
+    with pytest.raises(WorkloadError, match="batch 1") as raised:
         list(batches(lambda: [torch.zeros(1), "text"]))
+    assert raised.value.codes == ["invalid-batch"]
 
 
 def evaluation() -> Iterator[tuple[Tensor, Tensor]]:

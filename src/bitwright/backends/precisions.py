@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from bitwright.backends.table import backend
-from bitwright.backends.validation import Choices, refuse_beside_plan
+from bitwright.backends.validation import Choices, reject_choices_with_plan
 from bitwright.core.errors import TrainError
 from bitwright.core.formats import Format
 from bitwright.plan import Plan
@@ -28,7 +28,7 @@ def resolve(
     """
     if isinstance(precision, Plan) or str(precision).endswith((".yaml", ".yml")):
         plan = precision if isinstance(precision, Plan) else Plan.load(precision)
-        refuse_beside_plan(choices)
+        reject_choices_with_plan(choices)
         return plan, target or plan.backend or "onnxruntime", Choices(), []
     match = _WORD.fullmatch(str(precision))
     if match is None:

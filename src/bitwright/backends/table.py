@@ -1,4 +1,4 @@
-"""A backend is a table: what a target can run, where its compiler wants quantizers, how it fuses."""
+"""Backend tables: what a target can run, where its compiler expects quantizers, and what it fuses."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def json_schema() -> dict[str, Any]:
 
 
 def load_table(path: Path) -> BackendTable:
-    """Read a table from a YAML file."""
+    """Load a table from a YAML file."""
     try:
         data = read_yaml(path, what="the backend table", error=BackendError)
     except BackendError as error:
@@ -133,7 +133,7 @@ def load_table(path: Path) -> BackendTable:
 
 @strict
 def backend(name: str | BackendTable) -> BackendTable:
-    """A backend by registered name, or from the user's own table file (`path.yaml`)."""
+    """A backend by registered name, or from a table file (`path.yaml`)."""
     if isinstance(name, BackendTable):
         return name
     if name.endswith((".yaml", ".yml")):

@@ -137,7 +137,7 @@ def _attempt(study: GridStudy, task: RowTask, starts: Starts, reports: Path | No
     if claim is None:
         return None
     try:
-        with study.beating(claim):
+        with study.heartbeats(claim):
             try:
                 outcome = run_row(task, starts, reports=reports)
             except Exception as error:  # one row must not end all
@@ -149,7 +149,7 @@ def _attempt(study: GridStudy, task: RowTask, starts: Starts, reports: Path | No
                     raise refused from error  # it says nothing about the row
                 outcome = Outcome(status="failed", reason=one_line(error), environment=machine())
     except BaseException:
-        study.give_back(claim)
+        study.release(claim)
         raise
     if outcome.status == "failed":
         study.fail(claim, outcome)

@@ -129,7 +129,7 @@ def kernels_of(workload: Workload, format: str) -> Plan:
 def variant_of(workload: Workload, plan: Plan | None, batch: Batch, settings: StepSettings) -> Variant:
     """A copy of the model that is ready to train under this plan."""
     model = copy.deepcopy(workload.model)
-    if plan is not None and any(spec.low for spec in plan.compute.values()):
+    if plan is not None and any(spec.is_low_precision for spec in plan.compute.values()):
         prepare(model, plan, inputs=workload.inputs)
         return Variant(model=model, plan=plan, settings=settings)
     if plan is None or not any(True for _ in plan.quantized):

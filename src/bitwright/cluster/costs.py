@@ -30,7 +30,7 @@ class Cost:
 
 def told(call: CallSpec, spec: ComputeSpec | None) -> Cost | None:
     """What a kernel says itself of an operator that nobody has measured in it."""
-    if spec is None or not spec.low:
+    if spec is None or not spec.is_low_precision:
         return None
     shapes = {port: tensor.shape for port, tensor in call.ports}
     found: tuple[float, float] | None = KERNELS.get(spec.format).seconds(call.kind, shapes, spec)

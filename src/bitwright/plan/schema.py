@@ -1,4 +1,4 @@
-"""The plan file, version 1, as pydantic models: what the YAML may say. Published as JSON Schema."""
+"""The plan file, version 1, as pydantic models. Published as JSON Schema."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ STRATEGIES = {
     3: "folded with running statistics, output corrected to those of the batch (two convolutions)",
     4: "folded for rounding only, then the norm itself runs",
 }
-# these never look at the batch: there is nothing to synchronise
+# these strategies don't use batch statistics, so they need no synchronization
 WITHOUT_BATCH = (0, 1)
 
 
 def known_strategies(*, none: bool = False) -> str:
-    """What may stand there, for an error's fix."""
+    """The valid strategies, for an error's fix."""
     known = {NO_FOLDING: "no folding", **STRATEGIES} if none else STRATEGIES
     return "use one of: " + "; ".join(f"{number} ({meaning})" for number, meaning in known.items())
 
@@ -57,7 +57,7 @@ class FoldEntry(_Strict):
         default=DEFAULT_STRATEGY,
         ge=min(STRATEGIES),
         le=max(STRATEGIES),
-        strict=True,  # true isn't 1
+        strict=True,  # reject true for 1
         description="What happens in training: "
         + "; ".join(f"{number} {meaning}" for number, meaning in STRATEGIES.items())
         + ".",

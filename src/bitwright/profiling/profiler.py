@@ -39,7 +39,7 @@ from bitwright.quantizers.compiled import SMALL, CompiledKernel, works_here
 
 def halves(plan: Plan) -> list[Plan]:
     """Of a resolved plan; fewer than two where there is nothing to divide."""
-    names = [name for name, spec in plan.compute.items() if spec.low]
+    names = [name for name, spec in plan.compute.items() if spec.is_low_precision]
     names += list(dict.fromkeys(site.rpartition(":")[0] for site, _ in plan.quantized))
     chosen = (set(names[0::2]), set(names[1::2]))
     return [restricted(plan, own) for own in chosen if own and len(own) < len(names)]

@@ -208,7 +208,7 @@ def _settle(quantizers: Iterable[Quantizer]) -> list[Problem]:
     problems: list[Problem] = []
     for quantizer in quantizers:
         try:
-            quantizer.settle()
+            quantizer.update_grid()
         except CalibrationError as error:
             problems += error.problems
     return problems
@@ -227,7 +227,7 @@ def settle_ranges(quantizers: list[Quantizer], group: Any = None) -> None:
         ranges = merge_ranges(quantizers, [q.scale.numel() for q in quantizers], ranges, group)
     for quantizer in quantizers:
         if quantizer.site in ranges:
-            quantizer.settle_to(*ranges[quantizer.site], quantizer.observed_shape)
+            quantizer.update_grid_from(*ranges[quantizer.site], quantizer.observed_shape)
 
 
 @torch.no_grad()
@@ -250,7 +250,7 @@ def settle_weights(model: nn.Module, example: Any) -> list[str]:
     for quantizer, weight in sorted(seen.values(), key=lambda pair: bool(pair[0].of)):
         if quantizer.of:  # a bias: its weight's scale may have to make room
             quantizer.observe(weight)
-            quantizer.settle()
+            quantizer.update_grid()
         elif quantizer.learned:
             if quantizer.keep_guard(weight):
                 raised.append(quantizer.site)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from bitwright.backends import Choices, fitting, make_plan, refuse_beside_plan
+from bitwright.backends import Choices, make_plan, reject_choices_with_plan, resolve_for_backend
 from bitwright.backends import backend as find_backend
 from bitwright.backends.precisions import resolve
 from bitwright.core.arguments import strict
@@ -189,7 +189,7 @@ def quantize(
         saturating=saturating,
     )
     if plan is not None:
-        refuse_beside_plan({**choices, "precision": precision})
+        reject_choices_with_plan({**choices, "precision": precision})
     if precision is not None:
         _, backend, choices, notes = resolve(precision, backend, choices, learned=False)
         for note in notes:
@@ -215,7 +215,11 @@ def quantize(
         graph = capture_paths(model, chain(given, first, _kept(stream, first)), most=_RECORDED)
     measured = first[0]
     example = first[0] if example is None else example
-    plan = make_plan(graph, backend, model=name, **choices) if plan is None else fitting(plan, table, graph, name=name)
+    plan = (
+        make_plan(graph, backend, model=name, **choices)
+        if plan is None
+        else resolve_for_backend(plan, table, graph, name=name)
+    )
     before = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()} if wanted else {}
     prepare(model, plan, graph=graph)
     if find_attachment(model) is None:

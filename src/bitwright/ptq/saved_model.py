@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from bitwright.backends import misfit
+from bitwright.backends import problems_title
 from bitwright.core.arguments import strict
 from bitwright.core.errors import BitwrightError, PlanError, Problem
 from bitwright.core.registry import WORKLOADS
@@ -88,7 +88,7 @@ def load_prepared(workload: Workload, plan: Plan, checkpoint: Path) -> Quantized
     """Insert the plan's quantizers into the workload's model in place, and load the checkpoint."""
     graph = capture(workload.model, workload.inputs)
     if problems := plan.validate(graph):
-        raise PlanError(problems, title=misfit(plan, workload.name))
+        raise PlanError(problems, title=problems_title(plan, workload.name))
     prepare(workload.model, plan, graph=graph)
     attachment = find_attachment(workload.model)
     if attachment is None:

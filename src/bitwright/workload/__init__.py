@@ -1,8 +1,6 @@
-"""Workload: the one thing that every verb is given.
+"""Workload: the model, its data, loss and metrics, in one object that every verb takes.
 
-A workload bundles what only its owner knows (the model, how it is called, its data, what "good" means),
-so that no verb has an argument of its own for any of it. On the command line it is written as
-``file.py:function``, or as the name of a built-in or a plugin.
+On the command line, a workload is written as ``file.py:function``, or as the name of a built-in or plugin.
 """
 
 from __future__ import annotations

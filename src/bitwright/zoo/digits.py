@@ -1,10 +1,10 @@
-"""A real task that needs no download: 8x8 handwritten digits, and a small network that trains in seconds.
+"""A task without download: 8x8 handwritten digits, and a small network that trains in seconds.
 
 `digits.npz` holds the test part of the data set "Optical Recognition of Handwritten Digits" (E. Alpaydin and C. Kaynak,
 UCI Machine Learning Repository, CC BY 4.0), which scikit-learn also ships.
 
-The network has one of each thing that quantization finds hard: a residual addition, a depthwise convolution,
-batch norms to fold, a pooled head.
+The network has the structures that are difficult to quantize: a residual addition, a depthwise convolution, batch norms
+to fold, a pooled head.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _TEST = 500
 
 
 class DigitsSplit(NamedTuple):
-    """1,297 images to train on and 500 to test on: float (N, 1, 8, 8) in [-1, 1], and int64 labels."""
+    """1,297 training and 500 test images: float (N, 1, 8, 8) in [-1, 1], and int64 labels."""
 
     train_images: Tensor
     train_labels: Tensor
@@ -34,7 +34,7 @@ class DigitsSplit(NamedTuple):
 
 
 def digits_split(seed: int = 0) -> DigitsSplit:
-    """Split the 1,797 digits by a seeded shuffle."""
+    """Split the 1,797 digits with a seeded shuffle."""
     with (files("bitwright.zoo") / "digits.npz").open("rb") as file:
         data = np.load(file)
         images = torch.tensor(data["images"], dtype=torch.float32).unsqueeze(1) / 8 - 1
@@ -62,7 +62,7 @@ class DigitsNet(nn.Module):
         self.head = nn.Linear(2 * width, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Give the logits of images (N, 1, 8, 8)."""
+        """The logits of images (N, 1, 8, 8)."""
         x = F.relu(self.stem_bn(self.stem(x)))
         y = F.relu(self.bn1(self.conv1(x)))
         y = self.bn2(self.conv2(y))
@@ -77,13 +77,13 @@ class DigitsNet(nn.Module):
 def train_digits(
     seed: int = 0, epochs: int = 6, on_epoch: Callable[[int, int, float], None] | None = None
 ) -> DigitsNet:
-    """Train a DigitsNet to about 98 % or more on the test images; the same seed gives the same weights.
+    """Train a DigitsNet to a test accuracy of about 98 %. The same seed gives the same weights.
 
-    ``on_epoch(done, epochs, loss)`` is told of each epoch, for a progress bar.
+    ``on_epoch(done, epochs, loss)`` is called after each epoch.
     """
     split = digits_split()
     n, batch = len(split.train_images), 64
-    # The caller's random numbers stay as they were: a demo within a program must not change the program.
+    # The caller's random state stays unchanged.
     with torch.random.fork_rng(devices=[]), _one_thread():
         torch.manual_seed(seed)
         model = DigitsNet()
@@ -106,7 +106,7 @@ def train_digits(
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """One thread: small operators gain nothing from more, and the sums depend on no number of cores."""
+    """Use one thread: small operators don't need more, and sums don't depend on the number of cores."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
