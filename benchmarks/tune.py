@@ -15,9 +15,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from common import environment, save
+from planted import workload
 
 from bitwright import Budget, Goal, Space, tune
-from planted import workload
 
 PLANTED = {20: (7,), 40: (5, 18, 31)}
 STRATEGIES = ("bisect", "basic", "mse", "mse_v2", "hawq_v2", "auto")

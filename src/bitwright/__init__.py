@@ -9,12 +9,17 @@ if TYPE_CHECKING:
     from bitwright.backends import backend, make_plan
     from bitwright.bench import GridConfig, Leaderboard, compare_runtimes, run_again
     from bitwright.bench.run_grid import run_grid
+    from bitwright.cluster import Cluster, Prediction
+    from bitwright.cluster.plan_cluster import plan_cluster
+    from bitwright.cluster.predict_workload import predict
+    from bitwright.cluster.profile_workload import profile
     from bitwright.core.errors import BitwrightError, PlanError, Problem
     from bitwright.core.formats import Format
     from bitwright.deploy import check, export, export_float, measure_latency, open_runtime
     from bitwright.deploy.checkpoint import load_checkpoint, save_checkpoint
     from bitwright.graph import Graph, capture
     from bitwright.plan import Plan, SiteSpec
+    from bitwright.profiling import DeviceProfile
     from bitwright.ptq import calibrate
     from bitwright.ptq.quantize import Quantized, quantize
     from bitwright.quantizers import compile_arithmetic, prepare, quantizers_of, set_mode, strip
@@ -41,6 +46,11 @@ _HOMES = {
         "run_again",
         "run_grid",
     ),
+    "bitwright.cluster": ("Cluster", "Prediction"),
+    "bitwright.cluster.plan_cluster": ("plan_cluster",),
+    "bitwright.cluster.predict_workload": ("predict",),
+    "bitwright.cluster.profile_workload": ("profile",),
+    "bitwright.profiling": ("DeviceProfile",),
     "bitwright.deploy.checkpoint": (
         "load_checkpoint",
         "save_checkpoint",
@@ -115,6 +125,8 @@ def __dir__() -> list[str]:
 __all__ = [
     "BitwrightError",
     "Budget",
+    "Cluster",
+    "DeviceProfile",
     "Format",
     "Goal",
     "Graph",
@@ -123,6 +135,7 @@ __all__ = [
     "Leaderboard",
     "Plan",
     "PlanError",
+    "Prediction",
     "Problem",
     "Qat",
     "Quantized",
@@ -149,7 +162,10 @@ __all__ = [
     "measure",
     "measure_latency",
     "open_runtime",
+    "plan_cluster",
+    "predict",
     "prepare",
+    "profile",
     "quantize",
     "quantizers_of",
     "run_again",

@@ -9,10 +9,10 @@ import os
 from pathlib import Path
 
 import pytest
+from target_blocks import BLOCKS, graph_of
 
 from bitwright.backends import backend, check_plan, place, tables
 from bitwright.plan import Plan, SiteSpec
-from target_blocks import BLOCKS, graph_of
 
 SNAPSHOTS = Path(__file__).with_name("snapshots")
 BUILT_IN = sorted(path.stem for path in Path(tables.__file__).parent.glob("*.yaml"))

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from target_blocks import block, graph_of
 from torch import Tensor, nn
 
 import bitwright as bw
 from bitwright.backends import backend, place
 from bitwright.graph import capture
 from bitwright.plan import Plan
-from target_blocks import block, graph_of
 
 torch.set_num_threads(1)
 

@@ -9,6 +9,8 @@ from typing import Any
 from urllib.parse import unquote
 
 import pytest
+from grid_workloads import FILE, algorithm, grid
+from leaderboards import made_up
 from ruamel.yaml import YAML
 from typer.testing import CliRunner
 
@@ -16,8 +18,6 @@ from bitwright import BitwrightError, GridConfig, Leaderboard, run_again
 from bitwright.bench.leaderboard import summaries
 from bitwright.cli import app
 from bitwright.report import read_json
-from grid_workloads import FILE, algorithm, grid
-from leaderboards import made_up
 
 
 def invoke(*words: object) -> Any:

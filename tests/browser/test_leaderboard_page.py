@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from bitwright.bench.page import write_page
-from bitwright.report import write_report
 from contrast import CONTRAST
 from leaderboards import made_up
 from records import EVIL, record
+
+from bitwright.bench.page import write_page
+from bitwright.report import write_report
 
 Show = Callable[..., Any]
 FEW = (("lsq", "apot", "tqt"), ("tvm", "onnxruntime"))

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from bitwright.report import write_html
 from contrast import CONTRAST
 from records import EVIL, large, record
+
+from bitwright.report import write_html
 
 Show = Callable[..., Any]
 

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from grid_workloads import FILE, grid
 from typer.testing import CliRunner
 
 from bitwright import Leaderboard
 from bitwright.cli import app
-from grid_workloads import FILE, grid
 
 MQBENCH = "qparams:\n    w_method: lsq\n    a_method: lsq\n    bit: 4\n\nbackend: academic\nbnfold: 4\n"
 

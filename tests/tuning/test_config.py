@@ -10,12 +10,12 @@ import jsonschema
 import numpy as np
 import pytest
 import torch
+from planted import workload
 
 from bitwright import BitwrightError, Budget, PlanError, measure
 from bitwright.tuning import Drop, TuneConfig
 from bitwright.tuning.config import json_schema
 from bitwright.tuning.space import Rule
-from planted import workload
 
 SEED = """\
 model:                       # mandatory. lpot uses this model name and framework name

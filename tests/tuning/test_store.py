@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from store_workers import IDENTITY, candidate, claim_and_wait, opened, outcome, race
 
 from bitwright import BitwrightError, PlanError
 from bitwright.tuning import Outcome
 from bitwright.tuning.candidate import failure
 from bitwright.tuning.search import open_study
-from store_workers import IDENTITY, candidate, claim_and_wait, opened, outcome, race
 
 
 def test_what_was_finished_is_known_to_the_next_process(tmp_path: Path) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from planted import workload
 from torch import nn
 
 from bitwright import Budget, Goal, Space, Tuned, tune
 from bitwright.core.registry import STRATEGIES
 from bitwright.tuning import Asking, Search
-from planted import workload
 
 ONE_BASE = Space(weights="int8/channel/sym", observer="minmax", steps=((),))
 PLANTED = {20: (7,), 40: (5, 18, 31)}
