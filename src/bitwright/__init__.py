@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from bitwright.bench import GridConfig, Leaderboard, benchmark, run_again
     from bitwright.bench.comparison import Comparison
     from bitwright.bench.run_grid import run_grid
+    from bitwright.cluster import Cluster, Prediction
+    from bitwright.cluster.plan_cluster import plan_cluster
+    from bitwright.cluster.predict_workload import predict
+    from bitwright.cluster.profile_workload import profile
     from bitwright.core.errors import BitwrightError, PlanError, Problem
     from bitwright.core.formats import Format
     from bitwright.core.progress import Progress
@@ -20,6 +24,7 @@ if TYPE_CHECKING:
     from bitwright.deployment import Deployment, deploy, quantize_workload
     from bitwright.graph import Graph, capture
     from bitwright.plan import Plan, SiteSpec
+    from bitwright.profiling import DeviceProfile
     from bitwright.ptq import calibrate
     from bitwright.ptq.quantize import Quantized, quantize
     from bitwright.ptq.saved_model import load
@@ -50,6 +55,11 @@ _HOMES = {
         "run_again",
         "run_grid",
     ),
+    "bitwright.cluster": ("Cluster", "Prediction"),
+    "bitwright.cluster.plan_cluster": ("plan_cluster",),
+    "bitwright.cluster.predict_workload": ("predict",),
+    "bitwright.cluster.profile_workload": ("profile",),
+    "bitwright.profiling": ("DeviceProfile",),
     "bitwright.deploy.checkpoint": (
         "load_checkpoint",
         "save_checkpoint",
@@ -144,8 +154,10 @@ __all__ = [
     "BitwrightError",
     "Budget",
     "Check",
+    "Cluster",
     "Comparison",
     "Deployment",
+    "DeviceProfile",
     "Format",
     "Goal",
     "Graph",
@@ -154,6 +166,7 @@ __all__ = [
     "Leaderboard",
     "Plan",
     "PlanError",
+    "Prediction",
     "Problem",
     "Progress",
     "Qat",
@@ -184,7 +197,10 @@ __all__ = [
     "make_plan",
     "measure_latency",
     "open_runtime",
+    "plan_cluster",
+    "predict",
     "prepare",
+    "profile",
     "quantize",
     "quantize_workload",
     "quantizers_of",

@@ -44,6 +44,7 @@ _REGISTRIES: dict[str, Registry] = {
 }
 _WORDS = {
     "--quantize": ["int8", "int4", "w4a8"],
+    "--precision": ["int8", "int4", "w4a8"],
     "--amp": ["bf16", "fp16"],
     "--clock": ["wall", "cpu"],
     "--fold": ["-1", "0", "1", "2", "3", "4"],

@@ -68,7 +68,9 @@ def train(
     kind: Annotated[
         str | None,
         typer.Option(
-            help="This process's kind of device in the plan, or one for each rank: fast,slow.", show_default=False
+            "--device-kind",
+            help="This process's kind of device in the plan, or one for each rank: fast,slow.",
+            show_default=False,
         ),
     ] = None,
     simulate: Annotated[bool, typer.Option("--simulate", help="Round in float instead of running kernels.")] = False,
