@@ -30,7 +30,7 @@ from bitwright.core.errors import BitwrightError, PlanError, Problem, did_you_me
 
 __all__ = [
     "DeviceName",
-    "Filled",
+    "NonBlank",
     "Strict",
     "gunzip",
     "name_problem",
@@ -89,7 +89,7 @@ def _device_name(value: str) -> str:
     return value
 
 
-Filled = Annotated[str, AfterValidator(_not_blank)]
+NonBlank = Annotated[str, AfterValidator(_not_blank)]
 """A string that is not blank."""
 DeviceName = Annotated[str, AfterValidator(_device_name)]
 """The name of a device type."""
