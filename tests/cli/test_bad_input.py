@@ -92,7 +92,7 @@ def test_a_plan_of_another_model_is_named(run, small, made, tmp_path, output):
     message = "it was made for 'another', but this model is 'small'"
     fails(run("quantize", small, "--plan", path, "-o", output), message)
     sources = ["--plan", path, "--checkpoint", made / "checkpoint.safetensors"]
-    fails(run("check", small, made / "model.onnx", *sources), told)
+    fails(run("check", small, made / "model.onnx", *sources), message)
 
 
 @pytest.mark.parametrize(
