@@ -110,7 +110,7 @@ def main() -> None:
                 continue
             with ExitStack() as changed:
                 if way == "folded, sizes lost":
-                    changed.enter_context(patch.object(Sized, "keeps_size", False))
+                    changed.enter_context(patch.object(Sized, "preserves_magnitude", False))
                 if way == "folded, means kept":
                     changed.enter_context(patch.object(Layout, "standardised", scaled))
                 numbers = run(task, starts)

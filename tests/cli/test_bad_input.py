@@ -31,7 +31,7 @@ def output(tmp_path: Path):
 @pytest.mark.parametrize(
     ("reference", "words"),
     [
-        ("nowhere.py:small", ["no such workload file", "nowhere.py"]),
+        ("nowhere.py:small", ["the workload file does not exist", "nowhere.py"]),
         ("digit", ["unknown workload", "did you mean 'digits'"]),
         ("{file}:smal", ["no function 'smal'", "did you mean 'small'"]),
         ("{file}", ["names no function"]),
@@ -52,8 +52,8 @@ def test_workloads(run, workloads, output, reference, words):
     [
         (None, ["can't read the plan", "plan.yaml"]),
         ("sites: [", ["not valid YAML", "plan.yaml:1"]),
-        ("- 1\n", ["a plan is a mapping"]),
-        ("bitwright: 7\n", ["wrong schema version", "7"]),
+        ("- 1\n", ["a plan must be a mapping"]),
+        ("bitwright: 7\n", ["unsupported schema version", "7"]),
         ("bitwright: 1\nsite: {}\n", ["did you mean 'sites'"]),
         (PLAN.replace("conv:input", "convv:input"), ["no such site", "did you mean 'conv:input'"]),
         (PLAN.replace("uint8/", "uint9x/"), ["unknown number format", "uint9x"]),
@@ -89,10 +89,10 @@ def test_wrong_names_hide_no_wrong_formats(run, small, tmp_path, output, verb):
 def test_a_plan_of_another_model_is_named(run, small, made, tmp_path, output):
     path = tmp_path / "plan.yaml"
     path.write_text(PLAN + "  heat:weight: int8\nmodel: another\n")
-    told = "it was made for 'another', and this is 'small'"
-    fails(run("quantize", small, "--plan", path, "-o", output), told)
+    message = "it was made for 'another', but this model is 'small'"
+    fails(run("quantize", small, "--plan", path, "-o", output), message)
     sources = ["--plan", path, "--checkpoint", made / "checkpoint.safetensors"]
-    fails(run("check", small, made / "model.onnx", *sources), told)
+    fails(run("check", small, made / "model.onnx", *sources), message)
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_a_plan_of_another_model_is_named(run, small, made, tmp_path, output):
         (["--fold", "9"], ["unknown folding strategy", "-1 (no folding)", "4 (folded for rounding"]),
         (["--quantizer", "lsqq"], ["unknown quantizer", "did you mean 'lsq'"]),
         (["--weight-quantizer", "dorefaa"], ["unknown quantizer", "did you mean 'dorefa'"]),
-        (["--quantizer", "apot"], ["Apot is symmetric", "use int8/tensor/sym"]),
+        (["--quantizer", "apot"], ["Apot supports only symmetric formats", "use int8/tensor/sym"]),
         (["--keep-float", "hed"], ["matches no operator", "did you mean 'head'"]),
     ],
 )

@@ -314,8 +314,9 @@ def test_prepare_twice_is_refused(zoo: SimpleNamespace) -> None:
     model = zoo.seeded(zoo.Residual)
     plan = zoo.plan_for(model)
     prepare(model, plan)
-    with pytest.raises(BitwrightError, match="prepared already"):
+    with pytest.raises(BitwrightError) as raised:
         prepare(model, plan)
+    assert raised.value.codes == ["already-prepared"]
     prepare(strip(model), plan)
 
 

@@ -52,7 +52,7 @@ def left_in_float(decisions: Decisions, sites: Mapping[str, SiteSpec]) -> dict[s
                 parameters |= {name: _float_operand(port, decisions) for name, port in bare[op.name]}
             else:  # reads integers and computes in float
                 found[op.name] = _reason(op, decisions)
-    return found | parameters | dict.fromkeys(unread(graph), UNUSED)
+    return found | parameters | dict.fromkeys(unread_parameters(graph), UNUSED)
 
 
 def unlisted(graph: Graph, plan: Plan) -> Iterator[Problem]:
@@ -86,7 +86,7 @@ def readers(graph: Graph, source: Source) -> Iterator[tuple[Op, Port]]:
                 yield op, port
 
 
-def unread(graph: Graph) -> list[str]:
+def unread_parameters(graph: Graph) -> list[str]:
     """Parameters that no recorded operator reads, by their first names."""
     names = (parameter.names[0] for parameter in graph.parameters)
     return [name for name in names if not graph.consumers.get(Source("param", name))]

@@ -95,15 +95,15 @@ def _is_tensor(value: Any) -> bool:
     return (torch is not None and isinstance(value, torch.Tensor)) or type(value).__name__ == "ndarray"
 
 
-def name_of(hint: Any) -> str:
+def type_name(hint: Any) -> str:
     """A readable name of the type."""
     origin = get_origin(hint)
     if origin in (Union, UnionType):
-        return " or ".join(dict.fromkeys(name_of(kind) for kind in get_args(hint)))
+        return " or ".join(dict.fromkeys(type_name(kind) for kind in get_args(hint)))
     if hint is None or hint is NoneType:
         return "None"
     if isinstance(hint, TypeVar) and hint.__bound__ is not None:
-        return name_of(hint.__bound__)
+        return type_name(hint.__bound__)
     if origin is not None:
         name = getattr(origin, "__name__", str(origin))
         return _CONTAINERS.get(name, name)
@@ -172,7 +172,7 @@ def reject_wrong_types(function: str, given: Mapping[str, Any], hints: Mapping[s
     problems = []
     for name, value in given.items():
         if name in hints and not fits(value, hints[name]):
-            wanted = name_of(hints[name])
+            wanted = type_name(hints[name])
             problems.append(
                 Problem(
                     what=f"{function}() takes {wanted} as {name!r}",
@@ -187,14 +187,14 @@ def reject_wrong_types(function: str, given: Mapping[str, Any], hints: Mapping[s
 
 
 def _fix(value: Any, hint: Any, wanted: str) -> str:
-    if isinstance(value, type) and fits_class(value, hint):
+    if isinstance(value, type) and class_matches(value, hint):
         return f"pass an instance of the class: {value.__name__}(…)"
     if fits([value], hint):
         return "pass a list, even for a single item"
     return f"pass {wanted}"
 
 
-def fits_class(cls: type, hint: Any) -> bool:
+def class_matches(cls: type, hint: Any) -> bool:
     """Whether instances of `cls` match `hint`."""
     kinds = get_args(hint) or (hint,)
     return any(isinstance(kind, type) and issubclass(cls, kind) for kind in kinds)

@@ -15,7 +15,7 @@ import re
 import stat
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypeVar, get_origin
 
@@ -30,7 +30,7 @@ from bitwright.core.errors import BitwrightError, PlanError, Problem, did_you_me
 
 __all__ = [
     "DeviceName",
-    "Filled",
+    "NonBlank",
     "Strict",
     "gunzip",
     "name_problem",
@@ -89,7 +89,7 @@ def _device_name(value: str) -> str:
     return value
 
 
-Filled = Annotated[str, AfterValidator(_not_blank)]
+NonBlank = Annotated[str, AfterValidator(_not_blank)]
 """A string that is not blank."""
 DeviceName = Annotated[str, AfterValidator(_device_name)]
 """The name of a device type."""
@@ -456,13 +456,33 @@ def _wrong(value: Any, finite: bool) -> Iterator[tuple[str, Any]]:
 _MOST_PROBLEMS = 100
 
 
-def problems_of(error: ValidationError, model: object, *, fix: str | None = None) -> list[Problem]:
-    """Convert pydantic's errors to problems with path, value, and similar names for unknown keys."""
+def problems_of(
+    error: ValidationError, model: object, *, fix: str | None = None, union_branches: Collection[str] = ()
+) -> list[Problem]:
+    """Convert pydantic's errors to problems with path, value, and similar names for unknown keys.
+
+    For a union, pydantic reports one error per branch and adds the branch's name to the path. `union_branches` lists
+    these names. They are removed, and each location is reported once.
+    """
     details = error.errors(include_url=False, include_context=False)
+    if union_branches:
+        details = _merge_branches(details, union_branches)
     found = [_problem(one, model, fix) for one in details[:_MOST_PROBLEMS]]
     if len(details) > _MOST_PROBLEMS:
         found.append(Problem(what=f"there are {len(details) - _MOST_PROBLEMS} more problems", code="more-problems"))
     return found
+
+
+def _merge_branches(details: Iterable[Mapping[str, Any]], branches: Collection[str]) -> list[Any]:
+    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for detail in details:
+        path = tuple(part for part in detail["loc"] if part not in branches)
+        wrong_type = detail["loc"][-1] in branches or detail["type"] == "model_type"
+        message = "must be a string or a mapping" if wrong_type else detail["msg"]
+        found.setdefault(path, {**detail, "loc": path, "msg": message})
+    # omit "must be a string" for a mapping that contains another problem
+    outer = {path[:length] for path in found for length in range(len(path))}
+    return [detail for path, detail in found.items() if path not in outer]
 
 
 def _problem(one: Mapping[str, Any], model: object, fix: str | None) -> Problem:

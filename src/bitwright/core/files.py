@@ -148,7 +148,7 @@ def temporary_folder(parent: Path) -> Iterator[Path]:
     The process id in the name lets a later run detect folders that remain after SIGKILL.
     """
     remove_stale_folders(parent)
-    name = f"{PREFIX}{_host()}-{os.getpid()}-{born(os.getpid())}-{secrets.token_hex(4)}"
+    name = f"{PREFIX}{_host()}-{os.getpid()}-{process_start(os.getpid())}-{secrets.token_hex(4)}"
     folder = parent / name
     key = (os.getpid(), str(folder))
     _living.add(key)
@@ -180,11 +180,11 @@ def remove_stale_folders(parent: Path) -> None:
         return
     for name in names:
         match = _OWNED.fullmatch(name)
-        if match is not None and match[1] == _host() and born(int(match[2])) != match[3]:
+        if match is not None and match[1] == _host() and process_start(int(match[2])) != match[3]:
             shutil.rmtree(parent / name, ignore_errors=True)
 
 
-def born(pid: int) -> str | None:
+def process_start(pid: int) -> str | None:
     """The start time of a process, which distinguishes processes with the same id. None: there is no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
@@ -198,7 +198,7 @@ def born(pid: int) -> str | None:
         return ""
 
 
-def boot() -> str:
+def boot_id() -> str:
     """An identifier of this machine and its current boot. Process ids are valid within it."""
     identity = ""
     with suppress(OSError):
@@ -211,7 +211,7 @@ def _host() -> str:
     space = ""
     with suppress(OSError):
         space = str(Path("/proc/self/ns/pid").readlink())
-    return sha256(f"{boot()} {space}".encode()).hexdigest()[:8]
+    return sha256(f"{boot_id()} {space}".encode()).hexdigest()[:8]
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

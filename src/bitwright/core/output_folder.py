@@ -18,10 +18,10 @@ from typing import Any
 from bitwright.core.errors import BitwrightError
 from bitwright.core.files import (
     PREFIX,
-    boot,
-    born,
+    boot_id,
     made_folder,
     note_written,
+    process_start,
     remove_stale_folders,
     replacing,
     sync_to_disk,
@@ -128,7 +128,7 @@ def _lock(handle: int) -> bool:
     owner = _read(handle)
     if not owner or owner.get("pid") == os.getpid():
         return True
-    return owner.get("boot") == boot() and born(int(owner.get("pid", 0))) != owner.get("born")
+    return owner.get("boot") == boot_id() and process_start(int(owner.get("pid", 0))) != owner.get("born")
 
 
 def _same(handle: int, file: Path) -> bool:
@@ -144,7 +144,13 @@ def _owner() -> dict[str, Any]:
     # Omit the full command line because it may contain a password.
     words = [Path(sys.argv[0]).name or "python", *(word for word in sys.argv[1:2] if word.isalpha())]
     since = datetime.now(UTC).isoformat(timespec="seconds")
-    return {"pid": pid, "born": born(pid), "boot": boot(), "command": " ".join(words), "since": since}
+    return {
+        "pid": pid,
+        "born": process_start(pid),
+        "boot": boot_id(),
+        "command": " ".join(words),
+        "since": since,
+    }
 
 
 def _read(handle: int) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from sqlalchemy.pool import StaticPool
 
 from bitwright.core.addresses import address_without_secrets, is_address, message_without_secrets
 from bitwright.core.errors import BitwrightError, PlanError, Problem
-from bitwright.core.files import boot, born, disk_error, writing
+from bitwright.core.files import boot_id, disk_error, process_start, writing
 from bitwright.core.interrupts import uninterrupted
 
 _BEAT, _GRACE = 10, 40  # seconds
@@ -453,11 +453,11 @@ def _experimental() -> Iterator[None]:
 
 
 def _who() -> dict[str, Any]:
-    return {"host": boot(), "pid": os.getpid(), "born": born(os.getpid())}
+    return {"host": boot_id(), "pid": os.getpid(), "process_start": process_start(os.getpid())}
 
 
 def _alive(worker: Mapping[str, Any] | None) -> bool:
     """Whether a worker of this machine is still running. Workers of other machines are checked by their heartbeats."""
-    if worker is None or worker["host"] != boot():
+    if worker is None or worker["host"] != boot_id():
         return True
-    return born(int(worker["pid"])) == str(worker["born"])
+    return process_start(int(worker["pid"])) == str(worker["process_start"])

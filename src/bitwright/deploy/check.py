@@ -22,7 +22,7 @@ from bitwright.deploy.distance import Distance, SiteDistance, distance_of, look_
 from bitwright.deploy.integrity import Damage
 from bitwright.deploy.runtimes.base import Runtime, open_runtime, readers
 from bitwright.deploy.site_check import Probe, SiteCheck, StoredSites, check_sites
-from bitwright.graph.capture import blaming_batch
+from bitwright.graph.capture import report_batch_errors
 from bitwright.quantizers import attachment_of, in_mode, warnings_of
 from bitwright.workload.calibration_data import CalibrationData
 
@@ -108,7 +108,7 @@ def check(
             first = first or (args, kwargs)
             samples += next((int(t.shape[0]) if t.dim() else 1 for _, t in tensors_in((args, kwargs))), 1)
             if any(tensor.numel() for _, tensor in tensors_in(seen.see(batch))):
-                with blaming_batch(model, batch):
+                with report_batch_errors(model, batch):
                     _compare(model, real, args, kwargs, sums)
         if first is None or not sums:
             what = "there is no batch to check with" if first is None else "all batches to check with are empty"

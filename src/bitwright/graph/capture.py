@@ -44,7 +44,7 @@ def capture(model: nn.Module, *inputs: Any, train: bool = False) -> Graph:
     if not inputs:
         raise CaptureError("capture needs at least one example input", fix="capture(model, batch)", code="no-inputs")
     model = bare(model)
-    assert_runnable(model)
+    check_runnable(model)
     graph = _run(model, inputs[0], train=train)
     for example in inputs[1:]:
         graph = _merge(graph, _run(model, example, train=train))
@@ -57,17 +57,17 @@ def capture_paths(model: nn.Module, inputs: Iterable[Any], *, most: int) -> Grap
     Most models need two calls. Models with data-dependent control flow need more.
     """
     model = bare(model)
-    assert_runnable(model)
+    check_runnable(model)
     calls = iter(inputs)
     first, *second = islice(calls, 2)
     graph = _capture_few(model, first, second[0] if second else first)
     if graph is not None:
         return graph
-    with blaming_batch(model, first):
+    with report_batch_errors(model, first):
         graph = capture(model, first)
     for example in islice(chain(second, calls), most - 1):
         known = len(graph.ops)
-        with blaming_batch(model, example):
+        with report_batch_errors(model, example):
             found = _run(model, example, train=False)
         graph = _merge(graph, found)
         if len(graph.ops) == known:
@@ -97,7 +97,7 @@ def _capture_few(model: nn.Module, first: Any, second: Any) -> Graph | None:
     return _merge(*found) if same else None
 
 
-def assert_runnable(model: nn.Module) -> None:
+def check_runnable(model: nn.Module) -> None:
     """Reject uninitialized tensors and modules with invisible operators. Report all problems at once."""
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     lazy = [name for name, tensor in tensors if nn.parameter.is_lazy(tensor)]
@@ -168,7 +168,7 @@ def run_recorded(
 
 
 @contextmanager
-def blaming_batch(model: nn.Module, example: Any) -> Iterator[None]:
+def report_batch_errors(model: nn.Module, example: Any) -> Iterator[None]:
     """If the model also fails on the batch without recording, report it as an error of the batch."""
     try:
         yield

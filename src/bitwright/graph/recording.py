@@ -111,7 +111,7 @@ class Tape:
         return values
 
 
-class _Taper(Recorder):
+class _TapeRecorder(Recorder):
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         super().__init__(model, args, kwargs)
         self.taped: list[Call] = []
@@ -140,7 +140,7 @@ class _Taper(Recorder):
 def record(model: nn.Module, inputs: Any) -> tuple[Tape, Values]:
     """Record one call of a float model. Also returns the input tensors by name."""
     args, kwargs = as_call(inputs)
-    taper = _Taper(model, args, kwargs)
+    taper = _TapeRecorder(model, args, kwargs)
     graph = run_recorded(model, taper, args, kwargs, train=False)
     tape = Tape(
         calls=tuple(taper.taped), outputs=tuple(source for _, source in graph.outputs), constants=dict(taper.kept)
@@ -161,12 +161,12 @@ def parameters_of(model: nn.Module) -> Values:
     return found
 
 
-def plainly(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def run_call(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a call as recorded."""
     return call.func(*args, **kwargs)
 
 
-def tainted(calls: Iterable[Call]) -> set[str]:
+def depends_on_parameters(calls: Iterable[Call]) -> set[str]:
     """Operators with results that depend on a parameter. Masks and positions computed from inputs alone don't."""
     found: set[str] = set()
     for call in calls:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from bitwright.quantizers.compiled import CompiledKernel as Compiled
-from bitwright.quantizers.compiled import dense, worthwhile
+from bitwright.quantizers.compiled import dense, is_worthwhile
 from bitwright.quantizers.grid import SMALLEST
 
 FULL = 127
@@ -143,7 +143,7 @@ def _along(x: Tensor, limit: float, whole: bool, axis: int) -> tuple[Tensor, Ten
 
 
 def _run(kernel: Compiled, x: Tensor, *more: Any) -> Any:
-    return (kernel.compiled if worthwhile(x) else kernel.function)(x, *more)
+    return (kernel.compiled if is_worthwhile(x) else kernel.function)(x, *more)
 
 
 _NEAREST, _STOCHASTIC = Compiled(_nearest), Compiled(_stochastic)

@@ -118,7 +118,7 @@ class _Conv2d(torch.autograd.Function):
         grad = grad.to(torch.float32).contiguous(memory_format=torch.channels_last)
         wants = [*ctx.needs_input_grad[:2], ctx.has_bias and ctx.needs_input_grad[2]]
         left = right = below = None
-        turns = wants[0] and "input" in spec.backward and can_turn(stride, padding, dilation, weight)
+        turns = wants[0] and "input" in spec.backward and is_plain_convolution(stride, padding, dilation, weight)
         weighs = wants[1] and "weight" in spec.backward and groups == 1
         seed = _seed(spec) if turns else None
         # the input's gradient last: the decoded input, which is equally large, is freed by then
@@ -148,7 +148,7 @@ class _Conv2d(torch.autograd.Function):
             below = found[2] if asked[2] else None
         if turns:
             codes = encode(grad, seed, signed=True, whole=spec.per_tensor)
-            turned = encode_turned(weight, groups, second_limit(grad), whole=spec.per_tensor)
+            turned = encode_rotated(weight, groups, second_limit(grad), whole=spec.per_tensor)
             around = [d * (k - 1) - p for d, k, p in zip(dilation, weight.shape[2:], padding, strict=True)]
             left = products.conv2d(codes, turned, None, (1, 1), around, dilation, groups, simulate=simulate)
         return (None if left is None else _laid(left.to(ctx.dtype), ctx.last)), right, below, None, None, None
@@ -164,7 +164,7 @@ def _laid(x: Tensor, last: bool) -> Tensor:
     return x.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
 
 
-def can_turn(stride: Any, padding: Any, dilation: Any, weight: Tensor) -> bool:
+def is_plain_convolution(stride: Any, padding: Any, dilation: Any, weight: Tensor) -> bool:
     """Whether the input's gradient is a plain convolution of the output's gradient (stride 1)."""
     return all(s == 1 for s in stride) and all(
         p <= d * (k - 1) for p, d, k in zip(padding, dilation, weight.shape[2:], strict=True)
@@ -178,7 +178,7 @@ def turn(weight: Tensor, groups: int) -> Tensor:
     return parts.reshape(groups * per_group, out // groups, *weight.shape[2:]).flip(2, 3)
 
 
-def encode_turned(weight: Tensor, groups: int, limit: int, *, whole: bool = False) -> Signed:
+def encode_rotated(weight: Tensor, groups: int, limit: int, *, whole: bool = False) -> Signed:
     """Encode the rotated weight. Rotates bytes instead of floats if channels are contiguous in memory."""
     if groups > 1 or not _channels_last(weight):
         return encode_rows(turn(weight, groups), limit, whole=whole)
@@ -330,7 +330,9 @@ class Int8(Kernel):
         dims = weight.dim() - 2
         steps, apart = each_axis(stride, dims), each_axis(dilation, dims)
         input, sides = padded(input, weight, padding, apart)
-        self._stays("input", None if can_turn(steps, sides, apart, weight) else "strided, or with wide padding")
+        self._stays(
+            "input", None if is_plain_convolution(steps, sides, apart, weight) else "strided, or with wide padding"
+        )
         self._stays("weight", None if groups == 1 else "in groups")
         if dims == 1:  # treated as an image with one row
             shape = ((1, *steps), (0, *sides), (1, *apart), groups)

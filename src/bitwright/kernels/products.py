@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bitwright.kernels.codes import EXACT, FULL, Codes, Signed, signed_bytes
 from bitwright.quantizers.compiled import CompiledKernel as Compiled
-from bitwright.quantizers.compiled import worthwhile
+from bitwright.quantizers.compiled import is_worthwhile
 
 Ints = Sequence[int]
 DEEP = 1 << 16
@@ -132,7 +132,7 @@ def _space(rows: int, columns: int) -> Tensor:
 
 
 def _to_floats(result: Tensor, *given: Tensor) -> None:
-    (_FLOATS.compiled if worthwhile(result) else _FLOATS.function)(result, *given)
+    (_FLOATS.compiled if is_worthwhile(result) else _FLOATS.function)(result, *given)
 
 
 def _floats(result: Tensor, found: Tensor, offset: Tensor, steps: Tensor, scales: Tensor, bias: Tensor) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Mapping
-from dataclasses import fields
+from collections.abc import Mapping
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,8 @@ from pydantic import ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.representer import SafeRepresenter
 
-from bitwright.core.documents import MOST_YAML, parse_yaml, read_text
-from bitwright.core.errors import BitwrightError, FormatError, PlanError, Problem, did_you_mean
+from bitwright.core.documents import MOST_YAML, parse_yaml, problems_of, read_text
+from bitwright.core.errors import BitwrightError, FormatError, PlanError, Problem
 from bitwright.core.files import write_text
 from bitwright.core.formats import Format
 from bitwright.plan.compute import ComputeSpec
@@ -22,8 +22,6 @@ from bitwright.plan.schema import (
     NO_FOLDING,
     SCHEMA_VERSION,
     ComputeEntry,
-    DeviceEntry,
-    FoldEntry,
     PlanFile,
     SiteEntry,
     known_strategies,
@@ -88,36 +86,22 @@ _BRANCHES = ("SiteEntry", "FoldEntry", "ComputeEntry", "str", "dict[str,any]")
 
 
 def _problems(error: ValidationError) -> list[Problem]:
-    """One problem per location: pydantic reports one error per branch of a union."""
-    found: dict[tuple[str, ...], Problem] = {}
-    for detail in error.errors():
-        path = tuple(str(part) for part in detail["loc"] if part not in _BRANCHES)
-        what, fix = detail["msg"], f"fix this value (docs/schemas/plan-{SCHEMA_VERSION}.json)"
-        if detail["type"] == "extra_forbidden":
-            what, fix = f"unknown key {path[-1]!r}", did_you_mean(path[-1], _fields(path))
-        elif detail["loc"][-1] in _BRANCHES or detail["type"] == "model_type":
-            what = "must be a string or a mapping"
-        elif path[0] == "fold" and path[-1] == "strategy" and len(path) == 3:
-            what, fix = "unknown folding strategy", known_strategies()
-            if detail["input"] == NO_FOLDING:
-                what, fix = "`fold` lists only norms that are folded", f"remove {path[1]} from `fold`"
-        found.setdefault(
-            path, Problem(what=what, where=".".join(path), value=detail["input"], fix=fix, code="invalid-value")
-        )
-    # omit "must be a string" for a mapping that contains another problem
-    outer = {path[:length] for path in found for length in range(len(path))}
-    return [problem for path, problem in found.items() if path not in outer]
+    fix = f"fix this value (docs/schemas/plan-{SCHEMA_VERSION}.json)"
+    problems = problems_of(error, PlanFile, fix=fix, union_branches=_BRANCHES)
+    return [_folding_problem(problem) for problem in problems]
 
 
-def _fields(path: tuple[str, ...]) -> Iterable[str]:
-    """The valid keys at the location of the last part of `path`."""
-    if len(path) == 1:
-        return PlanFile.model_fields
-    if path[0] == "fold":
-        return FoldEntry.model_fields
-    if path[0] == "compute" or (path[2:3] == ("compute",) and len(path) > 3):
-        return ComputeEntry.model_fields
-    return DeviceEntry.model_fields if path[0] == "devices" and len(path) == 3 else SiteEntry.model_fields
+def _folding_problem(problem: Problem) -> Problem:
+    """Name the valid strategies if the problem is an invalid one."""
+    where = problem.where or ""
+    if problem.code != "invalid-value" or not (where.startswith("fold.") and where.endswith(".strategy")):
+        return problem
+    norm = where.removeprefix("fold.").removesuffix(".strategy")
+    if problem.value == NO_FOLDING:
+        what, fix = "`fold` lists only norms that are folded", f"remove {norm} from `fold`"
+    else:
+        what, fix = "unknown folding strategy", known_strategies()
+    return replace(problem, what=what, fix=fix, code="unknown-folding-strategy")
 
 
 def _specs(entries: Mapping[str, SiteEntry | str], prefix: str, problems: list[Problem]) -> dict[str, SiteSpec]:

@@ -34,7 +34,7 @@ from bitwright.profiling.step_graph import record_step
 from bitwright.profiling.step_timer import Key, Watch, WatchedStep
 from bitwright.profiling.timing import seen_beyond, undisturbed, yardstick
 from bitwright.quantizers import find_attachment
-from bitwright.quantizers.compiled import SMALL, CompiledKernel, works_here
+from bitwright.quantizers.compiled import SMALL, CompiledKernel, can_run_compiled
 
 
 def halves(plan: Plan) -> list[Plan]:
@@ -254,7 +254,7 @@ def training_peak(model: nn.Module, batch: Batch, loss: Loss, *, steps: int = 5)
 
 def compiler_bytes() -> int:
     """What this process has more in memory once arithmetic is compiled; 0 if it has been already, or can't be."""
-    if not works_here() or "torch._inductor.compile_fx" in sys.modules:
+    if not can_run_compiled() or "torch._inductor.compile_fx" in sys.modules:
         return 0
     before = resident_bytes()
     CompiledKernel(lambda x: (x + 1.0).round()).compiled(torch.ones(SMALL))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bitwright.quantizers.grid import Grid
-from bitwright.quantizers.levels import Sized, Uneven, ratio
+from bitwright.quantizers.levels import NonUniformQuantizer, Sized, ratio
 from bitwright.quantizers.rounding import usable_scale, with_gradient_of
 
 
@@ -31,7 +31,7 @@ def nearest(x: Tensor, levels: list[float]) -> Tensor:
     return known[torch.bucketize(x.abs(), (known[1:] + known[:-1]) / 2)] * torch.sign(x)
 
 
-class Apot(Uneven, Sized):
+class Apot(NonUniformQuantizer, Sized):
     """x̂ = α·nearest level of clip(x/α): ∂α = level − x/α inside, ±1 outside. `scale` is α. The sign takes one bit.
 
     For weights, which are standardized first (per scale), α starts at 3. For activations it starts at the calibrated
@@ -58,8 +58,8 @@ class Apot(Uneven, Sized):
         signed, alpha = self.qmin < 0, self.layout.spread(with_gradient_of(self.end(), self.scale.abs()), x)
         share = torch.clamp(self.transform(x) / alpha, -1.0 if signed else 0.0, 1.0)
         known = levels(self.spec.format.bits - signed)
-        if self.keeps_size:
-            return self._sized(self.as_large(share, x), x, known)
+        if self.preserves_magnitude:
+            return self._sized(self.with_magnitude_of(share, x), x, known)
         return with_gradient_of(nearest(share.detach(), known), share) * alpha
 
     def _sized(self, values: Tensor, x: Tensor, known: list[float]) -> Tensor:

@@ -20,7 +20,7 @@ from bitwright.plan import Plan
 from bitwright.quantizers.base import Quantizer
 from bitwright.quantizers.export_sites import Route
 from bitwright.quantizers.folding import Fold
-from bitwright.quantizers.state import recognise, state_problems
+from bitwright.quantizers.state import identify_weight, state_problems
 
 log = logging.getLogger("bitwright")
 
@@ -214,7 +214,7 @@ class Attachment(Interceptor):
             if owner is None or owner.marking or not (owner.observing or (owner.enabled and self.watching)):
                 continue
             with torch._C.DisableTorchFunction():  # hide this computation from other modes
-                problem = recognise(owner, tensor)
+                problem = identify_weight(owner, tensor)
             if problem is not None:
                 self.warn(problem)
 

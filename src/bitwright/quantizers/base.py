@@ -14,7 +14,7 @@ from bitwright.core.errors import CalibrationError, FormatError, Problem, RangeD
 from bitwright.core.formats import Format
 from bitwright.core.registry import OBSERVERS
 from bitwright.plan import SiteSpec
-from bitwright.quantizers.compiled import quantize_compiled, worthwhile
+from bitwright.quantizers.compiled import is_worthwhile, quantize_compiled
 from bitwright.quantizers.export_sites import site_marker
 from bitwright.quantizers.folding import Fold
 from bitwright.quantizers.grid import Grid, Layout, grid_from_range, guarded_scale, is_finite
@@ -264,7 +264,7 @@ class Quantizer(nn.Module):
         wide = x.to(torch.float32)
         if self.stand_in is not None:
             return self.stand_in(torch.relu(wide) if relu else wide).to(x.dtype)
-        if self.compiled and not self.own_kernels and worthwhile(x):
+        if self.compiled and not self.own_kernels and is_worthwhile(x):
             return quantize_compiled(self, wide, relu=relu).to(x.dtype)
         return (self.quantize_relu(wide) if relu else self.quantize(wide)).to(x.dtype)
 
@@ -406,7 +406,7 @@ class Quantizer(nn.Module):
             seen.update({name: keep_float32(value) for name, value in seen.items() if isinstance(value, Tensor)})
         return self
 
-    def odd_state(self) -> str | None:
+    def invalid_state(self) -> str | None:
         """The name of state with an invalid value that the arithmetic would silently replace."""
         return None
 

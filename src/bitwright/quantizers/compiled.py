@@ -34,15 +34,15 @@ def for_this_cpu() -> dict[str, Any]:
     return {} if width is None else {"cpp.simdlen": width}
 
 
-def works_here() -> bool:
+def can_run_compiled() -> bool:
     """Whether compiled code can be called in the current context."""
     # an outer torch.compile or torch.export inlines the function instead
     return not torch.compiler.is_compiling() and not _broken
 
 
-def worthwhile(x: Tensor) -> bool:
+def is_worthwhile(x: Tensor) -> bool:
     """Whether the tensor is large enough for compiled code."""
-    return x.numel() >= SMALL and works_here()
+    return x.numel() >= SMALL and can_run_compiled()
 
 
 class CompiledKernel:

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from bitwright.quantizers.grid import SMALLEST
-from bitwright.quantizers.levels import UnitRange
+from bitwright.quantizers.levels import UnitRangeQuantizer
 
 
-class DoReFa(UnitRange):
+class DoReFa(UnitRangeQuantizer):
     """w̃ = tanh(w)/max|tanh(w)| rounded to the grid of [−1, 1], with a straight-through gradient."""
 
     def squeeze(self, x: Tensor) -> Tensor:

@@ -20,11 +20,11 @@ class Sized(Quantizer):
     """
 
     @property
-    def keeps_size(self) -> bool:
+    def preserves_magnitude(self) -> bool:
         """Whether the input is a weight times γ/σ, so that its magnitude must be preserved."""
         return self.weight and self.fold is not None
 
-    def as_large(self, squeezed: Tensor, x: Tensor) -> Tensor:
+    def with_magnitude_of(self, squeezed: Tensor, x: Tensor) -> Tensor:
         """Scale each output channel to the magnitude of `x`, with all gradients."""
         assert self.fold is not None
         channels = Layout("channel", self.fold.axis)
@@ -43,7 +43,7 @@ def ratio(x: Tensor, other: Tensor, layout: Layout) -> Tensor:
     return torch.where(alive, large / torch.where(alive, own, 1.0) * (units[0] / units[1]), 1.0)
 
 
-class Uneven(Quantizer):
+class NonUniformQuantizer(Quantizer):
     """A quantizer with non-uniform levels. `scale` is the upper end of the range. It can't be exported as Q/DQ pair."""
 
     exportable = False
@@ -62,7 +62,7 @@ class Uneven(Quantizer):
         return Grid(self.end() / self.qmax, self.zero_point, self.qmin, self.qmax)
 
 
-class UnitRange(Sized):
+class UnitRangeQuantizer(Sized):
     """Rounds `squeeze(x)` to the grid of [−1, 1], or [0, 1] if no input was negative; straight-through gradient.
 
     The result has another magnitude than the input. A norm after the operator, or training, compensates for this. A
@@ -70,7 +70,7 @@ class UnitRange(Sized):
     """
 
     balanced = True
-    own_kernels = property(lambda self: self.keeps_size)  # a kernel that views one long row has no channels
+    own_kernels = property(lambda self: self.preserves_magnitude)  # a kernel that views one long row has no channels
 
     def squeeze(self, x: Tensor) -> Tensor:
         """Map `x` to the fixed range."""
@@ -84,22 +84,22 @@ class UnitRange(Sized):
         self, x: Tensor, site: str | None = None, *, relu: bool = False, factor: Tensor | None = None
     ) -> Tensor:
         """Update the scale first, so that all readers get the current one."""
-        if self.keeps_size and self.ready and factor is None and not self.marking:
+        if self.preserves_magnitude and self.ready and factor is None and not self.marking:
             self.keep("scale", self._sized(x.detach().to(torch.float32))[1].scale)
         return super().forward(x, site, relu=relu, factor=factor)
 
     def transform(self, x: Tensor) -> Tensor:
         """The value that is rounded."""
-        return self._sized(x)[0] if self.keeps_size else self.squeeze(x)
+        return self._sized(x)[0] if self.preserves_magnitude else self.squeeze(x)
 
     def quantize(self, x: Tensor) -> Tensor:
         """Round with the gradient of the transformation."""
-        x, grid = self._sized(x) if self.keeps_size else (self.squeeze(x), self.grid())
+        x, grid = self._sized(x) if self.preserves_magnitude else (self.squeeze(x), self.grid())
         return with_gradient_of(round_to_grid(x.detach(), grid, self.layout), x)
 
     def _sized(self, x: Tensor) -> tuple[Tensor, Grid]:
         """The squeezed weight with its original magnitude, and a grid that preserves the magnitude after rounding."""
-        values, layout = self.as_large(self.squeeze(x), x), self.layout
+        values, layout = self.with_magnitude_of(self.squeeze(x), x), self.layout
         with torch.no_grad():
             farthest = layout.fold(layout.rows(values).abs().amax(dim=1), x.shape)
             scale = usable_scale(farthest / (self.qmax - self.zero_point), pot=self.spec.format.pot)

@@ -17,7 +17,7 @@ class LsqPlus(Lsq):
 
     learned_if_asymmetric = ("zero_point",)
 
-    def odd_state(self) -> str | None:
+    def invalid_state(self) -> str | None:
         """A zero point far from all codes. Training moves it only slightly beyond them."""
         most = self.qmax - self.qmin
         far = (self.zero_point < self.qmin - most) | (self.zero_point > self.qmax + most)

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from bitwright.core.formats import MinifloatSpec
 from bitwright.quantizers.grid import SMALLEST, ZEROS, Grid, check_small
-from bitwright.quantizers.levels import Uneven
+from bitwright.quantizers.levels import NonUniformQuantizer
 from bitwright.quantizers.rounding import with_gradient_of
 
 
-class Minifloat(Uneven):
+class Minifloat(NonUniformQuantizer):
     """The nearest number of the format: ties to even, saturating. The gradient is 1 where nothing is clipped.
 
     FP8: x/s with s such that the observed range ends at the largest number. MX: s = 2^(⌊log2 max|x|⌋ − e) of each block

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from bitwright.quantizers.grid import LARGEST, SMALLEST
-from bitwright.quantizers.levels import Uneven
+from bitwright.quantizers.levels import NonUniformQuantizer
 from bitwright.quantizers.rounding import with_gradient_of
 
 
-class Nnie(Uneven):
+class Nnie(NonUniformQuantizer):
     """±2^((clamp(round(k·log2|x|) − z, 0⁺ or 1⁻, q) + z)/k), z = round(k·log2 c) − q, with an identity gradient.
 
     8 bits: k = 16 levels per octave, q = 127, as on the chip; other widths keep the octaves (k = 2^(B−4)). Values more

@@ -37,7 +37,7 @@ class LearnedRange(Quantizer):
         high = with_gradient_of(self.grid().scale * self.qmax, self.high.abs())
         return (-high if self.qmin < 0 else torch.zeros_like(high)), high
 
-    def odd_state(self) -> str | None:
+    def invalid_state(self) -> str | None:
         """An empty range."""
         if self.spec.format.symmetric:
             return "high" if bool((self.high == 0).any()) else None

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from bitwright.quantizers.grid import SMALLEST, grid_from_range
-from bitwright.quantizers.levels import UnitRange
+from bitwright.quantizers.levels import UnitRangeQuantizer
 from bitwright.quantizers.rounding import with_gradient_of
 
 
-class Qil(UnitRange):
+class Qil(UnitRangeQuantizer):
     """t = clip(½·|x|/D − ½·C/D + ½, 0, 1)·sign x (centre C, half-width D; γ = 1), rounded to p steps of 1/p.
 
     C and D have LSQ's gradient scale. A weight is exported as t. A Q/DQ pair can't compute t of an activation.
@@ -30,7 +30,7 @@ class Qil(UnitRange):
             self.keep(name, self.layout.fold(grid.scale * grid.qmax / 2, shape))
         super().set_range(low, high, shape, values)
 
-    def odd_state(self) -> str | None:
+    def invalid_state(self) -> str | None:
         """An empty interval."""
         return "half_width" if bool((self.half_width == 0).any()) else None
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bitwright.quantizers.compiled import CompiledKernel, Frame, dense, works_here, worthwhile
+from bitwright.quantizers.compiled import CompiledKernel, Frame, can_run_compiled, dense, is_worthwhile
 from bitwright.quantizers.grid import LARGEST, SMALLEST, Grid, Layout, needed_scale, power_of_two
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ _PLAIN_BACKWARD = {False: CompiledKernel(_plain_backward), True: CompiledKernel(
 
 def _frame(x: Tensor, scale: Tensor) -> Frame | None:
     """The view for compiled kernels; None if they can't be used or are not worthwhile."""
-    if not worthwhile(x):
+    if not is_worthwhile(x):
         return None
     if scale.numel() == 1:
         return Frame(x) if dense(x) else None
@@ -255,7 +255,7 @@ class _FoldedSettings(NamedTuple):
 
     def run(self, kernel: CompiledKernel, *inputs: Any) -> Any:
         """Run compiled or not, with bit-identical results."""
-        return (kernel.compiled if self.fused and works_here() else kernel.function)(*inputs)
+        return (kernel.compiled if self.fused and can_run_compiled() else kernel.function)(*inputs)
 
 
 class _RoundFolded(torch.autograd.Function):

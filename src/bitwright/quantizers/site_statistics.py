@@ -21,10 +21,11 @@ from bitwright.workload import call
 
 
 class Histogram(ResultModel):
-    """How often numbers fall between `low` and `high`, in bins of equal width.
+    """Counts of values between `low` and `high`, in bins of equal width.
 
-    The ends are those of the grid and from an eighth of its span beyond, as far as the first batch reaches; where the
-    grid is far wider than the numbers, they are those of the numbers. What is further out is in the outermost bins.
+    The range is that of the grid, extended by at least one eighth and at most its full span, as far as the first batch
+    reaches. If the grid is much wider than the values, it is that of the values. The outermost bins include values
+    outside the range.
     """
 
     low: float
@@ -41,23 +42,23 @@ class SiteRow(ResultModel):
     quantizer: str
     guard: str | None
     share: str | None
-    scales: int = Field(description="How many scales there are: one, or one per channel or group.")
+    scales: int = Field(description="The number of scales: one, or one per channel or group.")
     scale_min: float
     scale_max: float
     zero_point_min: int
     zero_point_max: int
-    low: float = Field(description="The lowest number that the grid has.")
+    low: float = Field(description="The lowest value of the grid.")
     high: float
-    clipped: float | None = Field(description="Share of numbers beyond the grid's ends. None: never reached.")
-    sqnr_db: float | None = Field(description="The cost of this quantizer alone. None: nothing, or never reached.")
+    clipped: float | None = Field(description="Share of values outside the grid. None: not reached.")
+    sqnr_db: float | None = Field(description="The noise of this quantizer alone. None: no error, or not reached.")
     why: str
-    seen_low: float | None = Field(default=None, description="The least number that reached it. None: not looked at.")
+    seen_low: float | None = Field(default=None, description="The lowest input value. None: not recorded.")
     seen_high: float | None = None
-    histogram: Histogram | None = Field(default=None, description="None: not asked for, or never reached.")
+    histogram: Histogram | None = Field(default=None, description="None: not requested, or not reached.")
 
 
 _BINS = 64
-_LOOKED_AT = 1 << 18  # numbers of one site that its histogram counts at most; more would only smooth it
+_LOOKED_AT = 1 << 18  # limit of values per site in a histogram; more would only smooth it
 
 
 @dataclass
@@ -88,7 +89,7 @@ class _Sums:
 
     @torch.no_grad()
     def bin(self, quantizer: Quantizer, x: Tensor) -> None:
-        """Count the numbers of the first batches; a large one is looked at here and there."""
+        """Count the values of the first batches. Large batches are subsampled."""
         x = x.detach().to(torch.float32)
         least, most = torch.aminmax(x)
         self.low, self.high = min(self.low, float(least)), max(self.high, float(most))
@@ -96,7 +97,7 @@ class _Sums:
         if room <= 0:
             return
         flat = x.flatten()
-        # An odd step visits all channels, whose number is nearly always even.
+        # An odd step visits all channels, because their number is usually even.
         flat = flat[:: -(-flat.numel() // room) | 1] if flat.numel() > room else flat
         self.binned += flat.numel()
         if self.drawn is None:
@@ -119,16 +120,16 @@ class _Sums:
 
 
 def _ends(quantizer: Quantizer) -> tuple[float, float]:
-    """The least and the greatest number that any of its grids has."""
+    """The lowest and highest value of any of its grids."""
     grid = quantizer.grid()
     scale, zero_point = grid.scale.double(), grid.zero_point.double()
     return float(((grid.qmin - zero_point) * scale).min()), float(((grid.qmax - zero_point) * scale).max())
 
 
 def _binned(low: float, high: float, least: float, most: float) -> tuple[float, float]:
-    """What a histogram shows: the grid, and as far beyond as the first batch reaches, an eighth to all of its span.
+    """The range of a histogram: the grid, extended by one eighth to all of its span as far as the first batch reaches.
 
-    An accumulator's grid is a million times as wide as its numbers: it shows just these.
+    The grid of an accumulator is a million times wider than its values. Then the range is that of the values.
     """
     span = (high - low) or 1.0
     if most - least < span / 64 and low <= least <= most <= high:
@@ -141,8 +142,8 @@ def _binned(low: float, high: float, least: float, most: float) -> tuple[float, 
 def site_rows(model: nn.Module, batches: Iterable[Any], *, histograms: bool = False) -> tuple[SiteRow, ...]:
     """One row per site of a calibrated model, in the plan's order, measured on `batches`.
 
-    The error of a site is its own: the signal is what reaches it, with the errors of earlier sites. Histograms are of
-    the numbers before they are quantized.
+    The noise of a site excludes that of earlier sites: the reference signal is the site's input. Histograms show the
+    values before quantization.
     """
     attachment = attachment_of(model)
     sums: dict[str, _Sums] = {}

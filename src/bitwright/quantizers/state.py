@@ -107,7 +107,7 @@ def _about_grid(quantizer: Quantizer, state: Mapping[str, Tensor]) -> list[tuple
     probe.__dict__.update(qmin=low, qmax=high)
     with torch.no_grad():
         grid = probe.grid()
-        odd = probe.odd_state()
+        odd = probe.invalid_state()
     found: list[tuple[str, _Found]] = (
         [] if odd is None else [(odd, ("is out of range", _first(state[odd]), "state-range"))]
     )
@@ -169,7 +169,7 @@ class Tracked:
         self.known, self.calibrated = {}, None
 
 
-def recognise(quantizer: Quantizer, x: Tensor) -> Problem | None:
+def identify_weight(quantizer: Quantizer, x: Tensor) -> Problem | None:
     """Identify the weight that is about to be quantized; in eager mode only.
 
     During calibration, a new tensor is observed. Afterwards, a tensor with its own range uses it, a new tensor gets a

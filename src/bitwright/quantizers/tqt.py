@@ -49,7 +49,7 @@ class Tqt(Quantizer):
         exponent = torch.ceil(self.log2_threshold).clamp(_LOWEST + levels, _HIGHEST) - levels
         return torch.exp2(with_gradient_of(exponent, self.log2_threshold))
 
-    def odd_state(self) -> str | None:
+    def invalid_state(self) -> str | None:
         """Thresholds with a scale that isn't a normal number."""
         exponent = torch.ceil(self.log2_threshold)
         fits = (exponent >= _LOWEST + log2(self.qmax + 1)) & (exponent <= _HIGHEST)

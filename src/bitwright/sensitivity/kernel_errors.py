@@ -16,7 +16,7 @@ from torch import Tensor
 
 from bitwright.core.registry import KERNELS
 from bitwright.kernels.codes import FULL, encode, encode_rows
-from bitwright.kernels.int8 import can_turn, second_limit, steps_of, turn
+from bitwright.kernels.int8 import is_plain_convolution, second_limit, steps_of, turn
 from bitwright.plan import ComputeSpec
 from bitwright.sensitivity.error_injection import Seen
 
@@ -84,7 +84,7 @@ def _int8_weighted(seen: Seen, spec: ComputeSpec) -> Iterator[Error]:
     for_left, for_right = "input" in spec.backward, "weight" in spec.backward
     if seen.products.shape:
         stride, padding, dilation, groups = seen.products.shape
-        for_left = for_left and can_turn(stride, padding, dilation, weight)
+        for_left = for_left and is_plain_convolution(stride, padding, dilation, weight)
         for_right = for_right and groups == 1
     if for_left:
         yield Error(("right_again",), _turned(seen, limit, spec))

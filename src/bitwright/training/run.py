@@ -39,7 +39,7 @@ from bitwright.training.low_precision import LowPrecision, batch_of, kind_of
 from bitwright.training.optimization import Ema, Objective, Placing, make_optimizer, rate
 from bitwright.training.qat import Qat
 from bitwright.version import __version__
-from bitwright.workload import Workload, batches, call_on, can_measure, evaluate, fed_with
+from bitwright.workload import Workload, batches, call_on, can_measure, evaluate, report_data_errors
 
 RESULT = "result.json"
 
@@ -460,7 +460,7 @@ class Run:
         """Scales, ranges and clipped shares per site on the example; nothing for a float run."""
         if self.qat is None:
             return ()
-        with fed_with("training", self._probe, where=self.where):
+        with report_data_errors("training", self._probe, where=self.where):
             return site_rows(self.model, [self._probe])
 
     @cached_property

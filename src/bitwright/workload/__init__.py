@@ -5,9 +5,9 @@ On the command line, a workload is written as ``file.py:function``, or as the na
 
 from __future__ import annotations
 
-from bitwright.workload.data import batches, call, call_on, fed_with, pairs, shape_of
+from bitwright.workload.data import batches, call, call_on, pairs, report_data_errors, shape_of
 from bitwright.workload.loading import load_object, load_workload, open_workload
-from bitwright.workload.loss import loss_of, to_train
+from bitwright.workload.loss import loss_of, trainable_parameters
 from bitwright.workload.metrics import can_measure, evaluate, hits_of
 from bitwright.workload.workload import Workload
 
@@ -18,13 +18,13 @@ __all__ = [
     "call_on",
     "can_measure",
     "evaluate",
-    "fed_with",
     "hits_of",
     "load_object",
     "load_workload",
     "loss_of",
     "open_workload",
     "pairs",
+    "report_data_errors",
     "shape_of",
-    "to_train",
+    "trainable_parameters",
 ]

@@ -84,7 +84,7 @@ def _cat(tensors: tuple[Tensor, ...], sizes: list[int]) -> Tensor:
     return torch.cat(tensors) if batched else tensors[0]
 
 
-def in_pieces(predict: Callable[..., Any], size: int | None) -> Callable[..., Any]:
+def in_chunks(predict: Callable[..., Any], size: int | None) -> Callable[..., Any]:
     """Let a runtime with a fixed batch size process any number of samples. The last chunk is padded."""
     if size is None:
         return predict
@@ -147,12 +147,12 @@ def _call(model: Callable[..., Any], batch: Any) -> Any:
 
 def call_on(data: str, model: Callable[..., Any], batch: Any, *, where: str | None = None) -> Any:
     """`call` with a batch of the workload's "training" or "evaluation" data."""
-    with fed_with(data, batch, where=where):
+    with report_data_errors(data, batch, where=where):
         return _call(model, batch) if data == "training" else call(model, batch)
 
 
 @contextmanager
-def fed_with(data: str, batch: Any, *, where: str | None = None) -> Iterator[None]:
+def report_data_errors(data: str, batch: Any, *, where: str | None = None) -> Iterator[None]:
     """Name the data ("training" or "evaluation") in the error if the model fails in this block."""
     try:
         yield

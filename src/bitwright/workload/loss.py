@@ -53,7 +53,7 @@ def loss_of(workload: Workload) -> Callable[[Any, Any], Tensor]:
     return guarded
 
 
-def to_train(model: nn.Module) -> list[nn.Parameter]:
+def trainable_parameters(model: nn.Module) -> list[nn.Parameter]:
     """The trainable parameters. A model without any raises an error."""
     found = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not found:

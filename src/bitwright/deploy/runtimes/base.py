@@ -23,7 +23,7 @@ from bitwright.deploy.integrity import Damage
 from bitwright.deploy.measure import Latency, measure_latency
 from bitwright.deploy.onnx_files import load_onnx
 from bitwright.workload import Workload, call, evaluate
-from bitwright.workload.data import in_pieces
+from bitwright.workload.data import in_chunks
 
 
 class Runtime(ABC):
@@ -127,7 +127,7 @@ class Runtime(ABC):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run as the model is called; an artefact with a fixed batch takes more samples piece by piece."""
-        return in_pieces(self._call, self.batch)(*args, **kwargs)
+        return in_chunks(self._call, self.batch)(*args, **kwargs)
 
     def latency(self, *args: Any, runs: int = 50, **kwargs: Any) -> Latency:
         """Time one call. To compare runtimes, measure them in turns instead: `measure_latency`, `benchmark`."""

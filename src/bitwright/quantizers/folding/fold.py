@@ -20,7 +20,7 @@ from bitwright.quantizers.export_sites import site_marker
 _GROUPS: dict[str, Any] = {}
 
 
-def remember_group(norm: nn.Module) -> None:
+def register_group(norm: nn.Module) -> None:
     """Store the process group of a norm by name."""
     group: Any = getattr(norm, "process_group", None)
     if group is not None:
@@ -32,7 +32,7 @@ def syncs(norm: nn.Module) -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size(_group(norm)) > 1
 
 
-def over_ranks(norm: nn.Module, x: Tensor) -> Tensor:
+def sum_over_group(norm: nn.Module, x: Tensor) -> Tensor:
     """Sum `x` over the processes of the norm's group."""
     group = _group(norm)
     total: Tensor = sum_over_ranks(x, "" if group is None else group.group_name)
@@ -133,7 +133,7 @@ class Fold:
 
     def attached(self) -> None:
         """Called after the model is prepared."""
-        remember_group(self.norm)
+        register_group(self.norm)
 
     def detached(self) -> None:
         """Called after the model is stripped: restore the norm."""

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from bitwright.core.errors import BitwrightError
 from bitwright.quantizers.export_sites import snapshot
-from bitwright.quantizers.folding.fold import Fold, FoldedCall, over_ranks, syncs, wide
+from bitwright.quantizers.folding.fold import Fold, FoldedCall, sum_over_group, syncs, wide
 
 
 def batch_statistics(norm: nn.Module, x: Tensor, *, sync: bool) -> tuple[Tensor, Tensor, Tensor | int]:
@@ -35,12 +35,12 @@ def _over_processes(norm: nn.Module, x: Tensor, axes: list[int], count: int) -> 
     Computes the joint mean first and then squares around it: E[x²] − E[x]² would cancel in float32.
     """
     own = torch.cat([x.sum(axes), x.new_full((1,), float(count))])
-    total = over_ranks(norm, own)
+    total = sum_over_group(norm, own)
     joint = total[-1].detach()
     mean = total[:-1] / joint
     shape = [-1] + [1] * (x.dim() - 2)
     squares = (x - mean.reshape(shape)).square().sum(axes)
-    variance = over_ranks(norm, squares) / joint
+    variance = sum_over_group(norm, squares) / joint
     return mean, variance, joint
 
 

@@ -26,13 +26,15 @@ def range_of_scale(scale: Tensor, low: Tensor, format: Format) -> tuple[Tensor, 
     return scale * format.qmin if format.signed else low.clamp(max=0.0), scale * format.qmax
 
 
-def unless_too_small(ends: tuple[Tensor, Tensor], low: Tensor, high: Tensor, format: Format) -> tuple[Tensor, Tensor]:
+def observed_if_too_small(
+    ends: tuple[Tensor, Tensor], low: Tensor, high: Tensor, format: Format
+) -> tuple[Tensor, Tensor]:
     """The range, or the observed range where the scale would be below the smallest normal number."""
     small = torch.maximum(high, -low) / max(format.qmax, -format.qmin) < SMALLEST
     return torch.where(small, low, ends[0]), torch.where(small, high, ends[1])
 
 
-def unless_zeros(ends: tuple[Tensor, Tensor], low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+def empty_if_zeros(ends: tuple[Tensor, Tensor], low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
     """The range, or an empty range where only zeros were observed. The quantizer handles empty ranges."""
     zeros = (low == 0) & (high == 0)
     return torch.where(zeros, 0.0, ends[0]), torch.where(zeros, 0.0, ends[1])

@@ -14,7 +14,7 @@ from torch import Tensor
 from bitwright.core.formats import Format
 from bitwright.quantizers.grid import grid_from_range
 from bitwright.quantizers.observers.histogram import HistogramObserver
-from bitwright.quantizers.observers.moments import range_of_scale, unless_too_small, unless_zeros
+from bitwright.quantizers.observers.moments import empty_if_zeros, observed_if_too_small, range_of_scale
 
 _TRIED = 5  # number of exponents
 
@@ -48,4 +48,4 @@ class PotFloor(HistogramObserver):
         low, high = self.ends()
         exponent = best_exponent(*self.samples(), low, high, self.format)
         ends = range_of_scale(torch.exp2(exponent), low, self.format)
-        return unless_zeros(unless_too_small(ends, low, high, self.format), low, high)
+        return empty_if_zeros(observed_if_too_small(ends, low, high, self.format), low, high)

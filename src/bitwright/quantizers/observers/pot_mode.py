@@ -8,7 +8,7 @@ from torch import Tensor
 from bitwright.core.formats import Format
 from bitwright.quantizers.grid import extremes
 from bitwright.quantizers.observers.minmax import MinMax
-from bitwright.quantizers.observers.moments import range_of_scale, unless_too_small, unless_zeros
+from bitwright.quantizers.observers.moments import empty_if_zeros, observed_if_too_small, range_of_scale
 from bitwright.quantizers.observers.pot_floor import best_exponent
 
 
@@ -35,4 +35,4 @@ class PotMode(MinMax):
         low, high = super().range()
         finest = (-torch.stack(self.votes)).mode(dim=0).values  # for ties, `mode` returns the lowest
         ends = range_of_scale(torch.exp2(-finest), low, self.format)
-        return unless_zeros(unless_too_small(ends, low, high, self.format), low, high)
+        return empty_if_zeros(observed_if_too_small(ends, low, high, self.format), low, high)
