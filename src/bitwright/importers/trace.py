@@ -19,7 +19,7 @@ from typing import cast
 from bitwright.core.errors import BitwrightError
 from bitwright.importers.trace_events import Event, Shape, TracedStep, read_trace, training_steps
 from bitwright.profiling.cost_key import CallSpec
-from bitwright.profiling.device_profile import DeviceProfile, OperatorCost, TensorsCost, Timing
+from bitwright.profiling.device_profile import DeviceProfile, OperatorCost, OperatorTime, TensorsCost
 from bitwright.profiling.execution import AMP_DTYPES, Amp, base_format
 from bitwright.profiling.step_graph import StepGraph
 from bitwright.profiling.step_timer import ACCUMULATE, Key
@@ -51,7 +51,7 @@ def import_trace(path: Path, graph: StepGraph, *, device: str | None = None) -> 
     costs = _costs(whole)
     formats = sorted({step.format for step in whole})
     # views cost next to nothing and have no event of their own where torch skips them
-    free = Timing(seconds=0, repetitions=0)
+    free = OperatorTime(seconds=0, repetitions=0)
     for call in [*(op.call for op in graph.ops), graph.loss]:
         for format in formats:
             for text in _texts(call, {}, format):
@@ -204,8 +204,8 @@ def _cost(key: Key, rows: list[tuple[float, float]]) -> OperatorCost:
     return OperatorCost(
         operator=key[0],
         format=key[1],
-        forward=Timing(seconds=forward, repetitions=len(rows)),
-        backward=Timing(seconds=backward, repetitions=len(rows)) if backward else None,
+        forward=OperatorTime(seconds=forward, repetitions=len(rows)),
+        backward=OperatorTime(seconds=backward, repetitions=len(rows)) if backward else None,
     )
 
 

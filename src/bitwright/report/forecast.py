@@ -8,7 +8,7 @@ from itertools import groupby
 from pydantic import Field
 
 from bitwright.cluster import Prediction
-from bitwright.cluster.compare import Comparison, Pair
+from bitwright.cluster.compare import StepComparison, TimePair
 from bitwright.cluster.prediction import trace_events
 from bitwright.core.documents import ResultModel
 
@@ -76,7 +76,7 @@ class Forecast(ResultModel):
     measured: Measured | None = None
 
 
-def forecast(prediction: Prediction, name: str, comparison: Comparison | None = None) -> Forecast:
+def forecast(prediction: Prediction, name: str, comparison: StepComparison | None = None) -> Forecast:
     """The part of a record."""
     spans = _spans(prediction)
     return Forecast(
@@ -116,7 +116,7 @@ def forecast(prediction: Prediction, name: str, comparison: Comparison | None = 
     )
 
 
-def _both(pair: Pair) -> Both:
+def _both(pair: TimePair) -> Both:
     return Both(name=pair.name, predicted_ms=1e3 * pair.predicted, measured_ms=1e3 * pair.measured)
 
 
