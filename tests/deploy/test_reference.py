@@ -255,8 +255,9 @@ def test_an_accumulator_that_overflows_is_named(tmp_path: Path) -> None:
     path = tmp_path / "sum.onnx"
     onnx.save(onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 21)]), path)
     runtime = Reference(path)
-    with pytest.raises(ArtefactError, match="int32 accumulator overflows"):
+    with pytest.raises(ArtefactError) as caught:
         runtime.run({"x": np.full((1, 2**17 + 1), -200, np.float32)})
+    assert "accumulator-overflow" in caught.value.codes
 
 
 def test_what_the_plan_leaves_in_float_runs_in_float(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What a search found: the best model, how it compares, and everything that was tried."""
+"""The result of a search: the best model, its comparison with float, and all trials."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class Tuned:
 
     workload: str
     met_goal: bool | None
-    """Whether the best model holds what the goal demands; None: the workload doesn't say how good a model is."""
+    """Whether the best model meets the goal; None if the workload has no evaluation."""
     quantized: Quantized | None
-    """The best model, prepared and calibrated; None: it is the float model itself."""
+    """The best model, prepared and calibrated; None if it is the float model."""
     candidate: Candidate
     outcome: Outcome
     on_runtime: dict[str, float] | None
-    """The artefact's own metrics on the real runtime; None: it can't run here."""
+    """The metrics of the artefact on the real runtime; None if it can't run here."""
     baseline: Baseline | None
     goal: Goal
     budget: Budget
@@ -49,23 +49,23 @@ class Tuned:
 
     @property
     def plan(self) -> Plan | None:
-        """The best plan; None: everything is float."""
+        """The best plan; None if the result is the float model."""
         return None if self.quantized is None else self.quantized.plan
 
     @property
     def full_evaluations(self) -> int:
-        """How many candidates took a whole evaluation."""
+        """The number of candidates with a full evaluation."""
         return sum(asked.outcome.full for asked in self.history)
 
     @property
     def pareto(self) -> list[Asked]:
-        """Candidates that no other beats in the metric, latency and size at once."""
+        """The candidates on the Pareto front of metric, latency and size."""
         measured = [asked for asked in self.history if asked.outcome.latency_ms is not None]
         points = {asked.number: _point(asked.outcome) for asked in measured}
         return [a for a in measured if not any(_beats(points[b.number], points[a.number]) for b in measured)]
 
     def to_json(self) -> dict[str, Any]:
-        """Everything but the model."""
+        """Everything except the model."""
         front = {asked.number for asked in self.pareto}
         return {
             "bitwright-tuning": TUNING_VERSION,
@@ -98,7 +98,7 @@ class Tuned:
         }
 
     def save(self, folder: str | Path) -> Path:
-        """Plan, checkpoint, artefact and `tuning.json`, also when the goal was missed."""
+        """Save the plan, checkpoint, artefact and `tuning.json`, even if the goal was missed."""
         with staged_output(folder) as staged:
             if self.quantized is not None:
                 self.quantized.plan.save(staged / "plan.yaml")
