@@ -77,21 +77,24 @@ def name_problem(name: str) -> str | None:
     return None
 
 
-def _not_blank(value: str) -> str:
+def not_blank(value: str) -> str:
+    """The text, if it says something."""
     if not value.strip():
         raise ValueError("a name or path can't be empty")
     return value
 
 
-def _device_name(value: str) -> str:
-    if not value.strip() or not value.isprintable() or "/" in value or "\\" in value or len(value) > 120:
-        raise ValueError("the name of a device has 1 to 120 printable characters, without slashes")
+def device_name(value: str) -> str:
+    """The text, if it can name a kind of device."""
+    slashes = "/" in value or "\\" in value
+    if value.strip(" .") == "" or not value.isprintable() or slashes or len(value) > 120:
+        raise ValueError("the name of a device has 1 to 120 printable characters, without slashes, and not only dots")
     return value
 
 
-Filled = Annotated[str, AfterValidator(_not_blank)]
+Filled = Annotated[str, AfterValidator(not_blank)]
 """A text that says something."""
-DeviceName = Annotated[str, AfterValidator(_device_name)]
+DeviceName = Annotated[str, AfterValidator(device_name)]
 """The name of a kind of device."""
 
 

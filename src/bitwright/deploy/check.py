@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from bitwright.backends import backend
-from bitwright.core.arguments import strict
+from bitwright.core.arguments import Count, strict
 from bitwright.core.errors import ArtefactError, Problem, WorkloadError, log_warnings
 from bitwright.core.modes import call_copied, evaluating
 from bitwright.core.registry import RUNTIMES
@@ -67,7 +67,7 @@ def check(
     *,
     runtime: str | None = None,
     per_site: bool = False,
-    threads: int | None = None,
+    threads: Count | None = None,
     measure: bool = True,
 ) -> Check:
     """Run `batches` through the prepared model and through the artefact on the real runtime, and compare.

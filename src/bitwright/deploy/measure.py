@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from statistics import median, quantiles
 from typing import Any, TypeVar
 
-from bitwright.core.arguments import strict
+from bitwright.core.arguments import Amount, Count, strict
 
 Name = TypeVar("Name", bound=Hashable)
 
@@ -39,8 +39,8 @@ class Latency:
 def measure_latency(
     calls: Mapping[Name, Callable[[], Any]],
     *,
-    runs: int = 50,
-    warmup: int = 5,
+    runs: Count = 50,
+    warmup: Amount = 5,
     progress: Callable[[int], None] | None = None,
 ) -> dict[Name, Latency]:
     """Time each of `calls` `runs` times, taking turns in a shuffled (seeded) order.

@@ -87,6 +87,12 @@ def _problems(error: ValidationError) -> list[Problem]:
     found: dict[tuple[str, ...], Problem] = {}
     for detail in error.errors():
         path = tuple(str(part) for part in detail["loc"] if part not in _BRANCHES)
+        if path[-1] == "[key]":
+            what = detail["msg"].removeprefix("Value error, ")
+            found.setdefault(
+                path, Problem(what=what, where=".".join(path[:-2]), value=detail["input"], code="invalid-name")
+            )
+            continue
         what, fix = detail["msg"], f"mend this value (docs/schemas/plan-{SCHEMA_VERSION}.json)"
         if detail["type"] == "extra_forbidden":
             what, fix = f"unknown key {path[-1]!r}", did_you_mean(path[-1], _fields(path))

@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from bitwright.core.documents import DeviceName, Filled
+
 NO_FOLDING = -1
 DEFAULT_STRATEGY = 4
 STRATEGIES = {
@@ -45,14 +47,14 @@ class SiteEntry(_Strict):
         default=None, description="Quantizer: a name, or a mapping with `name` and its options."
     )
     guard: str | None = Field(default=None, description="Limit that keeps the target's accumulators exact.")
-    share: str | None = Field(default=None, description="Use the quantizer of that other site.")
+    share: Filled | None = Field(default=None, description="Use the quantizer of that other site.")
     why: str | None = Field(default=None, description="The reason of this choice.")
 
 
 class FoldEntry(_Strict):
     """How one batch norm is folded; a bare text is short for `{into: text}`."""
 
-    into: str = Field(description="The operator that takes in the norm.")
+    into: Filled = Field(description="The operator that takes in the norm.")
     strategy: int = Field(
         default=DEFAULT_STRATEGY,
         ge=min(STRATEGIES),
@@ -72,7 +74,7 @@ class FoldEntry(_Strict):
 class ComputeEntry(_Strict):
     """How operators are computed; a bare text is short for `{format: text}`."""
 
-    format: str = Field(description="A kernel: int8, bf16, fp16, …; float for none.")
+    format: Filled = Field(description="A kernel: int8, bf16, fp16, …; float for none.")
     backward: tuple[Literal["input", "weight"], ...] = Field(
         default=("input",), description="Products of the backward pass that run in that precision, too."
     )
@@ -86,8 +88,8 @@ class ComputeEntry(_Strict):
 class DeviceEntry(_Strict):
     """What differs on one kind of device."""
 
-    sites: dict[str, SiteEntry | str] = Field(default_factory=dict)
-    compute: dict[str, ComputeEntry | str] = Field(default_factory=dict)
+    sites: dict[Filled, SiteEntry | str] = Field(default_factory=dict)
+    compute: dict[Filled, ComputeEntry | str] = Field(default_factory=dict)
     batch: int | None = Field(
         default=None, ge=1, le=10**9, strict=True, description="Samples of each step on such a device."
     )
@@ -101,24 +103,24 @@ class PlanFile(_Strict):
     """A Bitwright plan: for each site of a model its number format, and why."""
 
     bitwright: Literal[1] = Field(description="Version of this schema.")
-    model: str | None = Field(default=None, description="Name of the model, for people.")
-    backend: str | None = Field(default=None, description="The target whose rules placed these quantizers.")
-    sites: dict[str, SiteEntry | str] = Field(
+    model: Filled | None = Field(default=None, description="Name of the model, for people.")
+    backend: Filled | None = Field(default=None, description="The target whose rules placed these quantizers.")
+    sites: dict[Filled, SiteEntry | str] = Field(
         default_factory=dict,
         description="Sites by name or pattern (*, ?, [abc]). "
         "An exact name beats patterns; a later pattern beats an earlier one.",
     )
-    fold: dict[str, FoldEntry | str] = Field(
+    fold: dict[Filled, FoldEntry | str] = Field(
         default_factory=dict,
         description="Batch norms that are folded: norm operator → the operator before it, "
         "or a mapping with `into` and `strategy`.",
     )
-    float: dict[str, str] = Field(default_factory=dict, description="Operators that stay in float, with the reason.")
-    compute: dict[str, ComputeEntry | str] = Field(
+    float: dict[Filled, str] = Field(default_factory=dict, description="Operators that stay in float, with the reason.")
+    compute: dict[Filled, ComputeEntry | str] = Field(
         default_factory=dict,
         description="Operators that really run in low precision when training, by name or pattern.",
     )
-    devices: dict[str, DeviceEntry] = Field(
+    devices: dict[DeviceName, DeviceEntry] = Field(
         default_factory=dict, description="Differences per kind of device, for clusters of unequal machines."
     )
 

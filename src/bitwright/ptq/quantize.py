@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from bitwright.backends import Choices, fitting, make_plan, refuse_beside_plan
 from bitwright.backends import backend as find_backend
-from bitwright.core.arguments import strict
+from bitwright.core.arguments import Amount, Seed, strict
 from bitwright.core.errors import BitwrightError, CalibrationError, PlanError, Problem, log_warnings
 from bitwright.deploy import Artefact, Check, Distance, check, export, measure_distance, unexportable
 from bitwright.graph import Graph, capture_paths
@@ -85,8 +85,8 @@ def quantize(
     artefact: bool = False,
     progress: Callable[[int], None] | None = None,
     steps: Sequence[str | Step] = (),
-    seed: int = 0,
-    memory: int = MEMORY,
+    seed: Seed = 0,
+    memory: Amount = MEMORY,
     folder: str | Path | None = None,
     keep_state: bool = False,
     watch: Watch | None = None,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from bitwright.core.arguments import strict
+from bitwright.core.arguments import Count, strict
 from bitwright.core.modes import evaluating
 from bitwright.plan import Plan, SiteSpec
 from bitwright.quantizers import attachment_of, in_mode
@@ -91,7 +91,7 @@ def suggest(
     scores: Scores,
     evaluate: Callable[[nn.Module], float],
     *,
-    most: int = 5,
+    most: Count = 5,
     lower_is_better: bool = False,
     progress: Callable[[int], None] | None = None,
 ) -> Suggestion:

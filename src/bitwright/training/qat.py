@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from bitwright.backends import Choices, make_plan
 from bitwright.backends.precisions import Precision, resolve
-from bitwright.core.arguments import strict
+from bitwright.core.arguments import Amount, strict
 from bitwright.core.errors import CalibrationError, Problem, TrainError
 from bitwright.core.process_group import keep_groups
 from bitwright.core.tensor_tree import map_tensors, tensors_in
@@ -61,8 +61,8 @@ class Qat:
         backend: str | None = None,
         example: Any = None,
         name: str | None = None,
-        freeze_observers: int | None = None,
-        freeze_bn: int | None = None,
+        freeze_observers: Amount | None = None,
+        freeze_bn: Amount | None = None,
         fuse: bool = True,
         progress: Callable[[int], None] | None = None,
         **choices: Unpack[Choices],
@@ -78,8 +78,8 @@ class Qat:
         plan: Plan,
         example: Any,
         *,
-        freeze_observers: int | None = None,
-        freeze_bn: int | None = None,
+        freeze_observers: Amount | None = None,
+        freeze_bn: Amount | None = None,
         fuse: bool = True,
     ) -> Qat:
         """Quantizers without ranges: a checkpoint is about to bring them."""
