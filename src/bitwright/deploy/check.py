@@ -17,7 +17,7 @@ from bitwright.core.modes import call_copied, evaluating
 from bitwright.core.registry import RUNTIMES
 from bitwright.core.tensor_tree import as_call, tensors_in
 from bitwright.deploy.agreement import OutputCheck, Sums, as_array, refuse_nan
-from bitwright.deploy.artefacts.store import QDQ, kind_of_artefact
+from bitwright.deploy.artefacts.store import QDQ, kind_of_artefact, read_artefact
 from bitwright.deploy.distance import Distance, SiteDistance, distance_of, look_at_sites
 from bitwright.deploy.integrity import Damage
 from bitwright.deploy.runtimes.base import Runtime, open_runtime, readers
@@ -84,11 +84,13 @@ def check(
         noted += [] if other is None else [other]
     real = open_runtime(runtime, artefact, threads=threads)
     if real.suffix == ".onnx" and (kind := kind_of_artefact(artefact)) != QDQ:
+        read_artefact(artefact)  # files that were changed since the export are an error of their own
         raise ArtefactError(
             "this artefact is a float model; its grids lie beside it, where no runtime here looks",
             where=str(artefact),
             value=kind,
             fix='export with artefact="qdq" (--artefact qdq) to check the same numbers here',
+            code="grids-in-another-file",
         )
     sums: dict[str, Sums] = {}
     samples, seen = 0, CalibrationData()
