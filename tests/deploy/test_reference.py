@@ -171,6 +171,7 @@ def test_ties_go_to_even() -> None:
 def test_numbers_on_one_scale_stay_what_they_are(a: int, b: int, fine: float, coarse: float) -> None:
     values = [accumulator(np.array(a), fine), accumulator(np.array(b), coarse)]
     codes, scale = common(values)
+    assert len(codes) == 2
     for code, value in zip(codes, values, strict=True):
         assert abs(code * scale - value.centred * value.scale) <= scale + abs(value.centred * value.scale) * 2.0**-17
 

@@ -26,7 +26,7 @@ from bitwright.bench.comparison import (
     timing,
 )
 from bitwright.bench.instances import Job, arrange, can_pin, run_together
-from bitwright.core.arguments import strict
+from bitwright.core.arguments import Amount, Count, strict
 from bitwright.core.environment import environment
 from bitwright.core.errors import BitwrightError, DiskError, did_you_mean
 from bitwright.core.files import scratch_folder
@@ -172,15 +172,15 @@ def benchmark(
     runtimes: Iterable[str] | None = None,
     *,
     batch_sizes: Sequence[int] = (1,),
-    threads: int | None = None,
-    runs: int = 100,
-    warmup: int = 5,
-    samples: int | None = None,
+    threads: Count | None = None,
+    runs: Count = 100,
+    warmup: Amount = 5,
+    samples: Count | None = None,
     evaluate: bool = True,
     time: bool = True,
     saved: SavedModel | str | Path | None = None,
-    instances: int | None = None,
-    cores: int | None = None,
+    instances: Count | None = None,
+    cores: Count | None = None,
     progress: Progress | None = None,
 ) -> Comparison:
     """Quantize the workload's model for each runtime by that runtime's own table, and measure all of them in turns.

@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 from bitwright.backends import backend
-from bitwright.core.arguments import strict
+from bitwright.core.arguments import Count, strict
 from bitwright.core.errors import ArtefactError, Problem, WorkloadError, log_warnings
 from bitwright.core.modes import call_copied, eval_mode
 from bitwright.core.registry import RUNTIMES
 from bitwright.core.tensor_tree import as_call, tensors_in
 from bitwright.deploy.agreement import OutputCheck, Sums, as_array, refuse_nan
-from bitwright.deploy.artefacts.store import QDQ, kind_of_artefact
+from bitwright.deploy.artefacts.store import QDQ, kind_of_artefact, read_artefact
 from bitwright.deploy.distance import Distance, SiteDistance, distance_of, look_at_sites
 from bitwright.deploy.integrity import Damage
 from bitwright.deploy.runtimes.base import Runtime, open_runtime, readers
@@ -76,7 +76,7 @@ def check(
     *,
     runtime: str | None = None,
     per_site: bool = False,
-    threads: int | None = None,
+    threads: Count | None = None,
     measure: bool = True,
 ) -> Check:
     """Run `batches` through the prepared model and through the artefact on the real runtime, and compare.
@@ -93,11 +93,13 @@ def check(
         noted += [] if other is None else [other]
     real = open_runtime(runtime, artefact, threads=threads)
     if real.suffix == ".onnx" and (kind := kind_of_artefact(artefact)) != QDQ:
+        read_artefact(artefact)  # files that were changed since the export are an error of their own
         raise ArtefactError(
             "this artefact is a float model; its grids lie beside it, where no runtime here looks",
             where=str(artefact),
             value=kind,
             fix='export with artefact="qdq" (--artefact qdq) to check the same numbers here',
+            code="grids-in-another-file",
         )
     sums: dict[str, Sums] = {}
     samples, seen = 0, CalibrationData()

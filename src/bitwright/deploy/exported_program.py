@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+import zipfile
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch._inductor.decomposition
 from numpy.typing import NDArray
 from torch import Tensor, fx, nn
 
-from bitwright.core.errors import ArtefactError, ExportError
+from bitwright.core.errors import ArtefactError, ExportError, shortened
 from bitwright.core.files import replacing
 from bitwright.core.modes import eval_mode
 from bitwright.core.tensor_tree import as_call, tensors_in
@@ -211,11 +212,31 @@ def load_program(path: Path) -> tuple[torch.export.ExportedProgram, QuantizedPro
 
 
 def _load(path: Path) -> tuple[torch.export.ExportedProgram, dict[str, Any]]:
+    _refuse_changed_bytes(path)
     files = {_SITES: ""}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        program = torch.export.load(path, extra_files=files)
-    return program, json.loads(files[_SITES] or "{}")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            program = torch.export.load(path, extra_files=files)
+        return program, json.loads(files[_SITES] or "{}")
+    except Exception as error:  # torch has no type for a file that it can't read
+        what = f"the program can't be read: {type(error).__name__}: {shortened(str(error))}"
+        fix = "export it again, with this version of torch"
+        raise ArtefactError(what, where=str(path), fix=fix, code="damaged-artefact") from error
+
+
+def _refuse_changed_bytes(path: Path) -> None:
+    """The file is an archive: a checksum for each of its members finds every changed bit."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            changed = archive.testzip()
+    except OSError as error:
+        raise ArtefactError("the program can't be read", where=str(path), value=error.strerror) from error
+    except Exception as error:  # what a damaged directory of the archive leads to
+        changed = f"{type(error).__name__}: {error}"
+    if changed is not None:
+        what, fix = "the program isn't the one that was exported: its bytes were changed", "export it again"
+        raise ArtefactError(what, where=str(path), value=changed, fix=fix, code="damaged-artefact")
 
 
 def damages_of(path: Path) -> list[Damage]:

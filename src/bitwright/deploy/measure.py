@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from statistics import median, quantiles
 from typing import Any, TypeVar
 
-from bitwright.core.arguments import strict
+from bitwright.core.arguments import Amount, Count, strict
 from bitwright.core.progress import Progress
 
 Name = TypeVar("Name", bound=Hashable)
@@ -40,8 +40,8 @@ class Latency:
 def measure_latency(
     calls: Mapping[Name, Callable[[], Any]],
     *,
-    runs: int = 50,
-    warmup: int = 5,
+    runs: Count = 50,
+    warmup: Amount = 5,
     progress: Progress | None = None,
 ) -> dict[Name, Latency]:
     """Time each of `calls` `runs` times, in alternation and in a shuffled (seeded) order.

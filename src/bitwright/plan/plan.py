@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from bitwright.core.arguments import strict
+from bitwright.core.documents import device_name, not_blank
 from bitwright.core.errors import PlanError, Problem, did_you_mean
 from bitwright.core.formats import Format
 from bitwright.graph import Graph
@@ -104,6 +105,26 @@ class Plan:
         # normalize, so that equivalent plans are equal
         short = {norm: spec if isinstance(spec, str) else spec.short for norm, spec in self.fold.items()}
         object.__setattr__(self, "fold", short)
+        problems = list(self._name_problems())
+        if problems:
+            raise PlanError(problems)
+
+    def _name_problems(self) -> Iterator[Problem]:
+        """Names that a plan file can't have, either."""
+        names: list[tuple[str, Callable[[str], str], Iterable[str]]] = [
+            ("model", not_blank, [] if self.model is None else [self.model]),
+            ("backend", not_blank, [] if self.backend is None else [self.backend]),
+            ("sites", not_blank, self.sites),
+            ("float", not_blank, self.float),
+            ("compute", not_blank, self.compute),
+            ("devices", device_name, self.devices),
+        ]
+        for where, check, found in names:
+            for name in found:
+                try:
+                    check(name)
+                except ValueError as error:
+                    yield Problem(what=str(error), where=where, value=name, code="invalid-name")
 
     @cached_property
     def folds(self) -> Mapping[str, FoldSpec]:

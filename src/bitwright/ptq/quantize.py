@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from bitwright.backends import Choices, make_plan, reject_choices_with_plan, resolve_for_backend
 from bitwright.backends import backend as find_backend
 from bitwright.backends.precisions import resolve
-from bitwright.core.arguments import strict
+from bitwright.core.arguments import Amount, Seed, strict
 from bitwright.core.errors import BitwrightError, CalibrationError, PlanError, Problem, log_warnings
 from bitwright.core.output_folder import staged_output
 from bitwright.core.progress import Progress
@@ -141,8 +141,8 @@ def quantize(
     name: str | None = None,
     artefact: bool = False,
     steps: Sequence[str | Step] = (),
-    seed: int = 0,
-    memory: int = MEMORY,
+    seed: Seed = 0,
+    memory: Amount = MEMORY,
     folder: str | Path | None = None,
     keep_state: bool = False,
     on_start: Callable[[nn.Module], None] | None = None,

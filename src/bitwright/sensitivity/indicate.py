@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 from torch import Tensor, nn
 
-from bitwright.core.arguments import strict
+from bitwright.core.arguments import Seed, strict
 from bitwright.core.documents import Strict, parse_json, read_text, validated
 from bitwright.core.errors import BitwrightError, CalibrationError, UnknownName, did_you_mean
 from bitwright.core.files import write_text
@@ -150,7 +150,7 @@ def indicate(
     indicator: str = "gradient-variance",
     formats: Sequence[str] = ("int8",),
     graph: Graph | None = None,
-    seed: int = 0,
+    seed: Seed = 0,
 ) -> Indications:
     """Score every operator of a float model that a kernel of these formats supports.
 

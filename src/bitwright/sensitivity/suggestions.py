@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from bitwright.core.arguments import strict
+from bitwright.core.arguments import Count, strict
 from bitwright.core.modes import eval_mode
 from bitwright.core.progress import Progress
 from bitwright.plan import Plan, SiteSpec
@@ -92,7 +92,7 @@ def suggest(
     scores: Scores,
     evaluate: Callable[[nn.Module], float],
     *,
-    most: int = 5,
+    most: Count = 5,
     lower_is_better: bool = False,
     progress: Progress | None = None,
 ) -> Suggestion:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from bitwright.backends import Choices, make_plan
 from bitwright.backends.precisions import Precision, resolve
-from bitwright.core.arguments import strict
+from bitwright.core.arguments import Amount, strict
 from bitwright.core.errors import CalibrationError, Problem, TrainError
 from bitwright.core.process_group import keep_groups
 from bitwright.core.progress import Progress
@@ -62,8 +62,8 @@ class Qat:
         backend: str | None = None,
         example: Any = None,
         name: str | None = None,
-        freeze_observers: int | None = None,
-        freeze_bn: int | None = None,
+        freeze_observers: Amount | None = None,
+        freeze_bn: Amount | None = None,
         fuse: bool = True,
         progress: Progress | None = None,
         **choices: Unpack[Choices],
@@ -79,8 +79,8 @@ class Qat:
         plan: Plan,
         example: Any,
         *,
-        freeze_observers: int | None = None,
-        freeze_bn: int | None = None,
+        freeze_observers: Amount | None = None,
+        freeze_bn: Amount | None = None,
         fuse: bool = True,
     ) -> Qat:
         """Create quantizers without ranges, which a checkpoint provides next."""

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from bitwright.core.arguments import strict
-from bitwright.core.errors import shortened
+from bitwright.core.errors import PlanError, Problem, shortened
 from bitwright.workload import Workload
 
 ERROR = 1e-3
@@ -182,11 +182,28 @@ class Goal(BaseModel):
         return not (lower if isinstance(lower, bool) else metric in lower)
 
     def directed(self, workload: Workload) -> Goal:
-        """A copy that uses the workload's metric directions, unless the goal defines them."""
-        if "lower_is_better" in self.model_fields_set or workload.lower_is_better is None:
-            return self
-        lower = tuple(name for name in self.metrics(workload.metric) if workload.less_is_better(name))
-        return self.model_copy(update={"lower_is_better": lower})
+        """The goal with the workload's directions of metrics, where the goal has none itself.
+
+        A drop of more than 100% is an error for metrics that should be high: every model would be good enough.
+        """
+        goal = self
+        if "lower_is_better" not in self.model_fields_set and workload.lower_is_better is not None:
+            lower = tuple(name for name in self.metrics(workload.metric) if workload.less_is_better(name))
+            goal = self.model_copy(update={"lower_is_better": lower})
+        problems = [
+            Problem(
+                what="a metric that should be high can't lose more than 100%",
+                where=f"drop of {name}",
+                value=str(goal.drop_of(name)),
+                fix="allow less, such as 1%; or say lower_is_better, if the metric should be low",
+                code="impossible-drop",
+            )
+            for name in goal.metrics(workload.metric)
+            if goal.higher_is_better(name) and (goal.drop_of(name).relative or 0.0) > 1.0
+        ]
+        if problems:
+            raise PlanError(problems, title="the goal has problems")
+        return goal
 
     def required(self, metric: str, reference: float) -> float:
         """The worst acceptable value of a metric."""

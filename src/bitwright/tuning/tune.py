@@ -13,7 +13,7 @@ import torch
 
 from bitwright.backends import Choices, make_plan
 from bitwright.backends import backend as find_backend
-from bitwright.core.arguments import strict
+from bitwright.core.arguments import Amount, Count, Seed, strict
 from bitwright.core.errors import BitwrightError, PlanError, Problem
 from bitwright.core.files import disk_error, fingerprint, scratch_folder
 from bitwright.core.modes import eval_mode
@@ -56,11 +56,11 @@ def tune(
     name: str | None = None,
     output: str | Path | None = None,
     resume: bool | Literal["auto"] = False,
-    seed: int = 0,
-    samples: int | None = None,
+    seed: Seed = 0,
+    samples: Count | None = None,
     measuring: Measuring | None = None,
     early: bool = True,
-    memory: int = MEMORY,
+    memory: Amount = MEMORY,
     progress: Progress | None = None,
     watch: Callable[[Asked, Baseline], None] | None = None,
     on_result: Callable[[Tuned, Path], None] | None = None,

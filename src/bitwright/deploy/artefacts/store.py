@@ -16,7 +16,7 @@ from bitwright.core.documents import parse_json, read_text, validated
 from bitwright.core.errors import ArtefactError, PlanError, Problem
 from bitwright.core.registry import ARTEFACTS
 from bitwright.deploy.artefacts.base import Grid, Sidecar
-from bitwright.deploy.integrity import compare_digests, onnx_tensors, read_digests, text_digest
+from bitwright.deploy.integrity import compare_digests, onnx_tensors, read_digests, structure_damages, text_digest
 from bitwright.deploy.onnx_files import load_onnx
 
 KIND, KEYS = "bitwright.artefact", "bitwright.keys"  # metadata of the ONNX file
@@ -65,7 +65,7 @@ def _refuse_damage(model: ir.Model, sidecar: Sidecar, text: str, beside: Path) -
     """Compare both files with the digests in the model's metadata."""
     digests = read_digests(model)
     expected = digests.pop(sidecar.suffix, None)
-    found = compare_digests(digests, onnx_tensors(model))
+    found = compare_digests(digests, onnx_tensors(model)) + structure_damages(model)
     problems = [Problem(what=one.what, where=one.site, fix="export again", code="damaged-artefact") for one in found]
     if expected is not None and expected != text_digest(text):
         what = "the file with the grids doesn't belong to the exported model"

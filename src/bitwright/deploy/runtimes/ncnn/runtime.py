@@ -51,6 +51,9 @@ class Piece(Strict):
         return self.offset + prod(self.shape) * np.dtype(self.type).itemsize
 
 
+_OWN = ".json"  # its digest is stored in the file itself
+
+
 class Site(Strict):
     """A site that a layer quantizes itself; it is observed in the layer's input blob."""
 
@@ -80,7 +83,10 @@ class Files(Strict):
     """Scales of weights; ncnn's files contain their reciprocals, from which not every scale can be recovered."""
 
     digests: dict[str, str] = Field(default_factory=dict)
-    """Digests of all pieces by site, and of the .param and .bin files; files of earlier versions have none."""
+    """Digests of all pieces by site, of the .param and .bin files, and of the rest of this file.
+
+    Files of earlier versions have none.
+    """
 
     def damages(self, path: Path) -> list[Damage]:
         """Differences from the exported contents."""
@@ -88,11 +94,19 @@ class Files(Strict):
         pieces = {name: _piece(raw, piece) for name, piece in self.pieces.items()}
         files = {file.suffix: file for file in (path, weights_of(path)) if file.suffix in self.digests}
         stored = {name: value for name, value in self.digests.items() if name not in files}
+        own = stored.pop(_OWN, None)
         found = compare_digests(stored, pieces)
+        if own is not None and own != self.own_digest():
+            name = notes_of(path).name
+            found.append(Damage(site=name, what=f"{name} has other values than were exported"))
         for suffix, file in files.items():
             if not found and file_digest(file) != self.digests[suffix]:
                 found.append(Damage(site=file.name, what=f"the contents of {file.name} changed after the export"))
         return found
+
+    def own_digest(self) -> str:
+        """The digest of this file without digests."""
+        return text_digest(json.dumps(self.model_dump(mode="json", exclude={"digests"}), sort_keys=True))
 
     def stored(self, path: Path) -> dict[str, NDArray[Any]]:
         """Codes, scales and biases in ncnn's files, by site."""
@@ -156,6 +170,7 @@ def save(net: Net, path: Path) -> None:
         digests=digests,
         scales={site: [float(str(value)) for value in np.ravel(scale)] for site, scale in net.scales.items()},
     )
+    notes = notes.model_copy(update={"digests": {**digests, _OWN: notes.own_digest()}})
     write_text(notes_of(path), json.dumps(notes.model_dump(mode="json"), ensure_ascii=False) + "\n")
     write_text(path, net.param())
 
