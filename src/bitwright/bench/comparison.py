@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import groupby
 from math import isfinite
 from typing import Literal
 
+from markupsafe import Markup, escape
 from pydantic import Field
 
-from bitwright.core import formatting
+from bitwright.core import charts, formatting, notebook
 from bitwright.core.arguments import strict
 from bitwright.core.documents import ResultModel
 from bitwright.core.environment import Environment
@@ -131,6 +134,25 @@ def timings(runtime: str, batch: int, threads: int, *, float: Latency, quantized
     ]
 
 
+def latency_chart(timings: Iterable[Timing]) -> Markup:
+    """Float and quantized latency, in groups by runtime and batch; each group has its own scale."""
+    parts: list[str] = []
+    y = 0
+    for (runtime, batch, threads), group in groupby(timings, key=lambda t: (t.runtime, t.batch, t.threads)):
+        rows = list(group)
+        longest = max(row.median_ms for row in rows)
+        title = f"{runtime}, batch {batch}, {threads} {'thread' if threads == 1 else 'threads'}"
+        parts.append(f'<text class="head" x="0" y="{y + 14}">{escape(title)}</text>')
+        y += 23
+        for row in rows:
+            value = f"{row.median_ms:.3g} ms ({row.p10_ms:.3g} … {row.p90_ms:.3g})"
+            name = row.variant if row.variant == "float" else f"{row.variant}, {row.ratio:.2f}×"
+            parts.append(charts.bar(y, name, value, row.median_ms / longest, row.variant))
+            y += charts.BAR_HEIGHT
+        y += 12
+    return charts.svg(parts, y - 12, "Latency: float against quantized")
+
+
 class OnRuntime(ResultModel):
     """One model on one runtime, float and quantized."""
 
@@ -217,3 +239,17 @@ class Comparison(ResultModel):
     skipped: tuple[Skipped, ...]
     fastest: tuple[Fastest, ...]
     together: tuple[Together, ...] = Field(default=(), description="Instead of timings, if instances were asked for.")
+
+    def _repr_html_(self) -> str:
+        rows = [
+            (one.runtime, timing.variant, timing.batch, f"{timing.median_ms:.3g} ms", f"{timing.ratio:.2f}×", ran)
+            for one in self.runtimes
+            for timing in one.timings
+            for ran in ("float" if timing.variant == "float" else one.executed_text,)
+        ]
+        heads = ["runtime", "variant", "#batch", "#latency", "#of float", "ran as"]
+        return notebook.table(heads, rows, title=f"{self.workload} on {self.environment.cpu}")
+
+    def plot(self) -> notebook.Chart:
+        """The latency of each runtime, float and quantized."""
+        return notebook.Chart(latency_chart(timing for one in self.runtimes for timing in one.timings))

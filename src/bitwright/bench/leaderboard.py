@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 from pydantic import Field
 
 from bitwright.bench.machine import Machine
+from bitwright.core import notebook
 from bitwright.core.arguments import strict
 from bitwright.core.documents import ResultModel, Strict, name_problem, read_json, validated
 from bitwright.core.errors import PlanError, Problem
@@ -186,6 +187,36 @@ class Leaderboard(_Strict):
         description="Each cell (algorithm, backend, bits, model) over seeds; then by algorithm and bits; "
         "by algorithm, backend and bits; by algorithm, bits and model; by backend, bits and model."
     )
+
+    def _repr_html_(self) -> str:
+        rows = [
+            (
+                one.algorithm,
+                one.bits,
+                spread_words(one.drop),
+                spread_words(one.gap),
+                ", ".join(f"{count} {state}" for state, count in one.rows.items()),
+            )
+            for one in self._by_algorithm()
+        ]
+        heads = ["algorithm", "#bits", "#points below float", "#gap on the runtime", "rows"]
+        return notebook.table(heads, rows, title=self.title or self.name)
+
+    def _by_algorithm(self) -> list[Summary]:
+        """Each algorithm at each width, over the places that all algorithms have."""
+        shared = comparable(self.rows)
+        keys = sorted({(row.bits, row.algorithm) for row in shared})
+        groups = {key: [row for row in shared if (row.bits, row.algorithm) == key] for key in keys}
+        return [summary(group, algorithm=name, bits=bits) for (bits, name), group in groups.items()]
+
+    def plot(self) -> notebook.Chart:
+        """The mean drop of each algorithm at each width, over the places that all algorithms have."""
+        bars = [
+            (f"{one.algorithm}, {one.bits} bits", f"{spread_words(one.drop)} points", max(one.drop.mean, 0.0))
+            for one in self._by_algorithm()
+            if one.drop is not None
+        ]
+        return notebook.bar_chart(bars, label="Points below float")
 
     def save(self, path: str | Path) -> Path:
         """Write it as JSON, a row a line: compact, and differences can be read."""

@@ -5,11 +5,10 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from itertools import groupby
 
-from markupsafe import Markup, escape
+from markupsafe import Markup
 
-from bitwright.bench.comparison import Comparison, OnRuntime, Timing
+from bitwright.bench.comparison import Comparison, OnRuntime, Timing, latency_chart
 from bitwright.cluster import MemoryLimit
 from bitwright.core import charts, formatting
 from bitwright.quantizers.site_statistics import SiteRow
@@ -217,25 +216,6 @@ def runtime_rows(found: Comparison) -> list[tuple[OnRuntime, str, int, Timing | 
         if not timings:
             rows.append((one, "quantized", 0, None))
     return rows
-
-
-def latency_chart(timings: Iterable[Timing]) -> Markup:
-    """Float and quantized latency, in groups by runtime and batch; each group has its own scale."""
-    parts: list[str] = []
-    y = 0
-    for (runtime, batch, threads), group in groupby(timings, key=lambda t: (t.runtime, t.batch, t.threads)):
-        rows = list(group)
-        longest = max(row.median_ms for row in rows)
-        title = f"{runtime}, batch {batch}, {threads} {'thread' if threads == 1 else 'threads'}"
-        parts.append(f'<text class="head" x="0" y="{y + 14}">{escape(title)}</text>')
-        y += 23
-        for row in rows:
-            value = f"{row.median_ms:.3g} ms ({row.p10_ms:.3g} … {row.p90_ms:.3g})"
-            name = row.variant if row.variant == "float" else f"{row.variant}, {row.ratio:.2f}×"
-            parts.append(charts.bar(y, name, value, row.median_ms / longest, row.variant))
-            y += charts.BAR_HEIGHT
-        y += 12
-    return charts.svg(parts, y - 12, "Latency: float against quantized")
 
 
 def worst_sites_chart(rows: Iterable[SiteRow]) -> Markup:
