@@ -50,7 +50,7 @@ class Size(ResultModel):
     bytes: int
 
 
-class Timing(ResultModel):
+class LatencyRow(ResultModel):
     """Latency of one artefact; both variants of a runtime were measured in turns."""
 
     runtime: str
@@ -110,9 +110,9 @@ def timing(
     latency: Latency,
     *,
     yardstick: Latency,
-) -> Timing:
+) -> LatencyRow:
     """One row of a run in which the float artefact was the yardstick."""
-    return Timing(
+    return LatencyRow(
         runtime=runtime,
         variant=variant,
         batch=batch,
@@ -126,7 +126,7 @@ def timing(
     )
 
 
-def timings(runtime: str, batch: int, threads: int, *, float: Latency, quantized: Latency) -> list[Timing]:
+def timings(runtime: str, batch: int, threads: int, *, float: Latency, quantized: Latency) -> list[LatencyRow]:
     """Both rows of one run."""
     return [
         timing(runtime, "float", batch, threads, float, yardstick=float),
@@ -134,7 +134,7 @@ def timings(runtime: str, batch: int, threads: int, *, float: Latency, quantized
     ]
 
 
-def latency_chart(timings: Iterable[Timing]) -> Markup:
+def latency_chart(timings: Iterable[LatencyRow]) -> Markup:
     """Float and quantized latency, in groups by runtime and batch; each group has its own scale."""
     parts: list[str] = []
     y = 0
@@ -167,7 +167,7 @@ class OnRuntime(ResultModel):
     sizes: tuple[Size, ...]
     parity: Parity
     accuracies: tuple[Accuracy, ...]
-    timings: tuple[Timing, ...]
+    timings: tuple[LatencyRow, ...]
 
     @property
     def executed_text(self) -> str:

@@ -27,7 +27,7 @@ class _Strict(Strict, populate_by_name=True):
     pass
 
 
-class Sites(ResultModel):
+class ExecutedSites(ResultModel):
     """Sites of a prepared model at which the same thing ran, as read from that model."""
 
     quantizer: str = Field(description="The class: bitwright.quantizers.lsq.Lsq.")
@@ -39,8 +39,8 @@ class Sites(ResultModel):
 class Executed(ResultModel):
     """What a prepared and trained model says of itself."""
 
-    weights: tuple[Sites, ...]
-    activations: tuple[Sites, ...]
+    weights: tuple[ExecutedSites, ...]
+    activations: tuple[ExecutedSites, ...]
     biases: int = Field(default=0, description="Biases on the grid of the integer accumulator.")
     folding: dict[str, int] = Field(
         default_factory=dict, description="Folding strategy → how many norms; empty: norms run as they are."
@@ -193,8 +193,8 @@ class Leaderboard(_Strict):
             (
                 one.algorithm,
                 one.bits,
-                spread_words(one.drop),
-                spread_words(one.gap),
+                spread_text(one.drop),
+                spread_text(one.gap),
                 ", ".join(f"{count} {state}" for state, count in one.rows.items()),
             )
             for one in self._by_algorithm()
@@ -212,7 +212,7 @@ class Leaderboard(_Strict):
     def plot(self) -> notebook.Chart:
         """The mean drop of each algorithm at each width, over the places that all algorithms have."""
         bars = [
-            (f"{one.algorithm}, {one.bits} bits", f"{spread_words(one.drop)} points", max(one.drop.mean, 0.0))
+            (f"{one.algorithm}, {one.bits} bits", f"{spread_text(one.drop)} points", max(one.drop.mean, 0.0))
             for one in self._by_algorithm()
             if one.drop is not None
         ]
@@ -373,14 +373,14 @@ def _over(rows: Sequence[Row], key: Callable[[Row], str]) -> float | None:
     return stdev(mean(group) for group in groups.values()) if len(groups) > 1 else None
 
 
-def spread_words(value: Spread | None) -> str:
+def spread_text(value: Spread | None) -> str:
     """Mean and deviation; one value has none."""
     if value is None:
         return ""
     return f"{value.mean:.2f} ± {value.std:.2f}" if value.count > 1 else f"{value.mean:.2f}"
 
 
-def drop_words(board: Leaderboard) -> str:
+def drop_reference(board: Leaderboard) -> str:
     """What drops are measured from."""
     if board.drops_from == "trained":
         return "the float network after the same training without quantizers"

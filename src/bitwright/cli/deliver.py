@@ -19,7 +19,7 @@ from bitwright.core.tensor_tree import as_call
 from bitwright.deploy import Artefact, Check, Distance, Runtime, measure_distance, measure_latency, open_runtime
 from bitwright.deploy.checkpoint import save_checkpoint
 from bitwright.ptq.quantize import Quantized
-from bitwright.report import Accuracy, Record, Size, Timing, make_record, parity, timings
+from bitwright.report import Accuracy, LatencyRow, Record, Size, make_record, parity, timings
 from bitwright.report import write_report as write_files
 from bitwright.report.formatting import float_and_quantized
 from bitwright.workload import Workload, can_measure, measure
@@ -49,10 +49,10 @@ def write_artefacts(out: Out, quantized: Quantized, folder: Path) -> Artefact:
         return quantized.export(folder / "model.onnx")
 
 
-def latencies(out: Out, workload: Workload, runtime: str, reference: Path, artefact: Path) -> list[Timing]:
+def latencies(out: Out, workload: Workload, runtime: str, reference: Path, artefact: Path) -> list[LatencyRow]:
     """Float and quantized in turns on real samples, so that a busy machine disturbs both alike."""
     plain, fast = (open_runtime(runtime, path, threads=_THREADS) for path in (reference, artefact))
-    rows: list[Timing] = []
+    rows: list[LatencyRow] = []
     for batch in _BATCHES if fast.batch is None else (fast.batch,):
         args, kwargs = as_call(next(rebatched(regrouped(probes(workload), batch), batch)))
         with out.steps(f"timing on {runtime}, batch {batch}", _RUNS) as step:
@@ -77,7 +77,7 @@ def write_report(
     runtimes: Iterable[str],
     accuracies: Iterable[Accuracy],
     float_size: Size,
-    timings: Iterable[Timing] = (),
+    timings: Iterable[LatencyRow] = (),
     seed: int | None = None,
     histograms: bool = True,
     written: Artefact | None = None,

@@ -61,7 +61,7 @@ _LOOKED_AT = 1 << 18  # numbers of one site that its histogram counts at most; m
 
 
 @dataclass
-class _Sums:
+class _SiteSums:
     signal: float = 0.0
     error: float = 0.0
     clipped: int = 0
@@ -145,12 +145,12 @@ def site_rows(model: nn.Module, batches: Iterable[Any], *, histograms: bool = Fa
     the numbers before they are quantized.
     """
     attachment = attachment_of(model)
-    sums: dict[str, _Sums] = {}
+    sums: dict[str, _SiteSums] = {}
 
     def look(site: str, quantizer: Quantizer, x: Tensor) -> None:
         if quantizer.weight and site in sums:
             return  # a weight is the same in each batch
-        found = sums.setdefault(site, _Sums())
+        found = sums.setdefault(site, _SiteSums())
         found.add(quantizer, x)
         if histograms and x.numel():
             found.bin(quantizer, x)
@@ -158,10 +158,10 @@ def site_rows(model: nn.Module, batches: Iterable[Any], *, histograms: bool = Fa
     with evaluating(model), torch.no_grad(), in_mode(model, "quantize"), tapped(model, look):
         for batch in batches:
             call(model, batch)
-    return tuple(_row(site, spec, attachment, sums.get(site, _Sums())) for site, spec in attachment.plan.quantized)
+    return tuple(_row(site, spec, attachment, sums.get(site, _SiteSums())) for site, spec in attachment.plan.quantized)
 
 
-def _row(site: str, spec: SiteSpec, attachment: Attachment, sums: _Sums) -> SiteRow:
+def _row(site: str, spec: SiteSpec, attachment: Attachment, sums: _SiteSums) -> SiteRow:
     quantizer = attachment.quantizers[attachment.shared.get(site, site)]
     grid = quantizer.grid()
     scale, zero_point = grid.scale.double(), grid.zero_point.double()

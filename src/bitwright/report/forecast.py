@@ -25,7 +25,7 @@ class Span(ResultModel):
     end_ms: float
 
 
-class Device(ResultModel):
+class ForecastDevice(ResultModel):
     """One kind of device, and how many there are."""
 
     name: str
@@ -46,7 +46,7 @@ class Device(ResultModel):
     spans: tuple[Span, ...] = ()
 
 
-class Both(ResultModel):
+class PredictedAndMeasured(ResultModel):
     """Predicted and measured time of one thing."""
 
     name: str
@@ -54,13 +54,13 @@ class Both(ResultModel):
     measured_ms: float
 
 
-class Measured(ResultModel):
+class MeasuredSteps(ResultModel):
     """Real steps of the first device, beside the prediction."""
 
     steps: int
-    step: Both
-    phases: tuple[Both, ...]
-    groups: tuple[Both, ...] = Field(description="Operators by kind, and casts.")
+    step: PredictedAndMeasured
+    phases: tuple[PredictedAndMeasured, ...]
+    groups: tuple[PredictedAndMeasured, ...] = Field(description="Operators by kind, and casts.")
     drift: float | None = Field(description="How much longer a fixed piece of work takes than when it was profiled.")
 
 
@@ -71,9 +71,9 @@ class Forecast(ResultModel):
     step_ms: float
     samples_per_second: float
     critical: tuple[str, ...]
-    devices: tuple[Device, ...]
+    devices: tuple[ForecastDevice, ...]
     left_out: int = Field(default=0, description="Devices that have no row, because there are too many.")
-    measured: Measured | None = None
+    measured: MeasuredSteps | None = None
 
 
 def forecast(prediction: Prediction, name: str, comparison: Comparison | None = None) -> Forecast:
@@ -86,7 +86,7 @@ def forecast(prediction: Prediction, name: str, comparison: Comparison | None = 
         critical=prediction.critical,
         left_out=max(0, len(prediction.devices) - _DEVICES),
         devices=tuple(
-            Device(
+            ForecastDevice(
                 name=device.name,
                 count=device.count,
                 computing_ms=1e3 * device.computing,
@@ -106,7 +106,7 @@ def forecast(prediction: Prediction, name: str, comparison: Comparison | None = 
         ),
         measured=None
         if comparison is None
-        else Measured(
+        else MeasuredSteps(
             steps=comparison.steps,
             step=_both(comparison.step),
             phases=tuple(map(_both, comparison.phases)),
@@ -116,8 +116,8 @@ def forecast(prediction: Prediction, name: str, comparison: Comparison | None = 
     )
 
 
-def _both(pair: Pair) -> Both:
-    return Both(name=pair.name, predicted_ms=1e3 * pair.predicted, measured_ms=1e3 * pair.measured)
+def _both(pair: Pair) -> PredictedAndMeasured:
+    return PredictedAndMeasured(name=pair.name, predicted_ms=1e3 * pair.predicted, measured_ms=1e3 * pair.measured)
 
 
 def _spans(prediction: Prediction) -> list[list[Span]]:

@@ -11,11 +11,11 @@ from bitwright.bench.leaderboard import (
     Spread,
     Summary,
     comparable,
-    drop_words,
+    drop_reference,
     reasons,
     short_reason,
     spread,
-    spread_words,
+    spread_text,
     summary,
 )
 from bitwright.core.formatting import counted
@@ -33,7 +33,7 @@ def _lines(board: Leaderboard) -> Iterator[str]:
     yield ""
     yield f"{counted(len(board.rows), 'row')}: {', '.join(f'{count} {state}' for state, count in states.items())}. "
     minutes = sum(row.cpu_minutes or 0.0 for row in board.rows)
-    yield f"{minutes:.1f} CPU minutes. Points below float are below {drop_words(board)}; "
+    yield f"{minutes:.1f} CPU minutes. Points below float are below {drop_reference(board)}; "
     yield "± is the deviation over all rows taken together. Config " + escaped(board.config_hash) + "."
     notes = board.config.get("notes") or ()
     for note in notes:
@@ -80,7 +80,7 @@ def _overall(board: Leaderboard) -> Iterator[str]:
         cells = []
         for bits in widths:
             one = rows[name, bits]
-            cells += [spread_words(one.drop), _value(one.over_backends), _value(one.over_models)]
+            cells += [spread_text(one.drop), _value(one.over_backends), _value(one.over_models)]
         yield f"| {escaped(name)} | {' | '.join(cells)} |"
     yield "\n“Over backends” and “over models” are deviations of mean points below float.\n"
 
@@ -111,7 +111,7 @@ def _cells(board: Leaderboard, model: str, bits: int) -> Iterator[str]:
             if one is None:  # the grid has no such row
                 texts.append("")
                 continue
-            text = spread_words(one.accuracy) or _states(one)
+            text = spread_text(one.accuracy) or _states(one)
             mark = "**" if one.accuracy is not None and one.accuracy.mean == best[backend] else ""
             texts.append(f"{mark}{text}{mark}")
         yield f"| {escaped(name)} | {' | '.join(texts)} |"
@@ -136,7 +136,7 @@ def _schemes(board: Leaderboard) -> Iterator[str]:
                     for r in board.rows
                     if (r.backend, r.model, r.bits) == (backend, model, bits) and r.algorithm in common
                 )
-                cells.append(spread_words(spread(own)))
+                cells.append(spread_text(spread(own)))
         yield f"| {escaped(backend or '')} | {' | '.join(cells)} |"
 
 

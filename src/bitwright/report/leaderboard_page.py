@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any
 from urllib.parse import quote
 
-from bitwright.bench.leaderboard import Leaderboard, Row, Spread, Summary, comparable, drop_words
+from bitwright.bench.leaderboard import Leaderboard, Row, Spread, Summary, comparable, drop_reference
 from bitwright.bench.machine import Machine
 from bitwright.bench.rows import report_folder
 from bitwright.core.files import write_text, yaml_text
@@ -54,7 +54,7 @@ def page(
         board=board,
         title=title,
         reports=reports,
-        reference=drop_words(board),
+        reference=drop_reference(board),
         summary=_cards(board),
         filters=_filters(board),
         cells=_cells(board),

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from bitwright.bench.comparison import Accuracy, Comparison, Parity, Size, Timing
+from bitwright.bench.comparison import Accuracy, Comparison, LatencyRow, Parity, Size
 from bitwright.bench.leaderboard import Executed, OnDevice
 from bitwright.core import documents
 from bitwright.core.documents import ResultModel, validated
@@ -18,8 +18,8 @@ from bitwright.quantizers.site_statistics import SiteRow
 from bitwright.report.forecast import Forecast
 from bitwright.report.network import Node
 from bitwright.report.sensitivity import Sensitivity
-from bitwright.report.training import Training
-from bitwright.report.tuning import Tuning
+from bitwright.report.training import TrainingRecord
+from bitwright.report.tuning import TuningRecord
 
 RECORD_VERSION: Literal[2] = 2
 
@@ -34,7 +34,7 @@ class FloatDistance(ResultModel):
     worst: dict[str, float | None] = Field(description="SQNR of the sites with the largest error of their own.")
 
 
-class Warned(ResultModel):
+class WarningRow(ResultModel):
     """Something to know about the result."""
 
     code: str | None
@@ -81,7 +81,7 @@ class RunRow(ResultModel):
     created: str
     accuracy: Accuracy | None = None
     size: Size | None = None
-    timing: Timing | None = None
+    timing: LatencyRow | None = None
 
 
 class Record(ResultModel):
@@ -97,7 +97,7 @@ class Record(ResultModel):
     environment: Environment
     accuracies: tuple[Accuracy, ...] = ()
     sizes: tuple[Size, ...] = ()
-    timings: tuple[Timing, ...] = ()
+    timings: tuple[LatencyRow, ...] = ()
     parities: tuple[Parity, ...] = ()
     sites: tuple[SiteRow, ...] = ()
     float_operators: tuple[FloatOperator, ...] = ()
@@ -106,12 +106,12 @@ class Record(ResultModel):
     graph: tuple[Node, ...] = Field(default=(), description="The model's operators in the order of execution.")
     sensitivity: Sensitivity | None = Field(default=None, description="By `bitwright score`.")
     forecasts: tuple[Forecast, ...] = Field(default=(), description="By `bitwright predict`.")
-    tuning: Tuning | None = Field(default=None, description="By `bitwright tune`.")
-    training: Training | None = Field(default=None, description="By `bitwright train`.")
+    tuning: TuningRecord | None = Field(default=None, description="By `bitwright tune`.")
+    training: TrainingRecord | None = Field(default=None, description="By `bitwright train`.")
     comparison: Comparison | None = Field(default=None, description="By `bitwright bench`.")
     row: GridRow | None = Field(default=None, description="By a grid of `bitwright bench`.")
     distance: FloatDistance | None = Field(default=None, description="None: not measured.")
-    warnings: tuple[Warned, ...] = ()
+    warnings: tuple[WarningRow, ...] = ()
     others: tuple[RunRow, ...] = Field(default=(), description="Runs that `bitwright report` put beside this one.")
 
 

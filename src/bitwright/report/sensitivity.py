@@ -22,19 +22,19 @@ class SiteSensitivity(ResultModel):
     loss_change: float | None = Field(description="None: the workload has no loss.")
 
 
-class Kept(ResultModel):
+class FloatTrial(ResultModel):
     """The metric with so many operators in float."""
 
     operators: tuple[str, ...]
     metric: float
 
 
-class Suggested(ResultModel):
+class SuggestionRow(ResultModel):
     """What keeping the worst operators in float would bring."""
 
     metric: str
     before: float
-    trials: tuple[Kept, ...]
+    trials: tuple[FloatTrial, ...]
     operators: tuple[str, ...] = Field(description="The suggestion; empty: nothing is won.")
 
 
@@ -44,7 +44,7 @@ class Sensitivity(ResultModel):
     samples: int
     sites: tuple[SiteSensitivity, ...]
     together: SiteSensitivity
-    suggestion: Suggested | None = None
+    suggestion: SuggestionRow | None = None
 
 
 @strict
@@ -56,10 +56,10 @@ def sensitivity(scores: Scores, suggestion: Suggestion | None = None, metric: st
         together=_row(scores.together),
         suggestion=None
         if suggestion is None
-        else Suggested(
+        else SuggestionRow(
             metric=metric,
             before=suggestion.before,
-            trials=tuple(Kept(operators=tuple(t.operators), metric=t.metric) for t in suggestion.trials),
+            trials=tuple(FloatTrial(operators=tuple(t.operators), metric=t.metric) for t in suggestion.trials),
             operators=tuple(suggestion.operators),
         ),
     )

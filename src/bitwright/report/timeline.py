@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from markupsafe import Markup
 
 from bitwright.core import charts
-from bitwright.report.forecast import Device, Forecast
+from bitwright.report.forecast import Forecast, ForecastDevice
 
 
 def timelines(found: Forecast) -> Iterator[tuple[str, Markup]]:
@@ -18,11 +18,11 @@ def timelines(found: Forecast) -> Iterator[tuple[str, Markup]]:
             yield _title(device), drawing
 
 
-def _title(device: Device) -> str:
+def _title(device: ForecastDevice) -> str:
     return device.name if device.count == 1 else f"{device.name} × {device.count}"
 
 
-def _timeline(found: Forecast, device: Device, *, first: bool) -> Markup | None:
+def _timeline(found: Forecast, device: ForecastDevice, *, first: bool) -> Markup | None:
     """Predicted phases, operators and collectives above the measured phases, on one time axis."""
     predicted = phases(device)
     lanes: list[tuple[str, list[charts.Bar]]] = [("predicted", predicted)]
@@ -47,7 +47,7 @@ def _timeline(found: Forecast, device: Device, *, first: bool) -> Markup | None:
     return charts.lanes(lanes, end=end, unit="ms", label=f"Timeline of {_title(device)}")
 
 
-def phases(device: Device) -> list[charts.Bar]:
+def phases(device: ForecastDevice) -> list[charts.Bar]:
     """The phases on the time axis of the operators, with the wait between backward and optimizer."""
     hull: dict[str, tuple[float, float]] = {}
     for span in device.spans:

@@ -7,7 +7,7 @@ from typing import Literal
 
 from markupsafe import Markup
 
-from bitwright.bench.comparison import Timing
+from bitwright.bench.comparison import LatencyRow
 from bitwright.core import charts, formatting
 from bitwright.report.formatting import own_accuracy
 from bitwright.report.record import Record
@@ -76,9 +76,9 @@ def _own(record: Record) -> list[Point]:
     return found
 
 
-def _first_batch(timings: tuple[Timing, ...]) -> list[Timing]:
+def _first_batch(timings: tuple[LatencyRow, ...]) -> list[LatencyRow]:
     """The quantized variant of each runtime at its first batch size; the latency chart shows the others."""
-    found: dict[str, Timing] = {}
+    found: dict[str, LatencyRow] = {}
     for timing in timings:
         if timing.variant == "quantized":
             found.setdefault(timing.runtime, timing)

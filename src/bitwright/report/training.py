@@ -11,7 +11,7 @@ from bitwright.core.documents import ResultModel, read_json, validated
 from bitwright.training.config import TrainConfig
 
 
-class Training(ResultModel):
+class TrainingRecord(ResultModel):
     """A training run."""
 
     metric: str
@@ -46,7 +46,7 @@ class _Result(BaseModel):
     notes: tuple[str, ...]
 
 
-def training_record(run: str | Path) -> Training | None:
+def training_record(run: str | Path) -> TrainingRecord | None:
     """What `result.json` of a run's folder says; None: the folder has none, so nothing was trained there."""
     path = Path(run) / "result.json"
     if not path.is_file():
@@ -55,7 +55,7 @@ def training_record(run: str | Path) -> Training | None:
     data = read_json(path, what="the training's result", fix=fix, finite=False)
     facts = validated(_Result, data, title=f"{path} is not the result of a training", fix=fix)
     usual = TrainConfig().model_dump()
-    return Training(
+    return TrainingRecord(
         metric=facts.metric,
         precision=facts.quantize or facts.compute or "float",
         metrics=facts.metrics,

@@ -10,7 +10,7 @@ from bitwright.tuning.result import Tuned
 from bitwright.tuning.search import Asked
 
 
-class Trial(ResultModel):
+class TrialRow(ResultModel):
     """One candidate of a search."""
 
     number: int = Field(description="From 1.")
@@ -26,7 +26,7 @@ class Trial(ResultModel):
     seconds: float
 
 
-class Tuning(ResultModel):
+class TuningRecord(ResultModel):
     """A search until a goal holds."""
 
     metric: str
@@ -40,15 +40,15 @@ class Tuning(ResultModel):
     float_size: int | None
     full_evaluations: int
     notes: tuple[str, ...]
-    trials: tuple[Trial, ...]
+    trials: tuple[TrialRow, ...]
 
 
-def tuning_record(tuned: Tuned, metric: str) -> Tuning:
+def tuning_record(tuned: Tuned, metric: str) -> TuningRecord:
     """The course of a search: its goal, its trials, and the one that was chosen."""
     floats = {} if tuned.baseline is None else {k: v for k, v in tuned.baseline.metrics.items() if k != "n"}
     front = {asked.number for asked in tuned.pareto}
     speaks = metric in tuned.goal.metrics(metric) and metric in floats
-    return Tuning(
+    return TuningRecord(
         metric=metric,
         lower_is_better=not tuned.goal.higher_is_better(metric),
         strategy=tuned.strategy,
@@ -64,9 +64,9 @@ def tuning_record(tuned: Tuned, metric: str) -> Tuning:
     )
 
 
-def _trial(asked: Asked, tuned: Tuned, pareto: bool) -> Trial:
+def _trial(asked: Asked, tuned: Tuned, pareto: bool) -> TrialRow:
     outcome = asked.outcome
-    return Trial(
+    return TrialRow(
         number=asked.number + 1,
         candidate=str(asked.candidate),
         passed=outcome.passed,
