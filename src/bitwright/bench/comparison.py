@@ -1,4 +1,4 @@
-"""`Comparison`: one model on all runtimes of this machine, versioned, as JSON."""
+"""Measurements of one model on all runtimes of this machine, as versioned JSON."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NAMED = 6  # operators named in a text; the JSON file has all
 
 @strict
 class Accuracy(ResultModel):
-    """The workload's metric for one way to run the model."""
+    """A metric of the model, float, simulated or on a runtime."""
 
     where: str = Field(description='"float", "simulated", or the name of a runtime.')
     metric: str
@@ -76,7 +76,7 @@ class LatencyRow(ResultModel):
 
 
 class Parity(ResultModel):
-    """What a runtime computes against what the simulated model computes."""
+    """Outputs of a runtime compared with those of the simulated model."""
 
     runtime: str
     passed: bool
@@ -88,7 +88,7 @@ class Parity(ResultModel):
 
 
 def parity(check: Check) -> Parity:
-    """One row for all outputs: the worst of them."""
+    """One row for all outputs, with the worst values."""
     sqnr = min((output.sqnr_db for output in check.outputs), default=float("inf"))
     agreements = [output.top1_agreement for output in check.outputs if output.top1_agreement is not None]
     return Parity(
@@ -111,7 +111,7 @@ def timing(
     *,
     yardstick: Latency,
 ) -> LatencyRow:
-    """One row of a run in which the float artefact was the yardstick."""
+    """One row; the ratio is relative to `yardstick`, the float artefact of the same run."""
     return LatencyRow(
         runtime=runtime,
         variant=variant,
@@ -127,7 +127,7 @@ def timing(
 
 
 def timings(runtime: str, batch: int, threads: int, *, float: Latency, quantized: Latency) -> list[LatencyRow]:
-    """Both rows of one run."""
+    """The rows of the float and the quantized artefact."""
     return [
         timing(runtime, "float", batch, threads, float, yardstick=float),
         timing(runtime, "quantized", batch, threads, quantized, yardstick=float),
@@ -159,10 +159,10 @@ class OnRuntime(ResultModel):
     runtime: str
     backend: str = Field(description="The table by which the model was quantized for this runtime.")
     executed: dict[str, int] | None = Field(
-        description="Convolutions and matrix products by the type in which they really run. None: it doesn't tell."
+        description="Number of executed convolutions and matrix products by type. None: unknown."
     )
     left_in_float: tuple[str, ...] | None = Field(
-        default=None, description="Which of them run in float, by name. None: the runtime doesn't name them."
+        default=None, description="Names of those that run in float. None: unknown."
     )
     sizes: tuple[Size, ...]
     parity: Parity
@@ -194,7 +194,7 @@ class Instance(ResultModel):
 
 
 class Together(ResultModel):
-    """One artefact in several processes that started together, each on cores of its own."""
+    """One artefact in several simultaneous processes, each on its own cores."""
 
     runtime: str
     variant: Literal["float", "quantized"]
@@ -212,14 +212,14 @@ class Together(ResultModel):
 
 
 class Skipped(ResultModel):
-    """A runtime that wasn't measured."""
+    """A runtime that was not measured."""
 
     runtime: str
     why: str
 
 
 class Fastest(ResultModel):
-    """The pick for one batch size, among runtimes that agree with the simulated model."""
+    """The fastest runtime for one batch size, among those that agree with the simulated model."""
 
     batch: int
     runtime: str

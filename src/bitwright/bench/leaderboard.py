@@ -1,4 +1,4 @@
-"""The result of a grid as a file: every row with what was asked for, what really ran, and what came out."""
+"""The results of a grid: each row with its config, what was executed, and the accuracy."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class _Strict(Strict, populate_by_name=True):
 
 
 class ExecutedSites(ResultModel):
-    """Sites of a prepared model at which the same thing ran, as read from that model."""
+    """Sites with the same quantizer and format, read from the trained model."""
 
     quantizer: str = Field(description="The class: bitwright.quantizers.lsq.Lsq.")
     format: str = Field(description="The format in force, e.g. int4/channel/sym.")
@@ -37,7 +37,7 @@ class ExecutedSites(ResultModel):
 
 
 class Executed(ResultModel):
-    """What a prepared and trained model says of itself."""
+    """Quantizers, formats and folding, read from the trained model."""
 
     weights: tuple[ExecutedSites, ...]
     activations: tuple[ExecutedSites, ...]
@@ -61,7 +61,7 @@ class OnDevice(ResultModel):
 
 
 class SiteFacts(NamedTuple):
-    """One site in a few figures; a list in the file, because there are many."""
+    """The main figures of a site. In the file it is a list, to save space."""
 
     site: str
     format: str
@@ -72,14 +72,14 @@ class SiteFacts(NamedTuple):
 
 
 class Observers(_Strict):
-    """Which classes found the ranges, read from the trained model; each with its number of sites."""
+    """Classes of observers with their number of sites, read from the trained model."""
 
     weights: dict[str, int]
     activations: dict[str, int]
 
 
 class Result(_Strict):
-    """What came out of a row."""
+    """The result of a row."""
 
     status: Status
     reason: str | None = Field(default=None, description="Why it isn't done; of a failed row, the last error.")
@@ -125,13 +125,13 @@ class Row(Result):
 
     @property
     def drop(self) -> float | None:
-        """Float minus quantized, in points: what quantizers cost, and not what the training alone does."""
+        """Float minus quantized, in points. Both had the same training where that was measured."""
         reference = self.float_accuracy if self.float_trained is None else self.float_trained
         return None if self.accuracy is None or reference is None else reference - self.accuracy
 
 
 class Spread(_Strict):
-    """Values as a mean and a deviation (of a sample; 0 for one value)."""
+    """Mean and sample standard deviation (0 for one value)."""
 
     count: int = Field(ge=1, le=2**31)
     mean: float
@@ -139,7 +139,7 @@ class Spread(_Strict):
 
 
 class Summary(_Strict):
-    """Rows that differ in what isn't named here, taken together; None stands for all."""
+    """Statistics of all rows with these keys; None means all values of a key."""
 
     algorithm: str | None = None
     backend: str | None = None
@@ -156,7 +156,7 @@ class Summary(_Strict):
 
 
 class FloatNet(_Strict):
-    """The float network of a model and a seed: where its rows start."""
+    """The float network from which the rows of a model and a seed start."""
 
     model: str
     seed: int
@@ -219,7 +219,7 @@ class Leaderboard(_Strict):
         return notebook.bar_chart(bars, label="Points below float")
 
     def save(self, path: str | Path) -> Path:
-        """Write it as JSON, a row a line: compact, and differences can be read."""
+        """Write it as JSON with one row per line, so that diffs are readable."""
         data = self.model_dump(mode="json", by_alias=True, exclude_defaults=True)
         return write_text(Path(path), _lines({"bitwright-leaderboard": LEADERBOARD_VERSION, **data}))
 
@@ -236,7 +236,7 @@ class Leaderboard(_Strict):
 
 
 def contradictions(board: Leaderboard) -> list[Problem]:
-    """Where rows and summaries of a file don't say the same: somebody changed one and not the other."""
+    """Contradictions between rows and summaries of a file."""
 
     fix = "make it again: bitwright bench grid.yaml"
     found: list[Problem] = []
@@ -293,7 +293,7 @@ _KEYS: tuple[tuple[str, ...], ...] = (
 
 
 def cell_of(one: Summary) -> tuple[str | None, str | None, int | None, str | None]:
-    """What a summary is about."""
+    """The keys of a summary."""
     return one.algorithm, one.backend, one.bits, one.model
 
 
@@ -324,8 +324,8 @@ def summary(rows: Sequence[Row], **named: object) -> Summary:
 def comparable(rows: Sequence[Row]) -> list[Row]:
     """Rows at places (bits, backend, model, seed) where all algorithms have an accuracy.
 
-    A mean over other places would flatter whoever is refused where it is hard. An algorithm that has no accuracy at a
-    width is in no comparison there.
+    Other means would favour algorithms that are refused in difficult places. An algorithm without any accuracy at a
+    width is ignored at that width.
     """
     having: dict[int, set[str]] = {}
     places: dict[tuple[object, ...], set[str]] = {}
@@ -352,12 +352,12 @@ def reasons(rows: Iterable[Row]) -> list[tuple[str, str, str, str, int]]:
 
 
 def short_reason(reason: str) -> str:
-    """A reason for a line: of a long list of sites the end, which says what is wrong there."""
+    """A reason in one line; of a long text the end, which states the problem."""
     return reason if len(reason) <= 160 else f"… {reason[-150:]}"
 
 
 def spread(values: Iterable[float | None]) -> Spread | None:
-    """Mean and deviation of what there is."""
+    """Mean and deviation of the known values."""
     known = [value for value in values if value is not None]
     if not known:
         return None
@@ -365,7 +365,7 @@ def spread(values: Iterable[float | None]) -> Spread | None:
 
 
 def _over(rows: Sequence[Row], key: Callable[[Row], str]) -> float | None:
-    """The deviation of the mean drops of what `key` tells apart; None if there are fewer than two."""
+    """The deviation of the mean drops of the groups by `key`; None if there are fewer than two groups."""
     groups: dict[str, list[float]] = {}
     for row in rows:
         if row.drop is not None:
@@ -374,14 +374,14 @@ def _over(rows: Sequence[Row], key: Callable[[Row], str]) -> float | None:
 
 
 def spread_text(value: Spread | None) -> str:
-    """Mean and deviation; one value has none."""
+    """Mean and deviation; a single value has no deviation."""
     if value is None:
         return ""
     return f"{value.mean:.2f} ± {value.std:.2f}" if value.count > 1 else f"{value.mean:.2f}"
 
 
 def drop_reference(board: Leaderboard) -> str:
-    """What drops are measured from."""
+    """The reference of the drops."""
     if board.drops_from == "trained":
         return "the float network after the same training without quantizers"
     return "the float weights that a row started from"

@@ -57,7 +57,7 @@ class SiteRow(ResultModel):
 
 
 _BINS = 64
-_LOOKED_AT = 1 << 18  # numbers of one site that its histogram counts at most; more would only smooth it
+_MOST_NUMBERS = 1 << 18  # numbers per site in a histogram
 
 
 @dataclass
@@ -88,15 +88,15 @@ class _SiteSums:
 
     @torch.no_grad()
     def bin(self, quantizer: Quantizer, x: Tensor) -> None:
-        """Count the numbers of the first batches; a large one is looked at here and there."""
+        """Add a batch to the histogram until it has enough numbers; large tensors are sampled."""
         x = x.detach().to(torch.float32)
         least, most = torch.aminmax(x)
         self.low, self.high = min(self.low, float(least)), max(self.high, float(most))
-        room = _LOOKED_AT - self.binned
+        room = _MOST_NUMBERS - self.binned
         if room <= 0:
             return
         flat = x.flatten()
-        # An odd step visits all channels, whose number is nearly always even.
+        # An odd step visits all channels, because their number is nearly always even.
         flat = flat[:: -(-flat.numel() // room) | 1] if flat.numel() > room else flat
         self.binned += flat.numel()
         if self.drawn is None:
@@ -119,16 +119,16 @@ class _SiteSums:
 
 
 def _ends(quantizer: Quantizer) -> tuple[float, float]:
-    """The least and the greatest number that any of its grids has."""
+    """The smallest and the largest number of all its grids."""
     grid = quantizer.grid()
     scale, zero_point = grid.scale.double(), grid.zero_point.double()
     return float(((grid.qmin - zero_point) * scale).min()), float(((grid.qmax - zero_point) * scale).max())
 
 
 def _binned(low: float, high: float, least: float, most: float) -> tuple[float, float]:
-    """What a histogram shows: the grid, and as far beyond as the first batch reaches, an eighth to all of its span.
+    """The range of a histogram: the grid, extended to the range of the first batch by 1/8 to 1 of the grid's span.
 
-    An accumulator's grid is a million times as wide as its numbers: it shows just these.
+    The grid of an accumulator is far wider than its numbers, so the range is that of the numbers.
     """
     span = (high - low) or 1.0
     if most - least < span / 64 and low <= least <= most <= high:

@@ -1,4 +1,4 @@
-"""What one run found, as data and as a page."""
+"""Results of a run as JSON, HTML and Markdown."""
 
 from bitwright.bench.comparison import Accuracy, Comparison, LatencyRow, Parity, Size, parity, timing, timings
 from bitwright.bench.leaderboard import Executed, ExecutedSites, OnDevice

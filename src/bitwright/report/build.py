@@ -1,4 +1,4 @@
-"""From a quantized model and what was measured of it to a record."""
+"""Make the record of a quantized model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from bitwright.report.record import FloatDistance, FloatOperator, Record, StepRo
 
 
 def float_distance(distance: Distance) -> FloatDistance:
-    """The row of what was measured."""
+    """The row of a distance from the float model."""
     return FloatDistance(
         samples=distance.samples,
         sqnr_db=_finite(distance.sqnr_db),
@@ -31,7 +31,7 @@ def float_distance(distance: Distance) -> FloatDistance:
 
 
 def _finite(sqnr: float) -> float | None:
-    """JSON has no infinities: no deviation is None, and one without limit the lowest number of decibels."""
+    """JSON has no infinities: +inf dB (no deviation) becomes None, and -inf dB becomes -999."""
     return sqnr if isfinite(sqnr) else None if sqnr > 0 else -999.0
 
 

@@ -62,7 +62,7 @@ def row_record(finished: FinishedRow) -> Record:
 
 
 def _accuracies(result: Result) -> Iterator[Accuracy]:
-    """Float, simulated, and on the runtime where that was measured."""
+    """Float, simulated and, if measured, on the runtime."""
     device = result.device
     found = {"float": result.float_accuracy, "simulated": result.accuracy}
     if device is not None:

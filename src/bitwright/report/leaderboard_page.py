@@ -26,16 +26,16 @@ _KEYS = ("algorithm", "backend", "bits", "model")
 def write_page(
     board: Leaderboard, path: str | Path, *, results: str = "leaderboard.json", reports: str | Path | None = None
 ) -> Path:
-    """Write the page, whole or not at all. It links to the rows' reports in the folder `reports`, where there are any.
+    """Write the page atomically, with links to existing reports of rows in the folder `reports`.
 
-    `results` is the leaderboard's file, as commands on the page name it.
+    `results` is the name of the leaderboard's file in the commands on the page.
     """
     found = {} if reports is None else links(board, Path(path), Path(reports))
     return write_text(Path(path), page(board, results=results, reports=found))
 
 
 def links(board: Leaderboard, path: Path, reports: Path) -> dict[str, str]:
-    """Row → its report as the page sees it; only reports that are there."""
+    """Relative addresses of the reports that exist, by row."""
     found = {}
     for one in board.rows:
         report = report_folder(reports, one.id) / "report.html"

@@ -1,4 +1,4 @@
-"""What `bitwright score` found, as a part of a record."""
+"""The result of `bitwright score` in a record."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bitwright.sensitivity import Scores, SiteScore, Suggestion
 
 
 class SiteSensitivity(ResultModel):
-    """What becomes of the model when this one site is quantized and all else is float."""
+    """Errors of the model when only this site is quantized."""
 
     site: str
     format: str
@@ -23,19 +23,19 @@ class SiteSensitivity(ResultModel):
 
 
 class FloatTrial(ResultModel):
-    """The metric with so many operators in float."""
+    """The metric with these operators in float."""
 
     operators: tuple[str, ...]
     metric: float
 
 
 class SuggestionRow(ResultModel):
-    """What keeping the worst operators in float would bring."""
+    """The effect of keeping the worst operators in float."""
 
     metric: str
     before: float
     trials: tuple[FloatTrial, ...]
-    operators: tuple[str, ...] = Field(description="The suggestion; empty: nothing is won.")
+    operators: tuple[str, ...] = Field(description="The suggestion; empty if float operators give no gain.")
 
 
 class Sensitivity(ResultModel):
@@ -49,7 +49,7 @@ class Sensitivity(ResultModel):
 
 @strict
 def sensitivity(scores: Scores, suggestion: Suggestion | None = None, metric: str = "") -> Sensitivity:
-    """The part of a record."""
+    """Make the part of a record from scores."""
     return Sensitivity(
         samples=scores.samples,
         sites=tuple(_row(score) for score in scores.sites),

@@ -58,7 +58,7 @@ def phases(device: ForecastDevice) -> list[charts.Bar]:
         return _stacked(_in_order(times.items()))
     (begins, forward), (_, backward), (tail, end) = (hull[kind] for kind in ("forward", "backward", "tail"))
     loss = min(forward + times.get("loss", 0.0), backward)
-    # Where a step accumulates, operators are those of its last batch.
+    # With gradient accumulation, the operators are those of the last batch.
     before = "earlier batches" if begins > 1.5 * times.get("other", 0.0) else "other"
     marks = [("other", before, 0.0, begins), ("forward", "forward", begins, forward), ("loss", "loss", forward, loss)]
     marks += [("backward", "backward", loss, backward), ("wait", "waits", backward, tail)]

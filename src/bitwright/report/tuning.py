@@ -1,4 +1,4 @@
-"""A search as a part of a report."""
+"""The result of `bitwright tune` in a record."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ class TrialRow(ResultModel):
     candidate: str
     passed: bool
     metrics: dict[str, float] = Field(description="Estimates if `stopped`.")
-    stopped: bool = Field(description="Given up on a part of the data.")
+    stopped: bool = Field(description="Evaluated on a part of the data only.")
     failed: str | None = Field(description="Why it could not be measured.")
     latency_ratio: float | None = Field(description="Relative to float in the same run.")
     size: int | None
-    pareto: bool = Field(description="No other candidate beats it in metric, latency and size at once.")
+    pareto: bool = Field(description="On the Pareto front of metric, latency and size.")
     best: bool
     seconds: float
 
 
 class TuningRecord(ResultModel):
-    """A search until a goal holds."""
+    """A search until the goal is met."""
 
     metric: str
     lower_is_better: bool = False
@@ -44,7 +44,7 @@ class TuningRecord(ResultModel):
 
 
 def tuning_record(tuned: Tuned, metric: str) -> TuningRecord:
-    """The course of a search: its goal, its trials, and the one that was chosen."""
+    """The goal, the trials and the chosen candidate of a search."""
     floats = {} if tuned.baseline is None else {k: v for k, v in tuned.baseline.metrics.items() if k != "n"}
     front = {asked.number for asked in tuned.pareto}
     speaks = metric in tuned.goal.metrics(metric) and metric in floats
@@ -82,7 +82,7 @@ def _trial(asked: Asked, tuned: Tuned, pareto: bool) -> TrialRow:
 
 
 def _goal(goal: Goal, metric: str) -> str:
-    """What must hold, in words."""
+    """The conditions of a goal as text."""
     words = [f"{name}: at most {goal.drop_of(name)} lost" for name in goal.metrics(metric)]
     if goal.latency_ms is not None:
         words.append(f"latency at most {goal.latency_ms:g} ms")
