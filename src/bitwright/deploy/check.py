@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from torch import nn
 from bitwright.backends import backend
 from bitwright.core.arguments import Count, strict
 from bitwright.core.errors import ArtefactError, Problem, WorkloadError, log_warnings
+from bitwright.core.formatting import decibels, number, percent
 from bitwright.core.modes import call_copied, eval_mode
+from bitwright.core.notebook import table
 from bitwright.core.registry import RUNTIMES
 from bitwright.core.tensor_tree import as_call, tensors_in
 from bitwright.deploy.agreement import OutputCheck, Sums, as_array, refuse_nan
@@ -60,6 +63,20 @@ class Check:
         """All outputs agree, and the artefact stores the numbers that the model has."""
         intact = not self.damages and not any(site.damaged for site in self.sites)
         return intact and all(output.passed for output in self.outputs)
+
+    def _repr_html_(self) -> str:
+        rows = [
+            (
+                one.name,
+                "agrees" if one.passed else "diverges",
+                decibels(one.sqnr_db if isfinite(one.sqnr_db) else None),
+                number(one.max_error),
+                None if one.top1_agreement is None else percent(one.top1_agreement),
+            )
+            for one in self.outputs
+        ]
+        title = f"{self.runtime}: {'passed' if self.passed else 'failed'}, {self.samples} samples"
+        return table(["output", "result", "#SQNR", "#largest error", "#same top-1"], rows, title=title)
 
     @property
     def first_divergence(self) -> str | None:

@@ -13,6 +13,7 @@ from bitwright.core.arguments import strict
 from bitwright.core.documents import device_name, not_blank
 from bitwright.core.errors import PlanError, Problem, did_you_mean
 from bitwright.core.formats import Format
+from bitwright.core.notebook import table
 from bitwright.graph import Graph
 from bitwright.graph.naming import site_name
 from bitwright.plan.compute import ComputeSpec, resolved
@@ -150,6 +151,14 @@ class Plan:
         from bitwright.plan.files import plan_data
 
         return plan_data(self)
+
+    def _repr_html_(self) -> str:
+        rows = [
+            *((name, spec.format, spec.why) for name, spec in self.quantized),
+            *((name, spec.format, spec.why) for name, spec in self.compute.items()),
+            *((name, "float", why) for name, why in self.float.items()),
+        ]
+        return table(["site", "format", "why"], rows, title=f"Plan for {self.backend or 'any backend'}")
 
     def to_yaml(self) -> str:
         """The plan as YAML. Equal plans give equal text."""

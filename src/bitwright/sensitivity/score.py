@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from bitwright.core import formatting, notebook
 from bitwright.core.arguments import strict
 from bitwright.core.errors import CalibrationError, PlanError, Problem
 from bitwright.core.modes import eval_mode
@@ -62,6 +63,26 @@ class Scores:
     shared: float
     #: Bytes of the recorded results of the largest batch.
     kept_bytes: int
+
+    def _repr_html_(self) -> str:
+        rows = [
+            (
+                one.site,
+                one.format,
+                None if one.sqnr_db is None else formatting.decibels(one.sqnr_db),
+                formatting.percent(one.output_error),
+                None if one.loss_change is None else f"{one.loss_change:+.3g}",
+            )
+            for one in self.sites
+        ]
+        heads = ["site", "format", "#SQNR", "#output error", "#loss change"]
+        return notebook.table(heads, rows, title=f"Sensitivity of {len(self.sites)} sites, {self.samples} samples")
+
+    def plot(self, most: int = 20) -> notebook.Chart:
+        """The error of the outputs when one site is quantized, for the worst sites."""
+        worst = sorted(self.sites, key=lambda one: -one.output_error)[:most]
+        bars = [(one.site, formatting.percent(one.output_error), one.output_error) for one in worst]
+        return notebook.bar_chart(bars, label="Error of the outputs if one site is quantized")
 
     def operators(self) -> list[tuple[str, float]]:
         """Operators with the sum over their sites, worst first."""

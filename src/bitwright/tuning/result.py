@@ -8,7 +8,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from bitwright.core import charts, formatting, notebook
 from bitwright.core.arguments import strict
+from bitwright.core.errors import BitwrightError
 from bitwright.core.files import write_text
 from bitwright.core.output_folder import staged_output
 from bitwright.deploy.checkpoint import save_checkpoint
@@ -56,6 +58,47 @@ class Tuned:
     def full_evaluations(self) -> int:
         """The number of candidates with a full evaluation."""
         return sum(asked.outcome.full for asked in self.history)
+
+    @property
+    def _metrics(self) -> list[str]:
+        return [name for name in self.outcome.metrics if name != "n"]
+
+    def _repr_html_(self) -> str:
+        names = self._metrics
+        rows = [
+            (
+                asked.number + 1,
+                "failed" if asked.outcome.failed else "passes" if asked.outcome.passed else "fails",
+                *(formatting.metric_value(name, found[name]) if name in found else None for name in names),
+                None if (ratio := asked.outcome.latency_ratio) is None else f"{ratio:.2f}×",
+                None if asked.outcome.size is None else formatting.size(asked.outcome.size),
+                str(asked.candidate) + (" (best)" if asked.candidate == self.candidate else ""),
+            )
+            for asked in self.history
+            for found in (asked.outcome.metrics,)
+        ]
+        heads = ["#trial", "goal", *(f"#{name}" for name in names), "#latency", "#size", "candidate"]
+        verdict = {True: "goal met", False: "goal missed", None: "no goal was checked"}[self.met_goal]
+        return notebook.table(heads, rows, title=f"{self.workload}: {verdict}, {self.stopped_because}")
+
+    def plot(self) -> notebook.Chart:
+        """The first metric of each trial; filled points are on the Pareto front."""
+        name = next(iter(self._metrics), "")
+        front = {asked.number for asked in self.pareto}
+        dots = [
+            charts.Dot(
+                x=asked.number + 1,
+                y=asked.outcome.metrics[name],
+                name=f"trial {asked.number + 1}",
+                text=str(asked.candidate),
+                kind="trial best" if asked.number in front else "trial",
+            )
+            for asked in self.history
+            if name in asked.outcome.metrics
+        ]
+        if not dots:
+            raise BitwrightError("no trial has a metric", code="nothing-to-plot")
+        return notebook.Chart(charts.scatter(dots, x_name="trial", y_name=name, label="Trials", counted=True))
 
     @property
     def pareto(self) -> list[Asked]:
