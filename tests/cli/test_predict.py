@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from step_cases import profile_of
 from typer.testing import CliRunner
 
 from bitwright.cli import app
 from bitwright.profiling import DeviceProfile
 from bitwright.profiling.machine import samples_file
 from bitwright.report import read_json
-from step_cases import profile_of
 
 
 def run(*arguments: str, code: int = 0) -> dict:  # type: ignore[type-arg]

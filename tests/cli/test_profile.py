@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from step_cases import profile_of
 
 from bitwright.cli.profile import _bad_lines
 from bitwright.profiling import DeviceProfile, SampleStore
 from bitwright.profiling.device_profile import CastCost, Line
-from step_cases import profile_of
 
 WORDS = ["profile", "digits-untrained", "--batch", "8", "--no-casts"]
 

@@ -31,14 +31,14 @@ def test_version_and_help(run):
         "quantize",
         "score",
         "report",
-        "leaderboard",
+        "grid leaderboard",
         "export",
         "check",
         "list",
         "doctor",
         "quickstart",
     ):
-        ran = run(verb, "--help")
+        ran = run(*verb.split(), "--help")
         assert ran.code == 0
         assert "Examples:\n" in ran.out
         assert f"bitwright {verb}" in ran.out

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,11 +13,9 @@ from bitwright.cli.options import SamplesOption, WorkloadArg
 from bitwright.cli.out import Out
 from bitwright.cli.prepared import CheckpointOption, PlanOption, read_plan
 from bitwright.cli.verb import CHECK_FAILED, verb
-from bitwright.deploy import Check, default_runtime, open_runtime, readers
-from bitwright.deploy import check as check_model
-from bitwright.ptq.saved_model import load_prepared
-from bitwright.report import words
-from bitwright.workload.data import rebatched
+
+if TYPE_CHECKING:
+    from bitwright.deploy import Check
 
 
 @verb(
@@ -48,6 +46,11 @@ def check(
     Exits with 1 if an output diverges or the file's weights or scales aren't the model's, and names the first site. How
     far the model is from float is another question: the answer is a warning, and the exit code stays 0.
     """
+    from bitwright.deploy import check as check_model
+    from bitwright.deploy import default_runtime, open_runtime, readers
+    from bitwright.ptq.saved_model import load_prepared
+    from bitwright.workload.data import rebatched
+
     chosen = read_plan(plan, checkpoint)
     names = readers(artefact) if runtime == "all" else [runtime or default_runtime(chosen[0].backend, artefact)[0]]
     # a damaged artefact ends this before the workload is loaded
@@ -69,7 +72,9 @@ def check(
 
 
 def _show(out: Out, results: list[Check], *, per_site: bool) -> None:
-    out.data([{**asdict(r), "passed": r.passed, "first_divergence": r.first_divergence} for r in results])
+    from bitwright.report import words
+
+    out.data([result.to_dict() for result in results])
     rows = []
     for result in results:
         for output in result.outputs:
@@ -94,6 +99,8 @@ def _show(out: Out, results: list[Check], *, per_site: bool) -> None:
 
 def _show_distance(out: Out, result: Check) -> None:
     """The same for all runtimes: only the simulated model and the float model take part."""
+    from bitwright.report import words
+
     distance = result.distance
     if distance is None:
         return
@@ -111,6 +118,8 @@ def _show_distance(out: Out, result: Check) -> None:
 
 
 def _show_sites(out: Out, result: Check) -> None:
+    from bitwright.report import words
+
     out.table(
         [f"site ({result.runtime})", "#codes that differ", "#largest, LSB", "#SQNR", ""],
         [

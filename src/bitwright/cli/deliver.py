@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import typer
 
-from bitwright.bench.deployment import Deployment
 from bitwright.cli.out import Out
 from bitwright.cli.verb import CHECK_FAILED
-from bitwright.report import words
+
+if TYPE_CHECKING:
+    from bitwright.bench.deployment import Deployment
 
 
 def show(out: Out, result: Deployment) -> None:
     """Print a summary and the files, and exit with 1 if a runtime diverges."""
+    from bitwright.report import words
+
     record = result.record
     out.data(result.to_dict())
     rows: list[tuple[str, str, str]] = []

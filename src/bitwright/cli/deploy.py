@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 
-from bitwright.bench.deployment import deploy as deploy_run
 from bitwright.cli.deliver import show
 from bitwright.cli.options import WorkloadArg
 from bitwright.cli.out import Out
@@ -24,18 +23,20 @@ from bitwright.cli.verb import verb
 def deploy(
     out: Out,
     workload: WorkloadArg,
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of `bitwright train --quantize` or `quantize`.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for what is made.", show_default=False)],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Output folder of `train` or `quantize`.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Output folder.", show_default=False)],
     reference: Annotated[
         Path | None,
         typer.Option(
             "--float",
-            help="Float weights to compare with: a run's folder, or a file (default: what the run began with).",
+            help="Float weights to compare with: an output folder or a file (default: those before the training).",
             show_default=False,
         ),
     ] = None,
 ) -> None:
     """Export a trained model, check it on the real runtime, and measure accuracy and throughput on real data."""
+    from bitwright.bench.deployment import deploy as deploy_run
+
     with out.progress(f"loading {workload}") as progress:
         result = deploy_run(workload, run, output, reference=reference, progress=progress)
     show(out, result)

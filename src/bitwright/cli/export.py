@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,14 +13,10 @@ from bitwright.cli.options import WorkloadArg
 from bitwright.cli.out import Out
 from bitwright.cli.prepared import CheckpointOption, PlanOption, read_plan
 from bitwright.cli.verb import verb
-from bitwright.core.output_folder import locked, replacing_all
-from bitwright.core.registry import ARTEFACTS, RUNTIMES
-from bitwright.deploy import Runtime, export_float, readers
-from bitwright.deploy import export as export_model
-from bitwright.deploy.onnx_files import stored_bytes
-from bitwright.plan import Plan
-from bitwright.ptq.saved_model import load_prepared
-from bitwright.report import words
+
+if TYPE_CHECKING:
+    from bitwright.deploy import Runtime
+    from bitwright.plan import Plan
 
 
 @verb(
@@ -52,6 +48,14 @@ def export(
     .onnx: Q/DQ form, weights as integers, or float with grids beside it; .pt2: a torch.export program for inductor;
     .pte: ExecuTorch; .param: ncnn, with its weights in .bin. .pt2 and .pte have the batch of the example inputs.
     """
+    from bitwright.core.output_folder import replacing_all
+    from bitwright.core.registry import ARTEFACTS
+    from bitwright.deploy import export as export_model
+    from bitwright.deploy import export_float, readers
+    from bitwright.deploy.onnx_files import stored_bytes
+    from bitwright.ptq.saved_model import load_prepared
+    from bitwright.report import words
+
     if output.suffix != ".onnx" and (own := readers(output)) != readers(Path("model.onnx")):
         _export_own(out, workload, output, None if as_float else read_plan(plan, checkpoint), own[0])
         return
@@ -83,6 +87,11 @@ def export(
 
 def _export_own(out: Out, workload: str, output: Path, chosen: tuple[Plan, Path] | None, runtime: str) -> None:
     """The artefact of a runtime that doesn't read ONNX."""
+    from bitwright.core.output_folder import locked, replacing_all
+    from bitwright.core.registry import RUNTIMES
+    from bitwright.ptq.saved_model import load_prepared
+    from bitwright.report import words
+
     kind: type[Runtime] = RUNTIMES.get(runtime)
     with locked(output.parent, name=output.name):  # a place that can't be written is an error before any long work
         pass

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Unpack, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from bitwright.backends import Choices
 from bitwright.core.errors import BitwrightError
-from bitwright.plan import Plan
+
+if TYPE_CHECKING:
+    from bitwright.backends import Choices
+    from bitwright.plan import Plan
 
 WorkloadArg = Annotated[
     str,
@@ -27,6 +29,15 @@ BackendOption = Annotated[
 PlanFileOption = Annotated[
     Path | None,
     typer.Option("--plan", help="Use this plan file instead of making a plan.", show_default=False),
+]
+PrecisionOption = Annotated[
+    str | None,
+    typer.Option(
+        "--precision",
+        metavar="NAME",
+        help="int8, int4 or w4a8 (4-bit weights, 8-bit activations); fewer than 8 bits are simulated by default.",
+        show_default=False,
+    ),
 ]
 WeightsOption = Annotated[
     str | None,
@@ -122,20 +133,23 @@ ReportOption = Annotated[
 ]
 
 
-def chosen(plan: Path | None, **options: Unpack[Choices]) -> Choices:
-    """The plan options that were given. A plan file has all choices in it: options beside it would do nothing."""
+def chosen(plan: Path | None, **options: Any) -> Choices:
+    """The plan options that were given. They exclude a plan file."""
     given = {name: value for name, value in options.items() if value not in (None, [])}
     if plan is not None and given:
         raise BitwrightError(
             "a plan file and options for making a plan exclude each other",
             value=", ".join(f"--{name.replace('_', '-')}" for name in given),
             fix="change the plan file, or leave out --plan",
+            code="ignored-argument",
         )
-    return cast(Choices, given)
+    return cast("Choices", given)
 
 
 def load_plan(path: Path | None) -> Plan | None:
     """The plan of a file, if one was given."""
+    from bitwright.plan import Plan
+
     return None if path is None else Plan.load(path)
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from bitwright.core.errors import BitwrightError
-from bitwright.plan import Plan
+
+if TYPE_CHECKING:
+    from bitwright.plan import Plan
 
 PlanOption = Annotated[Path | None, typer.Option("--plan", help="The plan file.", show_default=False)]
 CheckpointOption = Annotated[
@@ -29,4 +31,6 @@ def read_plan(plan: Path | None, checkpoint: Path | None) -> tuple[Plan, Path]:
         raise BitwrightError(
             "there is no such checkpoint", where=str(checkpoint), fix="give the path of a .safetensors file"
         )
+    from bitwright.plan import Plan
+
     return Plan.load(plan), checkpoint

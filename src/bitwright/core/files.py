@@ -18,13 +18,12 @@ from hashlib import sha256
 from io import StringIO
 from pathlib import Path
 from stat import S_IMODE
-from typing import Any
-
-import torch
-from ruamel.yaml import YAML
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from bitwright.core.errors import BitwrightError, DiskError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 PREFIX = ".bitwright-"
 _OWNED = re.compile(re.escape(PREFIX) + r"([0-9a-f]{8})-(\d+)-(\d*)-[0-9a-f]{8}")
@@ -322,6 +321,8 @@ def write_text(path: Path, text: str) -> Path:
 
 def yaml_text(data: dict[str, Any]) -> str:
     """Settings as the text of a YAML file."""
+    from ruamel.yaml import YAML
+
     writer = YAML()
     writer.default_flow_style = False
     out = StringIO()
@@ -332,6 +333,7 @@ def yaml_text(data: dict[str, Any]) -> str:
 def fingerprint(*parts: bytes | str | Tensor) -> str:
     """Equal for equal contents.
 
+    >>> import torch
     >>> fingerprint("a", torch.ones(2)) == fingerprint(b"a", torch.ones(2))
     True
     """
@@ -354,4 +356,6 @@ def sample_fingerprints(tensors: Iterable[Tensor], samples: int) -> list[str]:
 
 
 def _bytes(tensor: Tensor) -> bytes:
+    import torch
+
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()

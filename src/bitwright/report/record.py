@@ -111,7 +111,7 @@ def read_json(path: str | Path) -> Record:
     data = documents.read_json(path, what="the report", fix=fix)
     if isinstance(data, dict) and "bitwright-leaderboard" in data:
         what = "can't read the report: this is a leaderboard"
-        raise BitwrightError(what, where=str(path), fix=f"bitwright leaderboard {path} -o page.html")
+        raise BitwrightError(what, where=str(path), fix=f"bitwright grid leaderboard {path} -o page.html")
 
     def refusal(problems: list[Problem]) -> BitwrightError:
         """A file of another kind has dozens of problems that all say the same."""
