@@ -94,13 +94,15 @@ def bench(
     from bitwright.ptq.saved_model import SavedModel
     from bitwright.report import add_to_report, report_of
 
-    saved = None if model is None else SavedModel.read(model)
+    saved = None
     if plan is not None or checkpoint is not None:
         if model is not None:
             fix = "leave out --plan and --checkpoint, or --model"
             raise BitwrightError("--model has a plan and a checkpoint", fix=fix, code="ignored-argument")
         chosen, state = read_plan(plan, checkpoint)
         saved = SavedModel(plan=chosen, checkpoint=state)
+    elif model is not None:
+        saved = SavedModel.read(model)
     found = open_workload(out, workload)
     if report is not None:
         report_of(report, found.name)  # fails now if the report is of another workload
