@@ -1,7 +1,7 @@
 """The command line: each verb parses its arguments, calls public functions and prints the result."""
 
 from bitwright.cli.app import VERBS, app
-from bitwright.cli.signals import starting
+from bitwright.core.signals import starting
 
 __all__ = ["VERBS", "app", "main"]
 

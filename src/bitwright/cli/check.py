@@ -1,4 +1,4 @@
-"""`bitwright check`: does the real runtime compute what the simulated model computes?"""
+"""`bitwright check`: compare an artefact on the real runtime with the simulated model."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def check(
     per_site: Annotated[bool, typer.Option("--per-site", help="Compare the codes at every site too.")] = False,
     samples: SamplesOption = None,
 ) -> None:
-    """Run an artefact on the real runtime and compare it with the simulated model, and that with the float model.
+    """Run an artefact on the real runtime and compare it with the simulated model and with the float model.
 
-    Exits with 1 if an output diverges or the file's weights or scales aren't the model's, and names the first site. How
-    far the model is from float is another question: the answer is a warning, and the exit code stays 0.
+    Exits with 1 if an output diverges, or if the weights or scales of the file are not those of the model, and names
+    the first such site. A large distance from the float model is only a warning.
     """
     from bitwright.deploy import check as check_model
     from bitwright.deploy import default_runtime, open_runtime, readers
@@ -63,7 +63,7 @@ def check(
             size = sizes[name]
             data = rebatched(probes(found, samples), size)
             result = check_model(found.model, artefact, data, runtime=name if runtime else None, per_site=per_site)
-            if not result.passed and not per_site:  # where it begins to go wrong is what one asks next
+            if not result.passed and not per_site:  # find the first diverging site
                 data = rebatched(probes(found, size or 1), size)
                 sites = check_model(found.model, artefact, data, runtime=name, per_site=True, measure=False)
                 result = replace(result, sites=sites.sites, unseen=sites.unseen, probe=sites.probe)
@@ -134,12 +134,12 @@ def _show_sites(out: Out, result: Check) -> None:
         ],
     )
     if result.unseen:
-        out.say(f"no codes of their own in the artefact: {', '.join(result.unseen)}")
+        out.say(f"sites without own codes in the artefact: {', '.join(result.unseen)}")
     if result.probe is not None:
         verdict = (
-            "whose other outputs are the artefact's, bit by bit"
+            "its other outputs equal those of the artefact"
             if result.probe.undisturbed
-            else "whose other outputs differ from the artefact's: the runtime doesn't fuse there as it would"
+            else "its other outputs differ, because the runtime fuses operators differently there"
         )
-        out.say(f"seen in a copy of the artefact with {result.probe.outputs} more outputs, {verdict}")
+        out.say(f"measured in a copy of the artefact with {result.probe.outputs} more outputs; {verdict}")
     out.say(f"first diverging site on {result.runtime}: {result.first_divergence or 'none'}")

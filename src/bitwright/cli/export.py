@@ -38,15 +38,15 @@ def export(
         str | None,
         typer.Option("--artefact", help="Another artefact than the backend's first.", show_default=False),
     ] = None,
-    as_float: Annotated[bool, typer.Option("--float", help="Export the float model: the yardstick.")] = False,
+    as_float: Annotated[bool, typer.Option("--float", help="Export the float model.")] = False,
     static_batch: Annotated[
         bool, typer.Option("--static-batch", help="Fix the batch to that of the example inputs.")
     ] = False,
 ) -> None:
-    """Write what the backend's tools read of a quantized model, or the float model; the file's suffix says for whom.
+    """Write the artefact of a quantized model, or the float model. The suffix chooses the runtime.
 
-    .onnx: Q/DQ form, weights as integers, or float with grids beside it; .pt2: a torch.export program for inductor;
-    .pte: ExecuTorch; .param: ncnn, with its weights in .bin. .pt2 and .pte have the batch of the example inputs.
+    .onnx: Q/DQ with integer weights, or float with a file of quantization parameters; .pt2: a torch.export program for
+    inductor; .pte: ExecuTorch; .param: ncnn, with the weights in .bin. .pt2 and .pte have the batch of the example.
     """
     from bitwright.core.output_folder import replacing_all
     from bitwright.core.registry import ARTEFACTS
@@ -60,7 +60,7 @@ def export(
         _export_own(out, workload, output, None if as_float else read_plan(plan, checkpoint), own[0])
         return
     chosen = None if as_float else read_plan(plan, checkpoint)
-    # The temporary file is opened first: a place that can't be written ends this before any long work.
+    # Open the temporary file first, to fail early if the folder can't be written.
     with replacing_all(output) as temporary:
         found = open_workload(out, workload)
         if chosen is None:
@@ -93,7 +93,7 @@ def _export_own(out: Out, workload: str, output: Path, chosen: tuple[Plan, Path]
     from bitwright.report import words
 
     kind: type[Runtime] = RUNTIMES.get(runtime)
-    with locked(output.parent, name=output.name):  # a place that can't be written is an error before any long work
+    with locked(output.parent, name=output.name):  # fail early if the folder can't be written
         pass
     found = open_workload(out, workload)
     if chosen is not None:

@@ -65,25 +65,24 @@ QuantizerOption = Annotated[
     typer.Option(
         "--quantizer",
         metavar="NAME",
-        help="Arithmetic of activations, and of weights if nothing else is said: plain, lsq, … "
-        "(see `bitwright list quantizers`).",
+        help="Quantizer of activations, and by default of weights: plain, lsq, … (see `bitwright list quantizers`).",
         show_default=False,
     ),
 ]
 WeightQuantizerOption = Annotated[
     str | None,
-    typer.Option("--weight-quantizer", metavar="NAME", help="Arithmetic of weights.", show_default=False),
+    typer.Option("--weight-quantizer", metavar="NAME", help="Quantizer of weights.", show_default=False),
 ]
 KeepFloatOption = Annotated[
     list[str] | None,
-    typer.Option("--keep-float", metavar="PATTERN", help="Operators that stay in float; may be given several times."),
+    typer.Option("--keep-float", metavar="PATTERN", help="Operators to keep in float; can be repeated."),
 ]
 FoldingOption = Annotated[
     int | None,
     typer.Option(
         "--fold",
         metavar="STRATEGY",
-        help="How batch norms are folded: -1 not at all, 0 to 4 by that strategy (default: 4).",
+        help="Batch-norm folding: -1 for none, or strategy 0 to 4 (default: 4).",
         show_default=False,
     ),
 ]
@@ -100,7 +99,7 @@ SaturatingOption = Annotated[
     bool | None,
     typer.Option(
         "--saturating/--no-saturating",
-        help="Whether 8-bit products saturate on the machine that will run the model (default: this one is probed).",
+        help="Whether 8-bit products saturate on the machine that will run the model (default: test this machine).",
         show_default=False,
     ),
 ]
@@ -111,7 +110,7 @@ StepOption = Annotated[
         "--algorithm",
         metavar="NAME[:KEY=VALUE,…]",
         help="A PTQ algorithm of `bitwright list steps`, e.g. equalize or adaround:iterations=500; "
-        "given several times, they run in this order.",
+        "can be repeated; steps run in the given order.",
         show_default=False,
     ),
 ]
@@ -127,7 +126,7 @@ ReportOption = Annotated[
     typer.Option(
         "--report",
         metavar="FOLDER",
-        help="Add what was found to the report in this folder, or begin one there.",
+        help="Add the results to the report in this folder.",
         show_default=False,
     ),
 ]

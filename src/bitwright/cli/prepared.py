@@ -1,4 +1,4 @@
-"""The options for a plan and its checkpoint: what `export` and `check` begin with."""
+"""The options `--plan` and `--checkpoint` of verbs that load a quantized model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CheckpointOption = Annotated[
 
 
 def read_plan(plan: Path | None, checkpoint: Path | None) -> tuple[Plan, Path]:
-    """Both are needed; whatever can be seen of them without the model is seen now."""
+    """Read both files; they are checked here as far as possible without the model."""
     if plan is None or checkpoint is None:
         missing = [name for name, value in (("--plan", plan), ("--checkpoint", checkpoint)) if value is None]
         raise BitwrightError(

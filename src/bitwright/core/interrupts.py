@@ -1,6 +1,6 @@
 """Interruptions: a signal ends the work at once, or where the work says that it is safe.
 
-Only the command line listens to signals (`bitwright.cli.signals`); library calls see Python's own KeyboardInterrupt.
+Only the command line listens to signals (`bitwright.core.signals`); library calls see Python's own KeyboardInterrupt.
 """
 
 from __future__ import annotations
