@@ -5,7 +5,7 @@ BASE := .venv/.base
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow fuzz lint verbs docs bench leaderboard clean
+.PHONY: help setup demo test test-slow fuzz lint docs bench leaderboard clean
 
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -42,9 +42,6 @@ lint: $(STAMP)  ## Check style, types and the direction of imports
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-verbs: $(STAMP)  ## Write down what verbs say of themselves: help without imports, and the man page
-	$(BIN)/python -m bitwright.cli.describing
-
 docs: $(STAMP)  ## Build the documentation into site/, with warnings as errors
 	test -x $(BIN)/mkdocs || $(BIN)/pip install -e ".[docs]"
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
@@ -59,9 +56,9 @@ leaderboard: export ATEN_CPU_CAPABILITY := avx2
 leaderboard: export ONEDNN_MAX_CPU_ISA := AVX2
 leaderboard: export OMP_NUM_THREADS := 1
 leaderboard: $(STAMP)  ## Run the reference leaderboard (1,440 trainings, about an hour of one core; BITWRIGHT_DATA)
-	$(BIN)/bitwright bench benchmarks/leaderboard.yaml -o benchmarks/results/leaderboard.json
-	$(BIN)/bitwright bench benchmarks/leaderboard_why.yaml --starts benchmarks/leaderboard.starts -o benchmarks/results/leaderboard_why.json
-	$(BIN)/bitwright bench benchmarks/leaderboard_ranges.yaml --starts benchmarks/leaderboard.starts -o benchmarks/results/leaderboard_ranges.json
+	$(BIN)/bitwright grid run benchmarks/leaderboard.yaml -o benchmarks/results/leaderboard.json
+	$(BIN)/bitwright grid run benchmarks/leaderboard_why.yaml --starts benchmarks/leaderboard.starts -o benchmarks/results/leaderboard_why.json
+	$(BIN)/bitwright grid run benchmarks/leaderboard_ranges.yaml --starts benchmarks/leaderboard.starts -o benchmarks/results/leaderboard_ranges.json
 	$(BIN)/python benchmarks/leaderboard_folding.py
 	$(BIN)/python benchmarks/leaderboard_zero_points.py
 	$(BIN)/python benchmarks/leaderboard_gaps.py

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File
+
+from bitwright.cli.app import all_commands
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ("benchmarks/*.yaml", "benchmarks/results/*.md", "benchmarks/results/*.svg")
@@ -36,27 +37,27 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
 
 def command_line() -> str:
-    """The reference of all verbs, from the table that --help reads."""
-    table = json.loads((ROOT / "src/bitwright/cli/verbs.json").read_text(encoding="utf-8"))
+    """The reference of all verbs, from their --help."""
     lines = [
         "# The command line",
         "",
-        "`bitwright --help` and `man bitwright` say the same. `bitwright --install-completion` teaches your shell the",
-        "verbs, their options, and the names of workloads, backends, quantizers and all else that is registered.",
+        "`bitwright VERB --help` shows the same. `bitwright --install-completion` installs shell completion of verbs,",
+        "options, and the names of workloads, backends, quantizers and other plugins.",
         "",
     ]
-    for facts in table:
-        about, _, examples = facts["help"].partition("\b\nExamples:\n")
-        lines += [f"## bitwright {facts['name']}", "", about.strip(), "", "```"]
+    for name, command in all_commands():
+        about, _, examples = command.help.partition("\b\nExamples:\n")
+        lines += [f"## bitwright {name}", "", about.strip(), "", "```"]
         lines += [line.strip() for line in examples.strip().splitlines()]
         lines += ["```", "", "| | |", "|---|---|"]
-        lines += [f"| {_cell(f'`{left}`')} | {_cell(right)} |" for left, right in _records(facts)]
+        lines += [f"| {_cell(f'`{left}`')} | {_cell(right)} |" for left, right in _records(command)]
         lines += [""]
     return "\n".join(lines)
 
 
-def _records(facts: dict[str, Any]) -> list[list[str]]:
-    return [one["help"] for one in [*facts["arguments"], *facts["options"]] if "--help" not in one["names"]]
+def _records(command: Any) -> list[tuple[str, str]]:
+    context = command.context_class(command, info_name=command.name)
+    return [record for one in command.params if (record := one.get_help_record(context)) is not None]
 
 
 def _cell(text: str) -> str:

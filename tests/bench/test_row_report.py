@@ -31,7 +31,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     data = grid(folder, algorithms=[algorithm("tqt")], backends=["academic", "onnxruntime", "snpe"])
     with (folder / "grid.yaml").open("w") as file:
         YAML().dump(data, file)
-    result = invoke("bench", folder / "grid.yaml", "-o", folder / "board.json", "--reports", folder / "rows of it")
+    result = invoke(
+        "grid", "run", folder / "grid.yaml", "-o", folder / "board.json", "--reports", folder / "rows of it"
+    )
     assert result.exit_code == 0, result.output
     assert "2 of 2 rows that are done have a report" in result.stdout
     return folder
@@ -84,7 +86,7 @@ def test_the_leaderboard_has_a_few_figures_of_each_site(made: Path, board: Leade
 def test_a_row_runs_again_from_the_file_and_is_the_same(made: Path, board: Leaderboard, tmp_path: Path) -> None:
     row = board.rows[1]
     starts = made / "grid.starts"
-    again = ["bench", made / "board.json", "--starts", starts, "--row", row.id[:8]]
+    again = ["grid", "rerun", made / "board.json", "--starts", starts, "--row", row.id[:8]]
     result = invoke(*again, "--reports", tmp_path)
     assert result.exit_code == 0, result.output
     assert "yes" in result.stdout
@@ -94,7 +96,7 @@ def test_a_row_runs_again_from_the_file_and_is_the_same(made: Path, board: Leade
     # a leaderboard that says something else is found out
     other = row.model_copy(update={"accuracy": 12.0})
     board.model_copy(update={"rows": (other,), "summaries": summaries((other,))}).save(tmp_path / "board.json")
-    result = invoke("bench", tmp_path / "board.json", "--starts", starts, "--row", row.id)
+    result = invoke("grid", "rerun", tmp_path / "board.json", "--starts", starts, "--row", row.id)
     assert result.exit_code == 1
     assert "accuracy was 12.0, is" in result.stderr
     assert "the rows are of revision" in result.stderr
@@ -109,7 +111,7 @@ def test_a_row_of_other_instructions_says_which_variables_to_set(
     elsewhere = {"elsewhere": here.model_copy(update={"isa": other, "cpu_features": ("avx2",)})}
     rows = tuple(row.model_copy(update={"machine": "elsewhere"}) for row in board.rows)
     board.model_copy(update={"machines": elsewhere, "rows": rows}).save(tmp_path / "board.json")
-    result = invoke("bench", tmp_path / "board.json", "--starts", made / "grid.starts", "--row", rows[0].id)
+    result = invoke("grid", "rerun", tmp_path / "board.json", "--starts", made / "grid.starts", "--row", rows[0].id)
     assert result.exit_code == 0, result.output
     assert "it ran with" in result.stderr
     if other == "DEFAULT":
@@ -128,9 +130,7 @@ def test_rows_that_cannot_run_again_say_why(made: Path, board: Leaderboard, tmp_
         run_again(board.model_copy(update={"config": moved}), [board.rows[0].id])
     with pytest.raises(BitwrightError, match="another hash"):
         run_again(board, [board.rows[0].id], workload=f"{FILE}:flaky")
-    assert "--row ID" in invoke("bench", made / "board.json").output
-    assert "a grid runs all of its rows" in invoke("bench", made / "grid.yaml", "--row", "ab").output
-    assert "are of grids" in invoke("bench", "digits", "--reports", tmp_path).output
+    assert "--row is required" in invoke("grid", "rerun", made / "board.json").output
 
 
 def test_the_config_of_a_row_is_that_row(board: Leaderboard) -> None:
@@ -144,7 +144,7 @@ def test_the_config_of_a_row_is_that_row(board: Leaderboard) -> None:
 
 def test_the_page_links_to_the_reports_that_are_there(made: Path, board: Leaderboard, tmp_path: Path) -> None:
     page = made / "pages" / "board.html"
-    result = invoke("leaderboard", made / "board.json", "--reports", made / "rows of it", "-o", page)
+    result = invoke("grid", "leaderboard", made / "board.json", "--reports", made / "rows of it", "-o", page)
     assert result.exit_code == 0, result.output
     assert "3 rows, 2 with a report" in result.stdout
     data = re.search(r'id="record">(.*?)</script>', page.read_text())
@@ -156,7 +156,7 @@ def test_the_page_links_to_the_reports_that_are_there(made: Path, board: Leaderb
     assert (page.parent / unquote(links[0])).is_file()
     assert links[2] is None
     assert len(found["rows"][0]["sites"]) == len(board.rows[0].sites) > 10
-    missing = invoke("leaderboard", made / "board.json", "--reports", tmp_path / "none", "-o", page)
+    missing = invoke("grid", "leaderboard", made / "board.json", "--reports", tmp_path / "none", "-o", page)
     assert missing.exit_code == 2
 
 

@@ -147,12 +147,13 @@ training: {{epochs: 1, batch: 128, optimizer: adamw, lr: 0.001}}
 store: {tmp_path / "grid.db"}
 """
     (tmp_path / "grid.yaml").write_text(text)
-    full(run, "bench", tmp_path / "grid.yaml", "--starts", disk / "starts", "-o", tmp_path / "board.json")
-    full(run, "bench", tmp_path / "grid.yaml", "--starts", tmp_path / "starts", "--reports", disk / "reports")
-    ran = run("bench", tmp_path / "grid.yaml", "--starts", tmp_path / "starts", "-o", disk / "board.json", "--json")
+    full(run, "grid", "run", tmp_path / "grid.yaml", "--starts", disk / "starts", "-o", tmp_path / "board.json")
+    full(run, "grid", "run", tmp_path / "grid.yaml", "--starts", tmp_path / "starts", "--reports", disk / "reports")
+    grid = ("grid", "run", tmp_path / "grid.yaml", "--starts", tmp_path / "starts")
+    ran = run(*grid, "-o", disk / "board.json", "--json")
     assert ran.json["problems"][0]["code"] == "disk-full"
     assert not any(name.startswith("board") for name in files(disk))
-    ran = run("bench", tmp_path / "grid.yaml", "--starts", tmp_path / "starts", "-o", tmp_path / "board.json")
+    ran = run("grid", "run", tmp_path / "grid.yaml", "--starts", tmp_path / "starts", "-o", tmp_path / "board.json")
     assert ran.code == 0, ran.err
     (row,) = json.loads((tmp_path / "board.json").read_text())["rows"]
     assert (row["status"], row["attempts"]) == ("done", 1)

@@ -23,10 +23,10 @@ def bitwright(*arguments: str | Path) -> Any:
 def test_mqbenchs_config_runs_unchanged(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(MQBENCH)
     board, model = tmp_path / "board.json", f"{FILE}:tiny"
-    shown = bitwright("bench", tmp_path / "config.yaml", "--workload", model, "--show")
+    shown = bitwright("grid", "show", tmp_path / "config.yaml", "--workload", model)
     assert shown.exit_code == 1  # nothing is done yet
     assert "1 row: 1 pending" in shown.output
-    done = bitwright("bench", tmp_path / "config.yaml", "--workload", model, "-o", board)
+    done = bitwright("grid", "run", tmp_path / "config.yaml", "--workload", model, "-o", board)
     assert done.exit_code == 0, done.output
     (row,) = Leaderboard.load(board).rows
     assert (row.status, row.algorithm, row.bits, row.seed) == ("done", "lsq", 4, 1000)
@@ -34,14 +34,14 @@ def test_mqbenchs_config_runs_unchanged(tmp_path: Path) -> None:
     assert row.executed.weights[0].quantizer == "bitwright.quantizers.lsq.Lsq"
     assert "bnfold 4 has nothing to do" in " ".join(row.notes)
     assert "| lsq |" in board.with_suffix(".md").read_text(encoding="utf-8")
-    again = bitwright("bench", tmp_path / "config.yaml", "--workload", model, "--show", "--json")
+    again = bitwright("grid", "show", tmp_path / "config.yaml", "--workload", model, "--json")
     assert json.loads(again.stdout)["rows"][0]["accuracy"] == row.accuracy
 
 
 @pytest.mark.slow
 def test_mqbenchs_config_runs_without_any_option(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(MQBENCH)
-    done = bitwright("bench", tmp_path / "config.yaml", "--json")
+    done = bitwright("grid", "run", tmp_path / "config.yaml", "--json")
     assert done.exit_code == 0, done.output
     (row,) = json.loads(done.stdout)["rows"]
     assert row["model"] == "digits"
@@ -51,7 +51,7 @@ def test_mqbenchs_config_runs_without_any_option(tmp_path: Path) -> None:
 def test_a_grid_of_refused_rows_says_why_and_fails(tmp_path: Path) -> None:
     file = tmp_path / "grid.yaml"
     file.write_text(json.dumps(grid(tmp_path, backends=["tensorrt"], start=None)))
-    done = bitwright("bench", file, "-o", tmp_path / "board.json")
+    done = bitwright("grid", "run", file, "-o", tmp_path / "board.json")
     assert done.exit_code == 1
     assert "refused: lsq, tensorrt, 1 row: plan: tensorrt can't run this weight format" in done.output
     assert "± 0.00" not in (tmp_path / "board.md").read_text(encoding="utf-8")
@@ -60,10 +60,9 @@ def test_a_grid_of_refused_rows_says_why_and_fails(tmp_path: Path) -> None:
 def test_wrong_uses_say_what_to_do(tmp_path: Path) -> None:
     file = tmp_path / "grid.yaml"
     file.write_text(json.dumps(grid(tmp_path, backends=["tensort"])))  # JSON is YAML
-    wrong = bitwright("bench", file)
+    wrong = bitwright("grid", "run", file)
     assert wrong.exit_code == 2
     assert "backends.0: unknown backend" in wrong.output
     assert "tensorrt" in wrong.output
-    assert "leave out all options" in bitwright("bench", file, "--threads", "2").output
-    assert "are of grids" in bitwright("bench", "digits", "--show").output
-    assert "kept as JSON" in bitwright("bench", file, "-o", "board.html").output
+    assert "No such option: --threads" in bitwright("grid", "run", file, "--threads", "2").output
+    assert "a leaderboard is a JSON file" in bitwright("grid", "run", file, "-o", "board.html").output

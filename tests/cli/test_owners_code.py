@@ -116,7 +116,7 @@ STEPS = {
     "predict": ["--profile", "here.json", "--compare", "3"],
     "plan-cluster": ["--cluster", "cluster.yaml", "--scores", "indications.json", "-o", "plan.yaml"],
     "train": ["--epochs", "1", "-o", "run"],
-    "train quantized": ["--epochs", "1", "--quantize", "int8", "-o", "run"],
+    "train quantized": ["--epochs", "1", "--precision", "int8", "-o", "run"],
 }
 
 

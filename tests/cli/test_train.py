@@ -34,7 +34,7 @@ def test_three_commands_from_amp_to_a_measured_artefact(tmp_path: Path) -> None:
     amp, qat, out = tmp_path / "amp", tmp_path / "qat", tmp_path / "out"
     words = run("train", TINY, *COMMON, "--amp", "bf16", "-o", amp).stdout
     assert "epoch 2/2: loss" in words
-    run("train", TINY, *COMMON, "--amp", "bf16", "--init", amp, "--quantize", "int8", "-o", qat)
+    run("train", TINY, *COMMON, "--amp", "bf16", "--init", amp, "--precision", "int8", "-o", qat)
     assert json.loads((qat / "result.json").read_text())["init"] == str(amp)
     assert (qat / "tensorboard").is_dir()
     facts = json.loads(run("deploy", TINY, qat, "-o", out, "--json").stdout)
@@ -58,9 +58,9 @@ def test_what_is_wrong_is_said_before_anything_is_trained(tmp_path: Path) -> Non
     assert "lr" in result.stderr
     result = run("train", TINY, "--weights", "int4/channel/sym", "-o", tmp_path / "b", code=2)
     assert 'add quantize="int8"' in result.stderr
-    result = run("train", TINY, "--quantize", "int7x", "-o", tmp_path / "c", code=2)
+    result = run("train", TINY, "--precision", "int7x", "-o", tmp_path / "c", code=2)
     assert "unknown precision" in result.stderr
-    result = run("train", TINY, "--quantize", "int12", "--backend", "onnxruntime", "-o", tmp_path / "d", code=2)
+    result = run("train", TINY, "--precision", "int12", "--backend", "onnxruntime", "-o", tmp_path / "d", code=2)
     assert "can't run this activation format" in result.stderr
     result = run("deploy", TINY, tmp_path / "nothing", "-o", tmp_path / "e", code=2)
     assert "no such folder" in result.stderr
@@ -99,7 +99,7 @@ def test_one_process_says_for_all_that_there_is_no_tensorboard(tmp_path: Path, m
     "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGKILL]
 )
 def test_an_interrupted_run_loses_nothing(tmp_path: Path, number: signal.Signals) -> None:
-    options = ["train", TINY, *COMMON, "--save-steps", "3", "--quantize", "int8", "--no-tensorboard"]
+    options = ["train", TINY, *COMMON, "--save-steps", "3", "--precision", "int8", "--no-tensorboard"]
     run(*options, "-o", tmp_path / "whole")
     process = subprocess.Popen(
         [sys.executable, "-m", "bitwright", *options, "-o", str(tmp_path / "parts")],

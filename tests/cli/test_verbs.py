@@ -31,14 +31,14 @@ def test_version_and_help(run):
         "quantize",
         "score",
         "report",
-        "leaderboard",
+        "grid leaderboard",
         "export",
         "check",
         "list",
         "doctor",
         "quickstart",
     ):
-        ran = run(verb, "--help")
+        ran = run(*verb.split(), "--help")
         assert ran.code == 0
         assert "Examples:\n" in ran.out
         assert f"bitwright {verb}" in ran.out
@@ -225,7 +225,7 @@ def test_a_target_whose_tools_read_other_files(run, small, tmp_path):
     ran = run("quantize", small, "--backend", "snpe", "-o", folder)
     assert ran.code == 0, ran.err
     assert "model.encodings.json" in names(folder)
-    assert "the artefact is not checked: only Qualcomm SNPE knows" in ran.err
+    assert "the artefact is not checked: only Qualcomm SNPE reads" in ran.err
     sources = ["--plan", folder / "plan.yaml", "--checkpoint", folder / "checkpoint.safetensors"]
     facts = run("export", small, *sources, "-o", path, "--json").json
     beside = tmp_path / "again.encodings.json"
@@ -280,12 +280,12 @@ def test_list(run, kind):
 
 
 def test_doctor(run, monkeypatch):
-    from bitwright.cli import doctor
     from bitwright.deploy import saturates
+    from bitwright.profiling import kernel_speed
     from bitwright.profiling.kernel_speed import judge
 
     speeds = [judge("int8", [0.5] * 5), judge("bf16", [1.5] * 5), judge("fp16", [0.5, 9.0, 1.0, 30.0, 2.0])]
-    monkeypatch.setattr(doctor, "kernel_speeds", lambda: speeds)
+    monkeypatch.setattr(kernel_speed, "kernel_speeds", lambda: speeds)
     ran = run("doctor")
     assert ran.code == 0
     assert "onnxruntime" in ran.out
@@ -339,7 +339,7 @@ def test_internal_errors(run, small, monkeypatch):
     def boom(*arguments: object) -> None:
         raise ZeroDivisionError("on the way")
 
-    monkeypatch.setattr("bitwright.cli.inspecting.capture", boom)
+    monkeypatch.setattr("bitwright.graph.capture", boom)
     plain, debug = run("inspect", small), run("inspect", small, "--debug")
     assert plain.code == debug.code == 70
     assert plain.err == ("error: internal error: ZeroDivisionError: on the way; run with --debug for the traceback\n")

@@ -108,7 +108,7 @@ def _tune(folder: Path) -> list[str]:
 
 def _train(folder: Path) -> list[str]:
     settings = ["--epochs", "3", "--batch", "16", "--lr", "0.05", "--save-steps", "5", "--log-steps", "1"]
-    settings += ["--quantize", "int8", "--no-tensorboard"]
+    settings += ["--precision", "int8", "--no-tensorboard"]
     return ["train", f"{HERE / 'interrupted.py'}:images", *settings, "-o", "out"]
 
 
@@ -123,7 +123,7 @@ def _grid(folder: Path) -> list[str]:
         wanted = {"algorithms": [algorithm("lsq"), algorithm("dsq")], "backends": ["academic", "tvm"], "bits": [8, 4]}
         with file.open("w") as stream:
             YAML().dump(grid(folder, **wanted, store="grid.db"), stream)
-    return ["bench", "grid.yaml", "-o", "board.json"]
+    return ["grid", "run", "grid.yaml", "-o", "board.json"]
 
 
 SUBJECTS = {
@@ -391,8 +391,10 @@ def table(tallies: Sequence[Tally], seed: int, seconds: float) -> str:
 def prepare() -> None:
     """Import what the commands need, before any process is forked."""
     sys.path.insert(0, str(HERE))
-    for name in ("quantize", "tune", "train", "bench"):
+    for name in ("quantize", "tune", "train", "grid_run", "tune_tables", "train_bar", "board_tables"):
         import_module(f"bitwright.cli.{name}")
+    for name in ("bench", "bench.deployment", "training.trainer", "tuning"):
+        import_module(f"bitwright.{name}")
     import_module("bitwright.zoo.digits")
     import_module("onnxruntime")
     if find_spec("openvino"):

@@ -51,7 +51,7 @@ def state(out: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("quantizer", ["lsq", pytest.param("plain", marks=pytest.mark.slow)])
 def test_two_processes_train_one_model(tmp_path: Path, quantizer: str) -> None:
     # `Ranks.agree` compares every scale and weight bit by bit after each epoch: a difference would end the run
-    options = ("--epochs", "2", "--quantize", "int8", "--quantizer", quantizer, "--observer", "ema-minmax")
+    options = ("--epochs", "2", "--precision", "int8", "--quantizer", quantizer, "--observer", "ema-minmax")
     words, notes = finish(launch(tmp_path, *options))
     assert words.count("epoch 2/2") == 1  # rank 0 speaks for all
     steps = "13 steps of 20 samples per epoch, the last one of 10"
@@ -69,7 +69,7 @@ def test_two_processes_train_one_model(tmp_path: Path, quantizer: str) -> None:
 
 @pytest.mark.slow
 def test_shards_train_as_replicas_do(tmp_path: Path) -> None:
-    common = ("--epochs", "2", "--quantize", "int8", "--clip", "5", "--ema", "0.9", "--accumulate", "2")
+    common = ("--epochs", "2", "--precision", "int8", "--clip", "5", "--ema", "0.9", "--accumulate", "2")
     runs = {kind: launch(tmp_path / kind, *common, "--parallel", kind) for kind in ("ddp", "fsdp")}
     for process in runs.values():
         finish(process)
@@ -112,7 +112,7 @@ def test_processes_can_train_again_and_again(count: int, tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_shards_go_on_to_the_bit(tmp_path: Path) -> None:
-    options = ("--epochs", "2", "--quantize", "int8", "--parallel", "fsdp", "--ema", "0.9", "--save-steps", "5")
+    options = ("--epochs", "2", "--precision", "int8", "--parallel", "fsdp", "--ema", "0.9", "--save-steps", "5")
     finish(launch(tmp_path / "whole", *options))
     process = launch(tmp_path / "killed", *options, restarts=1)
     try:
@@ -126,7 +126,7 @@ def test_shards_go_on_to_the_bit(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_run_whose_worker_is_killed_ends_as_an_unbroken_one(tmp_path: Path) -> None:
-    options = ("--epochs", "2", "--save-steps", "5", "--quantize", "int8")
+    options = ("--epochs", "2", "--save-steps", "5", "--precision", "int8")
     finish(launch(tmp_path / "whole", *options))
     process = launch(tmp_path / "killed", *options, restarts=1)
     try:

@@ -237,7 +237,7 @@ class Leaderboard(_Strict):
     @staticmethod
     def load(path: str | Path) -> Leaderboard:
         """Read what `save` wrote."""
-        fix = "make one: bitwright bench grid.yaml"
+        fix = "make one: bitwright grid run grid.yaml"
         data = read_json(path, what="the leaderboard", fix=fix)
         board = validated(Leaderboard, data, title=f"{path} is not a leaderboard", fix=fix)
         problems = contradictions(board)
@@ -249,7 +249,7 @@ class Leaderboard(_Strict):
 def contradictions(board: Leaderboard) -> list[Problem]:
     """Contradictions between rows and summaries of a file."""
 
-    fix = "make it again: bitwright bench grid.yaml"
+    fix = "make it again: bitwright grid run grid.yaml"
     found: list[Problem] = []
     made = {cell_of(one): one for one in summaries(board.rows)}
     cells = {cell_of(one) for one in board.summaries}

@@ -1,42 +1,88 @@
-"""The application: its verbs are known by a table, and imported when they run."""
+"""The application. A verb's module is imported when the verb is used, so that help and completion are fast."""
 
 from __future__ import annotations
 
-import re
+from collections.abc import Iterator, Mapping
+from functools import partial
+from importlib import import_module
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
-from bitwright.cli.known import known_verbs
+from bitwright.cli.verb import REGISTERED
 from bitwright.version import __version__
+
+#: Name → module, and the line of --help. A group has a table of its own.
+VERBS: dict[str, tuple[str, str]] = {
+    "quickstart": ("quickstart", "Train a small model, quantize it and write a report. Needs no download."),
+    "inspect": ("inspecting", "Show the operators of a model."),
+    "plan": ("plan", "Choose a number format for each site of a model."),
+    "plan-cluster": ("plan_cluster", "Choose precisions and batches for a cluster of unequal devices."),
+    "quantize": ("quantize", "Quantize a model: plan, calibrate, export, check, report."),
+    "score": ("score", "Measure the accuracy cost of each quantized site."),
+    "tune": ("tune", "Search for the fastest model that meets an accuracy goal."),
+    "train": ("train", "Train a model in float, or with quantizers (QAT)."),
+    "profile": ("profile", "Measure the operators of a training step on this device."),
+    "predict": ("predict", "Predict the time of a training step on a cluster."),
+    "deploy": ("deploy", "Export a trained model, check it, and measure it on the real runtime."),
+    "export": ("export", "Write the artefact of a quantized model or of the float model."),
+    "check": ("check", "Compare an artefact on the real runtime with the simulated model."),
+    "bench": ("bench", "Compare runtimes: latency, accuracy, size."),
+    "grid": ("grid", "Train a grid of algorithms, backends and bit widths; make a leaderboard."),
+    "report": ("report", "Write one page from several runs."),
+    "list": ("listing", "List quantizers, observers, backends, runtimes and other plugins."),
+    "doctor": ("doctor", "Show which runtimes, kernels and tools work on this machine."),
+}
+
+
+class LazyVerb(TyperCommand):
+    """A verb that is imported when it is called, or when its options are completed."""
+
+    def __init__(self, *, module: str, **attributes: Any) -> None:
+        super().__init__(**attributes)
+        self.module = module
+
+    def real(self) -> Any:
+        """The command of the verb's module."""
+        import_module(f"bitwright.cli.{self.module}")
+        return REGISTERED[str(self.name)]()
+
+    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        """Parse the arguments by the real command."""
+        return self.real().make_context(info_name, args, parent=parent, **extra)
 
 
 class Verbs(TyperGroup):
-    """All verbs, none of them imported: torch takes seconds, and neither help nor completion needs it."""
+    """A group of verbs, none of them imported."""
 
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self, *, verbs: Mapping[str, tuple[str, str]] = VERBS, prefix: str = "", **settings: Any) -> None:
         super().__init__(**settings)
-        self.commands.update(known_verbs())
+        for name, (module, summary) in verbs.items():
+            full = f"{prefix}{name}"
+            self.commands[name] = LazyVerb(name=full, module=module, help=summary, short_help=summary)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Whole sentences, where click would cut them off."""
+        """Write whole sentences; click shortens them."""
         with formatter.section("Commands"):
-            formatter.write_dl([(name, _sentence(command.help or "")) for name, command in self.commands.items()])
+            formatter.write_dl([(name, command.help or "") for name, command in self.commands.items()])
 
 
-def _sentence(text: str) -> str:
-    return re.split(r"(?<=\.)\s", " ".join(text.split("\n\n", 1)[0].split()), maxsplit=1)[0]
+def group(name: str, *, help: str, verbs: Mapping[str, tuple[str, str]]) -> None:
+    """Register a group of verbs, as `verb` registers a verb."""
+    REGISTERED[name] = partial(
+        Verbs, name=name, verbs=verbs, prefix=f"{name} ", help=help, no_args_is_help=True, rich_markup_mode=None
+    )
 
 
 app = typer.Typer(
     name="bitwright",
     cls=Verbs,
-    help="Give every operator of a PyTorch model the precision that it deserves.",
-    epilog="Start with: bitwright quickstart. Each verb has examples in its own --help.",
+    help="Choose the numeric precision of every operator of a PyTorch model.",
+    epilog="Start with: bitwright quickstart. The --help of each command has examples.",
     no_args_is_help=True,
-    pretty_exceptions_enable=False,  # errors are told by `verb`, in one place
-    rich_markup_mode=None,  # boxes leave an 80-column terminal no room for words
+    pretty_exceptions_enable=False,  # `verb` prints all errors
+    rich_markup_mode=None,  # boxes are too wide for a terminal with 80 columns
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
@@ -54,3 +100,13 @@ def _root(
     ] = False,
 ) -> None:
     pass
+
+
+def all_commands() -> Iterator[tuple[str, Any]]:
+    """All verbs with their full names and click commands, for the documentation and tests; imports all of them."""
+    for name, (module, _) in VERBS.items():
+        command = LazyVerb(name=name, module=module).real()
+        if isinstance(command, Verbs):
+            yield from ((str(one.name), one.real()) for one in command.commands.values() if isinstance(one, LazyVerb))
+        else:
+            yield name, command

@@ -1,10 +1,10 @@
-"""`bitwright check`: does the real runtime compute what the simulated model computes?"""
+"""`bitwright check`: compare an artefact on the real runtime with the simulated model."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,10 +14,9 @@ from bitwright.cli.out import Out
 from bitwright.cli.prepared import CheckpointOption, PlanOption, read_plan
 from bitwright.cli.verb import CHECK_FAILED, verb
 from bitwright.core import formatting
-from bitwright.deploy import Check, default_runtime, open_runtime, readers
-from bitwright.deploy import check as check_model
-from bitwright.ptq.saved_model import load_prepared
-from bitwright.workload.data import rebatched
+
+if TYPE_CHECKING:
+    from bitwright.deploy import Check
 
 
 @verb(
@@ -43,11 +42,16 @@ def check(
     per_site: Annotated[bool, typer.Option("--per-site", help="Compare the codes at every site too.")] = False,
     samples: SamplesOption = None,
 ) -> None:
-    """Run an artefact on the real runtime and compare it with the simulated model, and that with the float model.
+    """Run an artefact on the real runtime and compare it with the simulated model and with the float model.
 
-    Exits with 1 if an output diverges or the file's weights or scales aren't the model's, and names the first site. How
-    far the model is from float is another question: the answer is a warning, and the exit code stays 0.
+    Exits with 1 if an output diverges, or if the weights or scales of the file are not those of the model, and names
+    the first such site. A large distance from the float model is only a warning.
     """
+    from bitwright.deploy import check as check_model
+    from bitwright.deploy import default_runtime, open_runtime, readers
+    from bitwright.ptq.saved_model import load_prepared
+    from bitwright.workload.data import rebatched
+
     chosen = read_plan(plan, checkpoint)
     names = readers(artefact) if runtime == "all" else [runtime or default_runtime(chosen[0].backend, artefact)[0]]
     # a damaged artefact ends this before the workload is loaded
@@ -60,7 +64,7 @@ def check(
             size = sizes[name]
             data = rebatched(probes(found, samples), size)
             result = check_model(found.model, artefact, data, runtime=name if runtime else None, per_site=per_site)
-            if not result.passed and not per_site:  # where it begins to go wrong is what one asks next
+            if not result.passed and not per_site:  # find the first diverging site
                 data = rebatched(probes(found, size or 1), size)
                 sites = check_model(found.model, artefact, data, runtime=name, per_site=True, measure=False)
                 result = replace(result, sites=sites.sites, unseen=sites.unseen, probe=sites.probe)
@@ -69,7 +73,8 @@ def check(
 
 
 def _show(out: Out, results: list[Check], *, per_site: bool) -> None:
-    out.data([{**asdict(r), "passed": r.passed, "first_divergence": r.first_divergence} for r in results])
+
+    out.data([result.to_dict() for result in results])
     rows = []
     for result in results:
         for output in result.outputs:
@@ -94,6 +99,7 @@ def _show(out: Out, results: list[Check], *, per_site: bool) -> None:
 
 def _show_distance(out: Out, result: Check) -> None:
     """The same for all runtimes: only the simulated model and the float model take part."""
+
     distance = result.distance
     if distance is None:
         return
@@ -111,6 +117,7 @@ def _show_distance(out: Out, result: Check) -> None:
 
 
 def _show_sites(out: Out, result: Check) -> None:
+
     out.table(
         [f"site ({result.runtime})", "#codes that differ", "#largest, LSB", "#SQNR", ""],
         [
@@ -125,12 +132,12 @@ def _show_sites(out: Out, result: Check) -> None:
         ],
     )
     if result.unseen:
-        out.say(f"no codes of their own in the artefact: {', '.join(result.unseen)}")
+        out.say(f"sites without own codes in the artefact: {', '.join(result.unseen)}")
     if result.probe is not None:
         verdict = (
-            "whose other outputs are the artefact's, bit by bit"
+            "its other outputs equal those of the artefact"
             if result.probe.undisturbed
-            else "whose other outputs differ from the artefact's: the runtime doesn't fuse there as it would"
+            else "its other outputs differ, because the runtime fuses operators differently there"
         )
-        out.say(f"seen in a copy of the artefact with {result.probe.outputs} more outputs, {verdict}")
+        out.say(f"measured in a copy of the artefact with {result.probe.outputs} more outputs; {verdict}")
     out.say(f"first diverging site on {result.runtime}: {result.first_divergence or 'none'}")

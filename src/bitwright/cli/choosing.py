@@ -1,4 +1,4 @@
-"""The options that make a plan, said once: a verb asks for them with `with_choices`."""
+"""`@with_choices`: the options of verbs that make a plan."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _OPTIONS = {"backend": BackendOption, "plan": PlanFileOption, **_CHOICES}
 
 
 def with_choices(function: Callable[..., None]) -> Callable[..., None]:
-    """Give a verb the options; it gets `backend`, `plan` (loaded, or None) and `choices` for `make_plan`."""
+    """Add the options to a verb, which gets `backend`, `plan` (loaded, or None) and `choices` for `make_plan`."""
     own = inspect.signature(function, eval_str=True).parameters
     kept = [parameter for name, parameter in own.items() if name not in ("backend", "plan", "choices")]
     keyword = inspect.Parameter.KEYWORD_ONLY
@@ -51,7 +51,9 @@ def with_choices(function: Callable[..., None]) -> Callable[..., None]:
     def run(*args: Any, backend: str | None, plan: Any, **arguments: Any) -> None:
         choices = chosen(plan, **{name: arguments.pop(name) for name in _CHOICES})
         given = load_plan(plan)
-        function(*args, backend=target(backend, given), plan=given, choices=choices, **arguments)
+        if not arguments.get("precision"):  # a precision chooses its own backend
+            backend = target(backend, given)
+        function(*args, backend=backend, plan=given, choices=choices, **arguments)
 
     run.__signature__ = inspect.Signature([*kept, *added])  # type: ignore[attr-defined]
     del run.__wrapped__  # or inspect would look through

@@ -1,9 +1,13 @@
-"""What a shell offers for a value: the names that are registered, plugins included. Nothing heavy is imported."""
+"""Shell completion of registered names, including those of plugins, without importing torch."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any, get_args
+
+from typer.models import OptionInfo
 
 from bitwright.core.registry import (
     ARTEFACTS,
@@ -22,7 +26,7 @@ from bitwright.core.registry import (
 
 Completer = Callable[[str], list[str]]
 
-#: Options and arguments by their longest name; the shell itself completes files.
+#: By the name of the option or argument.
 _REGISTRIES: dict[str, Registry] = {
     "WORKLOAD": WORKLOADS,
     "CONFIG|WORKLOAD": WORKLOADS,
@@ -43,7 +47,6 @@ _REGISTRIES: dict[str, Registry] = {
     "--artefact": ARTEFACTS,
 }
 _WORDS = {
-    "--quantize": ["int8", "int4", "w4a8"],
     "--precision": ["int8", "int4", "w4a8"],
     "--amp": ["bf16", "fp16"],
     "--clock": ["wall", "cpu"],
@@ -51,23 +54,50 @@ _WORDS = {
 }
 
 
-def completer(names: Sequence[str], choices: Sequence[str] | None) -> Completer | None:
-    """How a value is completed; None leaves it to the shell, which knows files."""
+#: What a value is, in help texts.
+_METAVARS: dict[Any, str] = {int: "N", float: "NUMBER", Path: "PATH", str: "TEXT"}
+
+
+def add_completion(parameter: inspect.Parameter) -> None:
+    """Complete the values of an option or argument, and name their kind in help texts."""
+    kind, *given = get_args(parameter.annotation)
+    info = given[0]
+    if isinstance(info, OptionInfo):
+        names = [*(info.param_decls or ()), f"--{parameter.name.replace('_', '-')}"]
+    else:
+        names = [info.metavar or parameter.name.upper()]
+    inner = _inner(kind)
+    if info.metavar is None and inner in _METAVARS:
+        info.metavar = _METAVARS[inner]
+    if info.autocompletion is None:
+        info.autocompletion = _completer(names)
+
+
+def _inner(kind: Any) -> Any:
+    """The type of one value: str of `list[str] | None`."""
+    while arguments := get_args(kind):
+        kind = next(one for one in arguments if one is not type(None))
+    return kind
+
+
+def _completer(names: Sequence[str]) -> Completer | None:
+    """None leaves the completion to the shell, which knows files."""
     known = next((_REGISTRIES[name] for name in names if name in _REGISTRIES), None)
-    words = choices or next((_WORDS[name] for name in names if name in _WORDS), None)
+    words = next((_WORDS[name] for name in names if name in _WORDS), None)
     if known is None and words is None:
         return None
 
     def complete(incomplete: str) -> list[str]:
-        if known is None:
-            return list(words or ())
-        return [*known.names(), *(_functions(incomplete) if known is WORKLOADS else ())]
+        found = list(words or ()) if known is None else known.names()
+        if known is WORKLOADS:
+            found = [*found, *_functions(incomplete)]
+        return [name for name in found if name.startswith(incomplete)]
 
     return complete
 
 
 def _functions(begun: str) -> Iterator[str]:
-    """Python files as far as a colon, and then their functions: the text is looked at, not imported."""
+    """Functions of Python files, as file.py:function. The files are read, not imported."""
     path, colon, _ = begun.partition(":")
     if colon:
         yield from (f"{path}:{name}" for name in _defined(Path(path)))

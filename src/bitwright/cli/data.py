@@ -3,27 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bitwright.cli.out import Out
-from bitwright.deployment import calibration, probes
-from bitwright.training.data import TrainingData
-from bitwright.training.distributed import Ranks
-from bitwright.workload import Workload, pairs
-from bitwright.workload import open_workload as load
-from bitwright.workload.data import first
 
-__all__ = ["calibration", "labelled", "open_workload", "probes"]
+if TYPE_CHECKING:
+    from bitwright.workload import Workload
 
 
 def open_workload(out: Out, ref: str) -> Workload:
     """Load a workload, with a spinner."""
     with out.progress(f"loading {ref}"):
+        from bitwright.workload import open_workload as load
+
         return load(ref)
 
 
+def calibration(workload: Workload, samples: int | None = None) -> Iterator[Any]:
+    """Batches of the calibration data, with at most `samples` samples."""
+    from bitwright.deployment import calibration as find
+
+    return find(workload, samples)
+
+
+def probes(workload: Workload, samples: int | None = None) -> Iterator[Any]:
+    """Inputs to check a model with."""
+    from bitwright.deployment import probes as find
+
+    return find(workload, samples)
+
+
 def labelled(workload: Workload, samples: int | None = None) -> Iterator[Any]:
-    """Pairs of inputs and targets of the evaluation data, or else of the training data, at most so many samples."""
+    """Batches of (inputs, target) of the evaluation data, else of the training data, with at most `samples` samples."""
+    from bitwright.training.data import TrainingData
+    from bitwright.training.distributed import Ranks
+    from bitwright.workload import pairs
+    from bitwright.workload.data import first
+
     if workload.evaluation is not None:
         return first(pairs(workload), samples)
     alone = Ranks(rank=0, world=1, local=0)

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import typer
 
 from bitwright.cli.out import Out
 from bitwright.cli.verb import CHECK_FAILED
 from bitwright.core import formatting
-from bitwright.deployment import Deployment
-from bitwright.report.formatting import float_and_quantized
+
+if TYPE_CHECKING:
+    from bitwright.deployment import Deployment
 
 
 def show(out: Out, result: Deployment) -> None:
     """Print a summary and the files, and exit with 1 if a runtime diverges."""
+
+    from bitwright.report.formatting import float_and_quantized
+
     record = result.record
     out.data(result.to_dict())
     rows: list[tuple[str, str, str]] = []

@@ -24,18 +24,19 @@ from bitwright.deployment import deploy as deploy_run
 def deploy(
     out: Out,
     workload: WorkloadArg,
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of `bitwright train --quantize` or `quantize`.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for what is made.", show_default=False)],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Output folder of `train` or `quantize`.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Output folder.", show_default=False)],
     reference: Annotated[
         Path | None,
         typer.Option(
             "--float",
-            help="Float weights to compare with: a run's folder, or a file (default: what the run began with).",
+            help="Float weights to compare with: an output folder or a file (default: those before the training).",
             show_default=False,
         ),
     ] = None,
 ) -> None:
     """Export a trained model, check it on the real runtime, and measure accuracy and throughput on real data."""
+
     with out.progress(f"loading {workload}") as progress:
         result = deploy_run(workload, run, output, reference=reference, progress=progress)
     show(out, result)

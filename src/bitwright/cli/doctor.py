@@ -1,20 +1,17 @@
-"""`bitwright doctor`: this machine, this installation, and what follows for plans."""
+"""`bitwright doctor`: what works on this machine."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from bitwright.backends import BackendTable
-from bitwright.backends import backend as find_backend
-from bitwright.cli import examining
 from bitwright.cli.out import Out
 from bitwright.cli.verb import CHECK_FAILED, verb
-from bitwright.core.registry import BACKENDS
-from bitwright.deploy import available_runtimes, saturates
-from bitwright.profiling.kernel_speed import BATCH, WIDTH, KernelSpeed, kernel_speeds
-from bitwright.report import environment
+
+if TYPE_CHECKING:
+    from bitwright.backends import BackendTable
+    from bitwright.profiling.kernel_speed import KernelSpeed
 
 #: Tried with torch 2.13 and Python 3.11; the whole story is in docs/runtimes.md.
 NOT_OFFERED = {
@@ -37,11 +34,16 @@ NOT_OFFERED = {
     """,
 )
 def doctor(out: Out) -> None:
-    """Tell what works here, and why the rest doesn't: runtimes, kernels, tools, data, extras.
+    """Show which runtimes, kernels, tools, data sets and extras work here, and why the others don't.
 
-    Runtimes are probed for the exactness of 8-bit products; kernels of low-precision training are timed beside FP32.
+    Runtimes are probed for the exactness of 8-bit products; low-precision training kernels are timed against FP32.
     Exits with 1 if no runtime can be used.
     """
+    from bitwright.cli import examining
+    from bitwright.deploy import available_runtimes
+    from bitwright.profiling.kernel_speed import BATCH, WIDTH, kernel_speeds
+    from bitwright.report import environment
+
     found = environment()
     missing = available_runtimes()
     with out.steps("probing the runtimes"):
@@ -113,7 +115,7 @@ def doctor(out: Out) -> None:
         title="Runtimes that Bitwright can't use (docs/runtimes.md)",
     )
     if all(reason is not None for reason in missing.values()):
-        out.error("no runtime can be used: artefacts can be made, but not checked", [])
+        out.error("no runtime can be used: artefacts can be written, but not checked", [])
         raise typer.Exit(CHECK_FAILED)
 
 
@@ -135,6 +137,10 @@ def _runtime(name: str, problem: str | None, packages: dict[str, str]) -> dict[s
             "saturates": None,
             "follows": "artefacts aren't checked on it",
         }
+    from bitwright.backends import backend as find_backend
+    from bitwright.core.registry import BACKENDS
+    from bitwright.deploy import saturates
+
     lossy = saturates(name)
     tables = [find_backend(backend) for backend in BACKENDS.names()]
     return {
@@ -152,4 +158,4 @@ def _consequence(lossy: bool, tables: list[BackendTable]) -> str:
     if not guarded:
         return "8-bit sums may saturate: prefer another runtime"
     names = ", ".join(f"{table.name} ({table.guard.name})" for table in guarded if table.guard is not None)
-    return f"plans guard 8-bit weights for {names}; say --no-saturating if another machine deploys"
+    return f"plans guard 8-bit weights for {names}; use --no-saturating if another machine runs the model"

@@ -1,4 +1,4 @@
-"""What `bitwright doctor` looks at beside the runtimes and kernels: tools, data, and extras that aren't installed."""
+"""What `bitwright doctor` shows besides runtimes and kernels: tools, data and optional packages."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ import torch.distributed
 from bitwright.zoo.data import DATA_VARIABLE
 
 Row = dict[str, Any]
-#: For those who work on Bitwright itself.
+#: Extras for developing Bitwright.
 _OWN = {"test", "lint", "bench", "docs", "examples"}
 
 
 def tools() -> list[Row]:
-    """What is there beside Python packages, and what it is good for."""
+    """Tools other than Python packages, and what they are for."""
     compiler = next((found for name in _compilers() if (found := shutil.which(name))), None)
     gloo = torch.distributed.is_available() and torch.distributed.is_gloo_available()
     launcher = shutil.which("torchrun") or ("python -m torch.distributed.run" if gloo else None)
@@ -53,7 +53,7 @@ def data() -> Row:
 
 
 def extras() -> list[Row]:
-    """Optional parts: what each has and still lacks, with the line that installs it."""
+    """Optional dependencies: installed and missing packages, and the command that installs them."""
     try:
         lines = metadata("bitwright").get_all("Requires-Dist") or []
     except PackageNotFoundError:  # run from a checkout that isn't installed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,13 +14,10 @@ from bitwright.cli.out import Out
 from bitwright.cli.prepared import CheckpointOption, PlanOption, read_plan
 from bitwright.cli.verb import verb
 from bitwright.core import formatting
-from bitwright.core.output_folder import locked, replacing_with_siblings
-from bitwright.core.registry import ARTEFACTS, RUNTIMES
-from bitwright.deploy import Runtime, export_float, readers
-from bitwright.deploy import export as export_model
-from bitwright.deploy.onnx_files import stored_bytes
-from bitwright.plan import Plan
-from bitwright.ptq.saved_model import load_prepared
+
+if TYPE_CHECKING:
+    from bitwright.deploy import Runtime
+    from bitwright.plan import Plan
 
 
 @verb(
@@ -42,21 +39,28 @@ def export(
         str | None,
         typer.Option("--artefact", help="Another artefact than the backend's first.", show_default=False),
     ] = None,
-    as_float: Annotated[bool, typer.Option("--float", help="Export the float model: the yardstick.")] = False,
+    as_float: Annotated[bool, typer.Option("--float", help="Export the float model.")] = False,
     static_batch: Annotated[
         bool, typer.Option("--static-batch", help="Fix the batch to that of the example inputs.")
     ] = False,
 ) -> None:
-    """Write what the backend's tools read of a quantized model, or the float model; the file's suffix says for whom.
+    """Write the artefact of a quantized model, or the float model. The suffix chooses the runtime.
 
-    .onnx: Q/DQ form, weights as integers, or float with grids beside it; .pt2: a torch.export program for inductor;
-    .pte: ExecuTorch; .param: ncnn, with its weights in .bin. .pt2 and .pte have the batch of the example inputs.
+    .onnx: Q/DQ with integer weights, or float with a file of quantization parameters; .pt2: a torch.export program for
+    inductor; .pte: ExecuTorch; .param: ncnn, with the weights in .bin. .pt2 and .pte have the batch of the example.
     """
+    from bitwright.core.output_folder import replacing_with_siblings
+    from bitwright.core.registry import ARTEFACTS
+    from bitwright.deploy import export as export_model
+    from bitwright.deploy import export_float, readers
+    from bitwright.deploy.onnx_files import stored_bytes
+    from bitwright.ptq.saved_model import load_prepared
+
     if output.suffix != ".onnx" and (own := readers(output)) != readers(Path("model.onnx")):
         _export_own(out, workload, output, None if as_float else read_plan(plan, checkpoint), own[0])
         return
     chosen = None if as_float else read_plan(plan, checkpoint)
-    # The temporary file is opened first: a place that can't be written ends this before any long work.
+    # Open the temporary file first, to fail early if the folder can't be written.
     with replacing_with_siblings(output) as temporary:
         found = open_workload(out, workload)
         if chosen is None:
@@ -83,8 +87,12 @@ def export(
 
 def _export_own(out: Out, workload: str, output: Path, chosen: tuple[Plan, Path] | None, runtime: str) -> None:
     """The artefact of a runtime that doesn't read ONNX."""
+    from bitwright.core.output_folder import locked, replacing_with_siblings
+    from bitwright.core.registry import RUNTIMES
+    from bitwright.ptq.saved_model import load_prepared
+
     kind: type[Runtime] = RUNTIMES.get(runtime)
-    with locked(output.parent, name=output.name):  # a place that can't be written is an error before any long work
+    with locked(output.parent, name=output.name):  # fail early if the folder can't be written
         pass
     found = open_workload(out, workload)
     if chosen is not None:

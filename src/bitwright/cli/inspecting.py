@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import islice
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -11,7 +11,9 @@ from bitwright.cli.data import calibration, open_workload
 from bitwright.cli.options import WorkloadArg
 from bitwright.cli.out import Out
 from bitwright.cli.verb import verb
-from bitwright.graph import Graph, Op, capture
+
+if TYPE_CHECKING:
+    from bitwright.graph import Graph, Op
 
 
 @verb(
@@ -30,6 +32,8 @@ def inspect(
     ] = 0,
 ) -> None:
     """Show the operators of a model: names, shapes, parameters, multiply-accumulates."""
+    from bitwright.graph import capture
+
     found = open_workload(out, workload)
     more = list(islice(calibration(found), batches)) if batches else []
     graph = capture(found.model, found.inputs, *more)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Unpack, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from bitwright.backends import Choices
 from bitwright.core.errors import BitwrightError
-from bitwright.plan import Plan
+
+if TYPE_CHECKING:
+    from bitwright.backends import Choices
+    from bitwright.plan import Plan
 
 WorkloadArg = Annotated[
     str,
@@ -27,6 +29,15 @@ BackendOption = Annotated[
 PlanFileOption = Annotated[
     Path | None,
     typer.Option("--plan", help="Use this plan file instead of making a plan.", show_default=False),
+]
+PrecisionOption = Annotated[
+    str | None,
+    typer.Option(
+        "--precision",
+        metavar="NAME",
+        help="int8, int4 or w4a8 (4-bit weights, 8-bit activations); fewer than 8 bits are simulated by default.",
+        show_default=False,
+    ),
 ]
 WeightsOption = Annotated[
     str | None,
@@ -54,25 +65,24 @@ QuantizerOption = Annotated[
     typer.Option(
         "--quantizer",
         metavar="NAME",
-        help="Arithmetic of activations, and of weights if nothing else is said: plain, lsq, … "
-        "(see `bitwright list quantizers`).",
+        help="Quantizer of activations, and by default of weights: plain, lsq, … (see `bitwright list quantizers`).",
         show_default=False,
     ),
 ]
 WeightQuantizerOption = Annotated[
     str | None,
-    typer.Option("--weight-quantizer", metavar="NAME", help="Arithmetic of weights.", show_default=False),
+    typer.Option("--weight-quantizer", metavar="NAME", help="Quantizer of weights.", show_default=False),
 ]
 KeepFloatOption = Annotated[
     list[str] | None,
-    typer.Option("--keep-float", metavar="PATTERN", help="Operators that stay in float; may be given several times."),
+    typer.Option("--keep-float", metavar="PATTERN", help="Operators to keep in float; can be repeated."),
 ]
 FoldingOption = Annotated[
     int | None,
     typer.Option(
         "--fold",
         metavar="STRATEGY",
-        help="How batch norms are folded: -1 not at all, 0 to 4 by that strategy (default: 4).",
+        help="Batch-norm folding: -1 for none, or strategy 0 to 4 (default: 4).",
         show_default=False,
     ),
 ]
@@ -89,7 +99,7 @@ SaturatingOption = Annotated[
     bool | None,
     typer.Option(
         "--saturating/--no-saturating",
-        help="Whether 8-bit products saturate on the machine that will run the model (default: this one is probed).",
+        help="Whether 8-bit products saturate on the machine that will run the model (default: test this machine).",
         show_default=False,
     ),
 ]
@@ -100,7 +110,7 @@ StepOption = Annotated[
         "--algorithm",
         metavar="NAME[:KEY=VALUE,…]",
         help="A PTQ algorithm of `bitwright list steps`, e.g. equalize or adaround:iterations=500; "
-        "given several times, they run in this order.",
+        "can be repeated; steps run in the given order.",
         show_default=False,
     ),
 ]
@@ -116,26 +126,29 @@ ReportOption = Annotated[
     typer.Option(
         "--report",
         metavar="FOLDER",
-        help="Add what was found to the report in this folder, or begin one there.",
+        help="Add the results to the report in this folder.",
         show_default=False,
     ),
 ]
 
 
-def chosen(plan: Path | None, **options: Unpack[Choices]) -> Choices:
-    """The plan options that were given. A plan file has all choices in it: options beside it would do nothing."""
+def chosen(plan: Path | None, **options: Any) -> Choices:
+    """The plan options that were given. They exclude a plan file."""
     given = {name: value for name, value in options.items() if value not in (None, [])}
     if plan is not None and given:
         raise BitwrightError(
             "a plan file and options for making a plan exclude each other",
             value=", ".join(f"--{name.replace('_', '-')}" for name in given),
             fix="change the plan file, or leave out --plan",
+            code="ignored-argument",
         )
-    return cast(Choices, given)
+    return cast("Choices", given)
 
 
 def load_plan(path: Path | None) -> Plan | None:
     """The plan of a file, if one was given."""
+    from bitwright.plan import Plan
+
     return None if path is None else Plan.load(path)
 
 

@@ -1,4 +1,4 @@
-"""Where words go: results to stdout, progress and errors to stderr."""
+"""Output of verbs: results to stdout, progress and errors to stderr."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _text(words: str) -> Text:
 
 
 class Out:
-    """How one verb talks. With `json` stdout has one JSON value; with `quiet` there are only errors."""
+    """The output of one verb. With `json`, stdout has one JSON value; with `quiet`, only errors are printed."""
 
     def __init__(self, *, json: bool, quiet: bool) -> None:
         self.json = json
@@ -49,12 +49,12 @@ class Out:
         self.stderr = _Console(stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
     def say(self, text: str) -> None:
-        """A line for people."""
+        """Print a line of text."""
         if not (self.json or self.quiet):
             self.stdout.print(text, soft_wrap=True)
 
     def table(self, heads: Sequence[str], rows: Iterable[Sequence[str]], *, title: str | None = None) -> None:
-        """A table for people; heads that begin with a hash are columns of numbers."""
+        """Print a table; columns with a # before their title are right-aligned."""
         if self.json or self.quiet:
             return
         named = None if title is None else _text(title)
@@ -67,22 +67,22 @@ class Out:
         self.stdout.print(table)
 
     def result(self, text: str) -> None:
-        """What was asked for, as it is: neither wrapped nor silenced."""
+        """Print the requested text unchanged, also with --quiet."""
         typer.echo(text, nl=not text.endswith("\n"))
 
     def data(self, value: Any) -> None:
-        """The one JSON value, if JSON is wanted."""
+        """Print the result as JSON, with --json."""
         if self.json:
             text = json.dumps(_finite(value), indent=1, ensure_ascii=False)
             self.result(UNSEEN.sub(lambda match: f"\\u{ord(match[0]):04x}", text))
 
     def note(self, text: str) -> None:
-        """Something that the user should know, beside the result."""
+        """Print a note to stderr."""
         if not self.quiet:
             self.stderr.print(f"note: {text}")
 
     def error(self, text: str, problems: Sequence[Problem]) -> None:
-        """Why the verb ends here."""
+        """Print an error."""
         self.stderr.print(Text.assemble(("error: ", "bold red"), visible_text(text)))
         details = [
             {

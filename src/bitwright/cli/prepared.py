@@ -1,14 +1,16 @@
-"""The options for a plan and its checkpoint: what `export` and `check` begin with."""
+"""The options `--plan` and `--checkpoint` of verbs that load a quantized model."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from bitwright.core.errors import BitwrightError
-from bitwright.plan import Plan
+
+if TYPE_CHECKING:
+    from bitwright.plan import Plan
 
 PlanOption = Annotated[Path | None, typer.Option("--plan", help="The plan file.", show_default=False)]
 CheckpointOption = Annotated[
@@ -18,7 +20,7 @@ CheckpointOption = Annotated[
 
 
 def read_plan(plan: Path | None, checkpoint: Path | None) -> tuple[Plan, Path]:
-    """Both are needed; whatever can be seen of them without the model is seen now."""
+    """Read both files; they are checked here as far as possible without the model."""
     if plan is None or checkpoint is None:
         missing = [name for name, value in (("--plan", plan), ("--checkpoint", checkpoint)) if value is None]
         raise BitwrightError(
@@ -29,4 +31,6 @@ def read_plan(plan: Path | None, checkpoint: Path | None) -> tuple[Plan, Path]:
         raise BitwrightError(
             "there is no such checkpoint", where=str(checkpoint), fix="give the path of a .safetensors file"
         )
+    from bitwright.plan import Plan
+
     return Plan.load(plan), checkpoint

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from bitwright.backends import Choices
 from bitwright.cli.choosing import with_choices
 from bitwright.cli.deliver import show
-from bitwright.cli.options import HistogramsOption, SamplesOption, StepOption, WorkloadArg
+from bitwright.cli.options import HistogramsOption, PrecisionOption, SamplesOption, StepOption, WorkloadArg
 from bitwright.cli.out import Out
 from bitwright.cli.verb import verb
-from bitwright.deployment import quantize_workload
-from bitwright.plan import Plan
-from bitwright.ptq import MEMORY
 
 
 @verb(
     "quantize",
     examples="""
     bitwright quantize digits -o digits-int8
+    bitwright quantize digits --precision w4a8 -o digits-w4a8
     bitwright quantize my_workload.py:small --observer mse --keep-float 'head*' -o out
     bitwright quantize my_workload.py:small --plan plan.yaml --samples 512 -o out
     bitwright quantize digits --weights int8/tensor/sym --step equalize --step bias-correction -o out
@@ -32,30 +29,34 @@ from bitwright.ptq import MEMORY
 def quantize(
     out: Out,
     workload: WorkloadArg,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for what is made.", show_default=False)],
-    backend: str,
-    plan: Plan | None,
-    choices: Choices,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Output folder.", show_default=False)],
+    backend: Any,
+    plan: Any,
+    choices: Any,
+    precision: PrecisionOption = None,
     samples: SamplesOption = None,
     step: StepOption = None,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Of the random numbers that steps draw.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Random seed of the steps.")] = 0,
     memory: Annotated[
-        int, typer.Option("--memory", min=1, help="MiB of activations that steps keep; more go to the disk.")
-    ] = MEMORY,
+        int, typer.Option("--memory", min=1, help="MiB of activations that steps keep in memory.")
+    ] = 1024,
     histograms: HistogramsOption = True,
 ) -> None:
-    """Plan, calibrate, export and check a model; write plan, artefact, checkpoint and report.
+    """Quantize a model and write its plan, checkpoint, artefact and report into a folder.
 
-    Accuracy is measured before and after, simulated and on the real runtime, if the workload says how. Steps are PTQ
-    algorithms that win accuracy back without training; if they are interrupted or killed, rerun the same command: it
-    resumes after the last layer or block that was finished.
+    Accuracy is measured before and after, simulated and on the real runtime, if the workload has a metric. Steps are
+    PTQ algorithms that recover accuracy without training. If they are interrupted, rerun the command to resume after
+    the last finished layer or block.
     """
+    from bitwright.deployment import quantize_workload
+
     with out.progress(f"loading {workload}") as progress:
         result = quantize_workload(
             workload,
             output,
             backend=backend,
             plan=plan,
+            precision=precision,
             samples=samples,
             steps=step or [],
             seed=seed,

@@ -10,7 +10,6 @@ import typer
 from bitwright.cli.deliver import show
 from bitwright.cli.out import Out
 from bitwright.cli.verb import verb
-from bitwright.zoo.quickstart import run_quickstart
 
 
 @verb(
@@ -22,11 +21,11 @@ from bitwright.zoo.quickstart import run_quickstart
 )
 def quickstart(
     out: Out,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for what is made.")] = Path(
-        "bitwright-quickstart"
-    ),
+    output: Annotated[Path, typer.Option("--output", "-o", help="Output folder.")] = Path("bitwright-quickstart"),
 ) -> None:
     """Train a small CNN on scikit-learn's digits, quantize, export, check and time it. Needs no download."""
+    from bitwright.zoo.quickstart import run_quickstart
+
     with out.progress("training on digits") as progress:
         result = run_quickstart(output, progress=progress)
     show(out, result)

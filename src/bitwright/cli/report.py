@@ -9,7 +9,6 @@ import typer
 
 from bitwright.cli.out import Out
 from bitwright.cli.verb import verb
-from bitwright.report.summary_page import report as make_report
 
 
 @verb(
@@ -35,6 +34,8 @@ def report(
     The first run that quantized something is shown whole; sensitivity, tuning, training, runtimes and forecasts are
     taken from whichever run has them; all runs are points of accuracy against latency and size.
     """
+    from bitwright.report.summary_page import report as make_report
+
     record = make_report(runs, output)
     out.data(record.model_dump(mode="json"))
     out.say(f"{output}: {record.title}, {len(runs)} {'run' if len(runs) == 1 else 'runs'}")

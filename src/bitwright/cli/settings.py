@@ -1,4 +1,4 @@
-"""Command-line options from a settings model: said once, in the model."""
+"""`@with_settings`: command-line options from the fields of a pydantic model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Function = Callable[..., None]
 
 
 def with_settings(model: type[BaseModel]) -> Callable[[Function], Function]:
-    """Give a verb one option for each field; the verb gets the model as `settings`. What isn't said stays default."""
+    """Add one option for each field to a verb, which gets the model as `settings`."""
 
     def add(function: Function) -> Function:
         own = inspect.signature(function, eval_str=True)

@@ -1,4 +1,4 @@
-"""What all verbs share: --json, --quiet, --debug, and how errors end."""
+"""`@verb`: the options that all verbs have, and how errors are printed."""
 
 from __future__ import annotations
 
@@ -14,27 +14,29 @@ from typing import Annotated, Any
 
 import typer
 
-from bitwright.cli.known import REAL
+from bitwright.cli.completing import add_completion
 from bitwright.cli.out import Out
-from bitwright.cli.signals import exit_code, signals
 from bitwright.core.errors import BitwrightError
 from bitwright.core.files import disk_error, written
 from bitwright.core.interrupts import Interrupted, Stop
+from bitwright.core.signals import exit_code, signals
 
 Verb = Callable[..., None]
+#: The verbs that were imported, by name; each makes its click command.
+REGISTERED: dict[str, Callable[[], Any]] = {}
 
 CHECK_FAILED, USAGE, INTERNAL = 1, 2, 70
 CLOSED = 141  # as a process that SIGPIPE ended
 
 _COMMON: dict[str, tuple[str, str]] = {
-    "json": ("--json", "Print machine-readable JSON to stdout, and nothing else there."),
-    "quiet": ("--quiet", "Print nothing but errors and what was asked for."),
+    "json": ("--json", "Print the result as JSON to stdout."),
+    "quiet": ("--quiet", "Print only errors and the requested result."),
     "debug": ("--debug", "Show the traceback of an error."),
 }
 
 
 def verb(name: str, *, examples: str) -> Callable[[Verb], Verb]:
-    """Register a function whose first argument is an `Out`; the rest are its command-line arguments."""
+    """Register a function as a verb. Its first argument is an `Out`; the others are command-line arguments."""
 
     def register(function: Verb) -> Verb:
         own = list(inspect.signature(function, eval_str=True).parameters.values())[1:]
@@ -56,20 +58,22 @@ def verb(name: str, *, examples: str) -> Callable[[Verb], Verb]:
 
         keywords = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own]
         parameters = [*keywords, *common]
+        for parameter in parameters:
+            add_completion(parameter)
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         lines = "\n".join(f"  {line.strip()}" for line in examples.strip().splitlines())
         text = f"{inspect.getdoc(function)}\n\n\b\nExamples:\n{lines}"
         alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
         alone.command(name, help=text)(run)
-        REAL[name] = alone
+        REGISTERED[name] = functools.partial(typer.main.get_command, alone)
         return function
 
     return register
 
 
 def _tell_interrupt(out: Out, error: BaseException, stop: Stop) -> None:
-    """Which signal it was, what is kept, and how to resume."""
+    """Print the signal, the files that are kept, and how to resume."""
     if os.environ.get("LOCAL_RANK", "0") != "0":
         return
     if isinstance(error, Interrupted) and error.kept is not None:
@@ -82,7 +86,7 @@ def _tell_interrupt(out: Out, error: BaseException, stop: Stop) -> None:
 
 @contextmanager
 def _telling(out: Out, stop: Stop, *, debug: bool) -> Iterator[None]:
-    """End every error with one clear message and the right exit code."""
+    """Print one message for every error and set the exit code."""
     handler = _Notes(out)
     written.clear()
     log = logging.getLogger("bitwright")
@@ -94,7 +98,7 @@ def _telling(out: Out, stop: Stop, *, debug: bool) -> Iterator[None]:
     except (typer.Exit, typer.Abort):
         raise
     except BrokenPipeError:
-        # Whoever read us has enough (`| head`): end as quietly as others do, and let nothing be flushed into the pipe.
+        # The reader of the pipe has closed it (`| head`): end quietly, and flush nothing into the pipe.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(CLOSED) from None
     except (KeyboardInterrupt, Exception, SystemExit) as error:
@@ -104,7 +108,7 @@ def _telling(out: Out, stop: Stop, *, debug: bool) -> Iterator[None]:
             _tell_interrupt(out, error, stop)
             raise typer.Exit(exit_code(stop)) from None
         refused = disk_error(error)
-        if refused is not None:  # libraries have their own names for a full disk
+        if refused is not None:  # each library has its own error for a full disk
             error = refused
         if isinstance(error, BitwrightError):
             _tell(out, error)
@@ -122,7 +126,7 @@ def _telling(out: Out, stop: Stop, *, debug: bool) -> Iterator[None]:
 
 
 def _tell(out: Out, error: BitwrightError) -> None:
-    """Once under torchrun: the first process of each host speaks for all, unless it is about one's own data."""
+    """Print an error once per host under torchrun, unless it concerns the data of one rank."""
     rank, local = os.environ.get("RANK", "0"), os.environ.get("LOCAL_RANK", "0")
     if local == "0":
         out.error(str(error), error.problems)
@@ -131,7 +135,7 @@ def _tell(out: Out, error: BitwrightError) -> None:
 
 
 class _Notes(logging.Handler):
-    """Log lines of the library, as notes."""
+    """Print log lines of the library as notes."""
 
     def __init__(self, out: Out) -> None:
         super().__init__(logging.INFO)

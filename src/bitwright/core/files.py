@@ -18,13 +18,12 @@ from hashlib import sha256
 from io import StringIO
 from pathlib import Path
 from stat import S_IMODE
-from typing import Any
-
-import torch
-from ruamel.yaml import YAML
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from bitwright.core.errors import BitwrightError, DiskError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 PREFIX = ".bitwright-"
 _OWNED = re.compile(re.escape(PREFIX) + r"([0-9a-f]{8})-(\d+)-(\d*)-[0-9a-f]{8}")
@@ -346,6 +345,8 @@ def write_text(path: Path, text: str) -> Path:
 
 def yaml_text(data: dict[str, Any]) -> str:
     """Settings as YAML text."""
+    from ruamel.yaml import YAML
+
     writer = YAML()
     writer.default_flow_style = False
     out = StringIO()
@@ -356,6 +357,7 @@ def yaml_text(data: dict[str, Any]) -> str:
 def fingerprint(*parts: bytes | str | Tensor) -> str:
     """A hash of the contents.
 
+    >>> import torch
     >>> fingerprint("a", torch.ones(2)) == fingerprint(b"a", torch.ones(2))
     True
     """
@@ -378,4 +380,6 @@ def sample_fingerprints(tensors: Iterable[Tensor], samples: int) -> list[str]:
 
 
 def _bytes(tensor: Tensor) -> bytes:
+    import torch
+
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()

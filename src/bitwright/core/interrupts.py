@@ -1,6 +1,6 @@
 """Handle interruptions: a signal stops the work immediately or at the next safe point.
 
-Only the command line installs signal handlers (`bitwright.cli.signals`). Library users get Python's KeyboardInterrupt.
+Only the command line installs signal handlers (`bitwright.core.signals`). Library users get Python's KeyboardInterrupt.
 """
 
 from __future__ import annotations

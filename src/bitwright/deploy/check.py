@@ -1,4 +1,4 @@
-"""`check(model, artefact, batches)`: does the real runtime compute what the simulated model computes?"""
+"""`check(model, artefact, batches)`: compare an artefact on the real runtime with the simulated model."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Check:
     distance: Distance | None = None
     """How far the simulated model is from the float model on the same data: `passed` doesn't say."""
     warnings: tuple[Problem, ...] = ()
-    """What to know beside the verdict; each was logged as well."""
+    """Problems that don't change the verdict. Each was also logged."""
     damages: tuple[Damage, ...] = ()
     """Numbers of the artefact that aren't what was exported, or aren't the model's."""
 
@@ -112,11 +112,11 @@ def check(
     if real.suffix == ".onnx" and (kind := kind_of_artefact(artefact)) != QDQ:
         read_artefact(artefact)  # files that were changed since the export are an error of their own
         raise ArtefactError(
-            "this artefact is a float model; its grids lie beside it, where no runtime here looks",
+            "this artefact is a float model with a separate file of quantization parameters",
             where=str(artefact),
             value=kind,
             fix='export with artefact="qdq" (--artefact qdq) to check the same numbers here',
-            code="grids-in-another-file",
+            code="float-artefact",
         )
     sums: dict[str, Sums] = {}
     samples, seen = 0, CalibrationData()
@@ -176,7 +176,7 @@ def default_runtime(name: str | None, artefact: Path) -> tuple[str, Problem | No
     if kind is not None and kind.suffix != artefact.suffix:
         reason, fix = f"reads {kind.suffix} files", f"export a {kind.suffix} file, and check that"
     else:
-        problem = "nobody registers it" if kind is None else kind.missing()
+        problem = "it is not registered" if kind is None else kind.missing()
         reason, fix = f"can't be used here ({problem})", f"pip install 'bitwright[{table.runtime}]'"
     what = f"checked on {chosen}, not on {table.runtime}, for which the model was quantized: {table.runtime} {reason}"
     return chosen, Problem(what=what, where=str(artefact), fix=fix, code="other-runtime")

@@ -224,7 +224,7 @@ def _export_float(
 
 
 def unexportable(model: nn.Module, artefact: str | None = None) -> list[Problem]:
-    """Quantizers whose levels the artefact can't have, with all their sites; known as soon as a model is prepared."""
+    """Quantizers that the artefact can't represent, with their sites. The model needs no calibration for this."""
     attachment = attachment_of(model)
     kind = artefact or default_artefact(attachment)
     sidecar = _sidecar(kind)

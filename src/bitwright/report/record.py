@@ -129,7 +129,7 @@ def read_json(path: str | Path) -> Record:
     data = documents.read_json(path, what="the report", fix=fix)
     if isinstance(data, dict) and "bitwright-leaderboard" in data:
         what = "can't read the report: this is a leaderboard"
-        fix = f"bitwright leaderboard {path} -o page.html"
+        fix = f"bitwright grid leaderboard {path} -o page.html"
         raise BitwrightError(what, where=str(path), fix=fix, code="leaderboard-file")
 
     def refusal(problems: list[Problem]) -> BitwrightError:

@@ -1,4 +1,4 @@
-"""`bitwright leaderboard`: the page of a grid's results."""
+"""`bitwright grid leaderboard`: the leaderboard as an HTML page."""
 
 from __future__ import annotations
 
@@ -7,46 +7,47 @@ from typing import Annotated
 
 import typer
 
-from bitwright.bench.leaderboard import Leaderboard
 from bitwright.cli.out import Out
 from bitwright.cli.verb import verb
 from bitwright.core.errors import BitwrightError
-from bitwright.core.formatting import counted
-from bitwright.report.leaderboard_page import links, write_page
 
 
 @verb(
-    "leaderboard",
+    "grid leaderboard",
     examples="""
-    bitwright leaderboard leaderboard.json -o leaderboard.html
-    bitwright leaderboard leaderboard.json --reports reports -o leaderboard.html
+    bitwright grid leaderboard leaderboard.json -o leaderboard.html
+    bitwright grid leaderboard leaderboard.json --reports reports -o leaderboard.html
     """,
 )
-def leaderboard(
+def grid_leaderboard(
     out: Out,
-    results: Annotated[Path, typer.Argument(metavar="FILE", help="What a grid of `bitwright bench` has written.")],
+    results: Annotated[Path, typer.Argument(metavar="FILE", help="The output of `bitwright grid run`.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="The page.", show_default=False)],
     reports: Annotated[
         Path | None,
         typer.Option(
             "--reports",
             metavar="FOLDER",
-            help="Link each row to its report in this folder, which `bitwright bench --reports` has made.",
+            help="Link each row to its report in this folder, the output of `bitwright grid run --reports`.",
             show_default=False,
         ),
     ] = None,
 ) -> None:
-    """Write a grid's results as one page: filters, means and deviations, each row's config and what was executed.
+    """Write a leaderboard as one page with filters, means and deviations, and each row's config.
 
-    Rows link to their whole reports where there are some (--reports): keep the folder where it is beside the page.
+    With --reports, rows link to their reports. Keep that folder in the same place relative to the page.
     """
+    from bitwright.bench.leaderboard import Leaderboard
+    from bitwright.core.formatting import counted
+    from bitwright.report.leaderboard_page import links, write_page
+
     board = Leaderboard.load(results)
     if reports is not None and not reports.is_dir():
         raise BitwrightError(
             "there is no such folder",
             where="--reports",
             value=str(reports),
-            fix=f"make it: bitwright bench grid.yaml --reports {reports}",
+            fix=f"run bitwright grid run grid.yaml --reports {reports}",
         )
     linked = 0 if reports is None else len(links(board, output, reports))
     write_page(board, output, results=results.name, reports=reports)
