@@ -14,9 +14,9 @@ from records import EVIL
 from typer.testing import CliRunner
 
 from bitwright.bench.leaderboard import comparable, summaries
-from bitwright.bench.markdown import markdown
-from bitwright.bench.page import page
 from bitwright.cli import app
+from bitwright.report.leaderboard_markdown import markdown
+from bitwright.report.leaderboard_page import page
 
 FEW = (("lsq", "apot"), ("tvm", "onnxruntime"))
 

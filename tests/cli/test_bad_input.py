@@ -31,7 +31,7 @@ def output(tmp_path: Path):
 @pytest.mark.parametrize(
     ("reference", "words"),
     [
-        ("nowhere.py:small", ["no such workload file", "nowhere.py"]),
+        ("nowhere.py:small", ["the workload file does not exist", "nowhere.py"]),
         ("digit", ["unknown workload", "did you mean 'digits'"]),
         ("{file}:smal", ["no function 'smal'", "did you mean 'small'"]),
         ("{file}", ["names no function"]),
@@ -52,8 +52,8 @@ def test_workloads(run, workloads, output, reference, words):
     [
         (None, ["can't read the plan", "plan.yaml"]),
         ("sites: [", ["not valid YAML", "plan.yaml:1"]),
-        ("- 1\n", ["a plan is a mapping"]),
-        ("bitwright: 7\n", ["wrong schema version", "7"]),
+        ("- 1\n", ["a plan must be a mapping"]),
+        ("bitwright: 7\n", ["unsupported schema version", "7"]),
         ("bitwright: 1\nsite: {}\n", ["did you mean 'sites'"]),
         (PLAN.replace("conv:input", "convv:input"), ["no such site", "did you mean 'conv:input'"]),
         (PLAN.replace("uint8/", "uint9x/"), ["unknown number format", "uint9x"]),
@@ -89,10 +89,10 @@ def test_wrong_names_hide_no_wrong_formats(run, small, tmp_path, output, verb):
 def test_a_plan_of_another_model_is_named(run, small, made, tmp_path, output):
     path = tmp_path / "plan.yaml"
     path.write_text(PLAN + "  heat:weight: int8\nmodel: another\n")
-    told = "it was made for 'another', and this is 'small'"
-    fails(run("quantize", small, "--plan", path, "-o", output), told)
+    message = "it was made for 'another', but this model is 'small'"
+    fails(run("quantize", small, "--plan", path, "-o", output), message)
     sources = ["--plan", path, "--checkpoint", made / "checkpoint.safetensors"]
-    fails(run("check", small, made / "model.onnx", *sources), told)
+    fails(run("check", small, made / "model.onnx", *sources), message)
 
 
 @pytest.mark.parametrize(
@@ -105,10 +105,10 @@ def test_a_plan_of_another_model_is_named(run, small, made, tmp_path, output):
         (["--activations", "uint8/tensr"], ["did you mean 'tensor'"]),
         (["--observer", "minmaxx"], ["unknown observer", "did you mean 'minmax'"]),
         (["--weight-observer", "mze"], ["unknown observer", "did you mean 'mse'"]),
-        (["--bn", "9"], ["unknown folding strategy", "-1 (no folding)", "4 (folded for rounding"]),
+        (["--fold", "9"], ["unknown folding strategy", "-1 (no folding)", "4 (folded for rounding"]),
         (["--quantizer", "lsqq"], ["unknown quantizer", "did you mean 'lsq'"]),
         (["--weight-quantizer", "dorefaa"], ["unknown quantizer", "did you mean 'dorefa'"]),
-        (["--quantizer", "apot"], ["Apot is symmetric", "use int8/tensor/sym"]),
+        (["--quantizer", "apot"], ["Apot supports only symmetric formats", "use int8/tensor/sym"]),
         (["--keep-float", "hed"], ["matches no operator", "did you mean 'head'"]),
     ],
 )
@@ -120,7 +120,7 @@ def test_plan_options(run, small, output, verb, options, words):
 
 
 def test_all_problems_of_options_are_listed(run, small, output):
-    options = ["--weights", "int8/chanel", "--observer", "mmse", "--keep-float", "hed", "--bn", "9"]
+    options = ["--weights", "int8/chanel", "--observer", "mmse", "--keep-float", "hed", "--fold", "9"]
     ran = run("quantize", small, *options, "-o", output)
     fails(ran, "(4)", "did you mean 'channel'", "did you mean 'mse'", "did you mean 'head'", "folding strategy")
 
@@ -141,7 +141,7 @@ def test_levels_that_no_artefact_has_are_found_before_calibration(run, small, ou
     def never(*args, **kwargs):
         raise AssertionError("this is long work")
 
-    monkeypatch.setattr("bitwright.ptq.quantize.calibrate", never)
+    monkeypatch.setattr("bitwright.ptq.quantize.find_ranges", never)
     monkeypatch.setattr("bitwright.cli.quantize.evaluate", never)
     ran = run("quantize", small, *options, "--activations", "int8/tensor/sym", "-o", output)
     fails(ran, *NO_PAIRS, *sites)

@@ -100,12 +100,12 @@ def test_a_metric_sees_the_model_s_own_dict_on_the_runtime_too(run, own: Path, t
     [
         ("quantize", "wrong_shape", ["the model fails on a batch: RuntimeError", "(16, 8) float32", "fix: "]),
         ("quantize", "with_targets", ["the model fails on a batch: TypeError", "without targets"]),
-        ("quantize", "no_targets", ["workload 'b': evaluation batch 0 is no pair", "tensor (16, 16)"]),
-        ("quantize", "own_words", ["workload 'b': evaluate gave no numbers", "{'top1': number}"]),
+        ("quantize", "no_targets", ["workload 'b': evaluation batch 0 is not a pair", "tensor (16, 16)"]),
+        ("quantize", "own_words", ["workload 'b': evaluate returned no numbers", "{'top1': number}"]),
         ("quantize", "raises", ["workload 'b': evaluate raised AttributeError", f"own.py:{LINE}; expected: "]),
         ("train", "float_labels", ["workload 'b': loss raised RuntimeError", "target: tensor (64,)"]),
         ("train", "one_argument", ["workload 'b': loss raised TypeError", "loss(output, target)", "fix: "]),
-        ("train", "no_mean", ["workload 'b': loss gave something else", "tensor (64,)"]),
+        ("train", "no_mean", ["workload 'b': loss returned an invalid value", "tensor (64,)"]),
         ("quantize", "typo", ["'calibraton'", "at own.py:", "did you mean 'calibration'"]),
         ("quantize", "crashes", ["FileNotFoundError", "missing.pt", "at own.py:"]),
     ],
@@ -136,12 +136,12 @@ def test_an_indicator_takes_training_data_where_there_is_no_evaluation(run, own:
 def test_tune_knows_that_less_is_better(run, own: Path, tmp_path: Path) -> None:
     options = ["--drop", "0.001", "--trials", "1", "--json"]
     more = run("tune", f"{own}:errors", "-o", tmp_path / "more", *options)
-    assert "more of 'errors' is taken for better" in more.err
+    assert "higher values of 'errors' are taken as better" in more.err
     assert more.code == 0, more.err  # more errors than float's none are a pleasure, as nobody said otherwise
     for name, flag in (("errors", ["--lower-is-better"]), ("less_errors", [])):
         less = run("tune", f"{own}:{name}", "-o", tmp_path / name, *options, *flag)
         assert less.code == 1, less.err
-        assert "is taken for better" not in less.err
+        assert "are taken as better" not in less.err
         assert "the goal was missed by" in less.err
 
 

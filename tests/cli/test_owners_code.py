@@ -145,9 +145,13 @@ def refused(run, verb: str, function: str, *words: str, options: list[str] | Non
 
 LOSSES = {
     "raises": [f"workload 'mine': loss raised ValueError: no such class, at {at('raises')}", "output: tensor ("],
-    "many": [f"loss gave something else, at {at('many')}", ",)')", "return the mean over samples"],
-    "number": [f"loss gave something else, at {at('number')}", "got 'float'", "without .item()"],
-    "detached": [f"loss has no gradient, at {at('detached')}", "got 'tensor () of float32'", "no .item(), .detach()"],
+    "many": [f"loss returned an invalid value, at {at('many')}", ",)')", "return the mean over samples"],
+    "number": [f"loss returned an invalid value, at {at('number')}", "got 'float'", "without .item()"],
+    "detached": [
+        f"loss has no gradient, at {at('detached')}",
+        "got 'tensor () of float32'",
+        "without .item(), .detach()",
+    ],
 }
 
 
@@ -185,7 +189,7 @@ def test_training_data(run, folder: Path, monkeypatch: pytest.MonkeyPatch, verb:
 @pytest.mark.parametrize("verb", ["profile", "predict", "train"])
 def test_nothing_to_train(run, folder: Path, monkeypatch: pytest.MonkeyPatch, verb: str) -> None:
     monkeypatch.chdir(folder)
-    refused(run, verb, "frozen", "requires_grad_(True) on what is to be trained")
+    refused(run, verb, "frozen", "call requires_grad_(True) on the parameters to train")
 
 
 def test_profiles_know_the_loss_by_its_own_name(folder: Path) -> None:

@@ -85,4 +85,4 @@ def test_a_killed_search_goes_on(configured: Path) -> None:
     assert done.stdout.count("(known)") >= 3
     again = bitwright(*arguments)
     assert again.returncode == 2
-    assert "there is such a study already" in again.stderr
+    assert "already exists" in again.stderr

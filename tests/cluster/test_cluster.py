@@ -158,7 +158,7 @@ def test_plans_and_profiles_by_kind(tmp_path: Path) -> None:
 def test_the_critical_path_begins_with_the_step() -> None:
     """A batch whose times lie on the line through two measured ones has phases on that line: no forward below 0."""
     model, batch, loss = net()
-    half = tree.part(batch, 0, tree.batch_size(batch) // 2)
+    half = tree.slice_batch(batch, 0, tree.batch_size(batch) // 2)
     keys = {
         *timed_sample(Variant(model=model), batch, loss).calls,
         *timed_sample(Variant(model=model), half, loss).calls,

@@ -8,12 +8,12 @@ import sys
 
 import pytest
 
-from bitwright.core.allocator import keep_memory
+from bitwright.core.allocator import keep_freed_memory
 
 CHILD = """
 import ctypes, sys
 from pathlib import Path
-from bitwright.core.allocator import keep_memory
+from bitwright.core.allocator import keep_freed_memory
 
 def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
@@ -21,7 +21,7 @@ def resident():
 libc = ctypes.CDLL(None)
 libc.malloc.restype = ctypes.c_void_p
 if sys.argv[1] == "keep":
-    assert keep_memory()
+    assert keep_freed_memory()
 size = 24 << 20
 block = libc.malloc(ctypes.c_size_t(size))
 ctypes.memset(block, 1, size)
@@ -41,4 +41,4 @@ def test_a_freed_block_stays(word: str, given_back: float) -> None:
 
 def test_other_systems_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "win32")
-    assert keep_memory.__wrapped__() is False
+    assert keep_freed_memory.__wrapped__() is False

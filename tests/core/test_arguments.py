@@ -230,8 +230,10 @@ def test_arguments_of_the_wrong_type_are_named(argument: str, call: Callable[[],
 
 
 def test_one_batch_instead_of_a_list_is_told_how_to_write_it() -> None:
-    with pytest.raises(BitwrightError, match="give a list"):
+    with pytest.raises(BitwrightError) as raised:
         quantize(_Two(), _BATCH)
+    assert raised.value.codes == ["wrong-argument-type"]
+    assert "a list" in str(raised.value.problems[0].fix)
 
 
 def test_the_types_that_are_accepted_are_wide() -> None:

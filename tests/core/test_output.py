@@ -14,7 +14,7 @@ import pytest
 
 from bitwright.core import output_folder as output
 from bitwright.core.errors import BitwrightError
-from bitwright.core.output_folder import filling, locked, recover, replacing_all
+from bitwright.core.output_folder import locked, recover, replacing_with_siblings, staged_output
 
 CRASH = """
 import os, sys
@@ -28,7 +28,7 @@ def replace(self, target):
     moved.append(target)
     return real(self, target)
 Path.replace = replace
-with output.filling(place) as folder:
+with output.staged_output(place) as folder:
     for name in ("a", "b", "c"):
         (folder / name).write_text("new")
 """
@@ -46,14 +46,14 @@ def test_files_appear_together_or_not_at_all(tmp_path: Path) -> None:
     place = tmp_path / "deep" / "out"
 
     def write_half() -> None:
-        with filling(place) as folder:
+        with staged_output(place) as folder:
             (folder / "a").write_text("half")
             raise RuntimeError
 
     with pytest.raises(RuntimeError):
         write_half()
     assert list(tmp_path.iterdir()) == []
-    with filling(place) as folder:
+    with staged_output(place) as folder:
         (folder / "a").write_text("1")
         (folder / "sub").mkdir()
         (folder / "sub" / "b").write_text("2")
@@ -127,11 +127,11 @@ def test_a_child_does_not_keep_its_parents_lock(tmp_path: Path) -> None:
 def test_a_file_system_without_locks_goes_by_the_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(output, "fcntl", None)
     file = tmp_path / output.LOCK
-    alive = {**output._owner(), "pid": os.getppid(), "born": output.born(os.getppid())}
+    alive = {**output._owner(), "pid": os.getppid(), "process_start": output.process_start(os.getppid())}
     for owner, codes in (
         (alive, ["folder-locked"]),
         ({**alive, "boot": "elsewhere 1"}, ["folder-locked"]),  # can't be asked
-        ({**alive, "born": "0"}, None),  # another process has the number now
+        ({**alive, "process_start": "0"}, None),  # another process has the number now
     ):
         file.write_text(json.dumps(owner))
         found = None
@@ -144,7 +144,7 @@ def test_a_file_system_without_locks_goes_by_the_owner(tmp_path: Path, monkeypat
 
 
 def test_two_exports_into_one_folder_do_not_exclude_each_other(tmp_path: Path) -> None:
-    with replacing_all(tmp_path / "a.onnx") as first, replacing_all(tmp_path / "b.onnx") as second:
+    with replacing_with_siblings(tmp_path / "a.onnx") as first, replacing_with_siblings(tmp_path / "b.onnx") as second:
         first.write_text("a")
         first.with_suffix(".json").write_text("grids")
         second.write_text("b")

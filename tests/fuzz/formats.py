@@ -20,8 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))  # records and le
 
 import bitwright
 from bitwright.backends.table import backend, load_table
-from bitwright.bench import GridConfig, Leaderboard, markdown
-from bitwright.bench.page import write_page
+from bitwright.bench import GridConfig, Leaderboard
 from bitwright.cluster import Cluster, Predictor
 from bitwright.core.files import file_fingerprint
 from bitwright.core.registry import ARTEFACTS, RUNTIMES
@@ -38,10 +37,12 @@ from bitwright.profiling.device_profile import CollectiveCost, Host, OperatorCos
 from bitwright.profiling.sample_store import SampleStore
 from bitwright.quantizers import prepare
 from bitwright.report import read_json, write_html, write_json, write_markdown
+from bitwright.report.leaderboard_markdown import markdown
+from bitwright.report.leaderboard_page import write_page
+from bitwright.report.training import training_record
 from bitwright.sensitivity import Indications
 from bitwright.training.callbacks import History
 from bitwright.training.checkpoints import STATE, Checkpoints, TrainerState
-from bitwright.training.recorded import recorded
 from bitwright.tuning.config import TuneConfig
 from bitwright.workload.datasets import Dataset
 from bitwright.zoo import data as zoo_data
@@ -520,7 +521,7 @@ class _At:
 def _read_training(folder: Path) -> None:
     History(folder).on_start(_At())  # type: ignore[arg-type]
     try:
-        recorded(folder)
+        training_record(folder)
     finally:
         for saved in Checkpoints(folder).all():
             saved.state()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import pickle
 from pathlib import Path
@@ -62,7 +61,7 @@ values = st.recursive(
 @given(values, st.integers(0, 4))
 @settings(max_examples=80)
 def test_data_is_read_as_pickle_would(value: Any, protocol: int) -> None:
-    assert read_pickle(io.BytesIO(pickle.dumps(value, protocol)), "test") == value
+    assert read_pickle(pickle.dumps(value, protocol), "test") == value
 
 
 @given(st.dictionaries(st.text(), st.integers(0, 32)))
@@ -80,13 +79,65 @@ class Evil:
         return os.mkdir, (str(self.path),)
 
 
-@pytest.mark.parametrize("protocol", range(5))
-def test_nothing_is_run(tmp_path: Path, protocol: int) -> None:
+@pytest.mark.parametrize("protocol", range(6))
+def test_functions_are_not_called(tmp_path: Path, protocol: int) -> None:
     data = pickle.dumps({"a": Evil(tmp_path / "hacked")}, protocol)
-    with pytest.raises(BitwrightError, match="would call something") as error:
-        read_pickle(io.BytesIO(data), "a.npy")
+    with pytest.raises(BitwrightError) as error:
+        read_pickle(data, "a.npy")
+    assert error.value.codes == ["unsafe-pickle"]
     assert error.value.problems[0].value in ("posix.mkdir", "nt.mkdir")
     assert not (tmp_path / "hacked").exists()
+
+
+_SCALAR = b"cnumpy._core.multiarray\nscalar\n"
+HOSTILE = {
+    "os.system": b"cos\nsystem\n(S'true'\ntR.",
+    "eval": b"cbuiltins\neval\n(S'1'\ntR.",
+    "eval, stack": b"\x80\x04\x8c\x08builtins\x8c\x04eval\x93\x8c\x011\x85R.",
+    "getattr": b"cbuiltins\ngetattr\n.",
+    "numpy.load": b"cnumpy\nload\n.",
+    "dotted name": b"\x80\x04\x8c\x05numpy\x8c\x0fdtype.__class__\x93.",
+    "instance": b"(S'x'\nios\nsystem\n.",
+    "new object": b"\x80\x02cnumpy\ndtype\n)\x81.",
+    "extension": b"\x80\x02\x82\x01.",
+    "persistent id": b"Pabc\n.",
+    "byte array": b"\x80\x05\x96" + b"\xff" * 7 + b"\x7f.",
+    "memo index": b"\x80\x02K\x01r\xff\xff\xff\xff.",
+    "memo of nested tuples": b"\x80\x02}" + b")" + b"".join(b"\x85q%ch%c\x86" % (n, n) for n in range(60)) + b"K\x01s.",
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_pickles_are_refused(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "a.npy"
+    np.save(path, {"a": 1}, allow_pickle=True)
+    header = path.read_bytes().partition(b"\n")[0] + b"\n"
+    path.write_bytes(header + HOSTILE[name])
+    with pytest.raises(BitwrightError) as error:
+        load_npy(path)
+    assert error.value.codes in (["unsafe-pickle"], ["damaged-file"])
+
+
+def test_the_state_of_a_function_cannot_be_set() -> None:
+    with pytest.raises(pickle.UnpicklingError, match="state of a function"):
+        read_pickle(_SCALAR + b"(NI1\ntb.", "a.npy")
+
+
+@pytest.mark.parametrize("dtype", ["O", "V8", "S4", "U4", "c16", "M8[s]"])
+def test_scalars_of_other_types_are_refused(dtype: str) -> None:
+    text = dtype.encode()
+    data = _SCALAR + b"(cnumpy\ndtype\n(S'" + text + b"'\nI0\nI1\ntRc_codecs\nencode\n(S'12345678'\ntRtR."
+    with pytest.raises(pickle.UnpicklingError, match="scalar of type"):
+        read_pickle(data, "a.npy")
+
+
+def test_truncated_files_are_one_error(tmp_path: Path) -> None:
+    raw = saved(tmp_path / "whole.npy", {"linear_0": np.int64(8)}).read_bytes()
+    path = tmp_path / "a.npy"
+    for length in range(len(raw)):
+        path.write_bytes(raw[:length])
+        with pytest.raises(BitwrightError):
+            load_npy(path)
 
 
 def test_a_file_that_is_no_npy_is_told(tmp_path: Path) -> None:

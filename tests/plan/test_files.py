@@ -351,7 +351,7 @@ def test_invalid_data(data: Any) -> None:
 def test_scales_of_kernels_are_written_where_they_arent_usual() -> None:
     text = "bitwright: 1\ncompute:\n  a: {format: int8, scales: tensor}\n  b: {format: int8, scales: row}\n"
     plan = Plan.from_yaml(text)
-    assert [plan.compute[name].whole for name in "ab"] == [True, False]
+    assert [plan.compute[name].per_tensor for name in "ab"] == [True, False]
     assert plan.compute["b"] == ComputeSpec(format="int8")
     assert Plan.from_yaml(plan.to_yaml()) == plan
     assert "scales: tensor" in plan.to_yaml()
@@ -359,4 +359,4 @@ def test_scales_of_kernels_are_written_where_they_arent_usual() -> None:
     with pytest.raises(PlanError, match="scales"):
         Plan.from_yaml(text.replace("tensor", "column"))
     wrong = Plan(compute={"a": ComputeSpec(format="int8", scales="column")}).validate()
-    assert [problem.what for problem in wrong] == ["no such choice of scales"]
+    assert [problem.code for problem in wrong] == ["unknown-scales"]

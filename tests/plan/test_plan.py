@@ -312,8 +312,7 @@ def test_how_a_norm_is_folded(graph: Graph) -> None:
     unknown, nothing = Plan(fold=wrong).validate()
     assert (unknown.where, unknown.value) == ("fold.bn1", -1)
     assert "4 (folded for rounding" in str(unknown.fix)
-    assert nothing.where == "fold.bn2"
-    assert "nothing to synchronise" in nothing.what
+    assert (nothing.where, nothing.code) == ("fold.bn2", "fold-without-statistics")
 
 
 def test_a_backend_may_be_a_file_of_the_users_own() -> None:

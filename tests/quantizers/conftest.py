@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from single_site import Build, build_quantizer
 from torch import Tensor, nn
 
 from bitwright.backends import place
-from bitwright.core.formats import Format
-from bitwright.core.registry import QUANTIZERS
 from bitwright.graph import capture
-from bitwright.plan import Plan, SiteSpec
+from bitwright.plan import Plan
 from bitwright.ptq import calibrate
-from bitwright.quantizers import Layout, Quantizer, prepare
+from bitwright.quantizers import prepare
 
 
 class Residual(nn.Module):
@@ -139,30 +137,7 @@ def any_model(request: pytest.FixtureRequest) -> nn.Module:
     return seeded(request.param).eval()
 
 
-Build = Callable[..., Quantizer]
-
-
-def _build(
-    name: str, format: str, seen: Tensor, *, weight: bool = False, observer: str = "minmax", **options: Any
-) -> Any:
-    torch.set_num_threads(1)
-    parsed = Format.parse(format)
-    port = "weight" if weight else "input"
-    quantizer = QUANTIZERS.get(name)(
-        SiteSpec(format=parsed, quantizer=name, observer=observer),
-        site=f"test:{port}",
-        kind="linear",
-        port=port,
-        layout=Layout(parsed.granularity, 0 if parsed.granularity == "channel" else 1, parsed.group),
-        weight=weight,
-        **options,
-    )
-    quantizer.observe(seen)
-    quantizer.settle()
-    return quantizer
-
-
 @pytest.fixture
 def build() -> Build:
     """A quantizer of that name and format, calibrated with the tensor."""
-    return _build
+    return build_quantizer

@@ -78,7 +78,7 @@ def counting(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return made
 
 
-def all_kernels() -> list[compiled.Kernel]:
+def all_kernels() -> list[compiled.CompiledKernel]:
     by_relu = (rounding._FORWARD, rounding._BACKWARD, rounding._PLAIN_BACKWARD)
     folds = (*rounding._FOLDED_FORWARD.values(), rounding._FOLDED_BACKWARD)
     return [*(kernel for pair in by_relu for kernel in pair.values()), rounding._BACKWARD_ZERO, *folds]
@@ -94,7 +94,7 @@ def build(name: str, format: str, seen: Tensor, *, weight: bool, axis: int | Non
         spec, site=f"test:{port}", kind="linear", port=port, layout=layout, weight=weight
     )
     quantizer.observe(seen)
-    quantizer.settle()
+    quantizer.update_grid()
     with torch.no_grad():
         for parameter in quantizer.parameters():
             parameter.mul_(0.8)  # some numbers are clipped
@@ -228,7 +228,7 @@ def folding(kind: str, weight: Tensor, *, guard: str | None) -> Quantizer:
     layout = Layout("channel", 0)
     lsq: Quantizer = QUANTIZERS.get("lsq")(spec, site="a:weight", kind=kind, port="weight", layout=layout, weight=True)
     lsq.observe(weight)
-    lsq.settle()
+    lsq.update_grid()
     with torch.no_grad():
         lsq.scale.mul_(0.5)  # some numbers are clipped, and the guard has work
     return lsq

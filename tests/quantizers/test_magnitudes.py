@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from single_site import Build, build_quantizer
 from torch import Tensor, nn
 
 import bitwright as bw
@@ -18,7 +19,6 @@ from bitwright.core.registry import OBSERVERS
 from bitwright.kernels.codes import encode, encode_rows
 from bitwright.quantizers import grid_from_range, quantizers_of
 from bitwright.quantizers.grid import SMALLEST, power_of_two
-from quantizers.conftest import Build, _build
 
 CASES = [
     *(("plain", format) for format in ("int8/channel/sym", "uint8/tensor/asym", "int4/group4/asym")),
@@ -51,10 +51,10 @@ def test_quantization_commutes_with_powers_of_two(
     quantizer, format = case
     x = numbers(seed)
     factor = 2.0 ** round(power * 3.3219280948873626)
-    plain = _build(quantizer, format, x, weight=weight, observer=observer)(x).detach()
+    plain = build_quantizer(quantizer, format, x, weight=weight, observer=observer)(x).detach()
     refused: CalibrationError | None = None
     try:
-        scaled = _build(quantizer, format, x * factor, weight=weight, observer=observer)(x * factor).detach()
+        scaled = build_quantizer(quantizer, format, x * factor, weight=weight, observer=observer)(x * factor).detach()
     except CalibrationError as error:
         refused = error
     if refused is None:

@@ -15,6 +15,7 @@ from records import EVIL, large, record
 from torch import nn
 
 import bitwright
+from bitwright.core import formatting
 from bitwright.quantizers import quantizers_of
 from bitwright.report import (
     RECORD_VERSION,
@@ -25,14 +26,14 @@ from bitwright.report import (
     new_record,
     read_json,
     site_rows,
-    words,
     write_html,
     write_json,
     write_markdown,
 )
-from bitwright.report.page.charts import front, points
-from bitwright.report.page.work import _phases
+from bitwright.report.formatting import ranges
 from bitwright.report.schema import json_schema
+from bitwright.report.timeline import phases
+from bitwright.report.tradeoff import front, points
 
 
 class Tags(HTMLParser):
@@ -238,8 +239,8 @@ def test_less_of_a_loss_is_better(tmp_path: Path) -> None:
     assert sorted(set(known) - set(beaten)) == corners != front(found, "size")
     assert "Down and to the left is better" in write_html(lower, tmp_path / "low.html").read_text()
     assert "Up and to the left is better" in write_html(whole, tmp_path / "page.html").read_text()
-    assert words.change(low[1], low[0]) == "-0.25, better"
-    assert words.change(low[0], low[1]) == "+0.25, worse"
+    assert low[1].change_from(low[0]) == "-0.25, better"
+    assert low[0].change_from(low[1]) == "+0.25, worse"
 
 
 def test_histograms_count_what_reached_the_site() -> None:
@@ -341,10 +342,10 @@ def test_latency_comes_from_what_was_measured(tmp_path: Path) -> None:
 
 def test_ranges_are_those_that_were_seen() -> None:
     site = record().sites[0]
-    assert words.ranges(site) == ("-3 … 2.5", "-2.56 … 2.54")
+    assert ranges(site) == ("-3 … 2.5", "-2.56 … 2.54")
     bias = site.model_copy(update={"format": "int32/channel/sym", "low": -2.2e5, "high": 2.2e5})
-    assert words.ranges(bias) == ("-3 … 2.5", "")
-    assert words.ranges(bias.model_copy(update={"seen_low": None})) == ("–", "")
+    assert ranges(bias) == ("-3 … 2.5", "")
+    assert ranges(bias.model_copy(update={"seen_low": None})) == ("–", "")
 
 
 def test_phases_are_on_the_clock_of_the_operators(tmp_path: Path) -> None:
@@ -356,7 +357,7 @@ def test_phases_are_on_the_clock_of_the_operators(tmp_path: Path) -> None:
         for kind, (start, end) in kinds.items()
     )
     device = forecast.devices[0].model_copy(update={"spans": spans})
-    bars = {bar.name: (bar.start, bar.end) for bar in _phases(device)}
+    bars = {bar.name: (bar.start, bar.end) for bar in phases(device)}
     assert bars["forward"] == (0.1, 2.1)
     assert bars["waits"] == (6.0, 8.0)
     assert bars["optimizer"] == (8.0, 9.0)
@@ -367,4 +368,4 @@ def test_phases_are_on_the_clock_of_the_operators(tmp_path: Path) -> None:
     ("count", "text"), [(0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (1_250_000, "1.2 MB"), (3e12, "3.0 TB")]
 )
 def test_sizes(count: int, text: str) -> None:
-    assert words.size(count) == text
+    assert formatting.size(count) == text

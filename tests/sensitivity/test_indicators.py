@@ -278,7 +278,7 @@ def test_what_cant_be_indicated_is_said() -> None:
         indicate(model, batches, F.cross_entropy, formats=["int8/stochastics"])
     with pytest.raises(CalibrationError):
         indicate(model, [], F.cross_entropy)
-    with pytest.raises(BitwrightError, match="no parameter"):
+    with pytest.raises(BitwrightError, match="no trainable parameter"):
         indicate(made(Words).requires_grad_(False), batches, F.cross_entropy)
     found = indicate(model, batches, F.cross_entropy, indicator="random")
     with pytest.raises(BitwrightError, match="query"):

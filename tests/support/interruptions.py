@@ -395,7 +395,6 @@ def prepare() -> None:
         import_module(f"bitwright.cli.{name}")
     import_module("bitwright.zoo.digits")
     import_module("onnxruntime")
-    import_module("sklearn.datasets")
     if find_spec("openvino"):
         import_module("openvino")
     from interrupted import images

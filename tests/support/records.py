@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bitwright.bench.comparison import Fastest, OnRuntime, Skipped
 from bitwright.deploy import Latency
 from bitwright.report import (
     Accuracy,
@@ -30,9 +31,8 @@ from bitwright.report import (
     environment,
     timings,
 )
-from bitwright.report.comparison import Fastest, OnRuntime, Skipped
 from bitwright.report.forecast import Both, Device, Measured, Span
-from bitwright.report.record_parts import Kept, SiteSensitivity, Suggested
+from bitwright.report.sensitivity import Kept, SiteSensitivity, Suggested
 
 EVIL = '</script><script>alert("1")</script><img src=x onerror=alert(2)>'
 

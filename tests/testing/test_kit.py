@@ -48,8 +48,8 @@ class Forgets(Plain):
     exportable = False
     factor = 1.0
 
-    def settle(self) -> None:
-        super().settle()
+    def update_grid(self) -> None:
+        super().update_grid()
         self.factor = 2.0
 
     def quantize(self, x: Tensor) -> Tensor:
@@ -84,13 +84,13 @@ class Picky(Plain):
     ("cls", "says"),
     [
         (NotQuantized, "levels"),
-        (Half, "float32|gives"),
+        (Half, "float32|returns"),
         (Eager, "UncalibratedError"),
         (NoGradient, "no gradient"),
         (OtherGrid, "artefact would differ"),
-        (Forgets, "saved and loaded"),
+        (Forgets, "saving and loading"),
         (LosesPot, "power of two"),
-        (Noisy, "second time"),
+        (Noisy, "second call"),
         (Breaks, "can't be compiled"),
         (Picky, "accepts none"),
     ],
@@ -133,7 +133,7 @@ class Writes(MinMax):
 @pytest.mark.parametrize(
     ("cls", "says"),
     [
-        (Counted, "asking for the range"),
+        (Counted, "calling range"),
         (Constant, "follow"),
         (Mixed, "other rows"),
         (Doubles, "float32"),

@@ -21,7 +21,7 @@ def test_what_was_finished_is_known_to_the_next_process(tmp_path: Path) -> None:
     for number in (1, 2):
         claim = study.claim(candidate(number))
         assert claim is not None
-        with study.beating(claim):
+        with study.heartbeats(claim):
             study.finish(claim, outcome(number))
     again = opened(tmp_path)
     assert again.known(candidate(2)) == outcome(2)
@@ -46,7 +46,7 @@ def test_a_claim_is_one_workers_alone_until_it_is_given_back(tmp_path: Path) -> 
     claim = one.claim(candidate(0))
     assert claim is not None
     assert other.claim(candidate(0)) is None
-    one.give_back(claim)
+    one.release(claim)
     assert other.claim(candidate(0)) is not None
 
 
@@ -129,8 +129,9 @@ def test_another_model_goal_or_space_is_refused_with_the_difference(tmp_path: Pa
     study.finish(claim, outcome(1))
     with pytest.raises(PlanError, match=r"goal\.drop: was 0\.01, is 0\.02"):
         open_study(tmp_path / "study.db", "study", {"model": "abc", "goal": {"drop": 0.02}}, resume=True)
-    with pytest.raises(BitwrightError, match="there is such a study already"):
+    with pytest.raises(BitwrightError) as raised:
         open_study(tmp_path / "study.db", "study", IDENTITY, resume=False)
+    assert raised.value.codes == ["study-exists"]
     open_study(tmp_path / "study.db", "another", IDENTITY, resume=False)
 
 

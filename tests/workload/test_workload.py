@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from bitwright.core.errors import UnknownName, WorkloadError
 from bitwright.core.registry import WORKLOADS
-from bitwright.workload import Workload, batches, call, load_workload, measure
+from bitwright.workload import Workload, batches, call, evaluate, load_workload
 
 
 def linear_workload(**fields: Any) -> Workload:
@@ -65,7 +65,7 @@ def test_neighbours_of_two_workloads_keep_apart(tmp_path: Path) -> None:
         ("X = 1", "X", "no function 'X'"),
         ("def f():\n    raise KeyError('lost')", "f", "raised KeyError: 'lost'"),
         ("def f(x):\n    return x", "f", "raised TypeError"),
-        ("def f():\n    return 7", "f", "gave int"),
+        ("def f():\n    return 7", "f", "returned int"),
         ("import nowhere_to_be_found", "f", "importing the workload file raised ModuleNotFoundError"),
         ("def f(:", "f", "importing the workload file raised SyntaxError"),
         ("raise SystemExit(1)", "f", "importing the workload file raised SystemExit"),
@@ -82,8 +82,9 @@ def test_file_that_fails(tmp_path: Path, source: str, function: str, message: st
 
 
 def test_reference_that_names_no_file_or_function(tmp_path: Path) -> None:
-    with pytest.raises(WorkloadError, match="no such workload file"):
+    with pytest.raises(WorkloadError) as raised:
         load_workload(f"{tmp_path / 'none.py'}:f")
+    assert raised.value.codes == ["workload-file-missing"]
     with pytest.raises(WorkloadError, match=r"write mine\.py:function"):
         load_workload("mine.py")
 
@@ -151,14 +152,17 @@ def test_batches_limit_and_restart() -> None:
 def test_batches_refuses_what_it_cannot_use() -> None:
     used = iter([torch.zeros(1)])
     next(used)
-    with pytest.raises(WorkloadError, match="no calibration data"):
+    with pytest.raises(WorkloadError) as raised:
         batches(None)
+    assert raised.value.codes == ["no-calibration-data"]
     with pytest.raises(WorkloadError, match="got 0"):
         batches(list, 0)
-    with pytest.raises(WorkloadError, match="new iterator"):
+    with pytest.raises(WorkloadError) as raised:
         list(batches(lambda: used))
-    with pytest.raises(WorkloadError, match="batch 1 is neither"):
+    assert raised.value.codes == ["no-data"]
+    with pytest.raises(WorkloadError, match="batch 1") as raised:
         list(batches(lambda: [torch.zeros(1), "text"]))
+    assert raised.value.codes == ["invalid-batch"]
 
 
 def evaluation() -> Iterator[tuple[Tensor, Tensor]]:
@@ -168,27 +172,27 @@ def evaluation() -> Iterator[tuple[Tensor, Tensor]]:
 
 def test_measure_top1() -> None:
     workload = linear_workload(evaluation=evaluation)
-    assert measure(workload, workload.model) == {"top1": 75.0, "n": 4.0}
-    assert measure(workload, lambda x: SimpleNamespace(logits=x))["top1"] == 75.0
+    assert evaluate(workload, workload.model) == {"top1": 75.0, "n": 4.0}
+    assert evaluate(workload, lambda x: SimpleNamespace(logits=x))["top1"] == 75.0
 
 
 def test_measure_counts_nan_as_a_miss() -> None:
     workload = linear_workload(evaluation=evaluation)
-    assert measure(workload, lambda x: torch.full((len(x), 3), torch.nan))["top1"] == 0.0
+    assert evaluate(workload, lambda x: torch.full((len(x), 3), torch.nan))["top1"] == 0.0
 
 
 def test_measure_leaves_the_module_as_it_was() -> None:
     model = nn.Sequential(nn.BatchNorm1d(3), nn.Dropout(0.5))
     model[1].eval()
     before = {k: v.clone() for k, v in model.state_dict().items()}
-    measure(linear_workload(evaluation=evaluation), model)
+    evaluate(linear_workload(evaluation=evaluation), model)
     assert [m.training for m in model.modules()] == [True, True, False]
     assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
 
 
 def test_measure_uses_the_owners_metric() -> None:
     workload = linear_workload(evaluate=lambda predict: {"f1": float(predict(torch.ones(1, 3)).sum())}, metric="f1")
-    assert measure(workload, workload.model) == {"f1": 3.0}
+    assert evaluate(workload, workload.model) == {"f1": 3.0}
 
 
 @pytest.mark.parametrize(
@@ -203,7 +207,7 @@ def test_measure_uses_the_owners_metric() -> None:
 def test_measure_refuses(fields: dict[str, Any], message: str) -> None:
     workload = linear_workload(**fields)
     with pytest.raises(WorkloadError, match=message):
-        measure(workload, workload.model)
+        evaluate(workload, workload.model)
 
 
 def test_directions_are_said_or_doubted() -> None:

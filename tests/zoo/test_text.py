@@ -83,9 +83,9 @@ def test_quotes_and_strange_spaces_are_plain_characters(tmp_path: Path, mark: st
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("label\tone\ttwo\n", "heads"),
+        ("label\tone\ttwo\n", "header"),
         (HEADS + "\n1\t1\t2\tone\n2\t1\t2\ta\tb\n1\t1\t2\ta\tb\n", r"2 of 3 lines.*line 2 has 4 columns; line 3.*'2'"),
-        ("index\t#1 ID\t#2 ID\t#1 String\t#2 String\n0\t1\t2\ta\tb\n", "heads"),
+        ("index\t#1 ID\t#2 ID\t#1 String\t#2 String\n0\t1\t2\ta\tb\n", "header"),
         (HEADS + "\n", "no pairs"),
     ],
 )

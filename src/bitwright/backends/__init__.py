@@ -1,15 +1,15 @@
-"""What a target can run: tables, and the placement that follows from them."""
+"""Hardware targets as tables, and the placement of quantizers by their rules."""
 
 from bitwright.backends.placement import make_plan, place
 from bitwright.backends.table import BackendTable, backend
 from bitwright.backends.validation import (
     Choices,
     check_plan,
-    fitting,
-    misfit,
-    mistakes,
+    choice_problems,
     patterns_of,
-    refuse_beside_plan,
+    problems_title,
+    reject_choices_with_plan,
+    resolve_for_backend,
 )
 
 __all__ = [
@@ -17,11 +17,11 @@ __all__ = [
     "Choices",
     "backend",
     "check_plan",
-    "fitting",
+    "choice_problems",
     "make_plan",
-    "misfit",
-    "mistakes",
     "patterns_of",
     "place",
-    "refuse_beside_plan",
+    "problems_title",
+    "reject_choices_with_plan",
+    "resolve_for_backend",
 ]

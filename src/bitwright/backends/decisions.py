@@ -1,4 +1,4 @@
-"""What a target would run in integers: which operators, which of their operands, and which tensors share a grid."""
+"""Decide which operators and operands a target runs in integers, and which tensors share a grid."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from bitwright.graph.operators import is_product
 from bitwright.plan import NO_FOLDING
 
 Edge = tuple[str, str]  # (operator, port) that reads a tensor
-_TURNS = ("attribute_T", "attribute_mT", "t")  # a stored weight, seen from another side
+_TURNS = ("attribute_T", "attribute_mT", "t")  # views of a stored weight
 
 
 class Decisions:
-    """A graph under a table's rules."""
+    """The decisions for a graph under a table's rules."""
 
     def __init__(self, graph: Graph, table: BackendTable, keep: list[str], bn: int) -> None:
         self.graph = graph
@@ -26,8 +26,8 @@ class Decisions:
         self.float: dict[str, str] = {}
         self.wanted: set[Edge] = set()
         self.carried: set[str] = set()
-        self.together: dict[Source, Source] = {}  # tensor → another one with the same grid
-        self.needed: set[Source] = set()  # tensors that are quantized whoever reads them
+        self.together: dict[Source, Source] = {}  # tensor → another one with the same grid (union-find)
+        self.needed: set[Source] = set()  # tensors that are quantized regardless of their readers
         for op in graph.ops:
             self._decide(op)
         for op in reversed(graph.ops):
@@ -37,13 +37,13 @@ class Decisions:
                 self._unite(graph.by_name[name])
 
     def grid(self, source: Source) -> Source:
-        """The tensor that stands for all that have one grid with this one."""
+        """The representative of all tensors that share a grid with this one."""
         while source in self.together:
             source = self.together[source]
         return source
 
     def feeding(self, op: Op) -> Source | None:
-        """The tensor whose grid the operator's input has, also behind what the target absorbs."""
+        """The tensor that defines the grid of the operator's input, before operators that the target absorbs."""
         port = op.port("input")
         while port is not None and len(port.sources) == 1:
             source = port.sources[0]
@@ -56,7 +56,7 @@ class Decisions:
         return None
 
     def _unite(self, op: Op) -> None:
-        """One grid for all that the operator reads as integers and for what it hands on."""
+        """Use one grid for all integer inputs of the operator and for its output."""
         read = [p.sources[0] for p in op.ports if (op.name, p.name) in self.wanted and len(p.sources) == 1]
         for source in (*read[1:], self._fused_output(op)):
             first, other = self.grid(read[0]), self.grid(source)
@@ -79,7 +79,7 @@ class Decisions:
             shared = weight is None or len(self.graph.consumers[weight.sources[0]]) > 1
             if (
                 shared
-                or (op.kind == "linear" and len(op.outputs[0].shape) != 2)  # the norm's channels are another axis
+                or (op.kind == "linear" and len(op.outputs[0].shape) != 2)  # the norm has another channel axis
                 or reader[0].port("running_mean") is None
                 or self.graph.partial(op) != self.graph.partial(reader[0])
             ):
@@ -88,7 +88,7 @@ class Decisions:
         return folds
 
     def _origin(self, source: Source) -> Op | None:
-        """The operator that really made a tensor, behind what only moves it or is fused."""
+        """The operator that made a tensor, skipping those that only move it or are fused."""
         seen = 0
         while source.kind == "op" and seen < len(self.graph.ops):
             op = self.graph.by_name[source.name]
@@ -104,9 +104,9 @@ class Decisions:
         return origin is not None and origin.kind in self.table.anchors and origin.name in self.quantized
 
     def _is_weight(self, port: Port, rule: Rule) -> bool:
-        """Whether a constant operand is a weight: at a port for nothing else, or a parameter as it is stored.
+        """Whether a constant operand is a weight: its port takes only weights, or it is a stored parameter.
 
-        Other constants (positions, repeated for each sample) may grow with the input: they count as data.
+        Other constants (such as positions repeated for each sample) may grow with the input and count as data.
         """
         if port.name not in rule.weights or port.role != "weight" or len(port.sources) != 1:
             return False
@@ -153,7 +153,7 @@ class Decisions:
             self.needed.add(self._fused_output(op))
 
     def _applies(self, op: Op, rule: Rule, ports: list[Port]) -> bool:
-        """Whether the surroundings are those for which the rule is made."""
+        """Whether the rule's conditions on neighbouring operators hold."""
         if rule.when == "between-anchors" and not (
             len(ports) == sum(port.is_floating for port in op.ports)
             and all(self._is_anchor(source) for port in ports for source in port.sources)
@@ -167,19 +167,19 @@ class Decisions:
         return "embedding" not in rule.unless or all(o is None or o.kind != "embedding" for o in origins)
 
     def _fused_output(self, op: Op) -> Source:
-        """The tensor that an operator hands on, behind the norm and activation that the target fuses into it."""
+        """The output of an operator after the norm and activation that the target fuses into it."""
         source = Source("op", op.name)
         while (reader := self._only_reader(source)) is not None and reader[0].kind in self.table.passing:
             source = Source("op", reader[0].name)
         return source
 
     def _fuses(self, port: Port) -> bool:
-        """Whether the add that reads this port can be fused into the anchor before it."""
+        """Whether the add that reads this port can be fused into the preceding anchor."""
         source = port.sources[0]
         return len(port.sources) == 1 and self._only_reader(source) is not None and self._is_anchor(source)
 
     def _carry(self, op: Op) -> None:
-        """A transparent operator all of whose readers want integers gets integers itself; an absorbed one instead."""
+        """Give integer inputs to a transparent operator if all its readers want integers. Same for absorbed ones."""
         source = Source("op", op.name)
         readers = self.graph.consumers.get(source, ())
         into = self.table.absorbed.get(op.kind, ())

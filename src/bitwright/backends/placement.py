@@ -1,4 +1,4 @@
-"""Where a backend places quantizers: from a graph and a table to a plan."""
+"""Place quantizers: from a graph and a backend table to a plan."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Unpack
 
 from bitwright.backends.decisions import Decisions
 from bitwright.backends.table import BackendTable, Guard, backend
-from bitwright.backends.validation import Choices, mistakes, patterns_of
+from bitwright.backends.validation import Choices, choice_problems, patterns_of
 from bitwright.core.arguments import strict
 from bitwright.core.errors import PlanError, Problem
 from bitwright.core.formats import Format
@@ -22,12 +22,12 @@ UNUSED = "no recorded operator reads this parameter: the inputs don't use it, or
 
 
 def multiplies(op: Op) -> bool:
-    """Whether an operator multiplies what it is given, as opposed to moving or scaling it."""
+    """Whether an operator multiplies its inputs, rather than moving or scaling them."""
     return op.macs > 0 or is_product(op.kind)
 
 
 def left_in_float(decisions: Decisions, sites: Mapping[str, SiteSpec]) -> dict[str, str]:
-    """What isn't quantized: operator → reason, in the order of the graph, then parameters that no operator reads."""
+    """What isn't quantized: operator → reason in graph order, then parameters that no operator reads."""
     graph = decisions.graph
     quantized = _integer_readers(graph, sites)
     placed = _placed(sites)
@@ -50,13 +50,13 @@ def left_in_float(decisions: Decisions, sites: Mapping[str, SiteSpec]) -> dict[s
         elif op.name in bare:
             if any(op.site(port.name) in placed for port in op.ports):
                 parameters |= {name: _float_operand(port, decisions) for name, port in bare[op.name]}
-            else:  # it reads integers and computes in float
+            else:  # reads integers and computes in float
                 found[op.name] = _reason(op, decisions)
-    return found | parameters | dict.fromkeys(unread(graph), UNUSED)
+    return found | parameters | dict.fromkeys(unread_parameters(graph), UNUSED)
 
 
 def unlisted(graph: Graph, plan: Plan) -> Iterator[Problem]:
-    """What is neither quantized nor listed in the plan."""
+    """Operators and parameters that are neither quantized nor listed in the plan."""
     quantized, placed = _integer_readers(graph, plan.sites), _placed(plan.sites)
     for op in graph.ops:
         if multiplies(op) and op.name not in quantized and op.name not in plan.float:
@@ -74,7 +74,7 @@ def unlisted(graph: Graph, plan: Plan) -> Iterator[Problem]:
 
 
 def readers(graph: Graph, source: Source) -> Iterator[tuple[Op, Port]]:
-    """The operators that compute with a parameter, also behind those that only reshape or combine parameters."""
+    """The operators that compute with a parameter, including through operators that only reshape parameters."""
     open_, seen = [source], {source}
     while open_:
         for op, port in graph.consumers.get(open_.pop(), ()):
@@ -86,14 +86,14 @@ def readers(graph: Graph, source: Source) -> Iterator[tuple[Op, Port]]:
                 yield op, port
 
 
-def unread(graph: Graph) -> list[str]:
+def unread_parameters(graph: Graph) -> list[str]:
     """Parameters that no recorded operator reads, by their first names."""
     names = (parameter.names[0] for parameter in graph.parameters)
     return [name for name in names if not graph.consumers.get(Source("param", name))]
 
 
 def _integer_readers(graph: Graph, sites: Mapping[str, SiteSpec]) -> set[str]:
-    """Operators that read a quantized tensor: through a site of their own, or one where the tensor is made."""
+    """Operators that read a quantized tensor, through their own site or one at the producer's output."""
     placed = _placed(sites)
     made = {Source("op", op.name) for op in graph.ops if op.site("output") in placed}
     return {
@@ -133,26 +133,26 @@ def _missing(what: str, name: str) -> Problem:
     return Problem(
         what=f"this {what} is neither quantized nor listed as float",
         where=name,
-        fix="please report this, with the model",
+        fix="please report this problem together with the model",
         code="unlisted",
     )
 
 
-class Sites:
-    """Writes the sites of one plan."""
+class _SitePlacer:
+    """Builds the sites of one plan."""
 
     def __init__(self, decisions: Decisions, activation: SiteSpec, weight: SiteSpec, guard: Guard | None) -> None:
         self.decisions, self.graph, self.table = decisions, decisions.graph, decisions.table
         self.activation, self.weight, self.guard = activation, weight, guard
         self.sites: dict[str, SiteSpec] = {}
-        self.owner: dict[Source, str] = {}  # grid (by the tensor that stands for it) → the site with its quantizer
-        self.tensor: dict[str, Source] = {}  # that site → the tensor which it quantizes
-        self.weights: dict[str, str] = {}  # parameter (by its first use) → the site that has its quantizer
+        self.owner: dict[Source, str] = {}  # grid (by its representative) → the site with its quantizer
+        self.tensor: dict[str, Source] = {}  # that site → the tensor it quantizes
+        self.weights: dict[str, str] = {}  # parameter (by its first use) → the site with its quantizer
         self.mixed = self._mixed_weights()
-        self.reader: dict[str, Op] = {}  # that site → the operator which reads it first
+        self.reader: dict[str, Op] = {}  # that site → the first operator that reads it
 
     def _mixed_weights(self) -> set[str]:
-        """First uses of weights whose quantized readers don't agree on the axis of the channels."""
+        """First uses of weights with quantized readers that use different channel axes."""
         axes: dict[str, set[int]] = {}
         for op in self.graph.ops:
             rule = self.decisions.quantized.get(op.name)
@@ -163,7 +163,7 @@ class Sites:
         return {site for site, found in axes.items() if len(found) > 1}
 
     def plan(self, edges: int | None, *, narrower: bool) -> Plan:
-        """The sites, in the order of the graph; `edges` as bits also where formats have more already (`narrower`)."""
+        """The sites in graph order. `narrower`: apply the `edges` bits even where formats have more bits."""
         for op in self.graph.ops:
             for port in op.ports:
                 site = op.site(port.name)
@@ -176,7 +176,7 @@ class Sites:
             if self._at_output(source):
                 self._place(op.site("output"), source, op.kind, self._reason(source))
         self.sites.update(self._idle_calls())
-        if self.activation.format.is_plain_float:  # weights only
+        if self.activation.format.is_plain_float:  # weight-only quantization
             self.sites = {site: spec for site, spec in self.sites.items() if SiteName.parse(site).port == "weight"}
         if edges is not None:
             self._widen_edges(edges, narrower)
@@ -186,7 +186,7 @@ class Sites:
         return Plan(sites=self.sites, fold=fold, float=left_in_float(self.decisions, self.sites))
 
     def _place(self, site: str, source: Source, kind: str, why: str) -> None:
-        """A quantizer of its own, or that of the first tensor with this grid."""
+        """Add a quantizer, or share that of the first tensor with this grid."""
         grid = self.decisions.grid(source)
         known = self.owner.setdefault(grid, site)
         if known == site:
@@ -202,7 +202,7 @@ class Sites:
         self.sites[site] = SiteSpec(share=known, why=why)
 
     def _widen_edges(self, bits: int, narrower: bool) -> None:
-        """Other bits for the first and the last operator with a weight: what all low-bit papers do."""
+        """Use other bits for the first and the last operator with a weight, as is usual for low-bit models."""
         weighted = [op for op in self.graph.ops if op.site("weight") in self.sites]
         for op in {op.name: op for op in (*weighted[:1], *weighted[-1:])}.values():
             for site in (op.site("weight"), self._feeding(op)):
@@ -215,11 +215,11 @@ class Sites:
                     self.sites[site] = replace(spec, format=spec.format.with_bits(bits), why=why)
 
     def _guard_products(self, guard: Guard) -> None:
-        """Limit the weights of 8-bit products; edges may have them where the other operators have fewer bits."""
+        """Limit the weights of 8-bit products. Edges may be 8-bit where other operators have fewer bits."""
         for site, op in self.reader.items():
             spec, feeding = self.sites.get(site), self._feeding(op)
             if spec is None or not spec.format.signed or spec.format.bits != 8 or _is_depthwise(op):
-                continue  # of a depthwise operator there is one product per step: nothing is paired
+                continue  # a depthwise operator has one product per step: nothing is paired
             if self.sites.get(feeding or "", self.activation).format.bits == 8:
                 why = "; ".join(text for text in (spec.why.removeprefix(_usual(op)), guard.why.strip()) if text)
                 self.sites[site] = replace(spec, guard=guard.name, why=why.removeprefix("; "))
@@ -229,7 +229,7 @@ class Sites:
         return None if source is None else self.owner.get(self.decisions.grid(source))
 
     def _idle_calls(self) -> dict[str, SiteSpec]:
-        """A shared module's later calls that stay float say so: calls that a plan doesn't know take the last one's."""
+        """List later calls of a shared module that stay float: unknown calls use the spec of the last known one."""
         last: dict[str, int] = {}
         for site in self.sites:
             name = SiteName.parse(site)
@@ -241,7 +241,7 @@ class Sites:
         return {site: SiteSpec(why="this call of the shared module stays float") for site in idle.values()}
 
     def _at_output(self, source: Source) -> bool:
-        """Quantize a tensor once where it is made, if everybody who reads it wants that or the target needs it."""
+        """Quantize a tensor once at its producer if all readers want it quantized or the target requires it."""
         readers = self.graph.consumers.get(source, ())
         op = self.graph.by_name[source.name]
         hookable = can_hook(op.kind) and any(port.is_floating for port in op.ports)
@@ -264,7 +264,7 @@ class Sites:
         return f"read as integers by {shown}"
 
     def _place_input(self, op: Op, port: Port, site: str) -> None:
-        if len(port.sources) > 1:  # runs differ in where this comes from: a quantizer of its own
+        if len(port.sources) > 1:  # the producer differs between recordings, so this port has its own quantizer
             self.sites[site] = replace(self.activation, why=f"input of {op.kind}; its producer varies")
             return
         source = port.sources[0]
@@ -282,7 +282,7 @@ class Sites:
         if bias is None and op.name not in self.decisions.fold.values():
             return
         if bias is not None and (bias.role != "bias" or len(bias.shape) != 1):
-            return  # computed from the input, or a matrix: no vector that the accumulator could begin with
+            return  # computed from the input, or a matrix: the accumulator can't start with it
         weight_site = self.sites[weight_site].share or weight_site
         grain = self.sites[weight_site].format.granularity
         feeding = self._feeding(op)
@@ -315,7 +315,7 @@ class Sites:
 
 
 def _usual(op: Op) -> str:
-    """The reason of a weight's quantizer, if there is no better one."""
+    """The default reason of a weight's quantizer."""
     return f"weight of {op.kind}"
 
 
@@ -332,10 +332,10 @@ def _is_depthwise(op: Op) -> bool:
 
 @strict
 def place(graph: Graph, target: str | BackendTable, *, model: str | None = None, **choices: Unpack[Choices]) -> Plan:
-    """A uniform plan: every operator that the backend has a rule for, in its default (or the chosen) formats."""
+    """A uniform plan: every operator with a rule gets the backend's default (or the chosen) formats."""
     table = backend(target)
     keep = patterns_of(choices)
-    if problems := mistakes({**choices, "keep_float": keep}, table, graph):
+    if problems := choice_problems({**choices, "keep_float": keep}, table, graph):
         raise PlanError(problems)
     weight_format = Format.parse(choices.get("weights") or table.weights.format)
     activation_format = Format.parse(choices.get("activations") or table.activations.format)
@@ -360,14 +360,15 @@ def place(graph: Graph, target: str | BackendTable, *, model: str | None = None,
         observer=choices.get("weight_observer") or table.weights.observer,
         quantizer=weight_quantizer,
     )
-    edges = choices.get("edges")
+    edges = choices.get("first_last_bits")
     if edges is not None:
         problems = [
             Problem(
                 what=f"{table.name} can't run this {role} format at the first and last operator",
-                where="edges",
+                where="first_last_bits",
                 value=str(format.with_bits(edges)),
                 fix=f"use one of: {', '.join(choice.formats)}",
+                code="unsupported-format",
             )
             for role, format, choice in (
                 ("weight", weight_format, table.weights),
@@ -377,25 +378,25 @@ def place(graph: Graph, target: str | BackendTable, *, model: str | None = None,
         ]
         if problems:
             raise PlanError(problems)
-    bn = DEFAULT_STRATEGY if (asked := choices.get("bn")) is None else asked
+    bn = DEFAULT_STRATEGY if (asked := choices.get("fold")) is None else asked
     decisions = Decisions(graph, table, keep, bn)
-    sites = Sites(decisions, activation, weight, guard)
+    sites = _SitePlacer(decisions, activation, weight, guard)
     plan = sites.plan(table.edges if edges is None else edges, narrower=edges is not None)
     if missing := list(unlisted(graph, plan)):
-        raise PlanError(missing, title="the plan doesn't account for all of the model")
-    # a plan finds its table again by what the user called it: a registered name, or the path of a file
+        raise PlanError(missing, title="the plan doesn't cover the complete model")
+    # a plan refers to its table by the user's spelling: a registered name or a path
     return replace(plan, backend=target if isinstance(target, str) else table.name, model=model)
 
 
 def _natural(format: Format, usual: str) -> str:
-    """The quantizer that a format has if nothing is said."""
+    """The default quantizer of a format."""
     if format.minifloat is not None:
         return "minifloat"
     return "plain" if usual == "minifloat" else usual
 
 
 def _partner(quantizer: str) -> str:
-    """The quantizer of weights that goes with one of activations: mostly the same."""
+    """The weight quantizer for an activation quantizer; usually the same."""
     found: str | None = QUANTIZERS.get(quantizer).weight_partner
     return found or quantizer
 
@@ -410,14 +411,14 @@ def make_plan(
 ) -> Plan:
     """Place quantizers by the backend's rules.
 
-    Without `saturating` this machine is asked: say it if another one deploys.
+    If `saturating` is not given, this machine is tested. Set it if another machine runs the model.
     """
     table = backend(target)
     choices["keep_float"] = patterns_of(choices)
-    if problems := mistakes(choices, table, graph):  # before this machine is probed
+    if problems := choice_problems(choices, table, graph):  # before testing this machine
         raise PlanError(problems)
     if choices.get("saturating") is None and table.guard is not None and table.runtime is not None:
-        from bitwright.deploy.saturation import saturates  # probes the runtime, which prepares a model
+        from bitwright.deploy.saturation import saturates  # runs a model on the runtime
 
         choices["saturating"] = saturates(table.runtime)
     return place(graph, target, model=model, **choices)

@@ -1,4 +1,4 @@
-"""A backend is a table: what a target can run, where its compiler wants quantizers, how it fuses."""
+"""Backend tables: what a target can run, where its compiler expects quantizers, and what it fuses."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ TABLE_VERSION = 2
 
 
 class Choice(Strict):
-    """The default format of weights or activations, and all that the target can run."""
+    """The default format of weights or activations, and all supported formats."""
 
     format: str
     formats: tuple[str, ...]
     observer: str = "minmax"
-    quantizer: str = Field("plain", description="The target's arithmetic, where levels aren't evenly spaced.")
+    quantizer: str = Field("plain", description="The target's quantizer, if its levels are not uniform.")
 
     @field_validator("format")
     @classmethod
@@ -41,35 +41,36 @@ class Choice(Strict):
 
 
 class Rule(Strict):
-    """Where one kind of operator wants quantizers."""
+    """Where operators of one kind have quantizers."""
 
     inputs: tuple[str, ...] = ()
     weights: tuple[str, ...] = ()
     when: Literal["always", "between-anchors", "fused"] = Field(
         "always",
-        description="between-anchors: only where all inputs come from anchors (integer neighbours); "
-        "fused: only where the target takes the operator into an anchor before it.",
+        description="between-anchors: only if all inputs come from anchors; "
+        "fused: only if the target fuses the operator into a preceding anchor.",
     )
     unless: tuple[Literal["embedding", "broadcast"], ...] = Field(
-        (), description="Float behind an embedding, or where an operand is broadcast (masks of attention)."
+        (), description="Stay float after an embedding, or if an operand is broadcast (attention masks)."
     )
     output: bool = Field(
-        False, description="Quantize the (fused) output even if its readers are float: the target needs it."
+        False, description="Quantize the (fused) output even if its readers are float, because the target requires it."
     )
     float_operands: int = Field(
         0,
         ge=0,
         le=100,
-        description="How many operands stay float because the target fuses the add into the operator before.",
+        description="Number of operands that stay float because the target fuses the add into the preceding operator.",
     )
     shared: bool = Field(
-        False, description="One grid for the operands and the output: the target moves codes without rescaling."
+        False,
+        description="Use one grid for operands and output: the target copies codes without rescaling.",
     )
     why: str = ""
 
 
 class Guard(Strict):
-    """A limit on weight codes, and when it is needed."""
+    """A limit on weight codes, and when it is required."""
 
     name: str
     when: Literal["always", "saturating"]
@@ -77,7 +78,7 @@ class Guard(Strict):
 
 
 class BackendTable(Strict):
-    """One target."""
+    """One hardware target."""
 
     schema_version: Literal[1, 2] = Field(
         alias="schema", description="2 added quantizer, unless, shared, when: fused, edges and artefacts."
@@ -86,7 +87,7 @@ class BackendTable(Strict):
     title: str
     runtime: str | None = None
     artefacts: tuple[str, ...] = Field(
-        ("qdq",), min_length=1, description="What the target's tools read; the first is what `export` writes."
+        ("qdq",), min_length=1, description="Formats that the target's tools read; `export` writes the first."
     )
     weights: Choice
     activations: Choice
@@ -94,21 +95,21 @@ class BackendTable(Strict):
         None,
         ge=2,
         le=32,
-        description="Bits of the first and the last operator with a weight where the others have fewer.",
+        description="Bits of the first and last operator with a weight if the others have fewer.",
     )
     guard: Guard | None = None
     bias: Literal["int32", "float"] = "float"
-    fold: tuple[str, ...] = Field((), description="Kinds of operators that take in the batch norm behind them.")
+    fold: tuple[str, ...] = Field((), description="Kinds of operators that a following batch norm is folded into.")
     operators: dict[str, Rule]
     transparent: tuple[str, ...] = Field(
-        (), description="Kinds that only move or select values: the grid passes through them."
+        (), description="Kinds that only move or select values and keep the grid of their input."
     )
     absorbed: dict[str, tuple[str, ...]] = Field(
-        {}, description="Kinds that the target merges into these readers: quantize before them, not after."
+        {}, description="Kinds that the target fuses into these readers: quantize before them, not after."
     )
-    anchors: tuple[str, ...] = Field((), description="Kinds after which numbers are integers on the target.")
+    anchors: tuple[str, ...] = Field((), description="Kinds with integer outputs on the target.")
     passing: tuple[str, ...] = Field(
-        (), description="Kinds that the target fuses behind an anchor (activation functions, the folded norm)."
+        (), description="Kinds that the target fuses after an anchor (activation functions, the folded norm)."
     )
 
 
@@ -120,7 +121,7 @@ def json_schema() -> dict[str, Any]:
 
 
 def load_table(path: Path) -> BackendTable:
-    """Read a table from a YAML file."""
+    """Load a table from a YAML file."""
     try:
         data = read_yaml(path, what="the backend table", error=BackendError)
     except BackendError as error:
@@ -133,7 +134,7 @@ def load_table(path: Path) -> BackendTable:
 
 @strict
 def backend(name: str | BackendTable) -> BackendTable:
-    """A backend by registered name, or from the user's own table file (`path.yaml`)."""
+    """A backend by registered name, or from a table file (`path.yaml`)."""
     if isinstance(name, BackendTable):
         return name
     if name.endswith((".yaml", ".yml")):

@@ -1,11 +1,11 @@
-"""Validate choices for a plan, and a plan against what its backend can run."""
+"""Validate the choices for a plan, and a plan against its backend."""
 
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import TypedDict
+from typing import Any, TypedDict
 
 from bitwright.backends.table import BackendTable
 from bitwright.core.errors import FormatError, PlanError, Problem, did_you_mean
@@ -17,57 +17,57 @@ from bitwright.plan.plan import is_pattern
 
 
 class Choices(TypedDict, total=False):
-    """Keywords of `make_plan`, `place` and `quantize`."""
+    """Keyword arguments of `make_plan`, `place` and `quantize`."""
 
     weights: str | None
     """Format of weights, e.g. "int4/group32/sym"."""
     activations: str | None
     """Format of activations, e.g. "uint8/tensor/asym"."""
     observer: str | None
-    """How activation ranges are found."""
+    """Observer of activation ranges."""
     weight_observer: str | None
-    """How weight ranges are found."""
+    """Observer of weight ranges."""
     quantizer: str | None
-    """The arithmetic at activations, and at weights if nothing else is said; "plain" if not said."""
+    """Quantizer of activations, and of weights unless `weight_quantizer` is given. Default: "plain"."""
     weight_quantizer: str | None
-    """The arithmetic at weights; if not said, what goes with `quantizer` (pact: dorefa)."""
-    edges: int | None
-    """Bits of the first and the last operator with a weight, and of what they read; by default the backend's."""
+    """Quantizer of weights. Default: the one that belongs to `quantizer` (pact: dorefa)."""
+    first_last_bits: int | None
+    """Bits of the first and last operator with a weight, and of their inputs. Default: the backend's value."""
     keep_float: Iterable[str]
-    """Patterns of operators that stay float."""
-    bn: int | None
-    """How batch norms are folded: -1 not at all, 0 to 4 by that strategy (docs/folding.md); 4 if not said."""
+    """Patterns of operators that stay in float."""
+    fold: int | None
+    """Batch-norm folding: -1 for none, 0 to 4 for a strategy (docs/folding.md). Default: 4."""
     saturating: bool | None
-    """Whether the deploying machine's 8-bit products saturate; None asks this one."""
+    """Whether 8-bit products saturate on the deployment machine. None: test this machine."""
 
 
 def patterns_of(choices: Choices) -> list[str]:
-    """The patterns of `keep_float`; a single string is one pattern, not a list of letters."""
+    """The patterns of `keep_float`. A string is one pattern."""
     given = choices.get("keep_float") or ()
     return [given] if isinstance(given, str) else list(given)
 
 
-def refuse_beside_plan(choices: Choices) -> None:
-    """A plan has all choices in it: any that is given beside it would be ignored."""
+def reject_choices_with_plan(choices: Mapping[str, Any]) -> None:
+    """Reject choices that are given together with a plan, because they would have no effect."""
     given = [name for name, value in choices.items() if value is not None and value != [] and value != ()]
     if given:
         raise PlanError(
             [
                 Problem(
-                    what="a plan already decides this, so this argument would be ignored",
+                    what="the plan already defines this, so the argument would have no effect",
                     where=name,
                     value=choices.get(name),
-                    fix="change the plan, or leave out either `plan` or this argument",
+                    fix="change the plan, or remove either `plan` or this argument",
                     code="ignored-argument",
                 )
                 for name in given
             ],
-            title="arguments beside a plan",
+            title="arguments that conflict with a plan",
         )
 
 
-def mistakes(choices: Choices, table: BackendTable, graph: Graph) -> list[Problem]:
-    """Once for each choice; a plan's own validation would say it for each site."""
+def choice_problems(choices: Choices, table: BackendTable, graph: Graph) -> list[Problem]:
+    """Problems of the choices, each reported once rather than for each site."""
     return [*_names(choices), *_formats(choices, table), *_patterns(choices, graph), *_folding(choices, table)]
 
 
@@ -95,47 +95,58 @@ def _formats(choices: Choices, table: BackendTable) -> Iterator[Problem]:
             continue
         if not choice.allows(format):
             what, fix = f"{table.name} can't run this {role} format", f"use one of: {', '.join(choice.formats)}"
-            yield Problem(what=what, where="plan", value=str(format), fix=fix)
+            yield Problem(what=what, where="plan", value=str(format), fix=fix, code="unsupported-format")
 
 
 def _patterns(choices: Choices, graph: Graph) -> Iterator[Problem]:
     for pattern in choices.get("keep_float", ()):
         if not any(fnmatch.fnmatchcase(name, pattern) for name in graph.by_name):
             what, fix = "the pattern of keep_float matches no operator", did_you_mean(pattern, graph.by_name)
-            yield Problem(what=what, where="plan", value=pattern, fix=fix)
+            yield Problem(what=what, where="plan", value=pattern, fix=fix, code="unknown-operator")
 
 
 def _folding(choices: Choices, table: BackendTable) -> Iterator[Problem]:
-    bn = choices.get("bn")
-    if bn is None or bn == NO_FOLDING:
+    strategy = choices.get("fold")
+    if strategy is None or strategy == NO_FOLDING:
         return
-    if bn not in STRATEGIES:
-        yield Problem(what="unknown folding strategy", where="bn", value=bn, fix=known_strategies(none=True))
+    if strategy not in STRATEGIES:
+        yield Problem(
+            what="unknown folding strategy",
+            where="fold",
+            value=strategy,
+            fix=known_strategies(none=True),
+            code="unknown-folding-strategy",
+        )
     elif not table.fold:
-        what = f"{table.name} runs batch norms as they are: none would be folded"
-        yield Problem(what=what, where="bn", value=bn, fix="leave bn out, or use another backend")
+        yield Problem(
+            what=f"{table.name} runs batch norms as separate operators: none would be folded",
+            where="fold",
+            value=strategy,
+            fix="remove fold, or use another backend",
+            code="fold-not-supported",
+        )
 
 
-def fitting(plan: Plan, table: BackendTable, graph: Graph, *, name: str | None = None) -> Plan:
-    """The plan, resolved for a model (`name`) that the backend shall run; raises with all problems of both kinds."""
+def resolve_for_backend(plan: Plan, table: BackendTable, graph: Graph, *, name: str | None = None) -> Plan:
+    """Resolve a plan for a model (`name`) and a backend. Raises all problems of both."""
     problems = plan.validate(graph)
-    # patterns of a plan that can't be resolved have no sites that a format could be wrong for
+    # a plan with unresolved patterns has no sites to check
     known = replace(plan, sites={key: spec for key, spec in plan.sites.items() if not is_pattern(key)})
     problems += check_plan(known if problems else plan.resolve(graph), table, graph)
     if problems:
-        raise PlanError(problems, title=misfit(plan, name))
+        raise PlanError(problems, title=problems_title(plan, name))
     return plan.resolve(graph)
 
 
-def misfit(plan: Plan, name: str | None) -> str:
-    """How a list of problems begins: a plan of another model is named as such."""
+def problems_title(plan: Plan, name: str | None) -> str:
+    """The title of a list of problems, which mentions a plan made for another model."""
     if name is None or plan.model in (None, name):
         return "the plan has problems"
-    return f"the plan has problems: it was made for {plan.model!r}, and this is {name!r}"
+    return f"the plan has problems: it was made for {plan.model!r}, but this model is {name!r}"
 
 
 def check_plan(plan: Plan, table: BackendTable, graph: Graph | None = None) -> list[Problem]:
-    """Every site whose format the target can't run; a graph tells which operands are weights."""
+    """Every site with a format that the target can't run. The graph tells which operands are weights."""
     roles = {} if graph is None else {op.site(port.name): port.role for op in graph.ops for port in op.ports}
     problems: list[Problem] = []
     for site, spec in plan.quantized:
@@ -143,7 +154,7 @@ def check_plan(plan: Plan, table: BackendTable, graph: Graph | None = None) -> l
             continue
         weight = site.endswith(":weight")
         choice = table.weights if weight else table.activations
-        # an operand may be a weight (x @ w) or a constant that counts as data (positions): then either list will do
+        # an operand may be a weight (x @ w) or a constant that counts as data (positions): accept either list
         unsure = roles.get(site, "weight") == "weight" and site.rpartition(":")[2].startswith("input")
         if not choice.allows(spec.format) and not (unsure and table.weights.allows(spec.format)):
             problems.append(
@@ -152,6 +163,7 @@ def check_plan(plan: Plan, table: BackendTable, graph: Graph | None = None) -> l
                     where=site,
                     value=str(spec.format),
                     fix=f"use one of: {', '.join(choice.formats)}, float",
+                    code="unsupported-format",
                 )
             )
     return problems

@@ -19,8 +19,8 @@ from bitwright.core.addresses import is_address
 from bitwright.core.arguments import strict
 from bitwright.core.documents import name_problem, read_settings
 from bitwright.core.errors import PlanError, Problem, did_you_mean
+from bitwright.core.importer import translated
 from bitwright.core.registry import BACKENDS, OBSERVERS, QUANTIZERS, WORKLOADS
-from bitwright.importers.mqbench import is_mqbench, translate
 from bitwright.plan import NO_FOLDING, STRATEGIES, known_strategies
 
 GRID_VERSION = 1
@@ -153,8 +153,9 @@ class GridConfig(_Strict):
     @staticmethod
     def parse(data: dict[str, Any], *, where: str, folder: Path, workload: str | None = None) -> GridConfig:
         """A grid from what a file holds."""
-        if is_mqbench(data):
-            data = translate(data, where=where, workload=workload)
+        foreign = translated(data, "grid", where=where, workload=workload)
+        if foreign is not None:
+            data = foreign
         elif workload is not None:
             data = {**data, "models": [workload]}
         try:

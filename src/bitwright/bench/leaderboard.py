@@ -14,10 +14,9 @@ from pydantic import Field
 
 from bitwright.bench.machine import Machine
 from bitwright.core.arguments import strict
-from bitwright.core.documents import Strict, name_problem, read_json, validated
+from bitwright.core.documents import ResultModel, Strict, name_problem, read_json, validated
 from bitwright.core.errors import PlanError, Problem
 from bitwright.core.files import write_text
-from bitwright.report import Executed, OnDevice
 
 LEADERBOARD_VERSION = 1
 Status = Literal["done", "diverged", "refused", "failed", "pending"]
@@ -25,6 +24,39 @@ Status = Literal["done", "diverged", "refused", "failed", "pending"]
 
 class _Strict(Strict, populate_by_name=True):
     pass
+
+
+class Sites(ResultModel):
+    """Sites of a prepared model at which the same thing ran, as read from that model."""
+
+    quantizer: str = Field(description="The class: bitwright.quantizers.lsq.Lsq.")
+    format: str = Field(description="The format in force, e.g. int4/channel/sym.")
+    sites: int
+    levels: int = Field(description="The most different values that one scale of any of them gave.")
+
+
+class Executed(ResultModel):
+    """What a prepared and trained model says of itself."""
+
+    weights: tuple[Sites, ...]
+    activations: tuple[Sites, ...]
+    biases: int = Field(default=0, description="Biases on the grid of the integer accumulator.")
+    folding: dict[str, int] = Field(
+        default_factory=dict, description="Folding strategy → how many norms; empty: norms run as they are."
+    )
+    kept_float: dict[str, str] = Field(default_factory=dict, description="Operators that stayed float, and why.")
+
+
+class OnDevice(ResultModel):
+    """The same model on the backend's runtime."""
+
+    runtime: str
+    accuracy: float | None = None
+    gap: float | None = Field(default=None, description="On the runtime minus simulated, in points.")
+    kinds: dict[str, int] | None = Field(
+        default=None, description="Products by the type in which the runtime really ran them; None: it doesn't tell."
+    )
+    reason: str | None = Field(default=None, description="Why there is no accuracy.")
 
 
 class SiteFacts(NamedTuple):
@@ -155,8 +187,19 @@ class Leaderboard(_Strict):
         "by algorithm, backend and bits; by algorithm, bits and model; by backend, bits and model."
     )
 
+    def __repr__(self) -> str:
+        """One line: how many rows are done."""
+        done = sum(row.status == "done" for row in self.rows)
+        return f"<Leaderboard {self.name}: {done} of {len(self.rows)} rows done>"
+
+    __str__ = __repr__
+
+    def to_dict(self) -> dict[str, Any]:
+        """All rows and summaries as plain data."""
+        return self.model_dump(mode="json", by_alias=True)
+
     def save(self, path: str | Path) -> Path:
-        """Write it as JSON, a row a line: compact, and differences can be read."""
+        """Write it as JSON with one row per line, so that differences are readable."""
         data = self.model_dump(mode="json", by_alias=True, exclude_defaults=True)
         return write_text(Path(path), _lines({"bitwright-leaderboard": LEADERBOARD_VERSION, **data}))
 
@@ -308,15 +351,6 @@ def _over(rows: Sequence[Row], key: Callable[[Row], str]) -> float | None:
         if row.drop is not None:
             groups.setdefault(key(row), []).append(row.drop)
     return stdev(mean(group) for group in groups.values()) if len(groups) > 1 else None
-
-
-def counted(number: int, word: str) -> str:
-    """A number with its noun.
-
-    >>> counted(1, "row"), counted(2, "row")
-    ('1 row', '2 rows')
-    """
-    return f"{number} {word}{'' if number == 1 else 's'}"
 
 
 def spread_words(value: Spread | None) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from pydantic import Field
 
-from bitwright.report import Environment, environment
+from bitwright.core.environment import Environment, environment
 
 #: What torch's own kernels and those of oneDNN obey, and how each spells a set of instructions.
 TORCH_VARIABLE, ONEDNN_VARIABLE = "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA"

@@ -10,14 +10,13 @@ from torch import Tensor, nn
 
 from bitwright.backends import BackendTable
 from bitwright.bench.grid import RowTask
-from bitwright.bench.leaderboard import Observers
+from bitwright.bench.leaderboard import Executed, Observers, Sites
 from bitwright.core.registry import OBSERVERS, QUANTIZERS
 from bitwright.graph import Graph, Op
 from bitwright.graph.naming import SiteName
 from bitwright.plan import NO_FOLDING, Plan
 from bitwright.quantizers import Quantizer, attachment_of
 from bitwright.quantizers.folding import BY_STRATEGY
-from bitwright.report import Executed, Sites
 
 _POINTS = 4096
 _STRATEGY_OF = {kind: strategy for strategy, kind in BY_STRATEGY.items()}

@@ -6,7 +6,7 @@ import copy
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -18,29 +18,19 @@ from torch import nn
 from bitwright.backends import BackendTable, Choices, backend, make_plan
 from bitwright.bench.float_networks import Start, Starts
 from bitwright.bench.grid import RowTask
-from bitwright.bench.leaderboard import Result, SiteFacts
+from bitwright.bench.leaderboard import OnDevice, Result, SiteFacts
 from bitwright.bench.machine import Machine, machine
 from bitwright.bench.row_verification import mismatches, read_executed, read_observers
 from bitwright.core.documents import name_problem
 from bitwright.core.errors import BitwrightError, DiskError, PlanError, RangeDiverged, TrainDiverged, TrainError
 from bitwright.core.files import scratch_folder
 from bitwright.core.formats import Format
-from bitwright.core.registry import QUANTIZERS, RUNTIMES
+from bitwright.core.registry import QUANTIZERS, ROW_REPORTERS, RUNTIMES
 from bitwright.deploy import Runtime, open_runtime, unexportable
 from bitwright.plan import NO_FOLDING, Plan
-from bitwright.report import (
-    Accuracy,
-    GridRow,
-    OnDevice,
-    Record,
-    SiteRow,
-    Training,
-    make_record,
-    site_rows,
-    write_report,
-)
+from bitwright.quantizers.site_statistics import SiteRow, site_rows
 from bitwright.training import TrainConfig, Trainer, TrainResult
-from bitwright.workload import Workload, batches, measure
+from bitwright.workload import Workload, batches, evaluate
 
 _LOOKED_AT = 4  # batches: more would only smooth clipped shares and histograms
 
@@ -51,12 +41,6 @@ def report_folder(reports: Path, row: str) -> Path:
     if wrong is not None:
         raise BitwrightError(f"a row can't have this id: {wrong}", where="rows", value=row, code="unsafe-name")
     return reports / row
-
-
-def write_row_report(record: Record, reports: Path) -> Path:
-    """Write a row's report into its folder; gives the page's path."""
-    assert record.row is not None
-    return write_report(record, report_folder(reports, record.row.id))
 
 
 def first_batches(workload: Workload) -> Iterator[Any]:
@@ -84,53 +68,16 @@ def _short(value: float) -> float:
     return float(f"{value:.3g}")
 
 
-def row_record(task: RowTask, result: Result, trained: TrainResult, workload: Workload, config: TrainConfig) -> Record:
-    """The record of a row that is done: its plan with reasons, ranges, accuracies, training, and what really ran."""
-    assert trained.quantized is not None
-    assert result.executed is not None
-    algorithm = task.algorithm.label
-    record = make_record(
-        trained.quantized,
-        first_batches(workload),
-        workload=workload.name,
-        title=f"{task.model.label}: {algorithm} for {task.backend}, {task.bits} bits, seed {task.seed}",
-        seed=task.seed,
-        accuracies=_accuracies(result),
-    )
-    usual = TrainConfig().model_dump()
-    training = Training(
-        metric=workload.metric,
-        precision=f"{algorithm}, {task.bits} bits",
-        metrics=tuple(trained.metrics),
-        best_epoch=None if trained.best is None else int(trained.best["epoch"]),
-        steps=trained.steps,
-        processes=1,
-        config_hash=config.digest,
-        settings={key: str(value) for key, value in config.model_dump().items() if value != usual[key]},
-        init=f"float weights {result.start}",
-        notes=tuple(trained.notes),
-    )
-    row = GridRow(
-        id=task.key,
-        config=task.grid(),
-        executed=result.executed,
-        device=result.device,
-        beyond=result.beyond,
-        notes=result.notes,
-        start=result.start or "",
-    )
-    return record.model_copy(update={"backend": task.backend, "training": training, "row": row})
+@dataclass(frozen=True, kw_only=True)
+class FinishedRow:
+    """A row that is done, with its trained model: the argument of row reporters."""
 
-
-def _accuracies(result: Result) -> Iterator[Accuracy]:
-    """Float, simulated, and on the runtime where that was measured."""
-    device = result.device
-    found = {"float": result.float_accuracy, "simulated": result.accuracy}
-    if device is not None:
-        found[device.runtime] = device.accuracy
-    for where, value in found.items():
-        if value is not None:
-            yield Accuracy(where=where, metric=result.metric or "", value=value, samples=result.samples)
+    task: RowTask
+    result: Result
+    trained: TrainResult
+    workload: Workload
+    config: TrainConfig
+    sites: tuple[SiteRow, ...]
 
 
 class Outcome(Result):
@@ -196,7 +143,7 @@ def _run(task: RowTask, start: Start, reports: Path | None) -> Outcome:
     wrong = mismatches(trained.model, task, trained.quantized.plan, table, start.graph)
     if wrong:
         raise BitwrightError(f"what ran isn't what the row says: {'; '.join(wrong[:5])}", where=task.key)
-    values = measure(workload, trained.model)
+    values = evaluate(workload, trained.model)
     accuracy = values[workload.metric]
     notes = list(trained.notes)
     if not table.fold and task.bnfold != NO_FOLDING:
@@ -214,12 +161,11 @@ def _run(task: RowTask, start: Start, reports: Path | None) -> Outcome:
         notes=tuple(notes),
         start=start.fingerprint,
     )
-    if reports is None:
-        sites = site_rows(trained.model, first_batches(workload))
-    else:
-        record = row_record(task, outcome, trained, workload, config)
-        write_row_report(record, reports)
-        sites = record.sites
+    sites = site_rows(trained.model, first_batches(workload), histograms=reports is not None)
+    if reports is not None:
+        row = FinishedRow(task=task, result=outcome, trained=trained, workload=workload, config=config, sites=sites)
+        for name in ROW_REPORTERS.names():
+            ROW_REPORTERS.get(name)(row, report_folder(reports, task.key))
     return outcome.model_copy(update={"sites": site_facts(sites)})
 
 
@@ -229,7 +175,7 @@ def train_float_on(task: RowTask, start: Start) -> float:
     with _threads(task.threads):
         settings = task.training.model_dump(exclude={"freeze_observers", "freeze_bn"})
         trained = Trainer(workload, config=TrainConfig(seed=task.seed, drop_last=True, **settings)).fit()
-        return measure(workload, trained.model)[workload.metric]
+        return evaluate(workload, trained.model)[workload.metric]
 
 
 def plan_of(task: RowTask, table: BackendTable, start: Start) -> tuple[Plan, str | None]:
@@ -260,8 +206,8 @@ def plan_of(task: RowTask, table: BackendTable, start: Start) -> tuple[Plan, str
         "weight_quantizer": algorithm.weights,
         "observer": algorithm.observer or ("mse" if low else None),
         "weight_observer": algorithm.weight_observer or ("mse" if low else None),
-        "bn": task.bnfold if table.fold or task.bnfold == NO_FOLDING else None,
-        "edges": task.edges if task.edges is not None and task.bits < task.edges else None,
+        "fold": task.bnfold if table.fold or task.bnfold == NO_FOLDING else None,
+        "first_last_bits": task.edges if task.edges is not None and task.bits < task.edges else None,
         "saturating": True,  # as if no CPU had VNNI: a row mustn't depend on the machine that happens to run it
     }
     plan = make_plan(start.graph, table, model=start.workload.name, **choices)

@@ -16,7 +16,7 @@ from bitwright.bench.machine import Machine, machine
 from bitwright.bench.rows import Outcome, gave_up, one_line, run_row, train_float_on
 from bitwright.core.addresses import is_address
 from bitwright.core.arguments import strict
-from bitwright.core.errors import OwnersCodeError, WorkloadError
+from bitwright.core.errors import UserCodeError, WorkloadError
 from bitwright.core.files import disk_error, fingerprint
 from bitwright.core.interrupts import Interrupted, current_stop, safe_point
 from bitwright.core.task_store import Study, open_study
@@ -137,11 +137,11 @@ def _attempt(study: GridStudy, task: RowTask, starts: Starts, reports: Path | No
     if claim is None:
         return None
     try:
-        with study.beating(claim):
+        with study.heartbeats(claim):
             try:
                 outcome = run_row(task, starts, reports=reports)
             except Exception as error:  # one row must not end all
-                if isinstance(error, WorkloadError) and not isinstance(error, OwnersCodeError):
+                if isinstance(error, WorkloadError) and not isinstance(error, UserCodeError):
                     raise  # no row of it can be run: not this row's fault
                 if current_stop().received:
                     raise
@@ -149,7 +149,7 @@ def _attempt(study: GridStudy, task: RowTask, starts: Starts, reports: Path | No
                     raise refused from error  # it says nothing about the row
                 outcome = Outcome(status="failed", reason=one_line(error), environment=machine())
     except BaseException:
-        study.give_back(claim)
+        study.release(claim)
         raise
     if outcome.status == "failed":
         study.fail(claim, outcome)

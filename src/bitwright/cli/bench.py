@@ -8,18 +8,19 @@ from typing import Annotated
 
 import typer
 
-from bitwright.bench import Made, compare_runtimes
+from bitwright.bench import benchmark
+from bitwright.bench.comparison import Comparison, OnRuntime, Timing, Together
 from bitwright.cli import again, grid
 from bitwright.cli.data import open_workload
 from bitwright.cli.options import ReportOption, SamplesOption
 from bitwright.cli.out import Out
 from bitwright.cli.prepared import CheckpointOption, PlanOption, read_plan
 from bitwright.cli.verb import CHECK_FAILED, verb
+from bitwright.core import formatting
 from bitwright.core.errors import BitwrightError
 from bitwright.core.files import write_text
-from bitwright.report import add_to_report, report_of, words
-from bitwright.report.comparison import Comparison, OnRuntime, Together
-from bitwright.report.record_parts import Timing
+from bitwright.ptq.saved_model import SavedModel
+from bitwright.report import add_to_report, report_of
 
 
 class Mode(StrEnum):
@@ -182,8 +183,8 @@ def bench(
         raise BitwrightError(
             "a made model is measured on runtimes that are named", value="all", fix="--runtimes onnxruntime,openvino"
         )
-    with out.phases("starting") as phase:
-        result = compare_runtimes(
+    with out.progress() as progress:
+        result = benchmark(
             found,
             names,
             batch_sizes=batch or [1],
@@ -193,10 +194,10 @@ def bench(
             samples=samples,
             evaluate=mode is not Mode.performance,
             time=mode is not Mode.accuracy,
-            made=made,
+            saved=made,
             instances=instances,
             cores=cores,
-            progress=phase,
+            progress=progress,
         )
     if output is not None:
         write_text(output, result.model_dump_json(indent=1) + "\n")
@@ -210,15 +211,15 @@ def bench(
         raise typer.Exit(CHECK_FAILED)
 
 
-def _made(model: Path | None, plan: Path | None, checkpoint: Path | None) -> Made | None:
+def _made(model: Path | None, plan: Path | None, checkpoint: Path | None) -> SavedModel | None:
     if model is not None and (plan is not None or checkpoint is not None):
         raise BitwrightError("--model has a plan and a checkpoint", fix="leave out --plan and --checkpoint, or --model")
     if model is not None:
-        return Made.load(model)
+        return SavedModel.read(model)
     if plan is None and checkpoint is None:
         return None
     chosen, state = read_plan(plan, checkpoint)
-    return Made(plan=chosen, checkpoint=state)
+    return SavedModel(plan=chosen, checkpoint=state)
 
 
 def _show(out: Out, result: Comparison) -> None:
@@ -228,12 +229,13 @@ def _show(out: Out, result: Comparison) -> None:
     timings = [timing for row in result.runtimes for timing in row.timings]
     if timings:
         heads = ["runtime", "variant", "#batch", "#p50", "#p90", "#p99", "#of float", "#samples/s"]
-        out.table(heads, map(_latency, timings), title=f"latency in ms, {words.counted(timings[0].threads, 'thread')}")
+        out.table(
+            heads, map(_latency, timings), title=f"latency in ms, {formatting.counted(timings[0].threads, 'thread')}"
+        )
     if result.together:
         one = result.together[0]
-        share = (
-            f"{words.counted(len(one.instances), 'instance')} × {words.counted(len(one.instances[0].cores), 'core')}"
-        )
+        cores = formatting.counted(len(one.instances[0].cores), "core")
+        share = f"{formatting.counted(len(one.instances), 'instance')} × {cores}"
         heads = ["runtime", "variant", "#batch", "instance", "#p50", "#p90", "#p99", "#samples/s", "#of float"]
         rows = [cells for row in result.together for cells in _crowd(row)]
         out.table(heads, rows, title=f"latency in ms and throughput, {share}{'' if one.pinned else ' (not bound)'}")
@@ -246,13 +248,13 @@ def _show(out: Out, result: Comparison) -> None:
 
 def _quality(row: OnRuntime) -> list[tuple[str, ...]]:
     """One line for each variant: what doesn't depend on the batch size."""
-    kinds = words.ran_as(row)
-    verdict = f"{'yes' if row.parity.passed else 'no'}, {words.decibels(row.parity.sqnr_db)}"
+    kinds = row.executed_text
+    verdict = f"{'yes' if row.parity.passed else 'no'}, {formatting.decibels(row.parity.sqnr_db)}"
     rows: list[tuple[str, ...]] = []
     for size in row.sizes:
-        scores = [f"{one.metric} {words.score(one)}" for one in row.accuracies if one.where == size.name]
+        scores = [f"{one.metric} {one.text}" for one in row.accuracies if one.where == size.name]
         told = (kinds, verdict) if size.name == "quantized" else ("float", "")
-        rows.append((row.runtime, size.name, ", ".join(scores), words.size(size.bytes), *told))
+        rows.append((row.runtime, size.name, ", ".join(scores), formatting.size(size.bytes), *told))
     return rows
 
 

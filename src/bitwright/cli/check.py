@@ -8,15 +8,15 @@ from typing import Annotated
 
 import typer
 
-from bitwright.bench.prepared_model import load_prepared
 from bitwright.cli.data import open_workload, probes
 from bitwright.cli.options import SamplesOption, WorkloadArg
 from bitwright.cli.out import Out
 from bitwright.cli.prepared import CheckpointOption, PlanOption, read_plan
 from bitwright.cli.verb import CHECK_FAILED, verb
+from bitwright.core import formatting
 from bitwright.deploy import Check, default_runtime, open_runtime, readers
 from bitwright.deploy import check as check_model
-from bitwright.report import words
+from bitwright.ptq.saved_model import load_prepared
 from bitwright.workload.data import rebatched
 
 
@@ -75,7 +75,7 @@ def _show(out: Out, results: list[Check], *, per_site: bool) -> None:
         for output in result.outputs:
             agreement = "" if output.top1_agreement is None else f"{100 * output.top1_agreement:.4g} %"
             verdict = "agrees" if output.passed else "diverges"
-            sqnr = words.decibels(None if output.sqnr_db == float("inf") else output.sqnr_db)
+            sqnr = formatting.decibels(None if output.sqnr_db == float("inf") else output.sqnr_db)
             rows.append((result.runtime, output.name, verdict, sqnr, f"{output.max_error:.3g}", agreement))
     out.table(["runtime", "output", "verdict", "#SQNR", "#largest error", "#same top-1"], rows)
     _show_distance(out, results[0])
@@ -102,7 +102,7 @@ def _show_distance(out: Out, result: Check) -> None:
         [
             (
                 output.name,
-                words.decibels(None if output.sqnr_db == float("inf") else output.sqnr_db),
+                formatting.decibels(None if output.sqnr_db == float("inf") else output.sqnr_db),
                 "" if output.top1_agreement is None else f"{100 * output.top1_agreement:.4g} %",
             )
             for output in distance.outputs
@@ -118,7 +118,7 @@ def _show_sites(out: Out, result: Check) -> None:
                 site.site,
                 f"{100 * site.differing:.3g} %",
                 str(site.largest),
-                words.decibels(None if site.sqnr_db == float("inf") else site.sqnr_db),
+                formatting.decibels(None if site.sqnr_db == float("inf") else site.sqnr_db),
                 site.grid or ("diverges" if site.diverges else ""),
             )
             for site in result.sites

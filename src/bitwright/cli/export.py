@@ -8,19 +8,19 @@ from typing import Annotated
 
 import typer
 
-from bitwright.bench.prepared_model import load_prepared
 from bitwright.cli.data import open_workload
 from bitwright.cli.options import WorkloadArg
 from bitwright.cli.out import Out
 from bitwright.cli.prepared import CheckpointOption, PlanOption, read_plan
 from bitwright.cli.verb import verb
-from bitwright.core.output_folder import locked, replacing_all
+from bitwright.core import formatting
+from bitwright.core.output_folder import locked, replacing_with_siblings
 from bitwright.core.registry import ARTEFACTS, RUNTIMES
 from bitwright.deploy import Runtime, export_float, readers
 from bitwright.deploy import export as export_model
 from bitwright.deploy.onnx_files import stored_bytes
 from bitwright.plan import Plan
-from bitwright.report import words
+from bitwright.ptq.saved_model import load_prepared
 
 
 @verb(
@@ -57,7 +57,7 @@ def export(
         return
     chosen = None if as_float else read_plan(plan, checkpoint)
     # The temporary file is opened first: a place that can't be written ends this before any long work.
-    with replacing_all(output) as temporary:
+    with replacing_with_siblings(output) as temporary:
         found = open_workload(out, workload)
         if chosen is None:
             with out.steps("exporting"):
@@ -78,7 +78,7 @@ def export(
                 facts["sidecar"] = str(beside)
                 text = f"float with rounded weights, {batch}; its grids: {beside}"
     out.data(facts)
-    out.say(f"{output}: {words.size(stored_bytes(output))}, {text}")
+    out.say(f"{output}: {formatting.size(stored_bytes(output))}, {text}")
 
 
 def _export_own(out: Out, workload: str, output: Path, chosen: tuple[Plan, Path] | None, runtime: str) -> None:
@@ -89,8 +89,8 @@ def _export_own(out: Out, workload: str, output: Path, chosen: tuple[Plan, Path]
     found = open_workload(out, workload)
     if chosen is not None:
         load_prepared(found, *chosen)
-    with out.steps(f"exporting for {runtime}"), replacing_all(output) as temporary:
+    with out.steps(f"exporting for {runtime}"), replacing_with_siblings(output) as temporary:
         (kind.write_float if chosen is None else kind.write)(found.model, temporary, found.inputs)
     size = kind.size(output)
     out.data({"path": str(output), "bytes": size, "runtime": runtime})
-    out.say(f"{output}: {words.size(size)}, for {runtime}")
+    out.say(f"{output}: {formatting.size(size)}, for {runtime}")

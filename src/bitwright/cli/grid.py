@@ -9,11 +9,10 @@ from pathlib import Path
 
 import typer
 
-from bitwright.bench import GridConfig, Leaderboard, Told, markdown, run_grid
+from bitwright.bench import GridConfig, Leaderboard, Told, run_grid
 from bitwright.bench.leaderboard import (
     Summary,
     comparable,
-    counted,
     drop_words,
     reasons,
     short_reason,
@@ -25,7 +24,9 @@ from bitwright.cli.out import Out
 from bitwright.cli.verb import CHECK_FAILED
 from bitwright.core.errors import BitwrightError
 from bitwright.core.files import write_text
-from bitwright.core.output_folder import replacing_all
+from bitwright.core.formatting import counted
+from bitwright.core.output_folder import replacing_with_siblings
+from bitwright.report.leaderboard_markdown import markdown
 
 SUFFIXES = (".yaml", ".yml")
 
@@ -61,7 +62,7 @@ def run(
         board = run_grid(config, starts=starts, reports=reports, watch=watch, work=not show)
     files = []
     if output is not None:
-        with replacing_all(output) as temporary:  # both or none
+        with replacing_with_siblings(output) as temporary:  # both or none
             board.save(temporary)
             write_text(temporary.with_suffix(".md"), markdown(board))
         files = [output, output.with_suffix(".md")]

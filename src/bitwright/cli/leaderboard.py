@@ -7,11 +7,12 @@ from typing import Annotated
 
 import typer
 
-from bitwright.bench.leaderboard import Leaderboard, counted
-from bitwright.bench.page import links, write_page
+from bitwright.bench.leaderboard import Leaderboard
 from bitwright.cli.out import Out
 from bitwright.cli.verb import verb
 from bitwright.core.errors import BitwrightError
+from bitwright.core.formatting import counted
+from bitwright.report.leaderboard_page import links, write_page
 
 
 @verb(

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from bitwright.backends import Choices, fitting, make_plan
+from bitwright.backends import Choices, make_plan, resolve_for_backend
 from bitwright.backends import backend as find_backend
 from bitwright.cli.choosing import with_choices
 from bitwright.cli.data import open_workload
@@ -76,7 +76,7 @@ def plan(
     elif plan is None:
         made = make_plan(graph, backend, model=found.name, **choices)
     else:
-        made = fitting(plan, table, graph, name=found.name)
+        made = resolve_for_backend(plan, table, graph, name=found.name)
     if output is not None:
         made.save(output)
     _show(out, made, other.resolve(graph) if other is not None else None, output)
@@ -101,6 +101,6 @@ def _show(out: Out, plan: Plan, other: Plan | None, output: Path | None) -> None
     elif output is None:
         out.result(plan.to_yaml())
     if output is not None:
-        low = sum(spec.low for spec in plan.compute.values())
+        low = sum(spec.is_low_precision for spec in plan.compute.values())
         computed = f"{low} operators computed in low precision, " if low else ""
         out.say(f"{output}: {computed}{quantized} quantized sites, {len(plan.float)} entries left in float")

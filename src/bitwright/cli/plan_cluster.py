@@ -15,9 +15,9 @@ from bitwright.cli.verb import verb
 from bitwright.cluster import Cluster, MemoryLimit
 from bitwright.cluster.memory_limit import describe_limits
 from bitwright.cluster.plan_cluster import PlannerComparison, compare_planners
+from bitwright.core import formatting
 from bitwright.core.errors import BitwrightError
 from bitwright.core.registry import PLANNERS
-from bitwright.report import words
 from bitwright.sensitivity import Indications
 
 _SMALL_SHARE = 32
@@ -136,5 +136,5 @@ def _show(out: Out, comparison: PlannerComparison, output: Path | None, trained:
 
 
 def _memory(kind: str, used: int, limit: MemoryLimit | None) -> str:
-    over = f" (of {words.size(limit.usable)}: too much)" if limit is not None and not limit.holds(used) else ""
-    return f"{kind} {words.size(used)}{over}"
+    over = f" (of {formatting.size(limit.usable)}: too much)" if limit is not None and not limit.holds(used) else ""
+    return f"{kind} {formatting.size(used)}{over}"

@@ -20,9 +20,10 @@ from bitwright.cluster import Cluster, Prediction, write_trace
 from bitwright.cluster.compare import StepComparison, check_is_here
 from bitwright.cluster.memory_limit import describe_limits
 from bitwright.cluster.predict_workload import compare_with_steps, predict
+from bitwright.core import formatting
 from bitwright.core.errors import BitwrightError, PlanError, Problem
 from bitwright.profiling import DeviceProfile, StepGraph, StepSettings
-from bitwright.report import add_to_report, forecast, report_of, words
+from bitwright.report import add_to_report, forecast, report_of
 
 
 @verb(
@@ -157,10 +158,10 @@ def _show(out: Out, prediction: Prediction, comparison: StepComparison | None, t
                 f"{100 * device.busy:.0f} %",
                 f"{100 * device.communicating:.0f} %",
                 f"{100 * device.waiting:.0f} %",
-                "" if device.memory is None else words.size(device.memory.peak),
+                "" if device.memory is None else formatting.size(device.memory.peak),
                 "" if device.memory is None else device.memory.cause,
-                "" if device.memory is None else words.size(device.memory.process),
-                "" if device.limit is None else words.size(device.limit.usable),
+                "" if device.memory is None else formatting.size(device.memory.process),
+                "" if device.limit is None else formatting.size(device.limit.usable),
                 {True: "yes", False: "no", None: ""}[device.fits],
             )
             for device in prediction.devices[:20]

@@ -16,14 +16,15 @@ from bitwright.cli.indicating import FormatsOption, IndicatorOption, refuse_choi
 from bitwright.cli.options import ReportOption, WorkloadArg
 from bitwright.cli.out import Out
 from bitwright.cli.verb import verb
+from bitwright.core import formatting
 from bitwright.core.errors import BitwrightError
 from bitwright.plan import Plan
 from bitwright.ptq.quantize import Quantized
 from bitwright.ptq.quantize import quantize as quantize_model
-from bitwright.report import add_to_report, network, report_of, sensitivity, words
+from bitwright.report import add_to_report, network, report_of, sensitivity
 from bitwright.sensitivity import Scores, SiteScore, Suggestion, suggest
 from bitwright.sensitivity import score as score_model
-from bitwright.workload import Workload, can_measure, loss_of, measure
+from bitwright.workload import Workload, can_measure, evaluate, loss_of
 from bitwright.workload.data import split
 
 _BATCH = 32  # the numbers of one batch are kept: small ones need little memory
@@ -76,7 +77,7 @@ def score(
     if output is not None and not can_measure(found):
         fix = "give the Workload evaluation= or evaluate=, or leave --output out"
         raise BitwrightError("no suggestion can be measured", where=f"workload {found.name!r}", fix=fix)
-    with out.steps("calibrating") as step:
+    with out.progress("calibrating") as progress:
         quantized = quantize_model(
             found.model,
             calibration(found),
@@ -84,13 +85,13 @@ def score(
             plan=plan,
             example=found.inputs,
             name=found.name,
-            progress=step,
+            progress=progress,
             **choices,
         )
     loss = None if found.loss is None or found.evaluation is None else loss_of(found)
     data = probes(found, samples) if loss is None else labelled(found, samples)
-    with out.steps("scoring", -(-samples // _BATCH)) as step:
-        scores = score_model(quantized.model, split(data, _BATCH), loss=loss, progress=step)
+    with out.progress("scoring") as progress:
+        scores = score_model(quantized.model, split(data, _BATCH), loss=loss, progress=progress)
     suggestion = _suggestion(out, found, quantized, scores, most) if can_measure(found) else None
     if suggestion is not None and output is not None:
         suggestion.plan.save(output)
@@ -103,14 +104,16 @@ def score(
 
 def _suggestion(out: Out, workload: Workload, quantized: Quantized, scores: Scores, most: int) -> Suggestion:
     def metric(model: nn.Module) -> float:
-        return measure(workload, model)[workload.metric]
+        return evaluate(workload, model)[workload.metric]
 
     doubt = workload.direction_note()
     if doubt is not None:
         out.note(doubt)
-    with out.steps("measuring suggestions", most) as step:
+    with out.progress("measuring suggestions") as progress:
         less = workload.less_is_better()
-        return suggest(quantized.model, quantized.plan, scores, metric, most=most, lower_is_better=less, progress=step)
+        return suggest(
+            quantized.model, quantized.plan, scores, metric, most=most, lower_is_better=less, progress=progress
+        )
 
 
 def _show(
@@ -143,7 +146,7 @@ def _show(
     more = f", {left} more sites with --top" if left > 0 else ""
     out.say(
         f"{scores.samples} samples; {100 * scores.shared:.0f} % of the operators' runs shared, "
-        f"{words.size(scores.kept_bytes)} kept{more}"
+        f"{formatting.size(scores.kept_bytes)} kept{more}"
     )
     if suggestion is None:
         out.say("no suggestion: the workload doesn't say how good a model is")
@@ -152,12 +155,12 @@ def _show(
     out.table(
         ["operators in float", f"#{metric}", "#change"],
         [
-            ("none", words.measured(metric, suggestion.before), ""),
+            ("none", formatting.metric_value(metric, suggestion.before), ""),
             *(
                 (
                     f"+ {t.operators[-1]}",
-                    words.measured(metric, t.metric),
-                    words.moved(metric, t.metric - suggestion.before),
+                    formatting.metric_value(metric, t.metric),
+                    formatting.metric_change(metric, t.metric - suggestion.before),
                 )
                 for t in suggestion.trials
             ),
@@ -166,7 +169,7 @@ def _show(
     if not suggestion.operators:
         out.say("nothing is won by keeping operators in float")
         return
-    names, gain = ", ".join(suggestion.operators), words.moved(metric, suggestion.gain)
+    names, gain = ", ".join(suggestion.operators), formatting.metric_change(metric, suggestion.gain)
     out.say(f"keep {len(suggestion.operators)} in float: {gain} {metric} ({names})")
     for change in changes:
         out.say(f"  {change}")
@@ -178,7 +181,7 @@ def _row(score: SiteScore) -> tuple[str, ...]:
     return (
         score.site,
         score.format,
-        "" if score.sqnr_db is None else words.decibels(None if score.sqnr_db == float("inf") else score.sqnr_db),
+        "" if score.sqnr_db is None else formatting.decibels(None if score.sqnr_db == float("inf") else score.sqnr_db),
         f"{100 * score.output_error:.3g} %",
         f"{score.cosine_distance:.2g}",
         "" if score.loss_change is None else f"{score.loss_change:+.3g}",

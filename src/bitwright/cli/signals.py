@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from bitwright.core.files import remove_living
+from bitwright.core.files import remove_own_folders
 from bitwright.core.interrupts import Stop, listening
 
 SIGNALS = tuple(
@@ -127,7 +127,7 @@ def _explain(stop: Stop, pipe: Any, say: Callable[[str], None]) -> None:
 def end_now(number: int) -> None:
     """End without waiting for the main thread: remove temporary folders and end the children first."""
     with suppress(Exception):
-        remove_living()
+        remove_own_folders()
     with suppress(Exception):
         for child in _children():
             with suppress(OSError):

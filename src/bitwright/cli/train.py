@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from bitwright.cli.data import open_workload
 from bitwright.cli.options import (
     ActivationsOption,
+    FirstLastBitsOption,
     FoldingOption,
     KeepFloatOption,
     ObserverOption,
@@ -25,10 +26,11 @@ from bitwright.cli.options import (
 from bitwright.cli.out import Out
 from bitwright.cli.settings import with_settings
 from bitwright.cli.verb import verb
-from bitwright.core.output_folder import visible
-from bitwright.report import new_record, words, write_report
+from bitwright.core import formatting
+from bitwright.core.output_folder import visible_files
+from bitwright.report import new_record, write_report
+from bitwright.report.training import training_record
 from bitwright.training import Callback, TensorBoard, TrainConfig, Trainer, tensorboard_problem
-from bitwright.training.recorded import recorded
 from bitwright.training.run import Run
 
 
@@ -101,10 +103,7 @@ def train(
         str | None,
         typer.Option("--device", help="cpu, cuda, cuda:1, … (default: an accelerator if there is one)."),
     ] = None,
-    edges: Annotated[
-        int | None,
-        typer.Option("--edges", help="Bits of the first and last operator (default below 8 bits: 8)."),
-    ] = None,
+    first_last_bits: FirstLastBitsOption = None,
     weights: WeightsOption = None,
     activations: ActivationsOption = None,
     observer: ObserverOption = None,
@@ -112,7 +111,7 @@ def train(
     quantizer: QuantizerOption = None,
     weight_quantizer: WeightQuantizerOption = None,
     keep_float: KeepFloatOption = None,
-    bn: FoldingOption = None,
+    fold: FoldingOption = None,
 ) -> None:
     """Train a workload, in float or (--quantize) quantized; the flag is the only difference.
 
@@ -128,8 +127,8 @@ def train(
         quantizer=quantizer,
         weight_quantizer=weight_quantizer,
         keep_float=keep_float or [],
-        edges=edges,
-        bn=bn,
+        first_last_bits=first_last_bits,
+        fold=fold,
     )
     found = open_workload(out, workload)
     callbacks: list[Callback] = []
@@ -150,7 +149,7 @@ def train(
         out=output,
         init=init,
         resume=resume or "auto",
-        callbacks=[*callbacks, bar],
+        callbacks=[*callbacks, bar, _Report()],
         device=device,
         **choices,
     ).fit()
@@ -158,23 +157,29 @@ def train(
         return
     if bar.begun == result.steps:
         out.note("this run had finished already: no step was trained, and its files were written again")
-    write_report(new_record(found.name, seed=settings.seed, training=recorded(output)), output)
-    files = {file.name: str(file) for file in visible(output)}
+    files = {file.name: str(file) for file in visible_files(output)}
     out.data({"files": files, "metrics": result.metrics, "best": result.best, "steps": result.steps})
     last = result.metrics[-1] if result.metrics else {}
     if found.metric in last:
         best = ""
         if result.best is not None:
-            value = words.measured(found.metric, result.best[found.metric])
+            value = formatting.metric_value(found.metric, result.best[found.metric])
             best = f" (best {value} in epoch {result.best['epoch']:.0f})"
-        went = f"{words.counted(result.epochs, 'epoch')}, {words.counted(result.steps, 'step')}"
-        out.say(f"{found.metric} {words.measured(found.metric, last[found.metric])} after {went}{best}")
+        went = f"{formatting.counted(result.epochs, 'epoch')}, {formatting.counted(result.steps, 'step')}"
+        out.say(f"{found.metric} {formatting.metric_value(found.metric, last[found.metric])} after {went}{best}")
         if result.best is not None:
             kept = result.best["epoch"] if settings.patience is not None else result.epochs
             more = "" if kept == result.best["epoch"] else ", the last one; --patience keeps the best"
             out.say(f"checkpoint.safetensors is that of epoch {kept:.0f}{more}")
     for file in files.values():
         out.say(f"  {file}")
+
+
+class _Report(Callback):
+    """Write the report together with the result."""
+
+    def on_result(self, run: Run, folder: Path) -> None:
+        write_report(new_record(run.workload.name, seed=run.config.seed, training=training_record(folder)), folder)
 
 
 class _Bar(Callback):
@@ -224,11 +229,13 @@ class _Bar(Callback):
             said.append(f"loss {run.loss:.4f}")
         metric = run.workload.metric
         if run.metrics and metric in run.metrics[-1]:
-            said.append(f"{metric} {words.measured(metric, run.metrics[-1][metric])}")
+            said.append(f"{metric} {formatting.metric_value(metric, run.metrics[-1][metric])}")
         self.progress.update(self.task, completed=run.step, description=", ".join(said))
 
     def on_epoch(self, run: Run, values: dict[str, float]) -> None:
-        shown = ", ".join(f"{name} {words.measured(name, value)}" for name, value in values.items() if name != "n")
+        shown = ", ".join(
+            f"{name} {formatting.metric_value(name, value)}" for name, value in values.items() if name != "n"
+        )
         mean = self._epoch_loss()
         self.losses, self.begun = [], run.step
         loss = "" if mean is None else f"loss {mean:.4f}, "

@@ -9,19 +9,19 @@ import typer
 from pydantic import ValidationError
 
 from bitwright.cli.data import open_workload
-from bitwright.cli.deliver import write_report
 from bitwright.cli.options import SamplesOption
 from bitwright.cli.out import Out
-from bitwright.cli.quantize import usable_runtimes
 from bitwright.cli.verb import CHECK_FAILED, verb
+from bitwright.core import formatting
 from bitwright.core.errors import BitwrightError, WorkloadError
 from bitwright.core.interrupts import resumable
-from bitwright.core.output_folder import visible
-from bitwright.report import Accuracy, Size, new_record, words
+from bitwright.core.output_folder import visible_files
+from bitwright.deployment import finish, usable_runtimes
+from bitwright.report import Accuracy, Size, new_record
 from bitwright.report import write_report as write_files
+from bitwright.report.tuning import tuning_record
 from bitwright.tuning import Budget, Goal, TuneConfig, Tuned
 from bitwright.tuning.baseline import Baseline
-from bitwright.tuning.recorded import recorded
 from bitwright.tuning.search import Asked
 from bitwright.workload import can_measure
 
@@ -100,18 +100,17 @@ def tune(
             where=f"workload {found.name!r}",
             fix="give the Workload evaluation= or evaluate=, or leave --drop out: the model is quantized once",
         )
-    runtimes = usable_runtimes(out, config.backend)
+    runtimes = usable_runtimes(config.backend)
     float_size = sum(t.numel() * t.element_size() for t in found.model.state_dict().values())
 
     def report(tuned: Tuned, folder: Path) -> None:
         """Into the folder that becomes the output: the model and its report appear together."""
         if tuned.quantized is None:  # float is the best: there is a search to tell of, but no quantized model
-            write_files(new_record(found.name, seed=config.seed, tuning=recorded(tuned, found.metric)), folder)
+            write_files(new_record(found.name, seed=config.seed, tuning=tuning_record(tuned, found.metric)), folder)
             return
         before = [] if tuned.baseline is None else [_accuracy(found.metric, tuned.baseline, tuned.goal)]
         size = Size(name="float weights", bytes=float_size)
-        write_report(
-            out,
+        finish(
             found,
             tuned.quantized,
             folder,
@@ -119,18 +118,19 @@ def tune(
             accuracies=before,
             float_size=size,
             seed=config.seed,
-            tuning=recorded(tuned, found.metric),
+            tuning=tuning_record(tuned, found.metric),
+            progress=progress,
         )
 
     kept = "all trials that were finished are kept; rerun the command to resume"
     if config.store is not None and not (resume or config.resume):
         kept = f"{kept}, with --resume"  # others may use that store: nothing in it is continued by surprise
-    with resumable(kept), out.phases("starting") as phase:
+    with resumable(kept), out.progress() as progress:
         tuned = config.tune(
             found,
             output=output,
             resume=resume or config.resume or "auto",
-            progress=phase,
+            progress=progress,
             watch=lambda asked, baseline: _tell(out, asked, baseline),
             on_result=report,
         )
@@ -205,7 +205,7 @@ def _missed(tuned: Tuned, metric: str) -> str:
 
 
 def _show(out: Out, tuned: Tuned, metric: str, folder: Path) -> None:
-    files = [str(file) for file in visible(folder) if file.is_file()]
+    files = [str(file) for file in visible_files(folder) if file.is_file()]
     out.data({"files": files, **tuned.to_json()})
     front = {asked.number for asked in tuned.pareto}
     best = sorted(tuned.history, key=lambda asked: asked.outcome.rank())[:_SHOWN]
@@ -215,7 +215,7 @@ def _show(out: Out, tuned: Tuned, metric: str, folder: Path) -> None:
             "yes" if asked.outcome.passed else "no",
             ", ".join(f"{v:.4g}" for k, v in asked.outcome.metrics.items() if k != "n"),
             "" if asked.outcome.latency_ratio is None else f"{asked.outcome.latency_ratio:.2f}×",
-            "" if asked.outcome.size is None else words.size(asked.outcome.size),
+            "" if asked.outcome.size is None else formatting.size(asked.outcome.size),
             "yes" if asked.number in front else "",
             str(asked.candidate),
         )

@@ -29,7 +29,7 @@ class Cost:
 
 def kernel_estimate(call: CallSpec, spec: ComputeSpec | None) -> Cost | None:
     """Return the kernel's own estimate of an operator's cost, if it has one."""
-    if spec is None or not spec.low:
+    if spec is None or not spec.is_low_precision:
         return None
     shapes = {port: tensor.shape for port, tensor in call.ports}
     found: tuple[float, float] | None = KERNELS.get(spec.format).seconds(call.kind, shapes, spec)

@@ -1,4 +1,4 @@
-"""Addresses of stores: what is one, and how to show it without its secrets."""
+"""Recognize store addresses and display them without secrets."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from urllib.parse import unquote, unquote_plus
 
 from bitwright.core.errors import shortened
 
-__all__ = ["address_without_secrets", "is_address", "words_without_secrets"]
+__all__ = ["address_without_secrets", "is_address", "message_without_secrets"]
 
 _ADDRESS = re.compile(r"(?:\w*sql\w*(?:\+\w+)?|postgres|oracle|redis)(?::|//)|[^/\\@]+:[^/\\@]*@", re.IGNORECASE)
-"""How an address begins, also one in which something is missing: as a file's name it would have the password."""
+"""The start of an address, including incomplete ones: a file with such a name would expose the password."""
 _SECRET = re.compile(r"([^=?&;#\s]*(?:pass|pwd|secret|token|key|credential)[^=?&;#\s]*\s*=\s*)[^&;#]*", re.IGNORECASE)
 _HARMLESS = {"host", "port", "dbname", "user", "sslmode", "connect_timeout", "timeout", "application_name", "uri"}
-"""Options whose values a driver may repeat in its message."""
+"""Options with values that may appear in a driver's message."""
 
 
 def is_address(store: object) -> bool:
-    """Whether this is, or was meant as, the address of a server or database; otherwise it is a file."""
+    """Whether `store` is, or was meant to be, the address of a server or database. Otherwise it is a file."""
     return "://" in str(store) or _ADDRESS.match(str(store)) is not None
 
 
 def address_without_secrets(store: str | Path | None) -> str:
-    """The store's address, without its user, its password, and the values of its options."""
+    """The store's address without user, password and option values."""
     text = str(store)
     if not is_address(text):
         return text
     scheme, mark, rest = text.partition("://" if "://" in text else ":")
     address, query, options = rest.partition("?")
     _, at, tail = address.rpartition("@")
-    if "@" in options:  # a password with a question mark in it, or one in the options with an @: nobody can tell
+    if "@" in options:  # ambiguous: a password with a question mark, or an option with an @
         return f"{scheme}{mark}…"
     known = (re.match(r"\w+=", option) for option in options.split("&"))
     names = "&".join(f"{name[0] if name else ''}…" for name in known) if query else ""
@@ -41,19 +41,19 @@ def _masked(match: re.Match[str]) -> str:
     return f"{match[1]}…"
 
 
-def words_without_secrets(words: str, store: str | Path | None) -> str:
-    """What a driver says, without the password or the parts of it that it may repeat."""
+def message_without_secrets(words: str, store: str | Path | None) -> str:
+    """A driver's message without the password or parts of it."""
     text = str(store)
     words = words.replace(text, address_without_secrets(store))
     for secret in sorted(_secrets(text), key=len, reverse=True):
-        # a short one would be found within many words
+        # match short secrets only as separate words
         pattern = re.escape(secret) if len(secret) > 3 else rf"(?<!\w){re.escape(secret)}(?!\w)"
         words = re.sub(pattern, "…", words)
     return shortened(_SECRET.sub(_masked, words), 400)
 
 
 def _secrets(text: str) -> set[str]:
-    """The secrets in an address, as they are written, as they are meant, and in parts: it may be cut at any mark."""
+    """The secrets in an address: raw, decoded, and split at separators, because drivers may cut the text anywhere."""
     rest = text.partition("://")[2]
     found = {
         rest.rpartition("@")[0].partition(":")[2],

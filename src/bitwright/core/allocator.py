@@ -1,8 +1,8 @@
-"""Memory that a process frees and needs again: kept, instead of given back to the system at every step.
+"""Keep freed memory in the process instead of returning it to the operating system.
 
-glibc gives large blocks back as soon as they are free, and the system has to clear their pages when they are asked for
-again. For activations that takes a good part of a training step on a CPU, more or less of it by chance: the limit moves
-with what was freed before. With fixed limits steps are faster, and take the same time again and again.
+glibc returns large blocks as soon as they are free, and the kernel clears their pages on the next allocation. On a CPU,
+this takes a considerable and varying part of a training step because glibc adjusts its thresholds at run time. Fixed
+thresholds make steps faster and their times reproducible.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import ctypes
 import sys
 from functools import cache
 
-_TRIM, _PAD, _MMAP = -1, -2, -3  # mallopt's numbers
-_LARGEST = 32 << 20  # glibc takes no larger one: larger blocks come and go as before
+_TRIM, _PAD, _MMAP = -1, -2, -3  # mallopt constants
+_LARGEST = 32 << 20  # the largest threshold that glibc accepts; larger blocks are still returned
 
 
 @cache
-def keep_memory() -> bool:
-    """Let this process keep what it frees; False where the C library isn't glibc."""
+def keep_freed_memory() -> bool:
+    """Set glibc's thresholds so that this process keeps freed memory. Return False if the C library isn't glibc."""
     if not sys.platform.startswith("linux"):
         return False
     try:

@@ -1,4 +1,4 @@
-"""`@strict`: public functions and classes refuse unknown keyword arguments and arguments of the wrong type."""
+"""`@strict`: public functions and classes reject unknown keyword arguments and arguments of the wrong type."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _CONTAINERS = {
 
 
 def fits(value: Any, hint: Any) -> bool:
-    """Whether `value` is what `hint` asks for."""
+    """Whether `value` matches the type hint."""
     if hint is Any or hint is object:
         return True
     if hint is None or hint is NoneType:
@@ -78,10 +78,10 @@ def _fits_container(value: Any, origin: Any, of: tuple[Any, ...]) -> bool:
     if origin is type:
         return isinstance(value, type)
     if origin in (Iterable, Sequence, list):
-        if _is_tensor(value) or isinstance(value, bytes):  # one batch instead of several
+        if _is_tensor(value) or isinstance(value, bytes):  # a single batch where a list of batches is expected
             return False
         if isinstance(value, str):
-            return origin is Iterable and of == (str,)  # one name instead of several, where that is allowed
+            return origin is Iterable and of == (str,)  # a single name is accepted for Iterable[str]
         if isinstance(value, Mapping) and of == (Any,):
             return False
         return hasattr(value, "__iter__") or hasattr(value, "__getitem__")
@@ -95,15 +95,15 @@ def _is_tensor(value: Any) -> bool:
     return (torch is not None and isinstance(value, torch.Tensor)) or type(value).__name__ == "ndarray"
 
 
-def name_of(hint: Any) -> str:
-    """The type in words."""
+def type_name(hint: Any) -> str:
+    """A readable name of the type."""
     origin = get_origin(hint)
     if origin in (Union, UnionType):
-        return " or ".join(dict.fromkeys(name_of(kind) for kind in get_args(hint)))
+        return " or ".join(dict.fromkeys(type_name(kind) for kind in get_args(hint)))
     if hint is None or hint is NoneType:
         return "None"
     if isinstance(hint, TypeVar) and hint.__bound__ is not None:
-        return name_of(hint.__bound__)
+        return type_name(hint.__bound__)
     if origin is not None:
         name = getattr(origin, "__name__", str(origin))
         return _CONTAINERS.get(name, name)
@@ -118,7 +118,7 @@ C = TypeVar("C", bound=type)
 
 
 class UnknownArgument(PlanError, TypeError):
-    """A call with a keyword argument that the function doesn't have; also a `TypeError`, as in Python itself."""
+    """A call with a keyword argument that the function doesn't have. Also a `TypeError`, as in Python."""
 
     def __init__(self, problems: list[Problem], *, title: str = "unknown arguments") -> None:
         super().__init__(problems, title=title)
@@ -127,7 +127,7 @@ class UnknownArgument(PlanError, TypeError):
 
 
 class WrongArgument(PlanError, TypeError):
-    """A call with arguments of the wrong type; also a `TypeError`, as in Python itself."""
+    """A call with arguments of the wrong type. Also a `TypeError`, as in Python."""
 
     def __init__(self, problems: list[Problem], *, title: str = "arguments of the wrong type") -> None:
         super().__init__(problems, title=title)
@@ -140,24 +140,24 @@ def strict(target: C) -> C: ...
 @overload
 def strict(target: Callable[P, R]) -> Callable[P, R]: ...
 def strict(target: Any) -> Any:
-    """Check the arguments of a function, or of the constructor and the public methods of a class.
+    """Check the arguments of a function, or of the constructor and public methods of a class.
 
-    Unknown keywords are refused, and so are arguments that aren't of the annotated type (`argument_types.py`).
+    Unknown keywords and arguments that don't match the annotated type raise an error.
 
-    Keywords of an `**choices: Unpack[…]` count as arguments of their own, in the check and in the signature that
-    `help()` shows. Other `**keywords` are left to the function.
+    The keys of `**choices: Unpack[…]` are treated as separate arguments, both in the check and in the signature that
+    `help()` shows. Other `**keywords` are not checked.
     """
     return _strict_class(target) if isinstance(target, type) else _strict_function(target, target.__qualname__)
 
 
 def reject_unknown(function: str, given: Iterable[str], known: Iterable[str]) -> None:
-    """Raise for every name of `given` that isn't in `known`."""
+    """Raise an error that lists every name in `given` that isn't in `known`."""
     names = list(known)
     problems = [
         Problem(
             what=f"{function}() has no argument {name!r}",
             where=name,
-            fix=did_you_mean(name, names) if names else "leave it out: it takes no keyword arguments",
+            fix=did_you_mean(name, names) if names else "remove it: the function takes no keyword arguments",
             code="unknown-argument",
         )
         for name in given
@@ -168,11 +168,11 @@ def reject_unknown(function: str, given: Iterable[str], known: Iterable[str]) ->
 
 
 def reject_wrong_types(function: str, given: Mapping[str, Any], hints: Mapping[str, Any]) -> None:
-    """Raise for every argument that isn't of the type that `hints` has for it."""
+    """Raise an error that lists every argument that doesn't match its type in `hints`."""
     problems = []
     for name, value in given.items():
         if name in hints and not fits(value, hints[name]):
-            wanted = name_of(hints[name])
+            wanted = type_name(hints[name])
             problems.append(
                 Problem(
                     what=f"{function}() takes {wanted} as {name!r}",
@@ -187,21 +187,21 @@ def reject_wrong_types(function: str, given: Mapping[str, Any], hints: Mapping[s
 
 
 def _fix(value: Any, hint: Any, wanted: str) -> str:
-    if isinstance(value, type) and fits_class(value, hint):
-        return f"give an object of the class: {value.__name__}(…)"
+    if isinstance(value, type) and class_matches(value, hint):
+        return f"pass an instance of the class: {value.__name__}(…)"
     if fits([value], hint):
-        return "give a list, also of one"
-    return f"give {wanted}"
+        return "pass a list, even for a single item"
+    return f"pass {wanted}"
 
 
-def fits_class(cls: type, hint: Any) -> bool:
-    """Whether objects of `cls` are what `hint` asks for."""
+def class_matches(cls: type, hint: Any) -> bool:
+    """Whether instances of `cls` match `hint`."""
     kinds = get_args(hint) or (hint,)
     return any(isinstance(kind, type) and issubclass(cls, kind) for kind in kinds)
 
 
 def _hints(function: Callable[..., Any], signature: inspect.Signature) -> dict[str, Any]:
-    """The types of parameters; those that exist only for type checkers are left out. A default is always accepted."""
+    """The types of parameters, without those that exist only for type checkers. A default value is always accepted."""
     scope = vars(sys.modules[function.__module__])
     hints: dict[str, Any] = {}
     for parameter in inspect.signature(function).parameters.values():
@@ -213,7 +213,7 @@ def _hints(function: Callable[..., Any], signature: inspect.Signature) -> dict[s
         hint = parameter.annotation
         if isinstance(hint, str):
             try:
-                hint = eval(hint, scope)  # an annotation of this package
+                hint = eval(hint, scope)  # annotations come from this package only
             except Exception:
                 continue
         if hint is not parameter.empty:
@@ -255,7 +255,7 @@ def _strict_function(
         nonlocal hints
         if kwargs and not names.issuperset(kwargs):
             reject_unknown(title, [name for name in kwargs if name not in names], sorted(names - {"self", "cls"}))
-        if hints is None:  # now all of the module is defined
+        if hints is None:  # evaluated at the first call, when the module is fully defined
             hints = _hints(function, signature)
         if hints:
             reject_wrong_types(title, {**dict(zip(positional, args, strict=False)), **kwargs}, hints)
@@ -306,10 +306,10 @@ def _strict_class(cls: type) -> type:
             setattr(cls, name, type(member)(_strict_function(member.__func__, title)))
     fields = getattr(cls, "model_fields", None)
     if fields is not None:
-        if "__init__" not in vars(cls):  # pydantic's; set here it doesn't run when files are validated
+        if "__init__" not in vars(cls):  # pydantic's __init__; a replacement is not called when files are validated
             aliases = [field.alias for field in fields.values() if field.alias is not None]
             changed.__init__ = _strict_function(changed.__init__, cls.__name__, [*fields, *aliases])
     elif "__init__" in vars(cls):
-        # a dataclass with a check of its own knows better what to say
+        # a dataclass with its own checks gives better messages
         changed.__init__ = _strict_function(changed.__init__, cls.__name__, types="__post_init__" not in vars(cls))
     return cls

@@ -1,4 +1,4 @@
-"""Arrays, tensors and pictures out of files. A damaged file is one clear error, and none can fill the memory."""
+"""Read arrays, tensors and images from files. Damaged files raise a clear error; sizes are limited."""
 
 from __future__ import annotations
 
@@ -23,55 +23,57 @@ _MOST_PIXELS = 40_000_000
 
 
 def npz_names(path: Path) -> list[str]:
-    """The arrays that an archive has."""
+    """The names of the arrays in an archive."""
     regular(path, what="the data", fix="give an .npz file", error=WorkloadError)
     try:
         with zipfile.ZipFile(path) as archive:
             return [name.removesuffix(".npy") for name in archive.namelist()]
-    except Exception as error:  # zipfile has several types, of which some aren't documented
+    except Exception as error:  # zipfile raises several exception types, some of them undocumented
         raise _damaged(path, error, "give an .npz file") from error
 
 
 def read_npz(path: Path, names: Sequence[str], *, fix: str = "give an .npz file") -> tuple[NDArray[Any], ...]:
-    """The named arrays of an `.npz` archive: numbers only, in this machine's byte order."""
+    """The named arrays of an `.npz` archive, in this machine's byte order. Only numeric types are allowed."""
     known = npz_names(path)
     missing = [name for name in names if name not in known]
     if missing:
-        what, near = "the file has no such array", did_you_mean(missing[0], known)
+        what, near = "the file doesn't contain this array", did_you_mean(missing[0], known)
         raise WorkloadError(what, where=str(path), value=missing[0], fix=f"{near} {fix}", code="missing-array")
     try:
         with zipfile.ZipFile(path) as archive:
             return tuple(_member(archive, f"{name}.npy" if name not in archive.namelist() else name) for name in names)
-    except Exception as error:  # NumPy and zipfile raise whatever a damaged header leads to
+    except Exception as error:  # NumPy and zipfile raise various exceptions for a damaged header
         raise _damaged(path, error, fix) from error
 
 
 def _member(archive: zipfile.ZipFile, name: str) -> NDArray[Any]:
-    """One array, after its header was compared with what the archive says of its size."""
+    """Read one array after comparing its header with the size stated in the archive."""
     info = archive.getinfo(name)
     if info.file_size > max(_SMALL, MOST_EXPANDED * info.compress_size):
-        raise ValueError(f"{name} expands to {info.file_size} bytes from {info.compress_size}")
+        raise ValueError(f"{name} expands from {info.compress_size} to {info.file_size} bytes")
     with archive.open(info) as file:
         version = np.lib.format.read_magic(file)
         reader = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
         shape, _, dtype = reader(file)
         if dtype.kind not in _KINDS:
-            raise ValueError(f"{name} has the type {dtype}, which is no number")
+            raise ValueError(f"{name} has the non-numeric type {dtype}")
         if not shape or min(shape) < 0:
             raise ValueError(f"{name} has the shape {shape}")
         if prod(shape) * dtype.itemsize > info.file_size:
-            raise ValueError(f"{name} should have {prod(shape)} numbers, and is shorter")
+            raise ValueError(f"{name} is shorter than the {prod(shape)} numbers in its header")
     with archive.open(info) as file:
         array: NDArray[Any] = np.lib.format.read_array(file, allow_pickle=False)
     return array.astype(array.dtype.newbyteorder("="), copy=False)
 
 
 def read_picture(path: Path) -> Any:
-    """A picture as RGB, opened with Pillow."""
+    """Read an image as RGB with Pillow."""
     try:
         from PIL import Image
     except ImportError as error:
-        raise WorkloadError("pictures need Pillow", fix="pip install pillow") from error
+        raise WorkloadError(
+            "Pillow is required to read images", fix="pip install pillow", code="missing-package"
+        ) from error
     fix = "give a JPEG, PNG or BMP file, or remove it"
     regular(path, what="the data", fix=fix, error=WorkloadError)
     try:
@@ -79,7 +81,7 @@ def read_picture(path: Path) -> Any:
             if prod(opened.size) > _MOST_PIXELS or not prod(opened.size):
                 raise ValueError(f"it has {opened.size[0]} × {opened.size[1]} pixels; the limit is {_MOST_PIXELS}")
             return opened.convert("RGB")
-    except Exception as error:  # each of Pillow's decoders has its own: OSError, SyntaxError, struct.error, …
+    except Exception as error:  # Pillow's decoders raise different types: OSError, SyntaxError, struct.error, …
         raise _damaged(path, error, fix) from error
 
 
@@ -92,7 +94,7 @@ def read_tensors(
     regular(path, what=what, fix=fix, error=error)
     try:
         return load_file(path)
-    except Exception as cause:  # safetensors, torch and the operating system have their own
+    except Exception as cause:  # safetensors, torch and the operating system raise different types
         words = shortened(" ".join(str(cause).split()) or type(cause).__name__)
         raise error(f"{what} can't be read: {words}", where=str(path), fix=fix, code="damaged-file") from cause
 

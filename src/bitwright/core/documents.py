@@ -1,7 +1,7 @@
-"""Documents: the one place where the bytes of a file become data.
+"""Read and validate documents: YAML, JSON and gzip.
 
-Every reader of YAML, JSON or gzip goes through here. A document has limits on its size, depth, aliases and numbers, so
-that no file can hang a process or fill its memory. Whatever a document does wrong is a `BitwrightError`.
+All readers use this module. It limits the size, depth, aliases and numbers of a document, so that no file can hang the
+process or exhaust memory. Every problem in a document raises a `BitwrightError`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import re
 import stat
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypeVar, get_origin
 
@@ -30,7 +30,7 @@ from bitwright.core.errors import BitwrightError, PlanError, Problem, did_you_me
 
 __all__ = [
     "DeviceName",
-    "Filled",
+    "NonBlank",
     "Strict",
     "gunzip",
     "name_problem",
@@ -50,55 +50,61 @@ Errors = type[BitwrightError]
 ModelT = TypeVar("ModelT")
 
 MOST_BYTES = 256 << 20
-"""Of a JSON document."""
+"""The size limit of a JSON document."""
 MOST_YAML = 32 << 20
 MOST_DEPTH = 60
 MOST_NODES = 1_000_000
-"""Of a YAML document, without what aliases repeat."""
+"""The node limit of a YAML document, not counting nodes repeated by aliases."""
 MOST_REPEATED = 100_000
-"""Nodes that a YAML document may repeat through aliases."""
+"""The limit of nodes that aliases repeat in a YAML document."""
 MOST_EXPANDED = 100
-"""How many times larger than its file a large gzip stream may be. Traces and data sets stay below 30."""
-_SMALL = 64 << 20  # expanded streams below this size need no such check
+"""The limit of the expansion ratio of a large gzip stream. Traces and data sets have less than 30."""
+_SMALL = 64 << 20  # expanded streams below this size have no ratio limit
 _CHUNK = 1 << 20
-_NOBODY, _SILENT = 1.0, 60.0  # seconds to wait for a pipe that nobody has opened to write, and for one that is silent
-_LARGEST = 2**64  # whole numbers; unsigned 64-bit counters appear in traces
+_NOBODY, _SILENT = 1.0, 60.0  # timeouts in seconds for a pipe without a writer, and for one with a silent writer
+_LARGEST = 2**64  # of integers; traces contain unsigned 64-bit counters
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def name_problem(name: str) -> str | None:
-    """Why a name can't be that of a file in a folder; None if it can."""
+    """Why a string is not a valid file name; None if it is valid."""
     if not name or len(name.encode("utf-8", "replace")) > 120:
-        return "a name that becomes a file name has 1 to 120 bytes"
+        return "a file name must have 1 to 120 bytes"
     if any(mark in name for mark in '/\\:*?"<>|') or not name.isprintable():
-        return "a name that becomes a file name can't have such characters"
+        return "a file name can't contain these characters"
     if name.startswith((".", "~", "-", " ")) or name.endswith((".", " ")):
-        return "a name that becomes a file name can't begin or end like this"
+        return "a file name can't start or end with these characters"
     return None
 
 
 def _not_blank(value: str) -> str:
     if not value.strip():
-        raise ValueError("a name or path can't be empty")
+        raise ValueError("must not be empty")
     return value
 
 
 def _device_name(value: str) -> str:
     if not value.strip() or not value.isprintable() or "/" in value or "\\" in value or len(value) > 120:
-        raise ValueError("the name of a device has 1 to 120 printable characters, without slashes")
+        raise ValueError("a device name must have 1 to 120 printable characters and no slashes")
     return value
 
 
-Filled = Annotated[str, AfterValidator(_not_blank)]
-"""A text that says something."""
+NonBlank = Annotated[str, AfterValidator(_not_blank)]
+"""A string that is not blank."""
 DeviceName = Annotated[str, AfterValidator(_device_name)]
-"""The name of a kind of device."""
+"""The name of a device type."""
 
 
 class Strict(BaseModel):
-    """The base of what files may say: unknown keys, infinity and NaN are refused."""
+    """Base class of file models. Unknown keys, infinity and NaN are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class ResultModel(BaseModel):
+    """The base of results: unknown keys are refused, and values don't change. Unlike `Strict`, it accepts NaN."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 def read_bytes(
@@ -109,7 +115,7 @@ def read_bytes(
     error: Errors = BitwrightError,
     most: int = MOST_BYTES,
 ) -> bytes:
-    """Everything in a file or a pipe, if that is not more than `most` bytes."""
+    """The contents of a file or pipe, up to `most` bytes."""
     found = bytearray()
     try:
         for chunk in _chunks(Path(path), what, fix, error):
@@ -125,7 +131,7 @@ def read_bytes(
 
 
 def regular(path: Path, *, what: str = "the file", fix: str | None = None, error: Errors = BitwrightError) -> Path:
-    """The path, for a library that opens it: not a pipe, which may never end, nor a device or a folder."""
+    """The path, after checking that it is a regular file. For libraries that open the file themselves."""
     try:
         mode = path.stat().st_mode
     except (OSError, ValueError) as cause:
@@ -143,7 +149,7 @@ def _special(mode: int, path: Path, what: str, fix: str | None, error: Errors) -
 
 
 def _chunks(path: Path, what: str, fix: str | None, error: Errors) -> Iterator[bytes]:
-    """A file piece by piece. A pipe is waited for as long as somebody may still write to it."""
+    """Yield a file in chunks. Wait for a pipe as long as a writer may still send data."""
     mode = path.stat().st_mode
     pipe = stat.S_ISFIFO(mode) and hasattr(os, "O_NONBLOCK")
     if not pipe and not stat.S_ISREG(mode):
@@ -151,16 +157,14 @@ def _chunks(path: Path, what: str, fix: str | None, error: Errors) -> Iterator[b
     with open(os.open(path, os.O_RDONLY | (os.O_NONBLOCK if pipe else 0)), "rb", buffering=0) as file:  # noqa: PTH123
         waited, some = 0.0, False
         while True:
-            chunk = file.read(_CHUNK)  # of a pipe: None if there is nothing yet, empty if nobody writes
+            chunk = file.read(_CHUNK)  # for a pipe: None if there is no data yet, empty if there is no writer
             if chunk:
                 waited, some = 0.0, True
                 yield chunk
             elif (some and chunk is not None) or not pipe:
                 return
             elif waited >= (_NOBODY if chunk is not None else _SILENT):
-                raise error(
-                    f"can't read {what}: nothing comes out of the pipe", where=str(path), fix=fix, code="not-a-file"
-                )
+                raise error(f"can't read {what}: the pipe sends no data", where=str(path), fix=fix, code="not-a-file")
             else:
                 time.sleep(0.02)
                 waited += 0.02
@@ -174,12 +178,12 @@ def read_text(
     error: Errors = BitwrightError,
     most: int = MOST_BYTES,
 ) -> str:
-    """The text of a UTF-8 file; a byte-order mark is dropped."""
+    """The text of a UTF-8 file without its byte-order mark."""
     return _decoded(read_bytes(path, what=what, fix=fix, error=error, most=most), path, what, fix, error)
 
 
 def gunzip(raw: bytes, *, where: str, most: int, error: Errors = BitwrightError, fix: str | None = None) -> bytes:
-    """Expand a gzip stream, up to `most` bytes; one that expands without bounds is refused early."""
+    """Expand a gzip stream, up to `most` bytes. Stop early if its expansion ratio is too high."""
     found = bytearray()
     try:
         with gzip.GzipFile(fileobj=io.BytesIO(raw)) as stream:
@@ -187,14 +191,14 @@ def gunzip(raw: bytes, *, where: str, most: int, error: Errors = BitwrightError,
                 found += chunk
                 if len(found) > most or len(found) > max(_SMALL, MOST_EXPANDED * len(raw)):
                     raise error(
-                        "the compressed file expands to too much",
+                        "the compressed file expands to more than the limit",
                         where=where,
                         value=f"more than {len(found) // len(raw)} times its size",
                         fix=fix,
                         code="file-too-large",
                     )
     except (OSError, EOFError, zlib.error) as cause:
-        raise error(f"not a whole gzip file: {cause}", where=where, fix=fix, code="invalid-gzip") from cause
+        raise error(f"not a complete gzip file: {cause}", where=where, fix=fix, code="invalid-gzip") from cause
     return bytes(found)
 
 
@@ -218,10 +222,12 @@ def read_json(
 
 
 def read_settings(path: Path, what: str, begin: str) -> dict[str, Any]:
-    """The mapping of a YAML file; `what` is in it and `begin` is its first line, for those who gave another file."""
+    """The mapping in a YAML file. The error for other files names the content (`what`) and a first line (`begin`)."""
     data = read_yaml(path, what="the file", fix="give a YAML file")
     if not isinstance(data, dict):
-        raise BitwrightError(f"{what} is a mapping", where=str(path), value=data, fix=f"begin with `{begin}`")
+        raise BitwrightError(
+            f"{what} must be a mapping", where=str(path), value=data, fix=f"begin with `{begin}`", code="not-a-mapping"
+        )
     return data
 
 
@@ -233,7 +239,7 @@ def validated(
     fix: str | None = None,
     error: Callable[[list[Problem]], BitwrightError] | None = None,
 ) -> ModelT:
-    """`data` as a model; otherwise all of its problems at once, as a PlanError or as `error` makes it of them."""
+    """`data` as a model. Otherwise all problems, raised as a PlanError or as the exception that `error` creates."""
     try:
         return model.validate_python(data) if isinstance(model, TypeAdapter) else model.model_validate(data)  # type: ignore[attr-defined]
     except ValidationError as cause:
@@ -248,7 +254,7 @@ def validated(
 
 
 class _Composer(Composer):
-    """Counts nodes, with what aliases repeat: nested aliases of 400 bytes can stand for billions."""
+    """Counts nodes, including those repeated by aliases: 400 bytes of nested aliases can expand to billions."""
 
     warn_double_anchors = False
 
@@ -262,7 +268,7 @@ class _Composer(Composer):
         if self.parser.check_event(AliasEvent):
             node = super().compose_node(parent, index)
             if id(node) not in self._sizes:
-                raise ComposerError(None, None, "an alias stands inside the value that it names", mark)
+                raise ComposerError(None, None, "an alias is inside the value that it refers to", mark)
             self._count += self._sizes[id(node)]
             self._repeated += self._sizes[id(node)]
             if self._repeated > MOST_REPEATED:
@@ -278,17 +284,17 @@ class _Composer(Composer):
 
 
 class _Limit(ComposerError):
-    """A document beyond the limits."""
+    """A document exceeds a limit."""
 
 
 class _Constructor(SafeConstructor):
-    """Only what JSON has too: texts, numbers, booleans, null, lists, mappings with texts as keys."""
+    """Constructs only types that JSON also has: strings, numbers, booleans, null, lists, mappings with string keys."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:
         mapping = super().construct_mapping(node, deep=deep)
         for key in mapping:
             if not isinstance(key, str):
-                words = f"the key {shortened_repr(key, 80)} is not a text: write it in quotes"
+                words = f"the key {shortened_repr(key, 80)} is not a string: write it in quotes"
                 raise ConstructorError(None, None, words, node.start_mark)
         return mapping
 
@@ -307,7 +313,7 @@ class _Constructor(SafeConstructor):
         raise ConstructorError(None, None, f"the number {shortened(node.value, 40)} is out of range", node.start_mark)
 
     def refused(self, node: Any) -> NoReturn:
-        """Dates, sets, bytes: nothing that is read here has them."""
+        """Reject dates, sets and bytes, which no file model contains."""
         kind = str(node.tag).rpartition(":")[2]
         raise ConstructorError(None, None, f"a {kind} is not expected: write it in quotes", node.start_mark)
 
@@ -319,7 +325,7 @@ for _kind in ("timestamp", "binary", "set", "omap", "pairs"):
 
 
 def parse_yaml(text: str, *, where: str, error: Errors = BitwrightError, finite: bool = True) -> Any:
-    """The value of a YAML text; `finite=False` allows `.inf` and `.nan`."""
+    """The value of a YAML text. `finite=False` allows `.inf` and `.nan`."""
     yaml = YAML(typ="safe", pure=True)
     yaml.Composer, yaml.Constructor, yaml.max_depth = _Composer, _Constructor, MOST_DEPTH
     try:
@@ -329,7 +335,7 @@ def parse_yaml(text: str, *, where: str, error: Errors = BitwrightError, finite:
         place = f"{where}:{mark.line + 1}:{mark.column + 1}" if mark else where
         words, code = _yaml_words(cause)
         raise error(words, where=place, fix="fix the file at this line", code=code) from cause
-    except Exception as cause:  # ruamel's scanner and constructors raise what they run into: IndexError, ValueError, …
+    except Exception as cause:  # ruamel's scanner and constructors also raise IndexError, ValueError, …
         words = shortened(" ".join(str(cause).split()) or type(cause).__name__)
         raise error(f"not valid YAML: {words}", where=where, fix="fix the file", code="invalid-yaml") from cause
     _check(value, where, error, finite=finite)
@@ -360,8 +366,8 @@ def parse_json(
 ) -> Any:
     """The value of a JSON text.
 
-    `finite=False` allows NaN and Infinity, which Python writes. `strict=False` is for large files of other programs:
-    keys that are there twice are allowed, and the value isn't searched for what can't be written again.
+    `finite=False` allows NaN and Infinity, which Python writes. `strict=False` is for large files of other programs: it
+    allows duplicate keys and skips the search for values that can't be written.
     """
     if isinstance(text, bytes):
         text = _decoded(text, where, what, fix, error)
@@ -408,7 +414,7 @@ def _decoded(raw: bytes, path: object, what: str, fix: str | None, error: Errors
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as cause:
         raise error(
-            f"can't read {what}: it is not a text in UTF-8 (byte {cause.start})",
+            f"can't read {what}: it is not UTF-8 text (byte {cause.start})",
             where=str(path),
             fix=fix,
             code="not-utf8",
@@ -416,13 +422,13 @@ def _decoded(raw: bytes, path: object, what: str, fix: str | None, error: Errors
 
 
 def _check(value: Any, where: str, error: Errors, *, finite: bool = True) -> None:
-    """No level too deep, no text that UTF-8 can't write, no number that JSON can't."""
+    """Reject deep nesting, strings that UTF-8 can't encode and numbers that JSON can't represent."""
     for place, found in _wrong(value, finite):
         if found is None:
             raise error("nested too deeply", where=where, code="document-limit")
         path = f"{where}, {place}" if place else where
         if isinstance(found, str):
-            raise error("a text has half a character (a lone surrogate)", where=path, value=found, code="invalid-text")
+            raise error("a string has a lone surrogate", where=path, value=found, code="invalid-text")
         raise error("a number is not finite", where=path, value=found, code="not-finite")
 
 
@@ -450,13 +456,33 @@ def _wrong(value: Any, finite: bool) -> Iterator[tuple[str, Any]]:
 _MOST_PROBLEMS = 100
 
 
-def problems_of(error: ValidationError, model: object, *, fix: str | None = None) -> list[Problem]:
-    """What pydantic found in a file: the path, the value, and the nearest key where one is unknown."""
+def problems_of(
+    error: ValidationError, model: object, *, fix: str | None = None, union_branches: Collection[str] = ()
+) -> list[Problem]:
+    """Convert pydantic's errors to problems with path, value, and similar names for unknown keys.
+
+    For a union, pydantic reports one error per branch and adds the branch's name to the path. `union_branches` lists
+    these names. They are removed, and each location is reported once.
+    """
     details = error.errors(include_url=False, include_context=False)
+    if union_branches:
+        details = _merge_branches(details, union_branches)
     found = [_problem(one, model, fix) for one in details[:_MOST_PROBLEMS]]
     if len(details) > _MOST_PROBLEMS:
         found.append(Problem(what=f"there are {len(details) - _MOST_PROBLEMS} more problems", code="more-problems"))
     return found
+
+
+def _merge_branches(details: Iterable[Mapping[str, Any]], branches: Collection[str]) -> list[Any]:
+    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for detail in details:
+        path = tuple(part for part in detail["loc"] if part not in branches)
+        wrong_type = detail["loc"][-1] in branches or detail["type"] == "model_type"
+        message = "must be a string or a mapping" if wrong_type else detail["msg"]
+        found.setdefault(path, {**detail, "loc": path, "msg": message})
+    # omit "must be a string" for a mapping that contains another problem
+    outer = {path[:length] for path in found for length in range(len(path))}
+    return [detail for path, detail in found.items() if path not in outer]
 
 
 def _problem(one: Mapping[str, Any], model: object, fix: str | None) -> Problem:
@@ -469,11 +495,11 @@ def _problem(one: Mapping[str, Any], model: object, fix: str | None) -> Problem:
 
 
 def _keys(model: object, path: tuple[Any, ...]) -> list[str]:
-    """The keys that a mapping at this place may have."""
+    """The valid keys of the mapping at this path."""
     here: Any = model
     named = False
     for part in path:
-        if isinstance(part, int) or named:  # an item of a list or of a mapping is of its kind
+        if isinstance(part, int) or named:  # list indexes and mapping keys don't change the model
             named = False
             continue
         if isinstance(here, type) and issubclass(here, BaseModel):

@@ -1,4 +1,4 @@
-"""Every error says what is wrong, where (the site), the value, and what to do next."""
+"""Error classes. Every error states what is wrong, where, the value, and how to fix it."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-_MANY = 8  # problems of a kind are one line if there are more
-_SHOWN = 3  # of which so many are named
+_MANY = 8  # more problems of one kind than this are printed as one line
+_SHOWN = 3  # locations listed in such a line
 UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Control characters, those that turn the direction of a line, and halves of characters."""
-_LONGEST = 200  # characters of a value; a file may hold megabytes where a number belongs
+"""Control characters, bidirectional overrides and surrogates."""
+_LONGEST = 200  # characters of a value that are printed; a file may contain megabytes instead of a number
 
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """One thing that is wrong, as data, so that all of them can be listed at once."""
+    """One thing that is wrong, as data, so that all problems can be reported together."""
 
     what: str
     where: str | None = None
     value: object = None
     fix: str | None = None
     code: str | None = None
-    """A stable identifier such as `scale-underflow`, for programs and tests; the wording may change."""
+    """A stable identifier such as `scale-underflow`, for programs and tests. The wording may change."""
 
     def __str__(self) -> str:
         what = shortened(self.what, 10 * _LONGEST)
@@ -40,10 +40,10 @@ class Problem:
 
 
 class BitwrightError(Exception):
-    """Base of all errors that a user can act upon; the command line prints it without a traceback."""
+    """Base class of all errors that a user can fix. The command line prints them without a traceback."""
 
     rank: int | None = None
-    """The process on whose data it came up, where others may be well; None: it is the same on all."""
+    """The rank that caused the error, if other ranks are not affected. None: all ranks have the same error."""
 
     def __init__(
         self,
@@ -59,32 +59,32 @@ class BitwrightError(Exception):
 
     @property
     def codes(self) -> list[str]:
-        """The codes of all problems, in their order; a problem without one has the error's class instead."""
+        """The codes of all problems, in order. A problem without a code is represented by the error's class name."""
         return [problem.code or type(self).__name__ for problem in self.problems]
 
 
 class DiskError(BitwrightError):
-    """A disk or a file system refused to write."""
+    """The operating system failed to write a file."""
 
 
 class FormatError(BitwrightError):
-    """A number format that can't be read or can't exist."""
+    """A number format that is invalid."""
 
 
 class UnknownName(BitwrightError):
-    """A name that no plugin or built-in registered."""
+    """A name that is not registered."""
 
 
 class DuplicateName(BitwrightError):
-    """Two plugins want the same name."""
+    """Two plugins register the same name."""
 
 
 class WorkloadError(BitwrightError):
-    """A workload that can't be loaded or whose data can't be used."""
+    """A workload that can't be loaded, or data that can't be used."""
 
 
-class OwnersCodeError(WorkloadError):
-    """A workload's own function that raised while it was used."""
+class UserCodeError(WorkloadError):
+    """A function of a workload raised an exception."""
 
 
 class CaptureError(BitwrightError):
@@ -92,23 +92,23 @@ class CaptureError(BitwrightError):
 
 
 class CalibrationError(BitwrightError):
-    """Calibration data that gives no usable range."""
+    """Calibration data that gives no valid range."""
 
 
 class UncalibratedError(CalibrationError):
-    """A quantizer was asked to quantize before it had a range."""
+    """A quantizer was called before calibration."""
 
 
 class RangeDiverged(CalibrationError):
-    """What reaches a quantizer in training isn't finite any more."""
+    """The input of a quantizer became infinite or NaN during training."""
 
 
 class BackendError(BitwrightError):
-    """A backend table that can't be read."""
+    """A backend table that is invalid."""
 
 
 class ExportError(BitwrightError):
-    """The artefact would not be what the plan says."""
+    """An artefact that would differ from the plan."""
 
 
 class ArtefactError(BitwrightError):
@@ -116,11 +116,11 @@ class ArtefactError(BitwrightError):
 
 
 class CheckpointError(BitwrightError):
-    """A checkpoint that can't be read, or is of another model."""
+    """A checkpoint that can't be read or belongs to another model."""
 
 
 class PlanError(BitwrightError):
-    """A plan with problems: all of them, not just the first."""
+    """Several problems, reported together."""
 
     def __init__(self, problems: Sequence[Problem], *, title: str = "the plan has problems") -> None:
         self.problems = list(problems)
@@ -129,12 +129,12 @@ class PlanError(BitwrightError):
         Exception.__init__(self, f"{title} ({len(self.problems)}):\n{lines}")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Exceptions are pickled by their text alone; a worker's list of problems must reach its parent.
+        # Exceptions are pickled by their message alone; a worker's list of problems must reach its parent.
         return partial(type(self), title=self.title), (self.problems,)
 
 
 def _grouped(problems: Sequence[Problem]) -> list[str]:
-    """Each in words; one line for many of a kind, which have one cause and one fix. `problems` has all of them."""
+    """One text per problem. Many problems of the same kind share one line."""
     kinds: dict[str, list[Problem]] = {}
     for problem in problems:
         kinds.setdefault(problem.what, []).append(problem)
@@ -145,13 +145,13 @@ def _grouped(problems: Sequence[Problem]) -> list[str]:
             continue
         places = ", ".join(problem.where or "?" for problem in same[:_SHOWN])
         fixes = {problem.fix for problem in same}
-        fix = same[0].fix if len(fixes) <= 2 else None  # many are guesses at names, each for its own place
+        fix = same[0].fix if len(fixes) <= 2 else None  # different fixes are name suggestions for single locations
         lines.append(str(replace(same[0], where=f"{places} and {len(same) - _SHOWN} more", fix=fix)))
     return lines
 
 
 class TrainError(PlanError):
-    """A training run that can't start or go on."""
+    """A training run that can't start or continue."""
 
     def __init__(self, problems: Sequence[Problem], *, title: str = "the training has problems") -> None:
         super().__init__(problems, title=title)
@@ -166,7 +166,7 @@ class TrainError(PlanError):
         fix: str | None = None,
         code: str | None = None,
     ) -> TrainError:
-        """The error of one problem, without a list's words."""
+        """An error with a single problem, without a title."""
         problem = Problem(what=what, where=where, value=value, fix=fix, code=code)
         error = cls([problem])
         error.args = (str(problem),)
@@ -174,17 +174,17 @@ class TrainError(PlanError):
 
 
 class TrainDiverged(TrainError):
-    """The loss isn't finite any more."""
+    """The loss became infinite or NaN."""
 
 
 def log_warnings(problems: Iterable[Problem]) -> None:
-    """Log the warnings of a result; the command line shows log lines as notes."""
+    """Log the warnings of a result. The command line prints log records as notes."""
     for problem in problems:
         logging.getLogger("bitwright").warning("%s", problem)
 
 
 def visible_text(text: str) -> str:
-    """A text without what a terminal would obey, such as escape sequences: names may come from anybody's file.
+    """Escape control characters such as terminal escape sequences. Names may come from untrusted files.
 
     >>> visible_text("a" + chr(27) + "[31m") == "a" + chr(92) + "x1b[31m"
     True
@@ -193,18 +193,18 @@ def visible_text(text: str) -> str:
 
 
 def shortened(text: str, most: int = _LONGEST) -> str:
-    """The beginning of a long text, and how much was left out."""
+    """The text, cut after `most` characters, with its full length."""
     return text if len(text) <= most else f"{text[:most]}… ({len(text)} characters)"
 
 
 def shortened_repr(value: object, most: int = _LONGEST) -> str:
-    """`repr(value)`, cut where it is long; large nested values are never written out in full."""
+    """`repr(value)`, cut if it is long. Large nested values are never formatted completely."""
     if isinstance(value, str):
         return shortened(repr(value), most) if len(value) <= most else f"{value[:most]!r}… ({len(value)} characters)"
     try:
         nested = isinstance(value, dict | list | tuple | set | frozenset)
         return shortened(_BRIEF.repr(value) if nested else repr(value), most)
-    except ValueError:  # Python refuses to print integers of more than 4,300 digits
+    except ValueError:  # Python doesn't print integers of more than 4,300 digits
         return f"{type(value).__name__} with a very long number"
 
 
@@ -213,12 +213,12 @@ _BRIEF.maxlevel, _BRIEF.maxstring, _BRIEF.maxother = 3, 60, 60
 
 
 def nearest(name: str, known: Iterable[str], *, count: int = 3) -> list[str]:
-    """The known names that look most like `name`, best first."""
+    """The known names that are most similar to `name`, best first."""
     return difflib.get_close_matches(name, sorted(set(known)), n=count, cutoff=0.5)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """A hint for a misspelt name: the nearest ones, or a part of all when nothing is near."""
+    """A hint for a misspelled name: similar names, or some of all known names."""
     names = sorted(set(known))
     near = nearest(name, names)
     if near:

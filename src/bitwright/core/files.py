@@ -1,4 +1,4 @@
-"""Files: atomic writes, clear errors for disks, temporary folders, and fingerprints of contents."""
+"""Write files atomically, report disk errors, manage temporary folders, and compute fingerprints of contents."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ _REFUSALS = {
     errno.EACCES: ("no-permission", "permission denied", "choose a folder that can be written"),
     errno.EPERM: ("no-permission", "permission denied", "choose a folder that can be written"),
     errno.ENAMETOOLONG: ("name-too-long", "the file name is too long", "choose a shorter name"),
-    errno.EIO: ("disk-failed", "the disk reports an input/output error", "check the disk and its cables"),
-    errno.EISDIR: ("is-a-folder", "there is a folder of this name", "choose another name"),
+    errno.EIO: ("disk-failed", "the disk reported an input/output error", "check the disk and its cables"),
+    errno.EISDIR: ("is-a-folder", "a folder with this name exists", "choose another name"),
     errno.ENOTDIR: ("not-a-folder", "a part of this path is a file", "choose another folder"),
-    errno.EEXIST: ("not-a-folder", "there is a file of this name", "choose another folder"),
+    errno.EEXIST: ("not-a-folder", "a file with this name exists", "choose another folder"),
     errno.ENOENT: ("no-such-folder", "the folder does not exist", "create it, or choose another folder"),
-    errno.ENXIO: ("not-a-file", "nothing can be written here", "choose another name"),
+    errno.ENXIO: ("not-a-file", "this path can't be written", "choose another name"),
     errno.ELOOP: ("link-loop", "symbolic links form a loop", "choose another folder"),
 }
-#: What only a disk can refuse: these are recognised wherever they come from.
+#: Errors that only a disk can cause; they are recognized regardless of their origin.
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO}
 _SQLITE = {
     sqlite3.SQLITE_FULL: errno.ENOSPC,
@@ -53,20 +53,20 @@ _SQLITE = {
     sqlite3.SQLITE_IOERR: errno.EIO,
     sqlite3.SQLITE_CANTOPEN: errno.EACCES,
 }
-#: torch writes archives through a C++ stream, which does not say why it failed.
+#: torch writes archives with a C++ stream that doesn't report the cause of a failure.
 _TORCH_STREAM = ("unexpected pos", "iostream error", "PytorchStreamWriter failed")
 _LITTLE = 2**20
 _living: set[tuple[int, str]] = set()  # temporary folders of this process, with its pid
-written: list[Path] = []  # what this process has written, for a message after an interruption
+written: list[Path] = []  # files that this process has written, for the message after an interruption
 
 
 def disk_error(
     error: BaseException, path: str | Path | None = None, *, needed: int | None = None, strict: bool = True
 ) -> DiskError | None:
-    """What a disk refused, in words, if that is why `error` was raised; libraries wrap this in their own types.
+    """The `DiskError` behind `error`, if a disk caused it. Libraries wrap disk errors in their own types.
 
-    `path` is what was being written, `needed` its size in bytes if it is known. A missing file or permission can be
-    about something else, such as the user's data; with `strict` only what can't be counts, such as a full disk.
+    `path` is the file being written, `needed` its size in bytes if known. Missing files and permissions can concern
+    other files, such as the user's data; with `strict`, only unambiguous causes count, such as a full disk.
     """
     if isinstance(error, DiskError):
         return error
@@ -81,13 +81,13 @@ def disk_error(
         named = getattr(one, "filename", None)
         own = path is not None and (not strict or named is None or PREFIX in os.fsdecode(named))
         where = path if own or named is None else named
-        return _told(number, None if where is None else Path(os.fsdecode(where)), needed)
+        return _disk_error(number, None if where is None else Path(os.fsdecode(where)), needed)
     return None
 
 
 @contextmanager
 def writing(path: str | Path, *, needed: int | None = None, strict: bool = False) -> Iterator[None]:
-    """Turn what a disk refuses within this block into a `DiskError` about `path`; `strict` as in `disk_error`."""
+    """Convert disk errors in this block to a `DiskError` about `path`. For `strict`, see `disk_error`."""
     try:
         yield
     except Exception as error:
@@ -98,13 +98,13 @@ def writing(path: str | Path, *, needed: int | None = None, strict: bool = False
 
 
 def note_written(path: Path) -> None:
-    """Remember that a file is in its place now; what lies in a temporary folder does not count."""
-    if not any(part.startswith((PREFIX, ".step-")) for part in path.parts) and path not in written:
+    """Record a completed file. Files in temporary folders are ignored."""
+    if not any(part.startswith(PREFIX) for part in path.parts) and path not in written:
         written.append(path)
 
 
 def free_space(path: Path) -> int | None:
-    """Bytes that this user can still write on the file system of `path`."""
+    """Free bytes for this user on the file system of `path`."""
     place = next((one for one in (path, *path.absolute().parents) if one.exists()), None)
     if place is None or not hasattr(os, "statvfs"):
         return None
@@ -116,7 +116,7 @@ def free_space(path: Path) -> int | None:
 
 
 def in_bytes(count: int) -> str:
-    """A size for a message.
+    """Format a size for a message.
 
     >>> in_bytes(900), in_bytes(3 * 2**20)
     ('900 bytes', '3.0 MiB')
@@ -129,13 +129,13 @@ def in_bytes(count: int) -> str:
     raise AssertionError("the last unit returns")
 
 
-def to_disk(path: Path) -> None:
-    """Wait until a file, or the entries of a folder, are on the disk."""
+def sync_to_disk(path: Path) -> None:
+    """Flush a file or folder to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EROFS):  # some network file systems can't
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EROFS):  # unsupported by some network file systems
             raise
     finally:
         os.close(handle)
@@ -143,12 +143,12 @@ def to_disk(path: Path) -> None:
 
 @contextmanager
 def temporary_folder(parent: Path) -> Iterator[Path]:
-    """A hidden folder in `parent`, named after this process; folders of dead processes are removed first.
+    """Create a hidden folder in `parent`, named after this process. Remove folders of dead processes first.
 
-    The name is what tells a later run that its owner is dead: after SIGKILL nothing else could.
+    The process id in the name lets a later run detect folders that remain after SIGKILL.
     """
-    remove_stale(parent)
-    name = f"{PREFIX}{_host()}-{os.getpid()}-{born(os.getpid())}-{secrets.token_hex(4)}"
+    remove_stale_folders(parent)
+    name = f"{PREFIX}{_host()}-{os.getpid()}-{process_start(os.getpid())}-{secrets.token_hex(4)}"
     folder = parent / name
     key = (os.getpid(), str(folder))
     _living.add(key)
@@ -161,31 +161,31 @@ def temporary_folder(parent: Path) -> Iterator[Path]:
 
 
 def scratch_folder() -> AbstractContextManager[Path]:
-    """A temporary folder where the system keeps such; the next run removes it if this process is killed."""
+    """A temporary folder in the system's default location. The next run removes it if this process is killed."""
     return temporary_folder(Path(tempfile.gettempdir()))
 
 
-def remove_living() -> None:
-    """Remove the temporary folders of this process: it ends now, and runs no `finally`."""
+def remove_own_folders() -> None:
+    """Remove the temporary folders of this process before an exit that skips `finally` blocks."""
     for pid, folder in list(_living):
         if pid == os.getpid():
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def remove_stale(parent: Path) -> None:
-    """Remove temporary folders in `parent` whose process is dead; those of other machines stay."""
+def remove_stale_folders(parent: Path) -> None:
+    """Remove temporary folders of dead processes in `parent`. Folders of other machines stay."""
     try:
         names = [path.name for path in parent.iterdir() if path.name.startswith(PREFIX)]
     except OSError:
         return
     for name in names:
         match = _OWNED.fullmatch(name)
-        if match is not None and match[1] == _host() and born(int(match[2])) != match[3]:
+        if match is not None and match[1] == _host() and process_start(int(match[2])) != match[3]:
             shutil.rmtree(parent / name, ignore_errors=True)
 
 
-def born(pid: int) -> str | None:
-    """When a process began, so that another one with its number isn't taken for it; None: there is none."""
+def process_start(pid: int) -> str | None:
+    """The start time of a process, which distinguishes processes with the same id. None: there is no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except (OSError, IndexError):
@@ -198,8 +198,8 @@ def born(pid: int) -> str | None:
         return ""
 
 
-def boot() -> str:
-    """This machine since it was started: its processes are known by their numbers."""
+def boot_id() -> str:
+    """An identifier of this machine and its current boot. Process ids are valid within it."""
     identity = ""
     with suppress(OSError):
         identity = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -207,11 +207,11 @@ def boot() -> str:
 
 
 def _host() -> str:
-    # containers share a kernel, but each has its own numbers of processes
+    # containers share a kernel but have their own process ids
     space = ""
     with suppress(OSError):
         space = str(Path("/proc/self/ns/pid").readlink())
-    return sha256(f"{boot()} {space}".encode()).hexdigest()[:8]
+    return sha256(f"{boot_id()} {space}".encode()).hexdigest()[:8]
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
@@ -247,11 +247,11 @@ def _errno(error: BaseException, path: str | Path | None) -> int | None:
     return None
 
 
-def _told(number: int, path: Path | None, needed: int | None) -> DiskError:
+def _disk_error(number: int, path: Path | None, needed: int | None) -> DiskError:
     code, what, fix = _REFUSALS[number]
     value = None
-    if path is not None:  # what becomes of the temporary file
-        path = Path(*(part for part in path.parts if not part.startswith(PREFIX)))
+    if path is not None:  # the temporary file is removed: name the final one
+        path = _final(path)
     if number in (errno.ENOSPC, errno.EDQUOT) and path is not None:
         free = free_space(path)
         if free is not None:
@@ -266,23 +266,47 @@ def _told(number: int, path: Path | None, needed: int | None) -> DiskError:
     return DiskError(what, where=None if path is None else str(path), value=value, fix=fix, code=code)
 
 
+def _final(path: Path) -> Path:
+    """The path that a file in temporary folders gets in the end."""
+    return Path(*(part for part in path.parts if not part.startswith(PREFIX)))
+
+
 def _own(path: Path) -> int:
-    """What this process has written of `path` so far: it goes away with the error."""
-    total = 0
+    """The bytes of `path` that this process has written to temporary folders so far; the error removes them."""
+    above = path.absolute().parents
+    files: set[Path] = set()  # a temporary folder may be inside another one
     for pid, folder in list(_living):
-        if pid == os.getpid() and Path(folder).parent == path.absolute().parent:
+        if pid == os.getpid() and _final(Path(folder).absolute()) in above:
             with suppress(OSError):
-                total += sum(file.stat().st_blocks * 512 for file in Path(folder).rglob("*") if file.is_file())
+                files |= {file for file in Path(folder).rglob("*") if file.is_file()}
+    total = 0
+    for file in files:
+        with suppress(OSError):
+            total += file.stat().st_blocks * 512
     return total
 
 
 @contextmanager
-def replacing(path: Path, *, needed: int | None = None) -> Iterator[Path]:
-    """Yields a temporary path to write to; it becomes `path` if the block ends well, else it vanishes.
+def made_folder(folder: Path) -> Iterator[None]:
+    """Create a folder with its parents; if the block fails, remove those that were created and are still empty."""
+    made = [one for one in (folder, *folder.parents) if not one.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield
+    except BaseException:
+        for one in made:
+            with suppress(OSError):
+                one.rmdir()
+        raise
 
-    The file is on the disk before it gets its name, so that a crash leaves the old file or the new one. A link stays,
-    and its target is replaced. What is no file, such as /dev/null or a pipe, is written to. What the disk refuses is a
-    `DiskError`; with `needed` bytes known, it says how much space is missing.
+
+@contextmanager
+def replacing(path: Path, *, needed: int | None = None) -> Iterator[Path]:
+    """Yield a temporary path. It replaces `path` if the block succeeds and is removed otherwise.
+
+    The file is flushed before the rename, so a crash leaves either the old or the new file. If `path` is a link, its
+    target is replaced. Special files such as /dev/null and pipes are written directly. Disk errors raise a `DiskError`;
+    if `needed` bytes are known, it states how much space is missing.
     """
     path = Path(path)
     with writing(path):
@@ -298,22 +322,22 @@ def replacing(path: Path, *, needed: int | None = None) -> Iterator[Path]:
         with writing(path):
             if path.is_dir():
                 raise IsADirectoryError(EISDIR, os.strerror(EISDIR))
-            path.parent.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(made_folder(path.parent))
             temporary = stack.enter_context(temporary_folder(path.parent)) / path.name
-            temporary.touch()  # with the mode of any new file; reading the umask by setting it is not thread-safe
+            temporary.touch()  # with the default mode; reading the umask means setting it, which isn't thread-safe
             mode = temporary.stat().st_mode
-        with writing(path, needed=needed, strict=True):  # the block may also read files of the user
+        with writing(path, needed=needed, strict=True):  # the block may also read the user's files
             yield temporary
         with writing(path, needed=needed):
-            temporary.chmod(S_IMODE(mode))  # libraries that replace the file use modes of their own
-            to_disk(temporary)
+            temporary.chmod(S_IMODE(mode))  # libraries that replace the file set their own modes
+            sync_to_disk(temporary)
             temporary.replace(path)
-            to_disk(path.parent)
+            sync_to_disk(path.parent)
             note_written(path)
 
 
 def write_text(path: Path, text: str) -> Path:
-    """Write a text file, whole or not at all."""
+    """Write a text file atomically."""
     data = text.encode()
     with replacing(path, needed=len(data)) as temporary:
         temporary.write_bytes(data)
@@ -321,7 +345,7 @@ def write_text(path: Path, text: str) -> Path:
 
 
 def yaml_text(data: dict[str, Any]) -> str:
-    """Settings as the text of a YAML file."""
+    """Settings as YAML text."""
     writer = YAML()
     writer.default_flow_style = False
     out = StringIO()
@@ -330,7 +354,7 @@ def yaml_text(data: dict[str, Any]) -> str:
 
 
 def fingerprint(*parts: bytes | str | Tensor) -> str:
-    """Equal for equal contents.
+    """A hash of the contents.
 
     >>> fingerprint("a", torch.ones(2)) == fingerprint(b"a", torch.ones(2))
     True
@@ -342,13 +366,13 @@ def fingerprint(*parts: bytes | str | Tensor) -> str:
 
 
 def file_fingerprint(path: Path) -> str:
-    """That of a file's contents, which needn't fit into memory."""
+    """A hash of a file's contents, computed in chunks."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def sample_fingerprints(tensors: Iterable[Tensor], samples: int) -> list[str]:
-    """One for each sample of a batch."""
+    """One hash per sample of a batch."""
     rows = [t.detach().cpu() for t in tensors if t.dim() and t.shape[0] == samples]
     return [fingerprint(*(row[index] for row in rows)) for index in range(samples)]
 

@@ -7,9 +7,9 @@ An integer format is `[u]intB/granularity/symmetry[/flag…]`:
 - flags: `pot` (scale is a power of two), `narrow` (drop the lowest code: ±127), `adasign` (an input that is
   never negative becomes unsigned and uses all 2^B codes).
 
-Small floating-point formats are rounded to as well: `fp8e4m3` and `fp8e5m2`, with one scale per `tensor` (default),
-`channel` or `groupN`; and the microscaling formats of OCP's MX, `mxfp8e4m3`, `mxfp8e5m2`, `mxfp4e2m1` and `mxint8`,
-whose blocks of 32 along the reduction axis share a power of two that is found anew for each tensor.
+Small floating-point formats are quantized formats, too: `fp8e4m3` and `fp8e5m2` have one scale per `tensor` (default),
+`channel` or `groupN`. In the OCP microscaling formats `mxfp8e4m3`, `mxfp8e5m2`, `mxfp4e2m1` and `mxint8`, blocks of 32
+along the reduction axis share a power-of-two scale, which is computed for each tensor.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ from bitwright.core.errors import FormatError, did_you_mean
 
 Granularity = Literal["tensor", "channel", "group"]
 
-# name → bits; formats that nothing is rounded to
+# name → bits; formats that leave values unquantized
 FLOATS: dict[str, int] = {"float": 32, "fp32": 32, "bf16": 16, "fp16": 16}
 MX_BLOCK = 32
 
 
 @dataclass(frozen=True, kw_only=True)
-class Minifloat:
-    """The numbers of a small floating-point format: exponents, fraction, and where it ends."""
+class MinifloatSpec:
+    """The values of a small floating-point format: exponent range, fraction bits and largest value."""
 
     bits: int
     fraction: int
     lowest: int
-    """The exponent of the smallest normal number; below it steps stay as they are."""
+    """The exponent of the smallest normal number. Subnormal numbers have the same step."""
     largest: float
 
 
 MINIFLOATS = {
-    "fp8e4m3": Minifloat(bits=8, fraction=3, lowest=-6, largest=448.0),
-    "fp8e5m2": Minifloat(bits=8, fraction=2, lowest=-14, largest=57344.0),
-    "mxfp8e4m3": Minifloat(bits=8, fraction=3, lowest=-6, largest=448.0),
-    "mxfp8e5m2": Minifloat(bits=8, fraction=2, lowest=-14, largest=57344.0),
-    "mxfp4e2m1": Minifloat(bits=4, fraction=1, lowest=0, largest=6.0),
-    # fixed point: no exponent of its own, so all its numbers are below the smallest normal one
-    "mxint8": Minifloat(bits=8, fraction=6, lowest=0, largest=127 / 64),
+    "fp8e4m3": MinifloatSpec(bits=8, fraction=3, lowest=-6, largest=448.0),
+    "fp8e5m2": MinifloatSpec(bits=8, fraction=2, lowest=-14, largest=57344.0),
+    "mxfp8e4m3": MinifloatSpec(bits=8, fraction=3, lowest=-6, largest=448.0),
+    "mxfp8e5m2": MinifloatSpec(bits=8, fraction=2, lowest=-14, largest=57344.0),
+    "mxfp4e2m1": MinifloatSpec(bits=4, fraction=1, lowest=0, largest=6.0),
+    # fixed point: no exponent, so all values are subnormal
+    "mxint8": MinifloatSpec(bits=8, fraction=6, lowest=0, largest=127 / 64),
 }
 FLAGS = ("pot", "narrow", "adasign")
 _INTEGER = re.compile(r"^(u?)int([0-9]{1,3})$")
@@ -77,22 +77,22 @@ class Format:
 
     @property
     def is_float(self) -> bool:
-        """True for formats that nothing is rounded to."""
+        """Whether values stay unquantized."""
         return self.name in FLOATS
 
     @property
-    def minifloat(self) -> Minifloat | None:
-        """The numbers of a small floating-point format."""
+    def minifloat(self) -> MinifloatSpec | None:
+        """The definition of a small floating-point format; None for other formats."""
         return MINIFLOATS.get(self.name)
 
     @property
     def is_mx(self) -> bool:
-        """True for microscaling formats: blocks with a power of two in common."""
+        """Whether this is a microscaling format: blocks that share a power-of-two scale."""
         return self.minifloat is not None and self.name.startswith("mx")
 
     @property
     def is_plain_float(self) -> bool:
-        """True when the site is left as the model has it."""
+        """Whether the site keeps the model's own type."""
         return self.name == "float"
 
     @property
@@ -136,16 +136,21 @@ class Format:
 
     @staticmethod
     def parse(text: str | Format) -> Format:
-        """Read a format; a wrong one raises `FormatError` that says what would be right."""
+        """Parse a format. An invalid one raises `FormatError` with a suggestion."""
         if isinstance(text, Format):
             return text
         if not isinstance(text, str):
-            raise FormatError("a format is text", value=text, fix='write for example "int8/tensor/sym"')
+            raise FormatError(
+                "a format must be a string", value=text, fix='for example "int8/tensor/sym"', code="invalid-format"
+            )
         parts = [part.strip() for part in text.strip().lower().split("/")]
         if parts[0] in FLOATS:
             if len(parts) > 1:
                 raise FormatError(
-                    f"the float format {parts[0]!r} takes no options", value=text, fix=f"write {parts[0]!r}"
+                    f"the float format {parts[0]!r} takes no options",
+                    value=text,
+                    fix=f"write {parts[0]!r}",
+                    code="invalid-format",
                 )
             return Format(name=parts[0], bits=FLOATS[parts[0]])
         if parts[0] in MINIFLOATS:
@@ -153,10 +158,14 @@ class Format:
         match = _INTEGER.match(parts[0])
         if not match:
             known = [*FLOATS, *MINIFLOATS, "int8", "uint8", "int4", "uint4", "int16", "uint16", "int2"]
-            raise FormatError("unknown number format", value=text, fix=did_you_mean(parts[0], known))
+            raise FormatError(
+                "unknown number format", value=text, fix=did_you_mean(parts[0], known), code="unknown-format"
+            )
         bits, signed = int(match[2]), not match[1]
         if not (2 <= bits <= 16 or (bits == 32 and signed)):
-            raise FormatError("integer formats have 2 to 16 bits (biases: int32)", value=text, fix="int8")
+            raise FormatError(
+                "integer formats have 2 to 16 bits (biases: int32)", value=text, fix="int8", code="invalid-format"
+            )
         return _with_options(Format(name=f"{match[1]}int{bits}", bits=bits, signed=signed), parts[1:], text)
 
 
@@ -164,11 +173,15 @@ def _minifloat(name: str, options: list[str], text: str) -> Format:
     bits = MINIFLOATS[name].bits
     if name.startswith("mx"):
         if options:
-            raise FormatError("blocks of an MX format are always 32 numbers", value=text, fix=f"write {name!r}")
+            raise FormatError(
+                "blocks of an MX format are always 32 numbers", value=text, fix=f"write {name!r}", code="invalid-format"
+            )
         return Format(name=name, bits=bits, granularity="group", group=MX_BLOCK)
     if set(options) - {"tensor", "channel"} and not all(_GROUP.match(option) for option in options):
         fix = f"write {name}, {name}/channel or {name}/group32"
-        raise FormatError("a small float format takes a granularity and nothing else", value=text, fix=fix)
+        raise FormatError(
+            "a small float format takes a granularity and nothing else", value=text, fix=fix, code="invalid-format"
+        )
     return _with_options(Format(name=name, bits=bits), options, text)
 
 
@@ -186,17 +199,31 @@ def _with_options(base: Format, options: list[str], text: str) -> Format:
         elif option in FLAGS:
             new = {option: True}
         else:
-            raise FormatError(f"unknown option {option!r} in a format", value=text, fix=did_you_mean(option, known))
+            raise FormatError(
+                f"unknown option {option!r} in a format",
+                value=text,
+                fix=did_you_mean(option, known),
+                code="invalid-format",
+            )
         if seen.keys() & new.keys():
-            raise FormatError(f"the option {option!r} contradicts an earlier one", value=text, fix="keep one")
+            raise FormatError(
+                f"the option {option!r} contradicts an earlier one", value=text, fix="keep one", code="invalid-format"
+            )
         seen.update(new)
     result = replace(base, **seen)  # type: ignore[arg-type]  # keys and types come from the branches above
     if result.adasign and not (result.signed and result.symmetric):
         raise FormatError(
-            "adasign chooses the sign of a signed symmetric format", value=text, fix="int8/tensor/sym/adasign"
+            "adasign chooses the sign of a signed symmetric format",
+            value=text,
+            fix="int8/tensor/sym/adasign",
+            code="invalid-format",
         )
     if result.narrow and not result.signed:
-        raise FormatError("narrow drops the lowest signed code", value=text, fix="leave out narrow")
+        raise FormatError(
+            "narrow drops the lowest signed code", value=text, fix="leave out narrow", code="invalid-format"
+        )
     if result.pot and not result.symmetric:
-        raise FormatError("power-of-two scales are symmetric", value=text, fix="write sym instead of asym")
+        raise FormatError(
+            "power-of-two scales are symmetric", value=text, fix="write sym instead of asym", code="invalid-format"
+        )
     return result

@@ -1,6 +1,6 @@
-"""Interruptions: a signal ends the work at once, or where the work says that it is safe.
+"""Handle interruptions: a signal stops the work immediately or at the next safe point.
 
-Only the command line listens to signals (`bitwright.cli.signals`); library calls see Python's own KeyboardInterrupt.
+Only the command line installs signal handlers (`bitwright.cli.signals`). Library users get Python's KeyboardInterrupt.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 
 class Interrupted(KeyboardInterrupt):
-    """The work was stopped by a signal; `kept` says what remains and how to resume, where the work knows."""
+    """A signal stopped the work. `kept` states what was saved and how to resume, if known."""
 
     def __init__(self, cause: str = "interrupted", kept: str | None = None) -> None:
         super().__init__(cause if kept is None else f"{cause}: {kept}")
@@ -20,7 +20,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 class Stop:
-    """Whether somebody asked to stop. The first signal raises `Interrupted`, unless the work has deferred it."""
+    """The state of a stop request. The first signal raises `Interrupted` unless the work defers it."""
 
     def __init__(self) -> None:
         self.asked: str | None = None
@@ -31,25 +31,25 @@ class Stop:
 
     @property
     def received(self) -> bool:
-        """Whether a signal came to this process; a forked child starts without one."""
+        """Whether this process received a signal. A forked child starts without one."""
         return self.asked is not None and self._pid == os.getpid()
 
     def ask(self, number: int) -> None:
-        """Take note of a signal; raise if nothing defers it. Only once: clean-up must not be interrupted in turn."""
+        """Record a signal and raise unless deferred. Raises only once, so that clean-up is not interrupted."""
         if self.asked is None:
             self.asked, self.number = signal.Signals(number).name, number
         if not self._deferred and not self.raised:
             self.check()
 
     def check(self) -> None:
-        """Raise if a signal came that has not ended the work yet: code of others may have swallowed the exception."""
+        """Raise if a signal was received and the work is still running: other code may have caught the exception."""
         if self.received:
             self.raised = True
             raise Interrupted(f"interrupted by {self.asked}")
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
-        """Within this block signals are only noted; at its end they count, unless it ended with an error."""
+        """Defer signals until the block ends. They are dropped if it ends with an error."""
         self._deferred += 1
         try:
             yield
@@ -63,7 +63,7 @@ _stops: list[Stop] = []
 
 
 def current_stop() -> Stop:
-    """The one that the command line listens with; in library use, one that nobody ever asks."""
+    """The stop request of the command line; for library use, one that is never set."""
     return _stops[-1] if _stops else Stop()
 
 
@@ -78,13 +78,13 @@ def listening(stop: Stop) -> Iterator[None]:
 
 
 def safe_point() -> None:
-    """Between two units of work: end here if a signal asked for it."""
+    """Stop between two units of work if a signal was received."""
     current_stop().check()
 
 
 @contextmanager
 def resumable(kept: str | Callable[[], str | None]) -> Iterator[None]:
-    """Add to an interruption what is kept and how to resume; errors that follow from a signal are one, too."""
+    """Add what was saved and how to resume to an interruption. Errors caused by a signal count as interruptions."""
     try:
         yield
     except (KeyboardInterrupt, Exception) as error:
@@ -99,6 +99,6 @@ def resumable(kept: str | Callable[[], str | None]) -> Iterator[None]:
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Finish this short block before a signal counts: keeping a result, or giving work back."""
+    """Finish this short block (such as saving a result) before a signal takes effect."""
     with current_stop().deferred():
         yield

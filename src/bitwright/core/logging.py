@@ -1,4 +1,4 @@
-"""Silence for loggers of third parties, where their words are noise or are told by us."""
+"""Silence loggers of third-party libraries."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def quiet(*names: str, level: int = logging.ERROR) -> Iterator[None]:
-    """Only what is as grave as `level`, from these loggers and from those below them that have a level of their own."""
+    """Raise the level of these loggers, and of their descendants that set their own level, to `level`."""
     below = [name for name in logging.Logger.manager.loggerDict if name.startswith(tuple(f"{one}." for one in names))]
     loggers = [logging.getLogger(name) for name in names]
     loggers += [one for name in below if (one := logging.getLogger(name)).level]

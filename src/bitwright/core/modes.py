@@ -1,4 +1,4 @@
-"""Run a model without leaving traces: in evaluation mode, and on copies of the user's tensors."""
+"""Run a model without side effects: in evaluation mode and on copies of the input tensors."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 
 @contextmanager
-def evaluating(model: object) -> Iterator[None]:
-    """Evaluation mode while this lasts (else looking on would move batch-norm statistics); then each module's own.
+def eval_mode(model: object) -> Iterator[None]:
+    """Switch the model to evaluation mode, and restore the mode of each module afterwards.
 
-    What isn't a module (a runtime, a function) has no modes.
+    Objects that aren't modules (runtimes, functions) are left alone.
     """
     if not isinstance(model, nn.Module):
         yield
@@ -39,10 +39,10 @@ _KEPT = (
 
 
 def copied(inputs: Any, memo: dict[int, Any] | None = None) -> Any:
-    """The same nest of inputs with tensors of its own.
+    """A copy of nested inputs with new tensors.
 
-    A model may write into its inputs (`x.mul_(2)`, `x[:, 0] = 0`, `out=x`, a cache that grows). It must not change the
-    user's batches, nor what the next pass sees. A tensor that occurs twice is copied once: it stays one tensor.
+    A model may write to its inputs (`x.mul_(2)`, `x[:, 0] = 0`, `out=x`, a growing cache). This must not change the
+    user's batches or the next pass. A tensor that occurs twice is copied once.
     """
     memo = {} if memo is None else memo
     if id(inputs) in memo:
@@ -54,7 +54,7 @@ def copied(inputs: Any, memo: dict[int, Any] | None = None) -> Any:
 
 
 def call_copied(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call the model on copies of the arguments, which are used again."""
+    """Call the model with copies of the arguments."""
     args, kwargs = copied((args, kwargs))
     return model(*args, **kwargs)
 
@@ -71,13 +71,13 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
     if dataclasses.is_dataclass(value) or isinstance(value, Mapping) or hasattr(value, "__dict__"):
         try:
             return copy.deepcopy(value, {**memo, **{id(t): copied(t, memo) for t in _tensors_of(value)}})
-        except Exception:  # an object that can't be copied is passed on as it is, as a caller would
+        except Exception:  # pass objects that can't be copied unchanged
             return value
     return value
 
 
 def _tensors_of(value: Any) -> Iterator[Tensor]:
-    """The tensors of an object, to be copied here: `deepcopy` refuses those that have a gradient's history."""
+    """The tensors of an object. They are copied separately because `deepcopy` rejects non-leaf tensors."""
     items = value.values() if isinstance(value, Mapping) else vars(value).values() if hasattr(value, "__dict__") else ()
     for item in items:
         for part in item if isinstance(item, (list, tuple)) else (item,):

@@ -1,4 +1,4 @@
-"""Output folders: one process writes at a time, and what it writes appears as a whole."""
+"""Output folders: one process writes at a time, and its files appear together."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -18,42 +18,50 @@ from typing import Any
 from bitwright.core.errors import BitwrightError
 from bitwright.core.files import (
     PREFIX,
-    boot,
-    born,
+    boot_id,
+    made_folder,
     note_written,
-    remove_stale,
+    process_start,
+    remove_stale_folders,
     replacing,
+    sync_to_disk,
     temporary_folder,
-    to_disk,
     writing,
 )
 from bitwright.core.interrupts import uninterrupted
 
 try:
     import fcntl
-except ImportError:  # Windows: the owner's name in the file is all there is
+except ImportError:  # Windows: only the owner recorded in the lock file is available
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["filling", "locked", "recover", "replacing_all", "visible"]
+__all__ = ["locked", "recover", "replacing_with_siblings", "staged_output", "visible_files"]
 
 LOCK = ".bitwright.lock"
 _COMMIT = f"{PREFIX}commit"
-_WAIT = 1.0  # seconds: a process that was killed a moment ago may still hold its lock
+_WAIT = 1.0  # seconds; a process that was just killed may still hold its lock
 _UNSUPPORTED = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
-_held: dict[Path, tuple[int, int, int]] = {}  # by lock file: its handle, the thread that has it, how often
+_held: dict[Path, tuple[int, int, int]] = {}  # lock file → its handle, the owning thread, the lock count
 
 
 @contextmanager
 def locked(folder: str | Path, *, name: str = "", wait: float = _WAIT) -> Iterator[None]:
-    """Be the only process that writes to `folder`, or, with `name`, to that file in it.
+    """Lock `folder` for this process, or only the file `name` in it.
 
-    The system releases the lock when this process ends, however it ends. A folder that another process writes to is an
-    error (`folder-locked`) that says who that is. The same thread may lock a folder again.
+    The operating system releases the lock when this process ends. If another process holds it, the error
+    `folder-locked` names that process. The same thread may lock a folder several times.
     """
     folder = Path(folder)
-    made = [parent for parent in (folder, *folder.parents) if not parent.exists()]
+    with ExitStack() as stack:
+        with writing(folder):
+            stack.enter_context(made_folder(folder))
+        with _lock_held(folder, name, wait):
+            yield
+
+
+@contextmanager
+def _lock_held(folder: Path, name: str, wait: float) -> Iterator[None]:
     with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
         file = folder.resolve() / (f"{PREFIX}{name}.lock" if name else LOCK)
     here = threading.get_ident()
     known = _held.get(file)
@@ -63,27 +71,16 @@ def locked(folder: str | Path, *, name: str = "", wait: float = _WAIT) -> Iterat
         with writing(folder):
             handle = _acquire(file, folder, wait, in_this_process=known is not None)
         _held[file] = (handle, here, 1)
-    kept = False
     try:
         yield
-        kept = True
     finally:
         handle, _, count = _held[file]
         if count > 1:
             _held[file] = (handle, here, count - 1)
         else:
             del _held[file]
-            file.unlink(missing_ok=True)  # while it is still ours: who opened it before us looks again
+            file.unlink(missing_ok=True)  # while the lock is held: waiting processes open the file again
             os.close(handle)
-        if not kept:
-            _remove_empty(made)
-
-
-def _remove_empty(folders: Sequence[Path]) -> None:
-    """Folders that were made for a result that never came, the deepest first."""
-    for folder in folders:
-        with suppress(OSError):
-            folder.rmdir()
 
 
 def _acquire(file: Path, folder: Path, wait: float, *, in_this_process: bool) -> int:
@@ -95,7 +92,7 @@ def _acquire(file: Path, folder: Path, wait: float, *, in_this_process: bool) ->
                 try:
                     os.truncate(handle, 0)
                     os.pwrite(handle, json.dumps(_owner()).encode(), 0)
-                except OSError:  # a full disk: nothing else would fit, either
+                except OSError:  # the disk is full, so no other output would fit either
                     file.unlink(missing_ok=True)
                     raise
                 return handle
@@ -116,7 +113,7 @@ def _acquire(file: Path, folder: Path, wait: float, *, in_this_process: bool) ->
 
 
 def _lock(handle: int) -> bool:
-    """Whether the file is ours now."""
+    """Try to lock the file."""
     if fcntl is not None:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -127,15 +124,15 @@ def _lock(handle: int) -> bool:
                 raise
         else:
             return True
-    # A file system without locks: the owner's name counts, as long as its process is alive or can't be asked.
+    # A file system without locks: use the owner in the file, if its process is alive or can't be checked.
     owner = _read(handle)
     if not owner or owner.get("pid") == os.getpid():
         return True
-    return owner.get("boot") == boot() and born(int(owner.get("pid", 0))) != owner.get("born")
+    return owner.get("boot") == boot_id() and process_start(int(owner.get("pid", 0))) != owner.get("born")
 
 
 def _same(handle: int, file: Path) -> bool:
-    """Whether the locked file still has its name: its last owner removes it."""
+    """Whether the locked file still exists under its name: its last owner removes it."""
     try:
         return os.path.samestat(os.fstat(handle), file.stat())
     except FileNotFoundError:
@@ -144,10 +141,16 @@ def _same(handle: int, file: Path) -> bool:
 
 def _owner() -> dict[str, Any]:
     pid = os.getpid()
-    # Not the whole command line: it may hold a password.
+    # Omit the full command line because it may contain a password.
     words = [Path(sys.argv[0]).name or "python", *(word for word in sys.argv[1:2] if word.isalpha())]
     since = datetime.now(UTC).isoformat(timespec="seconds")
-    return {"pid": pid, "born": born(pid), "boot": boot(), "command": " ".join(words), "since": since}
+    return {
+        "pid": pid,
+        "born": process_start(pid),
+        "boot": boot_id(),
+        "command": " ".join(words),
+        "since": since,
+    }
 
 
 def _read(handle: int) -> dict[str, Any]:
@@ -166,7 +169,7 @@ def _in_words(owner: dict[str, Any]) -> str:
 
 
 def _close_in_child() -> None:
-    """A forked child shares its parent's locks as long as it has their handles open."""
+    """Close the locks in a forked child, which shares them with its parent."""
     for handle, _, _ in _held.values():
         with suppress(OSError):
             os.close(handle)
@@ -178,12 +181,12 @@ if hasattr(os, "register_at_fork"):
 
 
 @contextmanager
-def filling(folder: str | Path, *, name: str = "") -> Iterator[Path]:
-    """Give a temporary folder inside `folder`; its files move there if the block ends well, else they vanish.
+def staged_output(folder: str | Path, *, name: str = "") -> Iterator[Path]:
+    """Yield a temporary folder inside `folder`. Its files move to `folder` if the block succeeds.
 
-    The folder is locked meanwhile (with `name`, only for that output). A place that can't be written is an error here,
-    before any long work. All files are on the disk before the first one moves. A crash between two moves leaves the
-    rest in a folder of its own, and the next run completes the moves.
+    The folder (or with `name`, only that output) is locked meanwhile. A folder that can't be written raises an error
+    here, before any long computation. All files are flushed to disk before the first one moves. After a crash between
+    two moves, the next run completes them.
     """
     folder = Path(folder)
     with locked(folder, name=name):
@@ -197,8 +200,8 @@ def filling(folder: str | Path, *, name: str = "") -> Iterator[Path]:
 
 
 @contextmanager
-def replacing_all(path: str | Path) -> Iterator[Path]:
-    """Like `replacing`, for a file that others stand beside: all that is written next to the temporary path moves."""
+def replacing_with_siblings(path: str | Path) -> Iterator[Path]:
+    """Like `replacing`, and also moves the files that are written next to the temporary path."""
     path = Path(path)
     with writing(path):
         plain = path.is_file() or not path.exists()
@@ -207,34 +210,34 @@ def replacing_all(path: str | Path) -> Iterator[Path]:
         with replacing(path) as temporary:
             yield temporary
         return
-    with filling(path.parent, name=path.name) as folder:
+    with staged_output(path.parent, name=path.name) as folder:
         yield folder / path.name
 
 
 def recover(folder: str | Path, *, name: str = "") -> None:
-    """Complete the moves of a run that was killed among them, and remove what dead processes left. Needs the lock."""
+    """Complete the moves of a killed run and remove files of dead processes. Requires the lock."""
     folder = Path(folder)
     if not folder.is_dir():
         return
     ready = folder / f"{_COMMIT}{name}"
     if ready.is_dir():
         _move(ready, folder)
-    remove_stale(folder)
+    remove_stale_folders(folder)
 
 
-def visible(folder: Path) -> list[Path]:
-    """The files of a folder without our own hidden ones, sorted."""
+def visible_files(folder: Path) -> list[Path]:
+    """The files of a folder without hidden ones, sorted."""
     return sorted(file for file in folder.iterdir() if not file.name.startswith(".bitwright"))
 
 
 def _commit(staged: Path, folder: Path, name: str) -> None:
-    """From the moment at which the staged folder has this name, its files count."""
+    """Rename the staged folder; from then on its files are part of the output."""
     for file in staged.rglob("*"):
-        to_disk(file)
-    to_disk(staged)
+        sync_to_disk(file)
+    sync_to_disk(staged)
     ready = folder / f"{_COMMIT}{name}"
     staged.rename(ready)
-    to_disk(folder)
+    sync_to_disk(folder)
     _move(ready, folder)
 
 
@@ -244,6 +247,6 @@ def _move(ready: Path, folder: Path) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         file.replace(target)
         note_written(target)
-        to_disk(target.parent)
+        sync_to_disk(target.parent)
     shutil.rmtree(ready)
-    to_disk(folder)
+    sync_to_disk(folder)

@@ -1,6 +1,6 @@
-"""One registry for everything that can be plugged in, over Python entry points.
+"""Plugin registries based on Python entry points.
 
-Built-ins are declared in Bitwright's own `pyproject.toml` and take no other way than a plugin does.
+Built-ins are declared in Bitwright's `pyproject.toml` and are loaded in the same way as plugins.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from bitwright.core.errors import DuplicateName, UnknownName, did_you_mean
 
 @lru_cache(maxsize=1)
 def _installed(path: tuple[str, ...]) -> Any:
-    """All entry points, to `select` from, read from the disk once for all registries."""
+    """All entry points, read once for all registries."""
     return entry_points()
 
 
 class Registry:
-    """Names → objects of one kind, found in an entry point group and loaded when first asked for."""
+    """Objects of one kind by name. They are found in an entry-point group and loaded on first use."""
 
     def __init__(self, kind: str, group: str) -> None:
         self.kind = kind
@@ -33,12 +33,13 @@ class Registry:
             found: dict[str, EntryPoint] = {}
             for point in _installed(tuple(sys.path)).select(group=self.group):
                 known = found.get(point.name)
-                # One distribution can be on sys.path twice (editable and built): same value, no conflict.
+                # A distribution can be on sys.path twice (editable and built): the same value is no conflict.
                 if known is not None and known.value != point.value:
                     raise DuplicateName(
                         f"two packages register the {self.kind} {point.name!r}",
                         value=f"{known.value} and {point.value}",
                         fix="uninstall one of them or rename its entry point",
+                        code="duplicate-name",
                     )
                 found[point.name] = point
             self._found = found
@@ -52,7 +53,7 @@ class Registry:
         return name in self._objects or name in self._entry_points()
 
     def get(self, name: str) -> Any:
-        """The object of that name; an unknown one raises with the nearest names."""
+        """The object with this name. An unknown name raises an error with similar names."""
         if name not in self._objects:
             points = self._entry_points()
             if name not in points:
@@ -63,19 +64,22 @@ class Registry:
         return self._objects[name]
 
     def register(self, name: str, obj: Any) -> None:
-        """Add an object by hand: for notebooks and tests; packages declare an entry point instead."""
+        """Add an object in a notebook or test. Packages declare an entry point instead."""
         if name in self:
             raise DuplicateName(
-                f"the {self.kind} {name!r} exists already",
+                f"the {self.kind} {name!r} already exists",
                 value=getattr(obj, "__qualname__", repr(obj)),
                 fix="choose another name",
+                code="duplicate-name",
             )
         self._objects[name] = obj
 
     def unregister(self, name: str) -> None:
-        """Take back what `register` added."""
+        """Remove an object that was added with `register`."""
         if name not in self._objects or name in self._entry_points():
-            raise UnknownName(f"no hand-registered {self.kind}", value=name)
+            raise UnknownName(
+                f"no {self.kind} with this name was added with register()", value=name, code="unknown-name"
+            )
         del self._objects[name]
 
 
@@ -90,3 +94,6 @@ KERNELS = Registry("kernel", "bitwright.kernels")
 STRATEGIES = Registry("strategy", "bitwright.strategies")
 INDICATORS = Registry("indicator", "bitwright.indicators")
 PLANNERS = Registry("planner", "bitwright.planners")
+IMPORTERS = Registry("importer", "bitwright.importers")
+ROW_REPORTERS = Registry("row reporter", "bitwright.row_reporters")
+"""Functions that write a report of each finished row of a grid: (FinishedRow, folder) → None."""

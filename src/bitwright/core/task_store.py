@@ -1,9 +1,9 @@
-"""Where a study lives: tasks with their outcomes, in an embedded file or in PostgreSQL, through Optuna.
+"""Store the tasks and outcomes of a study in a local file or in PostgreSQL, with Optuna.
 
-A search (`tune`) or a grid (`bench`) asks for tasks in an order that follows from its settings and from earlier
-outcomes alone. So a study is resumed, or shared by workers, by asking again from the beginning: what is known is looked
-up, the rest is claimed. A trial is identified by its task; of several trials of one task (two workers may create it at
-the same moment) the one with the lowest number counts, and the others are never run.
+A search (`tune`) or a grid (`bench`) requests tasks in an order that depends only on its settings and on earlier
+outcomes. So a study can be resumed, or shared by workers, by requesting all tasks from the beginning: known outcomes
+are looked up, other tasks are claimed. A trial is identified by its task. If several trials have the same task (two
+workers may create it at the same time), the one with the lowest number counts and the others are never run.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from sqlalchemy import Connection, event, make_url
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.pool import StaticPool
 
-from bitwright.core.addresses import address_without_secrets, is_address, words_without_secrets
+from bitwright.core.addresses import address_without_secrets, is_address, message_without_secrets
 from bitwright.core.errors import BitwrightError, PlanError, Problem
-from bitwright.core.files import boot, born, disk_error, writing
+from bitwright.core.files import boot_id, disk_error, process_start, writing
 from bitwright.core.interrupts import uninterrupted
 
 _BEAT, _GRACE = 10, 40  # seconds
@@ -43,14 +43,14 @@ _IDENTITY, _MEMO, _SESSION = "identity", "memo:", "session:"
 
 
 class Task(Protocol):
-    """What a study has an outcome of: equal tasks have equal keys."""
+    """A unit of work with an outcome. Equal tasks have equal keys."""
 
     @property
     def key(self) -> str:
-        """A short name of its contents."""
+        """A short identifier of its contents."""
 
     def to_json(self) -> dict[str, Any]:
-        """As a store keeps it."""
+        """Its JSON representation in the store."""
 
 
 TaskT = TypeVar("TaskT", bound=Task)
@@ -59,16 +59,16 @@ OutcomeT = TypeVar("OutcomeT", bound=BaseModel)
 
 @dataclass(frozen=True)
 class Claim:
-    """A trial that this process runs."""
+    """A trial that this process is running, by its id in the storage."""
 
     id: int
 
 
 class Study(Generic[TaskT, OutcomeT]):
-    """One search or grid: what was asked for, and what is known of its tasks.
+    """One search or grid: its identity and the known outcomes of its tasks.
 
-    `kind` is the model of outcomes; `gave_up` makes one for a task whose process died again and again. An outcome's
-    `objective`, if it has one, is the trial's value.
+    `kind` is the model of outcomes. `gave_up` creates an outcome for a task that repeatedly killed its process. An
+    outcome's `objective`, if it has one, is the trial's value.
     """
 
     def __init__(
@@ -81,6 +81,7 @@ class Study(Generic[TaskT, OutcomeT]):
     ) -> None:
         self._store = store
         self._storage, self._study = storage, study
+        self._study_id = storage.get_study_id_from_name(study.study_name)
         database = storage.engine.url.database if storage.engine.url.drivername.startswith("sqlite") else None
         self._file = None if database in (None, ":memory:") else Path(str(database))
         self._kind, self._gave_up = kind, gave_up
@@ -88,22 +89,22 @@ class Study(Generic[TaskT, OutcomeT]):
         self._began = time.time()
 
     def known(self, task: TaskT) -> OutcomeT | None:
-        """The outcome of a task that was done before."""
-        with self._whole():
+        """The outcome of a finished task; None if it isn't finished."""
+        with self._guarded():
             trial = self._find(task.key)
             if trial is None or _OUTCOME not in trial.user_attrs:
                 return None
-            if not trial.state.is_finished():  # killed between writing the outcome and saying so
-                self._close(trial._trial_id)
+            if not trial.state.is_finished():  # killed between writing the outcome and closing the trial
+                self._close(self._id(trial))
             return self._kind.model_validate(trial.user_attrs[_OUTCOME])
 
     def claim(self, task: TaskT) -> Claim | None:
-        """Take a task; None if another worker is at it, or just finished it."""
-        with self._whole():
+        """Claim a task. Return None if another worker is running it or has just finished it."""
+        with self._guarded():
             return self._claim(task)
 
     def _claim(self, task: TaskT) -> Claim | None:
-        self._bury()
+        self._fail_dead_workers()
         trial = self._find(task.key)
         if trial is None:
             attributes = {_KEY: task.key, _TASK: task.to_json()}
@@ -116,52 +117,53 @@ class Study(Generic[TaskT, OutcomeT]):
             assert trial is not None
         if trial.state != TrialState.WAITING:
             return None
+        trial_id = self._id(trial)
         try:
-            # whoever is killed from here on is either found dead on this machine, or falls silent
-            self._storage.set_trial_user_attr(trial._trial_id, _WORKER, _who())
-            self._storage.record_heartbeat(trial._trial_id)
-            if not self._storage.set_trial_state_values(trial._trial_id, TrialState.RUNNING):
+            # if this process is killed after this line, others detect it by its pid or by missing heartbeats
+            self._storage.set_trial_user_attr(trial_id, _WORKER, _who())
+            self._storage.record_heartbeat(trial_id)
+            if not self._storage.set_trial_state_values(trial_id, TrialState.RUNNING):
                 return None
-            self._storage.set_trial_user_attr(trial._trial_id, _WORKER, _who())  # two may have come here
+            self._storage.set_trial_user_attr(trial_id, _WORKER, _who())  # another worker may have overwritten it
         except optuna.exceptions.UpdateFinishedTrialError:
             return None
-        return Claim(trial._trial_id)
+        return Claim(trial_id)
 
     def finish(self, claim: Claim, outcome: OutcomeT) -> None:
-        """Keep what was found, unless we were silent for so long that others gave us up: then it is theirs."""
-        with self._whole(), suppress(optuna.exceptions.UpdateFinishedTrialError):
+        """Store the outcome, unless other workers have declared this one dead and closed the trial."""
+        with self._guarded(), suppress(optuna.exceptions.UpdateFinishedTrialError):
             self._storage.set_trial_user_attr(claim.id, _OUTCOME, outcome.model_dump(mode="json"))
             self._close(claim.id)
 
-    def give_back(self, claim: Claim) -> None:
-        """Somebody else, or the next run, shall do it: this one was interrupted."""
-        with self._whole(), suppress(optuna.exceptions.UpdateFinishedTrialError):
+    def release(self, claim: Claim) -> None:
+        """Release an interrupted task for another worker or the next run."""
+        with self._guarded(), suppress(optuna.exceptions.UpdateFinishedTrialError):
             self._storage.set_trial_user_attr(claim.id, _INTERRUPTED, True)
             self._fail(claim.id)
 
     def fail(self, claim: Claim, failure: OutcomeT) -> None:
-        """It went wrong, and is free again: `failures` tells how often."""
-        with self._whole(), suppress(optuna.exceptions.UpdateFinishedTrialError):
+        """Record a failure and release the task. `failures` lists all failures of a task."""
+        with self._guarded(), suppress(optuna.exceptions.UpdateFinishedTrialError):
             self._storage.set_trial_user_attr(claim.id, _FAILURE, failure.model_dump(mode="json"))
             self._fail(claim.id)
 
     def failures(self, task: TaskT) -> list[OutcomeT]:
-        """How a task went wrong so far, in order."""
-        with self._whole():
+        """The failures of a task so far, in order."""
+        with self._guarded():
             own = (t for t in self._all() if t.user_attrs.get(_KEY) == task.key and _FAILURE in t.user_attrs)
             return [self._kind.model_validate(t.user_attrs[_FAILURE]) for t in sorted(own, key=lambda t: t.number)]
 
     @contextmanager
-    def beating(self, claim: Claim) -> Iterator[None]:
-        """Tell other machines that this one is alive."""
+    def heartbeats(self, claim: Claim) -> Iterator[None]:
+        """Send heartbeats to other machines during this block."""
         over = threading.Event()
 
         def beat() -> None:
             while not over.wait(_BEAT):
-                with suppress(Exception):  # a server that is away for a moment; what comes next tells if it stays away
+                with suppress(Exception):  # the server may be briefly unavailable; later calls report a lasting failure
                     self._storage.record_heartbeat(claim.id)
 
-        with self._whole():
+        with self._guarded():
             self._storage.record_heartbeat(claim.id)
         thread = threading.Thread(target=beat, daemon=True)
         thread.start()
@@ -172,20 +174,20 @@ class Study(Generic[TaskT, OutcomeT]):
             thread.join()
 
     def recall(self, name: str) -> Any:
-        """What was kept under a name, or None."""
-        with self._whole():
+        """The value stored under a name, or None."""
+        with self._guarded():
             return self._study.user_attrs.get(_MEMO + name)
 
     def keep(self, name: str, value: Any) -> Any:
-        """Keep something that all workers and later runs shall agree upon; the first one counts."""
-        with self._whole():
+        """Store a value that all workers and later runs share. The first stored value counts."""
+        with self._guarded():
             if self.recall(name) is None:
                 self._study.set_user_attr(_MEMO + name, value)
             return self.recall(name)
 
     def spent(self) -> float:
-        """Seconds in which anybody worked at this study."""
-        with self._whole():
+        """Seconds during which at least one worker was running this study."""
+        with self._guarded():
             self._study.set_user_attr(self._session, [self._began, time.time()])
             spans = sorted(span for name, span in self._study.user_attrs.items() if name.startswith(_SESSION))
             total, reached = 0.0, 0.0
@@ -195,21 +197,24 @@ class Study(Generic[TaskT, OutcomeT]):
             return total
 
     def close(self) -> None:
-        """Let go of the database."""
+        """Close the database connection."""
         self._storage.remove_session()
         self._storage.engine.dispose()
 
     @contextmanager
-    def _whole(self) -> Iterator[None]:
-        """Finish with the database before a signal counts; what its disk refuses is told as such."""
+    def _guarded(self) -> Iterator[None]:
+        """Defer signals during a database operation, and report disk errors as such."""
         with uninterrupted(), _store_errors(self._store), writing(self._file or "the store", strict=True):
             yield
 
     def _all(self) -> list[FrozenTrial]:
-        return self._study.get_trials(deepcopy=False)  # only what may have changed is read again
+        return self._study.get_trials(deepcopy=False)  # Optuna rereads only unfinished trials
+
+    def _id(self, trial: FrozenTrial) -> int:
+        return self._storage.get_trial_id_from_study_id_trial_number(self._study_id, trial.number)
 
     def _find(self, key: str) -> FrozenTrial | None:
-        """The trial that counts: finished, or the first that isn't given up."""
+        """The trial of this task that counts: a finished one, or the first that has not failed."""
         own = [t for t in self._all() if t.user_attrs.get(_KEY) == key and t.state != TrialState.FAIL]
         return min(own, key=lambda t: (_OUTCOME not in t.user_attrs, t.number), default=None)
 
@@ -217,28 +222,28 @@ class Study(Generic[TaskT, OutcomeT]):
         values = self._storage.get_trial(trial_id).user_attrs[_OUTCOME]
         objective = values.get("objective")
         state = TrialState.COMPLETE if objective is not None else TrialState.PRUNED
-        with suppress(optuna.exceptions.UpdateFinishedTrialError):  # another worker did it
+        with suppress(optuna.exceptions.UpdateFinishedTrialError):  # another worker has closed it
             self._storage.set_trial_state_values(trial_id, state, None if objective is None else [objective])
 
-    def _bury(self) -> None:
-        """Give up trials whose worker is dead: at once if it was on this machine, else when it falls silent."""
+    def _fail_dead_workers(self) -> None:
+        """Fail trials of dead workers: immediately on this machine, after missing heartbeats on others."""
         with _experimental():
             optuna.storages.fail_stale_trials(self._study)
         for trial in self._all():
             if trial.state != TrialState.RUNNING or _alive(trial.user_attrs.get(_WORKER)):
                 continue
             if _OUTCOME in trial.user_attrs:
-                self._close(trial._trial_id)
+                self._close(self._id(trial))
             else:
-                self._fail(trial._trial_id)
+                self._fail(self._id(trial))
 
     def _fail(self, trial_id: int) -> None:
-        # another worker may have done it
+        # another worker may have done this already
         with suppress(optuna.exceptions.UpdateFinishedTrialError):
             self._storage.set_trial_state_values(trial_id, TrialState.FAIL)
 
     def _deaths(self, key: str) -> int:
-        """How often the process of this task died."""
+        """How many times the process that ran this task died."""
         failed = [t for t in self._all() if t.state == TrialState.FAIL and t.user_attrs.get(_KEY) == key]
         return sum(not {_INTERRUPTED, _FAILURE} & set(trial.user_attrs) for trial in failed)
 
@@ -252,9 +257,9 @@ def open_study(
     kind: type[OutcomeT],
     gave_up: Callable[[str], OutcomeT],
 ) -> Study[Any, OutcomeT]:
-    """Begin a study, or go on with one; one of another `identity` is refused.
+    """Create a study or resume one. A study with another `identity` raises an error.
 
-    `store` is a file, a URL (postgresql://…), or None for one that ends with this process.
+    `store` is a file, a URL (postgresql://…), or None for a store in memory.
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     storage = _storage(store)
@@ -274,15 +279,14 @@ def _begun(
     except optuna.exceptions.DuplicatedStudyError:
         study = optuna.load_study(storage=storage, study_name=name)
         known = _identity(study, text)
-        if not resume and not study.get_trials(deepcopy=False):  # whoever began it failed before the first trial
+        if not resume and not study.get_trials(deepcopy=False):  # its creator failed before the first trial
             study.set_user_attr(_IDENTITY, text)
             known = text
         elif not resume:
             raise BitwrightError(
-                "there is such a study already",
+                f"study {name!r} already exists",
                 where=address_without_secrets(store),
-                value=name,
-                fix="go on with it (resume=True, --resume), or give another name or store",
+                fix="resume it (resume=True, --resume), or choose another name or store",
                 code="study-exists",
             ) from None
         _refuse_changes(known, text)
@@ -291,28 +295,28 @@ def _begun(
 
 @contextmanager
 def _store_errors(store: str | Path | None) -> Iterator[None]:
-    """A store that is damaged, or that its server takes away, is one clear error; a full disk was told before."""
+    """Report a damaged or unreachable store as one error. Disk errors are reported before."""
     try:
         yield
     except BitwrightError:
         raise
-    except Exception as error:  # optuna's, sqlalchemy's and its drivers', and what damaged entries lead to
+    except Exception as error:  # from Optuna, SQLAlchemy and its drivers, or caused by damaged entries
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise BitwrightError(
-            f"the store can't be used: {type(error).__name__}: {words_without_secrets(lines[0], store)}",
+            f"the store can't be used: {type(error).__name__}: {message_without_secrets(lines[0], store)}",
             where=address_without_secrets(store) if store is not None else "the store in memory",
-            fix="check the server or the file; one that is damaged must be replaced by a new one",
+            fix="check the server or the file; replace a damaged store by a new one",
             code="store-failed",
         ) from (None if is_address(store) else error)
 
 
 def _identity(study: optuna.Study, own: dict[str, Any]) -> dict[str, Any]:
-    """What the study is about; a process that was killed right after creating it left nothing, so it is ours."""
+    """What the study is about. If its creator was killed before writing this, our identity is stored."""
     for _ in range(20):
         known = study.user_attrs.get(_IDENTITY)
         if known is not None:
             return dict(known)
-        time.sleep(0.05)  # another worker may just be writing it
+        time.sleep(0.05)  # another worker may be writing it
     study.set_user_attr(_IDENTITY, own)
     return own
 
@@ -323,17 +327,18 @@ def _refuse_changes(known: Mapping[str, Any], now: Mapping[str, Any]) -> None:
         Problem(
             what=f"was {_short(before.get(key))}, is {_short(after.get(key))}",
             where=key,
-            fix="undo the change, or begin another study (another name or store)",
+            fix="undo the change, or start another study (another name or store)",
+            code="study-changed",
         )
         for key in sorted({*before, *after})
         if before.get(key) != after.get(key)
     ]
     if problems:
-        raise PlanError(problems, title="can't go on: the study is about something else")
+        raise PlanError(problems, title="can't resume: the study has other settings")
 
 
 def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Every value with its path: goal.drop.relative."""
+    """Every leaf value with its path, such as goal.drop.relative."""
     if not isinstance(value, Mapping):
         yield path, value
         return
@@ -369,8 +374,8 @@ def _storage(store: str | Path | None) -> RDBStorage:
             if store is not None and url.startswith("sqlite"):
                 _one_at_a_time(storage)
             return storage
-        except Exception as error:  # drivers have their own, and sqlalchemy has several
-            # two workers make the tables, or write their version, at the same moment
+        except Exception as error:  # drivers and SQLAlchemy raise different types
+            # two workers may create the tables, or write their version, at the same time
             if left and (isinstance(error, IntegrityError) or "already exists" in str(error)):
                 time.sleep(0.2)
                 continue
@@ -378,9 +383,9 @@ def _storage(store: str | Path | None) -> RDBStorage:
             if refused is not None:
                 raise refused from error
             lines = str(error).strip().splitlines() or [type(error).__name__]
-            # a driver's own message may have the password: it isn't shown, not even with --debug
+            # a driver's message may contain the password, so it is not chained, even with --debug
             raise BitwrightError(
-                f"the store can't be opened: {words_without_secrets(lines[0], store)}",
+                f"the store can't be opened: {message_without_secrets(lines[0], store)}",
                 where=address_without_secrets(store),
                 fix="check the address and the server; PostgreSQL needs pip install 'bitwright[postgresql]'",
                 code="store-unreachable",
@@ -389,7 +394,7 @@ def _storage(store: str | Path | None) -> RDBStorage:
 
 
 def _store_file(store: str | Path) -> Path:
-    """The file of a store, in a folder that is there."""
+    """The file of a store. Its folder is created if necessary."""
     path = Path(store)
     if is_address(store):
         raise _not_a_store(store)
@@ -410,20 +415,21 @@ def _not_a_store(store: str | Path) -> BitwrightError:
 
 
 def _refuse_malformed(url: str, store: str | Path) -> None:
-    """An address that isn't one says so before any driver is asked."""
+    """Reject a malformed address before any driver is loaded."""
     try:
         parts = make_url(url)
         memory = parts.database in (None, "", ":memory:") or parts.query.get("mode") == "memory"
         if parts.get_backend_name() == "sqlite" and (memory or parts.host or parts.username):
             raise ValueError("a store in memory can't be shared, and a file has no host")
-    except Exception:  # sqlalchemy's, and ValueError for a port that is no number; both repeat the address
+    except Exception:  # SQLAlchemy's, and ValueError for an invalid port; both messages contain the address
         raise _not_a_store(store) from None
 
 
 def _one_at_a_time(storage: RDBStorage) -> None:
     """Let a SQLite transaction lock the file when it begins.
 
-    Python begins one only at its first change: two workers could read that a trial is waiting, and then both take it.
+    By default Python begins a transaction at the first change, so two workers could both read that a trial is waiting
+    and then claim it.
     """
 
     @event.listens_for(storage.engine, "connect")
@@ -435,23 +441,23 @@ def _one_at_a_time(storage: RDBStorage) -> None:
         connection.exec_driver_sql("BEGIN IMMEDIATE")
 
     storage.remove_session()
-    storage.engine.dispose()  # connections that were made before
+    storage.engine.dispose()  # close earlier connections
 
 
 @contextmanager
 def _experimental() -> Iterator[None]:
-    """Optuna calls its heartbeats experimental, in a warning each time."""
+    """Suppress Optuna's warning that heartbeats are experimental."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
         yield
 
 
 def _who() -> dict[str, Any]:
-    return {"host": boot(), "pid": os.getpid(), "born": born(os.getpid())}
+    return {"host": boot_id(), "pid": os.getpid(), "process_start": process_start(os.getpid())}
 
 
 def _alive(worker: Mapping[str, Any] | None) -> bool:
-    """Whether a worker of this machine still runs; one of another machine is taken at its heartbeat's word."""
-    if worker is None or worker["host"] != boot():
+    """Whether a worker of this machine is still running. Workers of other machines are checked by their heartbeats."""
+    if worker is None or worker["host"] != boot_id():
         return True
-    return born(int(worker["pid"])) == str(worker["born"])
+    return process_start(int(worker["pid"])) == str(worker["process_start"])

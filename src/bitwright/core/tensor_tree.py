@@ -1,6 +1,6 @@
-"""Tensors inside nested inputs and outputs: tuples, lists, mappings, dataclasses, and containers that torch knows.
+"""Find and change tensors in nested inputs and outputs.
 
-What a library has registered with torch's pytrees (the caches of transformers) is walked as it says.
+Supports tuples, lists, mappings, dataclasses and types that are registered as pytrees, such as transformers' caches.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The same nest with `change` applied to each tensor."""
+    """A copy of the nested value with `change` applied to each tensor."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, Mapping):
@@ -55,7 +55,7 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def channels_last(value: Any) -> Any:
-    """The same nest with its images (tensors of four axes) as NHWC in memory."""
+    """A copy of the nested value with its images (4-D tensors) in channels-last memory format."""
     return map_tensors(value, lambda t: t.contiguous(memory_format=torch.channels_last) if t.dim() == 4 else t)
 
 
@@ -64,16 +64,17 @@ def batch_size(batch: Any) -> int:
     return next((int(tensor.shape[0]) for _, tensor in tensors_in(batch) if tensor.dim()), 1)
 
 
-def part(batch: Any, start: int, stop: int) -> Any:
-    """Some samples of a batch: every tensor is cut whose first axis is as long as the batch."""
+def slice_batch(batch: Any, start: int, stop: int) -> Any:
+    """The samples `start` to `stop`: slices each tensor with the batch size as its first dimension."""
     size = batch_size(batch)
     return map_tensors(batch, lambda t: t[start:stop] if t.dim() and t.shape[0] == size else t)
 
 
 def as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """One example call: a dict is keywords, a tuple or list is positional, anything else one argument.
+    """Convert example inputs to positional and keyword arguments.
 
-    The call has copies of the tensors: a model that writes into its inputs doesn't change the caller's.
+    A dict becomes keywords, a tuple or list positional arguments, anything else one argument. Tensors are copied, so
+    that a model that writes to its inputs doesn't change the caller's tensors.
     """
     inputs = copied(inputs)
     if isinstance(inputs, Mapping):

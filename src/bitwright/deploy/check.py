@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import nn
 from bitwright.backends import backend
 from bitwright.core.arguments import strict
 from bitwright.core.errors import ArtefactError, Problem, WorkloadError, log_warnings
-from bitwright.core.modes import call_copied, evaluating
+from bitwright.core.modes import call_copied, eval_mode
 from bitwright.core.registry import RUNTIMES
 from bitwright.core.tensor_tree import as_call, tensors_in
 from bitwright.deploy.agreement import OutputCheck, Sums, as_array, refuse_nan
@@ -22,14 +22,14 @@ from bitwright.deploy.distance import Distance, SiteDistance, distance_of, look_
 from bitwright.deploy.integrity import Damage
 from bitwright.deploy.runtimes.base import Runtime, open_runtime, readers
 from bitwright.deploy.site_check import Probe, SiteCheck, StoredSites, check_sites
-from bitwright.graph.capture import blaming_batch
-from bitwright.ptq import CalibrationData
+from bitwright.graph.capture import report_batch_errors
 from bitwright.quantizers import attachment_of, in_mode, warnings_of
+from bitwright.workload.calibration_data import CalibrationData
 
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """The result: per output and, on demand, per site."""
+    """How an artefact on a runtime compares with the simulated model, per output and, if asked for, per site."""
 
     runtime: str
     samples: int
@@ -45,6 +45,15 @@ class Check:
     """What to know beside the verdict; each was logged as well."""
     damages: tuple[Damage, ...] = ()
     """Numbers of the artefact that aren't what was exported, or aren't the model's."""
+
+    def __repr__(self) -> str:
+        """One line: the verdict."""
+        verdict = "passed" if self.passed else f"diverges at {self.first_divergence or 'the output'}"
+        return f"<Check on {self.runtime}: {verdict}, {self.samples} samples>"
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields and the verdict as plain data."""
+        return {**asdict(self), "passed": self.passed, "first_divergence": self.first_divergence}
 
     @property
     def passed(self) -> bool:
@@ -93,13 +102,13 @@ def check(
     sums: dict[str, Sums] = {}
     samples, seen = 0, CalibrationData()
     first: tuple[tuple[Any, ...], dict[str, Any]] | None = None
-    with evaluating(model):
+    with eval_mode(model):
         for batch in batches:
             args, kwargs = as_call(batch)
             first = first or (args, kwargs)
             samples += next((int(t.shape[0]) if t.dim() else 1 for _, t in tensors_in((args, kwargs))), 1)
             if any(tensor.numel() for _, tensor in tensors_in(seen.see(batch))):
-                with blaming_batch(model, batch):
+                with report_batch_errors(model, batch):
                     _compare(model, real, args, kwargs, sums)
         if first is None or not sums:
             what = "there is no batch to check with" if first is None else "all batches to check with are empty"

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from bitwright.core.errors import Problem
-from bitwright.core.modes import evaluating
-from bitwright.core.tensor_tree import as_call, batch_size, map_tensors, part, tensors_in
+from bitwright.core.modes import eval_mode
+from bitwright.core.tensor_tree import as_call, batch_size, map_tensors, slice_batch, tensors_in
 from bitwright.deploy.agreement import Sums, as_array, decibels
 from bitwright.quantizers import Attachment, Quantizer, attachment_of, in_mode, tapped
 
@@ -98,9 +98,9 @@ def measure_distance(model: nn.Module, batch: Any, *, samples: int | None = _SAM
     if samples is not None:  # fewer where a sample is large
         numbers = max(1, sum(t.numel() for _, t in tensors_in(batch)) // max(1, batch_size(batch)))
         samples = min(samples, max(_FEWEST, _NUMBERS // numbers))
-    with evaluating(model), torch.no_grad():
+    with eval_mode(model), torch.no_grad():
         try:
-            return _measure(model, attachment, batch if samples is None else part(batch, 0, samples))
+            return _measure(model, attachment, batch if samples is None else slice_batch(batch, 0, samples))
         except Exception:
             if samples is None or batch_size(batch) <= samples:
                 raise

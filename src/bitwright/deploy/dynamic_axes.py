@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from bitwright.core.errors import BitwrightError
-from bitwright.core.modes import call_copied, evaluating
+from bitwright.core.modes import call_copied, eval_mode
 from bitwright.core.tensor_tree import map_tensors, tensors_in
 from bitwright.deploy.agreement import Sums, as_array
 from bitwright.deploy.runtimes.base import Runtime, open_runtime
@@ -117,7 +117,7 @@ def frozen_size(
     somebody will run.
     """
     real = _opened(path)
-    with torch.no_grad(), evaluating(model):
+    with torch.no_grad(), eval_mode(model):
         verifier = _Verifier(model=model, program=program.module(check_guards=False), real=real, flat=flat)
         usual = _worst_db(verifier.outputs("float", args, kwargs), verifier.traced(args, kwargs))
         verifier = replace(verifier, usual_db=usual)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVarTuple
@@ -19,7 +19,7 @@ from bitwright.core.arguments import strict
 from bitwright.core.errors import ExportError, PlanError, Problem, log_warnings
 from bitwright.core.files import write_text
 from bitwright.core.logging import quiet
-from bitwright.core.modes import evaluating
+from bitwright.core.modes import eval_mode
 from bitwright.core.registry import ARTEFACTS
 from bitwright.core.tensor_tree import as_call, batch_size
 from bitwright.deploy.artefacts.base import Sidecar
@@ -43,7 +43,7 @@ OPSET = 21
 
 @dataclass(frozen=True, kw_only=True)
 class Artefact:
-    """What was written."""
+    """An exported file and what it contains."""
 
     path: Path
     bytes: int
@@ -55,9 +55,18 @@ class Artefact:
     outputs: tuple[str, ...]
     kind: str = QDQ
     sidecar: Path | None = None
-    """The file of grids beside a model in float."""
+    """The file with the quantization parameters, if the model file itself is float."""
     warnings: tuple[Problem, ...] = ()
-    """What the artefact isn't though it was asked for; each was logged as well."""
+    """Requests that the artefact doesn't fulfil. Each was also logged."""
+
+    def __repr__(self) -> str:
+        """One line: the file and what it has."""
+        return f"<Artefact {self.path}: {self.kind}, {self.bytes:,} bytes, {self.weights} integer weights>"
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields as plain data."""
+        sidecar = None if self.sidecar is None else str(self.sidecar)
+        return {**asdict(self), "path": str(self.path), "sidecar": sidecar}
 
 
 @strict
@@ -205,7 +214,7 @@ def export_float(model: nn.Module, path: str | Path, inputs: Any, *, dynamic_bat
 def _export_float(
     model: nn.Module, path: Path, data: str, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_batch: bool
 ) -> tuple[Exported]:
-    with evaluating(model):
+    with eval_mode(model):
         exported = export_program(model, args, kwargs, dynamic_batch)
     onnx_model = _translate(exported.program)
     noted = to_float32(onnx_model, model, (args, kwargs))

@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 
 from bitwright.core.errors import ArtefactError, ExportError
 from bitwright.core.files import replacing
-from bitwright.core.modes import evaluating
+from bitwright.core.modes import eval_mode
 from bitwright.core.tensor_tree import as_call, tensors_in
 from bitwright.deploy.agreement import as_array
 from bitwright.deploy.export import marked_program
@@ -245,7 +245,7 @@ def _tensors(quantized: QuantizedProgram) -> dict[str, NDArray[Any]]:
 def float_program(model: nn.Module, inputs: Any) -> torch.export.ExportedProgram:
     """The float model, with the batch of `inputs`."""
     args, kwargs = as_call(inputs)
-    with torch.no_grad(), evaluating(model), warnings.catch_warnings():
+    with torch.no_grad(), eval_mode(model), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return torch.export.export(model, args, kwargs, strict=False)
 

@@ -11,7 +11,7 @@ import onnx_ir as ir
 
 from bitwright.core.documents import regular
 from bitwright.core.errors import ArtefactError, BitwrightError, PlanError, Problem, shortened
-from bitwright.core.files import replacing, to_disk, writing
+from bitwright.core.files import replacing, sync_to_disk, writing
 
 
 def operator_of(node: ir.Node) -> str:
@@ -141,7 +141,7 @@ def replacing_onnx(path: Path) -> Iterator[tuple[Path, str]]:
             yield temporary, data.name
             written = temporary.parent / data.name
             if written.is_file():  # before the model that names it
-                to_disk(written)
+                sync_to_disk(written)
                 written.replace(data)
     except BaseException:
         data.unlink(missing_ok=True)

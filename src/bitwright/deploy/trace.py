@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from bitwright.core.errors import ExportError, Problem
-from bitwright.core.modes import call_copied, evaluating
+from bitwright.core.modes import call_copied, eval_mode
 from bitwright.core.tensor_tree import batch_size, map_tensors, tensors_in
 from bitwright.core.user_code import line_of
 from bitwright.deploy.dynamic_axes import Axis, free_axes
@@ -61,7 +61,7 @@ def trace(
     """
     model = bare(model)
     attachment = attachment_of(model)
-    with evaluating(model):
+    with eval_mode(model):
         under_export, usual = Route(), Route()
         with _marking(attachment), in_mode(model, "quantize"), routed(attachment, under_export):
             exported = export_program(model, args, kwargs, dynamic_batch)

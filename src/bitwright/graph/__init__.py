@@ -1,4 +1,4 @@
-"""capture(): what a model really does, recorded from real inputs."""
+"""Record the operators that a model calls."""
 
 from bitwright.graph.capture import capture, capture_paths
 from bitwright.graph.graph import Graph, Op, Output, Parameter, Port, Source

@@ -1,4 +1,4 @@
-"""`capture(model, inputs)`: run real inputs, record every operator. The model is left exactly as it was."""
+"""`capture(model, inputs)`: run a model on real inputs, record every operator, and leave the model unchanged."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from bitwright.core.arguments import strict
 from bitwright.core.errors import BitwrightError, CaptureError, Problem
-from bitwright.core.tensor_tree import as_call, batch_size, part, tensors_in
+from bitwright.core.tensor_tree import as_call, batch_size, slice_batch, tensors_in
 from bitwright.core.user_code import first_line, line_of
 from bitwright.graph.graph import Graph, Op, Output, Parameter, Port, Role, Source
 from bitwright.graph.interception import Interceptor, bare, install, uninstall
@@ -30,21 +30,21 @@ from bitwright.graph.operators import carries_floats, in_transform, is_inplace, 
 def capture(model: nn.Module, *inputs: Any, train: bool = False) -> Graph:
     """Record the operators that `model` calls for `inputs`.
 
-    Each of `inputs` is one example call: a tensor, a tuple of positional arguments or a dict of keywords.
-    Several are merged: operators that only some of them reach are marked (`graph.partial(op)`). The model
-    runs in eval mode unless `train`, without gradients; its mode, buffers and attributes, and the random
-    state, are as before afterwards.
+    Each of `inputs` is one example call: a tensor, a tuple of positional arguments or a dict of keyword arguments.
+    Several recordings are merged; `graph.partial(op)` tells whether only some of them reach an operator. The model runs
+    without gradients, and in eval mode unless `train` is set. Its mode, buffers and attributes and the random
+    state are restored afterwards.
 
     >>> graph = capture(nn.Sequential(nn.Linear(3, 2), nn.ReLU()), torch.ones(1, 3))
     >>> ", ".join(op.name for op in graph.ops)
     '0, 1'
     """
     if not isinstance(model, nn.Module):
-        raise CaptureError("capture needs a torch.nn.Module", value=type(model).__name__)
+        raise CaptureError("capture needs a torch.nn.Module", value=type(model).__name__, code="not-a-module")
     if not inputs:
-        raise CaptureError("capture needs at least one example input", fix="capture(model, batch)")
+        raise CaptureError("capture needs at least one example input", fix="capture(model, batch)", code="no-inputs")
     model = bare(model)
-    assert_runnable(model)
+    check_runnable(model)
     graph = _run(model, inputs[0], train=train)
     for example in inputs[1:]:
         graph = _merge(graph, _run(model, example, train=train))
@@ -52,22 +52,22 @@ def capture(model: nn.Module, *inputs: Any, train: bool = False) -> Graph:
 
 
 def capture_paths(model: nn.Module, inputs: Iterable[Any], *, most: int) -> Graph:
-    """Record one example call after the other until one brings no operator that the others hadn't, or `most` of them.
+    """Record example calls until one of them adds no operators, at most `most` calls.
 
-    Most models take one path: two runs show it. One whose path depends on the data is recorded for longer.
+    Most models need two calls. Models with data-dependent control flow need more.
     """
     model = bare(model)
-    assert_runnable(model)
+    check_runnable(model)
     calls = iter(inputs)
     first, *second = islice(calls, 2)
     graph = _capture_few(model, first, second[0] if second else first)
     if graph is not None:
         return graph
-    with blaming_batch(model, first):
+    with report_batch_errors(model, first):
         graph = capture(model, first)
     for example in islice(chain(second, calls), most - 1):
         known = len(graph.ops)
-        with blaming_batch(model, example):
+        with report_batch_errors(model, example):
             found = _run(model, example, train=False)
         graph = _merge(graph, found)
         if len(graph.ops) == known:
@@ -76,19 +76,19 @@ def capture_paths(model: nn.Module, inputs: Iterable[Any], *, most: int) -> Grap
 
 
 def _capture_few(model: nn.Module, first: Any, second: Any) -> Graph | None:
-    """Record a few samples of two calls; None if whole batches might take another path.
+    """Record a few samples of two calls. Return None if complete batches might take another path.
 
-    They can't if no number is looked at on the way, and neither one sample nor two make a difference.
+    They can't if the model's code reads no tensor values, and if one sample and two samples take the same path.
     """
-    few = part(first, 0, 2)
-    other = part(second, 0, 1 if batch_size(few) > 1 else 2)
+    few = slice_batch(first, 0, 2)
+    other = slice_batch(second, 0, 1 if batch_size(few) > 1 else 2)
     if batch_size(few) == batch_size(other):
         return None
     found: list[Graph] = []
     for example in (few, other):
         try:
             graph, looked = _record(model, example, train=False)
-        except Exception:  # it may take whole batches only; if it doesn't take them either, they say so
+        except Exception:  # the model may require complete batches; they are tried next
             return None
         if looked:
             return None
@@ -97,8 +97,8 @@ def _capture_few(model: nn.Module, first: Any, second: Any) -> Graph | None:
     return _merge(*found) if same else None
 
 
-def assert_runnable(model: nn.Module) -> None:
-    """Refuse what has no numbers yet, and modules whose operators can't be seen; all at once."""
+def check_runnable(model: nn.Module) -> None:
+    """Reject uninitialized tensors and modules with invisible operators. Report all problems at once."""
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     lazy = [name for name, tensor in tensors if nn.parameter.is_lazy(tensor)]
     meta = [name for name, tensor in tensors if name not in lazy and tensor.is_meta]
@@ -108,13 +108,13 @@ def assert_runnable(model: nn.Module) -> None:
         Problem(what=what, where=_some(where), value=len(where), fix=fix, code=code)
         for what, where, fix, code in (
             (
-                "these parameters are not initialized yet: their modules are lazy",
+                "these parameters are not initialized: their modules are lazy",
                 lazy,
                 "run the model once on an example, model(batch), then quantize it",
                 "uninitialized-parameter",
             ),
             (
-                "these tensors have no numbers: they are on the meta device",
+                "these tensors have no values: they are on the meta device",
                 meta,
                 "load the weights first (model.to_empty, then load_state_dict), or build the model on a device",
                 "meta-tensor",
@@ -129,7 +129,7 @@ def assert_runnable(model: nn.Module) -> None:
         if where
     ]
     if problems:
-        error = CaptureError(problems[0].what)
+        error = CaptureError(problems[0].what, code=problems[0].code)
         error.problems = problems
         error.args = ("\n".join(map(str, problems)),)
         raise error
@@ -148,7 +148,7 @@ def _run(model: nn.Module, example: Any, *, train: bool) -> Graph:
 
 
 def _record(model: nn.Module, example: Any, *, train: bool) -> tuple[Graph, bool]:
-    """What was recorded, and whether the model's code looked at numbers."""
+    """The recorded graph, and whether the model's code read tensor values."""
     args, kwargs = as_call(example)
     recorder = Recorder(model, args, kwargs)
     return run_recorded(model, recorder, args, kwargs, train=train), recorder.looked
@@ -157,7 +157,7 @@ def _record(model: nn.Module, example: Any, *, train: bool) -> tuple[Graph, bool
 def run_recorded(
     model: nn.Module, recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any], *, train: bool
 ) -> Graph:
-    """One call of the model that the recorder sees; the model is left as it was."""
+    """Call the model once with a recorder, and restore the model afterwards."""
     with untouched(model, train=train):
         try:
             install(model, recorder)
@@ -168,8 +168,8 @@ def run_recorded(
 
 
 @contextmanager
-def blaming_batch(model: nn.Module, example: Any) -> Iterator[None]:
-    """What a model raises on a batch by itself, too, is the fault of the batch, and told as such."""
+def report_batch_errors(model: nn.Module, example: Any) -> Iterator[None]:
+    """If the model also fails on the batch without recording, report it as an error of the batch."""
     try:
         yield
     except BitwrightError:
@@ -178,18 +178,18 @@ def blaming_batch(model: nn.Module, example: Any) -> Iterator[None]:
         args, kwargs = as_call(example)
         if not _fails_alone(model, args, kwargs):
             raise CaptureError(
-                f"the model runs by itself, but its operators can't be recorded: {type(error).__name__}: "
-                f"{first_line(error)}",
+                f"the model runs, but its operators can't be recorded: {type(error).__name__}: {first_line(error)}",
                 where=line_of(error).removeprefix(", at ") or type(model).__name__,
-                fix="replace the code there (torch.cond and torch.while_loop by an `if` or a loop), or quantize the "
-                "part of the model without it",
+                fix="replace the code there (torch.cond and torch.while_loop by `if` or a loop), or quantize only the "
+                "rest of the model",
                 code="recording-failed",
             ) from error
         shapes = ", ".join(f"{tuple(tensor.shape)} {tensor.dtype}" for _, tensor in tensors_in(example))
         raise CaptureError(
             f"the model fails on a batch: {type(error).__name__}: {first_line(error)}{line_of(error)}",
             value=shapes.replace("torch.", ""),
-            fix="give batches (Workload.calibration) of what the model takes, as its example inputs, without targets",
+            fix="give batches (Workload.calibration) of the model's inputs, without targets",
+            code="model-failed",
         ) from error
 
 
@@ -204,11 +204,11 @@ def _fails_alone(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 @contextmanager
 def untouched(model: nn.Module, *, train: bool) -> Iterator[None]:
-    """While this lasts the model may run; what that changes is put back."""
+    """Restore everything that running the model in this block changes."""
     modules = list(model.modules())
     attributes = [(vars(module), dict(vars(module))) for module in modules]
-    # A forward may also replace a buffer, fill a cache or hang up a hook: those live in containers.
-    # (Most are empty, and copies of those would be thousands of objects.)
+    # A forward may replace a buffer, fill a cache or register a hook; these are in the modules' dicts.
+    # Most dicts are empty, so copying only the others saves thousands of objects.
     known = [v for module in modules for v in vars(module).values() if type(v) in _CONTAINERS]
     containers = [(v, v.copy() if v else ()) for v in known]
     written = [*model.buffers(), *(tensor for module in modules for _, tensor in _plain_tensors(module))]
@@ -233,7 +233,7 @@ _CONTAINERS = (dict, OrderedDict, list, set)
 
 
 def _plain_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Tensors that are neither parameters nor buffers: attributes, also in a list, tuple or dict."""
+    """Tensors that are neither parameters nor buffers: attributes, also in lists, tuples and dicts."""
     for name, value in vars(module).items():
         if name in ("_parameters", "_buffers", "_modules"):
             continue
@@ -253,7 +253,7 @@ def _dtype(tensor: Tensor) -> str:
 
 
 class Recorder(Interceptor):
-    """Writes down each call. Tensors are known by identity, and weakly: memory stays that of a forward."""
+    """Records each call. Tensors are identified by weak references, so memory use stays that of a forward."""
 
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         super().__init__()
@@ -264,8 +264,8 @@ class Recorder(Interceptor):
         self.calls: dict[str, int] = {}
         self.frame: tuple[str, int, dict[str, int]] = ("", 0, {})
         self.unknown = 0
-        self.looked = False  # whether the model's code looked at numbers, by which its path may differ
-        self.views: set[str] = set()  # operators that write into a view: their last output is the whole tensor
+        self.looked = False  # whether the model's code read tensor values, which may change its path
+        self.views: set[str] = set()  # operators that write to a view: their last output is the base tensor
         names: dict[int, tuple[nn.Parameter, list[str]]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             names.setdefault(id(parameter), (parameter, []))[1].append(name)
@@ -278,7 +278,7 @@ class Recorder(Interceptor):
             self._know(buffer, Source("buffer", name), constant=True)
         for path, module in model.named_modules():
             for name, tensor in _plain_tensors(module):
-                if id(tensor) not in self.known:  # nn.LSTM keeps its parameters in a list, too
+                if id(tensor) not in self.known:  # nn.LSTM also keeps its parameters in a list
                     name = f"{path}.{name}" if path else name
                     self._know(tensor, Source("constant", name), constant=True)
         self.inputs: list[str] = []
@@ -293,15 +293,15 @@ class Recorder(Interceptor):
         entry = self.known.get(id(tensor))
         if entry is not None and entry[0]() is tensor:
             return entry[1], entry[2]
-        # Made where we can't look (a scripted function) or a global of the model's code. An activation that
-        # passes for a weight would be quantized wrongly, a constant that passes for an activation would not.
+        # The tensor comes from a scripted function or is a global of the model's code. Treating an activation as a
+        # weight would quantize it wrongly; treating a constant as an activation is safe.
         source = Source("unknown", f"unknown{self.unknown}")
         self.unknown += 1
         self._know(tensor, source, constant=False)
         return source, False
 
     def enter(self, path: str) -> Any:
-        """Count the module's calls."""
+        """Count the calls of the module."""
         before = self.frame
         call = self.calls.get(path, 0)
         self.calls[path] = call + 1
@@ -309,11 +309,11 @@ class Recorder(Interceptor):
         return before
 
     def leave(self, token: Any) -> None:
-        """Back to the caller's module."""
+        """Return to the calling module."""
         self.frame = token
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the call and write it down if it makes a tensor."""
+        """Run the call, and record it if it makes a tensor."""
         kind = kind_of(func)
         self.looked = self.looked or reads_values(func, args, kwargs)
         if kind is None:
@@ -323,7 +323,7 @@ class Recorder(Interceptor):
         result = func(*args, **kwargs)
         made = [tensor for _, tensor in tensors_in(result)]
         inplace = is_inplace(func) or kwargs.get("inplace") is True or kwargs.get("out") is not None
-        if inplace and not made and found:  # x[i] = y returns nothing and changes x
+        if inplace and not made and found:  # x[i] = y returns None and changes x
             made = [found[0][1]]
         if made:
             base = made[0]._base if inplace else None
@@ -347,7 +347,7 @@ class Recorder(Interceptor):
         product = macs(
             kind, {port: shape for (port, *_), shape in zip(found, shapes, strict=True)}, tuple(made[0].shape), equation
         )
-        if in_transform():  # listed, but no place for a quantizer
+        if in_transform():  # recorded, but quantizers are not supported here
             kind = f"transformed_{kind}"
         counted = kind if floats else f"{kind}_int"
         index = counts.get(counted, 0)
@@ -380,7 +380,7 @@ class Recorder(Interceptor):
         return name
 
     def graph(self, result: Any) -> Graph:
-        """What was recorded, with the model's outputs."""
+        """The recorded operators and the model's outputs."""
         outputs = tuple((path, self._source(tensor)[0]) for path, tensor in tensors_in(result))
         if not outputs:
             raise CaptureError(
@@ -398,7 +398,7 @@ class Recorder(Interceptor):
         )
 
     def _without_unread_bases(self, read: set[Source]) -> tuple[Op, ...]:
-        """A tensor behind a view counts as an operator's output only if somebody reads it as a whole."""
+        """Remove base tensors of views from the outputs of operators unless the base itself is read."""
         read.update(source for op in self.ops for port in op.ports for source in port.sources)
         return tuple(
             replace(op, outputs=op.outputs[:-1])
@@ -417,16 +417,16 @@ def _role(port: str, constant: bool) -> Role:
 
 
 def named_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """Each tensor of a call by the name of the parameter that takes it."""
+    """Each tensor of a call with the name of its parameter."""
     try:
         bound = inspect.signature(model.forward).bind(*args, **kwargs).arguments
-    except (TypeError, ValueError):  # let the model's own call complain, in its own words
+    except (TypeError, ValueError):  # the model's own call raises a better error
         bound = {**{str(i): value for i, value in enumerate(args)}, **kwargs}
     yield from tensors_in(bound)
 
 
 def _merge(first: Graph, second: Graph) -> Graph:
-    """Union of two recordings; operators keep the order in which they were first seen."""
+    """Union of two recordings. Operators keep the order in which they were first recorded."""
     merged: dict[str, Op] = dict(first.by_name)
     order: list[str] = [op.name for op in first.ops]
     at = 0

@@ -1,4 +1,4 @@
-"""What was recorded of a model: its operators, in order, and where each of their inputs comes from."""
+"""The recorded operators of a model in order, and the source of each of their inputs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Role = Literal["activation", "weight", "bias", "other"]
 class Source:
     """Where a tensor comes from: an operator's output, a parameter, a buffer, an input, a constant attribute.
 
-    `unknown`: made where nobody can look (a scripted function), or a global of the model's code.
+    `unknown`: made by code that can't be recorded (a scripted function), or a global of the model's code.
     """
 
     kind: SourceKind
@@ -37,7 +37,7 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True)
 class Port:
-    """One tensor that goes into an operator. Several sources: runs differed."""
+    """One tensor input of an operator. It has several sources if recordings differ."""
 
     name: str
     sources: tuple[Source, ...]
@@ -47,20 +47,20 @@ class Port:
 
     @property
     def is_floating(self) -> bool:
-        """Whether there is anything to quantize."""
+        """Whether it can be quantized."""
         return self.dtype in ("float32", "float16", "bfloat16", "float64")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Output:
-    """One tensor that an operator makes."""
+    """One tensor output of an operator."""
 
     shape: tuple[int, ...]
     dtype: str
 
     @property
     def is_floating(self) -> bool:
-        """Whether there is anything to quantize."""
+        """Whether it can be quantized."""
         return self.dtype in ("float32", "float16", "bfloat16", "float64")
 
 
@@ -81,17 +81,17 @@ class Op:
     seen: int
 
     def port(self, name: str) -> Port | None:
-        """The port of that name."""
+        """The port with this name, or None."""
         return next((port for port in self.ports if port.name == name), None)
 
     def site(self, port: str) -> str:
-        """The name of one of its sites."""
+        """The name of the site at this port."""
         return site_name(self.name, port)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parameter:
-    """A parameter of the model; `names` are all the names under which it is tied."""
+    """A parameter of the model. `names` has several entries if the parameter is tied."""
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
@@ -101,7 +101,7 @@ class Parameter:
 @strict
 @dataclass(frozen=True, kw_only=True)
 class Graph:
-    """The operators of a model as recorded from one or several real inputs."""
+    """The operators of a model, recorded from one or more inputs."""
 
     ops: tuple[Op, ...]
     inputs: tuple[str, ...]
@@ -116,7 +116,7 @@ class Graph:
 
     @cached_property
     def consumers(self) -> dict[Source, tuple[tuple[Op, Port], ...]]:
-        """Who reads what: each source with the (operator, port) pairs that take it."""
+        """The (operator, port) pairs that read each source."""
         readers: dict[Source, list[tuple[Op, Port]]] = {}
         for op in self.ops:
             for port in op.ports:
@@ -126,12 +126,12 @@ class Graph:
 
     @cached_property
     def output_sources(self) -> frozenset[Source]:
-        """What the model returns."""
+        """The sources of the model's outputs."""
         return frozenset(source for _, source in self.outputs)
 
     @cached_property
     def idle(self) -> frozenset[str]:
-        """Operators whose results reach no output; none if something was made where the recorder can't look."""
+        """Operators with results that reach no output. Empty if a source is unknown."""
         if any(source.kind == "unknown" for op in self.ops for port in op.ports for source in port.sources):
             return frozenset()
         read = {source.name for source in self.output_sources if source.kind == "op"}
@@ -141,14 +141,11 @@ class Graph:
         return frozenset(op.name for op in self.ops if op.name not in read)
 
     def partial(self, op: Op) -> bool:
-        """Whether the operator was seen only in some of the runs."""
+        """Whether only some of the recordings contain the operator."""
         return op.seen < self.runs
 
     def sites(self) -> Iterator[tuple[str, Op, Port | Output]]:
-        """All sites that can have a quantizer and carry floating-point numbers.
-
-        Each as (name, operator, port or output).
-        """
+        """All floating-point sites that can have a quantizer, as (name, operator, port or output)."""
         for op in self.ops:
             if not can_hook(op.kind) or not any(port.is_floating for port in op.ports):
                 continue
@@ -160,9 +157,9 @@ class Graph:
 
     @cached_property
     def weight_owner(self) -> dict[str, str]:
-        """For each weight site the first use of that parameter.
+        """For each weight site, the site of the parameter's first use.
 
-        Biases are not among them: their scale is the product of the input's and the weight's at each use.
+        Biases are excluded: their scale is the product of the input and weight scales at each use.
         """
         first: dict[Source, str] = {}
         owner: dict[str, str] = {}
@@ -175,26 +172,26 @@ class Graph:
 
     @property
     def macs(self) -> int:
-        """Multiply-accumulates of one forward."""
+        """Multiply-accumulate operations of one forward."""
         return sum(op.macs for op in self.ops)
 
     def to_json(self) -> str:
-        """A stable JSON text."""
+        """A deterministic JSON text."""
         return json.dumps(asdict(self), indent=1, sort_keys=True)
 
     @staticmethod
     def from_json(text: str) -> Graph:
-        """The inverse of `to_json`."""
+        """Parse the result of `to_json`."""
         data = parse_json(text, where="graph")
-        graph: Graph = validated(TypeAdapter(Graph), data, title="this is not a recorded graph")
+        graph: Graph = validated(TypeAdapter(Graph), data, title="not a valid recorded graph")
         problems = list(_contradictions(graph))
         if problems:
-            raise PlanError(problems, title="this is not a recorded graph")
+            raise PlanError(problems, title="not a valid recorded graph")
         return graph
 
 
 def _contradictions(graph: Graph) -> Iterator[Problem]:
-    """What a schema can't see: names that are there twice or not at all, sizes below zero, readers before writers."""
+    """Problems that the schema can't find: duplicate or missing names, negative sizes, reads before writes."""
     made: dict[str, int] = {}
     for op in graph.ops:
         where = f"ops.{op.name}"
@@ -202,13 +199,13 @@ def _contradictions(graph: Graph) -> Iterator[Problem]:
             for source in port.sources:
                 if source.kind == "op" and not 0 <= source.index < made.get(source.name, 0):
                     yield Problem(
-                        what="no earlier operator makes this", where=where, value=str(source), code="invalid-value"
+                        what="no earlier operator makes it", where=where, value=str(source), code="invalid-value"
                     )
         if op.name in made:
             yield Problem(what="two operators have this name", where=where, code="invalid-value")
         shapes = (*(port.shape for port in op.ports), *(output.shape for output in op.outputs))
         if any(not 0 <= size < 2**40 for shape in shapes for size in shape):
-            yield Problem(what="no tensor has such a shape", where=where, value=shapes, code="invalid-value")
+            yield Problem(what="invalid shape", where=where, value=shapes, code="invalid-value")
         if not 0 <= op.macs < 2**60 or op.seen < 0 or op.call < 0 or op.depth < 0:
             yield Problem(what="a number is out of range", where=where, code="invalid-value")
         if op.ports and not op.outputs and op.macs:

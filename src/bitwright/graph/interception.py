@@ -1,4 +1,4 @@
-"""The interception layer: see every operator call of a model's forward, with the module that makes it."""
+"""Intercept every operator call of a model's forward, together with the module that makes it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _running = threading.local()
 
 @contextmanager
 def running(interceptor: Any) -> Iterator[None]:
-    """This interceptor sees the forward that is under way in this thread."""
+    """Make this interceptor the active one of the current thread."""
     before = getattr(_running, "interceptor", None)
     _running.interceptor = interceptor
     try:
@@ -36,12 +36,12 @@ def running(interceptor: Any) -> Iterator[None]:
 
 
 def follow_checkpoints() -> None:
-    """Let checkpointed functions be seen in the backward pass; called once a model is prepared."""
+    """Intercept activation checkpoints that run again in the backward pass. Called when a model is prepared."""
     if getattr(checkpointing, "_bitwright", False):
         return
     reentrant = getattr(checkpointing, "CheckpointFunction", None)
     others = getattr(checkpointing, "_checkpoint_without_reentrant_generator", None)
-    if reentrant is None or others is None:  # another torch: such models are refused by their own tests, not here
+    if reentrant is None or others is None:  # an incompatible torch version; checkpoints are not intercepted
         return
     apply = reentrant.apply
 
@@ -59,7 +59,7 @@ def follow_checkpoints() -> None:
 
 
 def _replayed(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function; when it runs again after the forward, from where it was in the forward."""
+    """Wrap the function so that a rerun in the backward pass starts from the state it had in the forward."""
     interceptor = getattr(_running, "interceptor", None)
     if interceptor is None:
         return function
@@ -68,7 +68,7 @@ def _replayed(function: Callable[..., Any]) -> Callable[..., Any]:
         return function
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        if interceptor.active:  # the forward itself
+        if interceptor.active:  # within the forward
             return function(*args, **kwargs)
         with interceptor.replaying(state):
             return function(*args, **kwargs)
@@ -76,8 +76,8 @@ def _replayed(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-# Python functions of torch that hide operators which we want to see. They ask `has_torch_function…` first, so
-# with the mode on they'd come back to us for ever: we run a twin whose globals answer False.
+# Python functions of torch that call operators we need to intercept. They check `has_torch_function…` first and would
+# call us again without end, so we run a copy of the function in which these checks return False.
 _COMPOSITES: tuple[Any, ...] = (F.multi_head_attention_forward,)
 
 
@@ -101,38 +101,38 @@ _UNFLATTEN = torch.Tensor.unflatten
 
 
 class Interceptor:
-    """Told of each module that is entered and each torch function that is called; subclasses act on it."""
+    """Receives each module entry and each torch function call. Subclasses override the methods."""
 
     def __init__(self) -> None:
         self.active = False
         self.enabled = True
-        self.thread = 0  # of the forward that is under way
+        self.thread = 0  # the thread of the running forward
 
     def begin(self) -> None:
-        """One outermost forward starts."""
+        """An outermost forward starts."""
 
     def enter(self, path: str) -> Any:
-        """A module starts; what is returned is given back to `leave`."""
+        """A module starts. The return value is passed to `leave`."""
         raise NotImplementedError
 
     def leave(self, token: Any) -> None:
-        """The module ended."""
+        """The module ends."""
         raise NotImplementedError
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A torch function is called; returns its result."""
+        """A torch function is called. Return its result."""
         raise NotImplementedError
 
     def snapshot(self) -> Any:
-        """Where the forward stands; None if operators that run again in the backward pass needn't be seen."""
+        """The state of the forward; None if reruns in the backward pass need no interception."""
         return None
 
     def restore(self, state: Any) -> None:
-        """Go back to where `snapshot` was taken."""
+        """Return to a snapshot."""
 
     @contextmanager
     def replaying(self, state: Any) -> Iterator[None]:
-        """While this lasts, operators of a forward that has ended run once more, in the backward pass."""
+        """Intercept operators of a finished forward while they run again in the backward pass."""
         thread, self.thread, self.active = self.thread, get_ident(), True
         before = self.snapshot()
         self.restore(state)
@@ -169,15 +169,15 @@ def bare(model: nn.Module) -> nn.Module:
 
 
 class ForwardShim:
-    """Stands in for `module.forward`; picklable and deep-copyable with its module."""
+    """Replaces `module.forward`. Can be pickled and deep-copied with its module."""
 
     def __init__(self, module: nn.Module, path: str, interceptor: Interceptor) -> None:
         self.module = module
         self.path = path
         self.interceptor = interceptor
-        self.inner: Callable[..., Any] | None = module.__dict__.get("forward")  # somebody else's override
-        self.compiled = bare(module) is not module  # by torch.compile: operators of compiled code can't be seen
-        self.stand_in: type[nn.Module] | None = None  # a class whose forward runs instead, while it is seen
+        self.inner: Callable[..., Any] | None = module.__dict__.get("forward")  # an override by other code
+        self.compiled = bare(module) is not module  # by torch.compile: its operators can't be intercepted
+        self.stand_in: type[nn.Module] | None = None  # a class with a forward that replaces the module's
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.compiled:
@@ -189,27 +189,28 @@ class ForwardShim:
         return type(self.module).forward(self.module, *args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward, seen by the interceptor."""
+        """The module's forward, with interception."""
         interceptor = self.interceptor
-        if args and args[0] is self.module:  # somebody has bound us as if we were a method: Accelerate's unwrap_model
+        if args and args[0] is self.module:  # bound like a method, for example by Accelerate's unwrap_model
             args = args[1:]
         if not interceptor.enabled:
             return self._forward(*args, **kwargs)
         if interceptor.active:
             if not torch.compiler.is_compiling() and interceptor.thread != get_ident():
-                # Modes belong to a thread: going on would leave this forward unseen, silently.
+                # Torch function modes are thread-local, so this forward would not be intercepted.
                 raise BitwrightError(
                     "this model is running in another thread",
                     where=self.path or None,
                     value=type(self.module).__name__,
-                    fix="give each thread a copy.deepcopy of the model",
+                    fix="use a copy.deepcopy of the model in each thread",
+                    code="used-in-another-thread",
                 )
             token = interceptor.enter(self.path)
             try:
                 return self._forward(*args, **kwargs)
             finally:
                 interceptor.leave(token)
-        # The outermost call: the whole model, or a part of it that the user calls on its own.
+        # The outermost call: of the complete model, or of a submodule that the user calls directly.
         interceptor.active = True
         if not torch.compiler.is_compiling():
             interceptor.thread = get_ident()
@@ -225,7 +226,7 @@ class ForwardShim:
             interceptor.leave(token)
             interceptor.active = False
 
-    # torch.export and inspect ask a forward for its code and signature.
+    # torch.export and inspect read the code and signature of a forward.
     @property
     def __code__(self) -> CodeType:
         code: CodeType = (self.inner or type(self.module).forward).__code__
@@ -237,7 +238,7 @@ class ForwardShim:
 
 
 def install(model: nn.Module, interceptor: Interceptor, paths: Iterable[str] | None = None) -> None:
-    """Put shims on the modules at `paths` (default: all)."""
+    """Replace the forward of the modules at `paths` (default: all) by shims."""
     wanted = None if paths is None else set(paths)
     for path, module in list(model.named_modules()):
         if wanted is None or path in wanted:
@@ -245,7 +246,7 @@ def install(model: nn.Module, interceptor: Interceptor, paths: Iterable[str] | N
 
 
 def uninstall(model: nn.Module, interceptor: Interceptor) -> None:
-    """Take the shims of this interceptor away and put back what was there."""
+    """Remove the shims of this interceptor and restore the previous forwards."""
     for module in model.modules():
         shim = module.__dict__.get("forward")
         if isinstance(shim, ForwardShim) and shim.interceptor is interceptor:

@@ -1,11 +1,11 @@
-"""How operators and sites are named, so that a plan written today still fits tomorrow.
+"""Names of operators and sites. They are stable, so that a plan stays valid.
 
-- `layer1.0.conv1`: the operator that a module stands for (a Conv2d's convolution); its k-th further call in
-  one forward is `layer1.0.conv1#k`;
-- `layer1.0/add#0`: the first `add` that the module `layer1.0` itself calls (`layer1.0#1/add#0` in the
-  module's second call);
-- `/add#0`: the same in the model's own forward;
-- `/add_int#0`: the first of those that are given no floating-point numbers, which are counted apart.
+- `layer1.0.conv1`: the primary operator of a module (the convolution of a Conv2d). Its k-th further call in one
+  forward is `layer1.0.conv1#k`.
+- `layer1.0/add#0`: the first `add` that the module `layer1.0` itself calls (`layer1.0#1/add#0` in the module's second
+  call).
+- `/add#0`: the first `add` in the model's own forward.
+- `/add_int#0`: the first `add` without floating-point inputs. Such calls are counted separately.
 
 A site is `operator:port`.
 """
@@ -19,7 +19,7 @@ from torch import nn
 
 from bitwright.core.errors import BitwrightError
 
-# The operator that a module of torch.nn stands for. Subclasses count as their base.
+# The primary operator of each torch.nn module. Subclasses have the operator of their base class.
 _PRIMARY: dict[type[nn.Module], str] = {
     nn.Conv1d: "conv1d",
     nn.Conv2d: "conv2d",
@@ -111,7 +111,7 @@ _PRIMARY: dict[type[nn.Module], str] = {
 
 
 def primary_kind(module: nn.Module) -> str | None:
-    """The kind of the operator that this module stands for, if it stands for one."""
+    """The kind of the module's primary operator; None if it has none."""
     for base in type(module).__mro__:
         if base in _PRIMARY:
             return _PRIMARY[base]
@@ -138,7 +138,7 @@ _SITE = re.compile(
 
 @dataclass(frozen=True)
 class SiteName:
-    """A site's name, taken apart; `kind` is None for the operator that the module itself stands for."""
+    """The parts of a site's name. `kind` is None for the module's primary operator."""
 
     path: str
     call: int
@@ -148,7 +148,7 @@ class SiteName:
 
     @staticmethod
     def parse(text: str) -> SiteName:
-        """Take a name apart.
+        """Parse a name.
 
         >>> SiteName.parse("layer1.0/add#0:input1")
         SiteName(path='layer1.0', call=0, kind='add', index=0, port='input1')
@@ -156,6 +156,9 @@ class SiteName:
         match = _SITE.match(text)
         if match is None or match["port"] is None or (not match["path"] and match["kind"] is None):
             raise BitwrightError(
-                "not a site's name", value=text, fix="write module.path:port or module.path/kind#n:port"
+                "not a valid site name",
+                value=text,
+                fix="write module.path:port or module.path/kind#n:port",
+                code="invalid-site-name",
             )
         return SiteName(match["path"], int(match["call"] or 0), match["kind"], int(match["index"] or 0), match["port"])

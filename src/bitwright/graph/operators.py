@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Spellings of one operator. Left: what torch calls it after dunders, in-place and reflected marks are gone.
+# Aliases of operators. Key: torch's name without dunders, in-place and reflected prefixes.
 _ALIASES = {
     "truediv": "div",
     "true_divide": "div",
@@ -22,7 +22,7 @@ _ALIASES = {
     "rsub": "sub",
     "mm": "matmul",
     "bmm": "matmul",
-    # older names of torch.mm: equal to it as Python objects, so any of the three may be met first
+    # older names of torch.mm; the three are equal as Python objects, so any of them may be found first
     "dsmm": "matmul",
     "spmm": "matmul",
     "concat": "cat",
@@ -43,12 +43,12 @@ _ALIASES = {
     "rnn_tanh_cell": "rnn_cell",
     "rnn_relu_cell": "rnn_cell",
 }
-# Dunder operators with a plain twin: __iadd__, __radd__ and __add__ are all "add".
+# Dunder operators and their functions: __iadd__, __radd__ and __add__ are all "add".
 _BINARY = {"add", "sub", "mul", "truediv", "div", "matmul", "pow", "floordiv", "mod", "and", "or", "xor"}
-# Attribute reads that give a tensor made from the one read: recorded, but never a place for a quantizer.
+# Attributes that return a tensor derived from the object: recorded, but without a site.
 _VIEW_ATTRIBUTES = {"T", "mT", "H", "mH", "real", "imag", "data"}
-# Calls that say something about a tensor without making a new one. Not `detach`: what it gives is still an
-# activation, and a tensor whose making isn't recorded has lost its producer.
+# Calls that query a tensor without making a new one. Excludes `detach`: its result is an activation and must keep its
+# producer.
 _IGNORED = {
     "requires_grad_",
     "retain_grad",
@@ -59,14 +59,14 @@ _IGNORED = {
     "size",
     "dim",
 }
-# Calls through which Python code gets to know a tensor's numbers, or a size that follows from them.
+# Calls that give Python code access to a tensor's values, or to a size that depends on them.
 _READERS = {
     *("item", "tolist", "numpy", "__array__", "__dlpack__", "__bool__", "__int__", "__float__", "__complex__"),
     *("__index__", "__contains__", "is_nonzero", "equal", "allclose", "nonzero", "argwhere", "masked_select"),
     *("unique", "unique_consecutive", "bincount", "histc"),
 }
 
-# kind → {positional index: port}; the port is also the keyword's name in torch.nn.functional.
+# kind → {positional index: port}; the port is also the keyword in torch.nn.functional.
 _WEIGHTED = {0: "input", 1: "weight", 2: "bias"}
 PORTS: dict[str, dict[int, str]] = {
     **dict.fromkeys(["conv1d", "conv2d", "conv3d", "linear"], _WEIGHTED),
@@ -80,9 +80,9 @@ PORTS: dict[str, dict[int, str]] = {
     "addmm": {0: "bias", 1: "input", 2: "weight"},
     "scaled_dot_product_attention": {0: "query", 1: "key", 2: "value", 3: "attn_mask"},
 }
-# torch's own keyword names where they differ from the port's name.
+# torch's keyword names that differ from the port's name.
 _KEYWORDS = {"addmm": {"input": "bias", "mat1": "input", "mat2": "weight"}}
-# kind → (port, axis of the output channels, axis that is summed over) of the weight.
+# kind → (port, output-channel axis, reduction axis) of the weight.
 _CHANNELS: dict[tuple[str, str], tuple[int, int]] = {
     **{(kind, "weight"): (0, 1) for kind in ("conv1d", "conv2d", "conv3d", "linear")},
     **{(f"conv_transpose{n}d", "weight"): (1, 0) for n in (1, 2, 3)},
@@ -96,7 +96,7 @@ _kinds: dict[Any, str | None] = {}
 
 
 def kind_of(func: Callable[..., Any]) -> str | None:
-    """The operator kind of a torch function; None for attribute reads and other calls that compute nothing.
+    """The operator kind of a torch function; None for attribute reads and other calls without computation.
 
     >>> kind_of(torch.Tensor.__iadd__), kind_of(torch.add), kind_of(torch.Tensor.shape.__get__)
     ('add', 'add', None)
@@ -125,12 +125,12 @@ def _kind_of(func: Callable[..., Any]) -> str | None:
 
 
 def in_transform() -> bool:
-    """Whether a transform of torch.func (vmap, grad, jvp) is under way: its tensors have no numbers to look at."""
+    """Whether a torch.func transform (vmap, grad, jvp) is active. Its tensors have no readable values."""
     return not torch.compiler.is_dynamo_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def is_inplace(func: Callable[..., Any]) -> bool:
-    """Whether the function writes into its first argument (`inplace=True` is the call's business)."""
+    """Whether the function writes to its first argument (not considering an `inplace=True` argument)."""
     name = getattr(func, "__name__", "")
     if name.startswith("__") and name.endswith("__"):
         return name == "__setitem__" or (name[2:3] == "i" and name[3:-2] in _BINARY)
@@ -138,7 +138,7 @@ def is_inplace(func: Callable[..., Any]) -> bool:
 
 
 def reads_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether what Python code does next may depend on a tensor's numbers, not only on its shape.
+    """Whether the control flow may depend on the result: the call exposes a tensor's values, not only its shape.
 
     >>> reads_values(torch.Tensor.__bool__, (torch.ones(()),), {}), reads_values(torch.add, (torch.ones(()), 1), {})
     (True, False)
@@ -158,7 +158,7 @@ _NOT_CALLED: tuple[type, ...] = (staticmethod, classmethod, MethodWrapperType)
 
 
 def _torch_functions() -> dict[Any, tuple[str, bool]]:
-    """torch function → (kind, writes into its first argument): a constant that torch.compile can read."""
+    """torch function → (kind, whether it writes to its first argument). A constant that torch.compile can read."""
     table: dict[Any, tuple[str, bool]] = {}
     for space in (torch, torch.Tensor, F, torch._C._VariableFunctions, torch._C._nn):
         for name in dir(space):
@@ -176,17 +176,17 @@ _HOOKABLE = frozenset(kind for kind, _ in KINDS.values())
 
 
 def can_hook(kind: str) -> bool:
-    """Whether quantizers can stand at operators of this kind (not at attribute reads or custom operators)."""
+    """Whether operators of this kind can have quantizers (attribute reads and custom operators can't)."""
     return kind in _HOOKABLE
 
 
 def channel_axis(kind: str, port: str) -> int:
-    """The axis along which a per-channel format has one scale each (activations: axis 1)."""
+    """The axis of per-channel scales (activations: axis 1)."""
     return 0 if port == "bias" else _CHANNELS.get((kind, port), (1, -1))[0]
 
 
 def reduction_axis(kind: str, port: str) -> int:
-    """The axis along which a grouped format makes its blocks (activations: the last)."""
+    """The axis that grouped formats divide into blocks (activations: the last)."""
     return _CHANNELS.get((kind, port), (1, -1))[1]
 
 
@@ -203,10 +203,10 @@ def _spread(head: str, key: Any, value: Any) -> Iterator[tuple[Place, Tensor]]:
 
 
 def locate(kind: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Place, Tensor]]:
-    """Every tensor that goes into a call: its port, where it stands in the arguments, and itself."""
+    """Every tensor argument of a call with its port and its location in the arguments."""
     named = PORTS.get(kind)
     if named is not None:
-        if func is torch.embedding:  # the one function whose arguments stand the other way round
+        if func is torch.embedding:  # the only function with reversed arguments
             named = {0: "weight", 1: "input"}
         keywords = _KEYWORDS.get(kind, {})
         found: list[tuple[str, Place, Tensor]] = []
@@ -229,10 +229,10 @@ def locate(kind: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def carries_floats(args: Iterable[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call is given floating-point numbers.
+    """Whether a call has floating-point inputs.
 
-    Calls that aren't (masks, positions, indices) are counted apart, so that sites keep their names where
-    torch.export or another input takes another path through a model's bookkeeping.
+    Other calls (masks, positions, indices) are counted separately. So sites keep their names if torch.export or another
+    input takes a different path through such code.
     """
     for value in (*args, *kwargs.values()):
         for item in value if isinstance(value, (list, tuple)) else (value,):
@@ -242,7 +242,7 @@ def carries_floats(args: Iterable[Any], kwargs: Mapping[str, Any]) -> bool:
 
 
 def put(args: list[Any], kwargs: dict[str, Any], place: Place, value: Tensor) -> None:
-    """Replace the tensor at `place` (inverse of `locate`); nested lists are copied, never written into."""
+    """Replace the tensor at `place` (the inverse of `locate`). Nested lists are copied."""
     head, key, sub = place
     target: Any = args if head == "args" else kwargs
     if sub is None:
@@ -255,7 +255,7 @@ def put(args: list[Any], kwargs: dict[str, Any], place: Place, value: Tensor) ->
 
 Shape = tuple[int, ...]
 
-# Kinds of operators that multiply what they are given: none of them may go unnoticed.
+# Kinds of operators that multiply. Each of them must be quantized or listed.
 PRODUCTS = frozenset(
     (
         *("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "convolution"),
@@ -270,7 +270,7 @@ PRODUCTS = frozenset(
 
 
 def is_product(kind: str) -> bool:
-    """Whether operators of this kind multiply, also if code calls them as `torch.ops.aten.mm.default`.
+    """Whether operators of this kind multiply, including names such as `torch.ops.aten.mm.default`.
 
     >>> is_product("mm.default"), is_product("transformed_matmul"), is_product("add")
     (True, True, False)
@@ -279,16 +279,16 @@ def is_product(kind: str) -> bool:
 
 
 def macs(kind: str, inputs: Mapping[str, Shape], output: Shape, equation: str = "") -> int:
-    """Multiply-accumulates; 0 for operators that only move or scale numbers. `equation` is that of einsum.
+    """Multiply-accumulates; 0 for operators that only move or scale numbers. `equation` is the equation of einsum.
 
     >>> macs("linear", {"input": (4, 8), "weight": (16, 8)}, (4, 16))
     512
     """
     if kind.startswith("conv_transpose"):
-        weight = inputs.get("weight", ())  # (in, out / groups, *kernel): each input element meets weight[0]
+        weight = inputs.get("weight", ())  # (in, out / groups, *kernel): weight[0] is used for each input element
         return prod(inputs["input"]) * prod(weight[1:]) if weight else 0
     if kind.startswith("conv"):
-        weight = inputs.get("weight", ())  # (out, in / groups, *kernel): each output element needs weight[0]
+        weight = inputs.get("weight", ())  # (out, in / groups, *kernel): weight[0] is used for each output element
         return prod(output) * prod(weight[1:]) if weight else 0
     if kind in ("linear", "addmm"):
         return prod(output) * inputs["input"][-1]
@@ -299,7 +299,7 @@ def macs(kind: str, inputs: Mapping[str, Shape], output: Shape, equation: str = 
     if kind == "einsum":
         return prod(output) * _summed(equation, list(inputs.values()))
     if kind in ("grouped_mm", "_grouped_mm", "_scaled_grouped_mm", "scaled_grouped_mm", "_scaled_mm", "scaled_mm"):
-        # (rows, k) · (experts, k, n): each row meets one expert; (k, rows) · … sums along ragged rows alike
+        # (rows, k) · (experts, k, n): each row uses one expert; (k, rows) · … is a sum over ragged rows
         first = next(iter(inputs.values()), ())
         return prod(output) * first[-1] if len(output) <= 2 else prod(output[-2:]) * first[-1]
     if kind == "addbmm":  # (b, m, k) · (b, k, n), summed over b
@@ -319,7 +319,7 @@ def macs(kind: str, inputs: Mapping[str, Shape], output: Shape, equation: str = 
         heads = prod(query[:-2])
         return heads * query[-2] * key[-2] * (query[-1] + value[-1])
     if kind in ("lstm_cell", "gru_cell", "rnn_cell"):
-        states = 2 if kind == "lstm_cell" else 1  # they stand between the input and the two weights
+        states = 2 if kind == "lstm_cell" else 1  # positioned between the input and the two weights
         weights = [inputs.get(f"input{states + i}", ()) for i in (1, 2)]
         return inputs["input0"][0] * sum(prod(weight) for weight in weights)
     if kind in ("lstm", "gru", "rnn"):
@@ -333,11 +333,11 @@ def macs(kind: str, inputs: Mapping[str, Shape], output: Shape, equation: str = 
 
 
 def _summed(equation: str, shapes: list[Shape]) -> int:
-    """How many products einsum adds up per element of its output; 0 when it adds up none."""
+    """The number of products that einsum sums per output element; 0 if it sums none."""
     left, arrow, right = equation.replace(" ", "").partition("->")
     sizes: dict[str, int] = {}
     for term, shape in zip(left.split(","), shapes, strict=False):
-        head, _, tail = term.partition("...")  # letters behind the dots count from the end
+        head, _, tail = term.partition("...")  # letters after the ellipsis count from the end
         for letter, size in [*zip(head, shape, strict=False), *zip(tail[::-1], shape[::-1], strict=False)]:
             sizes[letter] = max(size, sizes.get(letter, 1))
     summed = [letter for letter in sizes if (letter not in right if arrow else left.count(letter) > 1)]

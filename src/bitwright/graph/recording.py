@@ -1,8 +1,8 @@
-"""A recording that can be run again, piece by piece: what calibration needs to work on one block of a model at a time.
+"""A recording of torch functions with their arguments, which can be replayed in parts.
 
-A tape has the torch functions that one real call made, with their arguments. It is for measuring and fitting, never for
-deployment: the model's own forward stays what runs. Numbers that the model's code took from shapes are in it as they
-were, so each shape of input has a tape of its own.
+Calibration uses it to work on one block of a model at a time. It is used for measuring and fitting only, never for
+deployment. Numbers that the model's code derives from shapes are recorded as constants, so each input shape needs its
+own recording.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Runner = Callable[["Call", tuple[Any, ...], dict[str, Any]], Any]
 
 
 class _Ref(Tensor):
-    """Stands for a tensor in recorded arguments; a subclass, so that nests are walked by the same code."""
+    """A placeholder for a tensor in recorded arguments. A Tensor subclass, so that `map_tensors` finds it."""
 
     source: Source
 
@@ -46,7 +46,7 @@ class Call:
     reads: frozenset[Source]
 
     def argument(self, index: int, name: str, default: Any = None) -> Any:
-        """An argument that isn't a tensor, however it was given."""
+        """A non-tensor argument, given by position or by keyword."""
         return self.args[index] if index < len(self.args) else self.kwargs.get(name, default)
 
 
@@ -57,25 +57,25 @@ class Tape:
     calls: tuple[Call, ...]
     outputs: tuple[Source, ...]
     constants: Values
-    """Tensors that are neither parameters, buffers, inputs nor results."""
+    """Tensors that are not parameters, buffers, inputs or results."""
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """The operators, in order."""
+        """The operator names, in order."""
         return tuple(call.op.name for call in self.calls)
 
     def position(self, operator: str) -> int:
-        """Where an operator stands."""
+        """The position of an operator."""
         return self.names.index(operator)
 
     @cached_property
     def last_read(self) -> dict[Source, int]:
-        """The position of the last call that reads each tensor; the model's outputs are read at the end."""
+        """The position of the last call that reads each tensor. The model's outputs are read at the end."""
         found = {source: index for index, call in enumerate(self.calls) for source in call.reads}
         return {**found, **dict.fromkeys(self.outputs, len(self.calls))}
 
     def live(self, position: int) -> set[Source]:
-        """Inputs, and what was made before `position`, that are read there or later."""
+        """Inputs and results from before `position` that are read at `position` or later."""
         made = {call.op.name for call in self.calls[:position]}
         return {
             source
@@ -84,9 +84,10 @@ class Tape:
         }
 
     def run(self, start: int, stop: int, values: Values, fixed: Mapping[Source, Tensor], run: Runner) -> Values:
-        """Run calls `start` to `stop`; `values` are inputs and results so far, `fixed` parameters and buffers.
+        """Run the calls from `start` to `stop`.
 
-        Gives what is read at `stop` or later; what no call needs any more is let go on the way.
+        `values` are inputs and earlier results, `fixed` are parameters and buffers. Returns the values that are read at
+        `stop` or later. Other values are freed as early as possible.
         """
         values = dict(values)
 
@@ -99,7 +100,7 @@ class Tape:
         for position, call in enumerate(self.calls[start:stop], start):
             args, kwargs = map_tensors((call.args, call.kwargs), look_up)
             if call.op.inplace and args and isinstance(args[0], Tensor):
-                args = (args[0].clone(), *args[1:])  # others may still want the old numbers
+                args = (args[0].clone(), *args[1:])  # other calls may still read the old values
             result = run(call, args, kwargs)
             made = [tensor for _, tensor in tensors_in(result)] or [args[0]]  # x[i] = y returns nothing
             del args, kwargs, result
@@ -110,14 +111,14 @@ class Tape:
         return values
 
 
-class _Taper(Recorder):
+class _TapeRecorder(Recorder):
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         super().__init__(model, args, kwargs)
         self.taped: list[Call] = []
         self.kept: Values = {}
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Keep the arguments, too."""
+        """Record the arguments as well."""
         reads: set[Source] = set()
 
         def refer(tensor: Tensor) -> Tensor:
@@ -137,9 +138,9 @@ class _Taper(Recorder):
 
 
 def record(model: nn.Module, inputs: Any) -> tuple[Tape, Values]:
-    """Record one call of a float model; also gives the names of its inputs' tensors, with the tensors."""
+    """Record one call of a float model. Also returns the input tensors by name."""
     args, kwargs = as_call(inputs)
-    taper = _Taper(model, args, kwargs)
+    taper = _TapeRecorder(model, args, kwargs)
     graph = run_recorded(model, taper, args, kwargs, train=False)
     tape = Tape(
         calls=tuple(taper.taped), outputs=tuple(source for _, source in graph.outputs), constants=dict(taper.kept)
@@ -148,25 +149,25 @@ def record(model: nn.Module, inputs: Any) -> tuple[Tape, Values]:
 
 
 def inputs_of(model: nn.Module, inputs: Any) -> Values:
-    """The tensors of one call by the names that a tape has for them."""
+    """The tensors of one call by their names in a tape."""
     args, kwargs = as_call(inputs)
     return {Source("input", name): tensor for name, tensor in named_inputs(model, args, kwargs)}
 
 
 def parameters_of(model: nn.Module) -> Values:
-    """Parameters and buffers by the names that a tape has for them."""
+    """Parameters and buffers by their names in a tape."""
     found: Values = {Source("param", name): p for name, p in model.named_parameters(remove_duplicate=False)}
     found.update({Source("buffer", name): b for name, b in model.named_buffers(remove_duplicate=False)})
     return found
 
 
-def plainly(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a call as it was made."""
+def run_call(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a call as recorded."""
     return call.func(*args, **kwargs)
 
 
-def tainted(calls: Iterable[Call]) -> set[str]:
-    """Operators whose results depend on a parameter: masks and positions that are made from inputs alone don't."""
+def depends_on_parameters(calls: Iterable[Call]) -> set[str]:
+    """Operators with results that depend on a parameter. Masks and positions computed from inputs alone don't."""
     found: set[str] = set()
     for call in calls:
         if any(s.kind == "param" or (s.kind == "op" and s.name in found) for s in call.reads):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from bitwright.core.documents import Strict, validated
+from bitwright.core.importer import Importer
 
 _NO_ACCURACY = 1e9  # a drop that everything stays within
 
@@ -262,7 +264,7 @@ class LpotFile(Strict):
     evaluation: _Evaluation = _Evaluation()
 
 
-def is_lpot(data: dict[str, Any]) -> bool:
+def is_lpot(data: Mapping[str, Any]) -> bool:
     """Whether a file is one of LPOT's."""
     return isinstance(data.get("model"), dict) or "tuning" in data or "quantization" in data
 
@@ -329,3 +331,6 @@ def _space(quantization: _Quantization) -> dict[str, Any]:
     if not quantization.recipes.first_conv_or_matmul_quantization:
         space["first"] = "float"
     return {key: value for key, value in space.items() if value}
+
+
+LPOT = Importer(target="tune", recognizes=is_lpot, translate=translate)

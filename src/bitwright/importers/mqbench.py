@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from bitwright.core.errors import PlanError, Problem, did_you_mean
+from bitwright.core.importer import Importer
 from bitwright.core.registry import WORKLOADS
 
 #: What runs where the file names no network: the snippet of its documentation doesn't.
@@ -172,3 +173,6 @@ def _mapping(data: Mapping[str, Any], key: str, problems: list[Problem], prefix:
         problems.append(Problem(what="is not a mapping", where=prefix + key, value=value))
         return {}
     return value
+
+
+MQBENCH = Importer(target="grid", recognizes=is_mqbench, translate=translate)

@@ -1,4 +1,4 @@
-"""Operators that really run in low precision, forward and backward."""
+"""Operators that run in low precision, forward and backward."""
 
 from bitwright.kernels.kernel import Kernel, kernel
 

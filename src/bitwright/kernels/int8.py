@@ -1,4 +1,4 @@
-"""int8: products of 8-bit codes, forward and backward. Weights, their gradients and the sums stay float32."""
+"""int8: products of 8-bit codes, forward and backward. Weights, their gradients and sums stay float32."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ Run = TypeVar("Run", bound=Callable[..., Any])
 
 
 def _uncompiled(run: Run) -> Run:
-    """torch.compile of the whole model goes around it: it would take the packing of weights apart, and fail."""
+    """Exclude a function from torch.compile, which would decompose the packing of weights and fail."""
     disable: Any = torch.compiler.disable
-    wrapped: Run = disable(run, reason="integer products are compiled already")
+    wrapped: Run = disable(run, reason="integer products are already compiled")
     return wrapped
 
 
 def _seed(spec: ComputeSpec) -> int | None:
-    """Drawn from torch's own generator, so that a seeded run is the same again."""
+    """A seed from torch's generator, so that seeded runs are reproducible."""
     return int(torch.randint(0, 2**31 - 1, ())) if spec.stochastic else None
 
 
@@ -39,8 +39,8 @@ def second_limit(x: Tensor) -> int:
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, spec: ComputeSpec, simulate: bool) -> Tensor:
-        codes = encode(x.reshape(-1, x.shape[-1]), whole=spec.whole)
-        rows = encode_rows(weight, second_limit(x), whole=spec.whole)
+        codes = encode(x.reshape(-1, x.shape[-1]), whole=spec.per_tensor)
+        rows = encode_rows(weight, second_limit(x), whole=spec.per_tensor)
         ctx.save_for_backward(codes.values, codes.scales, weight)
         ctx.zero, ctx.spec, ctx.simulate = codes.zero, spec, simulate
         ctx.dtype, ctx.has_bias, ctx.shape = x.dtype, bias is not None, x.shape
@@ -58,7 +58,7 @@ class _Linear(torch.autograd.Function):
         left = right = below = None
         turns = ctx.needs_input_grad[0] and "input" in spec.backward
         seed = _seed(spec) if turns else None
-        # the weight's first: the input in float is gone again before the input's gradient, which is as large, comes
+        # the weight's gradient first: this frees the decoded input before the equally large input gradient is allocated
         if ctx.needs_input_grad[1]:
             if "weight" in spec.backward:
                 right = products.transposed(_for_weight(flat, x, spec), x, simulate=simulate)
@@ -67,8 +67,8 @@ class _Linear(torch.autograd.Function):
             right = right.to(weight.dtype)
         if ctx.needs_input_grad[0]:
             if turns:
-                codes = encode(flat, seed, signed=True, whole=spec.whole)
-                turned = encode_columns(weight, second_limit(flat), whole=spec.whole)
+                codes = encode(flat, seed, signed=True, whole=spec.per_tensor)
+                turned = encode_columns(weight, second_limit(flat), whole=spec.per_tensor)
                 left = products.linear(codes, turned, None, simulate=simulate)
             else:
                 left = flat @ weight.to(torch.float32)
@@ -79,12 +79,12 @@ class _Linear(torch.autograd.Function):
 
 
 def _for_weight(grad: Tensor, x: Codes, spec: ComputeSpec) -> Codes:
-    """The gradient as the weight's product wants it: rows are summed there, so x's steps are taken into one scale."""
+    """Encode the gradient for the weight's product. It sums over rows, so the scales of x are multiplied in first."""
     return encode(grad * steps_of(x), _seed(spec), signed=True, limit=second_limit(grad), whole=True)
 
 
 def steps_of(x: Codes) -> Tensor:
-    """The steps of the rows, none where all is zero: such rows, padding say, have no say in a common scale."""
+    """The scales of the rows, 0 for rows of zeros: such rows, for example padding, don't affect a common scale."""
     return torch.where(x.steps <= TINY, 0.0, x.steps)
 
 
@@ -100,8 +100,8 @@ class _Conv2d(torch.autograd.Function):
         simulate: bool,
     ) -> Tensor:
         ctx.last = _channels_last(x) or _channels_last(weight)
-        codes = encode(x.contiguous(memory_format=torch.channels_last), whole=spec.whole)
-        rows = encode_rows(weight, second_limit(x), whole=spec.whole)
+        codes = encode(x.contiguous(memory_format=torch.channels_last), whole=spec.per_tensor)
+        rows = encode_rows(weight, second_limit(x), whole=spec.per_tensor)
         ctx.save_for_backward(codes.values, codes.scales, weight)
         ctx.zero, ctx.spec, ctx.simulate, ctx.shape = codes.zero, spec, simulate, shape
         ctx.dtype, ctx.has_bias = x.dtype, bias is not None
@@ -118,10 +118,10 @@ class _Conv2d(torch.autograd.Function):
         grad = grad.to(torch.float32).contiguous(memory_format=torch.channels_last)
         wants = [*ctx.needs_input_grad[:2], ctx.has_bias and ctx.needs_input_grad[2]]
         left = right = below = None
-        turns = wants[0] and "input" in spec.backward and can_turn(stride, padding, dilation, weight)
+        turns = wants[0] and "input" in spec.backward and is_plain_convolution(stride, padding, dilation, weight)
         weighs = wants[1] and "weight" in spec.backward and groups == 1
         seed = _seed(spec) if turns else None
-        # the input's gradient last: the input in float, which is as large, is gone again by then
+        # the input's gradient last: the decoded input, which is equally large, is freed by then
         if weighs:
             shape = (weight.shape[2:], stride, padding, dilation)
             codes = _for_weight(grad, x, spec)
@@ -131,7 +131,7 @@ class _Conv2d(torch.autograd.Function):
         if any(asked):
             found = torch.ops.aten.convolution_backward(
                 grad,
-                # without the weight's gradient only the input's shape is looked at
+                # without the weight's gradient, only the input's shape is used
                 x.float() if asked[1] else grad.new_empty(()).expand(values.shape),
                 weight.to(torch.float32),
                 [weight.shape[0]] if asked[2] else None,
@@ -147,48 +147,48 @@ class _Conv2d(torch.autograd.Function):
             right = found[1].to(weight.dtype) if asked[1] else right
             below = found[2] if asked[2] else None
         if turns:
-            codes = encode(grad, seed, signed=True, whole=spec.whole)
-            turned = encode_turned(weight, groups, second_limit(grad), whole=spec.whole)
+            codes = encode(grad, seed, signed=True, whole=spec.per_tensor)
+            turned = encode_rotated(weight, groups, second_limit(grad), whole=spec.per_tensor)
             around = [d * (k - 1) - p for d, k, p in zip(dilation, weight.shape[2:], padding, strict=True)]
             left = products.conv2d(codes, turned, None, (1, 1), around, dilation, groups, simulate=simulate)
         return (None if left is None else _laid(left.to(ctx.dtype), ctx.last)), right, below, None, None, None
 
 
 def _channels_last(x: Tensor) -> bool:
-    """Whether it lies so, and not by chance: one channel or one pixel lies both ways."""
+    """Whether a tensor is channels-last and not contiguous: with one channel or one pixel it is both."""
     return x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
 
 
 def _laid(x: Tensor, last: bool) -> Tensor:
-    """As a float convolution would leave it: whoever comes next finds the memory that it is used to."""
+    """Convert to the memory format that a float convolution would return."""
     return x.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
 
 
-def can_turn(stride: Any, padding: Any, dilation: Any, weight: Tensor) -> bool:
-    """Whether the input's gradient is a plain convolution of the output's: with a stride, zeros would lie between."""
+def is_plain_convolution(stride: Any, padding: Any, dilation: Any, weight: Tensor) -> bool:
+    """Whether the input's gradient is a plain convolution of the output's gradient (stride 1)."""
     return all(s == 1 for s in stride) and all(
         p <= d * (k - 1) for p, d, k in zip(padding, dilation, weight.shape[2:], strict=True)
     )
 
 
 def turn(weight: Tensor, groups: int) -> Tensor:
-    """(out, in/groups, …) → (in, out/groups, …), each kernel turned around."""
+    """(out, in/groups, …) → (in, out/groups, …), with each kernel rotated by 180 degrees."""
     out, per_group = weight.shape[:2]
     parts = weight.view(groups, out // groups, per_group, *weight.shape[2:]).transpose(1, 2)
     return parts.reshape(groups * per_group, out // groups, *weight.shape[2:]).flip(2, 3)
 
 
-def encode_turned(weight: Tensor, groups: int, limit: int, *, whole: bool = False) -> Signed:
-    """Codes of the turned weight; bytes are turned rather than floats, where channels lie side by side."""
+def encode_rotated(weight: Tensor, groups: int, limit: int, *, whole: bool = False) -> Signed:
+    """Encode the rotated weight. Rotates bytes instead of floats if channels are contiguous in memory."""
     if groups > 1 or not _channels_last(weight):
         return encode_rows(turn(weight, groups), limit, whole=whole)
-    matrix = weight.detach().permute(0, 2, 3, 1)  # as it lies in memory
+    matrix = weight.detach().permute(0, 2, 3, 1)  # in memory order
     found = encode_columns(matrix.reshape(-1, weight.shape[1]), limit, whole=whole)
     return Signed(turn(found.values.t().view(matrix.shape).permute(0, 3, 1, 2), 1), found.scales)
 
 
 class _MatMul(torch.autograd.Function):
-    """Batches of products, one after the other."""
+    """Batched products, computed one after another."""
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor, spec: ComputeSpec, simulate: bool) -> Tensor:
@@ -206,7 +206,7 @@ class _MatMul(torch.autograd.Function):
             turned = b.transpose(-1, -2)
             left = _products(grad, turned, _seed(spec), spec, simulate) if "input" in spec.backward else grad @ turned
         if ctx.needs_input_grad[1]:
-            if "weight" in spec.backward:  # the transpose: the gradient comes first, and is rounded as such
+            if "weight" in spec.backward:  # the transpose: the gradient is the first operand, and rounded as such
                 right = _products(grad.transpose(-1, -2), a, _seed(spec), spec, simulate).transpose(-1, -2)
             else:
                 right = a.transpose(-1, -2) @ grad
@@ -215,9 +215,9 @@ class _MatMul(torch.autograd.Function):
 
 def _products(a: Tensor, b: Tensor, seed: int | None, spec: ComputeSpec, simulate: bool) -> Tensor:
     """a · b over equal leading axes."""
-    codes = encode(a.reshape(-1, a.shape[-1]), seed, whole=spec.whole)
+    codes = encode(a.reshape(-1, a.shape[-1]), seed, whole=spec.per_tensor)
     columns = b.transpose(-1, -2)
-    others = encode_rows(columns.reshape(-1, b.shape[-2]), second_limit(a), whole=spec.whole)
+    others = encode_rows(columns.reshape(-1, b.shape[-2]), second_limit(a), whole=spec.per_tensor)
     found = [
         products.linear(Codes(one, step, codes.zero), Signed(other, scales), None, simulate=simulate)
         for one, step, other, scales in zip(
@@ -232,13 +232,13 @@ def _products(a: Tensor, b: Tensor, seed: int | None, spec: ComputeSpec, simulat
 
 
 class _Embedding(torch.autograd.Function):
-    """Rows of 8-bit codes; their gradient goes to the float table as usual."""
+    """Look up rows of 8-bit codes. The gradient goes to the float table."""
 
     @staticmethod
     def forward(ctx: Any, index: Tensor, weight: Tensor, padding_idx: int, spec: ComputeSpec) -> Tensor:
         ctx.save_for_backward(index)
         ctx.rows, ctx.padding, ctx.dtype = weight.shape[0], padding_idx, weight.dtype
-        if spec.whole:
+        if spec.per_tensor:
             return encode_rows(weight, FULL, whole=True).float()[index].to(weight.dtype)
         picked, places = torch.unique(index, return_inverse=True)
         return encode_rows(weight.detach()[picked], FULL).float()[places].to(weight.dtype)
@@ -253,7 +253,7 @@ class _Embedding(torch.autograd.Function):
 
 
 class Int8(Kernel):
-    """8-bit codes: a scale per sample or token (per output of a weight), or one for a tensor, found anew."""
+    """8-bit codes with dynamic scales: per sample or token (per output of a weight), or per tensor."""
 
     name = "int8"
     has_compiled_arithmetic = True
@@ -262,42 +262,42 @@ class Int8(Kernel):
 
     @classmethod
     def refuses(cls, op: Op, spec: ComputeSpec) -> str | None:
-        """Nothing of its kinds but what has other numbers than floats, or other axes than usual."""
+        """Reject inputs that aren't floating-point or have unusual dimensions."""
         known = super().refuses(op, spec)
         if known is not None or op.kind == "embedding":
             return known
         if not all(port.is_floating for port in op.ports):
-            return "its inputs are no floating-point numbers"
+            return "its inputs are not floating-point numbers"
         if op.kind == "matmul":
             vectors = any(len(port.shape) < 2 for port in op.ports)
             return "a product with a vector stays float" if vectors else None
         weight = op.port("weight")
         odd = op.kind == "linear" and weight is not None and len(weight.shape) != 2
-        return "its weight is no matrix" if odd else None
+        return "its weight is not a matrix" if odd else None
 
     @classmethod
     def missing(cls, device: torch.device) -> str | None:
-        """Integer products are oneDNN's on CPUs and cuBLAS's on CUDA."""
+        """Integer products use oneDNN on CPUs and cuBLAS on CUDA."""
         if device.type == "cpu":
             return products.missing()
-        return None if device.type == "cuda" else f"there are no integer products on {device.type}"
+        return None if device.type == "cuda" else f"integer products are not available on {device.type}"
 
     @classmethod
     def missing_for(cls, kind: str, device: torch.device) -> str | None:
-        """Convolutions are oneDNN's alone."""
+        """Integer convolutions are available in oneDNN only."""
         if device.type == "cuda" and kind.startswith("conv"):
             return "integer convolutions run on CPUs only"
         return cls.missing(device)
 
     @classmethod
     def rounded(cls, weight: Tensor, kind: str, spec: ComputeSpec) -> Tensor:
-        """By the forward product's codes."""
+        """Round with the codes of the forward product."""
         limit = FULL if kind == "embedding" else second_limit(weight)
-        return encode_rows(weight, limit, whole=spec.whole).float()
+        return encode_rows(weight, limit, whole=spec.per_tensor).float()
 
     @_uncompiled
     def __call__(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the call; one that isn't as usual, or has nothing to compute, runs in float."""
+        """Run the call. Unusual or empty calls run in float."""
         found = arguments(func, args, kwargs)
         if found is None or not all(value.numel() for value in found.values() if isinstance(value, Tensor)):
             return func(*args, **kwargs)
@@ -330,9 +330,11 @@ class Int8(Kernel):
         dims = weight.dim() - 2
         steps, apart = each_axis(stride, dims), each_axis(dilation, dims)
         input, sides = padded(input, weight, padding, apart)
-        self._stays("input", None if can_turn(steps, sides, apart, weight) else "strided, or with wide padding")
+        self._stays(
+            "input", None if is_plain_convolution(steps, sides, apart, weight) else "strided, or with wide padding"
+        )
         self._stays("weight", None if groups == 1 else "in groups")
-        if dims == 1:  # a picture of one row
+        if dims == 1:  # treated as an image with one row
             shape = ((1, *steps), (0, *sides), (1, *apart), groups)
             wide = (input[:, :, None], weight[:, :, None])
             return _apply(_Conv2d, *wide, bias, shape, self.spec, self.simulate)[:, :, 0]
@@ -358,12 +360,12 @@ class Int8(Kernel):
         if max_norm is not None or scale_grad_by_freq or sparse:
             return None
         self._stays("weight", "a sum of rows")
-        # torch counts from the end, but to its own backward −1 is no row
+        # torch accepts negative indexes, but in its backward −1 means no row
         skipped = -1 if padding_idx is None else padding_idx % weight.shape[0]
         return _apply(_Embedding, input, weight, skipped, self.spec)
 
     def _stays(self, product: str, reason: str | None) -> None:
-        """Say that a gradient's product is no plain product of codes."""
+        """Record that a gradient's product can't be computed with codes."""
         if reason is not None and product in self.spec.backward:
             self.floats[product] = reason
 

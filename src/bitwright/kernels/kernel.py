@@ -17,7 +17,7 @@ from bitwright.plan import ComputeSpec
 _LINEAR = ("input", "weight", "bias")
 _CONV = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
 _EMBEDDING = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
-#: By function the names of its arguments in order. A tensor's own method has no name for the tensor.
+#: The argument names of each function, in order. A tensor's method has no name for the tensor itself.
 _NAMES: dict[Any, tuple[str, ...]] = {
     F.linear: _LINEAR,
     F.conv2d: _CONV,
@@ -35,12 +35,12 @@ _NAMES: dict[Any, tuple[str, ...]] = {
     Tensor.mm: ("input", "mat2"),
     Tensor.bmm: ("input", "mat2"),
 }
-#: Other names of the same thing.
+#: Aliases of argument names.
 _SAME = {"mat2": "other", "indices": "input"}
 
 
 def arguments(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
-    """By the names that torch.nn.functional and torch.matmul have; None for other functions and other arguments.
+    """The arguments by their names in torch.nn.functional and torch.matmul; None for unsupported calls.
 
     >>> a, b = torch.ones(1, 2, 3), torch.ones(1, 3, 4)
     >>> list(arguments(torch.bmm, (a,), {"mat2": b})), arguments(torch.bmm, (a, b), {"out": None})
@@ -53,12 +53,12 @@ def arguments(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 
 
 def each_axis(value: Any, dims: int) -> tuple[int, ...]:
-    """A stride, padding or dilation for each axis."""
+    """Expand a stride, padding or dilation to one value per axis."""
     return (value,) * dims if isinstance(value, int) else tuple(value) * (dims if len(value) == 1 else 1)
 
 
 def padded(input: Tensor, weight: Tensor, padding: Any, dilation: tuple[int, ...]) -> tuple[Tensor, tuple[int, ...]]:
-    """`same` and `valid` as numbers for each axis. Where `same` has an odd number of zeros, the last comes first."""
+    """Convert `same` and `valid` to numbers per axis. An odd number of zeros for `same` is padded explicitly first."""
     dims = weight.dim() - 2
     if padding == "valid":
         return input, (0,) * dims
@@ -71,47 +71,47 @@ def padded(input: Tensor, weight: Tensor, padding: Any, dilation: tuple[int, ...
 
 
 class Kernel(ABC):
-    """Runs operators of some kinds in one precision.
+    """Runs operators of certain kinds in one precision.
 
-    It is given the call as the model makes it, and returns what the call would: autograd works through it.
+    A kernel takes the model's call and returns its result. Autograd works through it.
     """
 
     name: ClassVar[str]
     kinds: ClassVar[tuple[str, ...]]
     compiles: ClassVar[bool] = True
-    """Whether torch.compile of a whole model looks into it, too."""
+    """Whether torch.compile of the complete model can trace it."""
     has_compiled_arithmetic: ClassVar[bool] = False
-    """Whether its own arithmetic is compiled, so that the process has torch's compiler in memory."""
+    """Whether it compiles its own arithmetic, which loads torch's compiler."""
 
     def __init__(self, spec: ComputeSpec, *, simulate: bool = False) -> None:
         self.spec = spec
         self.simulate = simulate
         self.floats: dict[str, str] = {}
-        """Products of the backward pass that the plan wants low and that stay float, with the reason: after a call."""
+        """Requested low-precision backward products that stay float, with the reason. Set by a call."""
 
     @classmethod
     def refuses(cls, op: Op, spec: ComputeSpec) -> str | None:
-        """Why it can't run this operator; None if it can."""
+        """Why the kernel can't run this operator; None if it can."""
         return None if op.kind in cls.kinds else f"{cls.name} has no kernel for {op.kind}"
 
     @classmethod
     def missing(cls, device: torch.device) -> str | None:
-        """Why it can only be simulated on this device; None if it really runs there."""
+        """Why it can only be simulated on this device; None if it runs there."""
         return None
 
     @classmethod
     def missing_for(cls, kind: str, device: torch.device) -> str | None:
-        """The same for operators of one kind, where it differs by that."""
+        """Like `missing`, for operators of one kind."""
         return cls.missing(device)
 
     @classmethod
     def rounded(cls, weight: Tensor, kind: str, spec: ComputeSpec) -> Tensor | None:
-        """The weight as its output sees it, for indicators that look at weights alone; None if it can't say."""
+        """The weight as rounded by the forward product, for indicators that only use weights; None if unknown."""
         return None
 
     @classmethod
     def seconds(cls, kind: str, shapes: Mapping[str, tuple[int, ...]], spec: ComputeSpec) -> tuple[float, float] | None:
-        """What a call with these shapes takes forward and backward where no profile has it; None if it can't say."""
+        """Estimated forward and backward seconds of a call without a profile; None if unknown."""
         return None
 
     @abstractmethod
@@ -123,7 +123,7 @@ Made = TypeVar("Made", bound=type[Kernel])
 
 
 def kernel(name: str, *kinds: str) -> Callable[[Made], Made]:
-    """Register a class as the kernel of that name, for operators of these kinds."""
+    """Register a class as a kernel with this name for operators of these kinds."""
 
     def register(made: Made) -> Made:
         made.name, made.kinds = name, kinds

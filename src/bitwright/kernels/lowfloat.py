@@ -1,4 +1,4 @@
-"""bf16 and fp16: the operator's own code, in half the bits."""
+"""bf16 and fp16: run the operator itself in 16 bits."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ _KINDS = ("linear", "conv1d", "conv2d", "matmul", "embedding")
 
 
 class _LowFloat(Kernel):
-    """Casts what comes, runs the operator, casts what goes. Autograd casts gradients the same way."""
+    """Casts the inputs, runs the operator and casts the output. Autograd casts gradients in the same way."""
 
     dtype: ClassVar[torch.dtype]
     kinds: ClassVar[tuple[str, ...]] = _KINDS
 
     @classmethod
     def rounded(cls, weight: Tensor, kind: str, spec: ComputeSpec) -> Tensor:
-        """Cast and cast back."""
+        """Cast to the format and back."""
         return weight.to(cls.dtype).to(weight.dtype)
 
     def __call__(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Weights stay float32 outside of the call."""
+        """Run the call in low precision. Weights stay float32 outside of it."""
         if kind_of(func) == "embedding":
-            # rows are cast, not the table: sums of their gradients in half the bits would be some percent off
+            # cast rows, not the table: 16-bit sums of their gradients would have errors of some percent
             rows = func(*args, **kwargs)
             return rows.to(self.dtype).to(rows.dtype)
         tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and t.is_floating_point()]

@@ -1,4 +1,4 @@
-"""Products of codes: in integers by what this machine is fast at, or the same numbers in float."""
+"""Products of codes: with integer instructions, or simulated in float with the same values."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bitwright.kernels.codes import EXACT, FULL, Codes, Signed, signed_bytes
-from bitwright.quantizers.compiled import Kernel as Compiled
-from bitwright.quantizers.compiled import worthwhile
+from bitwright.quantizers.compiled import CompiledKernel as Compiled
+from bitwright.quantizers.compiled import is_worthwhile
 
 Ints = Sequence[int]
 DEEP = 1 << 16
-"""Longer sums of products might not fit into int32: 255·127·66,312 doesn't."""
+"""Longer sums of products may exceed int32: 255·127·66,312 does."""
 
 
 @cache
 def missing() -> str | None:
-    """Why integer products can't be run on this CPU; None if they can."""
+    """Why this CPU can't run integer products; None if it can."""
     if not torch.backends.mkldnn.is_available():
         return "torch was built without oneDNN"
     if not hasattr(torch.ops.onednn, "qconv2d_pointwise"):
@@ -32,13 +32,13 @@ def missing() -> str | None:
 
 @cache
 def limit() -> int:
-    """The largest code of the second operand with which this CPU's products are exact: found by a product."""
+    """The largest code of the second operand for exact products on this CPU, found by a test product."""
     ones = torch.full((16, 64), FULL, dtype=torch.int8)
     return FULL if bool((torch._int_mm(ones, ones.t()) == FULL * FULL * 64).all()) else EXACT
 
 
 def linear(x: Codes, weight: Signed, bias: Tensor | None, *, simulate: bool) -> Tensor:
-    """x · weightᵀ + bias, by integers where they run, else by floats of the same values."""
+    """x · weightᵀ + bias, with integers where supported, otherwise with floats of the same values."""
     depth = x.values.shape[-1]
     if simulate or not _runs(x.values.numel() // depth, depth, weight.values):
         return F.linear(x.float(), weight.float(), bias)
@@ -54,14 +54,14 @@ def linear(x: Codes, weight: Signed, bias: Tensor | None, *, simulate: bool) -> 
     steps = x.scales.expand(len(rows)).contiguous()
     shift = torch.zeros_like(weight.scales) if bias is None else bias
     result = torch.empty(len(rows), len(weight.values), device=rows.device)
-    for part in _parts(rows, result.shape[1]):  # so that few integers are in memory at once
+    for part in _parts(rows, result.shape[1]):  # limits the size of the integer buffer
         found = _multiplied(signed_bytes(rows[part]), weight.values, passing=True)
         _to_floats(result[part], found, offset, steps[part, None], weight.scales[None], shift[None])
     return result.view(*x.values.shape[:-1], len(weight.values))
 
 
 def transposed(grad: Codes, x: Codes, *, simulate: bool) -> Tensor:
-    """gradᵀ · x, summed over rows: `grad` is signed and has one scale, with the steps of `x` in it."""
+    """gradᵀ · x, summed over rows. `grad` is signed with one scale that includes the scales of `x`."""
     count, outputs = grad.values.shape
     if simulate or not _runs(outputs, count, x.values.t()):
         return grad.float().t() @ (x.values.to(torch.float32) - x.zero)
@@ -69,14 +69,14 @@ def transposed(grad: Codes, x: Codes, *, simulate: bool) -> Tensor:
         parts = zip(grad.values.split(DEEP), x.values.split(DEEP), strict=True)
         sums = [transposed(Codes(g, grad.scales, 128), Codes(c, x.scales, x.zero), simulate=False) for g, c in parts]
         return _together(sums, None)
-    # only the second operand's codes may be small, where products saturate: that is the gradient
+    # if products saturate, the codes of the second operand must be small: that is the gradient
     turned = grad.values.device.type == "cpu" and limit() < FULL
     found = None
     for part in _parts(grad.values, outputs + x.values.shape[1]):
         own, other = signed_bytes(grad.values[part]).t(), signed_bytes(x.values[part]).t()
         more = _multiplied(other, own).t() if turned else _multiplied(own, other)
         found = more if found is None else found.add_(more)
-    assert found is not None  # nobody multiplies no rows
+    assert found is not None  # there is at least one row
     offset = _shifted(grad.values.sum(0, dtype=torch.int32) - 128 * count, x)[:, None]
     result = torch.empty_like(found, dtype=torch.float32)
     one = grad.scales.new_ones(1, 1)
@@ -85,28 +85,28 @@ def transposed(grad: Codes, x: Codes, *, simulate: bool) -> Tensor:
 
 
 def _runs(rows: int, depth: int, second: Tensor) -> bool:
-    """Whether this device multiplies such integers; CUDA's products want sizes in multiples of 8."""
+    """Whether this device multiplies integers of these sizes. CUDA requires multiples of 8."""
     if second.device.type == "cpu":
         return missing() is None
     return second.device.type == "cuda" and not depth % 8 and not len(second) % 8 and rows > 16
 
 
 def _shifted(sums: Tensor, x: Codes) -> Tensor:
-    """What a product with `x`'s codes less 128 lacks, by the other operand's sums."""
+    """The correction for `x`'s codes minus 128, from the sums of the other operand."""
     return sums * (128 - x.zero)
 
 
 def _parts(rows: Tensor, width: int) -> list[slice]:
-    """Some rows at a time on a CPU; few are slower, as the other operand is packed each time."""
-    if rows.device.type != "cpu":  # whose products want sizes that a rest hasn't
+    """Split rows on a CPU. Very small parts are slower, because the other operand is packed for each."""
+    if rows.device.type != "cpu":  # CUDA's size requirements would exclude the last part
         return [slice(None)]
     many = max(_AT_ONCE // width, _ROWS_AT_ONCE)
     return [slice(start, start + many) for start in range(0, len(rows), many)]
 
 
 def _multiplied(first: Tensor, second: Tensor, *, passing: bool = False) -> Tensor:
-    """first · secondᵀ in integers; `passing`: they are gone when the next ones are asked for."""
-    if first.device.type == "cuda":  # its products want both operands with their sums along memory
+    """first · secondᵀ in integers. `passing`: the result is overwritten by the next call."""
+    if first.device.type == "cuda":  # requires both operands with a contiguous reduction axis
         first, second = first.contiguous(), second.contiguous()
     if not passing or first.device.type == "cuda":
         return torch._int_mm(first, second.t())
@@ -121,18 +121,18 @@ _OWN = _Own()
 
 
 def _space(rows: int, columns: int) -> Tensor:
-    """Memory that the thread keeps: blocks of this size leave gaps between what backward keeps, 5 % of a process."""
+    """A buffer per thread. New blocks of this size would fragment memory: about 5 % of a process."""
     count = rows * columns
     if count > _KEPT:
         return torch.empty(rows, columns, dtype=torch.int32)
     if _OWN.space is None or _OWN.space.numel() < count:
-        with torch.inference_mode(False):  # else it couldn't be written to in training
+        with torch.inference_mode(False):  # an inference tensor couldn't be written to in training
             _OWN.space = torch.empty(count, dtype=torch.int32)
     return _OWN.space[:count].view(rows, columns)
 
 
 def _to_floats(result: Tensor, *given: Tensor) -> None:
-    (_FLOATS.compiled if worthwhile(result) else _FLOATS.function)(result, *given)
+    (_FLOATS.compiled if is_worthwhile(result) else _FLOATS.function)(result, *given)
 
 
 def _floats(result: Tensor, found: Tensor, offset: Tensor, steps: Tensor, scales: Tensor, bias: Tensor) -> None:
@@ -151,10 +151,10 @@ def _together(sums: list[Tensor], bias: Tensor | None) -> Tensor:
 def onednn_conv2d(
     x: Codes, weight: Signed, bias: Tensor | None, stride: Ints, padding: Ints, dilation: Ints, groups: int
 ) -> Tensor:
-    """The convolution, in channels-last memory."""
+    """The convolution, in channels-last memory format."""
     values, one = x.values.contiguous(memory_format=torch.channels_last), len(x.scales) == 1
-    scale, rest = (float(x.scales), bias) if one else (1.0, None)  # rows with scales of their own are scaled afterwards
-    if x.zero:  # oneDNN packs weights several times slower if it has to think of a zero
+    scale, rest = (float(x.scales), bias) if one else (1.0, None)  # scales per row are applied afterwards
+    if x.zero:  # oneDNN packs weights several times slower for a nonzero zero point
         values = F.pad(values, (padding[1], padding[1], padding[0], padding[0]), value=x.zero)
         values, padding = values.contiguous(memory_format=torch.channels_last), (0, 0)
         less = weight.values.sum((1, 2, 3), dtype=torch.int32) * weight.scales * (-scale * x.zero)
@@ -181,7 +181,7 @@ def conv2d(
     *,
     simulate: bool,
 ) -> Tensor:
-    """By integers where they run, else by floats of the same values."""
+    """Convolve with integers where supported, otherwise with floats of the same values."""
     shape = (stride, padding, dilation, groups)
     channels, *kernel = weight.values.shape[1:]
     if simulate or x.values.device.type != "cpu" or missing() is not None or prod(kernel) > DEEP:
@@ -202,9 +202,9 @@ def conv2d(
 def conv2d_weight(
     grad: Codes, x: Codes, kernel: Ints, stride: Ints, padding: Ints, dilation: Ints, *, simulate: bool
 ) -> Tensor:
-    """The gradient of the weight: each shifted view of the input against the output's gradient, as one product.
+    """The gradient of the weight: each shifted view of the input times the output's gradient, as one product.
 
-    Samples are summed, so `grad` has one scale, and the steps of `x` are in it already.
+    Samples are summed, so `grad` has one scale that includes the scales of `x`.
     """
     pixels = x.values.permute(0, 2, 3, 1)
     sides = (0, 0, padding[1], padding[1], padding[0], padding[0])
@@ -216,7 +216,7 @@ def conv2d_weight(
         (batch, row * stride[0], column * stride[1], row * dilation[0], column * dilation[1], 1),
     )
     rows = Codes(grad.values.permute(0, 2, 3, 1).reshape(-1, outputs), grad.scales, grad.zero)
-    # always a copy: rows that overlap can be a view, which oneDNN misreads
+    # always copy: overlapping rows can be a view, which oneDNN reads incorrectly
     columns = Codes(windows.contiguous().view(count * height * width, -1), x.scales, x.zero)
     found = transposed(rows, columns, simulate=simulate)
     return found.reshape(outputs, *kernel, pixels.shape[3]).permute(0, 3, 1, 2)

@@ -1,4 +1,4 @@
-"""Plan: load, save, validate, diff."""
+"""Plans: schema, load, save, validate, diff."""
 
 from bitwright.plan.compute import ComputeSpec
 from bitwright.plan.plan import Change, Device, FoldSpec, Plan, SiteSpec

@@ -1,4 +1,4 @@
-"""`compute` of a plan: operators that really run in low precision, by name or pattern."""
+"""The `compute` section of a plan: operators that run in low precision, by name or pattern."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ class ComputeSpec:
     """How one operator is computed."""
 
     format: str = FLOAT
-    """The kernel's name: int8, bf16, fp16, …; `float` where a device's section takes it back."""
+    """The kernel: int8, bf16, fp16, …. `float` in a device's section disables the kernel."""
     backward: tuple[str, ...] = _GRADIENTS[:1]
-    """Which products of the backward pass run in that precision, too: of the `input`, of the `weight`."""
+    """The backward products that also run in this precision: of the `input`, of the `weight`."""
     stochastic: bool = False
-    """Round gradients at random, in the mean to themselves."""
+    """Whether gradients are rounded stochastically (unbiased)."""
     scales: str = _SCALES[0]
-    """Of integers: one for each `row` (a sample or token; an output of a weight), or one for the `tensor`."""
+    """Integer scales: one per `row` (a sample or token; an output of a weight), or one per `tensor`."""
     why: str = ""
 
     @property
-    def low(self) -> bool:
-        """Whether anything is other than usual."""
+    def is_low_precision(self) -> bool:
+        """Whether the operator runs in low precision."""
         return self.format != FLOAT
 
     @property
-    def whole(self) -> bool:
-        """Whether a tensor has one scale."""
+    def per_tensor(self) -> bool:
+        """Whether each tensor has a single scale."""
         return self.scales == _SCALES[1]
 
     def entry(self) -> dict[str, Any] | str:
-        """As the file has it: only what differs from the defaults."""
+        """The entry in a plan file, without default values."""
         changed = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
         if "backward" in changed:
             changed["backward"] = list(self.backward)
@@ -51,16 +51,16 @@ class ComputeSpec:
 
 
 def resolved(layers: list[Mapping[str, ComputeSpec]], graph: Graph) -> dict[str, ComputeSpec]:
-    """By exact operator; exact before patterns, later before earlier, layer by layer."""
+    """The specs by exact operator. Exact names precede patterns, later entries precede earlier ones, in each layer."""
     found: dict[str, ComputeSpec] = {}
     for op in graph.ops:
         for layer in layers:
             keys = [key for key in reversed(list(layer)) if fnmatch.fnmatchcase(op.name, key) or key == op.name]
             if keys:
                 spec = layer[op.name if op.name in layer else keys[0]]
-                # a pattern speaks of the operators that the kernel has
+                # a pattern applies to the operators that the kernel supports
                 exact = op.name in layer
-                if exact or not spec.low or KERNELS.get(spec.format).refuses(op, spec) is None:
+                if exact or not spec.is_low_precision or KERNELS.get(spec.format).refuses(op, spec) is None:
                     found[op.name] = spec
                     break
     return found
@@ -69,27 +69,36 @@ def resolved(layers: list[Mapping[str, ComputeSpec]], graph: Graph) -> dict[str,
 def problems_of(
     compute: Mapping[str, ComputeSpec], sites: Mapping[str, Any], graph: Graph | None, prefix: str
 ) -> Iterator[Problem]:
-    """All that is wrong with one section."""
+    """All problems of one section."""
     for key, spec in compute.items():
         where = f"{prefix}compute.{key}"
-        if spec.low and spec.format not in KERNELS:
+        if spec.is_low_precision and spec.format not in KERNELS:
             fix = did_you_mean(spec.format, [*KERNELS.names(), FLOAT])
-            yield Problem(what="unknown kernel", where=where, value=spec.format, fix=fix)
+            yield Problem(what="unknown kernel", where=where, value=spec.format, fix=fix, code="unknown-kernel")
             continue
         wrong = [name for name in spec.backward if name not in _GRADIENTS]
         if wrong:
             fix = f"use some of: {', '.join(_GRADIENTS)}"
-            yield Problem(what="no such product of the backward pass", where=where, value=wrong[0], fix=fix)
+            yield Problem(
+                what="unknown product of the backward pass",
+                where=where,
+                value=wrong[0],
+                fix=fix,
+                code="unknown-product",
+            )
         if spec.scales not in _SCALES:
             fix = f"use one of: {', '.join(_SCALES)}"
-            yield Problem(what="no such choice of scales", where=where, value=spec.scales, fix=fix)
-        quantized = [site for site, one in sites.items() if site.rpartition(":")[0] == key and one.quantizes]
-        if spec.low and quantized:
             yield Problem(
-                what="has a kernel and a simulated quantizer",
+                what="unknown choice of scales", where=where, value=spec.scales, fix=fix, code="unknown-scales"
+            )
+        quantized = [site for site, one in sites.items() if site.rpartition(":")[0] == key and one.quantizes]
+        if spec.is_low_precision and quantized:
+            yield Problem(
+                what="the operator has a kernel and a simulated quantizer",
                 where=where,
                 value=quantized[0],
                 fix="remove the site or the kernel",
+                code="kernel-and-quantizer",
             )
         if graph is not None:
             yield from _against(key, spec, graph, where)
@@ -99,9 +108,19 @@ def _against(key: str, spec: ComputeSpec, graph: Graph, where: str) -> Iterator[
     found = [op for op in graph.ops if op.name == key or fnmatch.fnmatchcase(op.name, key)]
     if not found:
         yield Problem(
-            what="matches no operator of the model", where=where, value=key, fix=did_you_mean(key, graph.by_name)
+            what="matches no operator of the model",
+            where=where,
+            value=key,
+            fix=did_you_mean(key, graph.by_name),
+            code="unknown-operator",
         )
-    elif spec.low:
+    elif spec.is_low_precision:
         reasons = [KERNELS.get(spec.format).refuses(op, spec) for op in found]
         if all(reasons):
-            yield Problem(what=str(reasons[0]), where=where, value=spec.format, fix="leave it float")
+            yield Problem(
+                what=str(reasons[0]),
+                where=where,
+                value=spec.format,
+                fix="keep it in float",
+                code="kernel-not-applicable",
+            )

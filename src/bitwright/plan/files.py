@@ -1,10 +1,10 @@
-"""Plan files: YAML in, YAML out, always whole."""
+"""Read and write plan files (YAML)."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Mapping
-from dataclasses import fields
+from collections.abc import Mapping
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,8 @@ from pydantic import ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.representer import SafeRepresenter
 
-from bitwright.core.documents import MOST_YAML, parse_yaml, read_text
-from bitwright.core.errors import BitwrightError, FormatError, PlanError, Problem, did_you_mean
+from bitwright.core.documents import MOST_YAML, parse_yaml, problems_of, read_text
+from bitwright.core.errors import BitwrightError, FormatError, PlanError, Problem
 from bitwright.core.files import write_text
 from bitwright.core.formats import Format
 from bitwright.plan.compute import ComputeSpec
@@ -22,8 +22,6 @@ from bitwright.plan.schema import (
     NO_FOLDING,
     SCHEMA_VERSION,
     ComputeEntry,
-    DeviceEntry,
-    FoldEntry,
     PlanFile,
     SiteEntry,
     known_strategies,
@@ -37,18 +35,23 @@ def load_plan(path: Path) -> Plan:
 
 
 def parse_plan(text: str, *, where: str) -> Plan:
-    """Read a plan from text; every problem that can be seen without the model is listed."""
-    data = parse_yaml(text, where=where, finite=False)  # options of plugins may be infinite
+    """Parse a plan and report every problem that can be found without the model."""
+    data = parse_yaml(text, where=where, finite=False)  # plugin options may be infinite
     if not isinstance(data, dict):
         raise BitwrightError(
-            "a plan is a mapping", where=where, value=data, fix=f"begin with `bitwright: {SCHEMA_VERSION}`"
+            "a plan must be a mapping",
+            where=where,
+            value=data,
+            fix=f"begin with `bitwright: {SCHEMA_VERSION}`",
+            code="not-a-mapping",
         )
     if data.get("bitwright") != SCHEMA_VERSION or data["bitwright"] is True:  # True == 1
         raise BitwrightError(
-            "wrong schema version of a plan",
+            "unsupported schema version of a plan",
             where=f"{where}: bitwright",
             value=data.get("bitwright"),
             fix=f"this Bitwright reads version {SCHEMA_VERSION}",
+            code="wrong-version",
         )
     try:
         file = PlanFile.model_validate(data)
@@ -78,39 +81,27 @@ def parse_plan(text: str, *, where: str) -> Plan:
     return plan
 
 
-# pydantic names the branch of a union in its paths; a user doesn't know our class names
+# pydantic adds the class names of union branches to its paths; users don't know them
 _BRANCHES = ("SiteEntry", "FoldEntry", "ComputeEntry", "str", "dict[str,any]")
 
 
 def _problems(error: ValidationError) -> list[Problem]:
-    """One problem per place: pydantic complains once per branch of a union."""
-    found: dict[tuple[str, ...], Problem] = {}
-    for detail in error.errors():
-        path = tuple(str(part) for part in detail["loc"] if part not in _BRANCHES)
-        what, fix = detail["msg"], f"mend this value (docs/schemas/plan-{SCHEMA_VERSION}.json)"
-        if detail["type"] == "extra_forbidden":
-            what, fix = f"unknown key {path[-1]!r}", did_you_mean(path[-1], _fields(path))
-        elif detail["loc"][-1] in _BRANCHES or detail["type"] == "model_type":
-            what = "neither a text nor a mapping"
-        elif path[0] == "fold" and path[-1] == "strategy" and len(path) == 3:
-            what, fix = "unknown folding strategy", known_strategies()
-            if detail["input"] == NO_FOLDING:
-                what, fix = "a norm that isn't folded isn't in `fold`", f"remove {path[1]} from `fold`"
-        found.setdefault(path, Problem(what=what, where=".".join(path), value=detail["input"], fix=fix))
-    # where something inside is wrong, "the whole isn't a text" is no news
-    outer = {path[:length] for path in found for length in range(len(path))}
-    return [problem for path, problem in found.items() if path not in outer]
+    fix = f"fix this value (docs/schemas/plan-{SCHEMA_VERSION}.json)"
+    problems = problems_of(error, PlanFile, fix=fix, union_branches=_BRANCHES)
+    return [_folding_problem(problem) for problem in problems]
 
 
-def _fields(path: tuple[str, ...]) -> Iterable[str]:
-    """The keys that may stand where the last part of `path` stands."""
-    if len(path) == 1:
-        return PlanFile.model_fields
-    if path[0] == "fold":
-        return FoldEntry.model_fields
-    if path[0] == "compute" or (path[2:3] == ("compute",) and len(path) > 3):
-        return ComputeEntry.model_fields
-    return DeviceEntry.model_fields if path[0] == "devices" and len(path) == 3 else SiteEntry.model_fields
+def _folding_problem(problem: Problem) -> Problem:
+    """Name the valid strategies if the problem is an invalid one."""
+    where = problem.where or ""
+    if problem.code != "invalid-value" or not (where.startswith("fold.") and where.endswith(".strategy")):
+        return problem
+    norm = where.removeprefix("fold.").removesuffix(".strategy")
+    if problem.value == NO_FOLDING:
+        what, fix = "`fold` lists only norms that are folded", f"remove {norm} from `fold`"
+    else:
+        what, fix = "unknown folding strategy", known_strategies()
+    return replace(problem, what=what, fix=fix, code="unknown-folding-strategy")
 
 
 def _specs(entries: Mapping[str, SiteEntry | str], prefix: str, problems: list[Problem]) -> dict[str, SiteSpec]:
@@ -120,7 +111,12 @@ def _specs(entries: Mapping[str, SiteEntry | str], prefix: str, problems: list[P
             entry = SiteEntry(format=entry)
         if entry.format is None and entry.share is None:
             problems.append(
-                Problem(what="a site needs a format", where=prefix + name, fix='add `format: "int8/tensor/sym"`')
+                Problem(
+                    what="a site needs a format",
+                    where=prefix + name,
+                    fix='add `format: "int8/tensor/sym"`',
+                    code="missing-key",
+                )
             )
             continue
         try:
@@ -129,11 +125,18 @@ def _specs(entries: Mapping[str, SiteEntry | str], prefix: str, problems: list[P
             quantizer, quantizer_options = _named(entry.quantizer, "plain")
         except FormatError as error:
             found = error.problems[0]
-            problems.append(Problem(what=found.what, where=prefix + name, value=found.value, fix=found.fix))
+            problems.append(
+                Problem(what=found.what, where=prefix + name, value=found.value, fix=found.fix, code=found.code)
+            )
             continue
         except KeyError:
             problems.append(
-                Problem(what="a mapping here needs `name`", where=prefix + name, fix="{name: percentile, …}")
+                Problem(
+                    what="a mapping here needs `name`",
+                    where=prefix + name,
+                    fix="{name: percentile, …}",
+                    code="missing-key",
+                )
             )
             continue
         specs[name] = SiteSpec(
@@ -168,7 +171,7 @@ def _named(value: str | dict[str, Any] | None, default: str) -> tuple[str, dict[
 
 
 def spec_entry(spec: SiteSpec) -> dict[str, Any] | str:
-    """The entry of one site as the file has it: only what differs from the defaults."""
+    """The entry of one site in a plan file, without default values."""
     entry: dict[str, Any] = {}
     if spec.share is None or not spec.format.is_plain_float:
         entry["format"] = str(spec.format)
@@ -189,7 +192,7 @@ def spec_entry(spec: SiteSpec) -> dict[str, Any] | str:
 
 
 def fold_entry(fold: str | FoldSpec) -> dict[str, Any] | str:
-    """The entry of one folded norm as the file has it."""
+    """The entry of one folded norm in a plan file."""
     if isinstance(fold, str):
         return fold
     changed = {f.name: getattr(fold, f.name) for f in fields(fold) if getattr(fold, f.name) != f.default}
@@ -197,11 +200,11 @@ def fold_entry(fold: str | FoldSpec) -> dict[str, Any] | str:
 
 
 class _Representer(SafeRepresenter):
-    """Of our own, so that nobody else's YAML changes."""
+    """A separate class, so that other users of ruamel.yaml are not affected."""
 
 
 def _represent_text(representer: Any, text: str) -> Any:
-    # YAML takes these for line breaks unless they are escaped, and only double quotes escape
+    # YAML treats these characters as line breaks unless they are escaped in double quotes
     style = '"' if any(mark in text for mark in "\x85\u2028\u2029") else None
     return representer.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
@@ -209,8 +212,8 @@ def _represent_text(representer: Any, text: str) -> Any:
 _Representer.add_representer(str, _represent_text)
 
 
-def dump_plan(plan: Plan) -> str:
-    """YAML text; keys in a fixed order, sites in the order of the plan."""
+def plan_data(plan: Plan) -> dict[str, Any]:
+    """The content of the plan file. Keys have a fixed order, sites the order of the plan."""
     data: dict[str, Any] = {"bitwright": SCHEMA_VERSION}
     if plan.model is not None:
         data["model"] = plan.model
@@ -237,6 +240,12 @@ def dump_plan(plan: Plan) -> str:
             if device.why:
                 entry["why"] = device.why
             data["devices"][kind] = entry
+    return data
+
+
+def dump_plan(plan: Plan) -> str:
+    """The text of the plan file."""
+    data = plan_data(plan)
     yaml = YAML(typ="safe", pure=True)
     yaml.Representer = _Representer
     yaml.default_flow_style = False
@@ -249,12 +258,12 @@ def dump_plan(plan: Plan) -> str:
 
 
 def save_plan(plan: Plan, path: Path) -> Path:
-    """Write the plan, whole or not at all."""
+    """Write the plan atomically."""
     return write_text(path, dump_plan(plan))
 
 
 def diff(before: Plan, after: Plan) -> list[Change]:
-    """All changes: the plan's head, folds, floats, sites, and each device's sites."""
+    """All changes: header, folds, floats, sites, and the sites of each device."""
     changes = [
         Change(key, getattr(before, key), getattr(after, key))
         for key in ("model", "backend")

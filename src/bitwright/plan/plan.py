@@ -1,4 +1,4 @@
-"""`Plan`: for each site its number format and the reason. The product that everything else makes or obeys."""
+"""`Plan`: the number format of each site, with the reason."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _FLOAT = Format.parse("float")
 @strict
 @dataclass(frozen=True, kw_only=True)
 class SiteSpec:
-    """What happens at one site."""
+    """The format and quantizer of one site."""
 
     format: Format = _FLOAT
     observer: str = "minmax"
@@ -36,18 +36,18 @@ class SiteSpec:
 
     @property
     def quantizes(self) -> bool:
-        """Whether anything is done here."""
+        """Whether the site has a quantizer."""
         return self.share is not None or not self.format.is_plain_float
 
 
 def is_pattern(name: str) -> bool:
-    """Whether a key of `sites` stands for several sites."""
+    """Whether a key of `sites` is a pattern."""
     return any(mark in name for mark in "*?[")
 
 
 @dataclass(frozen=True, kw_only=True)
 class FoldSpec:
-    """How one batch norm is folded: into which operator, by which strategy, with whose statistics."""
+    """How one batch norm is folded: into which operator, with which strategy and statistics."""
 
     into: str
     strategy: int = DEFAULT_STRATEGY
@@ -55,7 +55,7 @@ class FoldSpec:
 
     @property
     def short(self) -> str | FoldSpec:
-        """The operator's name alone, if that says it all."""
+        """The operator's name if all other values are defaults."""
         return self.into if self == FoldSpec(into=self.into) else self
 
     def __str__(self) -> str:
@@ -65,21 +65,21 @@ class FoldSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """What differs on one kind of device."""
+    """The differences of one device type."""
 
     sites: Mapping[str, SiteSpec] = field(default_factory=dict)
     compute: Mapping[str, ComputeSpec] = field(default_factory=dict)
     batch: int | None = None
-    """Samples of each step on one such device; None: as many as on all."""
+    """Samples per step on one such device. None: the same number as on all devices."""
     channels_last: bool = False
-    """Whether images are NHWC in memory: what was planned holds for that layout."""
+    """Whether the plan was made for images in channels-last memory format."""
     why: str = ""
 
 
 @strict
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A set of sites with their formats; immutable, `with_sites` makes a changed one.
+    """A set of sites with their formats. Immutable; `with_sites` returns a changed copy.
 
     >>> spec = SiteSpec(format=Format.parse("int8/channel/sym"), why="fast here")
     >>> plan = Plan(sites={"conv1:weight": spec})
@@ -101,18 +101,18 @@ class Plan:
     model: str | None = None
 
     def __post_init__(self) -> None:
-        # one spelling for one meaning: plans that say the same are equal
+        # normalize, so that equivalent plans are equal
         short = {norm: spec if isinstance(spec, str) else spec.short for norm, spec in self.fold.items()}
         object.__setattr__(self, "fold", short)
 
     @cached_property
     def folds(self) -> Mapping[str, FoldSpec]:
-        """`fold` with all defaults filled in."""
+        """`fold` with all defaults."""
         return {n: FoldSpec(into=spec) if isinstance(spec, str) else spec for n, spec in self.fold.items()}
 
     @staticmethod
     def load(path: str | Path) -> Plan:
-        """Read a plan file; all its problems are raised at once."""
+        """Read a plan file. All problems are raised at once."""
         from bitwright.plan.files import load_plan
 
         return load_plan(Path(path))
@@ -124,32 +124,39 @@ class Plan:
 
         return parse_plan(text, where=where)
 
+    def to_dict(self) -> dict[str, Any]:
+        """The content of the plan file as plain data."""
+        from bitwright.plan.files import plan_data
+
+        return plan_data(self)
+
     def to_yaml(self) -> str:
-        """The same plan always gives the same text."""
+        """The plan as YAML. Equal plans give equal text."""
         from bitwright.plan.files import dump_plan
 
         return dump_plan(self)
 
     def save(self, path: str | Path) -> Path:
-        """Write the plan file, whole or not at all."""
+        """Write the plan file atomically."""
         from bitwright.plan.files import save_plan
 
         return save_plan(self, Path(path))
 
     def with_sites(self, changes: Mapping[str, SiteSpec]) -> Plan:
-        """A plan with these sites added or replaced."""
+        """A copy with these sites added or replaced."""
         return replace(self, sites={**self.sites, **changes})
 
     def for_device(self, kind: str) -> Plan:
-        """The plan of one kind of device: the common sites with that device's own on top."""
+        """The plan of one device type: the common sites, overridden by those of the device."""
         if kind not in self.devices:
             raise PlanError(
                 [
                     Problem(
-                        what="the plan has no such device",
+                        what="the plan has no such device type",
                         where="devices",
                         value=kind,
                         fix=did_you_mean(kind, self.devices),
+                        code="unknown-device",
                     )
                 ]
             )
@@ -158,31 +165,31 @@ class Plan:
         common: dict[str, SiteSpec] = {}
         for key, spec in self.sites.items():
             if not is_pattern(key) and (overridden(key) is None or key in own):
-                common[key] = own.get(key, spec)  # in its old place
+                common[key] = own.get(key, spec)  # keeps its position
             elif is_pattern(key) and key not in own:
                 common[key] = spec
-        # a later entry counts before an earlier one: the device's own come last
+        # later entries precede earlier ones, so those of the device come last
         compute = {k: v for k, v in self.compute.items() if k not in self.devices[kind].compute}
         compute.update(self.devices[kind].compute)
         return replace(self, sites={**common, **own}, compute=compute, devices={})
 
     @cached_property
     def has_patterns(self) -> bool:
-        """Whether sites must still be resolved against a graph."""
+        """Whether sites have to be resolved against a graph."""
         return any(is_pattern(name) for name in (*self.sites, *self.compute))
 
     @property
     def quantized(self) -> Iterator[tuple[str, SiteSpec]]:
-        """The sites at which something happens."""
+        """The sites with a quantizer."""
         return ((name, spec) for name, spec in self.sites.items() if spec.quantizes)
 
     @property
     def changes_models(self) -> bool:
-        """Whether anything is quantized or computed in low precision: `prepare` stands around calls then."""
-        return any(spec.low for spec in self.compute.values()) or any(True for _ in self.quantized)
+        """Whether any operator is quantized or runs in low precision."""
+        return any(spec.is_low_precision for spec in self.compute.values()) or any(True for _ in self.quantized)
 
     def resolve(self, graph: Graph) -> Plan:
-        """Replace patterns by the sites that they match; raises with all problems if there are any."""
+        """Replace patterns by the sites they match. All problems are raised at once."""
         from bitwright.plan.validate import validate
 
         problems = validate(self, graph)
@@ -194,27 +201,27 @@ class Plan:
         for kind, device in self.devices.items():
             own = Lookup(device.sites)
             sites = _resolved(Lookup(device.sites, self.sites), names, graph)
-            # also what follows from the device's own sites: a tied weight may have another owner there
+            # includes sites that follow from the device's own: a tied weight may have another owner there
             kept = {n: spec for n, spec in sites.items() if own(n) is not None or spec != common.get(n)}
             devices[kind] = replace(device, sites=kept, compute=resolved([device.compute], graph))
         return replace(self, sites=common, compute=resolved([self.compute], graph), devices=devices)
 
     def validate(self, graph: Graph | None = None) -> list[Problem]:
-        """All problems, each with site, value and fix; empty when the plan is good."""
+        """All problems, with site, value and fix. Empty if the plan is valid."""
         from bitwright.plan.validate import validate
 
         return validate(self, graph)
 
     def diff(self, other: Plan) -> list[Change]:
-        """What changes from this plan to `other`."""
+        """The changes from this plan to `other`."""
         from bitwright.plan.files import diff
 
         return diff(self, other)
 
 
 def matching(pattern: str, names: list[str]) -> list[str]:
-    """The names that a pattern or an exact name stands for."""
-    if pattern in names:  # the name of a module may look like a pattern
+    """The names that match a pattern or an exact name."""
+    if pattern in names:  # a module's name may contain pattern characters
         return [pattern]
     if is_pattern(pattern):
         return [name for name in names if fnmatch.fnmatchcase(name, pattern)]
@@ -222,13 +229,13 @@ def matching(pattern: str, names: list[str]) -> list[str]:
 
 
 class Lookup:
-    """Which entry counts for a site: exact before patterns, later before earlier, layer by layer."""
+    """Finds the entry of a site: exact names precede patterns, later entries precede earlier ones, in each layer."""
 
     def __init__(self, *layers: Mapping[str, SiteSpec]) -> None:
         self.layers = [(sites, [key for key in reversed(list(sites)) if is_pattern(key)]) for sites in layers]
 
     def __call__(self, name: str) -> SiteSpec | None:
-        """The entry of the site of that name, if it has one."""
+        """The entry of the site with this name, or None."""
         for sites, patterns in self.layers:
             if name in sites:
                 return sites[name]
@@ -239,18 +246,18 @@ class Lookup:
 
 
 def site_names(graph: Graph, folds: Mapping[str, FoldSpec]) -> list[str]:
-    """All sites that a plan with these folds may name."""
-    # an operator that takes in a norm has a bias, even if the module has none
+    """All valid site names for a plan with these folds."""
+    # an operator with a folded norm has a bias, even if its module has none
     biases = {site_name(fold.into, "weight"): site_name(fold.into, "bias") for fold in folds.values()}
     names = [name for site, _, _ in graph.sites() for name in (site, biases.get(site)) if name is not None]
     return list(dict.fromkeys(names))
 
 
 def weight_owners(known: Lookup, graph: Graph) -> dict[str, str]:
-    """The site whose quantizer each quantized weight has: a tied weight's first use that is quantized.
+    """For each quantized weight, the site with its quantizer: the first quantized use of a tied weight.
 
-    Other uses may stay float: a backend that multiplies by a tied weight in integers may look its rows up in
-    float.
+    Other uses may stay in float. For example, a backend may run a linear layer in integers and use the tied weight as a
+    float embedding.
     """
     first: dict[str, str] = {}
     return {
@@ -261,7 +268,7 @@ def weight_owners(known: Lookup, graph: Graph) -> dict[str, str]:
 
 
 def _resolved(known: Lookup, names: list[str], graph: Graph) -> dict[str, SiteSpec]:
-    """The sites by exact name, in the order of the graph."""
+    """The sites by exact name, in graph order."""
     owners = weight_owners(known, graph)
     chosen: dict[str, SiteSpec] = {}
     for name in names:
@@ -269,7 +276,7 @@ def _resolved(known: Lookup, names: list[str], graph: Graph) -> dict[str, SiteSp
         if spec is None:
             continue
         if owners.get(name, name) != name:
-            # A pattern met a tied weight: it has one quantizer, which its other uses share.
+            # A pattern matches a tied weight: its uses share one quantizer.
             spec = SiteSpec(share=owners[name], why=spec.why)
         shared = known(spec.share) if spec.share is not None else spec
         if shared is not None and (shared.quantizes or spec.share is None):

@@ -1,4 +1,4 @@
-"""The plan file, version 1, as pydantic models: what the YAML may say. Published as JSON Schema."""
+"""The plan file, version 1, as pydantic models. Published as JSON Schema."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ STRATEGIES = {
     3: "folded with running statistics, output corrected to those of the batch (two convolutions)",
     4: "folded for rounding only, then the norm itself runs",
 }
-# these never look at the batch: there is nothing to synchronise
+# these strategies don't use batch statistics, so they need no synchronization
 WITHOUT_BATCH = (0, 1)
 
 
 def known_strategies(*, none: bool = False) -> str:
-    """What may stand there, for an error's fix."""
+    """The valid strategies, for an error's fix."""
     known = {NO_FOLDING: "no folding", **STRATEGIES} if none else STRATEGIES
     return "use one of: " + "; ".join(f"{number} ({meaning})" for number, meaning in known.items())
 
@@ -35,7 +35,7 @@ class _Strict(BaseModel):
 
 
 class SiteEntry(_Strict):
-    """One site's (or pattern's) entry; a bare text is short for `{format: text}`."""
+    """The entry of a site or pattern. A string is short for `{format: string}`."""
 
     format: str | None = Field(default=None, description='Number format, e.g. "int8/channel/sym" or "float".')
     observer: str | dict[str, Any] | None = Field(
@@ -44,20 +44,20 @@ class SiteEntry(_Strict):
     quantizer: str | dict[str, Any] | None = Field(
         default=None, description="Quantizer: a name, or a mapping with `name` and its options."
     )
-    guard: str | None = Field(default=None, description="Limit that keeps the target's accumulators exact.")
-    share: str | None = Field(default=None, description="Use the quantizer of that other site.")
-    why: str | None = Field(default=None, description="The reason of this choice.")
+    guard: str | None = Field(default=None, description="A limit on weights for exact accumulators on the target.")
+    share: str | None = Field(default=None, description="Use the quantizer of this other site.")
+    why: str | None = Field(default=None, description="The reason for this choice.")
 
 
 class FoldEntry(_Strict):
-    """How one batch norm is folded; a bare text is short for `{into: text}`."""
+    """How one batch norm is folded. A string is short for `{into: string}`."""
 
-    into: str = Field(description="The operator that takes in the norm.")
+    into: str = Field(description="The operator that the norm is folded into.")
     strategy: int = Field(
         default=DEFAULT_STRATEGY,
         ge=min(STRATEGIES),
         le=max(STRATEGIES),
-        strict=True,  # true isn't 1
+        strict=True,  # reject true for 1
         description="What happens in training: "
         + "; ".join(f"{number} {meaning}" for number, meaning in STRATEGIES.items())
         + ".",
@@ -65,61 +65,61 @@ class FoldEntry(_Strict):
     sync: bool = Field(
         default=False,
         strict=True,
-        description="Take batch statistics over all processes; nn.SyncBatchNorm always does.",
+        description="Compute batch statistics over all processes; nn.SyncBatchNorm always does.",
     )
 
 
 class ComputeEntry(_Strict):
-    """How operators are computed; a bare text is short for `{format: text}`."""
+    """How operators are computed. A string is short for `{format: string}`."""
 
     format: str = Field(description="A kernel: int8, bf16, fp16, …; float for none.")
     backward: tuple[Literal["input", "weight"], ...] = Field(
-        default=("input",), description="Products of the backward pass that run in that precision, too."
+        default=("input",), description="Backward products that also run in this precision."
     )
-    stochastic: bool = Field(default=False, strict=True, description="Round gradients at random.")
+    stochastic: bool = Field(default=False, strict=True, description="Round gradients stochastically.")
     scales: Literal["row", "tensor"] = Field(
-        default="row", description="Of integers: one for each sample, token or output of a weight, or for the tensor."
+        default="row", description="Integer scales: one per sample, token or weight output, or one per tensor."
     )
     why: str | None = None
 
 
 class DeviceEntry(_Strict):
-    """What differs on one kind of device."""
+    """The differences of one device type."""
 
     sites: dict[str, SiteEntry | str] = Field(default_factory=dict)
     compute: dict[str, ComputeEntry | str] = Field(default_factory=dict)
     batch: int | None = Field(
-        default=None, ge=1, le=10**9, strict=True, description="Samples of each step on such a device."
+        default=None, ge=1, le=10**9, strict=True, description="Samples per step on such a device."
     )
     channels_last: bool = Field(
-        default=False, strict=True, description="Images are NHWC in memory: what was planned holds for that layout."
+        default=False, strict=True, description="The plan was made for images in channels-last memory format."
     )
     why: str | None = None
 
 
 class PlanFile(_Strict):
-    """A Bitwright plan: for each site of a model its number format, and why."""
+    """A Bitwright plan: the number format of each site of a model, with the reason."""
 
     bitwright: Literal[1] = Field(description="Version of this schema.")
-    model: str | None = Field(default=None, description="Name of the model, for people.")
-    backend: str | None = Field(default=None, description="The target whose rules placed these quantizers.")
+    model: str | None = Field(default=None, description="Name of the model, for readers.")
+    backend: str | None = Field(default=None, description="The backend of this plan.")
     sites: dict[str, SiteEntry | str] = Field(
         default_factory=dict,
         description="Sites by name or pattern (*, ?, [abc]). "
-        "An exact name beats patterns; a later pattern beats an earlier one.",
+        "An exact name precedes patterns; a later pattern precedes an earlier one.",
     )
     fold: dict[str, FoldEntry | str] = Field(
         default_factory=dict,
-        description="Batch norms that are folded: norm operator → the operator before it, "
+        description="Batch norms that are folded: norm operator → the preceding operator, "
         "or a mapping with `into` and `strategy`.",
     )
     float: dict[str, str] = Field(default_factory=dict, description="Operators that stay in float, with the reason.")
     compute: dict[str, ComputeEntry | str] = Field(
         default_factory=dict,
-        description="Operators that really run in low precision when training, by name or pattern.",
+        description="Operators that run in low precision in training, by name or pattern.",
     )
     devices: dict[str, DeviceEntry] = Field(
-        default_factory=dict, description="Differences per kind of device, for clusters of unequal machines."
+        default_factory=dict, description="Differences per device type, for heterogeneous clusters."
     )
 
 

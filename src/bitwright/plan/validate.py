@@ -1,4 +1,4 @@
-"""All problems of a plan at once, before any long work starts."""
+"""Find all problems of a plan before any long computation."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ GUARDS = ("int16-pairs",)
 
 
 def validate(plan: Plan, graph: Graph | None = None) -> list[Problem]:
-    """Problems of names and options; with a graph also of sites, patterns and shapes."""
+    """Problems of names and options; with a graph, also of sites, patterns and shapes."""
     problems: list[Problem] = []
-    # a path is a table of the user's own, read (and checked) where it is used
+    # a path refers to the user's own table, which is checked when it is loaded
     if plan.backend is not None and not plan.backend.endswith((".yaml", ".yml")):
         problems += _unknown(BACKENDS, plan.backend, "backend")
     layers: list[tuple[str, list[Mapping[str, SiteSpec]]]] = [("", [plan.sites])]
@@ -47,30 +47,41 @@ def validate(plan: Plan, graph: Graph | None = None) -> list[Problem]:
 def _unknown(registry: Registry, name: str, where: str) -> Iterator[Problem]:
     if name not in registry:
         yield Problem(
-            what=f"unknown {registry.kind}", where=where, value=name, fix=did_you_mean(name, registry.names())
+            what=f"unknown {registry.kind}",
+            where=where,
+            value=name,
+            fix=did_you_mean(name, registry.names()),
+            code="unknown-name",
         )
 
 
 def _entry(where: str, key: str, spec: SiteSpec) -> Iterator[Problem]:
-    """What can be said of one entry alone."""
+    """Problems that don't depend on other entries or the model."""
     yield from _unknown(OBSERVERS, spec.observer, where)
     yield from _unknown(QUANTIZERS, spec.quantizer, where)
     yield from _options(spec, where)
     if spec.guard is not None and spec.guard not in GUARDS:
-        yield Problem(what="unknown guard", where=where, value=spec.guard, fix=did_you_mean(spec.guard, GUARDS))
+        yield Problem(
+            what="unknown guard",
+            where=where,
+            value=spec.guard,
+            fix=did_you_mean(spec.guard, GUARDS),
+            code="unknown-guard",
+        )
     if spec.format.is_float and not spec.format.is_plain_float:
         yield Problem(
-            what="this number format can't be simulated by this version",
+            what="this version can't simulate this number format",
             where=where,
             value=str(spec.format),
             fix="use an integer format, a small float format (fp8e4m3, mxfp4e2m1, …) or float",
+            code="unsupported-format",
         )
     elif spec.quantizes and spec.share is None and spec.quantizer in QUANTIZERS:
         known = QUANTIZERS.get(spec.quantizer)
         if (spec.format.minifloat is not None) != known.minifloats:
             yield known.mismatch(spec.format, where=where)
     if not is_pattern(key) and (wrong := _not_a_site(key)) is not None:
-        yield Problem(what=wrong.what, where=where, value=key, fix=wrong.fix)
+        yield Problem(what=wrong.what, where=where, value=key, fix=wrong.fix, code=wrong.code)
 
 
 def _not_a_site(key: str) -> Problem | None:
@@ -88,15 +99,16 @@ def _share(where: str, spec: SiteSpec, layers: list[Mapping[str, SiteSpec]]) -> 
     if shared is None or shared.share is not None:
         owners = [n for sites in layers for n, s in sites.items() if s.share is None and s.quantizes]
         yield Problem(
-            what="shares the quantizer of a site that has none of its own",
+            what="shares the quantizer of a site that has no quantizer",
             where=where,
             value=spec.share,
             fix=did_you_mean(spec.share, owners),
+            code="unknown-site",
         )
 
 
 def _against(graph: Graph, layers: list[Mapping[str, SiteSpec]], names: list[str], prefix: str) -> Iterator[Problem]:
-    """What only the model can tell of the first layer's entries."""
+    """Problems of the first layer's entries that depend on the model."""
     own, known = Lookup(layers[0]), Lookup(*layers)
     owners = weight_owners(known, graph)
     for key, spec in layers[0].items():
@@ -104,18 +116,19 @@ def _against(graph: Graph, layers: list[Mapping[str, SiteSpec]], names: list[str
         found = matching(key, names)
         if not found and (is_pattern(key) or _not_a_site(key) is None):
             what = "the pattern matches no site" if is_pattern(key) else "the model has no such site"
-            yield Problem(what=what, where=where, value=key, fix=did_you_mean(key, names))
+            yield Problem(what=what, where=where, value=key, fix=did_you_mean(key, names), code="unknown-site")
         for name in found:
-            if own(name) is not spec:  # another entry counts there
+            if own(name) is not spec:  # overridden by another entry
                 continue
             yield from _fits(name, spec, graph, prefix)
             owner = owners.get(name, name)
             if owner != name and not is_pattern(key):
                 yield Problem(
-                    what="this weight is tied: it has one quantizer, at its first quantized use",
+                    what="this weight is tied and has one quantizer, at its first quantized use",
                     where=where,
                     value=str(spec.format),
-                    fix=f"put the format at {owner!r} (and `share: {owner}` here)",
+                    fix=f"set the format at {owner!r} (and `share: {owner}` here)",
+                    code="tied-weight",
                 )
 
 
@@ -125,45 +138,49 @@ def _options(spec: SiteSpec, where: str) -> Iterator[Problem]:
             OBSERVERS.get(spec.observer)(format=spec.format, **spec.observer_options)
         except (TypeError, BitwrightError) as error:
             yield Problem(
-                what=f"wrong options of the observer {spec.observer}: {error}",
+                what=f"invalid options of the observer {spec.observer}: {error}",
                 where=where,
                 value=dict(spec.observer_options),
-                fix="leave out the option, or mend its value",
+                fix="remove the option or correct its value",
+                code="invalid-options",
             )
     if spec.quantizer in QUANTIZERS and spec.quantizer_options:
         try:
             inspect.signature(QUANTIZERS.get(spec.quantizer)).bind_partial(**spec.quantizer_options)
         except TypeError as error:
             yield Problem(
-                what=f"wrong options of the quantizer {spec.quantizer}: {error}",
+                what=f"invalid options of the quantizer {spec.quantizer}: {error}",
                 where=where,
                 value=dict(spec.quantizer_options),
-                fix="leave out the option",
+                fix="remove the option",
+                code="invalid-options",
             )
 
 
 def _fits(name: str, spec: SiteSpec, graph: Graph, prefix: str) -> Iterator[Problem]:
-    """Whether channels or groups can be made of the tensor at this site."""
+    """Whether the tensor at this site can be divided into channels or groups."""
     grain = spec.format.granularity
     op, port_name = _split(name, graph)
     port = op.port(port_name) if port_name != "output" else op.outputs[0]
-    if grain == "tensor" or port is None:  # None: the bias that a folded norm brings
+    if grain == "tensor" or port is None:  # None: the bias of a folded norm
         return
     axis = (channel_axis if grain == "channel" else reduction_axis)(op.kind, port_name)
     if not -len(port.shape) <= axis < len(port.shape):
         yield Problem(
-            what=f"a tensor of shape {list(port.shape)} has no axis for one scale per {grain}",
+            what=f"a tensor of shape {list(port.shape)} has no axis for scales per {grain}",
             where=prefix + name,
             value=str(spec.format),
             fix="use tensor",
+            code="no-channel-axis",
         )
     elif grain == "group" and port.shape[axis] % spec.format.group:
         divisors = [d for d in (16, 32, 64, 128, 256) if port.shape[axis] % d == 0]
         yield Problem(
-            what=f"groups of {spec.format.group} don't divide {port.shape[axis]} elements",
+            what=f"group size {spec.format.group} doesn't divide {port.shape[axis]} elements",
             where=prefix + name,
             value=str(spec.format),
             fix=f"use group{divisors[-1]}" if divisors else "use channel",
+            code="group-size",
         )
 
 
@@ -178,6 +195,7 @@ def _no_operator(where: str, name: str, graph: Graph) -> Problem:
         where=where,
         value=name,
         fix=did_you_mean(name, graph.by_name),
+        code="unknown-operator",
     )
 
 
@@ -185,14 +203,19 @@ def _strategies(plan: Plan) -> Iterator[Problem]:
     for norm, fold in plan.folds.items():
         if fold.strategy not in STRATEGIES:
             yield Problem(
-                what="unknown folding strategy", where=f"fold.{norm}", value=fold.strategy, fix=known_strategies()
+                what="unknown folding strategy",
+                where=f"fold.{norm}",
+                value=fold.strategy,
+                fix=known_strategies(),
+                code="unknown-folding-strategy",
             )
         elif fold.sync and fold.strategy in WITHOUT_BATCH:
             yield Problem(
-                what="this folding strategy takes no statistics of the batch: there is nothing to synchronise",
+                what="this folding strategy uses no batch statistics, so there is nothing to synchronize",
                 where=f"fold.{norm}",
                 value=fold.strategy,
                 fix="remove `sync`, or use strategy 2, 3 or 4",
+                code="fold-without-statistics",
             )
 
 
@@ -208,8 +231,9 @@ def _folds(plan: Plan, graph: Graph) -> Iterator[Problem]:
         port = op.port("input")
         if op.kind != "batch_norm" or port is None or [s.name for s in port.sources] != [before]:
             yield Problem(
-                what="only a batch norm that reads that operator's output can be folded into it",
+                what="only a batch norm that directly follows the operator can be folded into it",
                 where="fold",
                 value=f"{norm}: {before}",
-                fix="remove this line",
+                fix="remove this entry",
+                code="fold-not-possible",
             )

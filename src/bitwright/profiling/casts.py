@@ -87,7 +87,7 @@ def _quantizing(cast: Cast, size: int) -> Run:
     quantizer.compiled = "fused" in flags
     x = torch.randn(_shape(size, cast.weight))
     quantizer.observe(x)
-    quantizer.settle()
+    quantizer.update_grid()
     x.requires_grad_()
     also: dict[str, Any] = {"relu": True} if "relu" in flags else {}
     if "fold4" in flags:

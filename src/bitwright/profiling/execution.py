@@ -150,11 +150,11 @@ class Kernels:
     def execution(self, operator: OperatorUnderPlan) -> Execution | None:
         """One unit: what it casts, it casts inside."""
         spec = operator.plan.compute.get(operator.name)
-        if spec is None or not spec.low:
+        if spec is None or not spec.is_low_precision:
             return None
         backward = "+".join(spec.backward) or "none"
         rounding = "/stochastic" if spec.stochastic and spec.backward else ""
-        scales = "/tensor" if spec.whole else ""
+        scales = "/tensor" if spec.per_tensor else ""
         compiled = KERNELS.get(spec.format).has_compiled_arithmetic
         return Execution(f"kernel {spec.format}/{backward}{rounding}{scales}", compiled=compiled)
 

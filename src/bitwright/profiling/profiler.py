@@ -34,12 +34,12 @@ from bitwright.profiling.step_graph import record_step
 from bitwright.profiling.step_timer import Key, StepTimer, TimedStep
 from bitwright.profiling.timing import gc_disabled, timer_overhead, yardstick
 from bitwright.quantizers import find_attachment
-from bitwright.quantizers.compiled import SMALL, Kernel, works_here
+from bitwright.quantizers.compiled import SMALL, CompiledKernel, can_run_compiled
 
 
 def halves(plan: Plan) -> list[Plan]:
     """Of a resolved plan; fewer than two where there is nothing to divide."""
-    names = [name for name, spec in plan.compute.items() if spec.low]
+    names = [name for name, spec in plan.compute.items() if spec.is_low_precision]
     names += list(dict.fromkeys(site.rpartition(":")[0] for site, _ in plan.quantized))
     chosen = (set(names[0::2]), set(names[1::2]))
     return [restricted(plan, own) for own in chosen if own and len(own) < len(names)]
@@ -255,10 +255,10 @@ def training_peak(model: nn.Module, batch: Batch, loss: Loss, *, steps: int = 5)
 
 def compiler_bytes() -> int:
     """What this process has more in memory once arithmetic is compiled; 0 if it has been already, or can't be."""
-    if not works_here() or "torch._inductor.compile_fx" in sys.modules:
+    if not can_run_compiled() or "torch._inductor.compile_fx" in sys.modules:
         return 0
     before = resident_bytes()
-    Kernel(lambda x: (x + 1.0).round()).compiled(torch.ones(SMALL))
+    CompiledKernel(lambda x: (x + 1.0).round()).compiled(torch.ones(SMALL))
     return max(0, resident_bytes() - before)
 
 

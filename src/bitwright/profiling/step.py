@@ -11,10 +11,10 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 
-from bitwright.core.allocator import keep_memory
+from bitwright.core.allocator import keep_freed_memory
 from bitwright.core.arguments import strict
 from bitwright.profiling.execution import AMP_DTYPES, Amp
-from bitwright.workload import call_on, to_train
+from bitwright.workload import call_on, trainable_parameters
 
 Clock = Literal["wall", "cpu"]
 #: `cpu` counts what this thread computes, and not what others on the same machine do meanwhile: for one thread only.
@@ -82,14 +82,14 @@ class TrainingStep:
         clock: Clock = "wall",
         net: Any = None,
     ) -> None:
-        keep_memory()  # as a trainer's process does
+        keep_freed_memory()  # as a trainer's process does
         self.model = model
         self.net: Any = model if net is None else net
         self.batches = list(batches)
         self.loss = loss
         self.settings = settings
         self.clock = CLOCKS[clock]
-        self.parameters = to_train(model)
+        self.parameters = trainable_parameters(model)
         self.optimizer = make_optimizer(self.parameters, settings)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1.0 / (1 + step))
         self.scaler: Any = torch.amp.GradScaler("cpu", enabled=settings.amp == "fp16")

@@ -24,7 +24,7 @@ from bitwright.graph.operators import kind_of, locate
 from bitwright.profiling.cost_key import LOSS, CallSpec, TensorSpec, describe
 from bitwright.profiling.step import Batch, Loss, StepSettings
 from bitwright.quantizers import find_attachment
-from bitwright.workload import fed_with
+from bitwright.workload import report_data_errors
 
 VERSION = 1
 _FIX = "record it again: bitwright profile WORKLOAD --graph FILE"
@@ -290,7 +290,7 @@ def record_step(
                 try:
                     install(model, recorder)
                     # the copies that the recorder knows: a model may write into its inputs
-                    with fed_with("training", inputs):
+                    with report_data_errors("training", inputs):
                         output = model(*args, **kwargs)
                 finally:
                     uninstall(model, recorder)

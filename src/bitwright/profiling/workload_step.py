@@ -55,7 +55,7 @@ def training_batch(workload: Workload, size: int | None = None, *, channels_last
 
 def first_half(batch: Batch) -> Batch:
     """Return the first half of a batch, at least one sample."""
-    half: Batch = tree.part(batch, 0, max(1, tree.batch_size(batch) // 2))
+    half: Batch = tree.slice_batch(batch, 0, max(1, tree.batch_size(batch) // 2))
     return half
 
 
@@ -88,7 +88,7 @@ def kernel_plan(workload: Workload, format: str) -> Plan:
 def make_variant(workload: Workload, plan: Plan | None, batch: Batch, settings: StepSettings) -> Variant:
     """Return a copy of the model that is prepared and calibrated for training under a plan."""
     model = copy.deepcopy(workload.model)
-    if plan is not None and any(spec.low for spec in plan.compute.values()):
+    if plan is not None and any(spec.is_low_precision for spec in plan.compute.values()):
         prepare(model, plan, inputs=workload.inputs)
         return Variant(model=model, plan=plan, settings=settings)
     if plan is None or not any(True for _ in plan.quantized):

@@ -13,7 +13,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from bitwright.core.modes import evaluating
+from bitwright.core.modes import eval_mode
 from bitwright.graph import Op, Source
 from bitwright.ptq.block_replay import Replay, by_channel
 from bitwright.ptq.step import Step, Work
@@ -51,7 +51,7 @@ class BiasCorrection(Step):
         total: Tensor | None = None
         count = 0
         source = Source("op", measured)
-        with evaluating(work.model), in_mode(work.model, "quantize"), _raw(work, op, norm):
+        with eval_mode(work.model), in_mode(work.model, "quantize"), _raw(work, op, norm):
             for index in range(len(replay)):
                 exact = by_channel(replay.float(index, stop)[source].double(), op.kind)
                 rounded = by_channel(replay.quantized(index, stop)[source].double(), op.kind)

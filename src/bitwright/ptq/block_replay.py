@@ -14,10 +14,10 @@ from torch import Tensor
 
 from bitwright.core.errors import BitwrightError
 from bitwright.core.files import scratch_folder, writing
-from bitwright.core.modes import evaluating
+from bitwright.core.modes import eval_mode
 from bitwright.core.tensor_tree import as_call, tensors_in
 from bitwright.graph import Source
-from bitwright.graph.recording import Call, Tape, Values, inputs_of, plainly, record, tainted
+from bitwright.graph.recording import Call, Tape, Values, depends_on_parameters, inputs_of, record, run_call
 from bitwright.ptq.step import Weight, Work
 from bitwright.quantizers import in_mode
 
@@ -99,7 +99,7 @@ def _between(positions: dict[int, Weight], stretches: Sequence[tuple[int, int, S
 
 def _stretches(tape: Tape) -> list[tuple[int, int, Source]]:
     """Between neighbouring cuts, with what is read behind each."""
-    relevant = tainted(tape.calls)
+    relevant = depends_on_parameters(tape.calls)
     alive: set[Source] = set()
     found: list[tuple[int, int, Source]] = []
     start = 0
@@ -174,14 +174,14 @@ class Replay:
         given = self.values(index, "float") if values is None else values
         tape = self.tapes[index]
         fixed = {**tape.constants, **self.work.reference}
-        return tape.run(self.position if start is None else start, stop, given, fixed, plainly)
+        return tape.run(self.position if start is None else start, stop, given, fixed, run_call)
 
     @torch.no_grad()
     def advance(self, stop: int) -> None:
         """Go on to `stop` with all pieces."""
         if stop <= self.position:
             return
-        with evaluating(self.work.model), in_mode(self.work.model, "quantize"):
+        with eval_mode(self.work.model), in_mode(self.work.model, "quantize"):
             for index in range(len(self)):
                 for kind, run in (("quantized", self.quantized), ("float", self.float)):
                     if (index, kind) in self._held:
@@ -237,11 +237,11 @@ def _source(name: str) -> Source:
 def _checked(work: Work, piece: Any) -> Tape:
     """A tape of this shape of input; one that doesn't give what the model gives is refused."""
     args, kwargs = as_call(piece)
-    with evaluating(work.model), torch.no_grad(), in_mode(work.model, "float"):
+    with eval_mode(work.model), torch.no_grad(), in_mode(work.model, "float"):
         tape, inputs = record(work.model, piece)
         expected = [tensor for _, tensor in tensors_in(work.model(*args, **kwargs))]
         fixed = {**tape.constants, **work.live()}
-        values = tape.run(0, len(tape.calls), inputs, fixed, plainly)
+        values = tape.run(0, len(tape.calls), inputs, fixed, run_call)
     found = [values.get(source) for source in tape.outputs]
     if not all(_same(a, b) for a, b in zip(found, expected, strict=True)):
         raise BitwrightError(

@@ -10,17 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bitwright.core.allocator import keep_memory
+from bitwright.core.allocator import keep_freed_memory
 from bitwright.core.arguments import strict
 from bitwright.core.errors import BitwrightError, CalibrationError, PlanError, Problem, log_warnings
-from bitwright.core.modes import evaluating
+from bitwright.core.modes import eval_mode
+from bitwright.core.progress import Progress
 from bitwright.core.registry import OBSERVERS
-from bitwright.core.tensor_tree import as_call, batch_size, channels_last, part, tensors_in
+from bitwright.core.tensor_tree import as_call, batch_size, channels_last, slice_batch, tensors_in
 from bitwright.graph.capture import untouched
-from bitwright.ptq.calibration_data import CalibrationData
 from bitwright.ptq.distributed import describe, exchange, give_up, merge_ranges, own_ranges, settle_together, several
 from bitwright.quantizers import Quantizer, attachment_of, folded_once, in_mode, tapped, weights_may_change
 from bitwright.quantizers.state import parameter_problems
+from bitwright.workload.calibration_data import CalibrationData
 from bitwright.workload.data import split
 
 LARGEST = 12 * 2**20
@@ -63,7 +64,7 @@ def how_to_feed(model: nn.Module, quantizers: Sequence[Quantizer], batch: Any, r
         for quantizer in watched:
             quantizer.observer = None
 
-    first, second = part(batch, 0, 1), part(batch, 1, 2)
+    first, second = slice_batch(batch, 0, 1), slice_batch(batch, 1, 2)
     with untouched(model, train=False):
         for quantizer in quantizers:
             quantizer.observing = quantizer in watched  # weights don't depend on batches
@@ -74,7 +75,7 @@ def how_to_feed(model: nn.Module, quantizers: Sequence[Quantizer], batch: Any, r
             if cut:
                 apart = ranges(second)
                 forget()
-                cut = _alike(apart, ranges(part(batch, 0, 2)))
+                cut = _alike(apart, ranges(slice_batch(batch, 0, 2)))
         except Exception:  # only whole batches will do; if they won't either, they say what is wrong
             return Feed()
         images = any(tensor.dim() == 4 and tensor.is_floating_point() for tensor in tensors)
@@ -83,7 +84,7 @@ def how_to_feed(model: nn.Module, quantizers: Sequence[Quantizer], batch: Any, r
             images = images and _alike(alone, ranges(channels_last(first)))
         except Exception:  # such as of a view that wants another order
             images = False
-    keep_memory()
+    keep_freed_memory()
     return Feed(max(1, size) if cut else None, images)
 
 
@@ -100,7 +101,7 @@ def calibrate(
     model: nn.Module,
     batches: Iterable[Any],
     *,
-    progress: Callable[[int], None] | None = None,
+    progress: Progress | None = None,
     group: Any = None,
 ) -> int:
     """Run `batches` through a prepared model (eval mode, float arithmetic), then settle all ranges.
@@ -123,7 +124,7 @@ def calibrate(
 
 
 def find_ranges(
-    model: nn.Module, batches: Iterable[Any], *, progress: Callable[[int], None] | None = None, group: Any = None
+    model: nn.Module, batches: Iterable[Any], *, progress: Progress | None = None, group: Any = None
 ) -> int:
     """`calibrate`, for callers that look at the data themselves."""
     attachment = attachment_of(model)
@@ -163,14 +164,14 @@ def _site_of(parameter: str) -> str:
 
 
 def _observe(
-    model: nn.Module, quantizers: Sequence[Quantizer], batches: Iterable[Any], progress: Callable[[int], None] | None
+    model: nn.Module, quantizers: Sequence[Quantizer], batches: Iterable[Any], progress: Progress | None
 ) -> int:
     def run(batch: Any) -> None:
         args, kwargs = as_call(batch)
         model(*args, **kwargs)
 
     seen = 0
-    with evaluating(model), torch.no_grad(), in_mode(model, "calibrate"):
+    with eval_mode(model), torch.no_grad(), in_mode(model, "calibrate"):
         stream = iter(batches)
         first = list(islice(stream, 1))
         feed = how_to_feed(model, quantizers, first[0], run) if first else Feed()
@@ -199,7 +200,7 @@ def _observe(
                     ) from error
                 seen += 1
                 if progress is not None:
-                    progress(seen)
+                    progress(seen, None, "calibrating")
     return seen
 
 
@@ -207,7 +208,7 @@ def _settle(quantizers: Iterable[Quantizer]) -> list[Problem]:
     problems: list[Problem] = []
     for quantizer in quantizers:
         try:
-            quantizer.settle()
+            quantizer.update_grid()
         except CalibrationError as error:
             problems += error.problems
     return problems
@@ -226,7 +227,7 @@ def settle_ranges(quantizers: list[Quantizer], group: Any = None) -> None:
         ranges = merge_ranges(quantizers, [q.scale.numel() for q in quantizers], ranges, group)
     for quantizer in quantizers:
         if quantizer.site in ranges:
-            quantizer.settle_to(*ranges[quantizer.site], quantizer.observed_shape)
+            quantizer.update_grid_from(*ranges[quantizer.site], quantizer.observed_shape)
 
 
 @torch.no_grad()
@@ -243,13 +244,13 @@ def settle_weights(model: nn.Module, example: Any) -> list[str]:
             seen.setdefault(quantizer.site, (quantizer, x.detach()))
 
     args, kwargs = as_call(example)
-    with evaluating(model), in_mode(model, "quantize"), weights_may_change(model), tapped(model, look):
+    with eval_mode(model), in_mode(model, "quantize"), weights_may_change(model), tapped(model, look):
         model(*args, **kwargs)
     raised: list[str] = []
     for quantizer, weight in sorted(seen.values(), key=lambda pair: bool(pair[0].of)):
         if quantizer.of:  # a bias: its weight's scale may have to make room
             quantizer.observe(weight)
-            quantizer.settle()
+            quantizer.update_grid()
         elif quantizer.learned:
             if quantizer.keep_guard(weight):
                 raised.append(quantizer.site)

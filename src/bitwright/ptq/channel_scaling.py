@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from bitwright.graph import Op, Port, Source
-from bitwright.graph.recording import Call, plainly
+from bitwright.graph.recording import Call, run_call
 from bitwright.ptq.step import Work
 
 _WEIGHTED = ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "linear")
@@ -325,7 +325,7 @@ def gather(work: Work, groups: list[Group], batch: int, statistics: Mapping[str,
         if name is not None:
             x = args[0] if args else kwargs["input"]
             statistics[name].see(x.reshape(-1, x.shape[-1]).float())
-        return plainly(call, args, kwargs)
+        return run_call(call, args, kwargs)
 
     work.watch(batch, look)
 

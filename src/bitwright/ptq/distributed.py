@@ -94,13 +94,13 @@ def settle_together(
     for quantizer in quantizers:
         try:
             if quantizer.site in merged:
-                quantizer.settle_to(*merged[quantizer.site], _first(shapes[quantizer.site]))
+                quantizer.update_grid_from(*merged[quantizer.site], _first(shapes[quantizer.site]))
             elif quantizer.site in reached and quantizer.observer is None:  # a weight that only others have seen:
                 shape = _first(shapes[quantizer.site])  # state of the right shapes, to be filled below
                 ends = torch.zeros(_rows(quantizer, shape), device=quantizer.scale.device)
-                quantizer.settle_to(ends, ends, shape)
+                quantizer.update_grid_from(ends, ends, shape)
             else:
-                quantizer.settle()
+                quantizer.update_grid()
         except Exception as error:  # whatever it is, the others must not wait for this process
             problems += _problems(error)
     told = {str(problem): problem for theirs in _gather(problems, group) for problem in theirs}

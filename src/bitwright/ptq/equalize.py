@@ -21,7 +21,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from bitwright.graph.recording import Call, plainly
+from bitwright.graph.recording import Call, run_call
 from bitwright.ptq.block_replay import by_channel
 from bitwright.ptq.channel_scaling import (
     Pair,
@@ -148,7 +148,7 @@ def _look(work: Work, pairs: list[Pair], batch: int) -> dict[str, _Seen]:
         if name in clips:
             seen = found[clips[name].first.name]
             seen.peak = torch.maximum(seen.peak, by_channel(x.float(), clips[name].first.kind).amax(dim=1))
-        return plainly(call, args, kwargs)
+        return run_call(call, args, kwargs)
 
     work.watch(batch, look)
     for seen in found.values():

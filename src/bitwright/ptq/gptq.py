@@ -15,7 +15,7 @@ from pydantic import Field
 from torch import Tensor
 
 from bitwright.core.errors import CalibrationError
-from bitwright.core.modes import evaluating
+from bitwright.core.modes import eval_mode
 from bitwright.graph.recording import Call
 from bitwright.ptq.block_replay import Replay
 from bitwright.ptq.step import Step, Weight, Work, unit_of
@@ -96,7 +96,7 @@ def _hessians(work: Work, replay: Replay, weight: Weight, groups: int) -> Tensor
     assert port is not None
     hooks = work.attachment.hooks_at(call.op)
     quantizer = None if hooks is None else hooks.inputs.get("input")
-    with evaluating(work.model), in_mode(work.model, "quantize"):
+    with eval_mode(work.model), in_mode(work.model, "quantize"):
         for index in range(len(replay)):
             x = replay.values(index, "quantized")[port.sources[0]]
             x = (x if quantizer is None else quantizer(x)).float()

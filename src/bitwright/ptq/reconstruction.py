@@ -18,7 +18,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from bitwright.core.modes import evaluating
+from bitwright.core.modes import eval_mode
 from bitwright.graph.recording import Values
 from bitwright.ptq.block_replay import Block, Replay
 from bitwright.ptq.step import Step, Weight, Work, even, unit_of
@@ -66,14 +66,14 @@ class Reconstruct(Step):
             kept["ranges"] = _first_passed(work, kept["blocks"].values()) if self.learns_ranges else {}
             kept["replay"] = Replay(work, self.batch)
             if self.weighs:
-                with evaluating(work.model), _frozen(work.model):
+                with eval_mode(work.model), _frozen(work.model):
                     kept["fisher"] = fisher(work, kept["replay"], list(kept["blocks"].values()))
         block: Block = kept["blocks"][unit]
         replay: Replay = kept["replay"]
         replay.advance(block.start)
         softs = [_Soft(work, weight) for weight in block.weights]
         ranges = [_Range(self, work, quantizer) for quantizer in kept["ranges"].get(unit, [])]
-        with evaluating(work.model), in_mode(work.model, "quantize"), _frozen(work.model):
+        with eval_mode(work.model), in_mode(work.model, "quantize"), _frozen(work.model):
             with torch.no_grad():
                 for index in range(len(replay)):
                     replay.keep(index, "target", {block.output: replay.float(index, block.stop)[block.output]})

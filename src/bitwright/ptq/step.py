@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor, nn
 
 from bitwright.core.errors import BitwrightError, CalibrationError, PlanError, Problem, did_you_mean
-from bitwright.core.modes import evaluating
+from bitwright.core.modes import eval_mode
 from bitwright.core.registry import STEPS
 from bitwright.graph import Graph, Op, Source
 from bitwright.graph.recording import Runner, Tape, Values, inputs_of, parameters_of, record
@@ -93,7 +93,7 @@ class Work:
     def watch(self, batch: int, look: Runner) -> None:
         """Let all data pass through the float model as it is now; `look` runs each call."""
         tapes: dict[tuple[Any, ...], Tape] = {}
-        with evaluating(self.model), in_mode(self.model, "float"):
+        with eval_mode(self.model), in_mode(self.model, "float"):
             for piece in self.data.pieces(batch):
                 inputs = inputs_of(self.model, piece)
                 shape = tuple((source, tensor.shape) for source, tensor in inputs.items())

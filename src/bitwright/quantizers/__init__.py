@@ -1,4 +1,4 @@
-"""The arithmetic at one site: one file each, found by name through the registry."""
+"""Quantizers: the arithmetic at one site. One file each, loaded by name from the registry."""
 
 from bitwright.quantizers.attachment import CONTAINER, Attachment
 from bitwright.quantizers.base import Quantizer

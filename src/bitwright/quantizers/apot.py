@@ -1,4 +1,4 @@
-"""APoT: levels are sums of powers of two, dense around zero."""
+"""APoT: levels are sums of powers of two and are dense around zero."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from bitwright.quantizers.grid import Grid
-from bitwright.quantizers.levels import Sized, Uneven, ratio
+from bitwright.quantizers.levels import NonUniformQuantizer, Sized, ratio
 from bitwright.quantizers.rounding import usable_scale, with_gradient_of
 
 
 def levels(bits: int) -> list[float]:
-    """The 2^bits levels in [0, 1]: each two bits choose 0 or one of three powers; an odd bit, 0 or one power."""
+    """The 2^bits levels in [0, 1]. Each two bits select 0 or one of three powers; an odd bit selects 0 or one power."""
     pairs = bits // 2
     third = 2 * pairs + bits % 2
     terms = [[0.0, 2.0**-j, 2.0 ** -(j + pairs), 2.0 ** -(j + third)] for j in range(1, pairs + 1)]
@@ -26,15 +26,16 @@ def levels(bits: int) -> list[float]:
 
 
 def nearest(x: Tensor, levels: list[float]) -> Tensor:
-    """What is nearest to each number of [−1, 1] among the levels and their negatives."""
+    """The nearest value in [−1, 1] among the levels and their negatives."""
     known = torch.tensor(levels, device=x.device)
     return known[torch.bucketize(x.abs(), (known[1:] + known[:-1]) / 2)] * torch.sign(x)
 
 
-class Apot(Uneven, Sized):
-    """x̂ = α·nearest level of clip(x/α): ∂α = level − x/α inside, ±1 outside. `scale` is α. A sign costs one bit.
+class Apot(NonUniformQuantizer, Sized):
+    """x̂ = α·nearest level of clip(x/α): ∂α = level − x/α inside, ±1 outside. `scale` is α. The sign takes one bit.
 
-    α starts at 3 for weights, standardised first (per scale); for activations at the calibrated end, at most 6.
+    For weights, which are standardized first (per scale), α starts at 3. For activations it starts at the calibrated
+    end of the range, at most 6.
     """
 
     learned = ("scale",)
@@ -44,25 +45,25 @@ class Apot(Uneven, Sized):
         self.alpha = alpha if alpha is not None else 3.0 if self.weight else 6.0
 
     def set_grid(self, grid: Grid) -> None:
-        """α is the upper end."""
+        """Use the upper end of the grid as α."""
         most = torch.full_like(grid.scale, self.alpha / grid.qmax)
         super().set_grid(replace(grid, scale=most if self.weight else torch.minimum(most, grid.scale)))
 
     def transform(self, x: Tensor) -> Tensor:
-        """Standardise a weight; mean and deviation get no gradient."""
+        """Standardize a weight. Mean and deviation get no gradient."""
         return self.layout.standardised(x) if self.weight else x
 
     def quantize(self, x: Tensor) -> Tensor:
-        """The nearest level."""
+        """Round to the nearest level."""
         signed, alpha = self.qmin < 0, self.layout.spread(with_gradient_of(self.end(), self.scale.abs()), x)
         share = torch.clamp(self.transform(x) / alpha, -1.0 if signed else 0.0, 1.0)
         known = levels(self.spec.format.bits - signed)
-        if self.keeps_size:
-            return self._sized(self.as_large(share, x), x, known)
+        if self.preserves_magnitude:
+            return self._sized(self.with_magnitude_of(share, x), x, known)
         return with_gradient_of(nearest(share.detach(), known), share) * alpha
 
     def _sized(self, values: Tensor, x: Tensor, known: list[float]) -> Tensor:
-        """The nearest levels of a range that makes them as large as `x`; a power of two can't follow exactly."""
+        """The nearest levels of a range that gives them the size of `x`. A power of two can't match it exactly."""
         pot, rows = self.spec.format.pot, self.layout.rows(values.detach())
         end = usable_scale(rows.abs().amax(dim=1), pot=pot)
         near = nearest(torch.clamp(values.detach() / self.layout.over(end, x), -1.0, 1.0), known)

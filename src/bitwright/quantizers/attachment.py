@@ -1,4 +1,4 @@
-"""The attached state of a prepared model: which quantizers stand where, and what runs at each call."""
+"""The state attached to a prepared model: its quantizers and what runs at each call."""
 
 from __future__ import annotations
 
@@ -20,59 +20,59 @@ from bitwright.plan import Plan
 from bitwright.quantizers.base import Quantizer
 from bitwright.quantizers.export_sites import Route
 from bitwright.quantizers.folding import Fold
-from bitwright.quantizers.state import recognise, state_problems
+from bitwright.quantizers.state import identify_weight, state_problems
 
 log = logging.getLogger("bitwright")
 
-CONTAINER = "bitwright"  # the child of the model that holds all quantizers: keys are `bitwright.<site>.scale`
+CONTAINER = "bitwright"  # the submodule that holds all quantizers: keys are `bitwright.<site>.scale`
 
 
 class Alias:
-    """A second site of a quantizer: same grid, own name."""
+    """Another site of a quantizer: the same grid under another name."""
 
     def __init__(self, owner: Quantizer, site: str) -> None:
         self.owner = owner
         self.site = site
 
     def __call__(self, x: Tensor, **also: Any) -> Tensor:
-        """Run the owner under this site's name."""
+        """Run the owner with this site's name."""
         result: Tensor = self.owner(x, self.site, **also)
         return result
 
 
 class OpHooks:
-    """What happens at one operator call."""
+    """The quantizers, kernel and fold of one operator call."""
 
     def __init__(self) -> None:
         self.inputs: dict[str, Quantizer | Alias] = {}
         self.output: Quantizer | Alias | None = None
         self.fold: Fold | None = None
-        self.kernel: Any = None  # runs the operator in its place
-        self.folded: Fold | None = None  # this operator is a norm that another one has folded in
+        self.kernel: Any = None  # replaces the operator
+        self.folded: Fold | None = None  # set if this operator is a norm that is folded into another one
 
 
 # path → per call of that module → kind → per occurrence
 Table = dict[str, list[OpHooks]]
-# the same for operators that were recorded: kind → how many of it
+# the same for recorded operators: kind → count
 Recorded = dict[str, int]
 
-# a module's call that is under way: its hooks, how many operators of each kind came, path, call, what was recorded
+# a running module call: its hooks, operator counts by kind, path, call, recorded counts
 Frame = tuple[Table, dict[str, int], str, int, Recorded | None]
 
 
 class Container(nn.Module):
-    """Holds the quantizers as a tree along the site names. An identity: nn.Sequential runs all children."""
+    """Holds the quantizers as a tree of site names. Its forward is the identity: nn.Sequential runs all children."""
 
     def __init__(self, attachment: Attachment | None = None) -> None:
         super().__init__()
-        self.attachment = attachment  # at the root of the tree: trainers may hide the model's forward behind their own
+        self.attachment = attachment  # only at the root; trainers may wrap the model's forward
 
     def forward(self, x: Any = None) -> Any:
-        """Give back what came."""
+        """Return the input."""
         return x
 
     def add(self, site: str, quantizer: Quantizer) -> None:
-        """Put a quantizer at the end of its path; in `_modules`, as a site may be named like an attribute."""
+        """Add a quantizer at its path, directly in `_modules`: a site may have the name of an attribute."""
         *branches, leaf = site.split(".")
         here: nn.Module = self
         for branch in branches:
@@ -84,7 +84,7 @@ class Container(nn.Module):
         here._modules[leaf] = quantizer
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        """Look at the state of all quantizers before any is loaded, and report every problem."""
+        """Check the state of all quantizers before loading any, and report every problem."""
         if self.attachment is not None:
             problems = self.attachment.state_problems(state_dict, prefix)
             if problems:
@@ -100,26 +100,26 @@ _NO_TABLES: list[Table] = [{}]
 
 
 class Attachment(Interceptor):
-    """Runs quantizers at the operators of one prepared model. All state is here: nothing is process-wide."""
+    """Runs the quantizers of one prepared model. There is no process-wide state."""
 
     def __init__(self, plan: Plan) -> None:
         super().__init__()
         self.plan = plan
         self.quantizers: dict[str, Quantizer] = {}
-        self.shared: dict[str, str] = {}  # site → the site whose quantizer it uses
+        self.shared: dict[str, str] = {}  # site → the site with its quantizer
         self.folds: dict[str, Fold] = {}  # by the site of the folded bias
         self.kernels: dict[str, Any] = {}  # by operator
         self.tables: dict[str, list[Table]] = {}
-        self.recorded: dict[str, list[Recorded]] = {}  # by path and call; modules that aren't in it are not looked at
-        self.watching = True  # whether weights are compared with those that ranges were found for
-        self.warnings: dict[tuple[str, str], Problem] = {}  # by code and place, each logged once
-        self.root: ForwardShim | None = None  # the model's own, whatever a trainer wraps around it
+        self.recorded: dict[str, list[Recorded]] = {}  # by path and call; other modules are not checked
+        self.watching = True  # whether weights are compared with those of calibration
+        self.warnings: dict[tuple[str, str], Problem] = {}  # by code and location, each logged once
+        self.root: ForwardShim | None = None  # of the model itself, without wrappers of a trainer
         self.calls: dict[str, int] = {}
         self.frame: Frame | None = None
-        self.route: Route | None = None  # while a forward is compared with an exported one
+        self.route: Route | None = None  # while comparing a forward with an exported one
 
     def state_problems(self, state: Mapping[str, Any], prefix: str) -> list[Problem]:
-        """What is wrong with the state of these quantizers, of which `state` has all or none."""
+        """Problems in the state of these quantizers. `state` has all of a quantizer's tensors or none."""
         given: dict[str, dict[str, Any]] = {}
         for key, value in state.items():
             if key.startswith(prefix):
@@ -133,12 +133,12 @@ class Attachment(Interceptor):
         return [problem for problems in found for problem in problems]
 
     def begin(self) -> None:
-        """A forward starts: nothing was called yet."""
+        """Reset the operator counts at the start of a forward."""
         self.calls = {}
         self.frame = None
 
     def enter(self, path: str) -> Any:
-        """The operators of this module come next."""
+        """Select the hooks of this module."""
         before = self.frame
         tables = self.tables.get(path, _NO_TABLES)
         recorded = self.recorded.get(path)
@@ -150,7 +150,7 @@ class Attachment(Interceptor):
         if calls > 1:
             call = self.calls.get(path, 0)
             self.calls[path] = call + 1
-            # More calls than were recorded (a longer sequence): the last known one stands for the rest.
+            # More calls than recorded (such as a longer sequence) use the hooks of the last known call.
             call = min(call, calls - 1)
         known = None if recorded is None else recorded[min(call, len(recorded) - 1)]
         call = min(call, len(tables) - 1)
@@ -158,11 +158,11 @@ class Attachment(Interceptor):
         return before
 
     def leave(self, token: Any) -> None:
-        """Back to the caller's operators."""
+        """Return to the hooks of the caller."""
         self.frame = token
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a torch function, with quantizers if the plan has any here."""
+        """Run a torch function, with quantizers if the plan has any for it."""
         frame = self.frame
         if frame is None or in_transform():
             return func(*args, **kwargs)
@@ -191,14 +191,14 @@ class Attachment(Interceptor):
         return _run(hooks[place], kind, writes, func, args, kwargs)
 
     def _note_unseen(self, operator: str) -> None:
-        """An operator that no recorded input reached has no quantizers; in training, other branches may run."""
+        """Warn about an operator that was not recorded and has no quantizers. In training, other branches may run."""
         if self.root is not None and self.root.module.training:
             return
         self.warn(
             Problem(
-                what="this operator was not reached when the model was recorded, so it runs in float",
+                what="this operator was not recorded, so it runs in float",
                 where=operator,
-                fix="quantize with inputs that take this path (a longer loop, another branch), or keep it in float",
+                fix="quantize with inputs that reach it (a longer loop, another branch), or keep it in float",
                 code="unseen-operator",
             )
         )
@@ -213,13 +213,13 @@ class Attachment(Interceptor):
             owner = quantizer.owner if isinstance(quantizer, Alias) else quantizer
             if owner is None or owner.marking or not (owner.observing or (owner.enabled and self.watching)):
                 continue
-            with torch._C.DisableTorchFunction():  # modes around the model must not see what is computed here
-                problem = recognise(owner, tensor)
+            with torch._C.DisableTorchFunction():  # hide this computation from other modes
+                problem = identify_weight(owner, tensor)
             if problem is not None:
                 self.warn(problem)
 
     def warn(self, problem: Problem) -> None:
-        """Keep a warning, and log it once."""
+        """Store a warning and log it once."""
         key = (problem.code or "", problem.where or "")
         if key not in self.warnings:
             self.warnings[key] = problem
@@ -227,7 +227,7 @@ class Attachment(Interceptor):
 
     @contextmanager
     def replaying(self, state: Any) -> Iterator[None]:
-        """As for all; what observers have seen in the forward they don't see again."""
+        """Replay operators without observing values again."""
         following = [quantizer for quantizer in self.quantizers.values() if quantizer.following]
         for quantizer in following:
             quantizer.replayed = True
@@ -239,16 +239,16 @@ class Attachment(Interceptor):
                 quantizer.replayed = False
 
     def snapshot(self) -> Any:
-        """Where the forward stands, for operators that run once more from here (gradient checkpointing)."""
+        """The state of the forward, for operators that run again from here (gradient checkpointing)."""
         return dict(self.calls), _copied(self.frame)
 
     def restore(self, state: Any) -> None:
-        """Go back to where `snapshot` was taken."""
+        """Return to a snapshot."""
         calls, frame = state
         self.calls, self.frame = dict(calls), _copied(frame)
 
     def hooks_at(self, op: Op) -> OpHooks | None:
-        """What happens at one recorded operator."""
+        """The hooks of one recorded operator."""
         name = SiteName.parse(op.site("output"))
         tables = self.tables.get(name.path)
         if tables is None or not any(port.is_floating for port in op.ports):
@@ -257,7 +257,7 @@ class Attachment(Interceptor):
         return entries[name.index] if name.index < len(entries) else None
 
     def run(self, op: Op, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run one recorded operator by itself, as `call` does within a forward."""
+        """Run one recorded operator separately, as `call` does within a forward."""
         hooks = self.hooks_at(op)
         if hooks is None:
             return func(*args, **kwargs)
@@ -266,7 +266,7 @@ class Attachment(Interceptor):
 
 def _run(hooks: OpHooks, kind: str, writes: bool, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     out = kwargs.get("out")
-    if out is not None:  # quantizers must change what is written there: the caller may go on with it
+    if out is not None:  # quantizers must also change `out`, which the caller may use
         rest = {name: value for name, value in kwargs.items() if name != "out"}
         return _write_into(out, _run(hooks, kind, writes, func, args, rest))
     if hooks.folded is not None:
@@ -279,10 +279,10 @@ def _run(hooks: OpHooks, kind: str, writes: bool, func: Any, args: tuple[Any, ..
         args = (kwargs.pop("input"),)
     target = args[0] if writes else None
     if target is not None:
-        # What quantizers and autograd keep of the old numbers must stay as it is: let it write into a copy.
+        # Quantizers and autograd need the old values, so the function writes to a copy.
         args = (target.clone(), *args[1:])
     if kind == "relu" and hooks.output is not None and not hooks.inputs:
-        # One pass for both. (`relu` of a module, and in place, comes as F.relu or as torch.relu_.)
+        # One pass for both. (A module's `relu`, and the in-place one, arrive as F.relu or torch.relu_.)
         result = hooks.output(args[0] if args else kwargs["input"], relu=True)
         return result if target is None else target.copy_(result)
     new_args, new_kwargs = list(args), dict(kwargs)
@@ -304,7 +304,7 @@ def _run(hooks: OpHooks, kind: str, writes: bool, func: Any, args: tuple[Any, ..
     if hooks.output is not None:
         result = _quantize_output(hooks.output, result)
     if target is not None:
-        # The caller may go on with its own tensor instead of the result: it must hold the same numbers.
+        # The caller may use its own tensor instead of the result, so both must have the same values.
         if result.shape != target.shape:  # t_, squeeze_, unsqueeze_
             func(target, *args[1:], **kwargs)
         target.copy_(result)
@@ -313,11 +313,11 @@ def _run(hooks: OpHooks, kind: str, writes: bool, func: Any, args: tuple[Any, ..
 
 
 def _write_into(out: Any, result: Any) -> Any:
-    """Write what a function returned into the tensors that were given as `out`."""
+    """Copy the result of a function to the tensors given as `out`."""
     if isinstance(out, Tensor):
         if out.shape == result.shape:
             return out.copy_(result)
-        return torch.ops.aten.clone.out(result, out=out)  # gives it the right shape, as the function would
+        return torch.ops.aten.clone.out(result, out=out)  # also resizes, as the function itself would
     for target, value in zip(out, result, strict=True):
         _write_into(target, value)
     return out

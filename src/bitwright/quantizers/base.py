@@ -1,4 +1,4 @@
-"""The base of quantizers: calibration, the arithmetic's frame, state in float32 in a model of any dtype."""
+"""The base class of quantizers: calibration, forward, and float32 state in models of any dtype."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bitwright.core.errors import CalibrationError, FormatError, Problem, RangeD
 from bitwright.core.formats import Format
 from bitwright.core.registry import OBSERVERS
 from bitwright.plan import SiteSpec
-from bitwright.quantizers.compiled import quantize_compiled, worthwhile
+from bitwright.quantizers.compiled import is_worthwhile, quantize_compiled
 from bitwright.quantizers.export_sites import site_marker
 from bitwright.quantizers.folding import Fold
 from bitwright.quantizers.grid import Grid, Layout, grid_from_range, guarded_scale, is_finite
@@ -23,10 +23,10 @@ from bitwright.quantizers.state import Tracked, state_problems
 
 
 class Quantizer(nn.Module):
-    """The arithmetic at one site. A subclass says how numbers are rounded (`quantize`) and what is learned.
+    """The arithmetic at one site. A subclass defines the rounding (`quantize`) and what is learned.
 
-    State: `scale`, `zero_point` (float32) and `codes` (lowest, highest). Without a range there is no state,
-    and quantizing raises instead of using a silent 1.0.
+    State: `scale`, `zero_point` (float32) and `codes` (lowest, highest). An uncalibrated quantizer has no state, and
+    quantizing raises an error.
     """
 
     scale: Tensor
@@ -37,10 +37,10 @@ class Quantizer(nn.Module):
         super().__init__()
         if (spec.format.minifloat is not None) != self.minifloats:
             wrong = self.mismatch(spec.format, where=site)
-            raise FormatError(wrong.what, where=site, value=wrong.value, fix=wrong.fix)
+            raise FormatError(wrong.what, where=site, value=wrong.value, fix=wrong.fix, code=wrong.code)
         if self.symmetric_only and not spec.format.symmetric:
             problem = self.refusal(spec.format, where=site)
-            raise FormatError(problem.what, where=site, value=problem.value, fix=problem.fix)
+            raise FormatError(problem.what, where=site, value=problem.value, fix=problem.fix, code=problem.code)
         self.spec = spec
         self.site = site
         self.kind = kind
@@ -49,104 +49,110 @@ class Quantizer(nn.Module):
         self.weight = weight
         self.calibrated = False
         self.observing = False
-        self.following = False  # ranges go on being observed in training, see `bitwright.training`
-        self.replayed = False  # this is the second run of a checkpointed function: it was observed in the first
+        self.following = False  # whether ranges are also observed in training, see `bitwright.training`
+        self.replayed = False  # whether a checkpointed function runs again: it was observed in the first run
         self.enabled = True
         self.marking = False
-        self.compiled = False  # `compile_arithmetic` switches it
-        self.tap: Callable[[str, Quantizer, Tensor], None] | None = None  # looks on, for checks and reports
-        self.stand_in: Callable[[Tensor], Tensor] | None = None  # quantizes instead, while a PTQ step looks for better
+        self.compiled = False  # set by `compile_arithmetic`
+        self.tap: Callable[[str, Quantizer, Tensor], None] | None = None  # called with each input
+        self.stand_in: Callable[[Tensor], Tensor] | None = None  # replaces `quantize` during a PTQ step
         self.qmin, self.qmax = spec.format.qmin, spec.format.qmax
         self.observer: Observer | None = None
-        self.fold: Fold | None = None  # what this weight is multiplied with before it comes here
-        self.of: list[str] = []  # sites whose quantizers this one is made from,
-        self.parts: tuple[Quantizer, ...] = ()  # and these, linked by `prepare`
-        self.tracked = Tracked()  # which weights the range is for
-        self.saw = False  # whether something came by since the last range
+        self.fold: Fold | None = None  # the fold that scales this weight first
+        self.of: list[str] = []  # sites of the quantizers that this one is derived from,
+        self.parts: tuple[Quantizer, ...] = ()  # and the quantizers, set by `prepare`
+        self.tracked = Tracked()  # the weights that the range belongs to
+        self.saw = False  # whether an input was observed since the last range
         self.observed_shape = torch.Size()
-        self.zeros: Tensor | None = None  # where a range has nothing but zeros, so that any scale will do,
-        self.finest = 0.0  # but for those with which the biases behind it exceed int32
-        self._seen: Tensor | None = None  # the numbers themselves, where a guard looks at them
+        self.zeros: Tensor | None = None  # rows that contain only zeros: any scale is valid,
+        self.finest = 0.0  # except for smaller ones, with which the following bias exceeds int32
+        self._seen: Tensor | None = None  # the values, if a guard needs them
         self.register_buffer("codes", torch.tensor([float(self.qmin), float(self.qmax)]))
         self.keep("zero_point", torch.zeros(()))
         self.keep("scale", torch.ones(()))
         for name in (*self.learned, *self.learned_if_asymmetric):
             if name not in ("scale", "zero_point"):
-                self.keep(name, torch.ones(()))  # a range gives it its value later
+                self.keep(name, torch.ones(()))  # calibration sets the value
 
-    # -- what a subclass may change ------------------------------------------------------------------------
+    # -- overridden by subclasses --------------------------------------------------------------------------
 
     learned: ClassVar[tuple[str, ...]] = ()
-    """The names of the state that an optimizer trains: Parameters; all else is buffers."""
+    """The names of learned state (Parameters). Other state is in buffers."""
 
     learned_if_asymmetric: ClassVar[tuple[str, ...]] = ()
-    """State that is trained only where the format has a zero point, and is a buffer elsewhere."""
+    """State that is learned only if the format has a zero point, and is a buffer otherwise."""
 
     balanced: ClassVar[bool] = False
-    """Whether symmetric signed codes end at −p as they do at p."""
+    """Whether symmetric signed codes end at −p instead of −p − 1."""
 
     lengths: ClassVar[tuple[str, ...]] = ()
-    """Of what is learned, what is as large as the numbers are (a scale, an end of the range)."""
+    """Learned state that is proportional to the values (a scale, an end of the range)."""
 
     weight_partner: ClassVar[str | None] = None
-    """The quantizer of weights that goes with this one, where it is made for activations only."""
+    """The weight quantizer that belongs to this one, if this one supports only activations."""
 
     own_kernels: ClassVar[bool] = False
-    """Whether `quantize` calls compiled kernels itself where `self.compiled` is set; else it is compiled as it is."""
+    """Whether `quantize` itself calls compiled kernels if `self.compiled` is set. Otherwise `quantize` is compiled."""
 
     symmetric_only: ClassVar[bool] = False
-    """Whether its levels lie around zero: then formats with a zero point are refused before any work."""
+    """Whether its levels are symmetric around zero. Then formats with a zero point are rejected."""
 
     minifloats: ClassVar[bool] = False
-    """Whether it rounds to small floating-point formats, and to them alone."""
+    """Whether it supports small floating-point formats, and only those."""
 
     @classmethod
     def mismatch(cls, format: Format, *, where: str) -> Problem:
-        """What to say where an integer format meets a quantizer of small floats, or the other way round."""
+        """The problem of an integer format with a quantizer of small floats, or vice versa."""
         fix = "use fp8e4m3, mxfp4e2m1, … here" if cls.minifloats else "use an integer format, or quantizer: minifloat"
-        what = f"{cls.__name__} has no levels of this format"
-        return Problem(what=what, where=where, value=str(format), fix=fix)
+        what = f"{cls.__name__} doesn't support this format"
+        return Problem(what=what, where=where, value=str(format), fix=fix, code="unsupported-format")
 
     @classmethod
     def refusal(cls, format: Format, *, where: str) -> Problem:
-        """What to say about an asymmetric format, with one that will do."""
+        """The problem of an asymmetric format, with a suitable one."""
         near = replace(format, name=f"int{format.bits}", signed=True, symmetric=True)
         fix = f"use {near}, or {replace(near, adasign=True)}"
-        return Problem(what=f"{cls.__name__} is symmetric", where=where, value=str(format), fix=fix)
+        return Problem(
+            what=f"{cls.__name__} supports only symmetric formats",
+            where=where,
+            value=str(format),
+            fix=fix,
+            code="unsupported-format",
+        )
 
     def learns(self, name: str) -> bool:
-        """Whether this piece of state is trained at this site."""
+        """Whether this state is learned at this site."""
         return name in self.learned or (name in self.learned_if_asymmetric and not self.spec.format.symmetric)
 
     def quantize(self, x: Tensor) -> Tensor:
-        """`x` (float32) as the grid can represent it, with the gradient that this quantizer stands for."""
+        """`x` (float32) rounded to the grid, with the quantizer's gradient."""
         raise NotImplementedError
 
     def quantize_relu(self, x: Tensor) -> Tensor:
-        """`quantize(relu(x))`; a quantizer whose kernels can do both in one pass says how."""
+        """`quantize(relu(x))`. Override it to compute both in one pass."""
         return self.quantize(torch.relu(x))
 
     def quantize_folded(self, weight: Tensor, factor: Tensor) -> Tensor | None:
-        """`quantize(weight·factor)/factor` in one pass; None where this quantizer can't."""
+        """`quantize(weight·factor)/factor` in one pass; None if not supported."""
         return None
 
     def transform(self, x: Tensor) -> Tensor:
-        """What is rounded to the grid: `x` itself, or what the quantizer makes of a weight first."""
+        """The value that is rounded: `x`, or a transformed weight."""
         return x
 
     @property
     def exportable(self) -> bool:
-        """Whether QuantizeLinear and DequantizeLinear with `grid()` compute what `quantize` does."""
+        """Whether QuantizeLinear and DequantizeLinear with `grid()` are equivalent to `quantize`."""
         return True
 
     def grid(self) -> Grid:
-        """The grid that is in force; what is exported."""
+        """The current grid, which is exported."""
         return Grid(self.scale.detach(), self.zero_point.detach(), self.qmin, self.qmax)
 
     def grid_for(self, x: Tensor) -> Grid:
-        """The grid for these numbers: a weight that training has moved beyond its guard gets a coarser one at once.
+        """The grid for these values: coarser if training moved a weight beyond its guard.
 
-        Were it coarser only when the model is deployed, norms would have learned the statistics of another weight.
+        If it became coarser only at deployment, norms would have learned the statistics of another weight.
         """
         grid = self.grid()
         if self.spec.guard is None:
@@ -156,11 +162,11 @@ class Quantizer(nn.Module):
             scale = guarded_scale(self.spec.guard, grid.scale, weight, kind=self.kind, layout=self.layout)
         return replace(grid, scale=scale)
 
-    # -- the frame -----------------------------------------------------------------------------------------
+    # -- implementation ------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def keep(self, name: str, value: Tensor) -> None:
-        """Keep state in float32, in the tensor that an optimizer, DDP or a compiled graph may hold already."""
+        """Store state in float32, reusing a tensor that an optimizer, DDP or a compiled graph may hold."""
         value = value.detach().to(torch.float32).clone()
         learns = self.learns(name)
         known = (self._parameters if learns else self._buffers).get(name)
@@ -178,10 +184,11 @@ class Quantizer(nn.Module):
             parameter.register_hook(self._in_units)
 
     def _in_units(self, gradient: Tensor) -> Tensor:
-        """The gradient of a length on a folded weight w·f, as if it were one on w.
+        """The gradient of a scale of a folded weight w·f, converted as if it were a scale of w.
 
-        A scale s of w·f goes with f, its gradient against it: channels with a small γ/σ would leap, those with a large
-        one would hardly move. With u = s/f, the scale of w itself: Δs = f·Δu = −η·f²·∂L/∂s.
+        A scale s of w·f is proportional to f, and its gradient is inversely proportional. Without the conversion,
+        channels with a small γ/σ would make large steps and those with a large one would hardly move. With u = s/f, the
+        scale of w: Δs = f·Δu = −η·f²·∂L/∂s.
         """
         if self.fold is None:
             return gradient
@@ -189,42 +196,42 @@ class Quantizer(nn.Module):
         return gradient * (squares if squares.shape == gradient.shape else squares.mean())
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """A copy's parameters are others: hooks don't come with them."""
+        """Register hooks again: a copy has other parameters."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         for name in self._parameters:
             self._hook(name)
 
     @property
     def format(self) -> Format:
-        """The format in force (an adaptive sign is settled by calibration)."""
+        """The current format. Calibration replaces an adaptive sign."""
         planned = self.spec.format
         return planned.unsigned() if planned.adasign and self.qmin == 0 else planned
 
     @property
     def ranges_weights(self) -> bool:
-        """Whether the grid of a weight is its observed range: not learned, not of a transformed weight."""
+        """Whether the grid of a weight is its observed range: not learned, and not of a transformed weight."""
         return not self.learned and type(self).transform is Quantizer.transform
 
     @property
     def ready(self) -> bool:
-        """Whether there is a grid."""
+        """Whether the quantizer has a grid."""
         return self.calibrated
 
     def forward(
         self, x: Tensor, site: str | None = None, *, relu: bool = False, factor: Tensor | None = None
     ) -> Tensor:
-        """Observe, quantize, mark, or pass `x` on; `site` names the place if several share this quantizer.
+        """Observe, quantize, mark, or return `x`. `site` is set if several sites share this quantizer.
 
-        With `relu`, that is done to relu(x); with a `factor`, to x·factor, which is then divided by it again.
+        With `relu`, this applies to relu(x). With a `factor`, it applies to x·factor, and the result is divided by it.
         """
-        # all that is done to `x` may be done in one pass
+        # all steps may be fused into one pass
         whole = self.enabled and not (self.marking or self.observing or self.following or self.stand_in is not None)
         if factor is not None:
             folded = self.quantize_folded(x, factor) if whole and self.ready else None
             if folded is None:
                 apart: Tensor = self(x * factor, site) / factor
                 return apart
-            if self.tap is not None:  # who looks on mustn't change a bit: not even of gradients
+            if self.tap is not None:  # the tap must not change values or gradients
                 self.tap(site or self.site, self, (x * factor).detach())
             return folded
         whole = whole and self.tap is None
@@ -243,9 +250,10 @@ class Quantizer(nn.Module):
             return x
         if not self.ready:
             raise UncalibratedError(
-                "this quantizer has no range yet",
+                "this quantizer is not calibrated",
                 where=self.site,
                 fix="calibrate(model, batches) with data that reaches this site, or load a checkpoint",
+                code="uncalibrated",
             )
         if torch.is_autocast_enabled(x.device.type):
             with torch.autocast(x.device.type, enabled=False):
@@ -256,13 +264,13 @@ class Quantizer(nn.Module):
         wide = x.to(torch.float32)
         if self.stand_in is not None:
             return self.stand_in(torch.relu(wide) if relu else wide).to(x.dtype)
-        if self.compiled and not self.own_kernels and worthwhile(x):
+        if self.compiled and not self.own_kernels and is_worthwhile(x):
             return quantize_compiled(self, wide, relu=relu).to(x.dtype)
         return (self.quantize_relu(wide) if relu else self.quantize(wide)).to(x.dtype)
 
     def observe(self, x: Tensor) -> None:
-        """Let the observer see `x`. A weight is seen once: it doesn't change while calibrating (`tracking.py`)."""
-        if x.numel() == 0:  # an input without boxes, tokens, …: says nothing about the range
+        """Pass `x` to the observer. A weight is observed once, because it doesn't change during calibration."""
+        if x.numel() == 0:  # an input without boxes, tokens, … has no range
             return
         if self.observer is None:
             self.observer = self.new_observer()
@@ -272,7 +280,7 @@ class Quantizer(nn.Module):
         assert self.observer is not None
         self.tracked.fresh = False
         x = x.detach().to(torch.float32)
-        if x.shape != self.observed_shape:  # attributes of modules are slow to set
+        if x.shape != self.observed_shape:  # setting a module's attribute is slow
             self.layout.check(x.shape, site=self.site)
             self.observed_shape = x.shape
         if self.spec.guard is not None:
@@ -286,12 +294,13 @@ class Quantizer(nn.Module):
             raise CalibrationError(
                 f"{kind} in the {'weight' if self.weight else 'calibration data'}",
                 where=self.site,
-                fix="mend the data, or keep this site in float (format: float)",
+                fix="fix the data, or keep this site in float (format: float)",
+                code="not-finite",
             )
 
     @torch.no_grad()
     def follow(self, x: Tensor) -> None:
-        """Observe in a training step: nothing that a compiler can't trace; `settle` looks at the result later."""
+        """Observe in a training step with traceable operations only. `update_grid` reads the result later."""
         assert self.observer is not None
         if x.numel() == 0:
             return
@@ -302,13 +311,13 @@ class Quantizer(nn.Module):
         self.observer.observe(self.layout.rows(x))
 
     def new_observer(self) -> Observer:
-        """The observer that the plan names for this site."""
+        """Create the observer of this site's spec."""
         observer: Observer = OBSERVERS.get(self.spec.observer)(format=self.spec.format, **self.spec.observer_options)
         return observer
 
     @torch.no_grad()
     def keep_guard(self, values: Tensor) -> bool:
-        """Raise the scale where training has moved a weight beyond its guard; says whether it had to."""
+        """Raise the scale if training moved a weight beyond its guard. Return whether this was necessary."""
         if self.spec.guard is None:
             return False
         grid = self.grid()
@@ -321,34 +330,36 @@ class Quantizer(nn.Module):
         return moved
 
     @torch.no_grad()
-    def settle(self) -> None:
-        """Turn what was observed into a grid."""
+    def update_grid(self) -> None:
+        """Compute the grid from the observed range."""
         if self.observer is None:
             raise UncalibratedError(
                 "no calibration batch reached this site",
                 where=self.site,
                 fix="calibrate with inputs that take this path, or keep this site in float (format: float)",
+                code="uncalibrated",
             )
-        self.settle_to(*self.observer.range(), self.observed_shape)
+        self.update_grid_from(*self.observer.range(), self.observed_shape)
 
     @torch.no_grad()
-    def settle_to(self, low: Tensor, high: Tensor, shape: torch.Size) -> None:
-        """Make the grid of a range that was seen here, or merged from what several processes saw."""
+    def update_grid_from(self, low: Tensor, high: Tensor, shape: torch.Size) -> None:
+        """Compute the grid from a range, observed here or merged from several processes."""
         if self.following and not bool((low.isfinite() & high.isfinite()).all()):
             raise RangeDiverged(
-                "what reaches this site in training isn't finite",
+                "the input of this site became infinite or NaN in training",
                 where=self.site,
                 fix="lower the learning rate, clip gradients, or keep this site in float (format: float)",
+                code="not-finite",
             )
         self.set_range(low, high, shape, self._seen)
         self.saw = False
         if self.weight and self.following:
-            self.observer = self.new_observer()  # a weight's range is that of the weight as it is now
+            self.observer = self.new_observer()  # the range of a weight is that of its current values
         self._seen = None
 
     @torch.no_grad()
     def set_range(self, low: Tensor, high: Tensor, shape: torch.Size, values: Tensor | None = None) -> None:
-        """Make the grid for ranges given per row."""
+        """Compute the grid from ranges per row."""
         grid = grid_from_range(low, high, self.spec.format, site=self.site)
         scale = self.layout.fold(grid.scale, shape)
         self.zeros, self.finest = self.layout.fold((low == 0) & (high == 0), shape), 0.0
@@ -359,7 +370,7 @@ class Quantizer(nn.Module):
 
     @torch.no_grad()
     def set_grid(self, grid: Grid) -> None:
-        """Take this grid as it is."""
+        """Use this grid."""
         self.keep("scale", grid.scale)
         self.keep("zero_point", grid.zero_point)
         self.qmin, self.qmax = grid.qmin, grid.qmax
@@ -369,7 +380,7 @@ class Quantizer(nn.Module):
         self.calibrated = True
 
     def gradient_scale(self, x: Tensor) -> float:
-        """LSQ's 1/√(M·p), M elements of `x` per scale: what is learned per scale then moves as weights do."""
+        """LSQ's 1/√(M·p) with M elements of `x` per scale. It makes learned scales move at the rate of weights."""
         return 1.0 / sqrt(x.numel() / self.scale.numel() * self.qmax)
 
     @torch.no_grad()
@@ -387,19 +398,19 @@ class Quantizer(nn.Module):
             moved = fn(tensor)
             if moved.dtype == tensor.dtype:
                 return moved
-            return tensor.to(moved.device)  # .half() and friends: follow the device, not the dtype
+            return tensor.to(moved.device)  # for .half() and similar calls: change the device, not the dtype
 
         super()._apply(keep_float32, recurse)  # type: ignore[no-untyped-call]
-        if self.observer is not None:  # it goes where the model goes
+        if self.observer is not None:  # move it with the model
             seen = vars(self.observer)
             seen.update({name: keep_float32(value) for name, value in seen.items() if isinstance(value, Tensor)})
         return self
 
-    def odd_state(self) -> str | None:
-        """The name of state that arithmetic would silently replace by something usable."""
+    def invalid_state(self) -> str | None:
+        """The name of state with an invalid value that the arithmetic would silently replace."""
         return None
 
-    # -- checkpoints: no range, no keys; a float checkpoint has none of ours and loads strictly ------------
+    # -- checkpoints: an uncalibrated quantizer has no keys, so a float checkpoint loads strictly ----------
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         if self.calibrated:
@@ -425,7 +436,7 @@ class Quantizer(nn.Module):
         for name, ours in [*self._parameters.items(), *self._buffers.items()]:
             saved = state_dict.get(prefix + name)
             if saved is not None and ours is not None and saved.shape != ours.shape:
-                self.keep(name, saved.to(ours.device))  # shapes are known only after calibration
+                self.keep(name, saved.to(ours.device))  # shapes are unknown before calibration
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )

@@ -17,45 +17,45 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 SMALL = 1 << 16
-"""Tensors with fewer elements aren't worth a call into compiled code."""
+"""Smaller tensors are not passed to compiled code."""
 
-_VARIANTS = 64  # per function: ranks, dtypes of devices, with and without gradients, formats
-_WIDTHS = {"AVX512": 512, "AVX2": 256, "DEFAULT": 1}  # bits; of what isn't here nothing is said
-_broken: list[str] = []  # why compiling was given up in this process
+_VARIANTS = 64  # per function: ranks, dtypes, devices, with and without gradients, formats
+_WIDTHS = {"AVX512": 512, "AVX2": 256, "DEFAULT": 1}  # bits
+_broken: list[str] = []  # why compiling was disabled in this process
 
 
 def for_this_cpu() -> dict[str, Any]:
-    """Options of torch.compile that name the vectors' width, which is part of its cache's key then.
+    """Options of torch.compile that specify the vector width and thereby make it part of the cache key.
 
-    Without it, code that was generated for one width is taken from a cache that machines share, or that outlives a
-    machine, and built for another: it writes past the end of its tensors.
+    Otherwise, code generated for one vector width may be taken from a shared or old cache and built for another width.
+    It would write beyond the end of its tensors.
     """
     width = _WIDTHS.get(torch.backends.cpu.get_cpu_capability())
     return {} if width is None else {"cpp.simdlen": width}
 
 
-def works_here() -> bool:
-    """Whether compiled code can be called, here and now."""
-    # what an outer torch.compile or torch.export traces is inlined there
+def can_run_compiled() -> bool:
+    """Whether compiled code can be called in the current context."""
+    # an outer torch.compile or torch.export inlines the function instead
     return not torch.compiler.is_compiling() and not _broken
 
 
-def worthwhile(x: Tensor) -> bool:
-    """Whether it is to be called for this tensor instead of a few operators."""
-    return x.numel() >= SMALL and works_here()
+def is_worthwhile(x: Tensor) -> bool:
+    """Whether the tensor is large enough for compiled code."""
+    return x.numel() >= SMALL and can_run_compiled()
 
 
-class Kernel:
-    """A function of tensors, and its compiled twin."""
+class CompiledKernel:
+    """A function of tensors and its compiled version."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
         self.twin: Callable[..., Any] | None = None
 
     def compiled(self, *inputs: Any) -> Any:
-        """Run the twin; where that can't be made, the function."""
+        """Run the compiled version, or the function itself if compilation fails."""
         if self.twin is None:
-            # fullgraph: more variants than allowed are an error, which is reported, and no silent eager run
+            # fullgraph: too many variants raise an error, which is reported, instead of silently running eagerly
             self.twin = torch.compile(  # type: ignore[call-overload]  # torch's overloads lack the two limits
                 self.function,
                 dynamic=True,
@@ -68,24 +68,24 @@ class Kernel:
         if not _broken:
             try:
                 return twin(*inputs)
-            except Exception as error:  # compilers fail in many ways; what isn't their fault, the function raises too
+            except Exception as error:  # compilers raise many types; the function itself raises errors of its inputs
                 give_up(error)
         return self.function(*inputs)
 
 
 def give_up(error: Exception) -> None:
-    """No compiled arithmetic from here on, in this process."""
+    """Disable compiled arithmetic in this process, and log a warning once."""
     if not _broken:
         reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
         _broken.append(reason)
         _log.warning(
-            "the quantizers' arithmetic can't be compiled here; it runs uncompiled: the same numbers, but slower (%s)",
+            "the quantizers' arithmetic can't be compiled here and runs uncompiled: same numbers, but slower (%s)",
             reason,
         )
 
 
 def dense(x: Tensor) -> bool:
-    """Whether the elements lie side by side in memory, in one of the usual orders."""
+    """Whether the elements are dense in memory, in one of the usual memory formats."""
     if x.is_contiguous():
         return True
     format = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
@@ -93,17 +93,17 @@ def dense(x: Tensor) -> bool:
 
 
 class Frame:
-    """How compiled code sees a tensor: as one row, or as a matrix with one row per scale (`rows` of them).
+    """How compiled code views a tensor: as one row, or as a matrix with one row per scale (`rows` of them).
 
-    With one or two axes, whatever the model has, few variants are compiled. No tensor that is made here is a view to
-    autograd: compiled code would have variants by what it is a view of, and models couldn't go on in place.
+    Using one or two axes for all shapes limits the number of compiled variants. The results are not views for autograd:
+    otherwise there would be a variant per base tensor, and models couldn't modify the results in place.
     """
 
     def __init__(self, x: Tensor, rows: int = 0) -> None:
         self.shape, self.stride, self.rows = x.shape, x.stride(), rows
 
     def view(self, x: Tensor) -> Tensor:
-        """`x`, or another tensor of its shape."""
+        """View `x`, or another tensor of the same shape."""
         if x.stride() != self.stride:
             x = torch.empty_strided(self.shape, self.stride, dtype=x.dtype, device=x.device).copy_(x)
         return (x.view(self.rows, -1) if self.rows else x.as_strided((x.numel(),), (1,))).detach()
@@ -113,8 +113,8 @@ class Frame:
         return x.as_strided(self.shape, self.stride).detach()
 
 
-# A class's quantizers share compiled code; what differs between them (codes, layout) makes variants.
-_kernels: dict[tuple[type, bool], Kernel] = {}
+# The quantizers of a class share compiled code. Different codes and layouts are variants of it.
+_kernels: dict[tuple[type, bool], CompiledKernel] = {}
 
 
 def _plain(quantizer: Quantizer, x: Tensor) -> Tensor:
@@ -126,17 +126,17 @@ def _after_relu(quantizer: Quantizer, x: Tensor) -> Tensor:
 
 
 def _copy(function: Any, name: str) -> Callable[..., Tensor]:
-    """A function of its own: torch counts variants by code object."""
+    """Copy a function: torch counts variants per code object."""
     code = function.__code__.replace(co_name=f"{function.__name__}_{name}")
     return FunctionType(code, function.__globals__)
 
 
 def quantize_compiled(quantizer: Quantizer, x: Tensor, *, relu: bool) -> Tensor:
-    """`quantizer.quantize(x)`, or that of relu(x), in compiled code."""
+    """`quantizer.quantize(x)` or `quantizer.quantize(relu(x))` in compiled code."""
     key = (type(quantizer), relu)
     kernel = _kernels.get(key)
     if kernel is None:
-        kernel = _kernels[key] = Kernel(_copy(_after_relu if relu else _plain, type(quantizer).__name__))
+        kernel = _kernels[key] = CompiledKernel(_copy(_after_relu if relu else _plain, type(quantizer).__name__))
     frame = _frame(quantizer, x)
     if frame is None:
         result: Tensor = kernel.compiled(quantizer, x)
@@ -168,7 +168,7 @@ class _ViewedBack(torch.autograd.Function):
 
 
 def _frame(quantizer: Quantizer, x: Tensor) -> Frame | None:
-    """Fewer axes are fewer variants; the arithmetic can't tell where scales lie the same."""
+    """Merge axes to reduce the number of variants, where this doesn't change which elements share a scale."""
     layout = quantizer.layout
     if layout.granularity == "tensor":
         return Frame(x) if dense(x) else None

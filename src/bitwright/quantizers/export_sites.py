@@ -1,4 +1,4 @@
-"""Sites in exported programs: markers, and which operator of an exported forward is which of an ordinary one."""
+"""Sites in exported programs: markers, and the mapping of an exported forward's operators to the original ones."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @torch.library.custom_op("bitwright::site", mutates_args=())
 def site_marker(x: Tensor, site: str) -> Tensor:
-    """Marks that `x` passes the quantizer of `site`."""
+    """Mark `x` as the input of the quantizer of `site`."""
     return x.clone()
 
 
@@ -33,7 +33,7 @@ def _(x: Tensor, site: str) -> Tensor:
 
 @torch.library.custom_op("bitwright::snapshot", mutates_args=())
 def snapshot(x: Tensor) -> Tensor:
-    """`x` as it is now; an operator of its own, which compilers keep instead of computing it again."""
+    """A copy of `x`. It is a custom operator because compilers keep its result instead of recomputing it."""
     return x.clone()
 
 
@@ -43,22 +43,22 @@ def _(x: Tensor) -> Tensor:
 
 
 Scope = tuple[str, int, str]  # module path, its call, kind of operator
-Step = tuple[tuple[Any, ...], tuple[Any, ...]]  # (where in the code, what kind of tensors)
+Step = tuple[tuple[Any, ...], tuple[Any, ...]]  # (code location, kinds of tensors)
 
-# Code that isn't the model's: torch and this package.
+# Code of torch and of this package.
 _OTHERS = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1]))
 _SHIM = ForwardShim.__call__.__code__
 
 
 class Route:
-    """Records the calls of one forward; with a `map`, says which recorded operator each call stands for."""
+    """Records the calls of one forward. With a `map`, returns the recorded operator for each call."""
 
     def __init__(self, map: dict[Scope, list[int | None]] | None = None) -> None:
         self.map = map
         self.steps: dict[Scope, list[Step]] = {}
 
     def place(self, scope: Scope, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-        """The operator that the `index`-th call in this scope stands for; None for one without a counterpart."""
+        """The operator of the `index`-th call in this scope; None for a call without a counterpart."""
         self.steps.setdefault(scope, []).append((_location(), _tensors(args, kwargs)))
         if self.map is None or scope not in self.map:
             return index
@@ -68,7 +68,7 @@ class Route:
 
 @contextmanager
 def routed(attachment: Attachment, route: Route) -> Iterator[None]:
-    """While this lasts, forwards of the prepared model follow and fill `route`."""
+    """Let forwards of the prepared model follow and record `route` in this block."""
     attachment.route = route
     try:
         yield
@@ -77,7 +77,7 @@ def routed(attachment: Attachment, route: Route) -> Iterator[None]:
 
 
 def align(usual: Route, exported: Route) -> dict[Scope, list[int | None]]:
-    """For each scope whose calls differ: the usual operator of each exported call. Empty if nothing differs."""
+    """For each scope with different calls: the original operator of each exported call."""
     found: dict[Scope, list[int | None]] = {}
     for scope, steps in exported.steps.items():
         known = usual.steps.get(scope, [])
@@ -87,7 +87,7 @@ def align(usual: Route, exported: Route) -> dict[Scope, list[int | None]]:
 
 
 def _match(usual: Sequence[Step], exported: Sequence[Step]) -> list[int | None]:
-    """Same instruction first; between those, calls in order if as many take the same kinds of tensors."""
+    """Match calls by instruction; between matches, by order if equally many have the same kinds of tensors."""
     result: list[int | None] = [None] * len(exported)
     matcher = SequenceMatcher(None, [where for where, _ in usual], [where for where, _ in exported], autojunk=False)
     for tag, i, i_end, j, j_end in matcher.get_opcodes():
@@ -97,7 +97,7 @@ def _match(usual: Sequence[Step], exported: Sequence[Step]) -> list[int | None]:
 
 
 def _location() -> tuple[Any, ...]:
-    """The instructions of the model's own code that led to this call, up to the module's forward."""
+    """The instructions of the model's own code on the stack, up to the module's forward."""
     found: list[Any] = []
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code is not _SHIM:

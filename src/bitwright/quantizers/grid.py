@@ -1,4 +1,4 @@
-"""Grids: from a range to scale, zero point and codes; layouts along axes; limits that keep accumulators exact."""
+"""Grids: compute scale, zero point and codes from a range; layouts of scales; limits for exact accumulators."""
 
 from __future__ import annotations
 
@@ -13,36 +13,37 @@ from bitwright.core.formats import Format
 from bitwright.quantizers.compiled import dense
 
 SMALLEST = float(torch.finfo(torch.float32).tiny)
-"""The smallest scale: the smallest normal number. Runtimes flush what lies below to zero."""
+"""The smallest scale: the smallest normal float32. Runtimes flush smaller numbers to zero."""
 LARGEST = float(torch.finfo(torch.float32).max)
 ZEROS = float(torch.finfo(torch.float32).eps)
-"""The scale of a row in which only zeros were seen. Any scale represents them."""
+"""The scale of a row that contains only zeros. Any scale represents them."""
 _NEGLIGIBLE = 2.0**-64
-_HALF_OCTAVE = 0.70710677  # the last float32 below √½
+_HALF_OCTAVE = 0.70710677  # the largest float32 below √½
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Which elements share a scale: all, those of one index of `axis`, or a block of `group` along `axis`."""
+    """Which elements share a scale: all, those with one index of `axis`, or a block of `group` along `axis`."""
 
     granularity: str
     axis: int
     group: int = 0
 
     def check(self, shape: torch.Size, *, site: str) -> None:
-        """Blocks must divide their axis: a block that spans two rows would mix their ranges."""
+        """Check that blocks divide their axis; otherwise a block would span two rows."""
         if self.granularity == "group" and shape[self.axis] % self.group:
             raise CalibrationError(
-                f"groups of {self.group} don't divide {shape[self.axis]} elements",
+                f"group size {self.group} doesn't divide {shape[self.axis]} elements",
                 where=site,
                 value=tuple(shape),
                 fix="use another group size, or channel",
+                code="group-size",
             )
 
     def rows(self, x: Tensor) -> Tensor:
         """`x` as a matrix with one row per scale."""
         if self.granularity == "tensor":
-            if not x.is_contiguous() and dense(x):  # in the order of memory: `reshape` would copy
+            if not x.is_contiguous() and dense(x):  # keep the memory order: `reshape` would copy
                 return x.as_strided((1, x.numel()), (x.numel(), 1))
             return x.reshape(1, -1)
         if self.granularity == "channel":
@@ -50,7 +51,7 @@ class Layout:
         return x.movedim(self.axis, -1).reshape(-1, self.group)
 
     def fold(self, per_row: Tensor, shape: torch.Size) -> Tensor:
-        """One value per row (of `rows`) → the shape in which scales are kept: (), (C,) or by blocks."""
+        """One value per row (of `rows`) → the shape in which scales are stored: (), (C,) or by blocks."""
         if self.granularity == "tensor":
             return per_row.reshape(())
         if self.granularity == "channel":
@@ -61,7 +62,7 @@ class Layout:
         return per_row.reshape(*sizes, blocks).movedim(-1, axis).contiguous()
 
     def spread(self, kept: Tensor, x: Tensor) -> Tensor:
-        """Scales in their kept shape → a tensor that broadcasts against `x`."""
+        """Stored scales → a tensor that broadcasts against `x`."""
         if self.granularity == "tensor":
             return kept
         if self.granularity == "channel":
@@ -75,24 +76,24 @@ class Layout:
         return self.spread(self.fold(per_row, x.shape), x)
 
     def standardised(self, x: Tensor) -> Tensor:
-        """(x − mean)/deviation of its row; neither of them gets a gradient."""
+        """(x − mean)/deviation per row. Mean and deviation get no gradient."""
         rows = self.rows(x.detach())
-        unit = size_of(rows)  # squares of very small or large numbers leave the range of float32
+        unit = size_of(rows)  # squares of very small or large numbers exceed the range of float32
         std, mean = torch.std_mean(rows / unit[:, None], dim=1, correction=0)
         return (x / self.over(unit, x) - self.over(mean, x)) / self.over(std.clamp(min=1e-12), x)
 
 
 def extremes(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """The lowest and the highest number of each row."""
+    """The minimum and maximum of each row."""
     if rows.shape[0] == 1:  # both in one pass
         low, high = torch.aminmax(rows)
         return low[None], high[None]
-    # torch needs 30 times as long for `aminmax(dim=1)`
+    # `aminmax(dim=1)` is 30 times slower
     return rows.amin(dim=1), rows.amax(dim=1)
 
 
 def is_finite(x: Tensor) -> bool:
-    """Whether all numbers are; their sum says so in a fraction of the time, unless it overflows."""
+    """Whether all numbers are finite. Checks the sum first, which is fast and only inconclusive if it overflows."""
     if x.numel() == 1:
         return isfinite(x.item())
     return bool(x.sum().isfinite()) or bool(x.isfinite().all())
@@ -100,7 +101,7 @@ def is_finite(x: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Grid:
-    """scale and zero point (float32; kept shape) and the lowest and highest code."""
+    """Scale and zero point (float32, stored shape) and the lowest and highest code."""
 
     scale: Tensor
     zero_point: Tensor
@@ -109,20 +110,20 @@ class Grid:
 
 
 def size_of(rows: Tensor) -> Tensor:
-    """A power of two near the largest number of each row; 1 for zeros. Dividing by it is exact."""
+    """A power of two near the maximum of each row; 1 for zeros. Dividing by it is exact."""
     exponent = torch.frexp(rows.abs().amax(dim=1))[1].clamp(-125, 126)
     return torch.ldexp(torch.ones_like(exponent, dtype=rows.dtype), exponent)
 
 
 def power_of_two(scale: Tensor) -> Tensor:
-    """The power of two that is nearest in the log domain; exact for any exponent, unlike rounding log2(scale)."""
+    """The nearest power of two in the log domain. Exact for any exponent, unlike rounding log2(scale)."""
     fraction, exponent = torch.frexp(scale)
     exponent = exponent - (fraction <= _HALF_OCTAVE).to(exponent.dtype)
     return torch.ldexp(torch.ones_like(scale), exponent.clamp(-126, 127))
 
 
 def scale_of(low: Tensor, high: Tensor, steps: int) -> Tensor:
-    """(high − low)/steps; a difference beyond the range of float32 is taken of the halves."""
+    """(high − low)/steps. If the difference exceeds float32, it is computed from halved values."""
     span = high - low
     halves = (high * 0.5 - low * 0.5) / steps * 2.0
     return torch.where(span.isfinite(), span / steps, halves)
@@ -131,8 +132,8 @@ def scale_of(low: Tensor, high: Tensor, steps: int) -> Tensor:
 def grid_from_range(low: Tensor, high: Tensor, format: Format, *, site: str | None = None) -> Grid:
     """The smallest scale with which `format` covers [low, high] (and 0) without clipping.
 
-    A `site` makes what float32 scales can't represent an error that names it. Without one, such scales are replaced by
-    the nearest usable ones: observers that try ranges don't know the site.
+    With a `site`, a scale that float32 can't represent raises an error that names it. Without one, it is replaced by
+    the nearest valid scale, for observers that try ranges.
     """
     low = torch.clamp(low.to(torch.float32), max=0.0)
     high = torch.clamp(high.to(torch.float32), min=0.0)
@@ -161,22 +162,22 @@ def grid_from_range(low: Tensor, high: Tensor, format: Format, *, site: str | No
 
 
 def _usable(scale: Tensor, reach: Tensor, site: str | None) -> Tensor:
-    """The scale, where float32 has it. `reach`: the largest number of each row."""
+    """The scale, replaced or rejected if float32 can't represent it. `reach`: the largest number of each row."""
     if site is not None:
         check_small(scale, reach, site=site)
     return torch.where(reach == 0, ZEROS, scale.clamp(SMALLEST, LARGEST))
 
 
 def check_small(scale: Tensor, reach: Tensor, *, site: str) -> None:
-    """Refuse numbers that are too small for a scale.
+    """Reject values that are too small for a scale.
 
-    Rows that are negligible beside the largest one are accepted: channels that training has switched off decay to
-    numbers like 1e-40, and such a model must not be refused. They are rounded to zero.
+    Rows that are negligible compared with the largest one are accepted and rounded to zero: unused channels of a
+    trained model may decay to values such as 1e-40.
     """
     small = (reach > 0) & (scale < SMALLEST)
     if bool((reach[small] > negligible(reach)).any()):
         raise CalibrationError(
-            "these numbers are too small: their scale is below the smallest normal float32",
+            "these values are too small: their scale is below the smallest normal float32",
             where=site,
             value=float(reach[small].max()),
             code="scale-underflow",
@@ -185,13 +186,13 @@ def check_small(scale: Tensor, reach: Tensor, *, site: str) -> None:
 
 
 def _covered(grid: Grid, site: str | None) -> Grid:
-    """The grid; an error if its last codes stand for infinity."""
+    """The grid. Raises an error if its outermost codes represent infinity."""
     if site is not None:
         codes = torch.maximum((grid.qmin - grid.zero_point).abs(), (grid.qmax - grid.zero_point).abs())
         ends = codes * grid.scale
         if not bool(ends.isfinite().all()):
             raise CalibrationError(
-                "these numbers are too large: the ends of their range exceed float32",
+                "these values are too large: the ends of their range exceed float32",
                 where=site,
                 value=float(grid.scale.max()),
                 code="scale-overflow",
@@ -201,21 +202,21 @@ def _covered(grid: Grid, site: str | None) -> Grid:
 
 
 def negligible(sizes: Tensor) -> Tensor:
-    """The size below which a row counts for nothing beside the largest one."""
+    """The size below which a row is negligible compared with the largest one."""
     return sizes.max() * _NEGLIGIBLE
 
 
 def product_problem(first: Tensor, second: Tensor, *, where: str) -> Problem | None:
-    """What is wrong with the product of two scales, of which integer kernels make one float32; None if nothing is."""
+    """Problem of the product of two scales, which integer kernels store as one float32; None if it is valid."""
     product = first.double() * second.double()
     if bool((product > LARGEST).any()):
-        what, code, way = "is too large for float32", "scale-overflow", "divide"
+        what, code, way = "exceeds float32", "scale-overflow", "divide"
     elif bool((product[product < SMALLEST] > negligible(product)).any()):
         what, code, way = "is below the smallest normal float32", "scale-underflow", "multiply"
     else:
         return None
     return Problem(
-        what=f"the product of the scales of input and weight {what}",
+        what=f"the product of the input and weight scales {what}",
         where=where,
         value=float(product.max()),
         fix=f"{way} the data or the weights by a power of two, or keep this site in float (format: float)",
@@ -224,13 +225,13 @@ def product_problem(first: Tensor, second: Tensor, *, where: str) -> Problem | N
 
 
 _PAIR_LIMIT = 128  # 255 · 128 = 32640 ≤ 32767
-# Rounding may add half a code to each of the two.
+# Rounding may add half a code to each of the two values.
 _SAFE_SUM = _PAIR_LIMIT - 1
 
 
 def _summed_last(weight: Tensor, kind: str) -> Tensor:
     """The weight as (output channel, kernel position, input channel)."""
-    if kind.startswith("conv_transpose"):  # it has its input channels first
+    if kind.startswith("conv_transpose"):  # its input channels are the first axis
         weight = weight.transpose(0, 1)
     if kind.startswith("conv"):
         return weight.movedim(1, -1).reshape(weight.shape[0], -1, weight.shape[1])
@@ -240,9 +241,9 @@ def _summed_last(weight: Tensor, kind: str) -> Tensor:
 
 
 def _worst_pair(rows: Tensor) -> Tensor:
-    """The largest |a + b| of one sign over pairs (0, 1), (2, 3), … of the last axis, per first axis.
+    """The largest |a + b| over pairs (0, 1), (2, 3), … of the last axis with equal signs, per first axis.
 
-    Of pairs with two signs, the larger number counts: |a + b| is less than that, as it is more where signs are equal.
+    For pairs with different signs, the larger magnitude is used, because |a + b| is smaller than that.
     """
     if rows.shape[-1] % 2:
         rows = torch.nn.functional.pad(rows, (0, 1))
@@ -250,25 +251,25 @@ def _worst_pair(rows: Tensor) -> Tensor:
 
 
 def _largest(rows: Tensor) -> Tensor:
-    """max |x| per first axis; two reductions make no copy of a large weight, as |x| would."""
+    """max |x| per first axis. Two reductions avoid the copy that |x| would need."""
     rest = tuple(range(1, rows.dim()))
     return torch.maximum(rows.amax(dim=rest), -rows.amin(dim=rest))
 
 
 def _worst(rows: Tensor) -> Tensor:
-    """Over both ways to pair, of which an even number of channels makes one."""
+    """The maximum over both ways to pair channels; an even number of channels has only one way."""
     within = _worst_pair(rows)
     return within if rows.shape[-1] % 2 == 0 else torch.maximum(within, _worst_pair(rows.flatten(1)))
 
 
 def needed_scale(guard: str, rows: Tensor) -> Tensor:
-    """The smallest scale per output channel that keeps the guard; the weight as (output, position, input channel)."""
-    assert guard == "int16-pairs"  # the plan's validation knows the guards
+    """The smallest scale per output channel that satisfies the guard. `rows`: (output, position, input channel)."""
+    assert guard == "int16-pairs"  # plan validation rejects other guards
     return _worst(rows) / _SAFE_SUM
 
 
 def guarded_scale(guard: str, scale: Tensor, weight: Tensor, *, kind: str, layout: Layout) -> Tensor:
-    """The scale, raised where the guard needs it."""
+    """The scale, raised where the guard requires it."""
     needed = needed_scale(guard, _summed_last(weight, kind))
     if layout.granularity == "channel" and needed.shape == scale.shape:
         return torch.maximum(scale, needed)
@@ -276,7 +277,7 @@ def guarded_scale(guard: str, scale: Tensor, weight: Tensor, *, kind: str, layou
 
 
 def holds(guard: str, codes: Tensor, *, kind: str) -> bool:
-    """Whether a weight's codes keep to the guard: training may have moved them since calibration."""
+    """Whether a weight's codes satisfy the guard. Training may have changed them since calibration."""
     assert guard == "int16-pairs"
     rows = _summed_last(codes.double(), kind)
     return bool((_worst(rows) <= _PAIR_LIMIT).all())

@@ -14,8 +14,8 @@ from bitwright.quantizers.rounding import can_fold, round_folded, round_to_grid,
 class Lsq(Quantizer):
     """Learned step size: ∂s = g·{n−z below; p−z above; (x̂−x)/s inside}, g = 1/√(M·p), M elements per scale.
 
-    Where the format wants powers of two, every forward rounds the scale to one: training can't lose it.
-    The published start, s = 2·mean|x|/√p, is the observer `lsq`.
+    If the format requires powers of two, every forward rounds the scale to one.
+    The observer `lsq` gives the published initial value, s = 2·mean|x|/√p.
     """
 
     learned = ("scale",)
@@ -23,7 +23,7 @@ class Lsq(Quantizer):
     own_kernels = True
 
     def quantize(self, x: Tensor, *, relu: bool = False) -> Tensor:
-        """Round to the grid of the learned scale (and zero point, if that is learned too)."""
+        """Round to the grid of the learned scale (and zero point, if it is learned)."""
         grid, factor = self.grid_for(x), self.gradient_scale(x)
         grid = replace(grid, zero_point=with_gradient_of(grid.zero_point, self.zero_point, factor))
         return round_to_grid(x, grid, self.layout, learned=self.scale, factor=factor, relu=relu, fused=self.compiled)
@@ -37,6 +37,6 @@ class Lsq(Quantizer):
         return round_folded(self, weight, factor) if can_fold(self, weight) else None
 
     def grid(self) -> Grid:
-        """The grid with the scale as the arithmetic uses it."""
+        """The grid with the effective scale."""
         scale = usable_scale(self.scale, pot=self.spec.format.pot)
         return Grid(scale, self.zero_point.detach(), self.qmin, self.qmax)

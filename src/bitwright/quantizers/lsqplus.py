@@ -1,4 +1,4 @@
-"""LSQ+: the zero point is learned beside the scale."""
+"""LSQ+: the zero point is learned together with the scale."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from bitwright.quantizers.lsq import Lsq
 class LsqPlus(Lsq):
     """LSQ with ∂z = g·{−s where clipped; 0 inside}. A symmetric format has no zero point to learn.
 
-    The parameter is a real number; every forward, and the artefact, use the integer code next to it.
-    The published start, from |μ ± 3σ|, is the observer `lsqplus`.
+    The parameter is a real number. Every forward and the artefact round it to an integer code.
+    The observer `lsqplus` gives the published initial value, from |μ ± 3σ|.
     """
 
     learned_if_asymmetric = ("zero_point",)
 
-    def odd_state(self) -> str | None:
-        """A zero point far from all codes; training moves it a little beyond them at most."""
+    def invalid_state(self) -> str | None:
+        """A zero point far from all codes. Training moves it only slightly beyond them."""
         most = self.qmax - self.qmin
         far = (self.zero_point < self.qmin - most) | (self.zero_point > self.qmax + most)
         return "zero_point" if bool(far.any()) else None

@@ -7,53 +7,53 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from bitwright.core.formats import Minifloat as Numbers
+from bitwright.core.formats import MinifloatSpec
 from bitwright.quantizers.grid import SMALLEST, ZEROS, Grid, check_small
-from bitwright.quantizers.levels import Uneven
+from bitwright.quantizers.levels import NonUniformQuantizer
 from bitwright.quantizers.rounding import with_gradient_of
 
 
-class Minifloat(Uneven):
-    """The nearest number of the format, ties to even, saturating; the gradient passes where nothing is clipped.
+class Minifloat(NonUniformQuantizer):
+    """The nearest number of the format: ties to even, saturating. The gradient is 1 where nothing is clipped.
 
-    FP8: x/s with s such that the range that was observed ends at the largest number. MX: s = 2^(⌊log2 max|x|⌋ − e) of
-    each block of 32, with e the exponent of the largest number.
+    FP8: x/s with s such that the observed range ends at the largest number. MX: s = 2^(⌊log2 max|x|⌋ − e) of each block
+    of 32, with e the exponent of the largest number.
     """
 
     minifloats: ClassVar[bool] = True
 
     def set_range(self, low: Tensor, high: Tensor, shape: torch.Size, values: Tensor | None = None) -> None:
-        """Keep the larger end, whatever its sign."""
+        """Store the larger magnitude of the two ends."""
         numbers = self.spec.format.minifloat
-        assert numbers is not None  # the base class refuses other formats
+        assert numbers is not None  # the base class rejects other formats
         end = torch.maximum(low.abs(), high.abs()).to(torch.float32)
-        if not self.spec.format.is_mx:  # the scales of blocks are found in each forward
+        if not self.spec.format.is_mx:  # block scales are computed in each forward
             check_small(end / numbers.largest, end, site=self.site)
         end = torch.where(end == 0, ZEROS, end.clamp(min=SMALLEST * numbers.largest))
         end = self.layout.fold(end, shape)
         self.set_grid(Grid(end / self.qmax, torch.zeros_like(end), self.qmin, self.qmax))
 
     def quantize(self, x: Tensor) -> Tensor:
-        """Round."""
+        """Round to the nearest number of the format."""
         numbers = self.spec.format.minifloat
-        assert numbers is not None  # the base class refuses other formats
+        assert numbers is not None  # the base class rejects other formats
         fixed = x.detach()
         scale = self._block_scale(fixed, numbers) if self.spec.format.is_mx else self._scale(fixed, numbers)
         rounded = _nearest(fixed / scale, numbers) * scale
         inside = (fixed.abs() <= numbers.largest * scale).to(x.dtype)
         return with_gradient_of(rounded, x * inside)
 
-    def _scale(self, x: Tensor, numbers: Numbers) -> Tensor:
+    def _scale(self, x: Tensor, numbers: MinifloatSpec) -> Tensor:
         return self.layout.spread(self.end() / numbers.largest, x)
 
-    def _block_scale(self, x: Tensor, numbers: Numbers) -> Tensor:
+    def _block_scale(self, x: Tensor, numbers: MinifloatSpec) -> Tensor:
         largest = self.layout.rows(x).abs().amax(dim=1)
         exponent = torch.frexp(largest)[1] - torch.frexp(torch.tensor(numbers.largest))[1]
         exponent = exponent.clamp(min=-126)  # the smallest normal scale
         return self.layout.over(torch.ldexp(torch.ones_like(largest), exponent), x)
 
 
-def _nearest(x: Tensor, numbers: Numbers) -> Tensor:
+def _nearest(x: Tensor, numbers: MinifloatSpec) -> Tensor:
     exponent = (torch.frexp(x)[1] - 1).clamp(min=numbers.lowest)
     step = torch.ldexp(torch.ones_like(x), exponent - numbers.fraction)
     return (torch.round(x / step) * step).clamp(-numbers.largest, numbers.largest)

@@ -1,4 +1,4 @@
-"""PACT: the ends of the range are learned from what they clip."""
+"""PACT: the ends of the range are learned from the gradients of clipped values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bitwright.quantizers.rounding import round_to_grid, usable_scale, with_grad
 
 
 class LearnedRange(Quantizer):
-    """Keeps `high` and `low`; the grid follows from them. A symmetric range is ±|high|, or [0, |high|]."""
+    """Learns `high` and `low`, which define the grid. A symmetric range is ±|high|, or [0, |high|]."""
 
     learned = ("high",)
     learned_if_asymmetric = ("low",)
@@ -24,28 +24,28 @@ class LearnedRange(Quantizer):
 
     @torch.no_grad()
     def set_grid(self, grid: Grid) -> None:
-        """The ends of this grid."""
+        """Use the ends of this grid."""
         super().set_grid(grid)
         self.keep("high", (self.qmax - grid.zero_point) * grid.scale)
         self.keep("low", (self.qmin - grid.zero_point) * grid.scale)
 
     def ends(self) -> tuple[Tensor, Tensor]:
-        """The ends in force, with the gradients of what is learned; zero always lies between them."""
+        """The effective ends with the gradients of the learned ones. They always include zero."""
         if not self.spec.format.symmetric:
             low = with_gradient_of(self.low.clamp(max=0.0), self.low)
             return low, with_gradient_of(self.high.clamp(min=0.0), self.high)
         high = with_gradient_of(self.grid().scale * self.qmax, self.high.abs())
         return (-high if self.qmin < 0 else torch.zeros_like(high)), high
 
-    def odd_state(self) -> str | None:
-        """Ends without a range between them."""
+    def invalid_state(self) -> str | None:
+        """An empty range."""
         if self.spec.format.symmetric:
             return "high" if bool((self.high == 0).any()) else None
         low, high = (end.detach() for end in self.ends())
         return "high" if bool((high == low).any()) else None
 
     def grid(self) -> Grid:
-        """The grid that the ends span now."""
+        """The grid between the current ends."""
         if self.spec.format.symmetric:
             scale = usable_scale(self.high / self.qmax, pot=self.spec.format.pot)
             return Grid(scale, torch.zeros_like(scale), self.qmin, self.qmax)
@@ -58,7 +58,7 @@ class LearnedRange(Quantizer):
 class Pact(LearnedRange):
     """Clip to [0 or −α, α] (asymmetric: [low, α]), then round: ∂α = 1 above, −1 below (symmetric), 0 inside.
 
-    α, kept as `high`, starts at the calibrated end of the range, at most `alpha`. Weights go with DoReFa.
+    α, stored as `high`, starts at the calibrated end of the range, at most `alpha`. Weights use DoReFa.
     """
 
     weight_partner = "dorefa"
@@ -72,6 +72,6 @@ class Pact(LearnedRange):
         super().set_range(low.clamp(min=-self.alpha), high.clamp(max=self.alpha), shape, values)
 
     def quantize(self, x: Tensor) -> Tensor:
-        """Round to the grid between the ends; the gradient is that of the clipping."""
+        """Round to the grid between the ends, with the gradient of clipping."""
         low, high = (self.layout.spread(end, x) for end in self.ends())
         return with_gradient_of(round_to_grid(x.detach(), self.grid(), self.layout), torch.clamp(x, low, high))

@@ -1,4 +1,4 @@
-"""The plain quantizer: round to the nearest code; the gradient passes where nothing is clipped."""
+"""The plain quantizer: round to the nearest code. The gradient is 1 where nothing is clipped."""
 
 from __future__ import annotations
 

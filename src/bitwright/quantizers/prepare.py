@@ -1,4 +1,4 @@
-"""`prepare(model, plan)` and `strip(model)`: quantizers on, quantizers off; the model stays what it is."""
+"""`prepare(model, plan)` attaches quantizers to a model, `strip(model)` removes them."""
 
 from __future__ import annotations
 
@@ -29,29 +29,30 @@ Mode = Literal["float", "calibrate", "quantize"]
 def prepare(
     model: Model, plan: Plan, *, inputs: Any = None, graph: Graph | None = None, simulate: bool = False
 ) -> Model:
-    """Put the plan's quantizers onto `model`, in place, and return it.
+    """Attach the plan's quantizers to `model`, in place, and return it.
 
-    Class, forward signature and float state-dict keys stay; quantizer state has keys
-    `bitwright.<site>.…`. A plan with patterns needs a `graph` (or `inputs` to record one); a plan of
-    exact sites doesn't. A prepared model runs in one thread at a time. Calibration gives learnable
-    scales their shapes: make the optimizer after. Operators of the plan's `compute` run in real low precision, or, with
-    `simulate`, in float with the same roundings.
+    The class, forward signature and float state-dict keys stay the same. Quantizer state has keys `bitwright.<site>.…`.
+    A plan with patterns needs a `graph`, or `inputs` to record one. A prepared model can run in one thread at a time.
+    Calibration sets the shapes of learnable scales, so create the optimizer afterwards. Operators in the plan's
+    `compute` section run in low precision or, with `simulate`, in float with the same rounding.
     """
-    model = bare(model)  # type: ignore[assignment]  # of torch.compile's wrapper; the model itself otherwise
+    model = bare(model)  # type: ignore[assignment]  # without torch.compile's wrapper
     if find_attachment(model) is not None:
-        raise BitwrightError("this model is prepared already", fix="strip(model) first")
+        raise BitwrightError("the model is already prepared", fix="call strip(model) first", code="already-prepared")
     if hasattr(model, CONTAINER):
         raise BitwrightError(
-            f"the model has an attribute {CONTAINER!r} of its own",
+            f"the model already has an attribute {CONTAINER!r}",
             value=type(model).__name__,
             fix="rename it",
+            code="name-in-use",
         )
     if graph is None and inputs is not None:
         graph = capture(model, inputs)
     if plan.has_patterns and graph is None:
         raise BitwrightError(
-            "the plan has patterns, which only a recorded graph can resolve",
+            "the plan has patterns, which need a recorded graph",
             fix="prepare(model, plan, inputs=example_batch), or plan.resolve(graph)",
+            code="unresolved-patterns",
         )
     plan = plan.resolve(graph) if graph is not None else plan
     problems = plan.validate() if graph is None else []
@@ -61,7 +62,7 @@ def prepare(
         raise PlanError(problems)
     attachment = builder.attachment
     if not attachment.quantizers and not attachment.kernels:
-        return model  # an all-float plan is no plan
+        return model  # an all-float plan needs no attachment
     container = Container(attachment)
     for site, quantizer in attachment.quantizers.items():
         container.add(site, quantizer)
@@ -71,8 +72,8 @@ def prepare(
     for fold in attachment.folds.values():
         fold.attached()
         if type(fold.norm).forward is nn.SyncBatchNorm.forward:
-            # Its kernels are one autograd function that no mode sees, and on a CPU it refuses to train. The forward
-            # that it overrides calls one operator, in whose place the fold does the same.
+            # Its kernels are one autograd function that modes can't intercept, and on a CPU it can't train. The forward
+            # of its base class calls one operator, which the fold replaces.
             fold.norm.__dict__["forward"].stand_in = nn.modules.batchnorm._BatchNorm
     model._modules[CONTAINER] = container
     container.to(next((p.device for p in model.parameters()), "cpu"))
@@ -82,7 +83,7 @@ def prepare(
 
 @strict
 def strip(model: Model) -> Model:
-    """Take everything off again: the float model as it was."""
+    """Remove all quantizers and restore the float model."""
     model = bare(model)  # type: ignore[assignment]
     attachment = find_attachment(model)
     if attachment is not None:
@@ -95,14 +96,14 @@ def strip(model: Model) -> Model:
 
 
 def find_attachment(model: nn.Module) -> Attachment | None:
-    """The attached state of a prepared model, if it is one."""
+    """The attached state of a prepared model, or None."""
     children = bare(model)._modules
     container = children[CONTAINER] if CONTAINER in children else None  # noqa: SIM401  # torch.jit's have no `get`
     return container.attachment if isinstance(container, Container) else None
 
 
 def unwrap_forward(model: nn.Module) -> None:
-    """Take off what a trainer has put around a prepared model's forward (Accelerate: autocast): deploy without it."""
+    """Remove a trainer's wrapper (such as Accelerate's autocast) around a prepared model's forward."""
     root = attachment_of(model).root
     wrapped: Any = model.__dict__.get("forward")
     while wrapped is not None and not isinstance(wrapped, ForwardShim):
@@ -113,7 +114,7 @@ def unwrap_forward(model: nn.Module) -> None:
 
 
 def replaced_modules(model: nn.Module) -> list[str]:
-    """Paths at which another module stands now than when the model was prepared: its operators would go unseen."""
+    """Paths of modules that were replaced after `prepare`: their operators would not be intercepted."""
     attachment = attachment_of(model)
     modules = dict(model.named_modules())
     return [path for path in attachment.tables if path and not _is_ours(modules.get(path), attachment)]
@@ -127,10 +128,15 @@ def _is_ours(module: nn.Module | None, attachment: Attachment) -> bool:
 
 
 def attachment_of(model: nn.Module) -> Attachment:
-    """The attached state; an error for a model that isn't prepared."""
+    """The attached state. Raises an error for a model that isn't prepared."""
     attachment = find_attachment(model)
     if attachment is None:
-        raise BitwrightError("this model isn't prepared", value=type(model).__name__, fix="prepare(model, plan) first")
+        raise BitwrightError(
+            "this model isn't prepared",
+            value=type(model).__name__,
+            fix="call prepare(model, plan) first",
+            code="not-prepared",
+        )
     return attachment
 
 
@@ -142,10 +148,10 @@ def quantizers_of(model: nn.Module) -> dict[str, Quantizer]:
 
 @strict
 def set_mode(model: nn.Module, mode: Mode) -> None:
-    """`float`: as if not prepared; `calibrate`: observe only; `quantize`: the real thing."""
+    """`float`: as if not prepared; `calibrate`: observe only; `quantize`: quantize."""
     attachment = attachment_of(model)
     if mode not in get_args(Mode):
-        raise BitwrightError("unknown mode", value=mode, fix=did_you_mean(mode, get_args(Mode)))
+        raise BitwrightError("unknown mode", value=mode, fix=did_you_mean(mode, get_args(Mode)), code="unknown-mode")
     attachment.enabled = mode != "float"
     for quantizer in attachment.quantizers.values():
         quantizer.observing = mode == "calibrate"
@@ -154,11 +160,11 @@ def set_mode(model: nn.Module, mode: Mode) -> None:
 
 @strict
 def compile_arithmetic(model: nn.Module, on: bool = True) -> None:
-    """Let the quantizers of a prepared model run as compiled code, in a model that isn't compiled itself.
+    """Run the quantizers of a prepared model in compiled code, without compiling the model.
 
-    For training, and for long evaluations: the first steps take some seconds more, and every step after them much
-    less. Off until it is asked for. Numbers stay the same; without a working compiler so does the speed, and a warning
-    is logged. Under `torch.compile` of the whole model it makes no difference.
+    Use it for training and long evaluations: the first steps take some seconds longer, the following steps are much
+    faster. The results don't change. Without a working compiler, a warning is logged and the speed stays the same. It
+    has no effect if the complete model is compiled with `torch.compile`.
     """
     for quantizer in attachment_of(model).quantizers.values():
         quantizer.compiled = on
@@ -166,7 +172,7 @@ def compile_arithmetic(model: nn.Module, on: bool = True) -> None:
 
 @contextmanager
 def in_mode(model: nn.Module, mode: Mode) -> Iterator[None]:
-    """`set_mode` for a while."""
+    """`set_mode` within this block."""
     attachment = attachment_of(model)
     before = (attachment.enabled, [(q, q.observing, q.enabled) for q in attachment.quantizers.values()])
     set_mode(model, mode)
@@ -180,7 +186,7 @@ def in_mode(model: nn.Module, mode: Mode) -> Iterator[None]:
 
 @contextmanager
 def weights_may_change(model: nn.Module) -> Iterator[None]:
-    """Within this context, weights may change. On exit, the ranges count as those of the new weights."""
+    """Allow weights to change in this block. On exit, the ranges are associated with the new weights."""
     attachment = attachment_of(model)
     attachment.watching = False
     try:
@@ -192,13 +198,13 @@ def weights_may_change(model: nn.Module) -> Iterator[None]:
 
 
 def warnings_of(model: nn.Module) -> tuple[Problem, ...]:
-    """What was noticed while a prepared model ran: operators without quantizers, weights that were not calibrated."""
+    """Warnings from running a prepared model: operators without quantizers, weights that were not calibrated."""
     return tuple(attachment_of(model).warnings.values())
 
 
 @contextmanager
 def folded_once(model: nn.Module) -> Iterator[None]:
-    """While this lasts, weights don't change and aren't quantized: norms are folded at the first forward only."""
+    """Fold norms only in the first forward of this block. Weights must not change and must not be quantized."""
     folds = attachment_of(model).folds.values()
     for fold in folds:
         fold.holding = True
@@ -211,7 +217,7 @@ def folded_once(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def tapped(model: nn.Module, look: Callable[[str, Quantizer, Tensor], None]) -> Iterator[None]:
-    """While this lasts, `look(site, quantizer, x)` is called for every tensor that reaches a quantizer."""
+    """Call `look(site, quantizer, x)` for every input of a quantizer in this block."""
     attachment = attachment_of(model)
     for quantizer in attachment.quantizers.values():
         quantizer.tap = look
@@ -223,7 +229,7 @@ def tapped(model: nn.Module, look: Callable[[str, Quantizer, Tensor], None]) -> 
 
 
 class _Builder:
-    """Turns a plan of exact sites into tables of hooks, collecting every problem."""
+    """Converts a plan with exact sites to hook tables and collects all problems."""
 
     def __init__(
         self, model: nn.Module, plan: Plan, graph: Graph | None, skip: set[str | None], *, simulate: bool
@@ -247,7 +253,7 @@ class _Builder:
             if f"fold.{norm}" not in skip:
                 self._fold(norm, fold)
         for name, compute in plan.compute.items():
-            if compute.low and not any(str(where).startswith(f"compute.{name}") for where in skip):
+            if compute.is_low_precision and not any(str(where).startswith(f"compute.{name}") for where in skip):
                 self._kernel(name, compute, simulate)
         self._count_calls(graph)
         self._repeat_weights()
@@ -256,9 +262,9 @@ class _Builder:
             self._count_recorded(graph)
 
     def _count_calls(self, graph: Graph | None) -> None:
-        """Calls that are known, from the plan or the graph, and have no quantizers are float.
+        """Treat known calls (in the plan or the graph) without quantizers as float.
 
-        Only calls beyond all known ones take the quantizers of the last.
+        Only calls beyond all known ones use the quantizers of the last one.
         """
         known = [(op.module, op.call) for op in graph.ops] if graph is not None else []
         idle = [SiteName.parse(site) for site, spec in self.sites.items() if not spec.quantizes]
@@ -268,11 +274,11 @@ class _Builder:
                 calls.append({})
 
     def _count_recorded(self, graph: Graph) -> None:
-        """How many operators of each kind were recorded where: any beyond them would silently run in float."""
+        """Count the recorded operators per kind and location, to detect others, which would silently run in float."""
         recorded = self.attachment.recorded
         for op in graph.ops:
             if op.name.rpartition("/")[2].startswith(f"{op.kind}_int#"):
-                continue  # counted apart: it carries no floating-point numbers
+                continue  # counted separately: it has no floating-point inputs
             calls = recorded.setdefault(op.module, [])
             while len(calls) <= op.call:
                 calls.append({})
@@ -284,7 +290,7 @@ class _Builder:
                 self.unseen.add(path)
 
     def _repeat_weights(self) -> None:
-        """A module's later calls use the same weight, so the same quantizer and fold."""
+        """Let later calls of a module use the same weight quantizer and fold."""
         for first, *later in self.attachment.tables.values():
             for kind, entries in first.items():
                 for table in later:
@@ -303,16 +309,19 @@ class _Builder:
         name = SiteName.parse(site)
         if name.path not in self.modules:
             fix = did_you_mean(name.path, self.modules)
-            self.problems.append(Problem(what="the model has no such module", where=site, value=name.path, fix=fix))
+            self.problems.append(
+                Problem(what="the model has no such module", where=site, value=name.path, fix=fix, code="unknown-site")
+            )
             return None
         kind = name.kind or primary_kind(self.modules[name.path])
         if kind is None:
             self.problems.append(
                 Problem(
-                    what="this module doesn't stand for one operator",
+                    what="this module doesn't have a primary operator",
                     where=site,
                     value=type(self.modules[name.path]).__name__,
                     fix=f"name the operator: {name.path}/linear#0:{name.port}",
+                    code="unknown-site",
                 )
             )
             return None
@@ -336,10 +345,12 @@ class _Builder:
                 **spec.quantizer_options,
             )
         except TypeError as error:
-            what = f"wrong options of the quantizer {spec.quantizer}: {error}"
-            self.problems.append(Problem(what=what, where=site, value=dict(spec.quantizer_options)))
+            what = f"invalid options of the quantizer {spec.quantizer}: {error}"
+            self.problems.append(
+                Problem(what=what, where=site, value=dict(spec.quantizer_options), code="invalid-options")
+            )
             return
-        except BitwrightError as error:  # a format that this quantizer has no levels for, a value out of range
+        except BitwrightError as error:  # an unsupported format or an invalid option
             self.problems += error.problems
             self.refused.add(site)
             return
@@ -349,13 +360,14 @@ class _Builder:
     def _link(self, quantizer: Quantizer) -> None:
         known = self.attachment.quantizers
         missing = [site for site in quantizer.of if site not in known]
-        for site in (site for site in missing if site not in self.refused):  # those have a problem of their own
+        for site in (site for site in missing if site not in self.refused):  # those are reported already
             self.problems.append(
                 Problem(
-                    what="is made from a site that has no quantizer",
+                    what="is derived from a site without a quantizer",
                     where=quantizer.site,
                     value=site,
                     fix=did_you_mean(site, known),
+                    code="unknown-site",
                 )
             )
         if not missing:
@@ -401,6 +413,7 @@ class _Builder:
                     where=norm,
                     value=type(module).__name__,
                     fix="remove it from `fold`",
+                    code="fold-not-possible",
                 )
             )
             return
@@ -413,7 +426,7 @@ class _Builder:
             weight.fold = fold
 
     def paths(self) -> set[str]:
-        """Modules that need a shim: the root, those with hooks and all below them, and those of torch.compile."""
+        """Modules that need a shim: the root, modules with hooks and their descendants, and compiled modules."""
         owners = self.attachment.tables
         wanted = {"", *(path for path, module in self.modules.items() if bare(module) is not module)}
         for path in self.modules:  # parents come before their children

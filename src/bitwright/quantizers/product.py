@@ -1,4 +1,4 @@
-"""A bias as integer kernels add it: int32 on the grid input scale × weight scale, without a range."""
+"""The bias of integer kernels: int32 with the product of the input and weight scales."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from bitwright.core.errors import CalibrationError
 from bitwright.quantizers.base import Quantizer
 from bitwright.quantizers.grid import LARGEST, SMALLEST, Grid, product_problem
 
-_FINE = 2.0**10  # steps in a bias that must at least be left of it
-_ROOM = 2.0**30  # accumulators are int32: the bias may take half of them
+_FINE = 2.0**10  # the minimum number of steps for the bias
+_ROOM = 2.0**30  # accumulators are int32: the bias may use half of the range
 
 
 def _choose_for_zeros(data: Quantizer, weight: Quantizer, largest: Tensor) -> None:
-    """A factor that has seen only zeros can have any scale: give it one with which the bias isn't rounded away."""
+    """Choose the scale of an input or weight that contains only zeros, so that the bias isn't rounded to zero."""
     for factor, other in ((weight, data), (data, weight)):
         if factor.zeros is None or not bool(factor.zeros.any()):
             continue
@@ -33,7 +33,7 @@ def _choose_for_zeros(data: Quantizer, weight: Quantizer, largest: Tensor) -> No
 
 
 class Product(Quantizer):
-    """Rounds to the product of two other quantizers' scales; `of` names their sites."""
+    """Rounds to the product of two other quantizers' scales. `of` lists their sites."""
 
     def __init__(self, *args: Any, of: list[str], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -41,29 +41,29 @@ class Product(Quantizer):
 
     @property
     def ready(self) -> bool:
-        """As soon as both factors are."""
+        """Whether both other quantizers are calibrated."""
         return all(part.ready for part in self.parts)
 
     def quantize(self, x: Tensor) -> Tensor:
-        """Round; in float64, as codes go beyond what float32 can count."""
+        """Round in float64, because codes exceed the exact integers of float32."""
         scale = self.grid().scale.double()
         rounded = (torch.round(x.double() / scale) * scale).to(torch.float32)
-        return rounded.detach() + (x - x.detach())  # the gradient passes straight through
+        return rounded.detach() + (x - x.detach())  # straight-through gradient
 
     def grid(self) -> Grid:
         """The product of the scales."""
         data, weight = (part.grid().scale for part in self.parts)
-        scale = (data * weight).to(torch.float32).clamp(SMALLEST, LARGEST)  # beyond them, `export` refuses it
+        scale = (data * weight).to(torch.float32).clamp(SMALLEST, LARGEST)  # `export` rejects scales beyond this
         return Grid(scale, torch.zeros_like(scale), self.qmin, self.qmax)
 
     @torch.no_grad()
     def observe(self, x: Tensor) -> None:
-        """Only the size of the bias matters."""
+        """Record the magnitude of the bias."""
         self.largest = x.detach().abs().to(torch.float32)
 
     @torch.no_grad()
-    def settle(self) -> None:
-        """A bias that doesn't fit makes its channel's weight scale coarser: those weights hardly count."""
+    def update_grid(self) -> None:
+        """Increase the weight scale of a channel if its bias doesn't fit; such a weight contributes little."""
         largest = self.__dict__.pop("largest", None)
         if largest is None:
             return
@@ -78,7 +78,7 @@ class Product(Quantizer):
             raise CalibrationError(
                 problem.what, where=problem.where, value=problem.value, fix=problem.fix, code=problem.code
             )
-        raised = torch.maximum(raised, (SMALLEST / by).float())  # of channels that count for nothing
+        raised = torch.maximum(raised, (SMALLEST / by).float())  # for negligible channels
         if bool((raised > grid.scale).any()):
             weight.set_grid(Grid(raised, grid.zero_point, grid.qmin, grid.qmax))
 
@@ -89,4 +89,4 @@ class Product(Quantizer):
         return torch.clamp(codes, self.qmin, self.qmax).to(torch.int32)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        """No state of its own."""
+        """Save nothing: there is no own state."""

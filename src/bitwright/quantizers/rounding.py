@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bitwright.quantizers.compiled import Frame, Kernel, dense, works_here, worthwhile
+from bitwright.quantizers.compiled import CompiledKernel, Frame, can_run_compiled, dense, is_worthwhile
 from bitwright.quantizers.grid import LARGEST, SMALLEST, Grid, Layout, needed_scale, power_of_two
 
 if TYPE_CHECKING:
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 
 class _WithGradientOf(torch.autograd.Function):
-    """Reads neither tensor: no pass over memory, forward or backward."""
+    """Reads neither tensor, so it needs no pass over memory."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, x: Tensor, factor: float) -> Tensor:
         ctx.factor = factor
-        return value.detach()  # no view to autograd: the model may go on in place
+        return value.detach()  # not a view for autograd, so that the model may modify it in place
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, None]:
@@ -28,8 +28,8 @@ class _WithGradientOf(torch.autograd.Function):
 
 
 def with_gradient_of(value: Tensor, x: Tensor, factor: float = 1.0) -> Tensor:
-    """`value`, to the last bit, with `factor` times the gradient of `x` (straight-through)."""
-    if value.shape != x.shape or torch.compiler.is_compiling():  # compilers make one pass of it in any case
+    """`value`, bit-exact, with `factor` times the gradient of `x` (straight-through)."""
+    if value.shape != x.shape or torch.compiler.is_compiling():  # compilers fuse it anyway
         return value.detach() + (x - x.detach()) * factor
     if not x.requires_grad:
         return value.detach()
@@ -38,18 +38,18 @@ def with_gradient_of(value: Tensor, x: Tensor, factor: float = 1.0) -> Tensor:
 
 
 def usable_scale(scale: Tensor, *, pot: bool) -> Tensor:
-    """A learned scale as arithmetic uses it: positive, a power of two where the format wants one. No gradient."""
+    """The effective value of a learned scale: positive, a power of two if required, without gradient."""
     scale = torch.clamp(scale.detach().abs(), SMALLEST, LARGEST)
     return power_of_two(scale) if pot else scale
 
 
 def _eager() -> bool:
-    """Nobody traces, and no gradient of gradients is wanted: temporaries may be written over."""
+    """Whether temporaries may be overwritten: nothing is traced, and no double backward is required."""
     return not (torch.compiler.is_compiling() or torch.is_grad_enabled())
 
 
 def _equal(a: Tensor, b: Tensor) -> Tensor:
-    """Where they are; eagerly as floats, as torch is ten times slower where floats meet booleans."""
+    """Where the values are equal; in eager mode as floats, because mixing floats and booleans is ten times slower."""
     return torch.eq(a, b, out=torch.empty_like(a)) if _eager() else a == b
 
 
@@ -58,7 +58,7 @@ def _positive(x: Tensor) -> Tensor:
 
 
 def _only(values: Tensor, where: Tensor) -> Tensor:
-    """The values there, 0 elsewhere."""
+    """The values where the mask is set, 0 elsewhere."""
     return values * where if where.is_floating_point() else torch.where(where, values, 0.0)
 
 
@@ -73,7 +73,7 @@ def _forward_relu(x: Tensor, scale: Tensor, low: Tensor, high: Tensor) -> Tensor
 
 
 def _parts(x: Tensor, grad: Tensor, scale: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of x and of each element's own scale."""
+    """The gradients of x and of each element's scale."""
     steps = x / scale
     clamped = torch.clamp(steps, low, high)
     inside = _equal(steps, clamped)
@@ -106,16 +106,16 @@ def _plain_backward_relu(x: Tensor, grad: Tensor, scale: Tensor, low: Tensor, hi
     return (_only(to_x, _positive(x)),)
 
 
-# by whether a ReLU comes first
-_FORWARD = {False: Kernel(_forward), True: Kernel(_forward_relu)}
-_BACKWARD = {False: Kernel(_backward), True: Kernel(_backward_relu)}
-_BACKWARD_ZERO = Kernel(_backward_zero)
-_PLAIN_BACKWARD = {False: Kernel(_plain_backward), True: Kernel(_plain_backward_relu)}
+# key: whether a ReLU is applied first
+_FORWARD = {False: CompiledKernel(_forward), True: CompiledKernel(_forward_relu)}
+_BACKWARD = {False: CompiledKernel(_backward), True: CompiledKernel(_backward_relu)}
+_BACKWARD_ZERO = CompiledKernel(_backward_zero)
+_PLAIN_BACKWARD = {False: CompiledKernel(_plain_backward), True: CompiledKernel(_plain_backward_relu)}
 
 
 def _frame(x: Tensor, scale: Tensor) -> Frame | None:
-    """How compiled kernels see this call; None where they can't, or where it isn't worth it."""
-    if not worthwhile(x):
+    """The view for compiled kernels; None if they can't be used or are not worthwhile."""
+    if not is_worthwhile(x):
         return None
     if scale.numel() == 1:
         return Frame(x) if dense(x) else None
@@ -123,7 +123,7 @@ def _frame(x: Tensor, scale: Tensor) -> Frame | None:
     return Frame(x, scale.numel()) if first else None
 
 
-def _compiled(kernel: Kernel, frame: Frame, large: tuple[Tensor, ...], small: tuple[Tensor, ...]) -> Any:
+def _compiled(kernel: CompiledKernel, frame: Frame, large: tuple[Tensor, ...], small: tuple[Tensor, ...]) -> Any:
     shape = (frame.rows, 1) if frame.rows else ()
     flat = (part if part.dim() == 0 else part.reshape(shape if part.numel() > 1 else ()) for part in small)
     return kernel.compiled(*map(frame.view, large), *(part.detach() for part in flat))
@@ -165,7 +165,7 @@ class _Round(torch.autograd.Function):
             kernel = _PLAIN_BACKWARD[how.relu]
         else:
             kernel = _BACKWARD_ZERO if ctx.needs_input_grad[2] else _BACKWARD[how.relu]
-        again = torch.is_grad_enabled()  # a gradient of gradients is wanted, of which compiled kernels have none
+        again = torch.is_grad_enabled()  # double backward, which compiled kernels don't support
         if again and learned is not None:
             scale = with_gradient_of(scale, learned.abs().reshape(scale.shape))
         if ctx.frame is None or again:
@@ -191,16 +191,16 @@ def round_to_grid(
     half: bool = False,
     fused: bool = False,
 ) -> Tensor:
-    """clamp(round(x/s), n−z, p−z)·s with straight-through rounding; s and z get LSQ's gradients if they learn.
+    """clamp(round(x/s), n−z, p−z)·s with straight-through rounding. s and z get LSQ's gradients if they are learned.
 
-    `learned`: where s = |learned| up to limits, this gets the gradient of s instead, times `factor`. `relu` rounds
-    relu(x) in the same pass. `half` passes gradients half a step beyond the ends, where rounding still ends on the
-    grid, and none to s and z. `fused` runs compiled kernels where that pays.
+    `learned`: if s = |learned| within limits, this tensor gets the gradient of s, times `factor`. `relu` rounds relu(x)
+    in the same pass. `half` passes gradients half a step beyond the ends, where values still round to the grid, and
+    none to s and z. `fused` uses compiled kernels where they are faster.
     """
     if relu and grid.zero_point.requires_grad:
         x, relu = torch.relu(x), False
     scale = grid.scale
-    if learned is not None and layout.granularity == "group":  # spread over blocks, a scale has another shape
+    if learned is not None and layout.granularity == "group":  # a scale expanded to blocks has another shape
         scale, learned = with_gradient_of(scale, learned.abs(), factor), None
     how = _RoundingSettings(relu, half, fused, factor)
     rounded: Tensor = _Round.apply(  # type: ignore[no-untyped-call]
@@ -242,8 +242,8 @@ def _over(per_channel: Tensor) -> Tensor:
     return per_channel[:, None, None]
 
 
-_FOLDED_FORWARD = {None: Kernel(_folded_forward), "int16-pairs": Kernel(_forward_guarded)}
-_FOLDED_BACKWARD = Kernel(_folded_backward)
+_FOLDED_FORWARD = {None: CompiledKernel(_folded_forward), "int16-pairs": CompiledKernel(_forward_guarded)}
+_FOLDED_BACKWARD = CompiledKernel(_folded_backward)
 
 
 class _FoldedSettings(NamedTuple):
@@ -253,9 +253,9 @@ class _FoldedSettings(NamedTuple):
     gradient_scale: float
     fused: bool
 
-    def run(self, kernel: Kernel, *inputs: Any) -> Any:
-        """In compiled code or not: the same bits."""
-        return (kernel.compiled if self.fused and works_here() else kernel.function)(*inputs)
+    def run(self, kernel: CompiledKernel, *inputs: Any) -> Any:
+        """Run compiled or not, with bit-identical results."""
+        return (kernel.compiled if self.fused and can_run_compiled() else kernel.function)(*inputs)
 
 
 class _RoundFolded(torch.autograd.Function):
@@ -273,42 +273,42 @@ class _RoundFolded(torch.autograd.Function):
         weight, factor, learned, scale = ctx.saved_tensors
         how: _FoldedSettings = ctx.how
         (grad,) = grads
-        if torch.is_grad_enabled():  # a gradient of gradients is wanted, of which compiled kernels have none
+        if torch.is_grad_enabled():  # double backward, which compiled kernels don't support
             grid = Grid(scale, torch.zeros_like(scale), int(how.low), int(how.high))
             steps = {"learned": learned, "factor": how.gradient_scale}
             again = round_to_grid(weight * factor, grid, Layout("channel", 0), **steps) / factor
             return (*torch.autograd.grad(again, (weight, factor, learned), grad, create_graph=True), None)
         inputs = _channels(weight), _channels(grad), factor.detach().reshape(-1)
         to_weight, *parts = how.run(_FOLDED_BACKWARD, *inputs, scale, how.low, how.high)
-        # Summed here: the order of sums in compiled code depends on what it was first compiled for, and so would the
-        # last bits of a run that is resumed.
+        # Sums are computed here: in compiled code, their order depends on the first compiled shape, so the last bits
+        # of a resumed run would differ.
         to_scale, to_factor = (part.sum((1, 2)) for part in parts)
         to_learned = to_scale * (torch.sgn(learned) * how.gradient_scale)
         return to_weight.view(weight.shape), to_factor.view(factor.shape), to_learned, None
 
 
 def _channels(x: Tensor) -> Tensor:
-    """(output channel, input channel, kernel position), whatever the weight's axes are; no view to autograd."""
+    """View any weight as (output channel, input channel, kernel position); not a view for autograd."""
     return x.detach().contiguous().view(x.shape[0], x.shape[1], -1)
 
 
 def can_fold(quantizer: Quantizer, weight: Tensor) -> bool:
-    """Whether these kernels compute what the quantizer does to this weight."""
+    """Whether these kernels are equivalent to the quantizer for this weight."""
     layout, format = quantizer.layout, quantizer.spec.format
     return (
-        not torch.compiler.is_compiling()  # compilers make few passes of it in any case
+        not torch.compiler.is_compiling()  # compilers fuse it anyway
         and (layout.granularity, layout.axis) == ("channel", 0)
         and format.symmetric
         and not format.pot
         and weight.dtype == torch.float32
         and weight.is_contiguous()
         and quantizer.spec.guard in _FOLDED_FORWARD
-        and not quantizer.kind.startswith("conv_transpose")  # its guard pairs along the other axis
+        and not quantizer.kind.startswith("conv_transpose")  # its guard pairs values along the other axis
     )
 
 
 def round_folded(quantizer: Quantizer, weight: Tensor, factor: Tensor) -> Tensor:
-    """`weight`·`factor` (one per output channel) rounded to the learned scale, and divided by the factor again."""
+    """`weight`·`factor` (one per output channel), rounded to the learned scale and divided by the factor."""
     how = _FoldedSettings(
         guard=quantizer.spec.guard,
         low=float(quantizer.qmin),

@@ -1,4 +1,4 @@
-"""The state of quantizers: validation on load, and which weights a range was calibrated for."""
+"""Validate the state of quantizers on load, and track which weights a range was calibrated for."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _RANKS = {"tensor": (0, 0), "channel": (1, 1), "group": (1, 64)}
 
 
 def state_problems(quantizer: Quantizer, state: Mapping[str, Tensor]) -> list[Problem]:
-    """Everything that is wrong with a state for this quantizer; `state` has the names of its own state dict."""
+    """All problems of a state for this quantizer. `state` has the names of the quantizer's state dict."""
     known = {**quantizer._parameters, **quantizer._buffers}
     wrong: list[tuple[str, str, object, str]] = [
         *((name, "is missing from the checkpoint", None, "state-incomplete") for name in known if name not in state),
-        *((name, "is no state of this quantizer", None, "state-unknown") for name in state if name not in known),
+        *((name, "is not a state of this quantizer", None, "state-unknown") for name in state if name not in known),
     ]
     for name, value in state.items():
         if name in known:
@@ -52,7 +52,7 @@ def parameter_problems(sites: Iterable[str], named: Iterable[tuple[str, Tensor]]
             Problem(
                 what=f"{'NaN' if has_nan else 'infinity'} in a parameter",
                 where=name,
-                fix="load weights that are finite, or train the model again",
+                fix="load finite weights, or train the model again",
                 code="parameter-not-finite",
             )
         )
@@ -63,7 +63,7 @@ _Found = tuple[str, object, str]
 
 
 def _about(quantizer: Quantizer, name: str, value: Tensor, scale: Tensor | None) -> list[_Found]:
-    """One tensor by itself: its dtype, its shape, its numbers."""
+    """Problems of one tensor: dtype, shape, values."""
     if value.dtype != torch.float32:
         return [("is not float32", str(value.dtype), "state-dtype")]
     shape = tuple(value.shape)
@@ -75,19 +75,19 @@ def _about(quantizer: Quantizer, name: str, value: Tensor, scale: Tensor | None)
     else:
         fits = shape == tuple(scale.shape)
     if not fits:
-        return [("has an impossible shape", shape, "state-shape")]
+        return [("has an invalid shape", shape, "state-shape")]
     if not bool(value.isfinite().all()):
         return [("is not finite", _odd(value, ~value.isfinite()), "state-not-finite")]
     if name == "codes":
-        return [] if tuple(value.tolist()) in _codes(quantizer) else [("are not those of the format", shape, "codes")]
+        return [] if tuple(value.tolist()) in _codes(quantizer) else [("don't match the format", shape, "codes")]
     if name == "scale":
-        bad = value == 0 if quantizer.learns(name) else value < SMALLEST  # arithmetic uses |s| of a learned scale
+        bad = value == 0 if quantizer.learns(name) else value < SMALLEST  # a learned scale is used as |s|
         return [("is not a positive normal number", _odd(value, bad), "scale-range")] if bool(bad.any()) else []
     return []
 
 
 def _codes(quantizer: Quantizer) -> set[tuple[float, float]]:
-    """What calibration can have made of the format's codes."""
+    """The code ranges that calibration can produce for the format."""
     format = quantizer.spec.format
     found = {(format.qmin, format.qmax)}
     if format.adasign:
@@ -98,8 +98,8 @@ def _codes(quantizer: Quantizer) -> set[tuple[float, float]]:
 
 
 def _about_grid(quantizer: Quantizer, state: Mapping[str, Tensor]) -> list[tuple[str, _Found]]:
-    """The grid that follows from all of it."""
-    probe: Quantizer = object.__new__(type(quantizer))  # nothing of the quantizer itself changes
+    """Problems of the resulting grid."""
+    probe: Quantizer = object.__new__(type(quantizer))  # leaves the quantizer itself unchanged
     probe.__dict__.update(quantizer.__dict__)
     probe.__dict__["_parameters"] = {name: state[name] for name in quantizer._parameters}
     probe.__dict__["_buffers"] = {name: state[name] for name in quantizer._buffers}
@@ -107,7 +107,7 @@ def _about_grid(quantizer: Quantizer, state: Mapping[str, Tensor]) -> list[tuple
     probe.__dict__.update(qmin=low, qmax=high)
     with torch.no_grad():
         grid = probe.grid()
-        odd = probe.odd_state()
+        odd = probe.invalid_state()
     found: list[tuple[str, _Found]] = (
         [] if odd is None else [(odd, ("is out of range", _first(state[odd]), "state-range"))]
     )
@@ -116,7 +116,7 @@ def _about_grid(quantizer: Quantizer, state: Mapping[str, Tensor]) -> list[tuple
         found.append(("scale", ("is not a positive normal number", _odd(scale, ~(scale >= SMALLEST)), "scale-range")))
     ends = torch.maximum((low - zero_point).abs(), (high - zero_point).abs()) * scale
     if not bool(ends.isfinite().all()):
-        found.append(("scale", ("is so large that codes stand for infinity", _first(scale), "scale-overflow")))
+        found.append(("scale", ("is so large that codes represent infinity", _first(scale), "scale-overflow")))
     inside = (zero_point >= low) & (zero_point <= high) & (zero_point == zero_point.round())
     if quantizer.spec.format.symmetric:
         inside &= zero_point == 0
@@ -133,8 +133,8 @@ def _first(value: Tensor) -> float:
     return float(value.reshape(-1)[0])
 
 
-_SUMS = 64  # of a fingerprint, along the memory and across it
-_SAME = 0.01  # of a weight's norm; rounding to bfloat16 moves it by 0.002
+_SUMS = 64  # of a fingerprint, along memory and across it
+_SAME = 0.01  # relative to a weight's norm; rounding to bfloat16 changes it by 0.002
 _SAMPLED = 8
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 
@@ -145,35 +145,35 @@ Key = tuple[object, ...]
 class _Known:
     version: Key
     mark: Tensor | None
-    """Its fingerprint; None: whatever it is when it comes next."""
+    """Its fingerprint; None: not computed until its next use."""
     grid: Grid | None
-    """Its own grid, where it came after calibration; None: that of calibration."""
+    """Its own grid if it appeared after calibration; None: the grid of calibration."""
 
 
 @dataclass
 class Tracked:
-    """The tensors that one weight quantizer knows."""
+    """The known weight tensors of one quantizer."""
 
     known: dict[Key, _Known] = field(default_factory=dict)
     fresh: bool = False
-    """Whether the tensor that comes now wasn't seen in this calibration."""
+    """Whether the current tensor was not observed in this calibration."""
     calibrated: Grid | None = None
-    """The grid of calibration, once another tensor has one of its own."""
+    """The grid of calibration, if another tensor has its own."""
 
     def refresh(self) -> None:
-        """The known tensors were changed on purpose: take them as they are."""
+        """Accept the current values after an intentional change."""
         self.known = {key: _Known(one.version, None, one.grid) for key, one in self.known.items() if key[0] != "values"}
 
     def forget(self) -> None:
-        """Ranges came from elsewhere: the next tensor is the one that they belong to."""
+        """Associate ranges from another source with the next tensor."""
         self.known, self.calibrated = {}, None
 
 
-def recognise(quantizer: Quantizer, x: Tensor) -> Problem | None:
-    """Look at the weight that is about to be quantized; in eager mode only.
+def identify_weight(quantizer: Quantizer, x: Tensor) -> Problem | None:
+    """Identify the weight that is about to be quantized; in eager mode only.
 
-    While calibrating, a tensor that is new is observed, too. Later, a tensor with a range of its own gets it, a new one
-    gets one (and a warning is returned), and a known one with other numbers than before is an error.
+    During calibration, a new tensor is observed. Afterwards, a tensor with its own range uses it, a new tensor gets a
+    range (and a warning is returned), and a known tensor with changed values is an error.
     """
     root = x if x._base is None else x._base
     stored = isinstance(root, nn.Parameter)
@@ -186,7 +186,7 @@ def recognise(quantizer: Quantizer, x: Tensor) -> Problem | None:
     if quantizer.observing:
         _while_observing(quantizer, tracked, key, x, mark)
         return None
-    if quantizer.training or (stored and root.grad is not None):  # weights move, and their ranges follow or are learned
+    if quantizer.training or (stored and root.grad is not None):  # weights change, and ranges are updated or learned
         tracked.forget()
         return None
     if entry is not None and stored and entry.version == _version(x):
@@ -215,7 +215,7 @@ def _while_observing(quantizer: Quantizer, tracked: Tracked, key: Key, x: Tensor
 
 
 def _use(quantizer: Quantizer, tracked: Tracked, entry: _Known) -> None:
-    """Put the tensor's own grid in force, if it has one."""
+    """Activate the tensor's own grid, if it has one."""
     if tracked.calibrated is not None:
         quantizer.set_grid(tracked.calibrated if entry.grid is None else entry.grid)
 
@@ -223,7 +223,7 @@ def _use(quantizer: Quantizer, tracked: Tracked, entry: _Known) -> None:
 def _meet(quantizer: Quantizer, tracked: Tracked, key: Key, x: Tensor, mark: Tensor, *, changed: bool) -> Problem:
     if changed or quantizer.fold is not None or key[0] == "values" or not quantizer.ranges_weights:
         problem = Problem(
-            what="the weight is not the one whose range was found: it was changed or replaced after calibration",
+            what="the weight was changed or replaced after calibration, so its range is not valid",
             where=quantizer.site,
             value=tuple(x.shape),
             fix="calibrate(model, batches) again, or load a checkpoint that was saved with its ranges",
@@ -242,8 +242,8 @@ def _meet(quantizer: Quantizer, tracked: Tracked, key: Key, x: Tensor, mark: Ten
     quantizer.set_range(*observer.range(), x.shape, wide)
     tracked.known[key] = _Known(_version(x), mark, _grid(quantizer))
     return Problem(
-        what="this operator reads another weight than during calibration; the weight gets a range of its own, but "
-        "ranges of activations may not fit",
+        what="this operator reads another weight than during calibration; the weight gets its own range, but "
+        "activation ranges may not fit",
         where=quantizer.site,
         value=tuple(x.shape),
         fix="calibrate with inputs that select every weight",
@@ -252,15 +252,15 @@ def _meet(quantizer: Quantizer, tracked: Tracked, key: Key, x: Tensor, mark: Ten
 
 
 def _grid(quantizer: Quantizer) -> Grid:
-    """The grid in force, in tensors of its own: the quantizer writes into those that it has."""
+    """The current grid in new tensors: the quantizer overwrites its own."""
     grid = quantizer.grid()
     return replace(grid, scale=grid.scale.clone(), zero_point=grid.zero_point.clone())
 
 
 def _version(x: Tensor) -> Key:
-    """Changes when the tensor does: torch's count, and some numbers, as writes through `.data` aren't counted.
+    """A key that changes with the tensor: torch's version counter and some values (`.data` writes aren't counted).
 
-    Looking at numbers would wait for a GPU at every operator: there torch's count must do.
+    On a GPU, reading values would synchronize at every operator, so only the version counter is used.
     """
     if x.device.type != "cpu" or not x.is_contiguous():
         return (x._version,)
@@ -270,7 +270,7 @@ def _version(x: Tensor) -> Key:
 
 @torch.no_grad()
 def _fingerprint(x: Tensor) -> Tensor:
-    """Largest, norm, and sums of parts of a weight: enough to tell two apart, not exact after a cast."""
+    """Maximum, norm, and partial sums of a weight: distinguishes weights, but is not exact after a cast."""
     flat = x.detach().reshape(-1).to(torch.float32)
     rest = -flat.numel() % _SUMS
     grid = torch.nn.functional.pad(flat, (0, rest)).view(_SUMS, -1) if rest else flat.view(_SUMS, -1)

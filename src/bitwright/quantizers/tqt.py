@@ -18,7 +18,7 @@ _LOWEST, _HIGHEST = -126.0, 127.0  # exponents of the normal numbers of float32
 class Tqt(Quantizer):
     """s = 2^⌈log2 t⌉ / (p+1): ∂log2 t = s·ln 2·{n below; p above; round(x/s) − x/s inside}; ⌈·⌉ is straight-through.
 
-    The scale is a power of two in any format, before and after every optimizer step.
+    The scale is always a power of two, in any format.
     """
 
     learned = ("log2_threshold",)
@@ -28,20 +28,20 @@ class Tqt(Quantizer):
 
     @torch.no_grad()
     def set_grid(self, grid: Grid) -> None:
-        """The threshold from which this grid follows; a scale that is no power of two is raised to one."""
+        """Set the threshold that gives this grid. The scale is rounded up to a power of two."""
         super().set_grid(grid)
         fraction, exponent = torch.frexp(grid.scale)
         ceiling = exponent - (fraction == 0.5).to(exponent.dtype) + log2(grid.qmax + 1)
         if bool((ceiling > _HIGHEST).any()):
             raise CalibrationError(
-                "these numbers are too large: their threshold, a power of two, exceeds float32",
+                "these values are too large: their power-of-two threshold exceeds float32",
                 where=self.site,
                 value=float(grid.scale.max()),
                 code="scale-overflow",
                 fix="divide the data or the weights by a power of two, or keep this site in float (format: float)",
             )
         threshold = torch.log2(grid.scale * (grid.qmax + 1))
-        # for large exponents float32 can't tell the logarithm of a power of two from that of the number above it
+        # for large exponents, float32 can't distinguish the logarithms of a power of two and of the next number
         self.keep("log2_threshold", torch.where(torch.ceil(threshold) == ceiling, threshold, ceiling))
 
     def _scale(self) -> Tensor:
@@ -49,8 +49,8 @@ class Tqt(Quantizer):
         exponent = torch.ceil(self.log2_threshold).clamp(_LOWEST + levels, _HIGHEST) - levels
         return torch.exp2(with_gradient_of(exponent, self.log2_threshold))
 
-    def odd_state(self) -> str | None:
-        """Thresholds whose scale isn't a normal number."""
+    def invalid_state(self) -> str | None:
+        """Thresholds with a scale that isn't a normal number."""
         exponent = torch.ceil(self.log2_threshold)
         fits = (exponent >= _LOWEST + log2(self.qmax + 1)) & (exponent <= _HIGHEST)
         return None if bool(fits.all()) else "log2_threshold"

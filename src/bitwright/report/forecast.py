@@ -10,13 +10,13 @@ from pydantic import Field
 from bitwright.cluster import Prediction
 from bitwright.cluster.compare import StepComparison, TimePair
 from bitwright.cluster.prediction import trace_events
-from bitwright.report.record_parts import Frozen
+from bitwright.core.documents import ResultModel
 
 _DEVICES = 16  # kinds of devices that get a timeline; in exact mode there may be a thousand
 _SPANS = 1200  # of one device: more can't be told apart on a screen
 
 
-class Span(Frozen):
+class Span(ResultModel):
     """Something that a device does."""
 
     name: str
@@ -25,7 +25,7 @@ class Span(Frozen):
     end_ms: float
 
 
-class Device(Frozen):
+class Device(ResultModel):
     """One kind of device, and how many there are."""
 
     name: str
@@ -46,7 +46,7 @@ class Device(Frozen):
     spans: tuple[Span, ...] = ()
 
 
-class Both(Frozen):
+class Both(ResultModel):
     """Predicted and measured time of one thing."""
 
     name: str
@@ -54,7 +54,7 @@ class Both(Frozen):
     measured_ms: float
 
 
-class Measured(Frozen):
+class Measured(ResultModel):
     """Real steps of the first device, beside the prediction."""
 
     steps: int
@@ -64,7 +64,7 @@ class Measured(Frozen):
     drift: float | None = Field(description="How much longer a fixed piece of work takes than when it was profiled.")
 
 
-class Forecast(Frozen):
+class Forecast(ResultModel):
     """One plan on one device, or on a cluster."""
 
     name: str = Field(description="The precision or plan that was predicted; a later one of this name replaces it.")

@@ -7,9 +7,10 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from bitwright.core import formatting
 from bitwright.core.errors import visible_text
 from bitwright.core.files import write_text
-from bitwright.report import words
+from bitwright.report.formatting import environment_facts, executed_sites, ranges, row_facts
 from bitwright.report.record import Record
 
 
@@ -30,7 +31,7 @@ def markdown(record: Record) -> str:
         *_searched(record),
         *_devices(record),
         "## Environment",
-        _table(["What", "Value"], words.environment(record)),
+        _table(["What", "Value"], environment_facts(record)),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -52,12 +53,12 @@ def _warnings(record: Record) -> Iterable[str]:
 def _measured(record: Record) -> Iterable[str]:
     if record.accuracies:
         first = record.accuracies[0]
-        rows = [(a.where, words.score(a), "" if a is first else words.change(a, first)) for a in record.accuracies]
+        rows = [(a.where, a.text, "" if a is first else a.change_from(first)) for a in record.accuracies]
         yield "## Accuracy"
         yield _table(["run by", f"#{first.metric}", "#change"], rows)
     if record.sizes:
         yield "## Size"
-        yield _table(["form", "#size"], [(size.name, words.size(size.bytes)) for size in record.sizes])
+        yield _table(["form", "#size"], [(size.name, formatting.size(size.bytes)) for size in record.sizes])
     if record.timings:
         yield "## Latency"
         heads = ["runtime", "variant", "#batch", "#threads", "#median", "#p10", "#p90", "#of float"]
@@ -80,7 +81,7 @@ def _measured(record: Record) -> Iterable[str]:
             (
                 p.runtime,
                 "agrees" if p.passed else "diverges",
-                words.decibels(p.sqnr_db),
+                formatting.decibels(p.sqnr_db),
                 f"{p.max_error:.3g}",
                 p.first_divergence or "none",
             )
@@ -92,17 +93,19 @@ def _measured(record: Record) -> Iterable[str]:
         yield "## Quantized against float"
         agreement = "" if far.top1_agreement is None else f"{100 * far.top1_agreement:.4g} %"
         verdict = "far from float" if far.far else "close to float"
-        row = (verdict, words.decibels(far.sqnr_db), agreement, f"{far.samples:,}")
+        row = (verdict, formatting.decibels(far.sqnr_db), agreement, f"{far.samples:,}")
         yield _table(["simulated model", "#SQNR", "#same top-1", "#samples"], [row])
-        yield _table(["site with a large error", "#SQNR"], [(s, words.decibels(db)) for s, db in far.worst.items()])
+        yield _table(
+            ["site with a large error", "#SQNR"], [(s, formatting.decibels(db)) for s, db in far.worst.items()]
+        )
     if record.others:
         yield "## Other runs"
         others = [
             (
                 o.title,
                 o.created,
-                "" if o.accuracy is None else words.score(o.accuracy),
-                "" if o.size is None else words.size(o.size.bytes),
+                "" if o.accuracy is None else o.accuracy.text,
+                "" if o.size is None else formatting.size(o.size.bytes),
                 "" if o.timing is None else f"{o.timing.ratio:.2f}×",
             )
             for o in record.others
@@ -115,9 +118,9 @@ def _ran(record: Record) -> Iterable[str]:
         return
     yield "## What ran"
     heads = ["role", "quantizer", "format in force", "#sites", "#levels counted"]
-    found = words.executed(record.row)
+    found = executed_sites(record.row)
     yield _table(heads, [(role, o.quantizer, o.format, str(o.sites), str(o.levels)) for role, o in found])
-    yield _table(["what", "value"], words.ran(record.row))
+    yield _table(["what", "value"], row_facts(record.row))
 
 
 def _sites(record: Record) -> Iterable[str]:
@@ -128,8 +131,8 @@ def _sites(record: Record) -> Iterable[str]:
             (
                 s.site,
                 s.format,
-                words.decibels(s.sqnr_db),
-                words.percent(s.output_error),
+                formatting.decibels(s.sqnr_db),
+                formatting.percent(s.output_error),
                 "" if s.loss_change is None else f"{s.loss_change:+.3g}",
             )
             for s in record.sensitivity.sites
@@ -143,8 +146,8 @@ def _sites(record: Record) -> Iterable[str]:
                 s.site,
                 s.format,
                 "" if s.sqnr_db is None else f"{s.sqnr_db:.1f} dB",
-                "" if s.clipped is None else words.percent(s.clipped),
-                words.ranges(s)[0],
+                "" if s.clipped is None else formatting.percent(s.clipped),
+                ranges(s)[0],
                 s.why,
             )
             for s in record.sites
@@ -178,7 +181,7 @@ def _searched(record: Record) -> Iterable[str]:
                 "yes" if t.passed else "no",
                 f"{t.metrics[found.metric]:.4g}" if found.metric in t.metrics else "",
                 "" if t.latency_ratio is None else f"{t.latency_ratio:.2f}×",
-                "" if t.size is None else words.size(t.size),
+                "" if t.size is None else formatting.size(t.size),
                 "yes" if t.pareto else "",
                 t.failed or t.candidate,
             )
@@ -195,7 +198,7 @@ def _searched(record: Record) -> Iterable[str]:
         yield _table(["#epoch", *(f"#{name}" for name in names)], epochs)
     if record.comparison is not None:
         yield "## Runtimes"
-        ran = [(one.runtime, words.ran_as(one)) for one in record.comparison.runtimes]
+        ran = [(one.runtime, one.executed_text) for one in record.comparison.runtimes]
         yield _table(["runtime", "ran as"], ran)
         heads = ["runtime", "variant", "#batch", "#latency", "#of float"]
         timings = [t for one in record.comparison.runtimes for t in one.timings]
@@ -226,7 +229,7 @@ def _devices(record: Record) -> Iterable[str]:
                     b.name,
                     f"{b.predicted_ms:.3f} ms",
                     f"{b.measured_ms:.3f} ms",
-                    words.error(b.predicted_ms, b.measured_ms),
+                    formatting.relative_error(b.predicted_ms, b.measured_ms),
                 )
                 for b in pairs
                 if max(b.predicted_ms, b.measured_ms) > 0

@@ -7,11 +7,11 @@ from collections.abc import Iterable
 from pydantic import Field
 
 from bitwright.core.arguments import strict
+from bitwright.core.documents import ResultModel
 from bitwright.graph import Graph
-from bitwright.report.record_parts import Frozen
 
 
-class Node(Frozen):
+class Node(ResultModel):
     """One operator."""
 
     name: str

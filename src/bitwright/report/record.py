@@ -3,60 +3,78 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
+from bitwright.bench.comparison import Accuracy, Comparison, Parity, Size, Timing
+from bitwright.bench.leaderboard import Executed, OnDevice
 from bitwright.core import documents
-from bitwright.core.documents import validated
+from bitwright.core.documents import ResultModel, validated
+from bitwright.core.environment import Environment
 from bitwright.core.errors import BitwrightError, Problem
 from bitwright.core.files import write_text
-from bitwright.report.comparison import Comparison
+from bitwright.quantizers.site_statistics import SiteRow
 from bitwright.report.forecast import Forecast
 from bitwright.report.network import Node
-from bitwright.report.record_parts import (
-    Accuracy,
-    Environment,
-    FloatDistance,
-    FloatOperator,
-    Frozen,
-    GridRow,
-    Histogram,
-    Parity,
-    Sensitivity,
-    SiteRow,
-    Size,
-    StepRow,
-    Timing,
-    Training,
-    Tuning,
-    Warned,
-)
-
-__all__ = [
-    "RECORD_VERSION",
-    "Accuracy",
-    "Environment",
-    "FloatDistance",
-    "FloatOperator",
-    "Frozen",
-    "Histogram",
-    "Parity",
-    "Record",
-    "RunRow",
-    "SiteRow",
-    "Size",
-    "StepRow",
-    "Timing",
-    "Warned",
-    "read_json",
-    "write_json",
-]
+from bitwright.report.sensitivity import Sensitivity
+from bitwright.report.training import Training
+from bitwright.report.tuning import Tuning
 
 RECORD_VERSION: Literal[2] = 2
 
 
-class RunRow(Frozen):
+class FloatDistance(ResultModel):
+    """What the simulated model computes against what the float model computes."""
+
+    samples: int
+    sqnr_db: float | None = Field(description="Of the output that is farthest away. None: no deviation at all.")
+    top1_agreement: float | None
+    far: bool = Field(description="Whether the model has lost what it computed.")
+    worst: dict[str, float | None] = Field(description="SQNR of the sites with the largest error of their own.")
+
+
+class Warned(ResultModel):
+    """Something to know about the result."""
+
+    code: str | None
+    what: str
+    where: str | None = None
+    fix: str | None = None
+
+
+class FloatOperator(ResultModel):
+    """An operator that stayed in float, and the reason."""
+
+    operator: str
+    kind: str
+    why: str
+
+
+class StepRow(ResultModel):
+    """A PTQ step that was run, with the settings that differ from its defaults."""
+
+    step: str
+    units: int = Field(description="Layers, blocks or pairs that it worked on.")
+    seconds: float = Field(description="In the process that finished it.")
+    skipped: dict[str, str] = Field(default_factory=dict, description="What it left alone, and why.")
+
+
+class GridRow(ResultModel):
+    """One row of a grid of `bitwright bench`."""
+
+    id: str = Field(description="The hash of `config`.")
+    config: dict[str, Any] = Field(description="A grid of this row alone: `bitwright bench` runs it as it is.")
+    executed: Executed
+    device: OnDevice | None = Field(default=None, description="None: not asked for, or the backend has no runtime.")
+    beyond: str | None = Field(
+        default=None, description="Where the backend's scheme was simulated at a width that it can't run: which."
+    )
+    notes: tuple[str, ...] = ()
+    start: str = Field(description="The fingerprint of the float weights.")
+
+
+class RunRow(ResultModel):
     """Another run of the same workload, in a few figures."""
 
     title: str
@@ -66,7 +84,7 @@ class RunRow(Frozen):
     timing: Timing | None = None
 
 
-class Record(Frozen):
+class Record(ResultModel):
     """One run. A verb adds its own part; a part that nobody recorded is empty or None, and not on the page."""
 
     version: Literal[1, 2] = Field(default=RECORD_VERSION, description="1 has nothing after `steps`.")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from bitwright.core.errors import BitwrightError
-from bitwright.core.modes import evaluating
+from bitwright.core.modes import eval_mode
 from bitwright.core.registry import KERNELS
 from bitwright.graph import Graph, Op
 from bitwright.kernels.kernel import arguments, each_axis, padded
@@ -51,7 +51,7 @@ def operators_of(model: nn.Module, graph: Graph, specs: Mapping[str, ComputeSpec
 def as_in_training(model: nn.Module) -> Iterator[None]:
     """Batch norms by the batch, as where gradients are made, but no dropout; running statistics are put back."""
     kept = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    with evaluating(model):
+    with eval_mode(model):
         for module in model.modules():
             if isinstance(module, _BatchNorm):
                 module.train()

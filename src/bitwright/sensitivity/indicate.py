@@ -162,7 +162,7 @@ def indicate(
     if not given:
         raise CalibrationError("there was no batch to score with", fix="give at least one batch of (inputs, target)")
     graph = capture(model, given[0][0]) if graph is None else graph
-    cases = _cases(graph, {text: spec for text, spec in specs.items() if spec.low})
+    cases = _cases(graph, {text: spec for text, spec in specs.items() if spec.is_low_precision})
     begin = time.process_time()
     subject = Subject(model=model, batches=given, loss=loss, graph=graph, cases=cases, seed=seed)
     found = ask(subject) if cases else {}

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from bitwright.core.registry import KERNELS
 from bitwright.kernels.codes import FULL, encode, encode_rows
-from bitwright.kernels.int8 import can_turn, second_limit, steps_of, turn
+from bitwright.kernels.int8 import is_plain_convolution, second_limit, steps_of, turn
 from bitwright.plan import ComputeSpec
 from bitwright.sensitivity.error_injection import Seen
 
@@ -75,7 +75,7 @@ def int8_errors(seen: Seen, spec: ComputeSpec) -> Iterator[Error]:
 def _int8_weighted(seen: Seen, spec: ComputeSpec) -> Iterator[Error]:
     left, weight, grad, channel = seen.left, seen.right, seen.grad, seen.channel
     limit = second_limit(left)
-    codes = encode(seen.rows(left), whole=spec.whole)
+    codes = encode(seen.rows(left), whole=spec.per_tensor)
     # codes are kept for the backward pass
     yield Error(("left", "left_again"), codes.float().view(left.shape) - left, channel)
     yield Error(("right",), _rows(weight, limit, spec))
@@ -84,7 +84,7 @@ def _int8_weighted(seen: Seen, spec: ComputeSpec) -> Iterator[Error]:
     for_left, for_right = "input" in spec.backward, "weight" in spec.backward
     if seen.products.shape:
         stride, padding, dilation, groups = seen.products.shape
-        for_left = for_left and can_turn(stride, padding, dilation, weight)
+        for_left = for_left and is_plain_convolution(stride, padding, dilation, weight)
         for_right = for_right and groups == 1
     if for_left:
         yield Error(("right_again",), _turned(seen, limit, spec))
@@ -107,7 +107,7 @@ def _for_weight(seen: Seen, grad: Tensor, steps: Tensor, spec: ComputeSpec, limi
 def _int8_matmul(seen: Seen, spec: ComputeSpec) -> Iterator[Error]:
     left, right, grad, channel = seen.left, seen.right, seen.grad, seen.channel
     limit = second_limit(left)
-    yield Error(("left",), encode(seen.rows(left), whole=spec.whole).float().view(left.shape) - left, channel)
+    yield Error(("left",), encode(seen.rows(left), whole=spec.per_tensor).float().view(left.shape) - left, channel)
     yield Error(("right",), _columns(right, limit, spec))
     if grad is None:
         return
@@ -123,14 +123,14 @@ def _int8_matmul(seen: Seen, spec: ComputeSpec) -> Iterator[Error]:
 def _encoded(places: tuple[str, ...], seen: Seen, x: Tensor, spec: ComputeSpec, *, signed: bool = False) -> Error:
     rows = seen.rows(x)
     if spec.stochastic:
-        return Error(places, stochastic_variance(rows, signed=signed, whole=spec.whole).view(x.shape))
-    codes = encode(rows, signed=signed, whole=spec.whole)
+        return Error(places, stochastic_variance(rows, signed=signed, whole=spec.per_tensor).view(x.shape))
+    codes = encode(rows, signed=signed, whole=spec.per_tensor)
     return Error(places, (codes.float() - rows).view(x.shape), seen.channel)
 
 
 def _rows(x: Tensor, limit: int, spec: ComputeSpec) -> Tensor:
     """Squared errors with a scale for each row."""
-    return (encode_rows(x, limit, whole=spec.whole).float() - x).square_()
+    return (encode_rows(x, limit, whole=spec.per_tensor).float() - x).square_()
 
 
 def _columns(x: Tensor, limit: int, spec: ComputeSpec) -> Tensor:

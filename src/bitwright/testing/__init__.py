@@ -1,4 +1,4 @@
-"""The conformance kit: what a plugin author runs to know that a quantizer or observer fits in everywhere."""
+"""The conformance kit: checks that a plugin's quantizer or observer works with the rest of Bitwright."""
 
 from bitwright.testing.conformance import check_observer, check_quantizer
 

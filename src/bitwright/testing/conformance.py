@@ -1,4 +1,4 @@
-"""The conformance kit: what the rest of Bitwright expects of a quantizer and of an observer."""
+"""The conformance kit: the requirements for quantizers and observers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from bitwright.quantizers import Layout, Observer, Quantizer, grid_from_range
 
 
 def numbers(*shape: int, seed: int = 0, positive: bool = False) -> Tensor:
-    """Normal numbers with a few outliers; the same for the same seed."""
+    """Normally distributed numbers with a few outliers, reproducible by seed."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(shape, generator=generator)
     x = torch.where(torch.rand(shape, generator=generator) < 0.05, x * 3, x)
@@ -27,7 +27,7 @@ def numbers(*shape: int, seed: int = 0, positive: bool = False) -> Tensor:
 
 
 def demand(holds: bool, who: str, what: str) -> None:
-    """An AssertionError that says who fails at what; also under `python -O`."""
+    """Raise an AssertionError unless `holds`, also under `python -O`."""
     if not holds:
         raise AssertionError(f"{who}: {what}")
 
@@ -36,8 +36,8 @@ _FORMATS = ("int8/channel/sym", "int4/channel/sym/adasign", "uint8/channel/asym"
 
 
 def check_observer(cls: type[Observer], **options: Any) -> None:
-    """Raise AssertionError, with what is wrong, unless `cls(format=…, **options)` behaves as an observer must."""
-    demand(cls.merge in ("extremes", "mean"), cls.__name__, "doesn't say how ranges of processes are merged")
+    """Check that `cls(format=…, **options)` behaves as an observer must; raise AssertionError otherwise."""
+    demand(cls.merge in ("extremes", "mean"), cls.__name__, "doesn't define how to merge ranges of processes")
     for format in map(Format.parse, _FORMATS):
         who = f"{cls.__name__} at {format}"
         batches = [numbers(3, length, seed=length) for length in (400, 64, 1)]
@@ -52,7 +52,7 @@ def check_observer(cls: type[Observer], **options: Any) -> None:
         if not cls.by_batch:
             pieces = _seen(cls, format, options, [piece for batch in batches for piece in batch.split(7, dim=1)])
             same = torch.allclose(torch.stack(pieces), torch.stack([low, high]), rtol=1e-5, atol=1e-6)
-            demand(same, who, "the same data in other batches gives another range; say `by_batch`")
+            demand(same, who, "the same data in other batches gives another range; set `by_batch`")
         wide = _seen(cls, format, options, [batch * 64 for batch in batches])
         demand(bool((wide[1] - wide[0] > 8 * (high - low)).all()), who, "the range doesn't follow the data")
         _check_copies(who, cls, format, options, batches)
@@ -62,7 +62,7 @@ def check_observer(cls: type[Observer], **options: Any) -> None:
             try:
                 grid = grid_from_range(*ends, format, site=who)
             except BitwrightError as error:
-                raise AssertionError(f"{who}: no grid can be made from {name}: {error}") from error
+                raise AssertionError(f"{who}: the range of {name} gives no grid: {error}") from error
             demand(bool((grid.scale > 0).all()), who, f"{name} give no positive scale")
     for value in (float("nan"), float("inf"), -float("inf")) if cls.shows_infinities else ():
         odd = numbers(2, 200)
@@ -70,7 +70,7 @@ def check_observer(cls: type[Observer], **options: Any) -> None:
         ends = _seen(cls, Format.parse("int8/channel/sym"), options, [odd, numbers(2, 64)])
         demand(not bool(torch.stack(ends).isfinite().all()), cls.__name__, f"{value} doesn't show in the range")
     ends = _seen(cls, Format.parse("int4/channel/sym/adasign"), options, [numbers(2, 200, positive=True)])
-    demand(bool((ends[0] >= 0).all()), cls.__name__, "numbers that are never negative get a negative lower end")
+    demand(bool((ends[0] >= 0).all()), cls.__name__, "non-negative numbers get a negative lower end")
 
 
 def _seen(cls: type[Observer], format: Format, options: dict[str, Any], batches: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -83,17 +83,17 @@ def _seen(cls: type[Observer], format: Format, options: dict[str, Any], batches:
     first = observer.range()
     second = observer.range()
     same = torch.allclose(torch.stack(first), torch.stack(second), rtol=0.0, atol=0.0, equal_nan=True)
-    demand(same, cls.__name__, "asking for the range changes it")
+    demand(same, cls.__name__, "calling range() changes it")
     return first
 
 
 def _check_range(who: str, low: Tensor, high: Tensor, *, rows: int) -> None:
     for end in (low, high):
-        demand(end.shape == (rows,), who, f"an end has the shape {tuple(end.shape)}, not one number per row")
+        demand(end.shape == (rows,), who, f"an end has the shape {tuple(end.shape)} instead of one number per row")
         demand(end.dtype == torch.float32, who, f"an end is {end.dtype}, not float32")
         demand(bool(torch.isfinite(end).all()), who, "an end isn't finite")
         demand(not end.requires_grad, who, "an end carries a gradient")
-    demand(bool((low <= high).all()), who, "the lower end lies above the higher one")
+    demand(bool((low <= high).all()), who, "the lower end is above the upper end")
 
 
 def _check_copies(
@@ -106,7 +106,7 @@ def _check_copies(
     for other in copies:
         other.observe(batches[1])
         same = all(torch.equal(a, b) for a, b in zip(observer.range(), other.range(), strict=True))
-        demand(same, who, "a copy (deepcopy, pickle) goes on to another range")
+        demand(same, who, "a copy (deepcopy, pickle) gives another range")
 
 
 _ACTIVATIONS = (
@@ -125,7 +125,7 @@ _WEIGHTS = (
 
 @dataclass
 class _Case:
-    """A quantizer at one site of one format, and numbers for it."""
+    """A quantizer at one site with one format, and numbers for it."""
 
     cls: type[Quantizer]
     format: Format
@@ -151,7 +151,7 @@ class _Case:
     def calibrated(self, x: Tensor | None = None) -> Quantizer:
         quantizer = self.make()
         quantizer.observe(self.numbers() if x is None else x)
-        quantizer.settle()
+        quantizer.update_grid()
         return quantizer
 
     def demand(self, holds: bool, what: str) -> None:
@@ -160,10 +160,10 @@ class _Case:
 
 @strict
 def check_quantizer(cls: type[Quantizer], **options: Any) -> None:
-    """Raise AssertionError, with what is wrong, unless `cls(…, **options)` behaves as a quantizer must.
+    """Check that `cls(…, **options)` behaves as a quantizer must; raise AssertionError otherwise.
 
-    Every format that the quantizer doesn't refuse (a FormatError from its constructor) is checked, at weights and at
-    activations. Compiling needs no compiler on the machine.
+    Checks every format that the quantizer supports (its constructor raises no FormatError), for weights and
+    activations. The machine needs no compiler.
     """
     for weight, formats in ((False, _ACTIVATIONS), (True, _WEIGHTS)):
         accepted = 0
@@ -183,12 +183,12 @@ def check_quantizer(cls: type[Quantizer], **options: Any) -> None:
 
 def _uncalibrated(case: _Case) -> None:
     quantizer = case.make()
-    case.demand(not quantizer.state_dict(), "has state before it is calibrated")
+    case.demand(not quantizer.state_dict(), "has state before calibration")
     try:
         quantizer(case.numbers())
     except UncalibratedError:
         return
-    case.demand(False, "quantizes before it is calibrated instead of raising UncalibratedError")
+    case.demand(False, "quantizes before calibration instead of raising UncalibratedError")
 
 
 def _values(case: _Case) -> None:
@@ -196,14 +196,14 @@ def _values(case: _Case) -> None:
     kept = x.clone()
     out = quantizer(x)
     case.demand(out.shape == x.shape and out.dtype == x.dtype, "changes shape or dtype")
-    case.demand(torch.equal(x, kept), "writes into its input")
-    case.demand(bool(torch.isfinite(out).all()), "gives numbers that aren't finite")
-    case.demand(torch.equal(out, quantizer(x)), "gives other numbers the second time")
-    case.demand(torch.equal(out, case.calibrated()(x)), "gives other numbers when calibrated anew")
+    case.demand(torch.equal(x, kept), "changes its input")
+    case.demand(bool(torch.isfinite(out).all()), "returns numbers that aren't finite")
+    case.demand(torch.equal(out, quantizer(x)), "returns other numbers in the second call")
+    case.demand(torch.equal(out, case.calibrated()(x)), "returns other numbers after another calibration")
     most = max(len(row.unique()) for row in quantizer.layout.rows(out.detach()))
     codes = 2**case.format.bits
-    case.demand(most <= codes, f"has {most} levels; {case.format.bits} bits are {codes}")
-    case.demand(most > 1, "gives one number for all")
+    case.demand(most <= codes, f"has {most} levels; {case.format.bits} bits allow {codes}")
+    case.demand(most > 1, "returns the same number for all inputs")
 
 
 def _grid(case: _Case) -> None:
@@ -216,22 +216,22 @@ def _grid(case: _Case) -> None:
     _check_levels(case, quantizer, x)
     out = quantizer(x).detach()
     if torch.equal(quantizer.transform(out), out):
-        case.demand(torch.equal(quantizer(out), out), "isn't idempotent: its own levels move")
+        case.demand(torch.equal(quantizer(out), out), "isn't idempotent: quantized values change")
         case.demand(bool((quantizer(torch.zeros_like(x)) == 0).all()), "has no code for zero")
 
 
 def _check_levels(case: _Case, quantizer: Quantizer, x: Tensor) -> None:
-    """What is exported is what is computed; a power of two stays one."""
+    """Check that the exported values equal the computed ones, and that a power of two stays one."""
     grid, codes = quantizer.grid(), quantizer.integers(x)
     within = int(codes.min()) >= quantizer.qmin and int(codes.max()) <= quantizer.qmax
     case.demand(within, "has codes beyond qmin and qmax")
     scale, zero_point = quantizer.layout.spread(grid.scale, x), quantizer.layout.spread(grid.zero_point, x)
     same = torch.equal(quantizer(x).detach(), (codes - zero_point) * scale)
-    case.demand(same, "computes other numbers than (integers − zero point)·scale: the artefact would differ")
-    case.demand(torch.equal(grid.zero_point, grid.zero_point.round()), "has a zero point that is no code")
+    case.demand(same, "computes other values than (integers − zero point)·scale: the artefact would differ")
+    case.demand(torch.equal(grid.zero_point, grid.zero_point.round()), "has a zero point that is not a code")
     if case.format.pot:
         mantissa, _ = torch.frexp(grid.scale)
-        case.demand(bool((mantissa == 0.5).all()), "has a scale that is no power of two")
+        case.demand(bool((mantissa == 0.5).all()), "has a scale that is not a power of two")
 
 
 def _float32(case: _Case) -> None:
@@ -240,8 +240,8 @@ def _float32(case: _Case) -> None:
         low = x.to(dtype)
         expected = quantizer(low.float()).to(dtype)
         got = quantizer(low)
-        case.demand(got.dtype == dtype, f"gives {got.dtype} for {dtype}")
-        case.demand(torch.equal(got, expected), f"doesn't compute in float32 when it gets {dtype}")
+        case.demand(got.dtype == dtype, f"returns {got.dtype} for {dtype}")
+        case.demand(torch.equal(got, expected), f"doesn't compute in float32 for {dtype} inputs")
         with torch.autocast("cpu", dtype=dtype):
             case.demand(torch.equal(quantizer(x), quantizer.quantize(x)), f"doesn't compute in float32 under {dtype}")
         quantizer = quantizer.to(dtype)
@@ -253,7 +253,7 @@ def _gradients(case: _Case) -> None:
     quantizer, x = case.calibrated(), case.numbers().requires_grad_()
     quantizer(x * 1.5).square().sum().backward()
     case.demand(x.grad is not None and bool(torch.isfinite(x.grad).all()), "has a gradient that isn't finite")
-    case.demand(x.grad is not None and bool((x.grad != 0).any()), "passes no gradient on")
+    case.demand(x.grad is not None and bool((x.grad != 0).any()), "passes no gradient to its input")
     parameters = dict(quantizer.named_parameters())
     for name, parameter in parameters.items():
         finite = parameter.grad is not None and bool(torch.isfinite(parameter.grad).all())
@@ -261,7 +261,7 @@ def _gradients(case: _Case) -> None:
     if parameters:
         torch.optim.SGD(parameters.values(), lr=1e-3).step()
         out = quantizer(x.detach())
-        case.demand(bool(torch.isfinite(out).all()), "gives numbers that aren't finite after a step of the optimizer")
+        case.demand(bool(torch.isfinite(out).all()), "returns numbers that aren't finite after an optimizer step")
         if quantizer.exportable:
             _check_levels(case, quantizer, x.detach())
 
@@ -270,17 +270,17 @@ def _state(case: _Case) -> None:
     quantizer, x = case.calibrated(), case.numbers()
     with torch.no_grad():
         for parameter in quantizer.parameters():
-            parameter.mul_(0.9)  # as training might
+            parameter.mul_(0.9)  # simulates training
     state = {name: tensor.clone() for name, tensor in quantizer.state_dict().items()}
     other = case.make()
     other.load_state_dict(state)
-    case.demand(torch.equal(other(x), quantizer(x)), "computes other numbers after its state was saved and loaded")
+    case.demand(torch.equal(other(x), quantizer(x)), "computes other numbers after saving and loading its state")
     case.demand(other.state_dict().keys() == state.keys(), "has other state after loading")
     names = [name for name, _ in quantizer.named_parameters()]
-    case.demand([name for name, _ in other.named_parameters()] == names, "learns other things after loading")
+    case.demand([name for name, _ in other.named_parameters()] == names, "has other parameters after loading")
     held = dict(quantizer.named_parameters())
     quantizer.observe(x)
-    quantizer.settle()
+    quantizer.update_grid()
     kept = all(held[name] is parameter for name, parameter in quantizer.named_parameters())
     case.demand(kept, "replaces parameters that an optimizer holds when it is calibrated again")
 
@@ -307,7 +307,7 @@ def _odd_numbers(case: _Case) -> None:
         finite = bool(torch.isfinite(out).all()) and x.grad is not None and bool(torch.isfinite(x.grad).all())
         case.demand(finite, f"isn't finite when calibrated with {name}")
     quantizer = case.calibrated()
-    quantizer.observe(torch.empty(0, 64))  # a batch without anything in it says nothing
+    quantizer.observe(torch.empty(0, 64))  # an empty batch has no effect
     case.demand(bool(torch.isfinite(quantizer(case.numbers() * 1e4)).all()), "isn't finite far outside its range")
 
 
@@ -315,7 +315,7 @@ def _compiles(case: _Case) -> None:
     quantizer, x = case.calibrated(), case.numbers()
     torch._dynamo.reset()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own notes about its internals; failures raise
+        warnings.simplefilter("ignore")  # torch's warnings about its internals; failures raise
         try:
             compiled = torch.compile(quantizer, fullgraph=True, backend="aot_eager")(x)
             exported = torch.export.export(quantizer, (x,), strict=False).module()(x)

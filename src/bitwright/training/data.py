@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler, default_collate
 
 from bitwright.core.errors import TrainError, WorkloadError
-from bitwright.core.user_code import owners_code
+from bitwright.core.user_code import user_code
 from bitwright.training.distributed import Ranks
 from bitwright.workload import Workload, shape_of
 
@@ -174,7 +174,7 @@ class TrainingData:
 
     def _owners_code(self, what: str) -> AbstractContextManager[None]:
         fix = "look at training()[0] in Python; items of unequal sizes need a Workload(collate=…)"
-        return owners_code(self.name, what, expected=_EXPECTED, fix=fix)
+        return user_code(self.name, what, expected=_EXPECTED, fix=fix)
 
 
 def _shares(count: int, weights: list[int]) -> list[int]:

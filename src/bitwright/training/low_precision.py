@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from bitwright.core.errors import Problem, TrainError, did_you_mean
-from bitwright.core.modes import evaluating
+from bitwright.core.modes import eval_mode
 from bitwright.graph import capture
 from bitwright.plan import Device, Plan
 from bitwright.quantizers import attachment_of, find_attachment, in_mode, prepare, strip
@@ -106,7 +106,7 @@ class LowPrecision:
 
     def _in_float(self, kernels: Mapping[str, Any], example: Any) -> Iterator[str]:
         """Gradients that the plan wants low and that stay float: kernels know after a call."""
-        with evaluating(self.model), torch.no_grad(), torch.random.fork_rng(devices=[]):
+        with eval_mode(self.model), torch.no_grad(), torch.random.fork_rng(devices=[]):
             call(self.model, example)
         found: dict[tuple[str, str, str], list[str]] = {}
         for name, kernel in kernels.items():

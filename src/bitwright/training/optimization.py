@@ -14,11 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bitwright.core.errors import TrainError
-from bitwright.core.modes import evaluating
+from bitwright.core.modes import eval_mode
 from bitwright.core.tensor_tree import map_tensors
 from bitwright.training.config import TrainConfig
 from bitwright.training.qat import parameter_groups
-from bitwright.workload import Workload, call, loss_of, to_train
+from bitwright.workload import Workload, call, loss_of, trainable_parameters
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -42,7 +42,7 @@ class Objective:
         loss = self.task(output, target)
         if self.teacher is None:
             return loss
-        with torch.no_grad(), evaluating(self.teacher):
+        with torch.no_grad(), eval_mode(self.teacher):
             taught = _logits(call(self.teacher, inputs))
         heat = self.temperature
         student, teacher = (F.log_softmax(x.float() / heat, dim=-1) for x in (_logits(output), taught))
@@ -88,7 +88,7 @@ def _task(workload: Workload, smoothing: float) -> Loss:
 
 def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
     """SGD or AdamW; each group keeps its highest learning rate as `peak`, of which the schedule takes a share."""
-    to_train(model)
+    trainable_parameters(model)
     groups = parameter_groups(model, weight_decay=config.weight_decay, quantizer_lr=config.quantizer_lr)
     for group in groups:
         if group["name"] == "quantizers":

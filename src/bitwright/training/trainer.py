@@ -13,7 +13,7 @@ from torch import nn
 
 from bitwright.backends import Choices
 from bitwright.backends.precisions import Precision, resolve
-from bitwright.core.allocator import keep_memory
+from bitwright.core.allocator import keep_freed_memory
 from bitwright.core.arguments import strict
 from bitwright.core.errors import BitwrightError, Problem, TrainError
 from bitwright.core.interrupts import current_stop
@@ -143,7 +143,7 @@ class Trainer:
 
     def fit(self) -> TrainResult:
         """Train. From then on this process keeps memory that it frees."""
-        keep_memory()
+        keep_freed_memory()
         stop = current_stop()
         with joined(self.device) as ranks, self._locked(ranks):
             saved = self._saved(ranks)

@@ -16,9 +16,9 @@ from torch import nn
 from bitwright.backends import Choices
 from bitwright.core.addresses import is_address
 from bitwright.core.arguments import reject_unknown, strict
-from bitwright.core.documents import Filled, Strict, read_settings, validated
+from bitwright.core.documents import NonBlank, Strict, read_settings, validated
 from bitwright.core.errors import WorkloadError, did_you_mean
-from bitwright.importers.lpot import is_lpot, translate
+from bitwright.core.importer import translated
 from bitwright.tuning.evaluate import Measuring
 from bitwright.tuning.goal import Budget, Goal
 from bitwright.tuning.result import Tuned
@@ -37,8 +37,8 @@ class TuneConfig(Strict, populate_by_name=True):
 
     version: Literal[1] = Field(default=1, alias="bitwright-tune")
     workload: str | None = Field(default=None, description="file.py:function, or the name of a built-in.")
-    model: Filled | None = Field(default=None, description="file.py:function that gives an nn.Module.")
-    name: Filled | None = Field(default=None, description="Of the study; by default the workload's.")
+    model: NonBlank | None = Field(default=None, description="file.py:function that gives an nn.Module.")
+    name: NonBlank | None = Field(default=None, description="Of the study; by default the workload's.")
     calibration: Dataset | None = None
     evaluation: Dataset | None = None
     metric: str | dict[str, dict[str, Any]] | None = Field(
@@ -49,8 +49,8 @@ class TuneConfig(Strict, populate_by_name=True):
     strategy: str = "bisect"
     backend: str = "onnxruntime"
     space: Space = Space()
-    keep_float: tuple[Filled, ...] = ()
-    store: Filled | None = None
+    keep_float: tuple[NonBlank, ...] = ()
+    store: NonBlank | None = None
     resume: bool = False
     seed: int = Field(default=0, ge=0, lt=2**32)
     samples: int | None = Field(default=None, gt=0, le=10**12, description="Calibration samples.")
@@ -62,9 +62,8 @@ class TuneConfig(Strict, populate_by_name=True):
         """Read a file, ours or LPOT's; all its problems at once. Paths in it are relative to it."""
         file = Path(path)
         data = read_settings(file, "a search", "workload: …")
-        if is_lpot(data):
-            data = translate(data, where=str(file))
-        config = validated(TuneConfig, data, title=f"{file} has problems")
+        ours = translated(data, "tune", where=str(file)) or data
+        config = validated(TuneConfig, ours, title=f"{file} has problems")
         return config._beside(file.parent)
 
     def _beside(self, folder: Path) -> TuneConfig:

@@ -10,7 +10,7 @@ from typing import Any
 
 from bitwright.core.arguments import strict
 from bitwright.core.files import write_text
-from bitwright.core.output_folder import filling
+from bitwright.core.output_folder import staged_output
 from bitwright.deploy.checkpoint import save_checkpoint
 from bitwright.plan import Plan
 from bitwright.ptq.quantize import Quantized
@@ -99,7 +99,7 @@ class Tuned:
 
     def save(self, folder: str | Path) -> Path:
         """Plan, checkpoint, artefact and `tuning.json`, also when the goal was missed."""
-        with filling(folder) as staged:
+        with staged_output(folder) as staged:
             if self.quantized is not None:
                 self.quantized.plan.save(staged / "plan.yaml")
                 save_checkpoint(self.quantized.model, staged / "checkpoint.safetensors")

@@ -279,10 +279,10 @@ class Explorer:
         if claim is None:
             return None
         try:
-            with self.study.beating(claim):
+            with self.study.heartbeats(claim):
                 outcome = self._evaluated(candidate)
         except BaseException:
-            self.study.give_back(claim)
+            self.study.release(claim)
             raise
         self.study.finish(claim, outcome)
         progress_log.debug("trial finished: %s", candidate.key)

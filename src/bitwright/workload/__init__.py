@@ -1,16 +1,14 @@
-"""Workload: the one thing that every verb is given.
+"""Workload: the model, its data, loss and metrics, in one object that every verb takes.
 
-A workload bundles what only its owner knows (the model, how it is called, its data, what "good" means),
-so that no verb has an argument of its own for any of it. On the command line it is written as
-``file.py:function``, or as the name of a built-in or a plugin.
+On the command line, a workload is written as ``file.py:function``, or as the name of a built-in or plugin.
 """
 
 from __future__ import annotations
 
-from bitwright.workload.data import batches, call, call_on, fed_with, pairs, shape_of
-from bitwright.workload.loading import load_object, load_workload
-from bitwright.workload.loss import loss_of, to_train
-from bitwright.workload.metrics import can_measure, hits_of, measure
+from bitwright.workload.data import batches, call, call_on, pairs, report_data_errors, shape_of
+from bitwright.workload.loading import load_object, load_workload, open_workload
+from bitwright.workload.loss import loss_of, trainable_parameters
+from bitwright.workload.metrics import can_measure, evaluate, hits_of
 from bitwright.workload.workload import Workload
 
 __all__ = [
@@ -19,13 +17,14 @@ __all__ = [
     "call",
     "call_on",
     "can_measure",
-    "fed_with",
+    "evaluate",
     "hits_of",
     "load_object",
     "load_workload",
     "loss_of",
-    "measure",
+    "open_workload",
     "pairs",
+    "report_data_errors",
     "shape_of",
-    "to_train",
+    "trainable_parameters",
 ]

@@ -1,4 +1,4 @@
-"""The data of a workload in batches: reading, checking, cutting and regrouping."""
+"""Read, check, slice and regroup the batches of a workload."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from torch import Tensor, nn
 
 from bitwright.core.errors import BitwrightError, WorkloadError
 from bitwright.core.modes import copied
-from bitwright.core.tensor_tree import batch_size, map_tensors, part, tensors_in
-from bitwright.core.user_code import first_line, line_of, owners_code
+from bitwright.core.tensor_tree import batch_size, map_tensors, slice_batch, tensors_in
+from bitwright.core.user_code import first_line, line_of, user_code
 from bitwright.workload.workload import Workload
 
 
 def first(stream: Iterable[Any], samples: int | None) -> Iterator[Any]:
-    """Batches up to a number of samples; the last one is cut."""
+    """Yield batches until `samples` are reached; the last batch is cut."""
     for batch in stream:
         size = batch_size(batch)
-        yield batch if samples is None or size <= samples else part(batch, 0, samples)
+        yield batch if samples is None or size <= samples else slice_batch(batch, 0, samples)
         if samples is not None:
             samples -= size
             if samples <= 0:
@@ -30,7 +30,7 @@ def first(stream: Iterable[Any], samples: int | None) -> Iterator[Any]:
 
 
 def take(batch: Any, indexes: Sequence[int]) -> Any:
-    """These samples of a batch."""
+    """The samples of a batch with these indexes."""
     size, chosen = batch_size(batch), torch.tensor(indexes)
     return map_tensors(batch, lambda t: t[chosen.to(t.device)] if t.dim() and t.shape[0] == size else t)
 
@@ -40,22 +40,22 @@ def split(stream: Iterable[Any], size: int) -> Iterator[Any]:
     for batch in stream:
         whole = batch_size(batch)
         for start in range(0, whole, size):
-            yield batch if whole <= size else part(batch, start, start + size)
+            yield batch if whole <= size else slice_batch(batch, start, start + size)
 
 
 def rebatched(stream: Iterable[Any], size: int | None) -> Iterator[Any]:
-    """Batches of exactly `size`; what is left over at the end of a batch is dropped."""
+    """Batches of exactly `size` samples. Incomplete rests of batches are dropped."""
     for batch in stream:
         whole = batch_size(batch)
         if size is None or whole == size:
             yield batch
             continue
         for start in range(0, whole - size + 1, size):
-            yield part(batch, start, start + size)
+            yield slice_batch(batch, start, start + size)
 
 
 def regrouped(stream: Iterable[Any], size: int) -> Iterator[Any]:
-    """Small batches put together until they have at least `size` samples; the last one is filled by repeating."""
+    """Join small batches until they have at least `size` samples. The last one is padded by repetition."""
     kept: list[Any] = []
     for batch in stream:
         kept.append(batch)
@@ -70,7 +70,7 @@ def regrouped(stream: Iterable[Any], size: int) -> Iterator[Any]:
 
 
 def joined(parts: list[Any]) -> Any:
-    """Batches put together into one."""
+    """Concatenate batches."""
     if len(parts) == 1:
         return parts[0]
     columns = [[tensor for _, tensor in tensors_in(part)] for part in parts]
@@ -84,8 +84,8 @@ def _cat(tensors: tuple[Tensor, ...], sizes: list[int]) -> Tensor:
     return torch.cat(tensors) if batched else tensors[0]
 
 
-def in_pieces(predict: Callable[..., Any], size: int | None) -> Callable[..., Any]:
-    """Let a runtime with a fixed batch take any number of samples: piece by piece, the last one filled up."""
+def in_chunks(predict: Callable[..., Any], size: int | None) -> Callable[..., Any]:
+    """Let a runtime with a fixed batch size process any number of samples. The last chunk is padded."""
     if size is None:
         return predict
 
@@ -131,28 +131,29 @@ def _call(model: Callable[..., Any], batch: Any) -> Any:
     try:
         return model(*args, **kwargs)
     except TypeError as error:
-        # A batch that doesn't fit the signature is the workload's fault; any other TypeError is the model's.
+        # A batch that doesn't match the signature is an error in the workload; other TypeErrors come from the model.
         signature = inspect.signature(model.forward if isinstance(model, nn.Module) else model)
         try:
             signature.bind(*args, **kwargs)
         except TypeError as misfit:
             raise WorkloadError(
-                f"a batch doesn't fit the model's arguments {signature}: {misfit}",
+                f"a batch doesn't match the model's arguments {signature}: {misfit}",
                 value=shape_of(batch),
-                fix="yield exactly what the model takes; calibration data has inputs without targets",
+                fix="yield the model's arguments; calibration data has inputs without targets",
+                code="invalid-batch",
             ) from error
         raise
 
 
 def call_on(data: str, model: Callable[..., Any], batch: Any, *, where: str | None = None) -> Any:
-    """The same with a batch of the workload's "training" or "evaluation"."""
-    with fed_with(data, batch, where=where):
+    """`call` with a batch of the workload's "training" or "evaluation" data."""
+    with report_data_errors(data, batch, where=where):
         return _call(model, batch) if data == "training" else call(model, batch)
 
 
 @contextmanager
-def fed_with(data: str, batch: Any, *, where: str | None = None) -> Iterator[None]:
-    """While the model is called with a batch of "training" or "evaluation": if it fails, that data is named."""
+def report_data_errors(data: str, batch: Any, *, where: str | None = None) -> Iterator[None]:
+    """Name the data ("training" or "evaluation") in the error if the model fails in this block."""
     try:
         yield
     except BitwrightError:
@@ -162,14 +163,15 @@ def fed_with(data: str, batch: Any, *, where: str | None = None) -> Iterator[Non
             f"the model fails on {data} data: {type(error).__name__}: {first_line(error)}{line_of(error)}",
             where=where,
             value=shape_of(batch),
-            fix=f"let {data} yield (inputs, target) with inputs as the model takes them",
+            fix=f"let {data} yield (inputs, target), with inputs that the model accepts",
+            code="model-failed",
         ) from error
 
 
 def batches(
     loader: Callable[[], Iterable[Any]] | None, limit: int | None = None, *, name: str | None = None
 ) -> Iterator[Any]:
-    """Walk the calibration data of the workload ``name`` from its beginning, at most ``limit`` batches of it.
+    """Iterate over the calibration data of the workload ``name``, at most ``limit`` batches.
 
     >>> from torch import ones
     >>> [int(x.sum()) for x in batches(lambda: [ones(2), ones(3)], limit=1)]
@@ -178,54 +180,60 @@ def batches(
     if loader is None:
         raise WorkloadError(
             "the workload has no calibration data",
-            fix="give Workload(calibration=...) a function that yields batches of inputs",
+            fix="pass Workload(calibration=...) a function that yields batches of inputs",
+            code="no-calibration-data",
         )
     if limit is not None and limit < 1:
-        raise WorkloadError("the number of calibration batches is not positive", value=limit, fix="use 1 or more")
+        raise WorkloadError(
+            "the number of calibration batches must be positive", value=limit, fix="use 1 or more", code="invalid-value"
+        )
     return _checked(loader, limit, name)
 
 
 def _checked(loader: Callable[[], Iterable[Any]], limit: int | None, name: str | None) -> Iterator[Any]:
     empty = True
-    expected = "calibration() gives an iterator over batches of inputs"
-    fix = "walk through the workload's calibration() in Python"
-    with owners_code(name, "the calibration loader", expected=expected, fix=fix):
+    expected = "calibration() returns an iterator over batches of inputs"
+    fix = "iterate over the workload's calibration() in Python"
+    with user_code(name, "the calibration loader", expected=expected, fix=fix):
         for index, batch in enumerate(itertools.islice(iter(loader()), limit)):
             if not isinstance(batch, Tensor | tuple | list | dict):
                 raise WorkloadError(
-                    f"calibration batch {index} is neither a tensor, a tuple nor a dict",
+                    f"calibration batch {index} is not a tensor, tuple or dict",
                     value=type(batch).__name__,
                     fix="yield a tensor, a tuple of positional inputs, or a dict of keyword inputs",
+                    code="invalid-batch",
                 )
             empty = False
             yield batch
     if empty:
         raise WorkloadError(
             "the calibration loader yields no batch",
-            fix="check that its data set isn't empty, and that each call gives a new iterator",
+            fix="check that its data set isn't empty, and that each call returns a new iterator",
+            code="no-data",
         )
 
 
 def pairs(workload: Workload) -> Iterator[tuple[Any, Tensor]]:
-    """The evaluation data from its beginning: (inputs, target) each."""
+    """Iterate over the evaluation data: (inputs, target)."""
     assert workload.evaluation is not None
-    expected = "evaluation() gives an iterator over pairs (inputs, target)"
-    fix = "walk through the workload's evaluation() in Python"
-    with owners_code(workload.name, "the evaluation loader", expected=expected, fix=fix):
+    expected = "evaluation() returns an iterator over pairs (inputs, target)"
+    fix = "iterate over the workload's evaluation() in Python"
+    with user_code(workload.name, "the evaluation loader", expected=expected, fix=fix):
         batch: Any
         for index, batch in enumerate(workload.evaluation()):
             if not isinstance(batch, tuple | list) or len(batch) != 2:
                 raise WorkloadError(
-                    f"evaluation batch {index} is no pair; expected: {expected}",
+                    f"evaluation batch {index} is not a pair; expected: {expected}",
                     where=f"workload {workload.name!r}",
                     value=shape_of(batch),
-                    fix="yield (inputs, target); a tuple of inputs is one item: ((a, b), target)",
+                    fix="yield (inputs, target); several inputs are one tuple: ((a, b), target)",
+                    code="invalid-batch",
                 )
             yield batch[0], batch[1]
 
 
 def shape_of(value: object) -> str:
-    """A word for a batch in an error message: its shape, never its contents."""
+    """Describe a batch for an error message by its type and shape, never its contents."""
     if isinstance(value, Tensor):
         return f"tensor {tuple(value.shape)}"
     if isinstance(value, tuple | list):

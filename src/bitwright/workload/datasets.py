@@ -1,4 +1,4 @@
-"""Data that a configuration can name: files and folders of the user's, in batches."""
+"""Data sets that a configuration file can name: the user's files and folders, in batches."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from bitwright.core.errors import WorkloadError
 _PICTURES = (".jpg", ".jpeg", ".png", ".bmp")
 _MOST_PIXELS = 40_000_000
 _MOST_RANDOM = 2**30
-_BICUBIC = 3  # of Pillow's Resampling
+_BICUBIC = 3  # Pillow's Resampling.BICUBIC
 
 
 class Dataset(Strict):
-    """Where samples are, and how they become tensors. Exactly one of `npz`, `images` and `random`.
+    """Where samples are and how they become tensors. Exactly one of `npz`, `images` and `random` is set.
 
-    `npz`: a file with arrays `inputs` and `targets` (or as `keys` names them). `images`: a folder with one folder of
-    pictures for each class. `random`: numbers of this shape, for a first try. Pictures (uint8, channels last) become
-    floats of 0 to 1, channels first, then (x − mean)/std.
+    `npz`: a file with arrays `inputs` and `targets` (or the names in `keys`). `images`: a folder with one subfolder of
+    images per class. `random`: random numbers of this shape, for a first try. Images (uint8, channels last) are scaled
+    to 0 to 1, transposed to channels first and normalized with (x − mean)/std.
     """
 
     npz: Path | None = None
@@ -37,8 +37,8 @@ class Dataset(Strict):
     random: tuple[Annotated[int, Field(ge=1)], ...] | None = Field(
         default=None, min_length=1, max_length=8, description="(samples, …)"
     )
-    resize: int | None = Field(default=None, gt=0, le=10_000, description="Of pictures: the shorter side.")
-    crop: int | None = Field(default=None, gt=0, le=6_000, description="Of pictures: a square in the middle.")
+    resize: int | None = Field(default=None, gt=0, le=10_000, description="Length of the shorter side of images.")
+    crop: int | None = Field(default=None, gt=0, le=6_000, description="Size of the center crop of images.")
     mean: tuple[Annotated[float, Field(ge=-1e6, le=1e6)], ...] = ()
     std: tuple[Annotated[float, Field(ge=1e-6, le=1e6)], ...] = ()
     batch_size: int = Field(default=32, gt=0, le=1_000_000)
@@ -48,7 +48,7 @@ class Dataset(Strict):
         if sum(source is not None for source in (self.npz, self.images, self.random)) != 1:
             raise ValueError("give exactly one of npz, images and random")
         if self.random is not None and prod(self.random) > _MOST_RANDOM:
-            raise ValueError(f"random data of {prod(self.random)} numbers is more than {_MOST_RANDOM}")
+            raise ValueError(f"random data of {prod(self.random)} numbers exceeds the limit of {_MOST_RANDOM}")
         if len(self.mean) != len(self.std):
             raise ValueError("mean and std have different lengths")
         return self
@@ -64,7 +64,7 @@ class Dataset(Strict):
             yield self._normalised(inputs[part]), targets[part]
 
     def inputs(self) -> Iterator[Tensor]:
-        """Batches of inputs alone."""
+        """Batches of inputs without targets."""
         return (inputs for inputs, _ in self.labelled())
 
     @cached_property
@@ -73,13 +73,14 @@ class Dataset(Strict):
             generator = torch.Generator().manual_seed(0)
             return torch.randn(self.random, generator=generator), torch.zeros(self.random[0], dtype=torch.int64)
         assert self.npz is not None
-        inputs, targets = read_npz(self.npz, self.keys, fix="Name them with keys: [inputs, targets]")
+        inputs, targets = read_npz(self.npz, self.keys, fix="Set their names with keys: [inputs, targets]")
         if len(inputs) != len(targets):
             raise WorkloadError(
                 "inputs and targets have different lengths",
                 where=str(self.npz),
                 value=f"{len(inputs)}, {len(targets)}",
-                fix="one target for each input",
+                fix="give one target for each input",
+                code="invalid-data",
             )
         kind = np.int64 if np.issubdtype(targets.dtype, np.integer) else np.float32
         return torch.from_numpy(inputs), torch.from_numpy(targets.astype(kind))
@@ -93,8 +94,10 @@ class Dataset(Strict):
             return batch
         channels = batch.shape[1] if batch.ndim > 1 else 0
         if len(self.mean) not in (1, channels):
-            what = f"mean and std have {len(self.mean)} values, and the samples {channels} channels"
-            raise WorkloadError(what, where="mean", value=self.mean, fix="give one value for each channel")
+            what = f"mean and std have {len(self.mean)} values, but the samples have {channels} channels"
+            raise WorkloadError(
+                what, where="mean", value=self.mean, fix="give one value for each channel", code="invalid-data"
+            )
         shape = (1, -1, *(1,) * (batch.ndim - 2))
         return (batch - torch.tensor(self.mean).view(shape)) / torch.tensor(self.std).view(shape)
 
@@ -109,7 +112,10 @@ class Dataset(Strict):
         ]
         if not files:
             raise WorkloadError(
-                "there are no pictures", where=str(self.images), fix="give a folder with one folder for each class"
+                "the folder has no images",
+                where=str(self.images),
+                fix="give a folder with one subfolder per class",
+                code="no-data",
             )
         for start in range(0, len(files), self.batch_size):
             part = files[start : start + self.batch_size]
@@ -117,8 +123,10 @@ class Dataset(Strict):
             sizes = {tuple(picture.shape) for picture in pictures}
             if len(sizes) > 1:
                 shown = "; ".join(f"{height} × {width}" for height, width, _ in sorted(sizes)[:3])
-                fix = "give them one size: resize and crop"
-                raise WorkloadError("pictures have different sizes", where=str(self.images), value=shown, fix=fix)
+                fix = "set resize and crop to get one size"
+                raise WorkloadError(
+                    "images have different sizes", where=str(self.images), value=shown, fix=fix, code="invalid-data"
+                )
             pixels = torch.stack(pictures)
             yield self._normalised(pixels), torch.tensor([index for _, index in part])
 
@@ -128,8 +136,10 @@ class Dataset(Strict):
             ratio = self.resize / min(image.size)
             size = tuple(max(1, round(side * ratio)) for side in image.size)
             if prod(size) > _MOST_PIXELS:
-                what = f"the picture would have {size[0]} × {size[1]} pixels"
-                raise WorkloadError(what, where=str(file), value=image.size, fix="remove it, or resize to less")
+                what = f"the image would have {size[0]} × {size[1]} pixels"
+                raise WorkloadError(
+                    what, where=str(file), value=image.size, fix="remove it, or reduce resize", code="image-too-large"
+                )
             image = image.resize(size, _BICUBIC)
         if self.crop is not None:
             left, top = ((side - self.crop) // 2 for side in image.size)

@@ -1,4 +1,4 @@
-"""A workload's loss, as all who train, profile and score call it."""
+"""Call a workload's loss for training, profiling and scoring."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from bitwright.core.errors import WorkloadError
-from bitwright.core.user_code import defined_at, owners_code
+from bitwright.core.user_code import defined_at, user_code
 from bitwright.workload.data import shape_of
 from bitwright.workload.workload import Workload
 
-_EXPECTED = "loss(output, target) gives a tensor of one number"
+_EXPECTED = "loss(output, target) returns a tensor with one element"
 
 
 def loss_of(workload: Workload) -> Callable[[Any, Any], Tensor]:
-    """The workload's loss; what it raises, or gives in the wrong form, is told as its own.
+    """The workload's loss, with clear errors for exceptions and invalid results.
 
-    It keeps the name of the loss, by which profiles know it.
+    It keeps the name of the loss because profiles identify it by name.
     """
     loss = workload.loss
     assert loss is not None
@@ -34,14 +34,15 @@ def loss_of(workload: Workload) -> Callable[[Any, Any], Tensor]:
         except Exception:
             got = f"output: {shape_of(output)}; target: {shape_of(target)}"
             fix = f"call loss(model(inputs), target) in Python ({got})"
-            with owners_code(workload.name, "loss", expected=_EXPECTED, fix=fix):
+            with user_code(workload.name, "loss", expected=_EXPECTED, fix=fix):
                 raise
         if not isinstance(value, Tensor) or value.numel() != 1:
             raise WorkloadError(
-                f"loss gave something else{defined_at(loss)}; expected: {_EXPECTED}",
+                f"loss returned an invalid value{defined_at(loss)}; expected: {_EXPECTED}",
                 where=where,
                 value=shape_of(value),
                 fix="return the mean over samples" if isinstance(value, Tensor) else "return a tensor, without .item()",
+                code="invalid-loss",
             )
         if torch.is_grad_enabled() and not value.requires_grad:
             raise _no_gradient(loss, output, value, where)
@@ -52,14 +53,15 @@ def loss_of(workload: Workload) -> Callable[[Any, Any], Tensor]:
     return guarded
 
 
-def to_train(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters that training moves; a model without any is refused."""
+def trainable_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """The trainable parameters. A model without any raises an error."""
     found = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not found:
         raise WorkloadError(
-            "the model has no parameter to be trained",
+            "the model has no trainable parameters",
             value=type(model).__name__,
-            fix="requires_grad_(True) on what is to be trained",
+            fix="call requires_grad_(True) on the parameters to train",
+            code="nothing-to-train",
         )
     return found
 
@@ -70,11 +72,13 @@ def _no_gradient(loss: object, output: Any, value: Tensor, where: str) -> Worklo
             f"loss has no gradient{defined_at(loss)}; expected: {_EXPECTED} that depends on the output",
             where=where,
             value=f"{shape_of(value)} of {str(value.dtype).removeprefix('torch.')}",
-            fix="compute it from the output itself: no .item(), .detach(), argmax or comparison on the way",
+            fix="compute it from the output without .item(), .detach(), argmax or comparisons",
+            code="no-gradient",
         )
     return WorkloadError(
-        "the model's output has no gradient: nothing can be trained",
+        "the model's output has no gradient, so it can't be trained",
         where=where,
         value=shape_of(output),
-        fix="requires_grad_(True) on what is to be trained; no torch.no_grad() or .detach() in forward",
+        fix="call requires_grad_(True) on the parameters to train; avoid torch.no_grad() and .detach() in forward",
+        code="no-gradient",
     )

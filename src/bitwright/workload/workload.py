@@ -1,4 +1,4 @@
-"""The fields of a workload, and the slips that are refused when it is made."""
+"""The `Workload` class and its validation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from bitwright.core.arguments import strict
 from bitwright.core.errors import WorkloadError
 
-#: Names of metrics of which less is most often better, as whole words: "val_loss", "errors", "RMSE".
+#: Words in metric names for which lower is usually better, as in "val_loss", "errors", "RMSE".
 _SOUNDS_LOW = re.compile(
     r"(?i)(?<![a-z])(loss(es)?|err(ors?)?|n?r?mse|mae|mape|perplexity|ppl|wer|cer|nll|fid|bpc|bpb)(?![a-z])"
 )
@@ -21,51 +21,51 @@ _SOUNDS_LOW = re.compile(
 @strict
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What every verb is given: a model, example inputs, and data.
+    """A model, example inputs and data: the input of every verb.
 
-    Loaders are functions, not iterators: each verb walks the data from its beginning, some more than once.
+    Loaders are functions, not iterators, because verbs may iterate over the data several times.
     """
 
     name: str
     model: nn.Module
-    #: One example call of the model: a tuple is positional, a dict is by keyword.
+    #: One example call of the model: a tuple of positional arguments or a dict of keyword arguments.
     inputs: tuple[Any, ...] | dict[str, Any]
-    #: Gives a fresh iterator over batches of inputs (a tensor, a tuple or a dict each), without targets.
+    #: Returns a new iterator over batches of inputs (tensors, tuples or dicts) without targets.
     calibration: Callable[[], Iterable[Any]] | None = None
-    #: Gives a fresh iterator over (inputs, target).
+    #: Returns a new iterator over (inputs, target).
     evaluation: Callable[[], Iterable[tuple[Any, Tensor]]] | None = None
-    #: The owner's own metric: gets a function that is called as the model is, gives ``{"top1": 91.7}``.
+    #: A custom metric: takes a function with the model's signature and returns numbers such as ``{"top1": 91.7}``.
     evaluate: Callable[[Callable[..., Any]], dict[str, float]] | None = None
-    #: Gives what is trained on: a map-style data set of (inputs, target), or a DataLoader of one. The trainer
-    #: shuffles, shards and batches by itself.
+    #: Returns the training data: a map-style data set of (inputs, target), or a DataLoader of one. The trainer
+    #: shuffles, shards and batches it.
     training: Callable[[], Any] | None = None
-    #: Makes a batch (inputs, target) of samples; torch's ``default_collate`` if not given. A data set with
-    #: ``__getitems__(indices)`` may give whole batches: then this is ``lambda batch: batch``.
+    #: Makes a batch (inputs, target) from samples; default: torch's ``default_collate``. For a data set with
+    #: ``__getitems__(indices)`` that returns complete batches, pass ``lambda batch: batch``.
     collate: Callable[[Any], tuple[Any, Any]] | None = None
-    #: Gets the model's output and the target; a mean over samples, or those of unequal batches don't count alike.
+    #: Takes the model's output and the target. It must be a mean over samples so that unequal batches can be weighted.
     loss: Callable[[Any, Any], Tensor] | None = None
-    #: The key of the measured values on which goals are set.
+    #: The measured value that goals refer to.
     metric: str = "top1"
-    #: Whether less of ``metric`` is better, or the names of all measured values of which less is better.
+    #: Whether lower values of ``metric`` are better, or the names of all such measured values.
     lower_is_better: bool | Collection[str] | None = None
 
     def less_is_better(self, metric: str | None = None) -> bool:
-        """Whether less of a measured value (by default of ``metric``) is better."""
-        said, name = self.lower_is_better, self.metric if metric is None else metric
-        return name in said if isinstance(said, Collection) else bool(said) and name == self.metric
+        """Whether a lower value of a metric (default: ``metric``) is better."""
+        lower, name = self.lower_is_better, self.metric if metric is None else metric
+        return name in lower if isinstance(lower, Collection) else bool(lower) and name == self.metric
 
     def direction_note(self) -> str | None:
-        """What to say where the metric's name sounds as if less were better, and nobody said so."""
+        """A note if the metric's name suggests that lower is better, but the workload doesn't say so."""
         measured = self.evaluation is not None or self.evaluate is not None
         if self.lower_is_better is not None or not measured or not _SOUNDS_LOW.search(self.metric):
             return None
         return (
-            f"more of {self.metric!r} is taken for better; if less is, give Workload(lower_is_better=True), "
-            "else lower_is_better=False"
+            f"higher values of {self.metric!r} are taken as better; if lower is better, pass "
+            "Workload(lower_is_better=True), otherwise lower_is_better=False"
         )
 
     def __post_init__(self) -> None:
-        """Refuse the usual slips here, where the owner's code is on the stack, and not minutes later."""
+        """Reject common mistakes here, where the user's code is on the stack."""
         where = f"workload {self.name!r}"
         if not isinstance(self.model, nn.Module):
             raise WorkloadError(
@@ -73,20 +73,23 @@ class Workload:
                 where=where,
                 value=type(self.model).__name__,
                 fix="pass an instance (Net(), not Net)" if isinstance(self.model, type) else "pass an nn.Module",
+                code="not-a-module",
             )
         if not isinstance(self.inputs, tuple | dict):
             raise WorkloadError(
-                "the example inputs are neither a tuple nor a dict",
+                "the example inputs must be a tuple or a dict",
                 where=where,
                 value=type(self.inputs).__name__,
                 fix="write inputs=(x,) for model(x), or inputs={'name': x} for model(name=x)",
+                code="invalid-inputs",
             )
         if isinstance(self.lower_is_better, str):
             raise WorkloadError(
-                "lower_is_better is a text",
+                "lower_is_better is a string",
                 where=where,
                 value=self.lower_is_better,
-                fix=f"write lower_is_better=({self.lower_is_better!r},), or True for metric=",
+                fix=f"write lower_is_better=({self.lower_is_better!r},), or True for metric",
+                code="wrong-argument-type",
             )
         for field in ("calibration", "evaluation", "evaluate", "training", "collate", "loss"):
             value = getattr(self, field)
@@ -95,7 +98,8 @@ class Workload:
                     f"{field} is not a function",
                     where=where,
                     value=type(value).__name__,
-                    fix=f"write {field}=lambda: loader, so that each use starts afresh"
+                    fix=f"write {field}=lambda: loader, so that each use gets a new iterator"
                     if field in ("calibration", "evaluation", "training")
-                    else f"give {field}= a function",
+                    else f"pass a function as {field}=",
+                    code="not-a-function",
                 )

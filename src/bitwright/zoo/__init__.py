@@ -1,4 +1,4 @@
-"""Reference models and data sets of the examples, the tests and the benchmarks."""
+"""Reference models and data sets for examples, tests and benchmarks."""
 
 from bitwright.zoo.digits import DigitsNet, train_digits
 from bitwright.zoo.efficientnet_lite import EfficientNetLite0

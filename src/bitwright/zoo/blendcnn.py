@@ -1,4 +1,4 @@
-"""BlendCNN: eight one-dimensional convolutions over a pair of sentences; every layer has its say in the answer."""
+"""BlendCNN: eight 1-D convolutions over a pair of sentences. The features of all layers are used for the output."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _KERNEL = 5
 class BlendCNN(nn.Module):
     """Token, position and segment embeddings → `layers` × (convolution, ReLU) → each layer's mean → two linears.
 
-    Padding (token 0) is zero at the first convolution and has no part in the means: features don't depend on how much
-    of the fixed length a sentence fills. Further convolutions do see what the biases make of padding: to hide it would
-    cost a multiplication between each two of them.
+    Padding (token 0) is zero at the first convolution and excluded from the means, so features don't depend on the
+    amount of padding. Further convolutions see the biases at padded positions: masking them would need a multiplication
+    after each convolution.
     """
 
     def __init__(
@@ -43,14 +43,14 @@ class BlendCNN(nn.Module):
         self.hidden = nn.Linear(channels * layers, 100)
         self.head = nn.Linear(100, classes)
         self.dropout = nn.Dropout(dropout)
-        # The sum of the three is normalised: tokens start small, so that segments are heard from the first step on.
+        # The sum of the three is normalized. Tokens start small, so that segments matter from the first step.
         for table, spread in ((self.token, 0.05), (self.position, 0.05), (self.segment, 0.1)):
             nn.init.normal_(table.weight, std=spread)
         with torch.no_grad():
             self.token.weight[0] = 0.0
 
     def forward(self, tokens: Tensor, segments: Tensor) -> Tensor:
-        """Give the logits of token and segment ids, both (N, length)."""
+        """The logits of token and segment ids, both (N, length)."""
         words = (tokens != 0).to(self.norm.weight.dtype).unsqueeze(1)
         x = self.token(tokens) + self.position.weight[: tokens.shape[1]] + self.segment(segments)
         x = self.dropout(self.norm(x)).transpose(1, 2) * words

@@ -1,7 +1,7 @@
-"""The example's other data: are two passages near-duplicates?
+"""A text task without download: are two passages near-duplicates?
 
-scikit-learn has the descriptions of its data sets inside: 5,300 words of real text, nothing to download. A pair is two
-passages of the same text, cut out a few words apart; it is a near-duplicate if they have half of their words in common.
+scikit-learn includes descriptions of its data sets: 5,300 words of real text. A pair consists of two passages of the
+same text that start a few words apart. They are near-duplicates if they share half of their words.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from bitwright.zoo.text import Pairs, Words, encode_pairs
 
 __all__ = ["blendcnn_descriptions", "description_pairs"]
 
-_PASSAGE, _APART = 16, 24  # words; how far apart two passages may begin
-_BLOCK = 48  # words; both passages of a pair lie in one
+_PASSAGE, _APART = 16, 24  # words per passage; the largest distance between two passages
+_BLOCK = 48  # words; both passages of a pair are in one block
 _LENGTH, _BATCH = 64, 32
-_PARTS = {"training": (0, 2), "held-out": (1,), "test": (3,)}  # of each four blocks
+_PARTS = {"training": (0, 2), "held-out": (1,), "test": (3,)}  # of every four blocks
 _COUNTS = {"training": 1600, "held-out": 320, "test": 320}  # pairs
 Part = Literal["training", "held-out", "test"]
 
@@ -36,8 +36,8 @@ Part = Literal["training", "held-out", "test"]
 def blendcnn_descriptions(*, weights: Path | None = None, judge: Literal["held-out", "test"] = "test") -> Workload:
     """A narrow BlendCNN, untrained or with the `weights` of a run.
 
-    The texts are cut into blocks. Half of them are trained on, a quarter is for choices (``judge="held-out"``), and a
-    quarter for what comes out of them (``judge="test"``): no two parts have a block in common.
+    The texts are divided into blocks: half for training, a quarter for model selection (``judge="held-out"``), and a
+    quarter for the final test (``judge="test"``). The parts have no block in common.
     """
     training, targets = description_pairs("training")
     judged, labels = description_pairs(judge)
@@ -63,7 +63,7 @@ def blendcnn_descriptions(*, weights: Path | None = None, judge: Literal["held-o
         inputs=(tokens[:1], segments[:1]),
         calibration=calibration,
         evaluation=evaluation,
-        # Choices go by plain top-1: a tuner can then see which samples two models differ on.
+        # Model selection uses plain top-1, so that a tuner can compare two models sample by sample.
         evaluate=(lambda predict: scores(evaluation(), predict)) if judge == "test" else None,
         training=lambda: Pairs(vocabulary, training, targets, _LENGTH),
         collate=whole,
@@ -72,13 +72,18 @@ def blendcnn_descriptions(*, weights: Path | None = None, judge: Literal["held-o
 
 
 def description_pairs(part: Part) -> tuple[list[tuple[str, str]], list[int]]:
-    """Pairs of one part, and whether each is a near-duplicate: every second one is."""
+    """The pairs of one part, and whether each is a near-duplicate (every second one is)."""
     folder = files("sklearn.datasets.descr")
     names = sorted(file.name for file in folder.iterdir() if file.name.endswith(".rst"))
     texts = [(folder / name).read_text(encoding="utf-8").split() for name in names]
     blocks = [own[at : at + _BLOCK] for own in texts for at in range(0, len(own) - _BLOCK + 1, _BLOCK)]
     if len(blocks) < len(_PARTS) + 1:
-        raise WorkloadError("this scikit-learn has no descriptions of data sets in it", value=names, fix="use 1.9")
+        raise WorkloadError(
+            "this version of scikit-learn doesn't include the descriptions of its data sets",
+            value=names,
+            fix="use 1.9",
+            code="unsupported-version",
+        )
     own = [block for index, block in enumerate(blocks) if index % 4 in _PARTS[part]]
     draw = random.Random(part)
     pairs: list[tuple[str, str]] = []

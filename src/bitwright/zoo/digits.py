@@ -1,18 +1,22 @@
-"""A real task that needs no download: scikit-learn's 8x8 digits, and a small network that trains in seconds.
+"""A task without download: 8x8 handwritten digits, and a small network that trains in seconds.
 
-The network has one of each thing that quantization finds hard: a residual addition, a depthwise convolution,
-batch norms to fold, a pooled head.
+`digits.npz` holds the test part of the data set "Optical Recognition of Handwritten Digits" (E. Alpaydin and C. Kaynak,
+UCI Machine Learning Repository, CC BY 4.0), which scikit-learn also ships.
+
+The network has the structures that are difficult to quantize: a residual addition, a depthwise convolution, batch norms
+to fold, a pooled head.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from importlib.resources import files
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 __all__ = ["DigitsNet", "DigitsSplit", "digits_split", "train_digits"]
@@ -21,7 +25,7 @@ _TEST = 500
 
 
 class DigitsSplit(NamedTuple):
-    """1,297 images to train on and 500 to test on: float (N, 1, 8, 8) in [-1, 1], and int64 labels."""
+    """1,297 training and 500 test images: float (N, 1, 8, 8) in [-1, 1], and int64 labels."""
 
     train_images: Tensor
     train_labels: Tensor
@@ -30,10 +34,11 @@ class DigitsSplit(NamedTuple):
 
 
 def digits_split(seed: int = 0) -> DigitsSplit:
-    """Split the 1,797 digits by a seeded shuffle."""
-    bunch = load_digits()
-    images = torch.tensor(bunch.images, dtype=torch.float32).unsqueeze(1) / 8 - 1
-    labels = torch.tensor(bunch.target, dtype=torch.int64)
+    """Split the 1,797 digits with a seeded shuffle."""
+    with (files("bitwright.zoo") / "digits.npz").open("rb") as file:
+        data = np.load(file)
+        images = torch.tensor(data["images"], dtype=torch.float32).unsqueeze(1) / 8 - 1
+        labels = torch.tensor(data["labels"], dtype=torch.int64)
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))
     train, test = order[_TEST:], order[:_TEST]
     return DigitsSplit(images[train], labels[train], images[test], labels[test])
@@ -57,7 +62,7 @@ class DigitsNet(nn.Module):
         self.head = nn.Linear(2 * width, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Give the logits of images (N, 1, 8, 8)."""
+        """The logits of images (N, 1, 8, 8)."""
         x = F.relu(self.stem_bn(self.stem(x)))
         y = F.relu(self.bn1(self.conv1(x)))
         y = self.bn2(self.conv2(y))
@@ -72,13 +77,13 @@ class DigitsNet(nn.Module):
 def train_digits(
     seed: int = 0, epochs: int = 6, on_epoch: Callable[[int, int, float], None] | None = None
 ) -> DigitsNet:
-    """Train a DigitsNet to about 98 % or more on the test images; the same seed gives the same weights.
+    """Train a DigitsNet to a test accuracy of about 98 %. The same seed gives the same weights.
 
-    ``on_epoch(done, epochs, loss)`` is told of each epoch, for a progress bar.
+    ``on_epoch(done, epochs, loss)`` is called after each epoch.
     """
     split = digits_split()
     n, batch = len(split.train_images), 64
-    # The caller's random numbers stay as they were: a demo within a program must not change the program.
+    # The caller's random state stays unchanged.
     with torch.random.fork_rng(devices=[]), _one_thread():
         torch.manual_seed(seed)
         model = DigitsNet()
@@ -101,7 +106,7 @@ def train_digits(
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """One thread: small operators gain nothing from more, and the sums depend on no number of cores."""
+    """Use one thread: small operators don't need more, and sums don't depend on the number of cores."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

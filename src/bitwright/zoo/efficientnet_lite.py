@@ -1,8 +1,7 @@
-"""EfficientNet-Lite0: EfficientNet without squeeze-excite and with ReLU6, made for integer hardware.
+"""EfficientNet-Lite0: EfficientNet without squeeze-excite and with ReLU6, designed for integer hardware.
 
-Its public weights come from TensorFlow, whose "same" padding puts the odd pixel at the bottom right. The
-sizes are known when the model is built, so the padding is too: constants in the exported graph instead of
-arithmetic on shapes.
+The public weights come from TensorFlow. Its "same" padding adds an odd pixel at the bottom right. All sizes are known
+when the model is built, so the padding is constant in the exported graph.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ def same_padding(size: int, kernel: int, stride: int) -> tuple[int, int]:
 def _padding_and_conv(
     channels_in: int, channels: int, kernel: int, stride: int, size: int, groups: int = 1
 ) -> tuple[nn.Module, nn.Conv2d]:
-    """A plain convolution, and the padding to run before it when the convolution can't do it itself."""
+    """A convolution, and a padding module for asymmetric padding."""
     before, after = same_padding(size, kernel, stride)
     even = before == after
     pad = nn.Identity() if even else nn.ZeroPad2d((before, after, before, after))
@@ -52,8 +51,8 @@ def _bn(channels: int) -> nn.BatchNorm2d:
     return nn.BatchNorm2d(channels, eps=1e-3, momentum=0.01)
 
 
-class Block(nn.Module):
-    """Expand, filter each channel by itself, project; with a shortcut where the shape stays."""
+class MBConv(nn.Module):
+    """Expand, depthwise convolution, project; with a shortcut if the shape stays the same."""
 
     def __init__(self, channels_in: int, channels: int, kernel: int, stride: int, expansion: int, size: int) -> None:
         super().__init__()
@@ -69,7 +68,7 @@ class Block(nn.Module):
         self._shortcut = stride == 1 and channels_in == channels
 
     def forward(self, x: Tensor) -> Tensor:
-        """Run the block; the projection is linear, as in MobileNetV2."""
+        """Run the block. The projection is linear, as in MobileNetV2."""
         y: Tensor = x
         if self._expand_conv is not None:
             y = F.relu6(self._bn0(self._expand_conv(y)))
@@ -79,7 +78,7 @@ class Block(nn.Module):
 
 
 class EfficientNetLite0(nn.Module):
-    """4.7 million parameters; its keys are those of the public weight files."""
+    """4.7 million parameters, with the keys of the public weight files."""
 
     def __init__(self, classes: int = 1000, image_size: int = 224, dropout: float = 0.2) -> None:
         super().__init__()
@@ -91,7 +90,7 @@ class EfficientNetLite0(nn.Module):
         for count, kernel, first_stride, channels, expansion in _STAGES:
             for index in range(count):
                 stride = first_stride if index == 0 else 1
-                self._blocks.append(Block(channels_in, channels, kernel, stride, expansion, size))
+                self._blocks.append(MBConv(channels_in, channels, kernel, stride, expansion, size))
                 size, channels_in = -(-size // stride), channels
         self._conv_head = nn.Conv2d(channels_in, 1280, 1, bias=False)
         self._bn1 = _bn(1280)
@@ -99,7 +98,7 @@ class EfficientNetLite0(nn.Module):
         self._fc = nn.Linear(1280, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Give the logits of normalised images, of the size that the padding was computed for."""
+        """The logits of normalized images. Their size must be `image_size`."""
         if x.shape[-2:] != (self.image_size, self.image_size):
             raise ValueError(
                 f"images of {tuple(x.shape[-2:])} given to a model for {self.image_size}x{self.image_size}: "

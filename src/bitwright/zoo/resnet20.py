@@ -1,4 +1,4 @@
-"""ResNet-20 for CIFAR-10, with shortcuts that have no parameters (option A of He et al., 2015)."""
+"""ResNet-20 for CIFAR-10, with parameter-free shortcuts (option A of He et al., 2015)."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from torch import Tensor, nn
 __all__ = ["ResNet20"]
 
 
-class Block(nn.Module):
-    """Two 3x3 convolutions and a shortcut; where the size changes, the shortcut takes every second pixel."""
+class BasicBlock(nn.Module):
+    """Two 3x3 convolutions and a shortcut. The shortcut uses every second pixel if the size changes."""
 
     def __init__(self, channels_in: int, channels: int, stride: int) -> None:
         super().__init__()
@@ -22,17 +22,17 @@ class Block(nn.Module):
         self.extra = channels - channels_in
 
     def forward(self, x: Tensor) -> Tensor:
-        """Add the convolutions' result to the shortcut."""
+        """Add the output of the convolutions to the shortcut."""
         y = F.relu(self.bn1(self.conv1(x)))
         y = self.bn2(self.conv2(y))
         if self.extra:
-            # New channels are zeros on both sides of the old ones: no parameters, no multiplications.
+            # Pad new channels with zeros on both sides: no parameters, no multiplications.
             x = F.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, self.extra // 2, self.extra // 2))
         return F.relu(y + x)
 
 
 class ResNet20(nn.Module):
-    """Three stages of three blocks, of 16, 32 and 64 channels."""
+    """Three stages of three blocks, with 16, 32 and 64 channels."""
 
     def __init__(self, classes: int = 10) -> None:
         super().__init__()
@@ -46,11 +46,13 @@ class ResNet20(nn.Module):
     @staticmethod
     def _stage(channels_in: int, channels: int, stride: int) -> nn.Sequential:
         return nn.Sequential(
-            Block(channels_in, channels, stride), Block(channels, channels, 1), Block(channels, channels, 1)
+            BasicBlock(channels_in, channels, stride),
+            BasicBlock(channels, channels, 1),
+            BasicBlock(channels, channels, 1),
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Give the logits of normalised 32x32 images."""
+        """The logits of normalized 32x32 images."""
         x = F.relu(self.bn1(self.conv1(x)))
         x = self.layer3(self.layer2(self.layer1(x)))
         x = F.adaptive_avg_pool2d(x, 1)

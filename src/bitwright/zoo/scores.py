@@ -1,4 +1,4 @@
-"""What a classifier is worth: accuracy, and beside it what it would be to always give the most frequent answer."""
+"""Scores of a classifier: accuracy, F1, and the accuracy of always predicting the most frequent class."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["scores"]
 
 
 def scores(data: Iterable[tuple[Any, Tensor]], predict: Callable[..., Any]) -> dict[str, float]:
-    """Percent of hits (`top1`), of the majority class, and the F1 of class 1 where there are two; `n` samples.
+    """Accuracy (`top1`) and share of the majority class in percent, F1 of class 1 for two classes, and samples `n`.
 
     >>> data = [(torch.eye(3)[[0, 1, 1, 1]], torch.tensor([0, 0, 1, 1]))]
     >>> scores(data, lambda x: x[:, :2])
@@ -22,7 +22,7 @@ def scores(data: Iterable[tuple[Any, Tensor]], predict: Callable[..., Any]) -> d
     """
     outputs = [(call(predict, inputs), target) for inputs, target in data]
     logits, target = torch.cat([output for output, _ in outputs]), torch.cat([target for _, target in outputs])
-    # argmax calls NaN the largest, so a broken model would score by chance: NaN is no answer at all.
+    # argmax treats NaN as the largest value; count it as wrong so that a broken model doesn't score by chance
     answers = torch.where(logits.isnan().any(1), -1, logits.argmax(1))
     counts, n = torch.bincount(target), len(target)
     values = {"top1": 100.0 * int((answers == target).sum()) / n}

@@ -1,7 +1,7 @@
-"""Small networks on small images, untrained: sizes at which a training takes seconds on one core.
+"""Small untrained networks on small images, which can be trained in seconds on one core.
 
-Images are averaged down to half their side (Fashion-MNIST 14x14, CIFAR-10 16x16); there are 3,000 to train on and
-2,000 to test on, each the first of a fixed shuffle.
+Images are downsampled to half their size (Fashion-MNIST 14x14, CIFAR-10 16x16). There are 3,000 training and 2,000 test
+images, taken from a fixed shuffle.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = [
 
 
 class _Residual(nn.Module):
-    """Two 3x3 convolutions and a shortcut, which is a 1x1 convolution where the shape changes."""
+    """Two 3x3 convolutions and a shortcut, which is a 1x1 convolution if the shape changes."""
 
     def __init__(self, before: int, after: int, stride: int) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class _Residual(nn.Module):
             self.short = nn.Sequential(nn.Conv2d(before, after, 1, stride, bias=False), nn.BatchNorm2d(after))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Add the convolutions' result to the shortcut."""
+        """Add the output of the convolutions to the shortcut."""
         y = self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x)))))
         return F.relu(y + (x if self.short is None else self.short(x)))
 
@@ -57,14 +57,14 @@ class ResidualNet(nn.Module):
         self.head = nn.Linear(2 * width, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Give the logits."""
+        """The logits."""
         x = self.block2(self.block1(F.relu(self.stem_bn(self.stem(x)))))
         logits: Tensor = self.head(torch.flatten(F.adaptive_avg_pool2d(x, 1), 1))
         return logits
 
 
 class _Inverted(nn.Module):
-    """As in MobileNetV2: widen, filter each channel by itself, narrow; a shortcut where the shape stays."""
+    """MobileNetV2's block: expand, depthwise convolution, project; a shortcut if the shape stays the same."""
 
     def __init__(self, before: int, after: int, stride: int, expansion: int = 4) -> None:
         super().__init__()
@@ -78,14 +78,14 @@ class _Inverted(nn.Module):
         self.shortcut = stride == 1 and before == after
 
     def forward(self, x: Tensor) -> Tensor:
-        """Run the block; the projection is linear."""
+        """Run the block. The projection is linear."""
         y: Tensor = F.relu6(self.bn2(self.depthwise(F.relu6(self.bn1(self.expand(x))))))
         y = self.bn3(self.project(y))
         return x + y if self.shortcut else y
 
 
 class DepthwiseNet(nn.Module):
-    """A stem, two inverted residuals with ReLU6, a linear head on pooled channels: MobileNetV2 in small."""
+    """A small MobileNetV2: a stem, two inverted residuals with ReLU6, a linear head on pooled channels."""
 
     def __init__(self, channels: int = 3, width: int = 8, classes: int = 10) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class DepthwiseNet(nn.Module):
         self.head = nn.Linear(2 * width, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Give the logits."""
+        """The logits."""
         x = F.relu6(self.stem_bn(self.stem(x)))
         x = self.block2(self.block1(x))
         logits: Tensor = self.head(torch.flatten(F.adaptive_avg_pool2d(x, 1), 1))
@@ -104,13 +104,13 @@ class DepthwiseNet(nn.Module):
 
 
 TRAINED_ON, TESTED_ON, CALIBRATED_ON = 3000, 2000, 300
-# Per channel, on the scale of 0 to 255.
+# Per channel, for pixel values 0 to 255.
 _GREY = ((0.286 * 255,), (0.353 * 255,))
 _COLOUR = ((0.485 * 255, 0.456 * 255, 0.406 * 255), (0.229 * 255, 0.224 * 255, 0.225 * 255))
 
 
 def residual_fashion_mnist() -> Workload:
-    """A residual network of 8 and 16 channels on Fashion-MNIST, 14x14."""
+    """A residual network with 8 and 16 channels on Fashion-MNIST, 14x14."""
     return _workload("residual-fashion-mnist", ResidualNet(channels=1), *_fashion_mnist(data_folder()), _GREY)
 
 
@@ -120,7 +120,7 @@ def depthwise_fashion_mnist() -> Workload:
 
 
 def residual_cifar10() -> Workload:
-    """A residual network of 8 and 16 channels on CIFAR-10, 16x16."""
+    """A residual network with 8 and 16 channels on CIFAR-10, 16x16."""
     return _workload("residual-cifar10", ResidualNet(channels=3), *_cifar10(data_folder()), _COLOUR)
 
 
@@ -161,5 +161,5 @@ def _cifar10(folder: Path) -> tuple[Images, Images]:
 
 
 def _halved(images: Images) -> Images:
-    """Each pixel the mean of four."""
+    """Average 2x2 pixels."""
     return Images(pixels=F.avg_pool2d(images.pixels.float(), 2).round().byte(), labels=images.labels)

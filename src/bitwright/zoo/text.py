@@ -1,4 +1,4 @@
-"""Pairs of texts as a network takes them: token ids, and segments that say what the two texts have in common."""
+"""Encode pairs of texts as token ids and segment ids. Segments mark the words that both texts have."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from bitwright.core.errors import WorkloadError
 
 __all__ = ["MATCHED", "Pairs", "Vocabulary", "WordPieces", "Words", "encode_pairs"]
 
-MATCHED = 2  # added to the segment (0 or 1) of a word that the other text has, too
+MATCHED = 2  # added to the segment (0 or 1) of a word that also occurs in the other text
 _WORD = re.compile(r"\w+|[^\w\s]")
 _UNKNOWN, _START, _END = 1, 2, 3
 
 
 class Vocabulary(Protocol):
-    """Gives the words of a text, and the tokens of each. Token 0 is padding."""
+    """Splits a text into words with their tokens. Token 0 is padding."""
 
     @property
     def size(self) -> int:
-        """How many tokens there are, the special ones included."""
+        """The number of tokens, including special ones."""
 
     @property
     def start(self) -> int:
@@ -42,7 +42,7 @@ class Vocabulary(Protocol):
 
 @dataclass(frozen=True)
 class Words:
-    """Whole words: one token each, and one for all that are unknown."""
+    """One token per word, and one for all unknown words."""
 
     tokens: dict[str, int]
     start: int = _START
@@ -50,18 +50,18 @@ class Words:
 
     @property
     def size(self) -> int:
-        """How many tokens there are, the special ones included."""
+        """The number of tokens, including special ones."""
         return len(self.tokens) + 4
 
     @classmethod
     def learn(cls, texts: Iterable[str], *, least: int = 3) -> Words:
-        """The words that occur `least` times or more, the most frequent first.
+        """The words that occur at least `least` times, the most frequent first.
 
         >>> Words.learn(["a rose is a rose", "A nose"], least=2).tokens
         {'a': 4, 'rose': 5}
         """
         counts = Counter(word for text in texts for word in _split(text))
-        # The same frequency is ordered by the word itself: the tokens are the same wherever they are learnt.
+        # Words of equal frequency are sorted, so that tokens are reproducible.
         ranked = sorted((word for word in counts if counts[word] >= least), key=lambda word: (-counts[word], word))
         return cls({word: index for index, word in enumerate(ranked, start=4)})
 
@@ -77,7 +77,9 @@ class WordPieces:
         try:
             from tokenizers import Tokenizer
         except ImportError as error:
-            raise WorkloadError("word pieces need tokenizers", fix='pip install "bitwright[examples]"') from error
+            raise WorkloadError(
+                "the package tokenizers is required", fix='pip install "bitwright[examples]"', code="missing-package"
+            ) from error
         self._tokenizer = Tokenizer.from_file(str(file))
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
@@ -93,7 +95,9 @@ class WordPieces:
 
 def _known(token: int | None) -> int:
     if token is None:
-        raise WorkloadError("the tokenizer has no [CLS] and [SEP]", fix="use that of a BERT-like model")
+        raise WorkloadError(
+            "the tokenizer has no [CLS] and [SEP]", fix="use a BERT-like tokenizer", code="invalid-tokenizer"
+        )
     return token
 
 
@@ -104,15 +108,15 @@ def _split(text: str) -> list[str]:
 def encode_pairs(vocabulary: Vocabulary, pairs: Sequence[tuple[str, str]], length: int) -> tuple[Tensor, Tensor]:
     """Token and segment ids (N, length) of: start, first text, end, second text, end, padding.
 
-    A few thousand pairs hardly teach a network that sees one text behind the other to compare them. Which words they
-    share is a fact of the data, so the segments say it.
+    A few thousand pairs are not enough for a network to learn to compare two texts. So the segments state which words
+    the texts share.
     """
     tokens = torch.zeros(len(pairs), length, dtype=torch.int64)
     segments = torch.zeros_like(tokens)
     for row, pair in enumerate(pairs):
         first, second = (vocabulary.words(text) for text in pair)
         sides = [_marked(first, second, 0), _marked(second, first, 1)]
-        while sum(map(len, sides)) > length - 3:  # the longer one loses its end
+        while sum(map(len, sides)) > length - 3:  # truncate the longer text
             max(sides, key=len).pop()
         ends = (vocabulary.end, 0), (vocabulary.end, 1)
         whole = torch.tensor([(vocabulary.start, 0), *sides[0], ends[0], *sides[1], ends[1]])
@@ -128,9 +132,9 @@ def _marked(
 
 
 class Pairs:
-    """Training pairs whose two texts change places or not, by chance: what they mean to each other stays the same.
+    """Training pairs. The two texts are swapped at random, which doesn't change the label.
 
-    A data set for `Workload(training=..., collate=whole)`: it makes whole batches.
+    A data set for `Workload(training=..., collate=whole)`: it returns complete batches.
     """
 
     def __init__(
@@ -141,7 +145,7 @@ class Pairs:
         self.labels = torch.tensor(labels)
 
     def __len__(self) -> int:
-        """How many pairs there are."""
+        """The number of pairs."""
         return len(self.labels)
 
     def __getitem__(self, index: int) -> tuple[tuple[Tensor, Tensor], Tensor]:

@@ -1,4 +1,4 @@
-"""The built-in workloads, registered as a plugin's are: by entry points of ``bitwright.workloads``."""
+"""The built-in workloads, registered as entry points of ``bitwright.workloads``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from bitwright.zoo.resnet20 import ResNet20
 
 __all__ = ["digits", "digits_untrained", "efficientnet_lite0_imagenet", "resnet20_cifar10"]
 
-# Per channel, on the scale of 0 to 255.
+# Per channel, for pixel values 0 to 255.
 _CIFAR_MEAN = (0.485 * 255, 0.456 * 255, 0.406 * 255)
 _CIFAR_STD = (0.229 * 255, 0.224 * 255, 0.225 * 255)
 _LITE_MEAN = (127.0, 127.0, 127.0)
@@ -27,15 +27,15 @@ _LITE_STD = (128.0, 128.0, 128.0)
 
 
 def digits(on_epoch: Callable[[int, int, float], None] | None = None) -> Workload:
-    """Digits of scikit-learn: a network trained on the spot, in seconds; 256 training images calibrate it.
+    """scikit-learn's digits: a network that is trained in seconds and calibrated with 256 training images.
 
-    ``on_epoch(done, epochs, loss)`` is told of each epoch, for a progress bar.
+    ``on_epoch(done, epochs, loss)`` is called after each epoch.
     """
     return _digits("digits", train_digits(on_epoch=on_epoch))
 
 
 def digits_untrained() -> Workload:
-    """The same network and data, untrained: for ``bitwright train`` to begin with."""
+    """The same network and data, untrained, for ``bitwright train``."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return _digits("digits-untrained", DigitsNet())
@@ -64,7 +64,7 @@ def _digits(name: str, model: DigitsNet) -> Workload:
 def resnet20_cifar10(data: Path | None = None) -> Workload:
     """ResNet-20 on CIFAR-10: calibrated on 512 training images, evaluated on the 10,000 test images.
 
-    It trains on 25,000 images, shifted and mirrored.
+    It trains on 25,000 images, randomly shifted and flipped.
     """
     folder = (data or data_folder()) / "cifar10"
     test = npz_images(folder / "test.npz")
@@ -89,8 +89,8 @@ def resnet20_cifar10(data: Path | None = None) -> Workload:
 def efficientnet_lite0_imagenet(data: Path | None = None) -> Workload:
     """EfficientNet-Lite0 on 1,000 images of the ImageNet validation set.
 
-    There is no training set in the data folder, so calibration uses 100 of the evaluation's own images (the
-    first of a fixed shuffle; inputs only, never labels). Evaluation covers all 1,000, these included.
+    The data folder has no training set, so calibration uses 100 of the evaluation images (the first of a fixed shuffle,
+    without labels). Evaluation uses all 1,000 images, including these.
     """
     folder = (data or data_folder()) / "imagenet-val"
     images = image_folder(folder / "images")

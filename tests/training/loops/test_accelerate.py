@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from tests.train.loops import common
+from tests.training.loops import common
 from torch.utils.data import DataLoader, TensorDataset
 
 from bitwright.training import Qat

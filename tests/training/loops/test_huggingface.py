@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.train.loops import common
+from tests.training.loops import common
 from transformers import (
     ResNetConfig,
     ResNetForImageClassification,

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.strategies import FSDPStrategy
-from tests.train.loops import common
+from tests.training.loops import common
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 

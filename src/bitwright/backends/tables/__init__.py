@@ -1,4 +1,4 @@
-"""The built-in tables, registered as a plugin would register its own."""
+"""The built-in tables, registered as entry points."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batch norms folded into the operator before them, on the fly; one file for each strategy."""
+"""Fold batch norms into the preceding operator at run time."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from torch import nn
 
 from bitwright.plan import FoldSpec
 from bitwright.quantizers.folding.fold import Fold
-from bitwright.quantizers.folding.strategies import Batch, Corrected, Explicit, Frozen, Once
+from bitwright.quantizers.folding.strategies import BatchFold, CorrectedFold, ExplicitFold, FrozenFold, StaticFold
 
-BY_STRATEGY: dict[int, type[Fold]] = {0: Once, 1: Frozen, 2: Batch, 3: Corrected, 4: Explicit}
+BY_STRATEGY: dict[int, type[Fold]] = {0: StaticFold, 1: FrozenFold, 2: BatchFold, 3: CorrectedFold, 4: ExplicitFold}
 
 
 def make_fold(spec: FoldSpec, norm: nn.Module, kind: str, site: str) -> Fold:
-    """The fold that a plan's entry asks for; `site` is that of the folded bias."""
+    """Create the fold of a plan's entry. `site` is the site of the folded bias."""
     return BY_STRATEGY[spec.strategy](norm, kind, site, sync=spec.sync)
 
 

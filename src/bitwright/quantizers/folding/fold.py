@@ -1,8 +1,7 @@
-"""What all folding strategies have in common: the deployed arithmetic, and the frame of a training step.
+"""The base class of folding strategies: the deployed arithmetic and the structure of a training step.
 
-In eval mode, whatever the strategy, the operator runs with w·γ/σ and the matching bias, and the norm passes its
-input on: what a deployed graph does. A strategy says what happens in training. The float model keeps its
-parameters and keys.
+In eval mode, all strategies run the operator with w·γ/σ and the corresponding bias, and the norm returns its input, as
+in a deployed graph. A strategy defines what happens in training. The parameters and keys of the float model stay.
 """
 
 from __future__ import annotations
@@ -17,37 +16,37 @@ from torch import Tensor, nn
 from bitwright.graph.operators import channel_axis
 from bitwright.quantizers.export_sites import site_marker
 
-# A process group is no argument of an operator, its name is. "" is the default group.
+# An operator can't take a process group as argument, but its name. "" is the default group.
 _GROUPS: dict[str, Any] = {}
 
 
-def remember_group(norm: nn.Module) -> None:
-    """Make the group of a norm that has one of its own known by name."""
+def register_group(norm: nn.Module) -> None:
+    """Store the process group of a norm by name."""
     group: Any = getattr(norm, "process_group", None)
     if group is not None:
         _GROUPS[group.group_name] = group
 
 
 def syncs(norm: nn.Module) -> bool:
-    """Whether there are other processes to share statistics with."""
+    """Whether statistics are shared with other processes."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size(_group(norm)) > 1
 
 
-def over_ranks(norm: nn.Module, x: Tensor) -> Tensor:
-    """The sum of `x` over the processes of the norm's group."""
+def sum_over_group(norm: nn.Module, x: Tensor) -> Tensor:
+    """Sum `x` over the processes of the norm's group."""
     group = _group(norm)
     total: Tensor = sum_over_ranks(x, "" if group is None else group.group_name)
     return total
 
 
 def _group(norm: nn.Module) -> Any:
-    # asked at each call: a process group can be neither copied nor saved with the model
+    # looked up in each call: a process group can't be copied or saved with the model
     return getattr(norm, "process_group", None)
 
 
 @torch.library.custom_op("bitwright::sum_over_ranks", mutates_args=())
 def sum_over_ranks(x: Tensor, group: str) -> Tensor:
-    """The sum of `x` over the processes of the group of that name."""
+    """Sum `x` over the processes of the group with this name."""
     total = x.contiguous().clone()
     dist.all_reduce(total, group=_GROUPS[group] if group else None)
     return total
@@ -63,15 +62,15 @@ def _keep_group(ctx: Any, inputs: tuple[Tensor, str], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-    # every rank's loss depends on every rank's part
+    # the loss of every rank depends on the inputs of all ranks
     return sum_over_ranks(grad, ctx.group), None
 
 
 sum_over_ranks.register_autograd(_backward, setup_context=_keep_group)
 
 
-class Call:
-    """One call of the operator that takes in a norm, with what quantizes its weight and bias."""
+class FoldedCall:
+    """One call of the operator with a folded norm, and the quantizers of its weight and bias."""
 
     def __init__(
         self,
@@ -91,7 +90,7 @@ class Call:
         self.bias: Tensor | None = args[2] if len(args) > 2 else kwargs.get("bias")
 
     def __call__(self, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Run the operator with this weight and bias instead of its own."""
+        """Run the operator with this weight and bias."""
         self._put(1, "weight", weight.to(self.weight.dtype))
         self._put(2, "bias", None if bias is None else bias.to(self.weight.dtype))
         return self.func(*self.args, **self.kwargs)
@@ -104,7 +103,7 @@ class Call:
 
 
 class Fold:
-    """A norm and the kind of operator that it is folded into. A subclass is a strategy."""
+    """A norm and the kind of the operator that it is folded into. Subclasses are strategies."""
 
     def __init__(self, norm: nn.Module, kind: str, site: str, *, sync: bool = False) -> None:
         self.norm = norm
@@ -113,33 +112,33 @@ class Fold:
         self.sync = sync or isinstance(norm, nn.SyncBatchNorm)
         self.axis = channel_axis(kind, "weight")
         self.marking = False
-        self.bias: Tensor | None = None  # the last folded bias, kept while an artefact is written
-        self.holding = False  # nothing changes for a while, and nobody quantizes: fold once,
+        self.bias: Tensor | None = None  # the last folded bias, kept during export
+        self.holding = False  # while weights are constant and unquantized: fold once,
         self.held: tuple[Tensor, Tensor] | None = None  # to this weight and bias
 
-    # -- what a strategy says ------------------------------------------------------------------------------
+    # -- defined by strategies -----------------------------------------------------------------------------
 
-    def train(self, call: Call) -> Tensor:
-        """The operator in a training step."""
+    def train(self, call: FoldedCall) -> Tensor:
+        """Run the operator in a training step."""
         raise NotImplementedError
 
     def norm_in_training(self, x: Tensor) -> Tensor | None:
-        """What stands in the norm's place in a training step; None lets the norm itself run."""
+        """The norm's output in a training step; None runs the norm itself."""
         raise NotImplementedError
 
     def affine(self) -> tuple[Tensor | None, Tensor | None]:
-        """γ and β as they take part in gradients."""
+        """γ and β, with gradients."""
         norm: Any = self.norm
         return norm.weight, norm.bias
 
     def attached(self) -> None:
-        """The model was prepared."""
-        remember_group(self.norm)
+        """Called after the model is prepared."""
+        register_group(self.norm)
 
     def detached(self) -> None:
-        """The model was stripped: leave the norm as it came."""
+        """Called after the model is stripped: restore the norm."""
 
-    # -- the frame -----------------------------------------------------------------------------------------
+    # -- implementation ------------------------------------------------------------------------------------
 
     def run(
         self,
@@ -149,21 +148,21 @@ class Fold:
         quantize_weight: Callable[..., Tensor] | None,
         quantize_bias: Callable[[Tensor], Tensor] | None,
     ) -> Tensor:
-        """The operator with the folded, quantized weight and bias."""
-        call = Call(func, args, kwargs, quantize_weight, quantize_bias)
+        """Run the operator with the folded, quantized weight and bias."""
+        call = FoldedCall(func, args, kwargs, quantize_weight, quantize_bias)
         return self.train(call) if self.norm.training else self.deployed(call)
 
     def norm_output(self, x: Tensor) -> Tensor | None:
-        """What stands in the norm's place; None lets the norm itself run."""
+        """The norm's output; None runs the norm itself."""
         return self.norm_in_training(x) if self.norm.training else x
 
-    def deployed(self, call: Call) -> Tensor:
-        """w·γ/σ and β + (b − μ)·γ/σ with running statistics: what the artefact computes."""
+    def deployed(self, call: FoldedCall) -> Tensor:
+        """Run with w·γ/σ and β + (b − μ)·γ/σ from running statistics, as the artefact does."""
         if self.held is not None:
             return call(*self.held)
         norm: Any = self.norm
-        # Artefacts get the numbers of a real forward. What is marked may as well be traced without the arithmetic,
-        # which is most of the operators of a small model, and of the time that torch.export takes.
+        # Artefacts get the values of a real forward, so tracing doesn't need the folding arithmetic. In a small model,
+        # that arithmetic is most of the operators and most of torch.export's time.
         if self.marking and call.quantizes:
             weight, shift = call.quantize_weight(wide(call.weight)), wide(norm.running_mean)
         else:
@@ -179,7 +178,7 @@ class Fold:
             self.held = weight, shift
         return call(weight, shift)
 
-    # -- parts of the formulas, in float32 at least --------------------------------------------------------
+    # -- parts of the formulas, in float32 or float64 ------------------------------------------------------
 
     def inverse(self, variance: Tensor) -> Tensor:
         """1/σ per output channel."""
@@ -193,31 +192,31 @@ class Fold:
 
     @torch.no_grad()
     def unit(self) -> Tensor:
-        """γ/σ with running statistics: how much larger the folded weight is than the weight."""
+        """γ/σ with running statistics: the ratio of the folded weight to the weight."""
         norm: Any = self.norm
         return self.factor(norm.running_var)
 
-    def shift(self, call: Call, factor: Tensor, mean: Tensor) -> Tensor:
+    def shift(self, call: FoldedCall, factor: Tensor, mean: Tensor) -> Tensor:
         """The folded bias β + (b − μ)·γ/σ."""
         _, beta = self.affine()
         start = -wide(mean) if call.bias is None else wide(call.bias) - wide(mean)
         return start * factor if beta is None else start * factor + wide(beta)
 
-    def quantized_weight(self, call: Call, factor: Tensor) -> Tensor:
-        """The weight times the factor, as it is deployed."""
+    def quantized_weight(self, call: FoldedCall, factor: Tensor) -> Tensor:
+        """The quantized product of weight and factor."""
         return call.quantize_weight(wide(call.weight) * self.spread(factor, call.weight))
 
     def over_output(self, values: Tensor, result: Tensor) -> Tensor:
-        """One value per channel as it broadcasts against the operator's output."""
-        # channels are axis 1 of a convolution's output and the last one of a linear's
+        """One value per channel, in a shape that broadcasts against the operator's output."""
+        # channels are axis 1 of a convolution's output and the last axis of a linear's
         shape = [-1] if self.kind == "linear" else [-1] + [1] * (result.dim() - 2)
         return values.reshape(shape).to(result.dtype)
 
     def spread(self, factor: Tensor, weight: Tensor) -> Tensor:
-        """The factor as it broadcasts against the weight."""
+        """The factor in a shape that broadcasts against the weight."""
         sizes = [1] * weight.dim()
         groups = factor.numel() // weight.shape[self.axis]
-        if groups > 1:  # a transposed convolution has only the channels of one group on that axis
+        if groups > 1:  # in a transposed convolution, this axis has only the channels of one group
             sizes[:2] = weight.shape[:2]
             return factor.reshape(groups, -1).repeat_interleave(sizes[0] // groups, dim=0).reshape(sizes)
         sizes[self.axis] = -1
@@ -229,5 +228,5 @@ def _same(x: Tensor, *, factor: Tensor | None = None) -> Tensor:
 
 
 def wide(x: Tensor) -> Tensor:
-    """`x` in float32, or in float64 if it is that already."""
+    """`x` in float32, or unchanged if it is float64."""
     return x if x.dtype == torch.float64 else x.float()

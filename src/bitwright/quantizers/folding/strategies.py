@@ -1,4 +1,4 @@
-"""The five folding strategies, by the numbers that the field knows them by."""
+"""The five folding strategies. MQBench numbers them in the same way."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from bitwright.core.errors import BitwrightError
 from bitwright.quantizers.export_sites import snapshot
-from bitwright.quantizers.folding.fold import Call, Fold, over_ranks, syncs, wide
+from bitwright.quantizers.folding.fold import Fold, FoldedCall, sum_over_group, syncs, wide
 
 
 def batch_statistics(norm: nn.Module, x: Tensor, *, sync: bool) -> tuple[Tensor, Tensor, Tensor | int]:
-    """Mean, biased variance and count per channel (axis 1) of this step's batch."""
+    """Mean, biased variance and count per channel (axis 1) of the current batch."""
     axes = [axis for axis in range(x.dim()) if axis != 1]
     count = x.numel() // x.shape[1]
     if sync and syncs(norm):
@@ -22,34 +22,35 @@ def batch_statistics(norm: nn.Module, x: Tensor, *, sync: bool) -> tuple[Tensor,
         raise BitwrightError(
             "batch statistics need more than one value per channel",
             value=list(x.shape),
-            fix="use a larger batch, or put this norm into eval mode",
+            fix="use a larger batch, or switch this norm to eval mode",
+            code="batch-too-small",
         )
     variance, mean = torch.var_mean(wide(x), axes, correction=0)
     return mean, variance, count
 
 
 def _over_processes(norm: nn.Module, x: Tensor, axes: list[int], count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The statistics of the joint batch; ranks may have batches of unequal size.
+    """The statistics of the joint batch. Ranks may have batches of different sizes.
 
-    Sums first, then squares around the joint mean: E[x²] − E[x]² would cancel in float32.
+    Computes the joint mean first and then squares around it: E[x²] − E[x]² would cancel in float32.
     """
     own = torch.cat([x.sum(axes), x.new_full((1,), float(count))])
-    total = over_ranks(norm, own)
+    total = sum_over_group(norm, own)
     joint = total[-1].detach()
     mean = total[:-1] / joint
     shape = [-1] + [1] * (x.dim() - 2)
     squares = (x - mean.reshape(shape)).square().sum(axes)
-    variance = over_ranks(norm, squares) / joint
+    variance = sum_over_group(norm, squares) / joint
     return mean, variance, joint
 
 
 def update_running(norm: Any, mean: Tensor, variance: Tensor, count: Tensor | int, *, counted: bool) -> None:
-    """Take a batch into the running statistics, as the norm itself would have done.
+    """Update the running statistics as the norm itself would.
 
-    `counted`: whether this batch is in `num_batches_tracked` already, which the norm's own forward sees to.
+    `counted`: whether `num_batches_tracked` already includes this batch, because the norm's own forward ran.
     """
     momentum = norm.momentum
-    if momentum is None:  # the average of all batches
+    if momentum is None:  # cumulative average
         momentum = 1.0 / (norm.num_batches_tracked.double() + (0 if counted else 1))
     unbiased = variance.detach() * (count / (count - 1))
     with torch.no_grad():
@@ -57,24 +58,24 @@ def update_running(norm: Any, mean: Tensor, variance: Tensor, count: Tensor | in
             running.copy_((1 - momentum) * running + momentum * new.to(running.dtype))
 
 
-class Frozen(Fold):
-    """Fold with running μ and σ at each step."""
+class FrozenFold(Fold):
+    """Fold with running μ and σ in each step. γ and β are trained."""
 
-    def train(self, call: Call) -> Tensor:
-        """As in eval mode, with gradients."""
+    def train(self, call: FoldedCall) -> Tensor:
+        """Run as in eval mode, with gradients."""
         return self.deployed(call)
 
     def norm_in_training(self, x: Tensor) -> Tensor:
-        """Nothing: the operator has done it all."""
+        """Return the input: the operator includes the norm."""
         norm: Any = self.norm
         if norm.num_batches_tracked is not None:
-            # the norm's forward has counted a batch that no statistic took in
+            # the norm's forward has counted a batch that isn't part of the statistics
             norm.num_batches_tracked.sub_(1)
         return x
 
 
-class Once(Frozen):
-    """Fold with everything of the norm fixed."""
+class StaticFold(FrozenFold):
+    """Fold with running μ and σ and constant γ and β."""
 
     def affine(self) -> tuple[Tensor | None, Tensor | None]:
         """γ and β as constants."""
@@ -82,14 +83,14 @@ class Once(Frozen):
         return (None if gamma is None else gamma.detach()), (None if beta is None else beta.detach())
 
     def attached(self) -> None:
-        """Tell optimizers and DDP, which waits for the gradient of every parameter that wants one."""
+        """Disable gradients, for optimizers and for DDP, which waits for the gradient of every trainable parameter."""
         super().attached()
         self.trained = [p for p in self._own() if p.requires_grad]
         for parameter in self.trained:
             parameter.requires_grad_(False)
 
     def detached(self) -> None:
-        """What trained before trains again."""
+        """Enable the gradients that were enabled before."""
         for parameter in self.trained:
             parameter.requires_grad_(True)
 
@@ -97,38 +98,38 @@ class Once(Frozen):
         return list(self.norm.parameters(recurse=False))
 
 
-class Batch(Fold):
-    """Fold with batch μ and σ."""
+class BatchFold(Fold):
+    """Fold with the μ and σ of the batch."""
 
-    def train(self, call: Call) -> Tensor:
-        """Convolve for the statistics, then with the folded weight."""
+    def train(self, call: FoldedCall) -> Tensor:
+        """Convolve once for the statistics and once with the folded weight."""
         mean, variance = self.observe(call)
         factor = self.factor(variance)
         return call(self.quantized_weight(call, factor), self.shift(call, factor, mean))
 
     def norm_in_training(self, x: Tensor) -> Tensor:
-        """Nothing: the operator has normalised already."""
+        """Return the input: the operator includes the norm."""
         return x
 
-    def observe(self, call: Call) -> tuple[Tensor, Tensor]:
-        """Mean and variance of what the norm would be given; they also go into the running ones."""
+    def observe(self, call: FoldedCall) -> tuple[Tensor, Tensor]:
+        """Mean and variance of the norm's input. Also updates the running statistics."""
         norm: Any = self.norm
         mean, variance, count = batch_statistics(norm, call(call.weight, None), sync=self.sync)
         if call.bias is not None:
-            # it cancels in the output, but the running mean has it, and DDP waits for its gradient (zero)
+            # it cancels in the output, but the running mean includes it, and DDP waits for its (zero) gradient
             mean = mean + call.bias
         update_running(norm, mean, variance, count, counted=False)
         return mean, variance
 
 
-class Corrected(Batch):
-    """Fold with running σ, rescale to that of the batch; the bias is the batch's."""
+class CorrectedFold(BatchFold):
+    """Fold with the running σ, then rescale to the σ of the batch. The bias uses batch statistics."""
 
-    def train(self, call: Call) -> Tensor:
-        """Convolve for the statistics, then with the deployed weight, then correct."""
+    def train(self, call: FoldedCall) -> Tensor:
+        """Convolve for the statistics, convolve with the deployed weight, then correct."""
         norm: Any = self.norm
-        # `observe` updates the running variance, and a compiled backward that computes γ/σ again would take the
-        # new one: gradients would be wrong. A snapshot can't be recomputed.
+        # `observe` updates the running variance. A compiled backward that recomputes γ/σ would use the new one and give
+        # wrong gradients. A snapshot can't be recomputed.
         running = snapshot(norm.running_var)
         mean, variance = self.observe(call)
         shift = self.shift(call, self.factor(variance), mean)
@@ -137,28 +138,28 @@ class Corrected(Batch):
         return result * self.over_output(correction, result) + self.over_output(shift, result)
 
 
-_SMALLEST = 1e-30  # a dead channel (γ = 0) must not divide by zero
+_SMALLEST = 1e-30  # prevents a division by zero for a dead channel (γ = 0)
 
 
-class Explicit(Fold):
-    """Fold for rounding only."""
+class ExplicitFold(Fold):
+    """Fold for rounding only, then run the norm."""
 
-    def train(self, call: Call) -> Tensor:
-        """The operator's own output, but for the rounding."""
+    def train(self, call: FoldedCall) -> Tensor:
+        """The operator's own output, except for the rounding."""
         norm: Any = self.norm
-        # The norm updates its variance later in the same forward, and a compiled backward that computes γ/σ again
-        # would take the new one: gradients would be wrong. A snapshot can't be recomputed.
+        # The norm updates its variance later in this forward. A compiled backward that recomputes γ/σ would use the new
+        # one and give wrong gradients. A snapshot can't be recomputed.
         compiling = torch.compiler.is_compiling()
         factor = self.factor(snapshot(norm.running_var) if compiling else norm.running_var)
         safe = torch.where(factor.abs() < _SMALLEST, 1.0, factor)
-        # Dividing the rounded weight divides the output, which is larger by far.
+        # Dividing the rounded weight is cheaper than dividing the output, which is much larger.
         weight = call.quantize_weight(wide(call.weight), factor=self.spread(safe, call.weight))
         return call(weight, call.bias)
 
     def norm_in_training(self, x: Tensor) -> Tensor | None:
-        """The norm itself, or its formulas: where processes share statistics, and where torch can't compile it."""
+        """Run the norm, or its formulas if processes share statistics or torch can't compile the norm."""
         norm: Any = self.norm
-        # Without a momentum the norm hands its operator a number that a compiler doesn't know: 1/(batches so far).
+        # Without momentum, the norm passes its operator a number that a compiler doesn't know: 1/(batches so far).
         if norm.momentum is not None and not (self.sync and syncs(norm)):
             return None
         mean, variance, count = batch_statistics(norm, x, sync=self.sync)

@@ -1,1 +1,1 @@
-"""Ranges: one file each, found by name through the registry."""
+"""Observers: find the range of a site. One file each, loaded by name from the registry."""

@@ -11,13 +11,13 @@ from bitwright.quantizers.observers.base import Observer
 
 
 def _moved(mean: Tensor, value: Tensor, count: int) -> Tensor:
-    """The mean of one more value; differences beyond the range of float32 are taken of shares."""
+    """Update a mean with one more value. If the difference exceeds float32, it is computed from scaled values."""
     moved = mean + (value - mean) / count
     return torch.where(moved.isfinite(), moved, mean + (value / count - mean / count))
 
 
 class AverageMinMax(Observer):
-    """Every batch counts the same, however many there are."""
+    """The mean over batches of their minimum and maximum. All batches have the same weight."""
 
     def __init__(self, *, format: Format) -> None:
         super().__init__(format=format)
@@ -26,7 +26,7 @@ class AverageMinMax(Observer):
         self.high: Tensor | None = None
 
     def observe(self, rows: Tensor) -> None:
-        """Move the means."""
+        """Update the means."""
         low, high = extremes(rows)
         self.batches += 1
         self.low = low if self.low is None else _moved(self.low, low, self.batches)

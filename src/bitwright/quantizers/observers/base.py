@@ -1,4 +1,4 @@
-"""Base classes of observers: ranges, histograms, moments, and scales."""
+"""The base class of observers."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from bitwright.core.formats import Format
 
 
 class Observer:
-    """Finds the range of a site from what passes there. A subclass is one short file."""
+    """Finds the range of a site from its inputs."""
 
-    # A range that leaves something out on purpose (outliers, what costs more than it is worth) is an estimate, and the
-    # mean of several processes' estimates is a better one; their extremes would bring back what was left out.
+    # A range that excludes outliers is an estimate. The mean of several processes' estimates is a better one, while
+    # their extremes would include the outliers again.
     merge: ClassVar[Literal["extremes", "mean"]] = "mean"
-    """How ranges that several processes found become one."""
+    """How to merge the ranges of several processes."""
 
     by_batch: ClassVar[bool] = True
-    """Whether the range depends on how the data is cut into batches; if not, calibration may cut it smaller."""
+    """Whether the range depends on the division into batches. If not, calibration may use smaller batches."""
 
     shows_infinities: ClassVar[bool] = False
-    """Whether the range isn't finite if any number that was seen isn't; if not, data is looked through before."""
+    """Whether NaN and infinity in the input make the range non-finite. If not, the data is checked separately."""
 
     def __init__(self, *, format: Format) -> None:
         self.format = format
 
     def observe(self, rows: Tensor) -> None:
-        """See one batch: float32, one row per scale."""
+        """Observe one batch: float32, one row per scale."""
         raise NotImplementedError
 
     def range(self) -> tuple[Tensor, Tensor]:
-        """The lowest and highest value to represent, one each per row."""
+        """The lowest and highest value to represent, per row."""
         raise NotImplementedError

@@ -11,12 +11,12 @@ from bitwright.quantizers.observers.moments import MomentsObserver
 
 
 class ClipStd(MomentsObserver):
-    """μ ± k·σ over all batches (k = 2.6), never beyond what was seen."""
+    """μ ± k·σ over all batches (k = 2.6), within the observed range."""
 
     def __init__(self, *, format: Format, deviations: float = 2.6) -> None:
         super().__init__(format=format)
         if deviations <= 0:
-            raise BitwrightError("a number of deviations is positive", value=deviations, fix="2.6")
+            raise BitwrightError("deviations must be positive", value=deviations, fix="2.6", code="invalid-options")
         self.deviations = deviations
 
     def range(self) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""A moving average of each batch's lowest and highest value: one odd batch doesn't set the range."""
+"""A moving average of each batch's minimum and maximum, which limits the influence of a single batch."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from bitwright.quantizers.observers.base import Observer
 
 
 class EmaMinMax(Observer):
-    """low ← m·low + (1−m)·min(batch), high likewise; the first batch starts the average."""
+    """low ← m·low + (1−m)·min(batch), high accordingly. The first batch is the initial value."""
 
     def __init__(self, *, format: Format, momentum: float = 0.9) -> None:
         super().__init__(format=format)
         if not 0.0 <= momentum < 1.0:
-            raise BitwrightError("momentum lies in [0, 1)", value=momentum, fix="0.9")
+            raise BitwrightError("momentum must be in [0, 1)", value=momentum, fix="0.9", code="invalid-options")
         self.momentum = momentum
         self.low: Tensor | None = None
         self.high: Tensor | None = None
 
     def observe(self, rows: Tensor) -> None:
-        """Move the average."""
+        """Update the average."""
         low, high = extremes(rows)
         if self.low is None or self.high is None:
             self.low, self.high = low, high

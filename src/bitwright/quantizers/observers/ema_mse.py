@@ -1,4 +1,4 @@
-"""A moving average of each batch's range of least error."""
+"""A moving average of each batch's range with the smallest error."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from bitwright.quantizers.observers.mse import Mse
 
 
 class EmaMse(EmaMinMax):
-    """`mse` on each batch alone, then `ema-minmax` over the ranges."""
+    """Applies `mse` to each batch, then `ema-minmax` to the ranges."""
 
     def __init__(self, *, format: Format, momentum: float = 0.9, p: float = 2.0) -> None:
         super().__init__(format=format, momentum=momentum)
         self.p = p
-        Mse(format=format, p=p)  # says at once if p can't be
+        Mse(format=format, p=p)  # validates p
 
     def observe(self, rows: Tensor) -> None:
-        """Move the averages."""
+        """Update the averages."""
         batch = Mse(format=self.format, p=self.p)
         batch.observe(rows)
         super().observe(torch.stack(batch.range(), dim=1))

@@ -1,4 +1,4 @@
-"""A moving average of each batch's ends without its outliers."""
+"""A moving average of each batch's range without outliers."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from bitwright.quantizers.observers.ema_minmax import EmaMinMax
 
 
 class EmaQuantile(EmaMinMax):
-    """Each batch is first clipped at the given quantile of its |x|: exactly, not by a histogram's bin."""
+    """Clips each batch at the given quantile of |x|, computed exactly."""
 
     def __init__(self, *, format: Format, momentum: float = 0.9, quantile: float = 0.99999) -> None:
         super().__init__(format=format, momentum=momentum)
         if not 0.5 < quantile <= 1.0:
-            raise BitwrightError("the quantile lies in (0.5, 1]", value=quantile, fix="0.99999")
+            raise BitwrightError("quantile must be in (0.5, 1]", value=quantile, fix="0.99999", code="invalid-options")
         self.quantile = quantile
 
     def observe(self, rows: Tensor) -> None:
-        """Move the averages."""
+        """Update the averages."""
         magnitudes = rows.abs()
         limit = magnitudes.kthvalue(max(1, ceil(self.quantile * rows.shape[1])), dim=1, keepdim=True).values
         super().observe(torch.maximum(torch.minimum(rows, limit), -limit))

@@ -1,7 +1,7 @@
-"""What observers share that need the distribution, not just its ends: a histogram that grows with the data.
+"""The base class of observers that need the distribution: a histogram that grows with the data.
 
-Bins lie on [−R, R]. When a value falls outside, R doubles and neighbouring bins are merged, which is exact:
-memory stays the same however long the calibration stream is, and no earlier batch is needed again.
+Bins cover [−R, R]. When a value is outside, R doubles and neighbouring bins are merged, which is exact. Memory use is
+constant for any length of the calibration stream, and earlier batches are not needed again.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from bitwright.quantizers.observers.base import Observer
 
 BINS = 8192
 _LARGEST = torch.finfo(torch.float32).max
-_TINY = torch.finfo(torch.float32).tiny  # the reach of a row of which only zeros were seen
+_TINY = torch.finfo(torch.float32).tiny  # the range R of a row that contains only zeros
 
 
 class HistogramObserver(Observer):
-    """Collects values: as they are while there is one small batch (a weight), as histogram otherwise."""
+    """Collects values: exactly for one small batch (a weight), otherwise as a histogram."""
 
     def __init__(self, *, format: Format) -> None:
         super().__init__(format=format)
@@ -46,9 +46,9 @@ class HistogramObserver(Observer):
     def _count(self, rows: Tensor) -> None:
         largest = rows.abs().amax(dim=1).clamp(min=_TINY)
         if self.reach is None or self.counts is None:
-            self.reach = largest.double()  # doubling the largest float32 leaves its range
+            self.reach = largest.double()  # twice the largest float32 exceeds float32
             self.counts = torch.zeros(rows.shape[0], BINS, dtype=torch.float64, device=rows.device)
-        # Zeros lie in the same bin whatever the reach is: no need to double up to the first other value.
+        # Zeros are in the same bin for any R, so R is not doubled until the first nonzero value.
         self.reach = torch.where(self.reach == _TINY, largest.double(), self.reach)
         while bool((largest > self.reach).any()):
             grow = largest > self.reach
@@ -63,7 +63,7 @@ class HistogramObserver(Observer):
         self.counts.scatter_add_(1, position, ones)
 
     def samples(self) -> tuple[Tensor, Tensor]:
-        """Values and how often each was seen, per row, sorted."""
+        """Sorted values and their counts, per row."""
         if self._only is not None:
             values = self._only.sort(dim=1).values
             return values, torch.ones_like(values, dtype=torch.float64)
@@ -74,7 +74,7 @@ class HistogramObserver(Observer):
         return values.clamp(-_LARGEST, _LARGEST).float(), self.counts
 
     def ends(self) -> tuple[Tensor, Tensor]:
-        """The lowest and highest value ever seen, exactly."""
+        """The exact minimum and maximum."""
         assert self.low is not None
         assert self.high is not None
         return self.low, self.high

@@ -1,4 +1,4 @@
-"""The range whose quantized distribution tells most of the original (least Kullback-Leibler divergence)."""
+"""The range with the smallest Kullback-Leibler divergence between the quantized and the original distribution."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch import Tensor
 from bitwright.quantizers.grid import grid_from_range
 from bitwright.quantizers.observers.histogram import HistogramObserver
 
-_BINS = 2048  # of |x|, as in the published method
-_CLIPPED, _WORSE = 0.01, 4.0  # a range that clips this share of the values, and loses so much more than the full range
+_BINS = 2048  # of |x|, as published
+_CLIPPED, _WORSE = 0.01, 4.0  # reject ranges that clip more than this share and lose this much more than the full range
 
 
 class Kl(HistogramObserver):
-    """Tries thresholds on |x|; what lies beyond counts into the last bin; the least divergence wins.
+    """Tries thresholds on |x| and chooses the smallest divergence. Values beyond a threshold count into the last bin.
 
-    A histogram of few values has more bins than values. Then a threshold below nearly all of them can have no
-    divergence at all. A range that loses much more than the full range does is not used.
+    With few values, the histogram has more bins than values. Then a threshold below nearly all values can have zero
+    divergence. A range that loses much more than the full range is not used.
     """
 
     def range(self) -> tuple[Tensor, Tensor]:
@@ -37,7 +37,7 @@ class Kl(HistogramObserver):
         return torch.where(sparse, low, bottom), torch.where(sparse, high, top)
 
     def _lost(self, values: Tensor, counts: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-        """The share of Σx² that a range loses, and the share of the values that it clips."""
+        """The share of Σx² that a range loses, and the share of values that it clips."""
         # Negative numbers at an unsigned symmetric site are reported by the quantizer, which knows the site.
         floor = low if self.format.signed or not self.format.symmetric else low.clamp(min=0.0)
         grid = grid_from_range(floor, high, self.format)
@@ -55,7 +55,7 @@ def _threshold(magnitudes: NDArray[np.floating], counts: NDArray[np.floating], l
     if top == 0.0 or levels >= _BINS:
         return top
     histogram, edges = np.histogram(magnitudes, bins=_BINS, range=(0.0, top), weights=counts)
-    # Zeros (after ReLU or padding) cost nothing in any range; counting them would favour small thresholds.
+    # Zeros (after ReLU or padding) have no error in any range; counting them would favour small thresholds.
     histogram[0] = histogram[1]
     best, chosen = np.inf, _BINS
     for used in [*range(levels, _BINS, 8), _BINS]:
@@ -70,7 +70,7 @@ def _divergence(histogram: NDArray[np.floating], used: int, levels: int) -> floa
     reference[-1] += histogram[used:].sum()
     if reference.sum() == 0:
         return float("inf")
-    # Each level covers a run of bins and spreads its mass over those of them that are not empty.
+    # Each level covers several bins and distributes its mass over the non-empty ones.
     level = (np.arange(used) * levels // used).astype(np.intp)
     mass = np.bincount(level, weights=histogram[:used], minlength=levels)
     filled = np.bincount(level, weights=(histogram[:used] > 0).astype(np.float64), minlength=levels)

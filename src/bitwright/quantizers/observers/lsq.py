@@ -1,4 +1,4 @@
-"""The range that LSQ starts from."""
+"""The initial range of LSQ."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from math import sqrt
 import torch
 from torch import Tensor
 
-from bitwright.quantizers.observers.moments import MomentsObserver, range_of_scale, settled
+from bitwright.quantizers.observers.moments import MomentsObserver, range_of_scale, resolved_sign
 
 
 class LsqStart(MomentsObserver):
     """s = 2·mean|x|/√p over all batches.
 
-    Where an asymmetric format has too few steps of it for all data, its range lies around zero, and is moved only to
-    the side that reaches further: counted from the lowest value on, one far number would clip all the others.
+    If an asymmetric format has too few steps of this size for all data, its range is placed around zero and shifted
+    towards the side with the larger values. If it started at the lowest value, one outlier could clip all others.
     """
 
     def range(self) -> tuple[Tensor, Tensor]:
         """The range of that scale."""
         low, high = super().range()
-        scale = 2 * self.mean_abs() / sqrt(settled(self.format, low).qmax)
-        zeros = scale == 0  # nothing else was seen: the quantizer knows what to do with an empty range
+        scale = 2 * self.mean_abs() / sqrt(resolved_sign(self.format, low).qmax)
+        zeros = scale == 0  # only zeros were observed; the quantizer handles an empty range
         bottom, top = self._covered(torch.where(zeros, 1.0, scale), low, high)
         return torch.where(zeros, 0.0, bottom), torch.where(zeros, 0.0, top)
 

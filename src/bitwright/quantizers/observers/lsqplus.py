@@ -1,4 +1,4 @@
-"""The range that LSQ+ starts from."""
+"""The initial range of LSQ+."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from bitwright.quantizers.observers.moments import MomentsObserver
 
 
 class LsqPlusStart(MomentsObserver):
-    """±m, m = max(|μ − 3σ|, |μ + 3σ|); only as much of it as was seen, if the format has a zero point or no sign."""
+    """±m, m = max(|μ − 3σ|, |μ + 3σ|); limited to the observed range if the format has a zero point or no sign."""
 
     def range(self) -> tuple[Tensor, Tensor]:
         """The range."""

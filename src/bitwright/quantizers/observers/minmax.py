@@ -1,4 +1,4 @@
-"""The range that covers everything ever seen."""
+"""The range that covers all observed values."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from bitwright.quantizers.observers.base import Observer
 
 
 class MinMax(Observer):
-    """Lowest and highest value over all batches."""
+    """Minimum and maximum over all batches."""
 
-    merge: ClassVar[Literal["extremes", "mean"]] = "extremes"  # what one process has seen, all must cover
+    merge: ClassVar[Literal["extremes", "mean"]] = "extremes"  # cover the values of all processes
     by_batch: ClassVar[bool] = False
     shows_infinities: ClassVar[bool] = True
 
@@ -31,7 +31,7 @@ class MinMax(Observer):
         self.high = high if self.high is None else torch.maximum(self.high, high)
 
     def range(self) -> tuple[Tensor, Tensor]:
-        """What was seen."""
+        """The observed range."""
         assert self.low is not None
         assert self.high is not None
         return self.low, self.high

@@ -1,4 +1,4 @@
-"""Bases of observers that need means, or that find a scale instead of a range."""
+"""Base classes of observers that need means, or that compute a scale instead of a range."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from bitwright.quantizers.grid import SMALLEST
 from bitwright.quantizers.observers.minmax import MinMax
 
 
-def settled(format: Format, low: Tensor) -> Format:
-    """The format that a grid will have: an adaptive sign is settled by the lowest value."""
+def resolved_sign(format: Format, low: Tensor) -> Format:
+    """The format with an adaptive sign replaced according to the lowest value."""
     return format.unsigned() if format.adasign and bool((low >= 0).all()) else format
 
 
 def range_of_scale(scale: Tensor, low: Tensor, format: Format) -> tuple[Tensor, Tensor]:
-    """[n·s, p·s], or for an asymmetric format as many steps from the lowest value on."""
-    format = settled(format, low)
+    """[n·s, p·s]. For an asymmetric format, the same number of steps from the lowest value."""
+    format = resolved_sign(format, low)
     if not format.symmetric:
         span = scale * (format.qmax - format.qmin)
         bottom = torch.maximum(torch.round(low.clamp(max=0.0) / scale) * scale, -span)
@@ -26,22 +26,24 @@ def range_of_scale(scale: Tensor, low: Tensor, format: Format) -> tuple[Tensor, 
     return scale * format.qmin if format.signed else low.clamp(max=0.0), scale * format.qmax
 
 
-def unless_too_small(ends: tuple[Tensor, Tensor], low: Tensor, high: Tensor, format: Format) -> tuple[Tensor, Tensor]:
-    """The range; the observed one where its scale is below the smallest normal number, which the quantizer refuses."""
+def observed_if_too_small(
+    ends: tuple[Tensor, Tensor], low: Tensor, high: Tensor, format: Format
+) -> tuple[Tensor, Tensor]:
+    """The range, or the observed range where the scale would be below the smallest normal number."""
     small = torch.maximum(high, -low) / max(format.qmax, -format.qmin) < SMALLEST
     return torch.where(small, low, ends[0]), torch.where(small, high, ends[1])
 
 
-def unless_zeros(ends: tuple[Tensor, Tensor], low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-    """The range; an empty one where only zeros were seen, of which the quantizer knows what to do."""
+def empty_if_zeros(ends: tuple[Tensor, Tensor], low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+    """The range, or an empty range where only zeros were observed. The quantizer handles empty ranges."""
     zeros = (low == 0) & (high == 0)
     return torch.where(zeros, 0.0, ends[0]), torch.where(zeros, 0.0, ends[1])
 
 
 class MomentsObserver(MinMax):
-    """Lowest and highest value, and the sums of |x|, x and x²."""
+    """Minimum and maximum, and the sums of |x|, x and x²."""
 
-    merge = "mean"  # ranges follow from means, not from the ends
+    merge = "mean"  # ranges depend on means, not on the extremes
     shows_infinities = False
 
     def __init__(self, *, format: Format) -> None:

@@ -1,4 +1,4 @@
-"""The range whose quantization error is smallest: both ends are drawn in, per cent by per cent."""
+"""The range with the smallest quantization error, found by shrinking both ends in steps of one percent."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from bitwright.quantizers.observers.histogram import HistogramObserver
 
 
 class Mse(HistogramObserver):
-    """Minimises Σ|x̂ − x|^p over ranges α·[min, max], α = 1, 0.99, … 0.20 (p = 2, or 2.4 for longer tails).
+    """Minimizes Σ|x̂ − x|^p over ranges α·[min, max], α = 1, 0.99, … 0.20 (p = 2, or 2.4 for longer tails).
 
-    Above 10 bits the rounding error is smaller than a bin of the histogram, so the full range is kept.
+    Above 10 bits, the rounding error is smaller than a histogram bin, so the full range is used.
     """
 
     def __init__(self, *, format: Format, p: float = 2.0) -> None:
         super().__init__(format=format)
         if p <= 0:
-            raise BitwrightError("the error's power is positive", value=p, fix="2.0")
+            raise BitwrightError("p must be positive", value=p, fix="2.0", code="invalid-options")
         self.p = p
 
     def range(self) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""The range that leaves out a small share of outliers."""
+"""The range without a small share of outliers."""
 
 from __future__ import annotations
 
@@ -11,22 +11,24 @@ from bitwright.quantizers.observers.histogram import HistogramObserver
 
 
 class Percentile(HistogramObserver):
-    """Covers `percentile` per cent of the values: half of the rest is clipped at each end."""
+    """Covers `percentile` percent of the values. Half of the rest is clipped at each end."""
 
     def __init__(self, *, format: Format, percentile: float = 99.99) -> None:
         super().__init__(format=format)
         if not 50.0 < percentile <= 100.0:
-            raise BitwrightError("percentile lies in (50, 100]", value=percentile, fix="99.99")
+            raise BitwrightError(
+                "percentile must be in (50, 100]", value=percentile, fix="99.99", code="invalid-options"
+            )
         self.percentile = percentile
 
     def range(self) -> tuple[Tensor, Tensor]:
-        """The two quantiles, never beyond what was seen."""
+        """The two quantiles, within the observed range."""
         values, counts = self.samples()
         low, high = self.ends()
         below = counts.cumsum(dim=1)
         total = below[:, -1:]
         tail = (1 - self.percentile / 100) / 2
-        # the last value with at most `tail` of the mass strictly below it, and its mirror image
+        # the last value with at most `tail` of the mass strictly below it, and the symmetric one
         first = (below <= tail * total).sum(dim=1).clamp(max=values.shape[1] - 1)
         last = (below < (1 - tail) * total).sum(dim=1).clamp(max=values.shape[1] - 1)
         rows = torch.arange(values.shape[0], device=values.device)

@@ -1,6 +1,7 @@
-"""The power-of-two scale of least error, from the one that covers everything downwards.
+"""The power-of-two scale with the smallest error.
 
-"Floor" is that of the fractional bits, −log2 s: the first scale that is tried clips nothing.
+Starts with the smallest scale that clips nothing and tries smaller ones. "Floor" refers to the number of fractional
+bits, −log2 s, of the first scale.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ from torch import Tensor
 from bitwright.core.formats import Format
 from bitwright.quantizers.grid import grid_from_range
 from bitwright.quantizers.observers.histogram import HistogramObserver
-from bitwright.quantizers.observers.moments import range_of_scale, unless_too_small, unless_zeros
+from bitwright.quantizers.observers.moments import empty_if_zeros, observed_if_too_small, range_of_scale
 
-_TRIED = 5  # exponents
+_TRIED = 5  # number of exponents
 
 
 def best_exponent(values: Tensor, counts: Tensor, low: Tensor, high: Tensor, format: Format) -> Tensor:
-    """The e per row, ⌈log2 s⌉ … ⌈log2 s⌉ − 4, whose scale 2^e has the least squared error; s covers everything."""
+    """The exponent e per row, from ⌈log2 s⌉ to ⌈log2 s⌉ − 4, with the smallest squared error. s covers everything."""
     # Negative numbers at an unsigned symmetric site are reported by the quantizer, which knows the site.
     low = low if format.signed or not format.symmetric else low.clamp(min=0.0)
     fraction, exponents = torch.frexp(grid_from_range(low, high, replace(format, pot=False)).scale)
@@ -31,7 +32,7 @@ def best_exponent(values: Tensor, counts: Tensor, low: Tensor, high: Tensor, for
         scale, zero_point = grid.scale[:, None], grid.zero_point[:, None]
         codes = torch.clamp(torch.round(values / scale) + zero_point, grid.qmin, grid.qmax)
         error = (((codes - zero_point) * scale - values).double().square() * counts).sum(dim=1)
-        if exponent is top:  # where this range exceeds float32, smaller ones that clip it are no answer
+        if exponent is top:  # if this range exceeds float32, don't use smaller ones that clip
             fits = bottom.isfinite() & end.isfinite()
             best = torch.where(fits, best, float("-inf"))
         better = error < best
@@ -40,11 +41,11 @@ def best_exponent(values: Tensor, counts: Tensor, low: Tensor, high: Tensor, for
 
 
 class PotFloor(HistogramObserver):
-    """s = 2^e with the best e over everything that was seen."""
+    """s = 2^e with the best e over all observed values."""
 
     def range(self) -> tuple[Tensor, Tensor]:
         """The range of that scale."""
         low, high = self.ends()
         exponent = best_exponent(*self.samples(), low, high, self.format)
         ends = range_of_scale(torch.exp2(exponent), low, self.format)
-        return unless_zeros(unless_too_small(ends, low, high, self.format), low, high)
+        return empty_if_zeros(observed_if_too_small(ends, low, high, self.format), low, high)

@@ -1,4 +1,4 @@
-"""The power-of-two scale that is the best for most batches."""
+"""The power-of-two scale that is best for most batches."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from torch import Tensor
 from bitwright.core.formats import Format
 from bitwright.quantizers.grid import extremes
 from bitwright.quantizers.observers.minmax import MinMax
-from bitwright.quantizers.observers.moments import range_of_scale, unless_too_small, unless_zeros
+from bitwright.quantizers.observers.moments import empty_if_zeros, observed_if_too_small, range_of_scale
 from bitwright.quantizers.observers.pot_floor import best_exponent
 
 
 class PotMode(MinMax):
-    """Each batch votes for its exponent; the most votes win, the wider range where two have as many."""
+    """Each batch votes for an exponent. The majority wins; ties are resolved in favour of the wider range."""
 
-    merge = "mean"  # a power of two is made of it again where the format wants one
+    merge = "mean"  # the format rounds it to a power of two again
     by_batch = True
     shows_infinities = False
 
@@ -31,8 +31,8 @@ class PotMode(MinMax):
         self.votes.append(best_exponent(rows, ones, low, high, self.format))
 
     def range(self) -> tuple[Tensor, Tensor]:
-        """The range of the winner's scale."""
+        """The range of the winning scale."""
         low, high = super().range()
-        finest = (-torch.stack(self.votes)).mode(dim=0).values  # of several, `mode` gives the lowest
+        finest = (-torch.stack(self.votes)).mode(dim=0).values  # for ties, `mode` returns the lowest
         ends = range_of_scale(torch.exp2(-finest), low, self.format)
-        return unless_zeros(unless_too_small(ends, low, high, self.format), low, high)
+        return empty_if_zeros(observed_if_too_small(ends, low, high, self.format), low, high)

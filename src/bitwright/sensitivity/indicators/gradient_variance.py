@@ -21,7 +21,7 @@ from bitwright.plan import ComputeSpec
 from bitwright.sensitivity.error_injection import Places, Seen, as_in_training, operators_of
 from bitwright.sensitivity.indicate import Subject, Values
 from bitwright.sensitivity.kernel_errors import Error, errors_of
-from bitwright.workload import call, to_train
+from bitwright.workload import call, trainable_parameters
 
 _RELUS = {F.relu, torch.relu, torch.Tensor.relu}
 _IN_PLACE = {F.relu_, torch.relu_, torch.Tensor.relu_}
@@ -108,7 +108,7 @@ def _slopes(
     loss: Tensor, model: nn.Module, calls: list[Seen], relus: SmoothRelus, generator: torch.Generator
 ) -> tuple[list[Slopes], list[Slopes]]:
     """For each call, what comes of everything smooth, and what comes of the kinks of ReLUs alone."""
-    parameters = to_train(model)
+    parameters = trainable_parameters(model)
     gradients: Any = torch.autograd.grad(loss, parameters, create_graph=True, allow_unused=True)
     signs = [torch.randint(0, 2, p.shape, generator=generator).to(p) * 2 - 1 for p in parameters]
     parts = [(g * u).sum() for g, u in zip(gradients, signs, strict=True) if g is not None]

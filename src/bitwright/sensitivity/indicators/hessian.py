@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from bitwright.core.errors import CalibrationError
-from bitwright.core.modes import evaluating
+from bitwright.core.modes import eval_mode
 from bitwright.plan import ComputeSpec
 from bitwright.sensitivity.error_injection import rounded_weight, weight_name, weight_of
 from bitwright.sensitivity.indicate import Subject, Values
@@ -39,7 +39,7 @@ def hessian_traces(
     try:
         for parameter in chosen.values():
             parameter.requires_grad_(True)
-        with evaluating(model), torch.enable_grad():
+        with eval_mode(model), torch.enable_grad():
             for inputs, target in batches:
                 count += 1
                 value = loss(call(model, inputs), target)

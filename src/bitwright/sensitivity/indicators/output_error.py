@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from bitwright.core.modes import evaluating
+from bitwright.core.modes import eval_mode
 from bitwright.core.registry import KERNELS
 from bitwright.plan import ComputeSpec
 from bitwright.sensitivity.error_injection import operators_of
@@ -21,7 +21,7 @@ def output_error(subject: Subject) -> Values:
     """‖y − ŷ‖²/‖y‖² of the outputs; a forward pass for each operator, format and batch, with simulated kernels."""
     with (
         torch.no_grad(),
-        evaluating(subject.model),
+        eval_mode(subject.model),
         operators_of(subject.model, subject.graph, subject.any_spec) as operators,
     ):
 

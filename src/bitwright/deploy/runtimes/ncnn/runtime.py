@@ -18,7 +18,7 @@ from torch import nn
 from bitwright.core.documents import Strict, read_json, read_text, validated
 from bitwright.core.errors import ArtefactError, Problem
 from bitwright.core.files import replacing, scratch_folder, write_text
-from bitwright.core.tensor_tree import part
+from bitwright.core.tensor_tree import slice_batch
 from bitwright.deploy.artefacts.store import QDQ
 from bitwright.deploy.export import export, export_float
 from bitwright.deploy.integrity import Damage, compare_digests, digests_of, file_digest, text_digest
@@ -346,4 +346,4 @@ class _Probe(Ncnn):
 
 def _one(inputs: Any) -> Any:
     """One sample: ncnn's blobs have no axis for a batch."""
-    return part(inputs, 0, 1)
+    return slice_batch(inputs, 0, 1)

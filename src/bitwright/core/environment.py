@@ -9,8 +9,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
+from pydantic import Field
 
-from bitwright.report.record_parts import Environment
+from bitwright.core.documents import ResultModel
 from bitwright.version import __version__
 
 #: What computes, converts or runs; an absent one is left out.
@@ -30,6 +31,19 @@ PACKAGES = (
 )
 # Those that decide how fast and how exact 8-bit products are.
 _FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx_vnni", "amx_int8", "amx_bf16", "asimddp", "i8mm", "sve")
+
+
+class Environment(ResultModel):
+    """Where it was measured."""
+
+    bitwright: str
+    python: str
+    platform: str
+    cpu: str
+    cpu_features: tuple[str, ...]
+    cores: int
+    threads: int = Field(description="Threads of torch.")
+    packages: dict[str, str]
 
 
 def environment() -> Environment:

@@ -1,4 +1,4 @@
-"""Whether calibration data can give ranges that mean something."""
+"""Check whether calibration data is varied enough for meaningful ranges."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bitwright.core.tensor_tree import batch_size, tensors_in
 
 
 class CalibrationData:
-    """Looks at calibration batches as they pass: data without any variety gives ranges without any meaning."""
+    """Inspects calibration batches for missing variety."""
 
     def __init__(self) -> None:
         self.first: dict[str, Tensor] = {}
@@ -21,7 +21,7 @@ class CalibrationData:
         self.empty = 0
 
     def see(self, batch: Any) -> Any:
-        """Look at one batch, and give it back."""
+        """Inspect one batch and return it."""
         tensors = [(path, tensor) for path, tensor in tensors_in(batch) if tensor.dim()]
         self.empty += bool(tensors) and all(tensor.numel() == 0 for _, tensor in tensors)
         self.samples += batch_size(batch)
@@ -42,16 +42,16 @@ class CalibrationData:
         fix: str = "calibrate with some hundred samples of the data in use, preprocessed in the same way",
         suffix: str = "calibration",
     ) -> tuple[Problem, ...]:
-        """What is wrong with it; codes end with `suffix`."""
+        """The problems of the data. Their codes end with `suffix`."""
         found = []
         if self.empty:
-            what = f"{self.empty} batches of {name} have no numbers in them"
-            found.append(Problem(what=what, fix="see what the loader yields", code=f"empty-{suffix}"))
+            what = f"{self.empty} batches of {name} are empty"
+            found.append(Problem(what=what, fix="check the loader's batches", code=f"empty-{suffix}"))
         if self.first and not self.varied and any(tensor.numel() > 1 for tensor in self.first.values()):
             values = ", ".join(f"{path or 'input'} = {t.flatten()[0].item():g}" for path, t in self.first.items())
-            what = f"all numbers of {name} are the same ({values}), so they say nothing about the model"
+            what = f"all values of {name} are the same ({values}), so ranges are meaningless"
             found.append(Problem(what=what, fix=fix, code=f"constant-{suffix}"))
         elif self.samples > 1 and self.first and not self.unequal:
-            what = f"all {self.samples} samples of {name} are the same one"
+            what = f"all {self.samples} samples of {name} are identical"
             found.append(Problem(what=what, fix=fix, code=f"constant-{suffix}"))
         return tuple(found)

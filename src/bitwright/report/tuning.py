@@ -2,13 +2,48 @@
 
 from __future__ import annotations
 
-from bitwright.report import Trial, Tuning
+from pydantic import Field
+
+from bitwright.core.documents import ResultModel
 from bitwright.tuning.goal import Goal
 from bitwright.tuning.result import Tuned
 from bitwright.tuning.search import Asked
 
 
-def recorded(tuned: Tuned, metric: str) -> Tuning:
+class Trial(ResultModel):
+    """One candidate of a search."""
+
+    number: int = Field(description="From 1.")
+    candidate: str
+    passed: bool
+    metrics: dict[str, float] = Field(description="Estimates if `stopped`.")
+    stopped: bool = Field(description="Given up on a part of the data.")
+    failed: str | None = Field(description="Why it could not be measured.")
+    latency_ratio: float | None = Field(description="Relative to float in the same run.")
+    size: int | None
+    pareto: bool = Field(description="No other candidate beats it in metric, latency and size at once.")
+    best: bool
+    seconds: float
+
+
+class Tuning(ResultModel):
+    """A search until a goal holds."""
+
+    metric: str
+    lower_is_better: bool = False
+    strategy: str
+    goal: str
+    limit: float | None = Field(description="The worst value of the metric that meets the goal.")
+    met_goal: bool | None
+    stopped_because: str
+    float_metrics: dict[str, float] = Field(description="Of the float model; empty: not measured.")
+    float_size: int | None
+    full_evaluations: int
+    notes: tuple[str, ...]
+    trials: tuple[Trial, ...]
+
+
+def tuning_record(tuned: Tuned, metric: str) -> Tuning:
     """The course of a search: its goal, its trials, and the one that was chosen."""
     floats = {} if tuned.baseline is None else {k: v for k, v in tuned.baseline.metrics.items() if k != "n"}
     front = {asked.number for asked in tuned.pareto}

@@ -7,9 +7,23 @@ from typing import Any
 
 from pydantic import BaseModel, Field
 
-from bitwright.core.documents import read_json, validated
-from bitwright.report import Training
+from bitwright.core.documents import ResultModel, read_json, validated
 from bitwright.training.config import TrainConfig
+
+
+class Training(ResultModel):
+    """A training run."""
+
+    metric: str
+    precision: str
+    metrics: tuple[dict[str, float], ...] = Field(description="After each epoch.")
+    best_epoch: int | None = Field(description="From 1.")
+    steps: int
+    processes: int
+    config_hash: str
+    settings: dict[str, str] = Field(description="Those that differ from the defaults.")
+    init: str | None = Field(description="The weights that it began with.")
+    notes: tuple[str, ...]
 
 
 class _Best(BaseModel):
@@ -32,7 +46,7 @@ class _Result(BaseModel):
     notes: tuple[str, ...]
 
 
-def recorded(run: str | Path) -> Training | None:
+def training_record(run: str | Path) -> Training | None:
     """What `result.json` of a run's folder says; None: the folder has none, so nothing was trained there."""
     path = Path(run) / "result.json"
     if not path.is_file():

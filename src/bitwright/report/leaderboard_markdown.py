@@ -11,7 +11,6 @@ from bitwright.bench.leaderboard import (
     Spread,
     Summary,
     comparable,
-    counted,
     drop_words,
     reasons,
     short_reason,
@@ -19,6 +18,7 @@ from bitwright.bench.leaderboard import (
     spread_words,
     summary,
 )
+from bitwright.core.formatting import counted
 from bitwright.report.markdown import escaped  # one way to escape, for reports and for leaderboards
 
 

@@ -1,0 +1,230 @@
+"""`Comparison`: one model on all runtimes of this machine, versioned, as JSON."""
+
+from __future__ import annotations
+
+from math import isfinite
+from typing import Any, Literal
+
+from pydantic import Field
+
+from bitwright.core import formatting
+from bitwright.core.arguments import strict
+from bitwright.core.documents import ResultModel
+from bitwright.core.environment import Environment
+from bitwright.deploy import Check, Latency
+
+_NAMED = 6  # operators named in a text; the JSON file has all
+
+
+@strict
+class Accuracy(ResultModel):
+    """The workload's metric for one way to run the model."""
+
+    where: str = Field(description='"float", "simulated", or the name of a runtime.')
+    metric: str
+    value: float
+    samples: int | None = None
+    lower_is_better: bool = False
+
+    @property
+    def text(self) -> str:
+        """The value; top-k accuracies are in percent."""
+        return formatting.metric_value(self.metric, self.value) + (" %" if self.metric.startswith("top") else "")
+
+    def change_from(self, reference: Accuracy) -> str:
+        """The difference to the reference; where lower is better, the text says which of the two is better."""
+        difference = self.value - reference.value
+        text = formatting.metric_change(self.metric, difference)
+        if self.lower_is_better and difference:
+            return f"{text}, {'better' if difference < 0 else 'worse'}"
+        return text + (" points" if self.metric.startswith("top") else "")
+
+
+class Size(ResultModel):
+    """Bytes of one form of the model."""
+
+    name: str
+    bytes: int
+
+
+class Timing(ResultModel):
+    """Latency of one artefact; both variants of a runtime were measured in turns."""
+
+    runtime: str
+    variant: Literal["float", "quantized"]
+    batch: int
+    threads: int
+    median_ms: float = Field(description="p50")
+    p10_ms: float
+    p90_ms: float
+    p99_ms: float | None = Field(default=None, description="None in reports that were made before it was measured.")
+    runs: int
+    ratio: float = Field(description="Median relative to the float variant in the same run.")
+
+    @property
+    def ratio_text(self) -> str:
+        """The latency relative to float."""
+        return f"{self.ratio:.2f}× the time of float"
+
+    @property
+    def rate_text(self) -> str:
+        """The throughput."""
+        return f"{self.batch / self.median_ms * 1e3:,.0f} samples/s"
+
+
+class Parity(ResultModel):
+    """What a runtime computes against what the simulated model computes."""
+
+    runtime: str
+    passed: bool
+    samples: int
+    sqnr_db: float | None = Field(description="None: no deviation at all.")
+    max_error: float
+    top1_agreement: float | None
+    first_divergence: str | None
+
+
+def parity(check: Check) -> Parity:
+    """One row for all outputs: the worst of them."""
+    sqnr = min((output.sqnr_db for output in check.outputs), default=float("inf"))
+    agreements = [output.top1_agreement for output in check.outputs if output.top1_agreement is not None]
+    return Parity(
+        runtime=check.runtime,
+        passed=check.passed,
+        samples=check.samples,
+        sqnr_db=sqnr if isfinite(sqnr) else None,
+        max_error=max((output.max_error for output in check.outputs), default=0.0),
+        top1_agreement=min(agreements, default=None),
+        first_divergence=check.first_divergence,
+    )
+
+
+def timing(
+    runtime: str,
+    variant: Literal["float", "quantized"],
+    batch: int,
+    threads: int,
+    latency: Latency,
+    *,
+    yardstick: Latency,
+) -> Timing:
+    """One row of a run in which the float artefact was the yardstick."""
+    return Timing(
+        runtime=runtime,
+        variant=variant,
+        batch=batch,
+        threads=threads,
+        median_ms=latency.median_ms,
+        p10_ms=latency.p10_ms,
+        p90_ms=latency.p90_ms,
+        p99_ms=latency.p99_ms,
+        runs=latency.runs,
+        ratio=latency.median_ms / yardstick.median_ms,
+    )
+
+
+def timings(runtime: str, batch: int, threads: int, *, float: Latency, quantized: Latency) -> list[Timing]:
+    """Both rows of one run."""
+    return [
+        timing(runtime, "float", batch, threads, float, yardstick=float),
+        timing(runtime, "quantized", batch, threads, quantized, yardstick=float),
+    ]
+
+
+class OnRuntime(ResultModel):
+    """One model on one runtime, float and quantized."""
+
+    runtime: str
+    backend: str = Field(description="The table by which the model was quantized for this runtime.")
+    executed: dict[str, int] | None = Field(
+        description="Convolutions and matrix products by the type in which they really run. None: it doesn't tell."
+    )
+    left_in_float: tuple[str, ...] | None = Field(
+        default=None, description="Which of them run in float, by name. None: the runtime doesn't name them."
+    )
+    sizes: tuple[Size, ...]
+    parity: Parity
+    accuracies: tuple[Accuracy, ...]
+    timings: tuple[Timing, ...]
+
+    @property
+    def executed_text(self) -> str:
+        """The types in which the runtime multiplied, and the operators that it left in float."""
+        if self.executed is None:
+            return f"{self.runtime} doesn't tell"
+        kinds = ", ".join(f"{count} {kind}" for kind, count in self.executed.items() if count) or "no products"
+        if not self.executed.get("float"):
+            return kinds
+        if self.left_in_float is None:
+            return f"{kinds} ({self.runtime} doesn't name them)"
+        names, more = self.left_in_float[:_NAMED], len(self.left_in_float) - _NAMED
+        return f"{kinds} ({', '.join(names)}{f' and {more} more' if more > 0 else ''})"
+
+
+class Instance(ResultModel):
+    """One of several processes that ran at the same time."""
+
+    cores: tuple[int, ...] = Field(description="The cores that it was bound to.")
+    median_ms: float = Field(description="p50")
+    p90_ms: float
+    p99_ms: float
+    throughput: float = Field(description="Samples per second of this process.")
+
+
+class Together(ResultModel):
+    """One artefact in several processes that started together, each on cores of its own."""
+
+    runtime: str
+    variant: Literal["float", "quantized"]
+    batch: int
+    pinned: bool = Field(description="Whether the processes were bound to their cores.")
+    runs: int = Field(description="Of each instance.")
+    median_ms: float = Field(description="p50 over all runs of all instances.")
+    p90_ms: float
+    p99_ms: float
+    throughput: float = Field(
+        description="Samples per second of all instances; a round lasts as long as its slowest one."
+    )
+    ratio: float = Field(description="Throughput relative to the float variant in the same run.")
+    instances: tuple[Instance, ...]
+
+
+class Skipped(ResultModel):
+    """A runtime that wasn't measured."""
+
+    runtime: str
+    why: str
+
+
+class Fastest(ResultModel):
+    """The pick for one batch size, among runtimes that agree with the simulated model."""
+
+    batch: int
+    runtime: str
+    variant: Literal["float", "quantized"]
+    median_ms: float
+    throughput: float | None = Field(default=None, description="Of several instances; by it they are compared.")
+
+
+class Comparison(ResultModel):
+    """All runtimes; latencies were measured in turns, in one process."""
+
+    version: Literal[1] = 1
+    workload: str
+    created: str
+    environment: Environment
+    runtimes: tuple[OnRuntime, ...]
+    skipped: tuple[Skipped, ...]
+    fastest: tuple[Fastest, ...]
+    together: tuple[Together, ...] = Field(default=(), description="Instead of timings, if instances were asked for.")
+
+    def __repr__(self) -> str:
+        """One line: the fastest runtime."""
+        best = ", ".join(f"{one.runtime} {one.variant} {one.median_ms:.3g} ms" for one in self.fastest[:1])
+        return f"<Comparison {self.workload}: {len(self.runtimes)} runtimes{', fastest ' + best if best else ''}>"
+
+    __str__ = __repr__
+
+    def to_dict(self) -> dict[str, Any]:
+        """The results as plain data."""
+        return self.model_dump(mode="json")

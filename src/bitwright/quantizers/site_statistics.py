@@ -1,0 +1,190 @@
+"""`site_rows`: scale, range, clipped share and quantization noise of each site of a calibrated model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import inf, isfinite, log10
+from typing import Any
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from bitwright.core.documents import ResultModel
+from bitwright.core.modes import eval_mode
+from bitwright.plan import SiteSpec
+from bitwright.quantizers.attachment import Attachment
+from bitwright.quantizers.base import Quantizer
+from bitwright.quantizers.prepare import attachment_of, in_mode, tapped
+from bitwright.workload import call
+
+
+class Histogram(ResultModel):
+    """Counts of values between `low` and `high`, in bins of equal width.
+
+    The range is that of the grid, extended by at least one eighth and at most its full span, as far as the first batch
+    reaches. If the grid is much wider than the values, it is that of the values. The outermost bins include values
+    outside the range.
+    """
+
+    low: float
+    high: float
+    counts: tuple[int, ...]
+
+
+class SiteRow(ResultModel):
+    """One quantizer at one site."""
+
+    site: str
+    format: str
+    observer: str
+    quantizer: str
+    guard: str | None
+    share: str | None
+    scales: int = Field(description="The number of scales: one, or one per channel or group.")
+    scale_min: float
+    scale_max: float
+    zero_point_min: int
+    zero_point_max: int
+    low: float = Field(description="The lowest value of the grid.")
+    high: float
+    clipped: float | None = Field(description="Share of values outside the grid. None: not reached.")
+    sqnr_db: float | None = Field(description="The noise of this quantizer alone. None: no error, or not reached.")
+    why: str
+    seen_low: float | None = Field(default=None, description="The lowest input value. None: not recorded.")
+    seen_high: float | None = None
+    histogram: Histogram | None = Field(default=None, description="None: not requested, or not reached.")
+
+
+_BINS = 64
+_LOOKED_AT = 1 << 18  # limit of values per site in a histogram; more would only smooth it
+
+
+@dataclass
+class _Sums:
+    signal: float = 0.0
+    error: float = 0.0
+    clipped: int = 0
+    count: int = 0
+    low: float = inf
+    high: float = -inf
+    binned: int = 0
+    drawn: tuple[float, float] | None = None
+    counts: Tensor | None = None
+
+    @torch.no_grad()
+    def add(self, quantizer: Quantizer, x: Tensor) -> None:
+        grid = quantizer.grid()
+        x = x.detach().to(torch.float32)
+        scale, zero_point = (
+            quantizer.layout.spread(grid.scale, x),
+            quantizer.layout.spread(grid.zero_point, x),
+        )
+        codes = torch.round(quantizer.transform(x) / scale) + zero_point
+        self.clipped += int(((codes < grid.qmin) | (codes > grid.qmax)).sum())
+        self.count += x.numel()
+        self.signal += float(x.double().square().sum())
+        self.error += float((quantizer.quantize(x) - x).double().square().sum())
+
+    @torch.no_grad()
+    def bin(self, quantizer: Quantizer, x: Tensor) -> None:
+        """Count the values of the first batches. Large batches are subsampled."""
+        x = x.detach().to(torch.float32)
+        least, most = torch.aminmax(x)
+        self.low, self.high = min(self.low, float(least)), max(self.high, float(most))
+        room = _LOOKED_AT - self.binned
+        if room <= 0:
+            return
+        flat = x.flatten()
+        # An odd step visits all channels, because their number is usually even.
+        flat = flat[:: -(-flat.numel() // room) | 1] if flat.numel() > room else flat
+        self.binned += flat.numel()
+        if self.drawn is None:
+            self.drawn = _binned(*_ends(quantizer), self.low, self.high)
+        low, high = self.drawn
+        found = torch.histc(flat.clamp(low, high), _BINS, low, high)
+        self.counts = found if self.counts is None else self.counts + found
+
+    def histogram(self) -> Histogram | None:
+        if self.counts is None or self.drawn is None:
+            return None
+        low, high = self.drawn
+        return Histogram(low=low, high=high, counts=tuple(int(count) for count in self.counts))
+
+    @property
+    def sqnr_db(self) -> float | None:
+        if self.error == 0 or self.signal == 0:
+            return None
+        return 10 * log10(self.signal / self.error)
+
+
+def _ends(quantizer: Quantizer) -> tuple[float, float]:
+    """The lowest and highest value of any of its grids."""
+    grid = quantizer.grid()
+    scale, zero_point = grid.scale.double(), grid.zero_point.double()
+    return float(((grid.qmin - zero_point) * scale).min()), float(((grid.qmax - zero_point) * scale).max())
+
+
+def _binned(low: float, high: float, least: float, most: float) -> tuple[float, float]:
+    """The range of a histogram: the grid, extended by one eighth to all of its span as far as the first batch reaches.
+
+    The grid of an accumulator is a million times wider than its values. Then the range is that of the values.
+    """
+    span = (high - low) or 1.0
+    if most - least < span / 64 and low <= least <= most <= high:
+        margin = (most - least) / 8 or abs(most) / 8 or 1.0
+        return least - margin, most + margin
+    before, beyond = (min(max(distance, span / 8), span) for distance in (low - least, most - high))
+    return low - before, high + beyond
+
+
+def site_rows(model: nn.Module, batches: Iterable[Any], *, histograms: bool = False) -> tuple[SiteRow, ...]:
+    """One row per site of a calibrated model, in the plan's order, measured on `batches`.
+
+    The noise of a site excludes that of earlier sites: the reference signal is the site's input. Histograms show the
+    values before quantization.
+    """
+    attachment = attachment_of(model)
+    sums: dict[str, _Sums] = {}
+
+    def look(site: str, quantizer: Quantizer, x: Tensor) -> None:
+        if quantizer.weight and site in sums:
+            return  # a weight is the same in each batch
+        found = sums.setdefault(site, _Sums())
+        found.add(quantizer, x)
+        if histograms and x.numel():
+            found.bin(quantizer, x)
+
+    with eval_mode(model), torch.no_grad(), in_mode(model, "quantize"), tapped(model, look):
+        for batch in batches:
+            call(model, batch)
+    return tuple(_row(site, spec, attachment, sums.get(site, _Sums())) for site, spec in attachment.plan.quantized)
+
+
+def _row(site: str, spec: SiteSpec, attachment: Attachment, sums: _Sums) -> SiteRow:
+    quantizer = attachment.quantizers[attachment.shared.get(site, site)]
+    grid = quantizer.grid()
+    scale, zero_point = grid.scale.double(), grid.zero_point.double()
+    low, high = _ends(quantizer)
+    return SiteRow(
+        site=site,
+        format=str(quantizer.format),
+        observer=quantizer.spec.observer,
+        quantizer=quantizer.spec.quantizer,
+        guard=quantizer.spec.guard,
+        share=spec.share,
+        scales=scale.numel(),
+        scale_min=float(scale.min()),
+        scale_max=float(scale.max()),
+        zero_point_min=int(zero_point.min()),
+        zero_point_max=int(zero_point.max()),
+        low=low,
+        high=high,
+        clipped=sums.clipped / sums.count if sums.count else None,
+        sqnr_db=sums.sqnr_db,
+        why=spec.why,
+        seen_low=sums.low if isfinite(sums.low) else None,
+        seen_high=sums.high if isfinite(sums.high) else None,
+        histogram=sums.histogram(),
+    )
