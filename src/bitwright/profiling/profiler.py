@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from bitwright.core.arguments import strict
+from bitwright.core.arguments import Count, strict
 from bitwright.core.errors import BitwrightError
 from bitwright.plan import Plan
 from bitwright.profiling.casts import DTYPES, measure_casts
@@ -139,7 +139,7 @@ def profile_variants(
     *,
     store: SampleStore | None = None,
     clock: Clock = "wall",
-    rounds: int = 30,
+    rounds: Count = 30,
     fit_casts: bool = True,
     progress: Progress | None = None,
 ) -> DeviceProfile:

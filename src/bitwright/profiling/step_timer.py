@@ -73,7 +73,7 @@ class Sample:
     calls: dict[Key, int] = field(default_factory=lambda: defaultdict(int))
     saved: dict[Key, SavedBytes] = field(default_factory=dict)
     work: dict[Key, CallWork] = field(default_factory=dict)
-    """Filled with `saved`, in a step that isn't for times."""
+    """NonBlank with `saved`, in a step that isn't for times."""
     engine: float = 0.0
     """From the call of backward to the first node."""
     nodes: int = 0

@@ -11,7 +11,7 @@ from bitwright.cluster.cost_model import FLOAT, CostModel, Plans, total_penalty
 from bitwright.cluster.planners.blocks import polished, quickest
 from bitwright.cluster.planners.explanation import too_large
 from bitwright.cluster.planners.ilp import Program, smallest
-from bitwright.core.arguments import strict
+from bitwright.core.arguments import Positive, Share, strict
 from bitwright.core.errors import PlanError, Problem
 
 SLACK = 0.01
@@ -165,8 +165,8 @@ def recover(
     batches: Mapping[str, int] | None = None,
     *,
     start: Allocation | None = None,
-    slack: float = SLACK,
-    target: float | None = None,
+    slack: Share = SLACK,
+    target: Positive | None = None,
 ) -> Allocation:
     """Raise the precision of operators of the fastest plan, largest penalty first, without slowing the step.
 
