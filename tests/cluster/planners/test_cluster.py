@@ -14,14 +14,13 @@ from torch import Tensor, nn
 from bitwright import Plan, PlanError, capture, prepare
 from bitwright.cluster import Cluster, Link, Predictor
 from bitwright.cluster.cluster_cost_model import ClusterCostModel
-from bitwright.cluster.cost_model import FLOAT, TableCostModel
-from bitwright.cluster.cost_model import TableCost as CostOfOne
+from bitwright.cluster.cost_model import FLOAT, TableCost, TableCostModel
 from bitwright.cluster.planners import all_float, dynamic_batching, fastest, recover, recover_and_split, uniform
 from bitwright.cluster.planners.precision import over_limits
 from bitwright.kernels.int8 import Int8
 from bitwright.plan import ComputeSpec
 from bitwright.profiling import DeviceProfile, StepGraph, Variant, profile_variants, record_step
-from bitwright.profiling.device_profile import OperatorTime, TableCost
+from bitwright.profiling.device_profile import OperatorCost, OperatorTime
 
 INT8 = ComputeSpec(format="int8", backward=("input", "weight"))
 PENALTIES = {"0": {"int8": 3.0}, "2": {"int8": 1.0}, "4": {"int8": 0.1}, "6": {"int8": 9.0}}
@@ -38,7 +37,7 @@ def _scaled(timing: OperatorTime | None, factor: float) -> OperatorTime | None:
 def _with(own: DeviceProfile, factor: float, low: float) -> DeviceProfile:
     """A device `factor` times as slow, on which kernels take `low` of float's time: chosen, not measured."""
     floats = {cost.operator: cost for cost in own.operators if cost.format == "float32"}
-    operators: list[TableCost] = []
+    operators: list[OperatorCost] = []
     for cost in own.operators:
         base = floats[cost.operator] if cost.format.startswith("kernel") else cost
         times = factor * (low if cost.format.startswith("kernel") else 1.0)
@@ -196,7 +195,7 @@ def test_what_a_process_needs_is_the_sum_of_its_parts(measured: tuple[StepGraph,
 
 def test_the_operators_of_a_deep_model_are_explained_together() -> None:
     names = [f"op{i}" for i in range(200)]
-    costs = {"only": {name: {FLOAT: CostOfOne(seconds=1.0, bytes=10**7)} for name in names}}
+    costs = {"only": {name: {FLOAT: TableCost(seconds=1.0, bytes=10**7)} for name in names}}
 
     class Deep(TableCostModel):
         def parts(self, kind: str, assignment: Mapping[str, str], batch: int) -> Mapping[str, int]:
