@@ -24,7 +24,7 @@ from bitwright.bench.rows import Outcome, gave_up, plan_of
 from bitwright.core.task_store import open_study
 from bitwright.quantizers import quantizers_of
 from bitwright.training import Callback
-from bitwright.training.run import Run
+from bitwright.training.run import TrainingRun
 from bitwright.workload import measure
 
 HERE = Path(__file__).parent
@@ -38,10 +38,10 @@ class Watched(Callback):
         self.before: dict[str, Tensor] = {}
         self.weights: list[dict[str, Tensor]] = []
 
-    def on_start(self, run: Run) -> None:
+    def on_start(self, run: TrainingRun) -> None:
         self.before = zero_points(run.model)
 
-    def on_step(self, run: Run) -> None:
+    def on_step(self, run: TrainingRun) -> None:
         named = run.model.named_parameters()
         self.weights.append({name: p.detach().clone() for name, p in named if not name.endswith("zero_point")})
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 import bitwright as bw
 from bitwright.core.errors import BitwrightError, PlanError
-from bitwright.ptq import At
+from bitwright.ptq import StepProgress
 
 COMMAND = [sys.executable, "-c", "from bitwright.cli import main; main()"]
 STEPS = ["equalize", "bias-correction", "qdrop:iterations=6,batch=8"]
@@ -78,7 +78,7 @@ def test_a_killed_process_goes_on_to_the_same_bits(tmp_path: Path) -> None:
 def test_every_phase_can_be_gone_on_with(after: int, tmp_path: Path) -> None:
     """Among float steps, in the first step that needs ranges, in a step after it."""
 
-    def stop(at: At) -> None:
+    def stop(at: StepProgress) -> None:
         if at.done == after:
             raise KeyboardInterrupt
 
@@ -98,7 +98,7 @@ def test_every_phase_can_be_gone_on_with(after: int, tmp_path: Path) -> None:
 
 
 def test_another_run_is_refused(tmp_path: Path) -> None:
-    def stop(at: At) -> None:
+    def stop(at: StepProgress) -> None:
         if at.done == 2:
             raise KeyboardInterrupt
 
@@ -113,7 +113,7 @@ def test_another_run_is_refused(tmp_path: Path) -> None:
 def unfinished(folder: Path, data: list[torch.Tensor] | None = None) -> None:
     """Two units of a run that was interrupted."""
 
-    def stop(at: At) -> None:
+    def stop(at: StepProgress) -> None:
         if at.done == 2:
             raise KeyboardInterrupt
 

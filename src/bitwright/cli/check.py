@@ -129,7 +129,7 @@ def _show_sites(out: Out, result: Check) -> None:
     if result.probe is not None:
         verdict = (
             "whose other outputs are the artefact's, bit by bit"
-            if result.probe.undisturbed
+            if result.probe.outputs_identical
             else "whose other outputs differ from the artefact's: the runtime doesn't fuse there as it would"
         )
         out.say(f"seen in a copy of the artefact with {result.probe.outputs} more outputs, {verdict}")

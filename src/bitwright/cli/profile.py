@@ -46,7 +46,7 @@ from bitwright.profiling.machine import of_rank, samples_file
 from bitwright.profiling.profiler import check_device, training_peak
 from bitwright.profiling.published import published as from_data_sheet
 from bitwright.profiling.step import CLOCKS, Clock
-from bitwright.training.distributed import joined
+from bitwright.training.distributed import process_group
 
 _ROUNDS = 30
 _UNSURE = 0.1  # half of the intervals, of the time
@@ -135,7 +135,7 @@ def profile_(
     for word in amp or []:
         if word not in ("bf16", "fp16"):
             raise BitwrightError("unknown autocast type", where="--amp", value=word, fix="use bf16 or fp16")
-    with joined() as ranks:
+    with process_group() as ranks:
         out = out if ranks.first else Out(json=False, quiet=True)
         found = open_workload(out, workload)
         pair, loss = training_batch(found, batch, channels_last=channels_last)

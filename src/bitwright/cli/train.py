@@ -29,7 +29,7 @@ from bitwright.core.output_folder import visible
 from bitwright.report import new_record, words, write_report
 from bitwright.training import Callback, TensorBoard, TrainConfig, Trainer, tensorboard_problem
 from bitwright.training.recorded import recorded
-from bitwright.training.run import Run
+from bitwright.training.run import TrainingRun
 
 
 @verb(
@@ -185,7 +185,7 @@ class _Bar(Callback):
         self.losses: list[tuple[int, float]] = []  # this epoch's: after how many steps, the mean since the last one
         self.begun = 0
 
-    def on_start(self, run: Run) -> None:
+    def on_start(self, run: TrainingRun) -> None:
         self.spoken = True
         self.begun = run.step
         out = self.out
@@ -204,7 +204,7 @@ class _Bar(Callback):
         self.task = self.progress.add_task("", total=run.steps, completed=run.step)
         self.progress.start()
 
-    def on_log(self, run: Run, values: dict[str, float]) -> None:
+    def on_log(self, run: TrainingRun, values: dict[str, float]) -> None:
         self.losses.append((run.step, values["loss"]))
 
     def _epoch_loss(self) -> float | None:
@@ -214,7 +214,7 @@ class _Bar(Callback):
             total, last = total + loss * (step - last), step
         return total / (last - self.begun) if last > self.begun else None
 
-    def on_step(self, run: Run) -> None:
+    def on_step(self, run: TrainingRun) -> None:
         if self.progress is None:
             return
         said = [f"epoch {run.epoch + 1}/{run.config.epochs}"]
@@ -225,13 +225,13 @@ class _Bar(Callback):
             said.append(f"{metric} {words.measured(metric, run.metrics[-1][metric])}")
         self.progress.update(self.task, completed=run.step, description=", ".join(said))
 
-    def on_epoch(self, run: Run, values: dict[str, float]) -> None:
+    def on_epoch(self, run: TrainingRun, values: dict[str, float]) -> None:
         shown = ", ".join(f"{name} {words.measured(name, value)}" for name, value in values.items() if name != "n")
         mean = self._epoch_loss()
         self.losses, self.begun = [], run.step
         loss = "" if mean is None else f"loss {mean:.4f}, "
         self.out.say(f"epoch {run.epoch}/{run.config.epochs}: {loss}{shown}")
 
-    def on_end(self, run: Run) -> None:
+    def on_end(self, run: TrainingRun) -> None:
         if self.progress is not None:
             self.progress.stop()

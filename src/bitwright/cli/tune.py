@@ -22,7 +22,7 @@ from bitwright.report import write_report as write_files
 from bitwright.tuning import Budget, Goal, TuneConfig, Tuned
 from bitwright.tuning.baseline import Baseline
 from bitwright.tuning.recorded import recorded
-from bitwright.tuning.search import Asked
+from bitwright.tuning.search import TrialRecord
 from bitwright.workload import can_measure
 
 _SHOWN = 12  # trials in the table at the end
@@ -176,7 +176,7 @@ def _accuracy(metric: str, baseline: Baseline, goal: Goal) -> Accuracy:
     return Accuracy(where="float", metric=metric, value=value, samples=baseline.samples, lower_is_better=lower)
 
 
-def _tell(out: Out, asked: Asked, baseline: Baseline) -> None:
+def _tell(out: Out, asked: TrialRecord, baseline: Baseline) -> None:
     """One line for each candidate, as it comes."""
     outcome = asked.outcome
     if outcome.failed is not None:

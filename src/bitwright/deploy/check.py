@@ -16,12 +16,12 @@ from bitwright.core.errors import ArtefactError, Problem, WorkloadError, log_war
 from bitwright.core.modes import call_copied, evaluating
 from bitwright.core.registry import RUNTIMES
 from bitwright.core.tensor_tree import as_call, tensors_in
-from bitwright.deploy.agreement import OutputCheck, Sums, as_array, refuse_nan
+from bitwright.deploy.agreement import AgreementSums, OutputCheck, as_array, refuse_nan
 from bitwright.deploy.artefacts.store import QDQ, kind_of_artefact
-from bitwright.deploy.distance import Distance, SiteDistance, distance_of, look_at_sites
+from bitwright.deploy.distance import Distance, SiteDistance, distance_of, measure_sites
 from bitwright.deploy.integrity import Damage
 from bitwright.deploy.runtimes.base import Runtime, open_runtime, readers
-from bitwright.deploy.site_check import Probe, SiteCheck, StoredSites, check_sites
+from bitwright.deploy.site_check import ProbeInfo, SiteCheck, StoredSites, check_sites
 from bitwright.graph.capture import blaming_batch
 from bitwright.ptq import CalibrationData
 from bitwright.quantizers import attachment_of, in_mode, warnings_of
@@ -37,7 +37,7 @@ class Check:
     sites: tuple[SiteCheck, ...] = ()
     unseen: tuple[str, ...] = ()
     """Sites without codes of their own in the artefact: their tensor passes the same quantizer elsewhere."""
-    probe: Probe | None = None
+    probe: ProbeInfo | None = None
     """How the sites were seen."""
     distance: Distance | None = None
     """How far the simulated model is from the float model on the same data: `passed` doesn't say."""
@@ -90,7 +90,7 @@ def check(
             value=kind,
             fix='export with artefact="qdq" (--artefact qdq) to check the same numbers here',
         )
-    sums: dict[str, Sums] = {}
+    sums: dict[str, AgreementSums] = {}
     samples, seen = 0, CalibrationData()
     first: tuple[tuple[Any, ...], dict[str, Any]] | None = None
     with evaluating(model):
@@ -164,14 +164,14 @@ def _look(
     except ArtefactError:  # this runtime doesn't show them, or the artefact is of another model: the outputs say so
         stored = StoredSites({})
     with torch.no_grad(), in_mode(model, "quantize"):
-        looked = look_at_sites(model, lambda: call_copied(model, args, kwargs), stored.look)
+        looked = measure_sites(model, lambda: call_copied(model, args, kwargs), stored.look)
     by_site = {damage.site: damage for damage in kind.damages(artefact)}
     ordered = {**{site: by_site[site] for site in stored.seen_in_order if site in by_site}, **by_site}
     return looked.sites, tuple({**stored.found, **ordered}.values())
 
 
 def _compare(
-    model: nn.Module, real: Runtime, args: tuple[Any, ...], kwargs: dict[str, Any], sums: dict[str, Sums]
+    model: nn.Module, real: Runtime, args: tuple[Any, ...], kwargs: dict[str, Any], sums: dict[str, AgreementSums]
 ) -> None:
     with torch.no_grad():
         with in_mode(model, "quantize"):
@@ -194,4 +194,4 @@ def _compare(
             )
         ours, exactly = as_array(tensor), as_array(truth)
         refuse_nan(path, simulated=ours, real=array, exact=exactly, runtime=real.name)
-        sums.setdefault(path or "output", Sums()).add(ours, array, exactly)
+        sums.setdefault(path or "output", AgreementSums()).add(ours, array, exactly)

@@ -3,23 +3,23 @@
 from bitwright.ptq.calibration import calibrate, find_ranges, settle_ranges, settle_weights
 from bitwright.ptq.calibration_data import CalibrationData
 from bitwright.ptq.distributed import ALONE
-from bitwright.ptq.run import At, Ran, Watch, run_steps
-from bitwright.ptq.step import MEMORY, Data, Step, Work, need_data, read_steps
+from bitwright.ptq.run import StepCallback, StepProgress, StepResult, run_steps
+from bitwright.ptq.step import MEMORY, Data, PtqContext, Step, read_steps, require_rereadable
 
 __all__ = [
     "ALONE",
     "MEMORY",
-    "At",
     "CalibrationData",
     "Data",
-    "Ran",
+    "PtqContext",
     "Step",
-    "Watch",
-    "Work",
+    "StepCallback",
+    "StepProgress",
+    "StepResult",
     "calibrate",
     "find_ranges",
-    "need_data",
     "read_steps",
+    "require_rereadable",
     "run_steps",
     "settle_ranges",
     "settle_weights",

@@ -21,8 +21,8 @@ from bitwright.graph.interception import bare
 from bitwright.plan import Plan
 from bitwright.ptq.calibration import find_ranges
 from bitwright.ptq.calibration_data import CalibrationData
-from bitwright.ptq.run import Ran, Watch, run_steps
-from bitwright.ptq.step import MEMORY, Data, Step, Work, need_data, read_steps
+from bitwright.ptq.run import StepCallback, StepResult, run_steps
+from bitwright.ptq.step import MEMORY, Data, PtqContext, Step, read_steps, require_rereadable
 from bitwright.quantizers import find_attachment, in_mode, prepare, strip, warnings_of, weights_may_change
 
 _RECORDED = 16  # batches at most, to find paths that only some inputs take
@@ -38,7 +38,7 @@ class Quantized:
     graph: Graph
     example: Any
     backend: str
-    steps: tuple[Ran, ...] = ()
+    steps: tuple[StepResult, ...] = ()
     """What the PTQ steps did, and what they left alone."""
     distance: Distance | None = None
     """How far it is from the float model, on some samples of the calibration data; None: not measured."""
@@ -89,7 +89,7 @@ def quantize(
     memory: int = MEMORY,
     folder: str | Path | None = None,
     keep_state: bool = False,
-    watch: Watch | None = None,
+    watch: StepCallback | None = None,
     on_start: Callable[[nn.Module], None] | None = None,
     measure: bool = True,
     **choices: Unpack[Choices],
@@ -118,7 +118,7 @@ def quantize(
     wanted = read_steps(steps)
     data = Data(batches)
     if wanted:
-        need_data(data)
+        require_rereadable(data)
     if find_attachment(model) is not None:
         raise BitwrightError("this model is quantized already", fix="strip(model) first")
     seen = CalibrationData()
@@ -145,12 +145,12 @@ def quantize(
         if on_start is not None:
             with in_mode(model, "float"):
                 on_start(model)
-        ran: tuple[Ran, ...] = ()
+        ran: tuple[StepResult, ...] = ()
         if wanted:
-            work = Work(model=model, graph=graph, plan=plan, data=data, seed=seed, memory=memory)
+            context = PtqContext(model=model, graph=graph, plan=plan, data=data, seed=seed, memory=memory)
             place = None if folder is None else Path(folder)
             with weights_may_change(model):
-                ran = run_steps(work, wanted, folder=place, keep=keep_state, calibrating=progress, watch=watch)
+                ran = run_steps(context, wanted, folder=place, keep=keep_state, calibrating=progress, watch=watch)
         else:
             find_ranges(model, chain(first, stream), progress=progress)
     except BaseException:

@@ -23,8 +23,8 @@ from bitwright.core.files import file_fingerprint, fingerprint, replacing, write
 from bitwright.core.interrupts import safe_point, uninterrupted
 from bitwright.core.tensor_tree import tensors_in
 from bitwright.ptq.calibration import find_ranges
-from bitwright.ptq.distributed import several
-from bitwright.ptq.step import Step, Work, need_data
+from bitwright.ptq.distributed import is_distributed
+from bitwright.ptq.step import PtqContext, Step, require_rereadable
 from bitwright.quantizers import CONTAINER
 
 progress_log = getLogger("bitwright.progress")
@@ -34,7 +34,7 @@ _VERSION = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ran:
+class StepResult:
     """The result of one step."""
 
     step: str
@@ -46,7 +46,7 @@ class Ran:
 
 
 @dataclass(frozen=True, kw_only=True)
-class At:
+class StepProgress:
     """The progress of the run, for a progress bar."""
 
     done: int
@@ -55,25 +55,25 @@ class At:
     unit: str
 
 
-Watch = Callable[[At], None]
+StepCallback = Callable[[StepProgress], None]
 
 
 def run_steps(
-    work: Work,
+    context: PtqContext,
     steps: Sequence[Step],
     *,
     folder: Path | None = None,
     keep: bool = False,
     calibrating: Callable[[int], None] | None = None,
-    watch: Watch | None = None,
-) -> tuple[Ran, ...]:
+    watch: StepCallback | None = None,
+) -> tuple[StepResult, ...]:
     """Run steps on float weights, calibrate, then run steps on the calibrated model, which is changed in place.
 
     The random numbers of each unit depend only on the seed. A resumed run is therefore bit-identical if the data comes
     in the same order. `folder` stores the state during the run. With `keep` it remains afterwards, and the caller
     removes it after saving the model.
     """
-    if several(None):
+    if is_distributed(None):
         raise PlanError(
             [
                 Problem(
@@ -83,25 +83,25 @@ def run_steps(
                 )
             ]
         )
-    need_data(work.data)
-    problems = [problem for step in steps for problem in step.problems(work)]
-    units = [[str(unit) for unit in step.units(work)] for step in steps]
+    require_rereadable(context.data)
+    problems = [problem for step in steps for problem in step.problems(context)]
+    units = [[str(unit) for unit in step.units(context)] for step in steps]
     if problems:
         raise PlanError(problems, title="the steps can't run on this model")
-    state = _State(folder, work, steps, units)
+    state = _State(folder, context, steps, units)
     done, total, number = state.done, sum(map(len, units)), 0
     early = sum(len(names) for step, names in zip(steps, units, strict=True) if not step.needs_ranges)
     if 0 < done <= early:
-        state.load(work.model)
+        state.load(context.model)
     calibrated = False
-    results: list[Ran] = []
+    results: list[StepResult] = []
     for index, (step, names) in enumerate(zip(steps, units, strict=True)):
         if step.needs_ranges and not calibrated:
             calibrated = True
-            _calibrate(work, state, calibrating, resumed=done > early)
-        work.skipped = {}
-        work.kept = {}
-        step.units(work)  # fills `skipped`
+            _calibrate(context, state, calibrating, resumed=done > early)
+        context.skipped = {}
+        context.cache = {}
+        step.units(context)  # fills `skipped`
         begin = time.perf_counter()
         try:
             for unit in names:
@@ -109,54 +109,54 @@ def run_steps(
                 if number <= done:
                     continue
                 if watch is not None:
-                    watch(At(done=number - 1, total=total, step=step.name, unit=unit))
+                    watch(StepProgress(done=number - 1, total=total, step=step.name, unit=unit))
                 safe_point()
-                _seed(work, index, unit)
-                step.run(work, unit)
+                _seed(context, index, unit)
+                step.run(context, unit)
                 with uninterrupted():
-                    state.save(work.model, number)
+                    state.save(context.model, number)
                 progress_log.debug("unit %d of %d finished: %s %s", number, total, step.name, unit)
         finally:
-            step.finish(work)
+            step.finish(context)
         seconds = time.perf_counter() - begin
-        results.append(Ran(step=str(step), units=len(names), seconds=seconds, skipped=dict(work.skipped)))
+        results.append(StepResult(step=str(step), units=len(names), seconds=seconds, skipped=dict(context.skipped)))
     if not calibrated:
-        find_ranges(work.model, work.data, progress=calibrating)
+        find_ranges(context.model, context.data, progress=calibrating)
     if watch is not None:
-        watch(At(done=total, total=total, step="", unit=""))
+        watch(StepProgress(done=total, total=total, step="", unit=""))
     if not keep:
         state.forget()
     return tuple(results)
 
 
-def _calibrate(work: Work, state: _State, progress: Callable[[int], None] | None, *, resumed: bool) -> None:
+def _calibrate(context: PtqContext, state: _State, progress: Callable[[int], None] | None, *, resumed: bool) -> None:
     """Set ranges, and store the current float model as the reference of later steps."""
     if resumed:
-        state.load(work.model, _FLOAT)
-    work.reference = {source: tensor.detach().clone() for source, tensor in work.live().items()}
+        state.load(context.model, _FLOAT)
+    context.reference = {source: tensor.detach().clone() for source, tensor in context.current_tensors().items()}
     if not resumed:
-        state.keep_float(work.model)
-    find_ranges(work.model, work.data, progress=progress)
+        state.keep_float(context.model)
+    find_ranges(context.model, context.data, progress=progress)
     if resumed:
-        state.load(work.model)
+        state.load(context.model)
 
 
-def _seed(work: Work, index: int, unit: str) -> None:
-    digest = hashlib.sha256(f"{work.seed} {index} {unit}".encode()).digest()
-    work.generator.manual_seed(int.from_bytes(digest[:7], "big"))
+def _seed(context: PtqContext, index: int, unit: str) -> None:
+    digest = hashlib.sha256(f"{context.seed} {index} {unit}".encode()).digest()
+    context.generator.manual_seed(int.from_bytes(digest[:7], "big"))
 
 
 class _State:
     """The folder of a run: its progress and the model state at that point."""
 
-    def __init__(self, folder: Path | None, work: Work, steps: Sequence[Step], units: list[list[str]]) -> None:
+    def __init__(self, folder: Path | None, context: PtqContext, steps: Sequence[Step], units: list[list[str]]) -> None:
         self.folder = folder
         self.done = 0
         self.files: dict[str, str] = {}
         """File name → fingerprint of the valid state."""
         if folder is None:
             return
-        self.identity = _identity(work, steps, units)
+        self.identity = _identity(context, steps, units)
         file = folder / PROGRESS
         if file.is_file():
             known = self._read(file, sum(map(len, units)))
@@ -297,24 +297,24 @@ def _untied(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def _data_fingerprint(work: Work) -> str:
+def _data_fingerprint(context: PtqContext) -> str:
     """A hash of all calibration data in order; one pass over the data without computation."""
     digest = hashlib.sha256()
-    for batch in work.data:
+    for batch in context.data:
         for path, tensor in tensors_in(batch):
             digest.update(f"{path} {tuple(tensor.shape)} {tensor.dtype} {fingerprint(tensor)}\n".encode())
         digest.update(b"batch\n")
     return digest.hexdigest()[:16]
 
 
-def _identity(work: Work, steps: Sequence[Step], units: list[list[str]]) -> dict[str, Any]:
+def _identity(context: PtqContext, steps: Sequence[Step], units: list[list[str]]) -> dict[str, Any]:
     """The properties that must be equal to resume a run."""
     return {
         "version": _VERSION,
         "steps": [f"{step.name} {step.model_dump_json()}" for step in steps],
         "units": fingerprint(json.dumps(units)),
-        "seed": work.seed,
-        "plan": fingerprint(work.plan.to_yaml()),
-        "weights": fingerprint(*work.model.state_dict().values()),
-        "calibration data": _data_fingerprint(work),
+        "seed": context.seed,
+        "plan": fingerprint(context.plan.to_yaml()),
+        "weights": fingerprint(*context.model.state_dict().values()),
+        "calibration data": _data_fingerprint(context),
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bitwright.report import Trial, Tuning
 from bitwright.tuning.goal import Goal
 from bitwright.tuning.result import Tuned
-from bitwright.tuning.search import Asked
+from bitwright.tuning.search import TrialRecord
 
 
 def recorded(tuned: Tuned, metric: str) -> Tuning:
@@ -29,7 +29,7 @@ def recorded(tuned: Tuned, metric: str) -> Tuning:
     )
 
 
-def _trial(asked: Asked, tuned: Tuned, pareto: bool) -> Trial:
+def _trial(asked: TrialRecord, tuned: Tuned, pareto: bool) -> Trial:
     outcome = asked.outcome
     return Trial(
         number=asked.number + 1,

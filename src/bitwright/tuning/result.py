@@ -17,7 +17,7 @@ from bitwright.ptq.quantize import Quantized
 from bitwright.tuning.baseline import Baseline
 from bitwright.tuning.candidate import Candidate, Outcome
 from bitwright.tuning.goal import Budget, Goal, Paired
-from bitwright.tuning.search import Asked
+from bitwright.tuning.search import TrialRecord
 
 TUNING = "tuning.json"
 TUNING_VERSION = 1
@@ -42,7 +42,7 @@ class Tuned:
     budget: Budget
     strategy: str
     seed: int
-    history: Sequence[Asked]
+    history: Sequence[TrialRecord]
     stopped_because: str
     notes: Sequence[str]
     paired: Paired | None
@@ -58,7 +58,7 @@ class Tuned:
         return sum(asked.outcome.full for asked in self.history)
 
     @property
-    def pareto(self) -> list[Asked]:
+    def pareto(self) -> list[TrialRecord]:
         """The candidates on the Pareto front of metric, latency and size."""
         measured = [asked for asked in self.history if asked.outcome.latency_ms is not None]
         points = {asked.number: _point(asked.outcome) for asked in measured}

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from bitwright.core.modes import evaluating
 from bitwright.core.registry import KERNELS
 from bitwright.plan import ComputeSpec
-from bitwright.sensitivity.error_injection import operators_of
+from bitwright.sensitivity.error_injection import substitutable_operators
 from bitwright.sensitivity.indicate import Subject, Values
 from bitwright.workload import call
 
@@ -22,7 +22,7 @@ def output_error(subject: Subject) -> Values:
     with (
         torch.no_grad(),
         evaluating(subject.model),
-        operators_of(subject.model, subject.graph, subject.any_spec) as operators,
+        substitutable_operators(subject.model, subject.graph, subject.any_spec) as operators,
     ):
 
         def outputs(kernels: Mapping[str, Any]) -> list[Tensor]:
