@@ -25,7 +25,7 @@ from bitwright import capture, load_workload
 from bitwright.core.registry import KERNELS
 from bitwright.plan import ComputeSpec
 from bitwright.sensitivity import indicate
-from bitwright.sensitivity.error_injection import as_in_training, operators_of
+from bitwright.sensitivity.error_injection import substitutable_operators, training_batch_norms
 from bitwright.sensitivity.indicate import spec_of
 from bitwright.workload import call
 from bitwright.workload.data import split
@@ -86,7 +86,7 @@ def truth(
     variances, losses = dict.fromkeys(chosen, 0.0), dict.fromkeys(chosen, 0.0)
     parameters = [p for p in model.parameters() if p.requires_grad]
     begin = time.process_time()
-    with as_in_training(model), operators_of(model, graph, chosen) as operators:
+    with training_batch_norms(model), substitutable_operators(model, graph, chosen) as operators:
         for inputs, target in data:
             operators.put({})
             value = loss(call(model, inputs), target)

@@ -38,10 +38,10 @@ class Watched(Callback):
         self.before: dict[str, Tensor] = {}
         self.weights: list[dict[str, Tensor]] = []
 
-    def on_start(self, run: Run) -> None:
+    def on_start(self, run: TrainingRun) -> None:
         self.before = zero_points(run.model)
 
-    def on_step(self, run: Run) -> None:
+    def on_step(self, run: TrainingRun) -> None:
         named = run.model.named_parameters()
         self.weights.append({name: p.detach().clone() for name, p in named if not name.endswith("zero_point")})
 

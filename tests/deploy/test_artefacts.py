@@ -23,7 +23,7 @@ from bitwright.backends import backend
 from bitwright.core.errors import ArtefactError, ExportError, PlanError
 from bitwright.core.registry import ARTEFACTS, BACKENDS
 from bitwright.deploy import open_runtime, read_artefact
-from bitwright.deploy.artefacts import Grid, TensorGrid
+from bitwright.deploy.artefacts import StoredGrid, TensorGrid
 from bitwright.deploy.artefacts.schemas import json_schemas
 from bitwright.quantizers import tapped
 
@@ -62,7 +62,7 @@ def tensors(draw: st.DrawFn, kind: str) -> list[TensorGrid]:
         if kind == "log-levels":
             zero = draw(st.lists(st.integers(-600, 600), min_size=1, max_size=1))
         shape = () if channels is None else (channels,)
-        grid = Grid(
+        grid = StoredGrid(
             scale=np.array(scale, np.float32).reshape(shape),
             zero_point=np.array(zero, np.int64).reshape(shape),
             qmin=qmin,

@@ -88,7 +88,7 @@ def test_integers_run_and_every_site_agrees(made: tuple[bw.Quantized, Path], bat
     assert all(site.differing == 0 for site in result.sites)
     assert {site.site for site in result.sites} == {site for site, _ in quantized.plan.quantized}
     assert result.probe is not None
-    assert result.probe.undisturbed
+    assert result.probe.outputs_identical
 
 
 def test_layers_are_fused_as_ncnn_runs_them(made: tuple[bw.Quantized, Path]) -> None:

@@ -88,7 +88,7 @@ def test_integers_run_and_every_site_agrees(name: str, batches: list[Tensor], tm
     assert all(site.differing == 0 for site in result.sites)
     assert {site.site for site in result.sites} == {site for site, _ in quantized.plan.quantized}
     assert result.probe is not None
-    assert result.probe.undisturbed
+    assert result.probe.outputs_identical
 
 
 @pytest.mark.slow

@@ -94,6 +94,6 @@ def test_the_copy_that_shows_its_sites_computes_the_same(quantized: bw.Quantized
     path = quantized.export(tmp_path / "model.onnx").path
     result = quantized.check(path, runtime=runtime, per_site=True)
     assert result.probe is not None
-    assert result.probe.undisturbed
+    assert result.probe.outputs_identical
     assert result.probe.outputs == sum(not site.stored for site in result.sites)
     assert quantized.check(path, runtime=runtime).probe is None

@@ -25,7 +25,7 @@ from bitwright.cluster import Cluster, Predictor
 from bitwright.core.files import file_fingerprint
 from bitwright.core.registry import ARTEFACTS, RUNTIMES
 from bitwright.deploy import export, open_runtime, read_artefact
-from bitwright.deploy.artefacts.base import Grid, TensorGrid
+from bitwright.deploy.artefacts.base import StoredGrid, TensorGrid
 from bitwright.deploy.artefacts.store import read_sidecar
 from bitwright.deploy.checkpoint import load_checkpoint, save_checkpoint
 from bitwright.graph import Graph, capture
@@ -380,8 +380,8 @@ def _read_onnx(folder: Path) -> None:
 
 
 def _make_sidecars(folder: Path) -> None:
-    fine = Grid(scale=np.float32([0.5, 0.25]), zero_point=np.zeros(2, np.int64), qmin=-127, qmax=127)
-    coarse = Grid(scale=np.array(0.5, np.float32), zero_point=np.array(0), qmin=-127, qmax=127)
+    fine = StoredGrid(scale=np.float32([0.5, 0.25]), zero_point=np.zeros(2, np.int64), qmin=-127, qmax=127)
+    coarse = StoredGrid(scale=np.array(0.5, np.float32), zero_point=np.array(0), qmin=-127, qmax=127)
     for name in ARTEFACTS.names():
         grids = [
             TensorGrid(tensor="x", grid=coarse, weight=False, axis=None, layers=("conv",)),

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import bitwright as bw
 from bitwright.core.errors import CalibrationError, PlanError, UnknownName
 from bitwright.core.registry import STEPS
-from bitwright.ptq import Data, Work, read_steps
+from bitwright.ptq import Data, PtqContext, read_steps
 from bitwright.ptq.block_replay import find_blocks
 from bitwright.quantizers import in_mode
 
@@ -203,7 +203,7 @@ def test_blocks_are_found_in_the_graph() -> None:
     graph = bw.capture(model, data[0])
     plan = bw.make_plan(graph, "onnxruntime", saturating=False)
     bw.prepare(model, plan, graph=graph)
-    blocks = find_blocks(Work(model=model, graph=graph, plan=plan, data=Data(data)), 3)
+    blocks = find_blocks(PtqContext(model=model, graph=graph, plan=plan, data=Data(data)), 3)
     assert [block.name for block in blocks] == [
         "layers.0.query … layers.0.out",
         "layers.0.up … layers.0.down",
@@ -215,7 +215,7 @@ def test_blocks_are_found_in_the_graph() -> None:
     graph = bw.capture(model2, pictures[0])
     plan = bw.make_plan(graph, "academic", saturating=False)
     bw.prepare(model2, plan, graph=graph)
-    blocks = find_blocks(Work(model=model2, graph=graph, plan=plan, data=Data(pictures)), 3)
+    blocks = find_blocks(PtqContext(model=model2, graph=graph, plan=plan, data=Data(pictures)), 3)
     assert [block.name for block in blocks] == ["stem", "expand … project", "grouped", "head"]
 
 

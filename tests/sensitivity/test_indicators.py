@@ -18,7 +18,7 @@ from bitwright.core.registry import INDICATORS, KERNELS
 from bitwright.kernels import products
 from bitwright.kernels.codes import encode
 from bitwright.sensitivity import Subject
-from bitwright.sensitivity.error_injection import as_in_training, operators_of
+from bitwright.sensitivity.error_injection import substitutable_operators, training_batch_norms
 from bitwright.sensitivity.indicate import spec_of
 from bitwright.sensitivity.kernel_errors import stochastic_variance
 
@@ -32,7 +32,7 @@ def monte_carlo(model: nn.Module, batches: list[Any], loss: Loss, format: str) -
     kernel = KERNELS.get(spec.format)
     sums = {op.name: 0.0 for op in graph.ops if kernel.refuses(op, spec) is None}
     parameters = list(model.parameters())
-    with as_in_training(model), operators_of(model, graph, dict.fromkeys(sums, spec)) as operators:
+    with training_batch_norms(model), substitutable_operators(model, graph, dict.fromkeys(sums, spec)) as operators:
         for inputs, target in batches:
             operators.put({})
             wanted = torch.autograd.grad(loss(model(inputs), target), parameters)

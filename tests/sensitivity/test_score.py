@@ -89,7 +89,7 @@ def test_scores_are_those_of_separate_runs(net: Callable[[], nn.Module]) -> None
         assert one.loss_change is not None
         assert isclose(one.loss_change, change, rel_tol=1e-3, abs_tol=1e-6)
     assert scores.together.output_error > scores.sites[-1].output_error
-    assert list(scores.sites) == sorted(scores.sites, key=lambda s: -s.suffering)
+    assert list(scores.sites) == sorted(scores.sites, key=lambda s: -s.penalty)
 
 
 def test_the_model_is_left_as_it_was() -> None:

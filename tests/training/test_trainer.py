@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset, Weighte
 from bitwright import BitwrightError, Plan, TrainConfig, Trainer, Workload, evaluate, load_workload, quantizers_of
 from bitwright.core.interrupts import Interrupted
 from bitwright.training import Callback, Qat
-from bitwright.training.run import Run
+from bitwright.training.run import TrainingRun
 
 
 def workload() -> Workload:
@@ -37,14 +37,14 @@ class Watch(Callback):
         self.seen: list[Any] = []
         self.stop_at = stop_at
 
-    def on_log(self, run: Run, values: dict[str, float]) -> None:
+    def on_log(self, run: TrainingRun, values: dict[str, float]) -> None:
         self.losses.append(values["loss"])
 
-    def on_step(self, run: Run) -> None:
+    def on_step(self, run: TrainingRun) -> None:
         if run.step == self.stop_at:
             run.stop.asked = "a test"
 
-    def on_epoch(self, run: Run, values: dict[str, float]) -> None:
+    def on_epoch(self, run: TrainingRun, values: dict[str, float]) -> None:
         self.epochs.append(values)
 
 
@@ -175,7 +175,7 @@ def wrong_config(**values: Any) -> BitwrightError:
 @pytest.mark.parametrize("amp", ["bf16", "fp16"])
 def test_scales_are_float32_and_per_channel_at_every_step_of_amp(tmp_path: Path, amp: str) -> None:
     class Scales(Watch):
-        def on_step(self, run: Run) -> None:
+        def on_step(self, run: TrainingRun) -> None:
             for site, quantizer in quantizers_of(run.model).items():
                 for name, tensor in quantizer.state_dict().items():
                     assert tensor.dtype == torch.float32, (site, name)
@@ -194,7 +194,7 @@ def test_scales_are_float32_and_per_channel_at_every_step_of_amp(tmp_path: Path,
 
 def test_ranges_follow_the_data_until_they_are_frozen() -> None:
     class Ranges(Watch):
-        def on_step(self, run: Run) -> None:
+        def on_step(self, run: TrainingRun) -> None:
             sites = quantizers_of(run.model)
             self.seen.append({site: q.scale.clone() for site, q in sites.items() if not q.of})
 
@@ -228,7 +228,7 @@ def test_followed_weights_end_with_the_range_that_they_have() -> None:
 
 def test_batch_norms_stand_still_from_the_chosen_epoch_on() -> None:
     class Means(Watch):
-        def on_step(self, run: Run) -> None:
+        def on_step(self, run: TrainingRun) -> None:
             self.seen.append((run.model.norm.running_mean.clone(), run.model.norm.weight.detach().clone()))
 
     watch = Means()
@@ -243,7 +243,7 @@ def test_stopping_early_gives_the_best_epoch(tmp_path: Path) -> None:
     states: list[dict[str, torch.Tensor]] = []
 
     class Keep(Watch):
-        def on_epoch(self, run: Run, values: dict[str, float]) -> None:
+        def on_epoch(self, run: TrainingRun, values: dict[str, float]) -> None:
             states.append({k: v.clone() for k, v in run.model.state_dict().items()})
 
     work = replace(workload(), evaluate=lambda predict: {"top1": next(scores)})
@@ -263,7 +263,7 @@ def test_less_may_be_better(tmp_path: Path) -> None:
 
 def test_averaged_weights_are_what_is_measured_and_kept() -> None:
     class Last(Watch):
-        def on_epoch(self, run: Run, values: dict[str, float]) -> None:
+        def on_epoch(self, run: TrainingRun, values: dict[str, float]) -> None:
             super().on_epoch(run, values)
             self.seen.append(run.model.head.weight.detach().clone())
 

@@ -15,7 +15,7 @@ from planted import workload
 from bitwright import BitwrightError, Budget, PlanError, evaluate
 from bitwright.tuning import Drop, TuneConfig
 from bitwright.tuning.config import json_schema
-from bitwright.tuning.space import Rule
+from bitwright.tuning.space import SpaceRule
 
 SEED = """\
 model:                       # mandatory. lpot uses this model name and framework name
@@ -93,8 +93,8 @@ def test_every_key_of_a_full_file(tmp_path: Path) -> None:
     assert config.space.samples == (20, 40)
     assert config.space.steps == (("bias-correction",),)
     assert config.space.first == "float"
-    assert config.space.types == {"linear": Rule(keep="float")}
-    assert config.space.operators == {"re:layer1.*": Rule(observer=("kl",))}
+    assert config.space.types == {"linear": SpaceRule(keep="float")}
+    assert config.space.operators == {"re:layer1.*": SpaceRule(observer=("kl",))}
     assert config.goal.drop == Drop(relative=0.02)
     assert not config.goal.higher_is_better("top5")
     assert config.goal.weights == {"latency": 0.7, "size": 0.3}

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bitwright.tuning.goal import hopeless, mcnemar, required_hits
+from bitwright.tuning.goal import cannot_pass, mcnemar, required_hits
 
 
 @given(st.integers(1, 5000), st.floats(0, 100))
@@ -22,7 +22,7 @@ def test_a_model_that_passes_is_hardly_ever_given_up() -> None:
     samples, required, part = 2000, 1800, 200
     right = [1] * required + [0] * (samples - required)
     generator = random.Random(0)
-    stopped = sum(hopeless(sum(generator.sample(right, part)), part, samples, required, 0.01) for _ in range(1000))
+    stopped = sum(cannot_pass(sum(generator.sample(right, part)), part, samples, required, 0.01) for _ in range(1000))
     assert stopped <= 10 + 3 * math.sqrt(10)  # three standard deviations of chance
 
 
@@ -36,13 +36,13 @@ def test_the_bound_is_the_hypergeometric_tail(samples: int, data: st.DataObject)
         for h in range(hits + 1)
         if 0 <= part - h <= samples - required
     ) / math.comb(samples, part)
-    assert hopeless(hits, part, samples, required, tail * 1.0001)
-    assert not hopeless(hits, part, samples, required, tail * 0.9999)
+    assert cannot_pass(hits, part, samples, required, tail * 1.0001)
+    assert not cannot_pass(hits, part, samples, required, tail * 0.9999)
 
 
 def test_what_can_never_pass_is_hopeless_at_once() -> None:
-    assert hopeless(10, 10, 100, 101)
-    assert not hopeless(0, 10, 100, 0)
+    assert cannot_pass(10, 10, 100, 101)
+    assert not cannot_pass(0, 10, 100, 0)
 
 
 @given(st.integers(0, 40), st.integers(0, 40))

@@ -9,7 +9,7 @@ from torch import nn
 
 from bitwright import Budget, Goal, Space, Tuned, tune
 from bitwright.core.registry import STRATEGIES
-from bitwright.tuning import Asking, Search
+from bitwright.tuning import CandidateGenerator, Search
 
 ONE_BASE = Space(weights="int8/channel/sym", observer="minmax", steps=((),))
 PLANTED = {20: (7,), 40: (5, 18, 31)}
@@ -111,7 +111,7 @@ def test_conservative_keeps_the_kinds_with_which_the_goal_holds() -> None:
 def test_a_strategy_is_one_function() -> None:
     """What docs/tune.md says: a generator that yields candidates and is sent outcomes."""
 
-    def pairs(search: Search) -> Asking:
+    def pairs(search: Search) -> CandidateGenerator:
         names = [op.name for op in search.space.free]
         yield [search.space.floated(None, names[i : i + 2]) for i in range(0, len(names), 2)]
 

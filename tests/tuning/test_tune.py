@@ -27,7 +27,7 @@ from bitwright import (
 )
 from bitwright.core.registry import STRATEGIES
 from bitwright.deploy import open_runtime
-from bitwright.tuning import Asking, Base, Measuring, Search, Strategy
+from bitwright.tuning import Base, CandidateGenerator, Measuring, Search, Strategy
 from bitwright.zoo.workloads import digits_untrained
 
 ONE_BASE = Space(weights="int8/channel/sym", observer="minmax", steps=((),))
@@ -204,7 +204,7 @@ def test_steps_of_candidates_leave_the_weights_as_they_were() -> None:
     plain, stepped = Base(observer="minmax"), Base(observer="minmax", steps=("bias-correction",))
 
     def ordered(*bases: Base) -> Strategy:
-        def ask(search: Search) -> Asking:
+        def ask(search: Search) -> CandidateGenerator:
             for base in bases:
                 yield [search.space.start(base)]
 

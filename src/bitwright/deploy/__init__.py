@@ -9,7 +9,7 @@ from bitwright.deploy.footprint import peak_memory
 from bitwright.deploy.measure import Latency, measure_latency
 from bitwright.deploy.runtimes.base import Runtime, available_runtimes, open_runtime, readers
 from bitwright.deploy.saturation import saturates
-from bitwright.deploy.site_check import Probe, SiteCheck
+from bitwright.deploy.site_check import ProbeInfo, SiteCheck
 
 __all__ = [
     "Artefact",
@@ -18,7 +18,7 @@ __all__ = [
     "Latency",
     "OutputCheck",
     "OutputDistance",
-    "Probe",
+    "ProbeInfo",
     "Runtime",
     "SiteCheck",
     "SiteDistance",

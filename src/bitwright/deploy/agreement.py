@@ -56,7 +56,7 @@ class OutputCheck:
 
 
 @dataclass
-class Sums:
+class AgreementSums:
     """Sums of one output over all batches."""
 
     signal: float = 0.0

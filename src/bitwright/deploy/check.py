@@ -40,7 +40,7 @@ class Check:
     sites: tuple[SiteCheck, ...] = ()
     unseen: tuple[str, ...] = ()
     """Sites without codes of their own in the artefact: their tensor passes the same quantizer elsewhere."""
-    probe: Probe | None = None
+    probe: ProbeInfo | None = None
     """How the sites were seen."""
     distance: Distance | None = None
     """How far the simulated model is from the float model on the same data: `passed` doesn't say."""
@@ -118,7 +118,7 @@ def check(
             fix='export with artefact="qdq" (--artefact qdq) to check the same numbers here',
             code="float-artefact",
         )
-    sums: dict[str, Sums] = {}
+    sums: dict[str, AgreementSums] = {}
     samples, seen = 0, CalibrationData()
     first: tuple[tuple[Any, ...], dict[str, Any]] | None = None
     with eval_mode(model):
@@ -192,14 +192,14 @@ def _look(
     except ArtefactError:  # this runtime doesn't show them, or the artefact is of another model: the outputs say so
         stored = StoredSites({})
     with torch.no_grad(), in_mode(model, "quantize"):
-        looked = look_at_sites(model, lambda: call_copied(model, args, kwargs), stored.look)
+        looked = measure_sites(model, lambda: call_copied(model, args, kwargs), stored.look)
     by_site = {damage.site: damage for damage in kind.damages(artefact)}
     ordered = {**{site: by_site[site] for site in stored.seen_in_order if site in by_site}, **by_site}
     return looked.sites, tuple({**stored.found, **ordered}.values())
 
 
 def _compare(
-    model: nn.Module, real: Runtime, args: tuple[Any, ...], kwargs: dict[str, Any], sums: dict[str, Sums]
+    model: nn.Module, real: Runtime, args: tuple[Any, ...], kwargs: dict[str, Any], sums: dict[str, AgreementSums]
 ) -> None:
     with torch.no_grad():
         with in_mode(model, "quantize"):
@@ -222,4 +222,4 @@ def _compare(
             )
         ours, exactly = as_array(tensor), as_array(truth)
         refuse_nan(path, simulated=ours, real=array, exact=exactly, runtime=real.name)
-        sums.setdefault(path or "output", Sums()).add(ours, array, exactly)
+        sums.setdefault(path or "output", AgreementSums()).add(ours, array, exactly)

@@ -111,11 +111,11 @@ def _measure(model: nn.Module, attachment: Attachment, batch: Any) -> Distance:
     with in_mode(model, "float"):
         exact = _outputs(model, batch)
     with in_mode(model, "quantize"):
-        sites = look_at_sites(model, lambda: _outputs(model, batch))
-    sums: dict[str, Sums] = {}
+        sites = measure_sites(model, lambda: _outputs(model, batch))
+    sums: dict[str, AgreementSums] = {}
     for (name, ours), (_, truth) in zip(sites.result, exact, strict=True):
         s, f = _comparable(ours, truth)
-        sums.setdefault(name or "output", Sums()).add(s, s, f)
+        sums.setdefault(name or "output", AgreementSums()).add(s, s, f)
     found = distance_of(attachment, sums, sites.sites, batch_size(batch), calibrated_on=True)
     lost = [name or "output" for name, truth in exact if _without_numbers(truth)]
     return replace(found, warnings=(_not_finite(lost), *found.warnings)) if lost else found
@@ -151,7 +151,7 @@ def _comparable(ours: NDArray[Any], truth: NDArray[Any]) -> tuple[NDArray[np.flo
 
 def distance_of(
     attachment: Attachment,
-    sums: dict[str, Sums],
+    sums: dict[str, AgreementSums],
     sites: Iterable[SiteDistance],
     samples: int,
     *,
@@ -231,14 +231,14 @@ def _unfit_ranges(attachment: Attachment, sites: list[SiteDistance]) -> list[Pro
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Looked:
+class _SiteMeasurements:
     result: Any
     sites: tuple[SiteDistance, ...]
 
 
-def look_at_sites(
+def measure_sites(
     model: nn.Module, run: Callable[[], Any], also: Callable[[str, Quantizer, Tensor], None] | None = None
-) -> _Looked:
+) -> _SiteMeasurements:
     """Call `run` and measure the effect of each quantizer on its first input; `also` receives the same inputs."""
     sites: dict[str, SiteDistance] = {}
 
@@ -250,7 +250,7 @@ def look_at_sites(
 
     with tapped(model, look):
         result = run()
-    return _Looked(result=result, sites=tuple(sites.values()))
+    return _SiteMeasurements(result=result, sites=tuple(sites.values()))
 
 
 def _site(site: str, quantizer: Quantizer, x: Tensor) -> SiteDistance:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from bitwright.core.errors import BitwrightError
 from bitwright.core.modes import call_copied, eval_mode
 from bitwright.core.tensor_tree import map_tensors, tensors_in
-from bitwright.deploy.agreement import Sums, as_array
+from bitwright.deploy.agreement import AgreementSums, as_array
 from bitwright.deploy.runtimes.base import Runtime, open_runtime
 from bitwright.quantizers import find_attachment, in_mode
 from bitwright.quantizers.prepare import Mode
@@ -242,7 +242,7 @@ def _worst_db(ours: list[NDArray[Any]], theirs: list[NDArray[Any]]) -> float:
     """The lowest ratio of signal to difference among the outputs; NaN values count as equal."""
     ratios = [1000.0]
     for one, other in zip(ours, theirs, strict=True):
-        sums = Sums()
+        sums = AgreementSums()
         one, other = (array.astype(np.float64) for array in (one, other))
         both = np.isnan(one) & np.isnan(other)
         one, other = np.where(both, 0.0, one), np.where(both, 0.0, other)

@@ -47,7 +47,7 @@ def quantized_program(model: nn.Module, inputs: Any) -> QuantizedProgram:
     module = marked.module(check_guards=False)
     assert isinstance(module, fx.GraphModule)
     _drop_idle(module.graph)
-    writer = _Writer(module, attachment_of(model), recorded)
+    writer = _ProgramWriter(module, attachment_of(model), recorded)
     writer.run()
     module = fx.GraphModule(module, module.graph)  # drops unused float weights
     with torch.no_grad(), warnings.catch_warnings():
@@ -76,7 +76,7 @@ def _drop_idle(graph: fx.Graph) -> None:
 QUANTIZE = (_OPS.quantize_per_tensor.default, _OPS.quantize_per_channel.default)
 
 
-class _Writer:
+class _ProgramWriter:
     """Replaces markers by quantize and dequantize operators; every reader gets its own dequantize, as fusions need."""
 
     def __init__(self, module: fx.GraphModule, attachment: Attachment, recorded: Recorded) -> None:
@@ -101,7 +101,7 @@ class _Writer:
             self.graph.erase_node(node)
             return
         quantizer = self.attachment.quantizers[self.attachment.shared.get(site, site)]
-        grid = _Grid.of(quantizer)
+        grid = _OperatorGrid.of(quantizer)
         source = node.args[0]
         assert isinstance(source, fx.Node)
         stored = site in self.recorded.weights
@@ -122,18 +122,18 @@ class _Writer:
                 self._read(node, self.made[key], grid, parameters)
         self.graph.erase_node(node)
 
-    def _quantize(self, source: fx.Node, grid: _Grid, parameters: tuple[Any, ...]) -> fx.Node:
+    def _quantize(self, source: fx.Node, grid: _OperatorGrid, parameters: tuple[Any, ...]) -> fx.Node:
         op = _OPS.quantize_per_channel.default if grid.axis is not None else _OPS.quantize_per_tensor.default
         return self.graph.call_function(op, (source, *parameters, grid.qmin, grid.qmax, grid.dtype))
 
-    def _read(self, node: fx.Node, codes: fx.Node, grid: _Grid, parameters: tuple[Any, ...]) -> None:
+    def _read(self, node: fx.Node, codes: fx.Node, grid: _OperatorGrid, parameters: tuple[Any, ...]) -> None:
         op = _OPS.dequantize_per_channel.default if grid.axis is not None else _OPS.dequantize_per_tensor.default
         for user in list(node.users):
             with self.graph.inserting_before(user):
                 dequantized = self.graph.call_function(op, (codes, *parameters, grid.qmin, grid.qmax, grid.dtype))
             user.replace_input_with(node, dequantized)
 
-    def _parameters(self, quantizer: Quantizer, grid: _Grid) -> tuple[Any, ...]:
+    def _parameters(self, quantizer: Quantizer, grid: _OperatorGrid) -> tuple[Any, ...]:
         if grid.axis is None:
             return (float(grid.scale), int(grid.zero_point))
         scale = self._constant(f"{quantizer.site}.scale", grid.scale)
@@ -148,7 +148,7 @@ class _Writer:
 
 
 @dataclass(frozen=True)
-class _Grid:
+class _OperatorGrid:
     """The arguments of quantize operators for a quantizer."""
 
     scale: Tensor
@@ -159,7 +159,7 @@ class _Grid:
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, quantizer: Quantizer) -> _Grid:
+    def of(cls, quantizer: Quantizer) -> _OperatorGrid:
         grid, layout = quantizer.grid(), quantizer.layout
         if quantizer.port == "bias":
             return cls(grid.scale, grid.zero_point, grid.qmin, grid.qmax, None, torch.int32)

@@ -25,7 +25,7 @@ def operator_of(node: ir.Node) -> str:
     return str(node.outputs[0].name)
 
 
-def behind(graph: ir.Graph, value: str, kinds: set[str]) -> str | None:
+def producing_operator(graph: ir.Graph, value: str, kinds: set[str]) -> str | None:
     """The operator of these kinds that computes a value, possibly followed by operators that runtimes fuse."""
     node = next((node for node in graph if value in {output.name for output in node.outputs}), None)
     while node is not None and node.op_type not in kinds:

@@ -85,7 +85,7 @@ def fills_type(quantizer: Quantizer) -> bool:
 
 def write_qdq(model: ir.Model, attachment: Attachment, recorded: Recorded) -> Counts:
     """Replace all markers, in place."""
-    writer = _Writer(model, attachment, recorded)
+    writer = _QdqWriter(model, attachment, recorded)
     writer.run()
     _fold_weight_transposes(model)
     _flatten_matrices(model)
@@ -101,7 +101,7 @@ def _float32(tensor: Tensor) -> NDArray[np.generic]:
     return array
 
 
-class _Writer:
+class _QdqWriter:
     def __init__(self, model: ir.Model, attachment: Attachment, recorded: Recorded) -> None:
         self.model = model
         self.graph = model.graph

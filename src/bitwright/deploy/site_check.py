@@ -50,27 +50,27 @@ class SiteCheck:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Probe:
+class ProbeInfo:
     """How internal codes were obtained: by a copy of the artefact with additional outputs."""
 
     outputs: int
     """The number of additional outputs of the copy."""
-    undisturbed: bool
+    outputs_identical: bool
     """Whether the other outputs of the copy are bit-identical to those of the artefact."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sites:
+class SiteComparison:
     """All sites in execution order."""
 
     checks: tuple[SiteCheck, ...]
     unseen: tuple[str, ...]
     """Sites without their own codes in the artefact, because their tensor is quantized elsewhere."""
-    probe: Probe
+    probe: ProbeInfo
 
 
 @dataclass
-class _Seen:
+class _SimulatedSite:
     """The values of the simulated model at one site."""
 
     codes: NDArray[Any]
@@ -82,7 +82,7 @@ class _Seen:
 
 def check_sites(
     model: nn.Module, real: Runtime, artefact: Path, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Sites:
+) -> SiteComparison:
     """Compare every site of the prepared model for one call."""
     seen = _simulate(model, args, kwargs)
     constants = type(real).stored(artefact)
@@ -101,12 +101,12 @@ def check_sites(
             checks.append(_compare(site, what, name, results, constants))
         else:
             unseen.append(site)
-    return Sites(
+    return SiteComparison(
         checks=tuple(checks),
         unseen=tuple(unseen),
-        probe=Probe(
+        probe=ProbeInfo(
             outputs=len(probe.outputs) - len(real.outputs),
-            undisturbed=all(np.array_equal(array, results[name]) for name, array in plain.items()),
+            outputs_identical=all(np.array_equal(array, results[name]) for name, array in plain.items()),
         ),
     )
 
@@ -133,7 +133,7 @@ class StoredSites:
             self.constants[name] = np.rint(value / numbers["scale"].astype(np.float64))
         stored = name in self.constants
         codes = quantizer.integers(x).cpu().numpy() if stored else np.zeros(())
-        seen = _Seen(codes=codes, grid=numbers, zero=zero, owner=quantizer.site)
+        seen = _SimulatedSite(codes=codes, grid=numbers, zero=zero, owner=quantizer.site)
         differs = _grid_difference(seen, self.constants)
         if differs is not None:
             self.found.setdefault(site, Damage(site=site, what=differs))
@@ -146,14 +146,14 @@ class StoredSites:
                 )
 
 
-def _simulate(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, _Seen]:
-    seen: dict[str, _Seen] = {}
+def _simulate(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, _SimulatedSite]:
+    seen: dict[str, _SimulatedSite] = {}
 
     def look(site: str, quantizer: Quantizer, x: Tensor) -> None:
         if site in seen:
             return
         grid = quantizer.grid()
-        seen[site] = _Seen(
+        seen[site] = _SimulatedSite(
             codes=quantizer.integers(x).cpu().numpy(),
             grid={"scale": grid.scale.cpu().numpy(), "zero_point": grid.zero_point.cpu().numpy()},
             zero=quantizer.layout.spread(grid.zero_point, x).cpu().numpy(),
@@ -185,7 +185,7 @@ def _walk(
 
 
 def _compare(
-    site: str, seen: _Seen, name: str, results: dict[str, NDArray[Any]], constants: dict[str, NDArray[Any]]
+    site: str, seen: _SimulatedSite, name: str, results: dict[str, NDArray[Any]], constants: dict[str, NDArray[Any]]
 ) -> SiteCheck:
     stored = name in constants
     found = (constants if stored else results)[name].astype(np.int64)
@@ -225,7 +225,7 @@ def _turned_back(found: NDArray[Any], codes: NDArray[Any]) -> NDArray[Any]:
     return min(fitting, key=lambda turned: int((turned != codes).sum()), default=found)
 
 
-def _grid_difference(seen: _Seen, constants: dict[str, NDArray[Any]]) -> str | None:
+def _grid_difference(seen: _SimulatedSite, constants: dict[str, NDArray[Any]]) -> str | None:
     for name, ours in seen.grid.items():
         theirs = constants.get(f"{seen.owner}.{name}")
         if theirs is None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from bitwright.ptq.block_replay import Block, find_layers
+from bitwright.ptq.block_replay import ReconstructionBlock, find_layers
 from bitwright.ptq.reconstruction import Reconstruct
-from bitwright.ptq.step import Work
+from bitwright.ptq.step import PtqContext
 
 
 class AdaRound(Reconstruct):
@@ -14,6 +14,6 @@ class AdaRound(Reconstruct):
 
     name: ClassVar[str] = "adaround"
 
-    def blocks(self, work: Work) -> list[Block]:
+    def blocks(self, context: PtqContext) -> list[ReconstructionBlock]:
         """Each layer is one block."""
-        return find_layers(work)
+        return find_layers(context)

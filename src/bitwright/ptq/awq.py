@@ -12,14 +12,14 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from bitwright.ptq.channel_scaling import Group, find_groups, gather, inward
-from bitwright.ptq.step import Step, Weight, Work, unit_of
+from bitwright.ptq.channel_scaling import ScalingGroup, collect_statistics, find_groups, limit_scaling
+from bitwright.ptq.step import PtqContext, Step, Weight, magnitude_unit
 from bitwright.quantizers import Quantizer, grid_from_range
 
 _SMALLEST = 1e-5
 
 
-class _Sample:
+class _ActivationSample:
     """The mean magnitude of each channel, and some rows to evaluate scaled weights on."""
 
     def __init__(self, rows: int) -> None:
@@ -49,30 +49,32 @@ class Awq(Step):
     rows: int = Field(default=512, ge=1, description="Number of activation rows (tokens) used to compare exponents.")
     batch: int = Field(default=32, ge=1, description="Samples per batch.")
 
-    def units(self, work: Work) -> Sequence[str]:
+    def units(self, context: PtqContext) -> Sequence[str]:
         """One unit: a single pass over the data covers all groups."""
-        find_groups(work)
+        find_groups(context)
         return ["all norms"]
 
     @torch.no_grad()
-    def run(self, work: Work, unit: str) -> None:
+    def run(self, context: PtqContext, unit: str) -> None:
         """Collect activations, search the exponent of each group and move the factors."""
-        groups = find_groups(work)
-        weights = {weight.op.name: weight for weight in work.weights()}
-        samples = {group.maker.name: _Sample(self.rows) for group in groups}
-        gather(work, groups, self.batch, samples)
+        groups = find_groups(context)
+        weights = {weight.op.name: weight for weight in context.weights()}
+        samples = {group.maker.name: _ActivationSample(self.rows) for group in groups}
+        collect_statistics(context, groups, self.batch, samples)
         for group in groups:
             sample = samples[group.maker.name]
             if sample.total is not None:
-                group.divide(work, self._best(work, group, sample, weights))
+                group.divide(context, self._best(context, group, sample, weights))
 
-    def _best(self, work: Work, group: Group, sample: _Sample, weights: dict[str, Weight]) -> Tensor:
+    def _best(
+        self, context: PtqContext, group: ScalingGroup, sample: _ActivationSample, weights: dict[str, Weight]
+    ) -> Tensor:
         assert sample.total is not None
         size = (sample.total / sample.count).float()
-        unit = unit_of(float(size.max()))
+        unit = magnitude_unit(float(size.max()))
         size = (size / unit).clamp(min=_SMALLEST)
         x = torch.cat(sample.rows)
-        x = x / unit_of(float(x.abs().max()))
+        x = x / magnitude_unit(float(x.abs().max()))
         best, least = torch.ones_like(size), float("inf")
         for step in range(self.grid):
             by = size ** (step / self.grid)
@@ -85,7 +87,7 @@ class Awq(Step):
                     error += float((x @ change.T).double().square().sum())
             if error < least:
                 best, least = by, error
-        return inward(best, unit)
+        return limit_scaling(best, unit)
 
 
 def round_weight(quantizer: Quantizer, weight: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 from bitwright.core.modes import eval_mode
 from bitwright.graph import Op, Source
 from bitwright.ptq.block_replay import Replay, by_channel
-from bitwright.ptq.step import Step, Work
+from bitwright.ptq.step import PtqContext, Step
 from bitwright.quantizers import in_mode
 
 
@@ -28,24 +28,24 @@ class BiasCorrection(Step):
 
     batch: int = Field(default=32, ge=1, description="Samples per batch.")
 
-    def units(self, work: Work) -> Sequence[str]:
+    def units(self, context: PtqContext) -> Sequence[str]:
         """The operators with a quantized weight and a tensor that can hold the correction."""
         names: list[str] = []
-        for weight in work.weights():
-            if _place(work, weight.op) is None:
-                work.skipped[weight.op.name] = "it has neither a bias nor a norm that could hold the correction"
+        for weight in context.weights():
+            if _correction_tensor(context, weight.op) is None:
+                context.skipped[weight.op.name] = "it has neither a bias nor a norm that could hold the correction"
             else:
                 names.append(weight.op.name)
         return names
 
     @torch.no_grad()
-    def run(self, work: Work, unit: str) -> None:
+    def run(self, context: PtqContext, unit: str) -> None:
         """Measure the mean of both outputs and apply the difference."""
-        replay = work.kept.get("replay")
+        replay = context.cache.get("replay")
         if replay is None:
-            replay = work.kept["replay"] = Replay(work, self.batch)
-        op = work.graph.by_name[unit]
-        norm = next((n for n, fold in work.plan.folds.items() if fold.into == unit), None)
+            replay = context.cache["replay"] = Replay(context, self.batch)
+        op = context.graph.by_name[unit]
+        norm = next((n for n, fold in context.plan.folds.items() if fold.into == unit), None)
         measured = unit if norm is None else norm  # the output of a folded norm is the operator's output
         start, stop = replay.tape.position(unit), replay.tape.position(measured) + 1
         replay.advance(start)
@@ -60,21 +60,21 @@ class BiasCorrection(Step):
                 total = shift if total is None else total + shift
                 count += exact.shape[1]
         assert total is not None
-        _correct(work, op, (total / count).float())
+        _correct(context, op, (total / count).float())
 
-    def finish(self, work: Work) -> None:
+    def finish(self, context: PtqContext) -> None:
         """Remove the temporary files."""
-        replay = work.kept.pop("replay", None)
+        replay = context.cache.pop("replay", None)
         if replay is not None:
             replay.close()
 
 
-class _raw:
+class _unquantized_outputs:
     """Disable the quantizers after the operator, because clipping would hide a shift."""
 
-    def __init__(self, work: Work, op: Op, norm: str | None) -> None:
-        ops = [op] if norm is None else [op, work.graph.by_name[norm]]
-        hooks = [work.attachment.hooks_at(one) for one in ops]
+    def __init__(self, context: PtqContext, op: Op, norm: str | None) -> None:
+        ops = [op] if norm is None else [op, context.graph.by_name[norm]]
+        hooks = [context.attachment.hooks_at(one) for one in ops]
         self.outputs = [(hook, hook.output) for hook in hooks if hook is not None and hook.output is not None]
 
     def __enter__(self) -> None:
@@ -86,34 +86,34 @@ class _raw:
             hook.output = output
 
 
-def _place(work: Work, op: Op) -> Tensor | None:
+def _correction_tensor(context: PtqContext, op: Op) -> Tensor | None:
     """The tensor that holds the correction."""
-    fold = work.attachment.folds.get(op.site("bias"))
+    fold = context.attachment.folds.get(op.site("bias"))
     if fold is not None:
         norm: Any = fold.norm
         found: Tensor = norm.running_mean if norm.bias is None else norm.bias
         return found
     bias = op.port("bias")
     if bias is not None:
-        return work.weight_of(op, "bias") if work.readers[bias.sources[0]] == 1 else None
-    norm = _norm_behind(work, op)
+        return context.weight_of(op, "bias") if context.readers[bias.sources[0]] == 1 else None
+    norm = _norm_behind(context, op)
     if norm is None:
         return None
     mean: Tensor = norm.running_mean
     return mean
 
 
-def _norm_behind(work: Work, op: Op) -> Any:
-    readers = work.graph.consumers.get(Source("op", op.name), ())
-    if len(readers) != 1 or readers[0][0].kind != "batch_norm" or Source("op", op.name) in work.graph.output_sources:
+def _norm_behind(context: PtqContext, op: Op) -> Any:
+    readers = context.graph.consumers.get(Source("op", op.name), ())
+    if len(readers) != 1 or readers[0][0].kind != "batch_norm" or Source("op", op.name) in context.graph.output_sources:
         return None
-    module = work.model.get_submodule(readers[0][0].module)
+    module = context.model.get_submodule(readers[0][0].module)
     return module if getattr(module, "running_mean", None) is not None else None
 
 
-def _correct(work: Work, op: Op, shift: Tensor) -> None:
-    place: Any = _place(work, op)
-    fold = work.attachment.folds.get(op.site("bias"))
+def _correct(context: PtqContext, op: Op, shift: Tensor) -> None:
+    place: Any = _correction_tensor(context, op)
+    fold = context.attachment.folds.get(op.site("bias"))
     if fold is not None and place is getattr(fold.norm, "running_mean", None):
         unit = fold.unit()  # the output contains −μ·γ/σ
         shift = torch.where(unit != 0, -shift / torch.where(unit != 0, unit, 1.0), 0.0)

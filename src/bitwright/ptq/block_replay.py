@@ -25,7 +25,7 @@ _PASSING = ("batch_norm", "relu", "relu6", "hardtanh", "leaky_relu", "prelu", "d
 
 
 @dataclass(frozen=True, kw_only=True)
-class Block:
+class ReconstructionBlock:
     """The calls `start` to `stop` of a recording, which compute `output`."""
 
     start: int
@@ -40,38 +40,40 @@ class Block:
         return names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}"
 
 
-def find_layers(work: Work) -> list[Block]:
+def find_layers(context: PtqContext) -> list[ReconstructionBlock]:
     """One block per weight, including the norm and the activation function after it."""
-    weights = work.weights()
-    starts = {work.tape.position(weight.op.name) for weight in weights}
-    return [_layer(work, weight, starts) for weight in weights]
+    weights = context.weights()
+    starts = {context.tape.position(weight.op.name) for weight in weights}
+    return [_layer(context, weight, starts) for weight in weights]
 
 
-def _layer(work: Work, weight: Weight, starts: set[int]) -> Block:
-    start = end = work.tape.position(weight.op.name)
+def _layer(context: PtqContext, weight: Weight, starts: set[int]) -> ReconstructionBlock:
+    start = end = context.tape.position(weight.op.name)
     source = Source("op", weight.op.name)
-    while source not in work.graph.output_sources and len(readers := work.graph.consumers.get(source, ())) == 1:
+    while source not in context.graph.output_sources and len(readers := context.graph.consumers.get(source, ())) == 1:
         op = readers[0][0]
-        if op.kind not in _PASSING or work.graph.partial(op):
+        if op.kind not in _PASSING or context.graph.partial(op):
             break
-        position = work.tape.position(op.name)
+        position = context.tape.position(op.name)
         if any(start < other <= position for other in starts):  # another branch starts before this call
             break
         end, source = position, Source("op", op.name)
-    return Block(start=start, stop=end + 1, output=source, weights=(weight,))
+    return ReconstructionBlock(start=start, stop=end + 1, output=source, weights=(weight,))
 
 
-def find_blocks(work: Work, chain: int) -> list[Block]:
+def find_blocks(context: PtqContext, chain: int) -> list[ReconstructionBlock]:
     """Blocks that cover the whole model; a chain is divided into blocks of at most `chain` weights."""
-    tape = work.tape
-    positions = {tape.position(weight.op.name): weight for weight in work.weights()}
-    found: list[Block] = []
+    tape = context.tape
+    positions = {tape.position(weight.op.name): weight for weight in context.weights()}
+    found: list[ReconstructionBlock] = []
     open_: list[tuple[int, int, Source]] = []  # stretches that may still be extended
 
     def close() -> None:
         weights = _between(positions, open_)
         if weights:
-            found.append(Block(start=open_[0][0], stop=open_[-1][1], output=open_[-1][2], weights=weights))
+            found.append(
+                ReconstructionBlock(start=open_[0][0], stop=open_[-1][1], output=open_[-1][2], weights=weights)
+            )
             open_.clear()
 
     for stretch in _stretches(tape):
@@ -120,22 +122,22 @@ _MIB = 1 << 20
 class Replay:
     """The intermediate tensors of all calibration pieces at one call, for the quantized and the float model."""
 
-    def __init__(self, work: Work, batch: int, *, targets: bool = True) -> None:
-        self.work = work
+    def __init__(self, context: PtqContext, batch: int, *, targets: bool = True) -> None:
+        self.work = context
         self.position = 0
         self.targets = targets
         self.tapes: list[Tape] = []
-        self._live = work.live()  # read once: steps modify parameters in place and never replace them
+        self._live = context.current_tensors()  # read once: steps modify parameters in place and never replace them
         self._files = ExitStack()
         self._folder = self._files.enter_context(scratch_folder())
         self._held: dict[tuple[int, str], Values | Path] = {}
         self._bytes = 0
         known: dict[tuple[Any, ...], Tape] = {}
-        for index, piece in enumerate(work.data.pieces(batch)):
+        for index, piece in enumerate(context.data.pieces(batch)):
             shape = tuple((path, tuple(t.shape)) for path, t in tensors_in(as_call(piece)))
             if shape not in known:
-                known[shape] = _checked(work, piece)
-            if known[shape].names != work.tape.names:
+                known[shape] = _checked(context, piece)
+            if known[shape].names != context.tape.names:
                 raise BitwrightError(
                     "inputs of different shapes take different paths through the model, so blocks would differ",
                     where=f"calibration batch of {[size for _, size in shape]}",
@@ -143,7 +145,7 @@ class Replay:
                     code="shape-dependent-path",
                 )
             self.tapes.append(known[shape])
-            inputs = inputs_of(work.model, piece)
+            inputs = inputs_of(context.model, piece)
             self.keep(index, "quantized", inputs)
             if targets:
                 self.keep(index, "float", inputs)
@@ -235,7 +237,7 @@ def _source(name: str) -> Source:
     return Source(kind, source, int(index))  # type: ignore[arg-type]  # written by `_name`
 
 
-def _checked(work: Work, piece: Any) -> Tape:
+def _checked(context: PtqContext, piece: Any) -> Tape:
     """Record a call with this input shape, and verify that the recording reproduces the model's output."""
     args, kwargs = as_call(piece)
     with eval_mode(work.model), torch.no_grad(), in_mode(work.model, "float"):
@@ -247,7 +249,7 @@ def _checked(work: Work, piece: Any) -> Tape:
     if not all(_same(a, b) for a, b in zip(found, expected, strict=True)):
         raise BitwrightError(
             "the model can't run block by block, because it writes into views of tensors or uses random numbers",
-            value=type(work.model).__name__,
+            value=type(context.model).__name__,
             fix="use steps that don't need blocks (equalize), or remove the side effects from these operators",
             code="not-replayable",
         )

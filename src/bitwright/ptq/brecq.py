@@ -6,9 +6,9 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from bitwright.ptq.block_replay import Block, find_blocks
+from bitwright.ptq.block_replay import ReconstructionBlock, find_blocks
 from bitwright.ptq.reconstruction import Reconstruct
-from bitwright.ptq.step import Work
+from bitwright.ptq.step import PtqContext
 
 
 class Brecq(Reconstruct):
@@ -21,12 +21,12 @@ class Brecq(Reconstruct):
     fisher: bool = Field(default=True, description="Weight errors by the squared gradient of the loss.")
     activation_lr: float = Field(default=1e-3, gt=0, description="Adam's learning rate for activation scales.")
 
-    def blocks(self, work: Work) -> list[Block]:
+    def blocks(self, context: PtqContext) -> list[ReconstructionBlock]:
         """Residual blocks, and parts of chains."""
-        return find_blocks(work, self.chain)
+        return find_blocks(context, self.chain)
 
     @property
-    def weighs(self) -> bool:
+    def uses_fisher(self) -> bool:
         """The setting `fisher`."""
         return self.fisher
 

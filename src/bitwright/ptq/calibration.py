@@ -31,7 +31,7 @@ _NEAR = 1e-4  # relative to a range; kernels for other batch sizes differ by les
 
 
 @dataclass(frozen=True)
-class Feed:
+class Batching:
     """How batches reach the model: samples per call (None: whole batches) and memory format of images."""
 
     size: int | None = None
@@ -43,7 +43,9 @@ class Feed:
             yield channels_last(piece) if self.channels_last else piece
 
 
-def how_to_feed(model: nn.Module, quantizers: Sequence[Quantizer], batch: Any, run: Callable[[Any], None]) -> Feed:
+def choose_batching(
+    model: nn.Module, quantizers: Sequence[Quantizer], batch: Any, run: Callable[[Any], None]
+) -> Batching:
     """Choose the batch size and the memory format that are fastest and don't change any site's range.
 
     Two samples are run separately, together and channels-last to compare the ranges. Batches stay whole if an observer
@@ -53,9 +55,9 @@ def how_to_feed(model: nn.Module, quantizers: Sequence[Quantizer], batch: Any, r
     watched = {q for q in quantizers if not q.weight and not q.of}
     tensors = [tensor for _, tensor in tensors_in(batch)]
     if whole < 3 or not all(tensor.device.type == "cpu" for tensor in tensors):
-        return Feed()
+        return Batching()
     if any(OBSERVERS.get(q.spec.observer).by_batch for q in watched):
-        return Feed()
+        return Batching()
 
     def ranges(samples: Any) -> dict[str, Tensor]:
         run(samples)
@@ -78,7 +80,7 @@ def how_to_feed(model: nn.Module, quantizers: Sequence[Quantizer], batch: Any, r
                 forget()
                 cut = _alike(apart, ranges(slice_batch(batch, 0, 2)))
         except Exception:  # use whole batches; if they fail too, calibration reports the error
-            return Feed()
+            return Batching()
         images = any(tensor.dim() == 4 and tensor.is_floating_point() for tensor in tensors)
         forget()
         try:
@@ -138,14 +140,14 @@ def find_ranges(
     quantizers = sorted(attachment.quantizers.values(), key=lambda q: bool(q.of))
     for quantizer in quantizers:
         quantizer.observer = None
-    if several(group):
+    if is_distributed(group):
         try:
             seen = _observe(model, quantizers, batches, progress)
             own = own_ranges(quantizers)
         except Exception as error:
-            give_up(error, group)
+            send_failure(error, group)
             raise
-        reports = exchange(describe(quantizers, seen), group)
+        reports = exchange(make_report(quantizers, seen), group)
         total = sum(report.batches for report in reports)
     else:
         total = seen = _observe(model, quantizers, batches, progress)
@@ -155,7 +157,7 @@ def find_ranges(
             fix="pass a loader or list with at least one batch",
             code="no-calibration-data",
         )
-    problems = settle_together(quantizers, reports, own, group) if several(group) else _settle(quantizers)
+    problems = settle_across_ranks(quantizers, reports, own, group) if is_distributed(group) else _settle(quantizers)
     if problems:
         raise PlanError(problems, title="calibration left quantizers without a range")
     return seen
@@ -177,7 +179,7 @@ def _observe(
     with eval_mode(model), torch.no_grad(), in_mode(model, "calibrate"):
         stream = iter(batches)
         first = list(islice(stream, 1))
-        feed = how_to_feed(model, quantizers, first[0], run) if first else Feed()
+        feed = choose_batching(model, quantizers, first[0], run) if first else Batching()
         stream = chain(first, stream)
         del first  # release each batch as soon as the next one arrives
         with folded_once(model):
@@ -227,7 +229,7 @@ def settle_ranges(quantizers: list[Quantizer], group: Any = None) -> None:
     """
     seen = [q for q in quantizers if q.saw and q.observer is not None]
     ranges = {q.site: q.observer.range() for q in seen if q.observer is not None}
-    if several(group):
+    if is_distributed(group):
         ranges = merge_ranges(quantizers, [q.scale.numel() for q in quantizers], ranges, group)
     for quantizer in quantizers:
         if quantizer.site in ranges:

@@ -25,7 +25,7 @@ _RESHAPES = ("flatten", "reshape", "view", "squeeze")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pair:
+class ScalingPair:
     """Two operators: only `second` reads the output channels of `first`."""
 
     first: Op
@@ -39,22 +39,22 @@ class Pair:
         return f"{self.first.name} → {self.second.name}"
 
 
-def find_pairs(work: Work) -> list[Pair]:
+def find_pairs(context: PtqContext) -> list[ScalingPair]:
     """All pairs in graph order; operators that almost qualify are added to `skipped` with a reason."""
-    found: list[Pair] = []
-    for op in work.graph.ops:
+    found: list[ScalingPair] = []
+    for op in context.graph.ops:
         if op.kind in _WEIGHTED and op.port("weight") is not None:
-            pair = _follow(work, op, {call.op.name: call for call in work.tape.calls})
-            if isinstance(pair, Pair):
+            pair = _follow(context, op, {call.op.name: call for call in context.tape.calls})
+            if isinstance(pair, ScalingPair):
                 found.append(pair)
             elif pair is not None:
-                work.skipped[op.name] = pair
+                context.skipped[op.name] = pair
     return found
 
 
-def _follow(work: Work, first: Op, calls: dict[str, Call]) -> Pair | str | None:
+def _follow(context: PtqContext, first: Op, calls: dict[str, Call]) -> ScalingPair | str | None:
     """The pair that starts at `first`, the reason why it can't be scaled, or None if it isn't a candidate."""
-    graph = work.graph
+    graph = context.graph
     channels = _outputs(first)
     source = Source("op", first.name)
     between: list[Op] = []
@@ -70,7 +70,7 @@ def _follow(work: Work, first: Op, calls: dict[str, Call]) -> Pair | str | None:
         if op.kind in _WEIGHTED and port.name == "input":
             break
         if op.kind == "batch_norm":
-            if work.plan.folds.get(op.name) is None or work.plan.folds[op.name].into != first.name:
+            if context.plan.folds.get(op.name) is None or context.plan.folds[op.name].into != first.name:
                 return f"the norm {op.name} after it isn't folded"
         elif op.kind in ("relu6", "hardtanh"):
             bounds = _bounds(op, calls)
@@ -89,21 +89,21 @@ def _follow(work: Work, first: Op, calls: dict[str, Call]) -> Pair | str | None:
     same = (first.kind == "linear") == (op.kind == "linear") or (op.kind == "linear" and len(port.shape) == 2)
     if channels != _inputs(op) or not same:
         return f"{op.name} reads another axis"
-    problem = _shared(work, first, op)
-    return problem or Pair(first=first, second=op, between=tuple(between), clip=clip, ceiling=ceiling)
+    problem = _shared(context, first, op)
+    return problem or ScalingPair(first=first, second=op, between=tuple(between), clip=clip, ceiling=ceiling)
 
 
-def _shared(work: Work, first: Op, second: Op) -> str | None:
+def _shared(context: PtqContext, first: Op, second: Op) -> str | None:
     for op, ports in ((first, ("weight", "bias")), (second, ("weight",))):
         for name in ports:
             port = op.port(name)
             if port is None:
                 continue
-            if work.weight_of(op, name) is None:
+            if context.weight_of(op, name) is None:
                 return f"{op.site(name)} isn't stored as a parameter"
-            if work.readers[port.sources[0]] > 1:
+            if context.readers[port.sources[0]] > 1:
                 return f"{op.site(name)} is shared with other operators"
-    norm = norm_of(work, first)
+    norm = norm_of(context, first)
     if norm is not None and (norm.weight is None or norm.bias is None):
         return "its norm has no weight to hold the factor"
     if first.kind.startswith("conv_transpose") and _outputs(first) != first.port("weight").shape[1]:  # type: ignore[union-attr]
@@ -147,17 +147,17 @@ def _inputs(op: Op) -> int:
     return int(port.shape[-1 if op.kind == "linear" else 1])
 
 
-def norm_of(work: Work, op: Op) -> Any:
+def norm_of(context: PtqContext, op: Op) -> Any:
     """The norm folded into an operator."""
-    for norm, fold in work.plan.folds.items():
+    for norm, fold in context.plan.folds.items():
         if fold.into == op.name:
-            return work.model.get_submodule(work.graph.by_name[norm].module)
+            return context.model.get_submodule(context.graph.by_name[norm].module)
     return None
 
 
-def factor_of(work: Work, op: Op) -> Tensor | None:
+def factor_of(context: PtqContext, op: Op) -> Tensor | None:
     """γ/σ per output channel of the norm folded into an operator."""
-    fold = work.attachment.folds.get(op.site("bias"))
+    fold = context.attachment.folds.get(op.site("bias"))
     return None if fold is None else fold.unit()
 
 
@@ -171,58 +171,58 @@ def _grouped(op: Op, weight: Tensor) -> Tensor:
     return weight.reshape(groups, outputs // groups, weight.shape[1], -1)
 
 
-def output_ranges(work: Work, op: Op) -> Tensor:
+def output_ranges(context: PtqContext, op: Op) -> Tensor:
     """The largest |w| of each output channel, including the folded norm."""
-    weight = _require(work, op)
+    weight = _require(context, op)
     ranges = _grouped(op, weight.detach().float()).abs().amax(dim=(2, 3)).flatten()
-    factor = factor_of(work, op)
+    factor = factor_of(context, op)
     return ranges if factor is None else ranges * factor.abs()
 
 
-def input_ranges(work: Work, op: Op) -> Tensor:
+def input_ranges(context: PtqContext, op: Op) -> Tensor:
     """The largest |w| that multiplies each input channel, including the folded norm."""
-    grouped = _grouped(op, _require(work, op).detach().float())
-    factor = factor_of(work, op)
+    grouped = _grouped(op, _require(context, op).detach().float())
+    factor = factor_of(context, op)
     if factor is not None:
         grouped = grouped * factor.abs().reshape(grouped.shape[0], grouped.shape[1], 1, 1)
     return grouped.abs().amax(dim=(1, 3)).flatten()
 
 
-def input_norms(work: Work, op: Op) -> Tensor:
+def input_norms(context: PtqContext, op: Op) -> Tensor:
     """Σ w² over all weights that multiply each input channel, including the folded norm."""
-    grouped = _grouped(op, _require(work, op).detach().double())  # squares of large numbers exceed float32
-    factor = factor_of(work, op)
+    grouped = _grouped(op, _require(context, op).detach().double())  # squares of large numbers exceed float32
+    factor = factor_of(context, op)
     if factor is not None:
         grouped = grouped * factor.reshape(grouped.shape[0], grouped.shape[1], 1, 1)
     return grouped.square().sum(dim=(1, 3)).flatten()
 
 
-def numbers_per_input(work: Work, op: Op) -> int:
+def numbers_per_input(context: PtqContext, op: Op) -> int:
     """The number of weights that multiply one input channel."""
-    return _require(work, op).numel() // _inputs(op)
+    return _require(context, op).numel() // _inputs(op)
 
 
 @torch.no_grad()
-def divide_outputs(work: Work, op: Op, by: Tensor) -> None:
+def divide_outputs(context: PtqContext, op: Op, by: Tensor) -> None:
     """Divide each output channel by its factor: in the norm if there is one, otherwise in weight and bias."""
-    norm = norm_of(work, op)
+    norm = norm_of(context, op)
     if norm is not None:
         norm.weight.div_(by.to(norm.weight.dtype))
         norm.bias.div_(by.to(norm.bias.dtype))
         return
-    weight = _require(work, op)
+    weight = _require(context, op)
     shape = [1] * weight.dim()
     shape[1 if op.kind.startswith("conv_transpose") else 0] = -1
     weight.div_(by.reshape(shape).to(weight.dtype))
-    bias = work.weight_of(op, "bias")
+    bias = context.weight_of(op, "bias")
     if bias is not None:
         bias.div_(by.to(bias.dtype))
 
 
 @torch.no_grad()
-def multiply_inputs(work: Work, op: Op, by: Tensor) -> None:
+def multiply_inputs(context: PtqContext, op: Op, by: Tensor) -> None:
     """Multiply the weights of each input channel by its factor."""
-    weight = _require(work, op)
+    weight = _require(context, op)
     grouped = _grouped(op, weight.float())
     scaled = grouped * by.reshape(grouped.shape[0], 1, grouped.shape[2], 1)
     if op.kind.startswith("conv_transpose"):
@@ -230,8 +230,8 @@ def multiply_inputs(work: Work, op: Op, by: Tensor) -> None:
     weight.copy_(scaled.reshape(weight.shape).to(weight.dtype))
 
 
-def _require(work: Work, op: Op) -> nn.Parameter:
-    weight = work.weight_of(op)
+def _require(context: PtqContext, op: Op) -> nn.Parameter:
+    weight = context.weight_of(op)
     assert weight is not None  # checked by `find_pairs`
     return weight
 
@@ -240,65 +240,65 @@ _NORMS = ("layer_norm", "rms_norm")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Group:
+class ScalingGroup:
     """Linear operators that read the same channels, and the operator that computes them."""
 
     maker: Op
     readers: tuple[Op, ...]
 
-    def divide(self, work: Work, by: Tensor) -> None:
+    def divide(self, context: PtqContext, by: Tensor) -> None:
         """Divide activations by the factors and multiply weights by them."""
         if self.maker.kind in _NORMS:
             for port in ("weight", "bias"):
-                parameter = work.weight_of(self.maker, port)
+                parameter = context.weight_of(self.maker, port)
                 if parameter is not None:
                     with torch.no_grad():
                         parameter.div_(by.to(parameter.dtype))
         else:
-            divide_outputs(work, self.maker, by)
+            divide_outputs(context, self.maker, by)
         for reader in self.readers:
-            multiply_inputs(work, reader, by)
+            multiply_inputs(context, reader, by)
 
 
-def find_groups(work: Work) -> list[Group]:
+def find_groups(context: PtqContext) -> list[ScalingGroup]:
     """All groups with quantized readers, in graph order; operators that almost qualify are added to `skipped`."""
     groups = []
-    quantized = {weight.op.name for weight in work.weights()}
-    for op in work.graph.ops:
+    quantized = {weight.op.name for weight in context.weights()}
+    for op in context.graph.ops:
         if op.kind not in _NORMS:
             continue
-        readers = [pair[0] for pair in work.graph.consumers.get(Source("op", op.name), ())]
+        readers = [pair[0] for pair in context.graph.consumers.get(Source("op", op.name), ())]
         if not any(reader.name in quantized for reader in readers):
             continue
-        problem = _problem(work, op, readers)
+        problem = _problem(context, op, readers)
         if problem is not None:
-            work.skipped[op.name] = problem
+            context.skipped[op.name] = problem
         else:
-            groups.append(Group(maker=op, readers=tuple(readers)))
-    left = dict(work.skipped)
-    for pair in find_pairs(work):
+            groups.append(ScalingGroup(maker=op, readers=tuple(readers)))
+    left = dict(context.skipped)
+    for pair in find_pairs(context):
         if pair.second.kind == "linear" and pair.clip is None and pair.second.name in quantized:
-            groups.append(Group(maker=pair.first, readers=(pair.second,)))
-    work.skipped = left  # convolutions without a partner aren't relevant here
+            groups.append(ScalingGroup(maker=pair.first, readers=(pair.second,)))
+    context.skipped = left  # convolutions without a partner aren't relevant here
     return groups
 
 
-def _problem(work: Work, op: Op, readers: list[Op]) -> str | None:
-    if Source("op", op.name) in work.graph.output_sources or any(reader.kind != "linear" for reader in readers):
+def _problem(context: PtqContext, op: Op, readers: list[Op]) -> str | None:
+    if Source("op", op.name) in context.graph.output_sources or any(reader.kind != "linear" for reader in readers):
         return "operators other than linear ones read it too"
-    if work.weight_of(op) is None:
+    if context.weight_of(op) is None:
         return "the norm has no weight to hold the factor"
     owners = [(op, "weight"), (op, "bias"), *((reader, "weight") for reader in readers)]
     for owner, name in owners:
         port = owner.port(name)
         if port is None:
             continue
-        if work.weight_of(owner, name) is None or work.readers[port.sources[0]] > 1:
+        if context.weight_of(owner, name) is None or context.readers[port.sources[0]] > 1:
             return f"{owner.site(name)} is shared with other operators, or computed"
     return None
 
 
-def inward(by: Tensor, unit: float) -> Tensor:
+def limit_scaling(by: Tensor, unit: float) -> Tensor:
     """Normalize the factors so that large activations don't grow and small ones don't shrink.
 
     `unit` is `unit_of` the activations.
@@ -316,7 +316,9 @@ class Statistic(Protocol):
 
 
 @torch.no_grad()
-def gather(work: Work, groups: list[Group], batch: int, statistics: Mapping[str, Statistic]) -> None:
+def collect_statistics(
+    context: PtqContext, groups: list[ScalingGroup], batch: int, statistics: Mapping[str, Statistic]
+) -> None:
     """Update each group's statistic (keyed by its maker) with the inputs of its readers; one pass over the data."""
     sources = {group.readers[0].name: group.maker.name for group in groups}
 
@@ -327,15 +329,15 @@ def gather(work: Work, groups: list[Group], batch: int, statistics: Mapping[str,
             statistics[name].see(x.reshape(-1, x.shape[-1]).float())
         return run_call(call, args, kwargs)
 
-    work.watch(batch, look)
+    context.watch(batch, look)
 
 
-def weight_columns(work: Work, group: Group) -> Tensor:
+def weight_columns(context: PtqContext, group: ScalingGroup) -> Tensor:
     """The concatenated weights of all readers: (outputs, channels)."""
-    return torch.cat([_weight(work, reader).detach().float() for reader in group.readers])
+    return torch.cat([_weight(context, reader).detach().float() for reader in group.readers])
 
 
-def _weight(work: Work, op: Op) -> nn.Parameter:
-    found = work.weight_of(op)
+def _weight(context: PtqContext, op: Op) -> nn.Parameter:
+    found = context.weight_of(op)
     assert found is not None  # checked by `find_groups`
     return found

@@ -27,13 +27,13 @@ ALONE = object()
 """A group that contains only this process and needs no communication."""
 
 
-def several(group: Any) -> bool:
+def is_distributed(group: Any) -> bool:
     """Whether other processes take part in the calibration."""
     return group is not ALONE and dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class RankReport:
     """The information that each process sends to the others; it contains no calibration data."""
 
     batches: int = 0
@@ -41,10 +41,10 @@ class Report:
     problems: list[Problem] = field(default_factory=list)
 
 
-def describe(quantizers: Iterable[Quantizer], batches: int) -> Report:
+def make_report(quantizers: Iterable[Quantizer], batches: int) -> RankReport:
     """The report of this process after all its batches."""
     seen = {q.site: (None if q.observer is None else q.observed_shape, q.weight) for q in quantizers if not q.of}
-    return Report(batches=batches, sites=seen)
+    return RankReport(batches=batches, sites=seen)
 
 
 def own_ranges(quantizers: Iterable[Quantizer]) -> dict[str, Range]:
@@ -52,12 +52,12 @@ def own_ranges(quantizers: Iterable[Quantizer]) -> dict[str, Range]:
     return {q.site: q.observer.range() for q in quantizers if q.observer is not None and not q.weight}
 
 
-def give_up(error: Exception, group: Any) -> None:
+def send_failure(error: Exception, group: Any) -> None:
     """Send the error to the other processes, which wait for a report."""
-    _gather(Report(problems=_problems(error)), group)
+    _gather(RankReport(problems=_problems(error)), group)
 
 
-def exchange(own: Report, group: Any) -> list[Report]:
+def exchange(own: RankReport, group: Any) -> list[RankReport]:
     """The reports of all processes, by rank; raises in all of them if one failed or has different sites."""
     reports = _gather(own, group)
     problems = [
@@ -78,8 +78,8 @@ def exchange(own: Report, group: Any) -> list[Report]:
     return reports
 
 
-def settle_together(
-    quantizers: list[Quantizer], reports: list[Report], own: dict[str, Range], group: Any
+def settle_across_ranks(
+    quantizers: list[Quantizer], reports: list[RankReport], own: dict[str, Range], group: Any
 ) -> list[Problem]:
     """Give all processes the same grids; returns the same problems in all of them."""
     shapes = {site: [report.sites[site][0] for report in reports] for site in reports[0].sites}

@@ -26,7 +26,7 @@ from torch import Tensor
 from bitwright.graph.recording import Call, run_call
 from bitwright.ptq.block_replay import by_channel
 from bitwright.ptq.channel_scaling import (
-    Pair,
+    ScalingPair,
     divide_outputs,
     find_pairs,
     input_norms,
@@ -35,7 +35,7 @@ from bitwright.ptq.channel_scaling import (
     numbers_per_input,
     output_ranges,
 )
-from bitwright.ptq.step import Step, Work, unit_of
+from bitwright.ptq.step import PtqContext, Step, magnitude_unit
 from bitwright.quantizers.grid import SMALLEST
 
 _ENOUGH = 1.01  # stop after a sweep that changes no factor by more than this
@@ -56,27 +56,27 @@ class Equalize(Step):
     margin: float = Field(default=1.25, ge=1, description="Safety factor between a channel's peak and a ReLU6's clip.")
     batch: int = Field(default=32, ge=1, description="Samples per batch.")
 
-    def units(self, work: Work) -> Sequence[str]:
+    def units(self, context: PtqContext) -> Sequence[str]:
         """One unit, which takes seconds."""
         return ["all pairs"]
 
-    def run(self, work: Work, unit: str) -> None:
+    def run(self, context: PtqContext, unit: str) -> None:
         """Sweep over all pairs until the factors converge."""
-        pairs = find_pairs(work)
-        seen = _look(work, pairs, self.batch)
+        pairs = find_pairs(context)
+        seen = _collect_statistics(context, pairs, self.batch)
         for _ in range(self.sweeps):
             moved = 1.0
             for pair in pairs:
-                by = self._factors(work, pair, seen[pair.first.name])
-                divide_outputs(work, pair.first, by)
-                multiply_inputs(work, pair.second, by)
+                by = self._factors(context, pair, seen[pair.first.name])
+                divide_outputs(context, pair.first, by)
+                multiply_inputs(context, pair.second, by)
                 seen[pair.first.name].divide(by)
                 moved = max(moved, float(1 / by.min()))
             if moved < _ENOUGH:
                 break
 
-    def _factors(self, work: Work, pair: Pair, seen: _Seen) -> Tensor:
-        first, second = output_ranges(work, pair.first), input_ranges(work, pair.second)
+    def _factors(self, context: PtqContext, pair: ScalingPair, seen: _PairStatistics) -> Tensor:
+        first, second = output_ranges(context, pair.first), input_ranges(context, pair.second)
         dead = (first < _least(first)) | (second < _least(second))
         peak = seen.peak
         ceiling, margin = (pair.ceiling, self.margin) if pair.clip else (float(peak.max().clamp(min=SMALLEST)), 1.0)
@@ -85,16 +85,18 @@ class Equalize(Step):
         common = torch.logspace(float(ideal.min().log2()) - 1, float(ideal.max().log2()) + 1, _TRIED, base=2.0)
         tried = torch.maximum((ideal / common[:, None].to(ideal)).clamp(max=1.0), least)
         tried = torch.cat([torch.ones_like(tried[:1]), torch.where(dead, 1.0, tried)])
-        noise = self._noise(work, pair, seen, first / tried, second * tried, tried)
+        noise = self._noise(context, pair, seen, first / tried, second * tried, tried)
         return tried[int(noise.argmin())]
 
-    def _noise(self, work: Work, pair: Pair, seen: _Seen, first: Tensor, second: Tensor, by: Tensor) -> Tensor:
+    def _noise(
+        self, context: PtqContext, pair: ScalingPair, seen: _PairStatistics, first: Tensor, second: Tensor, by: Tensor
+    ) -> Tensor:
         """The noise in the second output from rounding both weights, per row of factors, up to a constant."""
         # float64, because squares of large numbers exceed float32
         first, second, by = first.double(), second.double(), by.double()
         total = torch.zeros_like(by[:, 0])
-        quantizers = [work.attachment.quantizers.get(op.site("weight")) for op in (pair.first, pair.second)]
-        norms = input_norms(work, pair.second)
+        quantizers = [context.attachment.quantizers.get(op.site("weight")) for op in (pair.first, pair.second)]
+        norms = input_norms(context, pair.second)
         if quantizers[0] is not None:
             steps = first.square()
             if quantizers[0].layout.granularity == "tensor":
@@ -103,17 +105,17 @@ class Equalize(Step):
             total = total + seen.inflow / levels * (steps * norms * by.square()).sum(dim=1)
         if quantizers[1] is not None:
             levels = 4.0 ** quantizers[1].format.bits
-            taps = numbers_per_input(work, pair.second)
+            taps = numbers_per_input(context, pair.second)
             total = total + taps / levels * second.square().amax(dim=1) * (seen.energy / by.square()).sum(dim=1)
         return total
 
 
 def _least(ranges: Tensor) -> float:
     """Channels with a smaller range count as dead."""
-    return _SMALLEST * min(1.0, unit_of(float(ranges.max())))
+    return _SMALLEST * min(1.0, magnitude_unit(float(ranges.max())))
 
 
-class _Seen:
+class _PairStatistics:
     """Statistics of the activations between the two operators of a pair."""
 
     def __init__(self) -> None:
@@ -128,9 +130,9 @@ class _Seen:
 
 
 @torch.no_grad()
-def _look(work: Work, pairs: list[Pair], batch: int) -> dict[str, _Seen]:
+def _collect_statistics(context: PtqContext, pairs: list[ScalingPair], batch: int) -> dict[str, _PairStatistics]:
     """Collect the statistics of all pairs in one pass over the data."""
-    found = {pair.first.name: _Seen() for pair in pairs}
+    found = {pair.first.name: _PairStatistics() for pair in pairs}
     firsts = {pair.first.name: pair for pair in pairs}
     seconds = {pair.second.name: pair for pair in pairs}
     clips = {pair.clip.name: pair for pair in pairs if pair.clip is not None}
@@ -139,7 +141,7 @@ def _look(work: Work, pairs: list[Pair], batch: int) -> dict[str, _Seen]:
         x: Any = args[0] if args else kwargs.get("input")
         name = call.op.name
         if name in firsts:
-            weight = work.weight_of(firsts[name].first)
+            weight = context.weight_of(firsts[name].first)
             assert weight is not None
             found[name].inflow += float(x.double().square().mean()) * weight[0].numel()
         if name in seconds:
@@ -154,7 +156,7 @@ def _look(work: Work, pairs: list[Pair], batch: int) -> dict[str, _Seen]:
             seen.peak = torch.maximum(seen.peak, by_channel(x.float(), clips[name].first.kind).amax(dim=1))
         return run_call(call, args, kwargs)
 
-    work.watch(batch, look)
+    context.watch(batch, look)
     for seen in found.values():
         seen.energy, seen.inflow = seen.energy / max(seen.batches, 1), seen.inflow / max(seen.batches, 1)
     return found

@@ -18,7 +18,7 @@ from bitwright.core.errors import CalibrationError
 from bitwright.core.modes import eval_mode
 from bitwright.graph.recording import Call
 from bitwright.ptq.block_replay import Replay
-from bitwright.ptq.step import Step, Weight, Work, unit_of
+from bitwright.ptq.step import PtqContext, Step, Weight, magnitude_unit
 from bitwright.quantizers import in_mode
 
 _KINDS = ("linear", "conv1d", "conv2d")
@@ -33,29 +33,29 @@ class Gptq(Step):
     columns: int = Field(default=128, ge=1, description="Columns to round before the remaining ones are updated.")
     batch: int = Field(default=32, ge=1, description="Samples per batch.")
 
-    def units(self, work: Work) -> Sequence[str]:
+    def units(self, context: PtqContext) -> Sequence[str]:
         """The quantized weights that GPTQ supports."""
         names = []
-        for weight in work.weights():
-            if weight.op.kind not in _KINDS or isinstance(_call(work, weight).argument(4, "padding", 0), str):
-                work.skipped[weight.op.name] = f"GPTQ can't unfold the inputs of this {weight.op.kind}"
+        for weight in context.weights():
+            if weight.op.kind not in _KINDS or isinstance(_call(context, weight).argument(4, "padding", 0), str):
+                context.skipped[weight.op.name] = f"GPTQ can't unfold the inputs of this {weight.op.kind}"
             elif weight.quantizer.spec.guard is not None:
-                work.skipped[weight.op.name] = "its guard requires rounding to nearest"
+                context.skipped[weight.op.name] = "its guard requires rounding to nearest"
             else:
                 names.append(weight.op.name)
         return names
 
     @torch.no_grad()
-    def run(self, work: Work, unit: str) -> None:
+    def run(self, context: PtqContext, unit: str) -> None:
         """Compute H, round the columns and write the weight."""
-        if "replay" not in work.kept:
-            work.kept["replay"] = Replay(work, self.batch, targets=False)
-        replay: Replay = work.kept["replay"]
-        weight = next(weight for weight in work.weights() if weight.op.name == unit)
-        replay.advance(work.tape.position(unit))
-        folded = work.folded(weight)
+        if "replay" not in context.cache:
+            context.cache["replay"] = Replay(context, self.batch, targets=False)
+        replay: Replay = context.cache["replay"]
+        weight = next(weight for weight in context.weights() if weight.op.name == unit)
+        replay.advance(context.tape.position(unit))
+        folded = context.folded(weight)
         groups = _groups(weight, folded)
-        hessians = _hessians(work, replay, weight, groups)
+        hessians = _hessians(context, replay, weight, groups)
         quantizer = weight.quantizer
         grid = quantizer.grid()
         shape = (groups, folded.shape[0] // groups, -1)
@@ -68,17 +68,17 @@ class Gptq(Step):
             _round(rows[g], scale[g], zero[g], codes, _factor(hessians[g], self.damp, unit), self.columns)
             for g in range(groups)
         ]
-        work.put(weight, torch.stack(done).reshape(folded.shape))
+        context.put(weight, torch.stack(done).reshape(folded.shape))
 
-    def finish(self, work: Work) -> None:
+    def finish(self, context: PtqContext) -> None:
         """Remove the temporary files."""
-        replay = work.kept.pop("replay", None)
+        replay = context.cache.pop("replay", None)
         if replay is not None:
             replay.close()
 
 
-def _call(work: Work, weight: Weight) -> Call:
-    return work.tape.calls[work.tape.position(weight.op.name)]
+def _call(context: PtqContext, weight: Weight) -> Call:
+    return context.tape.calls[context.tape.position(weight.op.name)]
 
 
 def _groups(weight: Weight, folded: Tensor) -> int:
@@ -87,21 +87,21 @@ def _groups(weight: Weight, folded: Tensor) -> int:
     return 1 if weight.op.kind == "linear" else int(port.shape[1]) // int(folded.shape[1])
 
 
-def _hessians(work: Work, replay: Replay, weight: Weight, groups: int) -> Tensor:
+def _hessians(context: PtqContext, replay: Replay, weight: Weight, groups: int) -> Tensor:
     """Σ x·xᵀ for each group of a convolution."""
     total: Tensor | None = None
     unit = 1.0  # a common factor doesn't change the result
-    call = _call(work, weight)
+    call = _call(context, weight)
     port = call.op.port("input")
     assert port is not None
-    hooks = work.attachment.hooks_at(call.op)
+    hooks = context.attachment.hooks_at(call.op)
     quantizer = None if hooks is None else hooks.inputs.get("input")
     with eval_mode(work.model), in_mode(work.model, "quantize"):
         for index in range(len(replay)):
             x = replay.values(index, "quantized")[port.sources[0]]
             x = (x if quantizer is None else quantizer(x)).float()
             if index == 0:
-                unit = unit_of(float(x.abs().max()))
+                unit = magnitude_unit(float(x.abs().max()))
             rows = _unfolded(x, call, weight, groups) / unit
             product = rows.transpose(1, 2) @ rows
             total = product if total is None else total + product

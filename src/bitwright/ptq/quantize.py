@@ -208,7 +208,7 @@ def quantize(
     wanted = read_steps(steps)
     data = Data(batches)
     if wanted:
-        need_data(data)
+        require_rereadable(data)
     if find_attachment(model) is not None:
         raise BitwrightError("this model is quantized already", fix="strip(model) first")
     seen = CalibrationData()
@@ -239,9 +239,9 @@ def quantize(
         if on_start is not None:
             with in_mode(model, "float"):
                 on_start(model)
-        ran: tuple[Ran, ...] = ()
+        ran: tuple[StepResult, ...] = ()
         if wanted:
-            work = Work(model=model, graph=graph, plan=plan, data=data, seed=seed, memory=memory)
+            context = PtqContext(model=model, graph=graph, plan=plan, data=data, seed=seed, memory=memory)
             place = None if folder is None else Path(folder)
             with weights_may_change(model):
                 ran = run_steps(work, wanted, folder=place, keep=keep_state, progress=progress)

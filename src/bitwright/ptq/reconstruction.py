@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from bitwright.core.modes import eval_mode
 from bitwright.graph.recording import Values
-from bitwright.ptq.block_replay import Block, Replay
-from bitwright.ptq.step import Step, Weight, Work, even, unit_of
+from bitwright.ptq.block_replay import ReconstructionBlock, Replay
+from bitwright.ptq.step import PtqContext, Step, Weight, is_uniform, magnitude_unit
 from bitwright.quantizers import Grid, Quantizer, in_mode, round_to_grid
 
 _LOW, _HIGH = -0.1, 1.1  # the range exceeds [0, 1], so that the sigmoid can reach 0 and 1
@@ -43,7 +43,7 @@ class Reconstruct(Step):
     """Whether to fit activation scales too. Otherwise only the operator's input is quantized during the fit."""
 
     @abstractmethod
-    def blocks(self, work: Work) -> list[Block]:
+    def blocks(self, context: PtqContext) -> list[ReconstructionBlock]:
         """The blocks to reconstruct."""
 
     def given(self, replay: Replay, index: int, generator: torch.Generator) -> Values:
@@ -54,13 +54,13 @@ class Reconstruct(Step):
         """The value of an activation during the fit."""
         return rounded
 
-    def units(self, work: Work) -> Sequence[str]:
+    def units(self, context: PtqContext) -> Sequence[str]:
         """The names of the blocks."""
-        return [block.name for block in self.blocks(work)]
+        return [block.name for block in self.blocks(context)]
 
-    def run(self, work: Work, unit: str) -> None:
+    def run(self, context: PtqContext, unit: str) -> None:
         """Fit one block and write the rounded weights."""
-        kept = work.kept
+        kept = context.cache
         if "replay" not in kept:
             kept["blocks"] = {block.name: block for block in self.blocks(work)}
             kept["ranges"] = _first_passed(work, kept["blocks"].values()) if self.learns_ranges else {}
@@ -77,27 +77,34 @@ class Reconstruct(Step):
             with torch.no_grad():
                 for index in range(len(replay)):
                     replay.keep(index, "target", {block.output: replay.float(index, block.stop)[block.output]})
-            with _standing_in([*softs, *ranges]), _outputs_off(work, block, off=not self.learns_ranges):
-                self._fit(work, replay, block, softs, ranges)
+            with _replaced_quantizers([*softs, *ranges]), _outputs_off(context, block, off=not self.learns_ranges):
+                self._fit(context, replay, block, softs, ranges)
         for soft in softs:
-            soft.harden(work)
+            soft.harden(context)
         for fitted in ranges:
             fitted.settle()
         replay.forget("target")
 
-    def _fit(self, work: Work, replay: Replay, block: Block, softs: list[_Soft], ranges: list[_Range]) -> None:
+    def _fit(
+        self,
+        context: PtqContext,
+        replay: Replay,
+        block: ReconstructionBlock,
+        softs: list[_LearnedRounding],
+        ranges: list[_LearnedScale],
+    ) -> None:
         rounding = torch.optim.Adam([soft.v for soft in softs], lr=self.lr)
         scales = torch.optim.Adam([r.log for r in ranges], lr=self.range_lr) if ranges else None
         begin = int(self.warmup * self.iterations)
         peaks = [replay.values(index, "target")[block.output].abs().max() for index in range(len(replay))]
-        unit = unit_of(float(torch.stack(peaks).max()))
+        unit = magnitude_unit(float(torch.stack(peaks).max()))
         for step in range(self.iterations):
-            index = int(torch.randint(len(replay), (), generator=work.generator))
-            values = self.given(replay, index, work.generator)
+            index = int(torch.randint(len(replay), (), generator=context.generator))
+            values = self.given(replay, index, context.generator)
             out = replay.quantized(index, block.stop, values)[block.output]
             error = ((out - replay.values(index, "target")[block.output]) / unit).square()
-            if self.weighs:
-                error = error * work.kept["fisher"][block.name, error.shape[1:]]
+            if self.uses_fisher:
+                error = error * context.cache["fisher"][block.name, error.shape[1:]]
             loss = error.sum(dim=1).mean() if error.dim() > 1 else error.mean()
             if step >= begin:
                 share = (step - begin) / max(self.iterations - begin, 1)
@@ -114,7 +121,7 @@ class Reconstruct(Step):
                 scales.step()
 
     @property
-    def weighs(self) -> bool:
+    def uses_fisher(self) -> bool:
         """Whether errors are weighted by Fisher information."""
         return False
 
@@ -123,19 +130,19 @@ class Reconstruct(Step):
         """The learning rate of the logarithm of activation scales."""
         return 0.0
 
-    def finish(self, work: Work) -> None:
+    def finish(self, context: PtqContext) -> None:
         """Remove the temporary files."""
-        replay = work.kept.pop("replay", None)
+        replay = context.cache.pop("replay", None)
         if replay is not None:
             replay.close()
 
 
-class _Soft:
+class _LearnedRounding:
     """A weight with learned rounding; it replaces the weight's quantizer during the fit."""
 
-    def __init__(self, work: Work, weight: Weight) -> None:
+    def __init__(self, context: PtqContext, weight: Weight) -> None:
         self.weight, self.quantizer = weight, weight.quantizer
-        folded = work.folded(weight)
+        folded = context.folded(weight)
         grid = self.quantizer.grid()
         if self.quantizer.spec.guard is not None:
             grid = Grid(grid.scale * _ROOM, grid.zero_point, grid.qmin, grid.qmax)
@@ -148,7 +155,7 @@ class _Soft:
         fraction = ((steps - self.floor) - _LOW) / (_HIGH - _LOW)
         self.v = nn.Parameter(torch.logit(fraction))
         # if the norm multiplies a channel by 0, rounding up has no effect
-        factor = work.fold_factor(weight)
+        factor = context.fold_factor(weight)
         self.alive = None if factor is None else (factor != 0).expand_as(folded)
 
     def up(self) -> Tensor:
@@ -165,17 +172,17 @@ class _Soft:
         return (1 - (2 * self.up() - 1).abs().pow(beta)).sum()
 
     @torch.no_grad()
-    def harden(self, work: Work) -> None:
+    def harden(self, context: PtqContext) -> None:
         """Round up or down and write the result into the weight."""
         codes = torch.clamp(self.floor + (self.up() >= 0.5), self.low, self.high)
-        work.put(self.weight, codes * self.scale)
+        context.put(self.weight, codes * self.scale)
 
 
-class _Range:
+class _LearnedScale:
     """An activation quantizer with a learned scale."""
 
-    def __init__(self, step: Reconstruct, work: Work, quantizer: Quantizer) -> None:
-        self.step, self.quantizer, self.generator = step, quantizer, work.generator
+    def __init__(self, step: Reconstruct, context: PtqContext, quantizer: Quantizer) -> None:
+        self.step, self.quantizer, self.generator = step, quantizer, context.generator
         self.grid = quantizer.grid()
         self.log = nn.Parameter(torch.zeros_like(self.grid.scale))
 
@@ -192,10 +199,10 @@ class _Range:
         self.quantizer.set_grid(Grid(grid.scale * self.log.exp(), grid.zero_point, grid.qmin, grid.qmax))
 
 
-def _activations(work: Work, block: Block) -> Iterator[Quantizer]:
+def _activations(context: PtqContext, block: ReconstructionBlock) -> Iterator[Quantizer]:
     """The activation quantizers in a block."""
-    for call in work.tape.calls[block.start : block.stop]:
-        hooks = work.attachment.hooks_at(call.op)
+    for call in context.tape.calls[block.start : block.stop]:
+        hooks = context.attachment.hooks_at(call.op)
         if hooks is None:
             continue
         for port, found in [*hooks.inputs.items(), ("output", hooks.output)]:
@@ -205,21 +212,21 @@ def _activations(work: Work, block: Block) -> Iterator[Quantizer]:
                     yield quantizer
 
 
-def _first_passed(work: Work, blocks: Any) -> dict[str, list[Quantizer]]:
+def _first_passed(context: PtqContext, blocks: Any) -> dict[str, list[Quantizer]]:
     """Assign each activation quantizer to the first block that uses it."""
     taken: set[str] = set()
     result: dict[str, list[Quantizer]] = {}
     for block in blocks:
-        mine = {q.site: q for q in _activations(work, block) if q.site not in taken and even(q)}
+        mine = {q.site: q for q in _activations(context, block) if q.site not in taken and is_uniform(q)}
         taken |= set(mine)
         result[block.name] = list(mine.values())
     return result
 
 
 @contextmanager
-def _outputs_off(work: Work, block: Block, *, off: bool) -> Iterator[None]:
+def _outputs_off(context: PtqContext, block: ReconstructionBlock, *, off: bool) -> Iterator[None]:
     """Disable output quantizers: a layer's weight is fitted to its own error."""
-    hooks = [work.attachment.hooks_at(call.op) for call in work.tape.calls[block.start : block.stop] if off]
+    hooks = [context.attachment.hooks_at(call.op) for call in context.tape.calls[block.start : block.stop] if off]
     outputs = [(hook, hook.output) for hook in hooks if hook is not None]
     for hook, _ in outputs:
         hook.output = None
@@ -231,7 +238,7 @@ def _outputs_off(work: Work, block: Block, *, off: bool) -> Iterator[None]:
 
 
 @contextmanager
-def _standing_in(parts: list[_Soft | _Range]) -> Iterator[None]:
+def _replaced_quantizers(parts: list[_LearnedRounding | _LearnedScale]) -> Iterator[None]:
     for part in parts:
         part.quantizer.stand_in = part
     try:
@@ -254,7 +261,9 @@ def _frozen(model: nn.Module) -> Iterator[None]:
             parameter.requires_grad_(True)
 
 
-def fisher(work: Work, replay: Replay, blocks: list[Block]) -> dict[tuple[str, torch.Size], Tensor]:
+def fisher(
+    context: PtqContext, replay: Replay, blocks: list[ReconstructionBlock]
+) -> dict[tuple[str, torch.Size], Tensor]:
     """The importance of each element of each block's output, by block and sample shape; one pass of the float model.
 
     For classifiers it is the diagonal of the Fisher information: the squared gradient of the log-likelihood of labels
@@ -262,7 +271,9 @@ def fisher(work: Work, replay: Replay, blocks: list[Block]) -> dict[tuple[str, t
     all of the gradient and would dominate the fit. For other models it is the squared gradient of a random projection
     of the output. Half of the weight is spread evenly.
     """
-    generator = torch.Generator().manual_seed(work.seed)  # not the unit's seed: a resumed run gets here in another unit
+    generator = torch.Generator().manual_seed(
+        context.seed
+    )  # not the unit's seed: a resumed run gets here in another unit
     sums: dict[tuple[str, torch.Size], Tensor] = {}
     units: dict[tuple[str, torch.Size], float] = {}
     for index in range(len(replay)):
@@ -275,16 +286,16 @@ def fisher(work: Work, replay: Replay, blocks: list[Block]) -> dict[tuple[str, t
                 values[block.output] = values[block.output].detach().requires_grad_()
             points.append(values[block.output])
         result = replay.float(index, len(replay.tape.calls), values, start=start)
-        loss = _surprise(result[replay.tape.outputs[0]], generator)
+        loss = _probe_loss(result[replay.tape.outputs[0]], generator)
         for block, gradient in zip(blocks, torch.autograd.grad(loss, points), strict=True):
             key = (block.name, gradient.shape[1:])
-            unit = units.setdefault(key, unit_of(float(gradient.abs().max())))
+            unit = units.setdefault(key, magnitude_unit(float(gradient.abs().max())))
             squared = (gradient / unit).square().sum(dim=0)
             sums[key] = sums[key] + squared if key in sums else squared
     return {key: 0.5 + 0.5 * total / total.mean().clamp(min=_TINY) for key, total in sums.items()}
 
 
-def _surprise(output: Tensor, generator: torch.Generator) -> Tensor:
+def _probe_loss(output: Tensor, generator: torch.Generator) -> Tensor:
     if output.dim() == 2 and output.shape[1] > 1:
         logs = torch.log_softmax(output.float(), dim=1)
         labels = torch.multinomial(logs.detach().exp().cpu(), 1, generator=generator).to(output.device)

@@ -24,8 +24,8 @@ from bitwright.core.interrupts import safe_point, uninterrupted
 from bitwright.core.progress import Progress
 from bitwright.core.tensor_tree import tensors_in
 from bitwright.ptq.calibration import find_ranges
-from bitwright.ptq.distributed import several
-from bitwright.ptq.step import Step, Work, need_data
+from bitwright.ptq.distributed import is_distributed
+from bitwright.ptq.step import PtqContext, Step, require_rereadable
 from bitwright.quantizers import CONTAINER
 
 progress_log = getLogger("bitwright.progress")
@@ -35,7 +35,7 @@ _VERSION = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ran:
+class StepResult:
     """The result of one step."""
 
     step: str
@@ -47,7 +47,7 @@ class Ran:
 
 
 def run_steps(
-    work: Work,
+    context: PtqContext,
     steps: Sequence[Step],
     *,
     folder: Path | None = None,
@@ -60,7 +60,7 @@ def run_steps(
     in the same order. `folder` stores the state during the run. With `keep` it remains afterwards, and the caller
     removes it after saving the model.
     """
-    if several(None):
+    if is_distributed(None):
         raise PlanError(
             [
                 Problem(
@@ -70,18 +70,18 @@ def run_steps(
                 )
             ]
         )
-    need_data(work.data)
-    problems = [problem for step in steps for problem in step.problems(work)]
-    units = [[str(unit) for unit in step.units(work)] for step in steps]
+    require_rereadable(context.data)
+    problems = [problem for step in steps for problem in step.problems(context)]
+    units = [[str(unit) for unit in step.units(context)] for step in steps]
     if problems:
         raise PlanError(problems, title="the steps can't run on this model")
-    state = _State(folder, work, steps, units)
+    state = _State(folder, context, steps, units)
     done, total, number = state.done, sum(map(len, units)), 0
     early = sum(len(names) for step, names in zip(steps, units, strict=True) if not step.needs_ranges)
     if 0 < done <= early:
-        state.load(work.model)
+        state.load(context.model)
     calibrated = False
-    results: list[Ran] = []
+    results: list[StepResult] = []
     for index, (step, names) in enumerate(zip(steps, units, strict=True)):
         if step.needs_ranges and not calibrated:
             calibrated = True
@@ -98,15 +98,15 @@ def run_steps(
                 if progress is not None:
                     progress(number - 1, total, f"{step.name}: {unit}")
                 safe_point()
-                _seed(work, index, unit)
-                step.run(work, unit)
+                _seed(context, index, unit)
+                step.run(context, unit)
                 with uninterrupted():
-                    state.save(work.model, number)
+                    state.save(context.model, number)
                 progress_log.debug("unit %d of %d finished: %s %s", number, total, step.name, unit)
         finally:
-            step.finish(work)
+            step.finish(context)
         seconds = time.perf_counter() - begin
-        results.append(Ran(step=str(step), units=len(names), seconds=seconds, skipped=dict(work.skipped)))
+        results.append(StepResult(step=str(step), units=len(names), seconds=seconds, skipped=dict(context.skipped)))
     if not calibrated:
         find_ranges(work.model, work.data, progress=progress)
     if progress is not None:
@@ -119,31 +119,31 @@ def run_steps(
 def _calibrate(work: Work, state: _State, progress: Progress | None, *, resumed: bool) -> None:
     """Set ranges, and store the current float model as the reference of later steps."""
     if resumed:
-        state.load(work.model, _FLOAT)
-    work.reference = {source: tensor.detach().clone() for source, tensor in work.live().items()}
+        state.load(context.model, _FLOAT)
+    context.reference = {source: tensor.detach().clone() for source, tensor in context.current_tensors().items()}
     if not resumed:
-        state.keep_float(work.model)
-    find_ranges(work.model, work.data, progress=progress)
+        state.keep_float(context.model)
+    find_ranges(context.model, context.data, progress=progress)
     if resumed:
-        state.load(work.model)
+        state.load(context.model)
 
 
-def _seed(work: Work, index: int, unit: str) -> None:
-    digest = hashlib.sha256(f"{work.seed} {index} {unit}".encode()).digest()
-    work.generator.manual_seed(int.from_bytes(digest[:7], "big"))
+def _seed(context: PtqContext, index: int, unit: str) -> None:
+    digest = hashlib.sha256(f"{context.seed} {index} {unit}".encode()).digest()
+    context.generator.manual_seed(int.from_bytes(digest[:7], "big"))
 
 
 class _State:
     """The folder of a run: its progress and the model state at that point."""
 
-    def __init__(self, folder: Path | None, work: Work, steps: Sequence[Step], units: list[list[str]]) -> None:
+    def __init__(self, folder: Path | None, context: PtqContext, steps: Sequence[Step], units: list[list[str]]) -> None:
         self.folder = folder
         self.done = 0
         self.files: dict[str, str] = {}
         """File name → fingerprint of the valid state."""
         if folder is None:
             return
-        self.identity = _identity(work, steps, units)
+        self.identity = _identity(context, steps, units)
         file = folder / PROGRESS
         if file.is_file():
             known = self._read(file, sum(map(len, units)))
@@ -284,24 +284,24 @@ def _untied(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def _data_fingerprint(work: Work) -> str:
+def _data_fingerprint(context: PtqContext) -> str:
     """A hash of all calibration data in order; one pass over the data without computation."""
     digest = hashlib.sha256()
-    for batch in work.data:
+    for batch in context.data:
         for path, tensor in tensors_in(batch):
             digest.update(f"{path} {tuple(tensor.shape)} {tensor.dtype} {fingerprint(tensor)}\n".encode())
         digest.update(b"batch\n")
     return digest.hexdigest()[:16]
 
 
-def _identity(work: Work, steps: Sequence[Step], units: list[list[str]]) -> dict[str, Any]:
+def _identity(context: PtqContext, steps: Sequence[Step], units: list[list[str]]) -> dict[str, Any]:
     """The properties that must be equal to resume a run."""
     return {
         "version": _VERSION,
         "steps": [f"{step.name} {step.model_dump_json()}" for step in steps],
         "units": fingerprint(json.dumps(units)),
-        "seed": work.seed,
-        "plan": fingerprint(work.plan.to_yaml()),
-        "weights": fingerprint(*work.model.state_dict().values()),
-        "calibration data": _data_fingerprint(work),
+        "seed": context.seed,
+        "plan": fingerprint(context.plan.to_yaml()),
+        "weights": fingerprint(*context.model.state_dict().values()),
+        "calibration data": _data_fingerprint(context),
     }

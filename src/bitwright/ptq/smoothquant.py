@@ -12,8 +12,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from bitwright.ptq.channel_scaling import find_groups, gather, inward, weight_columns
-from bitwright.ptq.step import Step, Work, unit_of
+from bitwright.ptq.channel_scaling import collect_statistics, find_groups, limit_scaling, weight_columns
+from bitwright.ptq.step import PtqContext, Step, magnitude_unit
 
 _SMALLEST = 1e-5
 
@@ -38,24 +38,24 @@ class SmoothQuant(Step):
     )
     batch: int = Field(default=32, ge=1, description="Samples per batch.")
 
-    def units(self, work: Work) -> Sequence[str]:
+    def units(self, context: PtqContext) -> Sequence[str]:
         """One unit: a single pass over the data covers all groups."""
-        find_groups(work)
+        find_groups(context)
         return ["all norms"]
 
-    def run(self, work: Work, unit: str) -> None:
+    def run(self, context: PtqContext, unit: str) -> None:
         """Collect the peaks of activations and move the factors."""
-        groups = find_groups(work)
+        groups = find_groups(context)
         peaks = {group.maker.name: _Peak() for group in groups}
-        gather(work, groups, self.batch, peaks)
+        collect_statistics(context, groups, self.batch, peaks)
         for group in groups:
             high = peaks[group.maker.name].high
             if high is None:
                 continue
-            weights = weight_columns(work, group).abs().amax(dim=0)
+            weights = weight_columns(context, group).abs().amax(dim=0)
             # a common factor of all channels has no effect
-            size = unit_of(float(high.max()))
+            size = magnitude_unit(float(high.max()))
             high = (high / size).clamp(min=_SMALLEST)
-            weights = (weights / unit_of(float(weights.max()))).clamp(min=_SMALLEST)
+            weights = (weights / magnitude_unit(float(weights.max()))).clamp(min=_SMALLEST)
             by = (high**self.alpha / weights ** (1 - self.alpha)).clamp(min=_SMALLEST)
-            group.divide(work, inward(by, size))
+            group.divide(context, limit_scaling(by, size))

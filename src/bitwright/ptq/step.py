@@ -55,7 +55,7 @@ class Weight:
 
 
 @dataclass(kw_only=True)
-class Work:
+class PtqContext:
     """The state of a prepared model while steps run on it."""
 
     model: nn.Module
@@ -68,7 +68,7 @@ class Work:
     """Parameters and buffers of the float model before the first step that needs ranges."""
     skipped: dict[str, str] = field(default_factory=dict)
     """Operators or sites that the current step skipped, with the reason."""
-    kept: dict[str, Any] = field(default_factory=dict)
+    cache: dict[str, Any] = field(default_factory=dict)
     """State that a step keeps between units; after a resume the step must rebuild it."""
     generator: torch.Generator = field(default_factory=torch.Generator)
     """Seeded for each unit, so that a resumed run draws the same numbers."""
@@ -100,7 +100,7 @@ class Work:
                 if shape not in tapes:
                     tapes[shape] = record(self.model, piece)[0]
                 tape = tapes[shape]
-                tape.run(0, len(tape.calls), inputs, {**tape.constants, **self.live()}, look)
+                tape.run(0, len(tape.calls), inputs, {**tape.constants, **self.current_tensors()}, look)
 
     def weight_of(self, op: Op, port: str = "weight") -> nn.Parameter | None:
         """The parameter at a port of an operator, or None if the value isn't stored as a parameter."""
@@ -121,7 +121,7 @@ class Work:
                 self.skipped[quantizer.site] = "the weight is computed from a parameter, not stored as one"
             elif self.graph.partial(op):
                 self.skipped[quantizer.site] = "only some inputs reach this operator"
-            elif not even(quantizer):
+            elif not is_uniform(quantizer):
                 self.skipped[quantizer.site] = f"the levels of {quantizer.spec.quantizer} aren't a uniform grid"
             else:
                 port = op.port("weight")
@@ -149,17 +149,17 @@ class Work:
             folded = torch.where(alive, folded / torch.where(alive, factor, 1.0), weight.parameter.float())
         weight.parameter.copy_(folded.to(weight.parameter.dtype))
 
-    def live(self) -> Values:
+    def current_tensors(self) -> Values:
         """The current parameters and buffers."""
         return parameters_of(self.model)
 
 
-def even(quantizer: Quantizer) -> bool:
+def is_uniform(quantizer: Quantizer) -> bool:
     """Whether the quantizer rounds values to the nearest point of a uniform grid."""
     return quantizer.exportable and type(quantizer).transform is Quantizer.transform and not quantizer.of
 
 
-def unit_of(peak: float) -> float:
+def magnitude_unit(peak: float) -> float:
     """A power of two near `peak`, or 1 for ordinary magnitudes; steps divide by it before they square values.
 
     Squares of numbers beyond 1e±19 exceed the range of float32. Division by a power of two is exact.
@@ -169,7 +169,7 @@ def unit_of(peak: float) -> float:
     return 2.0 ** max(-120, min(120, frexp(peak)[1]))
 
 
-def need_data(data: Data) -> None:
+def require_rereadable(data: Data) -> None:
     """Raise an error if the data can be read only once."""
     if data.once:
         raise CalibrationError(
@@ -211,19 +211,19 @@ class Step(BaseModel):
         where = f"{cls.name}: {key}"
         return Problem(what=detail["msg"], where=where, value=detail["input"], fix=fix, code="invalid-setting")
 
-    def problems(self, work: Work) -> Iterable[Problem]:
+    def problems(self, context: PtqContext) -> Iterable[Problem]:
         """Problems that prevent the step from running, found before any long computation."""
         return ()
 
-    def units(self, work: Work) -> Sequence[str]:
+    def units(self, context: PtqContext) -> Sequence[str]:
         """Names of the units of work, in order; a run can resume after each of them."""
         raise NotImplementedError
 
-    def run(self, work: Work, unit: str) -> None:
+    def run(self, context: PtqContext, unit: str) -> None:
         """Execute one unit and change the model in place."""
         raise NotImplementedError
 
-    def finish(self, work: Work) -> None:
+    def finish(self, context: PtqContext) -> None:
         """Release resources after the last unit, or after an error."""
 
     def __str__(self) -> str:

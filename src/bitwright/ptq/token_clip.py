@@ -15,7 +15,7 @@ from torch import Tensor
 
 from bitwright.graph import Op, Source
 from bitwright.ptq.block_replay import Replay
-from bitwright.ptq.step import Step, Work, even, unit_of
+from bitwright.ptq.step import PtqContext, Step, is_uniform, magnitude_unit
 from bitwright.quantizers import Quantizer, extremes, grid_from_range
 
 
@@ -28,25 +28,25 @@ class TokenClip(Step):
     lowest: float = Field(default=0.7, gt=0, lt=1, description="The lowest quantile; the highest is 1 (no clipping).")
     batch: int = Field(default=32, ge=1, description="Samples per batch.")
 
-    def units(self, work: Work) -> Sequence[str]:
+    def units(self, context: PtqContext) -> Sequence[str]:
         """Sites of per-tensor activations with shape (batch, tokens, channels)."""
-        return list(_sites(work))
+        return list(_sites(context))
 
     @torch.no_grad()
-    def run(self, work: Work, unit: str) -> None:
+    def run(self, context: PtqContext, unit: str) -> None:
         """Try all quantiles and keep the best."""
-        if "replay" not in work.kept:
-            work.kept["replay"] = Replay(work, self.batch, targets=False)
-        replay: Replay = work.kept["replay"]
-        source, position, weights = _sites(work)[unit]
+        if "replay" not in context.cache:
+            context.cache["replay"] = Replay(context, self.batch, targets=False)
+        replay: Replay = context.cache["replay"]
+        source, position, weights = _sites(context)[unit]
         replay.advance(position)
-        quantizer = work.attachment.quantizers[unit]
+        quantizer = context.attachment.quantizers[unit]
         peaks = [_peaks(replay.values(index, "quantized")[source]) for index in range(len(replay))]
         low, high = (torch.cat(part) for part in zip(*peaks, strict=True))
         peak = float(torch.maximum(high.abs().max(), low.abs().max()))
         if peak == 0.0:  # nothing to clip
             return
-        size = unit_of(peak)
+        size = magnitude_unit(peak)
         best, least = None, float("inf")
         for share in torch.linspace(1.0, self.lowest, self.grid).tolist():
             ends = torch.quantile(low, 1 - share), torch.quantile(high, share)
@@ -63,9 +63,9 @@ class TokenClip(Step):
         shape = replay.values(0, "quantized")[source].shape
         quantizer.set_range(best[0].reshape(1), best[1].reshape(1), shape)
 
-    def finish(self, work: Work) -> None:
+    def finish(self, context: PtqContext) -> None:
         """Remove the temporary files."""
-        replay = work.kept.pop("replay", None)
+        replay = context.cache.pop("replay", None)
         if replay is not None:
             replay.close()
 
@@ -75,29 +75,29 @@ def _peaks(x: Tensor) -> tuple[Tensor, Tensor]:
     return low, high
 
 
-def _sites(work: Work) -> dict[str, tuple[Source, int, list[Tensor]]]:
+def _sites(context: PtqContext) -> dict[str, tuple[Source, int, list[Tensor]]]:
     """Site → its tensor, the position at which it is available, and the weights that multiply it."""
     found: dict[str, tuple[Source, int, list[Tensor]]] = {}
-    for site, quantizer in work.attachment.quantizers.items():
+    for site, quantizer in context.attachment.quantizers.items():
         name, _, port = site.rpartition(":")
-        op = work.graph.by_name.get(name)
-        if op is None or not _per_tensor(quantizer) or work.graph.partial(op):
+        op = context.graph.by_name.get(name)
+        if op is None or not _per_tensor(quantizer) or context.graph.partial(op):
             continue
-        place = _place(work, op, port)
+        place = _tensor_position(context, op, port)
         if place is None:
             continue
-        weights = [_weight(work, reader) for reader, _ in work.graph.consumers.get(place[0], ())]
+        weights = [_weight(context, reader) for reader, _ in context.graph.consumers.get(place[0], ())]
         if weights and all(weight is not None for weight in weights):
             found[site] = (*place, [weight for weight in weights if weight is not None])
     return dict(sorted(found.items(), key=lambda item: item[1][1]))
 
 
 def _per_tensor(quantizer: Quantizer) -> bool:
-    return not quantizer.weight and even(quantizer) and quantizer.layout.granularity == "tensor"
+    return not quantizer.weight and is_uniform(quantizer) and quantizer.layout.granularity == "tensor"
 
 
-def _place(work: Work, op: Op, port: str) -> tuple[Source, int] | None:
-    position = work.tape.position(op.name)
+def _tensor_position(context: PtqContext, op: Op, port: str) -> tuple[Source, int] | None:
+    position = context.tape.position(op.name)
     if port == "output":
         return (Source("op", op.name), position + 1) if len(op.outputs[0].shape) == 3 else None
     found = op.port(port)
@@ -106,5 +106,5 @@ def _place(work: Work, op: Op, port: str) -> tuple[Source, int] | None:
     return found.sources[0], position
 
 
-def _weight(work: Work, op: Op) -> Tensor | None:
-    return work.weight_of(op) if op.kind == "linear" else None
+def _weight(context: PtqContext, op: Op) -> Tensor | None:
+    return context.weight_of(op) if op.kind == "linear" else None

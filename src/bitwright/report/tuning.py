@@ -7,7 +7,7 @@ from pydantic import Field
 from bitwright.core.documents import ResultModel
 from bitwright.tuning.goal import Goal
 from bitwright.tuning.result import Tuned
-from bitwright.tuning.search import Asked
+from bitwright.tuning.search import TrialRecord
 
 
 class TrialRow(ResultModel):

@@ -3,15 +3,15 @@
 from bitwright.sensitivity.indicate import Indications, Subject, indicate, spec_of
 from bitwright.sensitivity.indicators.hessian import hessian_traces
 from bitwright.sensitivity.score import Scores, SiteScore, score
-from bitwright.sensitivity.suggestions import Suggestion, Trial, errors_without, suggest
+from bitwright.sensitivity.suggestions import FloatTrial, Suggestion, errors_without, suggest
 
 __all__ = [
+    "FloatTrial",
     "Indications",
     "Scores",
     "SiteScore",
     "Subject",
     "Suggestion",
-    "Trial",
     "errors_without",
     "hessian_traces",
     "indicate",

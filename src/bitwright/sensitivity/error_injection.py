@@ -36,7 +36,7 @@ class Operators:
 
 
 @contextmanager
-def operators_of(model: nn.Module, graph: Graph, specs: Mapping[str, ComputeSpec]) -> Iterator[Operators]:
+def substitutable_operators(model: nn.Module, graph: Graph, specs: Mapping[str, ComputeSpec]) -> Iterator[Operators]:
     """Allow substitutes for these operators; the model is restored at the end."""
     prepare(model, Plan(compute=specs), graph=graph, simulate=True)
     try:
@@ -48,7 +48,7 @@ def operators_of(model: nn.Module, graph: Graph, specs: Mapping[str, ComputeSpec
 
 
 @contextmanager
-def as_in_training(model: nn.Module) -> Iterator[None]:
+def training_batch_norms(model: nn.Module) -> Iterator[None]:
     """Batch norms use batch statistics, as in training, but dropout is off; running statistics are restored."""
     kept = {name: buffer.clone() for name, buffer in model.named_buffers()}
     with eval_mode(model):
@@ -101,7 +101,7 @@ class Products:
 
 
 @dataclass
-class Seen:
+class OperatorCall:
     """One call of an operator: its values, and the tensors at which a kernel would add errors.
 
     Places: `left` and `right` are the operands of the forward product. `left_again` and `right_again` are the operands
@@ -138,9 +138,9 @@ class Seen:
         return self.places["right"].detach()
 
 
-class _Run(torch.autograd.Function):
+class _RecordedProduct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, seen: Seen, *operands: Tensor) -> Tensor:
+    def forward(ctx: Any, seen: OperatorCall, *operands: Tensor) -> Tensor:
         left, right = operands[:2]
         ctx.seen = seen
         ctx.save_for_backward(*operands[2:])
@@ -150,7 +150,7 @@ class _Run(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         """Use differentiable functions only, so that errors here are errors of the gradients."""
         left, right, zero = ctx.saved_tensors
-        seen: Seen = ctx.seen
+        seen: OperatorCall = ctx.seen
         # the second backward pass runs through here again; it adds no error
         first_pass = seen.grad is None
         if first_pass:
@@ -174,12 +174,12 @@ class _Run(torch.autograd.Function):
         return None, to_left, to_right, None, None, None
 
 
-class Places:
+class CallRecorder:
     """Takes the place of a kernel: runs each call in float and records its tensors."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
-        self.calls: list[Seen] = []
+        self.calls: list[OperatorCall] = []
 
     def __call__(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the call; calls that kernels would leave in float aren't recorded."""
@@ -194,9 +194,9 @@ class Places:
         left, right = (_with_gradient(x) for x in (left, right))
         operands = {name: x.view_as(x) for name, x in (("left", left), ("right", right))}
         operands |= {f"{name}_again": x.view_as(x) for name, x in (("left", left), ("right", right))}
-        seen = Seen(products, operands, func)
+        seen = OperatorCall(products, operands, func)
         zero = torch.zeros((), dtype=right.dtype, device=right.device, requires_grad=True)
-        out: Tensor = _Run.apply(seen, *operands.values(), zero)  # type: ignore[no-untyped-call]
+        out: Tensor = _RecordedProduct.apply(seen, *operands.values(), zero)  # type: ignore[no-untyped-call]
         seen.places["out"] = out
         seen.given["out"] = out.detach()
         self.calls.append(seen)

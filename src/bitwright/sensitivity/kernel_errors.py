@@ -18,11 +18,11 @@ from bitwright.core.registry import KERNELS
 from bitwright.kernels.codes import FULL, encode, encode_rows
 from bitwright.kernels.int8 import is_plain_convolution, second_limit, steps_of, turn
 from bitwright.plan import ComputeSpec
-from bitwright.sensitivity.error_injection import Seen
+from bitwright.sensitivity.error_injection import OperatorCall
 
 
 @dataclass(frozen=True)
-class Error:
+class RoundingError:
     """One rounding: the variance of each element or, with a `channel` axis, the error itself.
 
     Errors of rounding to nearest can be correlated: all values that are small relative to the largest become 0. Errors
@@ -52,7 +52,7 @@ class Error:
         return float(moved.square().sum())
 
 
-Errors = Callable[[Seen, ComputeSpec], Iterator[Error]]
+Errors = Callable[[OperatorCall, ComputeSpec], Iterator[RoundingError]]
 
 
 def stochastic_variance(x: Tensor, *, signed: bool = False, limit: int = FULL, whole: bool = False) -> Tensor:
@@ -63,22 +63,22 @@ def stochastic_variance(x: Tensor, *, signed: bool = False, limit: int = FULL, w
     return up * (1 - up) * step**2
 
 
-def int8_errors(seen: Seen, spec: ComputeSpec) -> Iterator[Error]:
+def int8_errors(seen: OperatorCall, spec: ComputeSpec) -> Iterator[RoundingError]:
     """The errors of kernels/int8.py."""
     if seen.products.kind == "matmul":
         return _int8_matmul(seen, spec)
     if seen.products.kind == "embedding":
-        return iter([Error(("right",), _rows(seen.right, FULL, spec))])
+        return iter([RoundingError(("right",), _rows(seen.right, FULL, spec))])
     return _int8_weighted(seen, spec)
 
 
-def _int8_weighted(seen: Seen, spec: ComputeSpec) -> Iterator[Error]:
+def _int8_weighted(seen: OperatorCall, spec: ComputeSpec) -> Iterator[RoundingError]:
     left, weight, grad, channel = seen.left, seen.right, seen.grad, seen.channel
     limit = second_limit(left)
     codes = encode(seen.rows(left), whole=spec.per_tensor)
     # the backward pass reuses the codes
-    yield Error(("left", "left_again"), codes.float().view(left.shape) - left, channel)
-    yield Error(("right",), _rows(weight, limit, spec))
+    yield RoundingError(("left", "left_again"), codes.float().view(left.shape) - left, channel)
+    yield RoundingError(("right",), _rows(weight, limit, spec))
     if grad is None:
         return
     for_left, for_right = "input" in spec.backward, "weight" in spec.backward
@@ -87,24 +87,24 @@ def _int8_weighted(seen: Seen, spec: ComputeSpec) -> Iterator[Error]:
         for_left = for_left and is_plain_convolution(stride, padding, dilation, weight)
         for_right = for_right and groups == 1
     if for_left:
-        yield Error(("right_again",), _turned(seen, limit, spec))
+        yield RoundingError(("right_again",), _turned(seen, limit, spec))
         yield _encoded(("grad_for_left",), seen, grad, spec, signed=True)
     if for_right:
         yield _for_weight(seen, grad, steps_of(codes), spec, limit)
 
 
-def _for_weight(seen: Seen, grad: Tensor, steps: Tensor, spec: ComputeSpec, limit: int) -> Error:
+def _for_weight(seen: OperatorCall, grad: Tensor, steps: Tensor, spec: ComputeSpec, limit: int) -> RoundingError:
     """The error of the gradient times the input's steps, with one scale, in units of the gradient."""
     rows = seen.rows(grad)
     units = torch.where(steps > 0, 1.0 / steps, 0.0)  # errors multiplied by zeros have no effect
     if spec.stochastic:
         variance = stochastic_variance(rows * steps, signed=True, limit=limit, whole=True) * units.square()
-        return Error(("grad_for_right",), variance.view(grad.shape))
+        return RoundingError(("grad_for_right",), variance.view(grad.shape))
     codes = encode(rows * steps, signed=True, limit=limit, whole=True)
-    return Error(("grad_for_right",), ((codes.float() - rows * steps) * units).view(grad.shape), seen.channel)
+    return RoundingError(("grad_for_right",), ((codes.float() - rows * steps) * units).view(grad.shape), seen.channel)
 
 
-def _int8_matmul(seen: Seen, spec: ComputeSpec) -> Iterator[Error]:
+def _int8_matmul(seen: OperatorCall, spec: ComputeSpec) -> Iterator[RoundingError]:
     left, right, grad, channel = seen.left, seen.right, seen.grad, seen.channel
     limit = second_limit(left)
     yield Error(("left",), encode(seen.rows(left), whole=spec.per_tensor).float().view(left.shape) - left, channel)
@@ -113,14 +113,16 @@ def _int8_matmul(seen: Seen, spec: ComputeSpec) -> Iterator[Error]:
         return
     if "input" in spec.backward:
         yield _encoded(("grad_for_left",), seen, grad, spec)
-        yield Error(("right_again",), _columns(right.transpose(-1, -2), limit, spec).transpose(-1, -2))
+        yield RoundingError(("right_again",), _columns(right.transpose(-1, -2), limit, spec).transpose(-1, -2))
     if "weight" in spec.backward:
         turned = _encoded(("grad_for_right",), seen, grad.transpose(-1, -2), spec)
         yield replace(turned, sizes=turned.sizes.transpose(-1, -2))
-        yield Error(("left_again",), _columns(left, limit, spec))
+        yield RoundingError(("left_again",), _columns(left, limit, spec))
 
 
-def _encoded(places: tuple[str, ...], seen: Seen, x: Tensor, spec: ComputeSpec, *, signed: bool = False) -> Error:
+def _encoded(
+    places: tuple[str, ...], seen: OperatorCall, x: Tensor, spec: ComputeSpec, *, signed: bool = False
+) -> RoundingError:
     rows = seen.rows(x)
     if spec.stochastic:
         return Error(places, stochastic_variance(rows, signed=signed, whole=spec.per_tensor).view(x.shape))
@@ -139,7 +141,7 @@ def _columns(x: Tensor, limit: int, spec: ComputeSpec) -> Tensor:
     return _rows(rows.reshape(-1, x.shape[-2]), limit, spec).view(rows.shape).transpose(-1, -2)
 
 
-def _turned(seen: Seen, limit: int, spec: ComputeSpec) -> Tensor:
+def _turned(seen: OperatorCall, limit: int, spec: ComputeSpec) -> Tensor:
     """Squared errors of a weight with rows per input channel, which has other scales in the backward pass."""
     weight = seen.right
     if not seen.products.shape:
@@ -153,11 +155,11 @@ def _turned(seen: Seen, limit: int, spec: ComputeSpec) -> Tensor:
 def cast_errors(dtype: torch.dtype) -> Errors:
     """The errors of kernels/lowfloat.py, which casts inputs and outputs."""
 
-    def error(places: tuple[str, ...], x: Tensor, channel: int | None) -> Error:
+    def error(places: tuple[str, ...], x: Tensor, channel: int | None) -> RoundingError:
         sizes = x.to(dtype).to(x.dtype) - x
-        return Error(places, sizes.square_() if channel is None else sizes, channel)
+        return RoundingError(places, sizes.square_() if channel is None else sizes, channel)
 
-    def errors(seen: Seen, spec: ComputeSpec) -> Iterator[Error]:
+    def errors(seen: OperatorCall, spec: ComputeSpec) -> Iterator[RoundingError]:
         weight = None if seen.products.kind != "matmul" else seen.channel
         yield error(("right", "right_again"), seen.right, weight)
         if seen.left.is_floating_point():
@@ -173,13 +175,13 @@ def cast_errors(dtype: torch.dtype) -> Errors:
     return errors
 
 
-def measured_errors(seen: Seen, spec: ComputeSpec) -> Iterator[Error]:
+def measured_errors(seen: OperatorCall, spec: ComputeSpec) -> Iterator[RoundingError]:
     """The errors of any kernel, measured by running it on these values."""
     operands = [x.clone().requires_grad_(x.is_floating_point()) for x in (seen.left, seen.right)]
     shape = (None, *seen.products.shape) if seen.products.shape else ()
     with torch.enable_grad():
         out = KERNELS.get(spec.format)(spec, simulate=True)(seen.func, (*operands, *shape), {})
-    yield Error(("out",), out.detach() - seen.given["out"], seen.channel)
+    yield RoundingError(("out",), out.detach() - seen.given["out"], seen.channel)
     wanted = [
         (place, x)
         for place, x in zip(("to_left", "to_right"), operands, strict=True)
@@ -189,10 +191,10 @@ def measured_errors(seen: Seen, spec: ComputeSpec) -> Iterator[Error]:
         found = torch.autograd.grad(out, [x for _, x in wanted], seen.grad)
         for (place, _), given in zip(wanted, found, strict=True):
             matrix = place == "to_right" and seen.products.kind != "matmul"
-            yield Error((place,), given - seen.given[place], 0 if matrix else seen.channel)
+            yield RoundingError((place,), given - seen.given[place], 0 if matrix else seen.channel)
 
 
-def errors_of(seen: Seen, spec: ComputeSpec) -> Iterator[Error]:
+def rounding_errors(seen: OperatorCall, spec: ComputeSpec) -> Iterator[RoundingError]:
     """The errors of this kernel: per place for Bitwright's own kernels, measured at the results for others."""
     return _KNOWN.get(spec.format, measured_errors)(seen, spec)
 

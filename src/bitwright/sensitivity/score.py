@@ -46,7 +46,7 @@ class SiteScore:
         return self.site.rpartition(":")[0]
 
     @property
-    def suffering(self) -> float:
+    def penalty(self) -> float:
         """The value by which sites are sorted: the change of the loss if there is one, otherwise the output error."""
         return self.output_error if self.loss_change is None else self.loss_change
 
@@ -88,7 +88,7 @@ class Scores:
         """Operators with the sum over their sites, worst first."""
         sums: dict[str, float] = {}
         for site in self.sites:
-            sums[site.operator] = sums.get(site.operator, 0.0) + site.suffering
+            sums[site.operator] = sums.get(site.operator, 0.0) + site.penalty
         return sorted(sums.items(), key=lambda item: -item[1])
 
 
@@ -203,7 +203,7 @@ def score(
     return run.result()
 
 
-class _Sums:
+class _ErrorSums:
     """Sums of squares and products of expected and actual values, over all batches."""
 
     def __init__(self) -> None:
@@ -236,7 +236,7 @@ class _Effect:
     """The effect on outputs and loss, over all batches."""
 
     def __init__(self) -> None:
-        self.outputs, self.loss = _Sums(), 0.0
+        self.outputs, self.loss = _ErrorSums(), 0.0
 
     def add(self, wanted: list[Tensor], got: list[Tensor], loss: float) -> None:
         for one, other in zip(wanted, got, strict=True):
@@ -244,11 +244,11 @@ class _Effect:
         self.loss += loss
 
 
-class _Site(_Effect):
+class _SiteEffect(_Effect):
     def __init__(self, quantizer: Quantizer) -> None:
         super().__init__()
         self.quantizer = quantizer
-        self.own = _Sums()
+        self.own = _ErrorSums()
         self.cut: int | None = None  # the position at which this batch first reaches the site
 
     def look(self, x: Tensor, position: int) -> None:
@@ -264,7 +264,7 @@ class _Scoring:
     def __init__(self, model: nn.Module, loss: Loss | None) -> None:
         self.model, self.loss, self.recording = model, loss, Recording()
         self.quantizers = attachment_of(model).quantizers
-        self.sites = {site: _Site(q) for site, q in self.quantizers.items() if not q.of}
+        self.sites = {site: _SiteEffect(q) for site, q in self.quantizers.items() if not q.of}
         unready = [
             Problem(what="this site has no range", where=site, fix="calibrate(model, batches) first", code="no-range")
             for site, one in self.sites.items()
@@ -327,14 +327,14 @@ class _Scoring:
             )
         scores = [self._score(site, str(one.quantizer.format), one, one.own) for site, one in self.sites.items()]
         return Scores(
-            sites=tuple(sorted(scores, key=lambda one: -one.suffering)),
+            sites=tuple(sorted(scores, key=lambda one: -one.penalty)),
             together=self._score("all sites", "as planned", self.together, None),
             samples=self.samples,
             shared=self.saved / self.calls if self.calls else 0.0,
             kept_bytes=self.kept_bytes,
         )
 
-    def _score(self, site: str, format: str, effect: _Effect, own: _Sums | None) -> SiteScore:
+    def _score(self, site: str, format: str, effect: _Effect, own: _ErrorSums | None) -> SiteScore:
         return SiteScore(
             site=site,
             format=format,

@@ -62,7 +62,7 @@ ENOUGH = 0.8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trial:
+class FloatTrial:
     """The measured metric of the plan with some operators in float."""
 
     operators: tuple[str, ...]
@@ -77,7 +77,7 @@ class Suggestion:
     operators: tuple[str, ...]
     before: float
     after: float
-    trials: tuple[Trial, ...]
+    trials: tuple[FloatTrial, ...]
 
     @property
     def gain(self) -> float:
@@ -102,15 +102,15 @@ def suggest(
     don't change: disabling quantizers is equivalent to preparing the changed plan.
     """
     attachment = attachment_of(model)
-    worst = [name for name, suffering in scores.operators() if suffering > 0][:most]
+    worst = [name for name, penalty in scores.operators() if penalty > 0][:most]
     with in_mode(model, "quantize"):
         before = evaluate(model)
-        trials: list[Trial] = []
+        trials: list[FloatTrial] = []
         for count in range(1, len(worst) + 1):
-            for site in floated(attachment, worst[:count]):
+            for site in float_sites(attachment, worst[:count]):
                 if site in attachment.quantizers:
                     attachment.quantizers[site].enabled = False
-            trials.append(Trial(operators=tuple(worst[:count]), metric=evaluate(model)))
+            trials.append(FloatTrial(operators=tuple(worst[:count]), metric=evaluate(model)))
             if progress is not None:
                 progress(count, len(worst), "eval_mode without quantizers")
     chosen = _enough(before, trials, -1.0 if lower_is_better else 1.0)
@@ -118,7 +118,7 @@ def suggest(
     after = chosen.metric if chosen else before
     why = f"score: the worst {len(operators)} in float, {after - before:+.4g}"
     changed = replace(
-        plan.with_sites({site: SiteSpec(why=why) for site in floated(attachment, operators)}),
+        plan.with_sites({site: SiteSpec(why=why) for site in float_sites(attachment, operators)}),
         float={**plan.float, **dict.fromkeys(operators, why)},
     )
     return Suggestion(
@@ -126,14 +126,14 @@ def suggest(
     )
 
 
-def _enough(before: float, trials: Sequence[Trial], sign: float) -> Trial | None:
+def _enough(before: float, trials: Sequence[FloatTrial], sign: float) -> FloatTrial | None:
     """The fewest operators with most of the possible gain; None if there is no gain."""
     gains = [sign * (trial.metric - before) for trial in trials]
     most = max(gains, default=0.0)
     return next((t for t, gain in zip(trials, gains, strict=True) if most > 0 and gain >= ENOUGH * most), None)
 
 
-def floated(attachment: Attachment, operators: Iterable[str]) -> list[str]:
+def float_sites(attachment: Attachment, operators: Iterable[str]) -> list[str]:
     """The sites that become float with these operators: their own sites, except quantizers shared with others.
 
     Biases that use the scale of such a site become float too.

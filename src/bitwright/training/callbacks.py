@@ -12,22 +12,22 @@ from bitwright.core.errors import BitwrightError
 from bitwright.core.files import write_text, writing
 
 if TYPE_CHECKING:
-    from bitwright.training.run import Run
+    from bitwright.training.run import TrainingRun
 
 
 class Callback:
     """Observes a run. Methods are called on rank 0 only."""
 
-    def on_start(self, run: Run) -> None:
+    def on_start(self, run: TrainingRun) -> None:
         """Called after the set-up, before the first step (or before step `run.step` of a resumed run)."""
 
-    def on_step(self, run: Run) -> None:
+    def on_step(self, run: TrainingRun) -> None:
         """Called after each step; `run.loss` is the last logged loss."""
 
-    def on_log(self, run: Run, values: dict[str, float]) -> None:
+    def on_log(self, run: TrainingRun, values: dict[str, float]) -> None:
         """Called every `log_steps` steps with the loss, lr, and the norm of gradients if it is known."""
 
-    def on_epoch(self, run: Run, values: dict[str, float]) -> None:
+    def on_epoch(self, run: TrainingRun, values: dict[str, float]) -> None:
         """Called after an epoch is finished and evaluated; `values` contains the workload's metrics."""
 
     def on_result(self, run: Run, folder: Path) -> None:
@@ -47,18 +47,18 @@ class History(Callback):
         self.path = folder / "history.jsonl"
         self._new = False
 
-    def on_start(self, run: Run) -> None:
+    def on_start(self, run: TrainingRun) -> None:
         """Keep the lines up to the step at which this run starts."""
         self._new = not self.path.exists()
         lines = self.path.read_bytes().splitlines() if self.path.is_file() else []
         kept = [line.decode() for line in lines if (step := _step(line)) is not None and step <= run.step]
         write_text(self.path, "".join(f"{line}\n" for line in kept))
 
-    def on_log(self, run: Run, values: dict[str, float]) -> None:
+    def on_log(self, run: TrainingRun, values: dict[str, float]) -> None:
         """Append the line of a step."""
         self._add({"step": run.step, "epoch": run.epoch, **values})
 
-    def on_epoch(self, run: Run, values: dict[str, float]) -> None:
+    def on_epoch(self, run: TrainingRun, values: dict[str, float]) -> None:
         """Append the line of an epoch."""
         self._add({"step": run.step, "epoch": run.epoch, "metrics": values})
 
@@ -93,7 +93,7 @@ class TensorBoard(Callback):
         self.writer: Any = None
         self._before: frozenset[Path] | None = None  # files that were there before; None: not even the folder was
 
-    def on_start(self, run: Run) -> None:
+    def on_start(self, run: TrainingRun) -> None:
         """Open the files and purge the steps that a resumed run repeats."""
         from torch.utils.tensorboard import SummaryWriter
 
@@ -102,13 +102,13 @@ class TensorBoard(Callback):
             self.writer = SummaryWriter(str(self.folder), purge_step=run.step + 1 if run.step else None)
             self._sites(run)
 
-    def on_log(self, run: Run, values: dict[str, float]) -> None:
+    def on_log(self, run: TrainingRun, values: dict[str, float]) -> None:
         """Write the loss, learning rate and gradient norm."""
         with writing(self.folder):
             for name, value in values.items():
                 self.writer.add_scalar(f"train/{name}", value, run.step)
 
-    def on_epoch(self, run: Run, values: dict[str, float]) -> None:
+    def on_epoch(self, run: TrainingRun, values: dict[str, float]) -> None:
         """Write the metrics and the state of all sites."""
         with writing(self.folder, strict=True):
             for name, value in values.items():
@@ -116,7 +116,7 @@ class TensorBoard(Callback):
             self._sites(run)
             self.writer.flush()
 
-    def on_end(self, run: Run) -> None:
+    def on_end(self, run: TrainingRun) -> None:
         """Close the files."""
         if self.writer is not None:
             with writing(self.folder):
@@ -130,7 +130,7 @@ class TensorBoard(Callback):
             for file in set(self.folder.iterdir()) - self._before:
                 file.unlink(missing_ok=True)
 
-    def _sites(self, run: Run) -> None:
+    def _sites(self, run: TrainingRun) -> None:
         for row in run.sites():
             for name, value in (
                 ("scale", (row.scale_min + row.scale_max) / 2),

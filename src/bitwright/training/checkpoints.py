@@ -24,7 +24,7 @@ from bitwright.core.files import file_fingerprint, note_written, sync_to_disk, t
 from bitwright.deploy.checkpoint import load_checkpoint, read_state, save_state
 
 if TYPE_CHECKING:
-    from bitwright.training.run import Run
+    from bitwright.training.run import TrainingRun
 
 
 _TENSOR = "$tensor"
@@ -94,7 +94,7 @@ class TrainerState(Strict):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Saved:
+class SavedCheckpoint:
     """A checkpoint on disk."""
 
     folder: Path
@@ -132,7 +132,7 @@ class Checkpoints:
     def __init__(self, run: Path) -> None:
         self.folder = run / "checkpoints"
 
-    def save(self, step: int, write: Callable[[Path], None], *, best: bool = False) -> Saved:
+    def save(self, step: int, write: Callable[[Path], None], *, best: bool = False) -> SavedCheckpoint:
         """Call `write` to fill a temporary folder, then rename it once it is complete and on disk."""
         target = self.folder / f"step-{step:08d}"
         with writing(target):
@@ -163,21 +163,25 @@ class Checkpoints:
         with suppress(OSError):
             self.folder.rmdir()
 
-    def all(self) -> list[Saved]:
+    def all(self) -> list[SavedCheckpoint]:
         """All checkpoints, oldest first."""
         if not self.folder.is_dir():
             return []
         found = [(_NAME.fullmatch(path.name), path) for path in self.folder.iterdir()]
         return sorted(
-            (Saved(folder=path, step=int(match[1])) for match, path in found if match and (path / STATE).is_file()),
+            (
+                SavedCheckpoint(folder=path, step=int(match[1]))
+                for match, path in found
+                if match and (path / STATE).is_file()
+            ),
             key=lambda saved: saved.step,
         )
 
-    def latest(self) -> Saved | None:
+    def latest(self) -> SavedCheckpoint | None:
         """The newest checkpoint."""
         return saved[-1] if (saved := self.all()) else None
 
-    def best(self) -> Saved | None:
+    def best(self) -> SavedCheckpoint | None:
         """The checkpoint with the best metric."""
         mark = self.folder / "best"
         fix = "remove this file; the next best checkpoint creates it again"
@@ -195,7 +199,7 @@ class Checkpoints:
 _FREE = {"save_steps", "log_steps", "workers"}
 
 
-def identity(run: Run) -> dict[str, Any]:
+def identity(run: TrainingRun) -> dict[str, Any]:
     """The settings that must be equal to resume a run."""
     fixed = {key: value for key, value in run.config.model_dump().items() if key not in _FREE}
     return {
@@ -213,12 +217,12 @@ def identity(run: Run) -> dict[str, Any]:
     }
 
 
-def whole_state(run: Run) -> dict[str, Tensor]:
+def unsharded_state(run: TrainingRun) -> dict[str, Tensor]:
     """The unsharded state of the model; all ranks must call this function."""
     return {name: run.parallel.whole(tensor) for name, tensor in run.model.state_dict().items()}
 
 
-def writer(run: Run) -> Callable[[Path], None]:
+def checkpoint_writer(run: TrainingRun) -> Callable[[Path], None]:
     """Gather the state from all ranks and return the function that writes it."""
     tensors: dict[str, Tensor] = {}
     state = TrainerState(
@@ -236,7 +240,7 @@ def writer(run: Run) -> Callable[[Path], None]:
         observers=pack(_plain(run.qat.observer_state()), tensors, "observers") if run.qat is not None else None,
     )
     tensors = {name: run.parallel.whole(tensor).cpu().contiguous() for name, tensor in tensors.items()}
-    model = whole_state(run)
+    model = unsharded_state(run)
 
     def write(folder: Path) -> None:
         save_state(model, folder / "model.safetensors")
@@ -250,7 +254,7 @@ def writer(run: Run) -> Callable[[Path], None]:
     return write
 
 
-def checked(run: Run, saved: Saved) -> TrainerState:
+def validate_checkpoint(run: TrainingRun, saved: SavedCheckpoint) -> TrainerState:
     """The state of a checkpoint; raises an error that lists every setting that differs from this run."""
     state = saved.state()
     before, now = state.identity, json.loads(json.dumps(identity(run)))
@@ -270,7 +274,7 @@ def checked(run: Run, saved: Saved) -> TrainerState:
     return state
 
 
-def restore(run: Run, saved: Saved, state: TrainerState) -> None:
+def restore(run: TrainingRun, saved: SavedCheckpoint, state: TrainerState) -> None:
     """Restore everything except the model's state, which is already loaded."""
     tensors = _tensors(run, saved)
     try:
@@ -288,7 +292,7 @@ def restore(run: Run, saved: Saved, state: TrainerState) -> None:
     run.note(f"resumed {saved.folder.name}: {run.step} of {run.steps} steps are done")
 
 
-def _put(run: Run, state: TrainerState, tensors: dict[str, Tensor]) -> None:
+def _put(run: TrainingRun, state: TrainerState, tensors: dict[str, Tensor]) -> None:
     """Restore the optimizer, averaged weights, observers and loss scale."""
     parameters = [p for group in run.optimizer.param_groups for p in group["params"]]
     moments: dict[int, dict[str, Any]] = {}
@@ -307,9 +311,9 @@ def _put(run: Run, state: TrainerState, tensors: dict[str, Tensor]) -> None:
         run.scaler.load_state_dict(state.scaler)
 
 
-def load_best(run: Run, saved: Saved) -> None:
+def load_best(run: TrainingRun, saved: SavedCheckpoint) -> None:
     """Load the model of another checkpoint of this run, with averaged weights if there are any."""
-    if not run.parallel.measures_together:
+    if not run.parallel.evaluates_together:
         load_checkpoint(run.model, saved.folder / "model.safetensors")
     else:
         now = run.model.state_dict()
@@ -321,12 +325,12 @@ def load_best(run: Run, saved: Saved) -> None:
         run.ema.put(run.model)
 
 
-def _load_average(run: Run, average: dict[str, Tensor]) -> None:
+def _load_average(run: TrainingRun, average: dict[str, Tensor]) -> None:
     assert run.ema is not None
     run.ema.average = {name: run.parallel.part(average[name], now) for name, now in run.ema.average.items()}
 
 
-def _tensors(run: Run, saved: Saved) -> dict[str, Tensor]:
+def _tensors(run: TrainingRun, saved: SavedCheckpoint) -> dict[str, Tensor]:
     file = saved.folder / "state.safetensors"
     found = read_tensors(file, fix=_FIX, error=CheckpointError, what="the checkpoint")
     return {name: tensor.to(run.device) for name, tensor in found.items()}

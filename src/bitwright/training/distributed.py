@@ -85,7 +85,7 @@ def _digests(model: nn.Module) -> dict[str, str]:
     }
 
 
-def here() -> Ranks:
+def current_ranks() -> Ranks:
     """The rank of this process in the current process group, if there is one."""
     if not (dist.is_available() and dist.is_initialized()):
         return Ranks()
@@ -93,7 +93,7 @@ def here() -> Ranks:
 
 
 @contextmanager
-def joined(device: str | None = None) -> Iterator[Ranks]:
+def process_group(device: str | None = None) -> Iterator[Ranks]:
     """Use the current process group, or join torchrun's and leave it at the end, or use only this process.
 
     `device` is the device of the model, if known: NCCL can't send tensors from CPUs.
@@ -105,7 +105,7 @@ def joined(device: str | None = None) -> Iterator[Ranks]:
     if made:
         _join(device)
     try:
-        yield here()
+        yield current_ranks()
     finally:
         if made:
             leave_group()
@@ -138,14 +138,14 @@ def _join(device: str | None) -> None:
     dist.init_process_group(backend, store=fresh, rank=rank, world_size=world)
 
 
-class Alone:
+class SingleProcess:
     """Training in one process. Subclasses override what processes must do together."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.net = model
 
-    measures_together = False
+    evaluates_together = False
     """Whether every rank must take part in a forward pass of the model."""
 
     def accumulating(self, last: bool) -> AbstractContextManager[Any]:
@@ -175,7 +175,7 @@ class Alone:
         return asked
 
 
-class Replicated(Alone):
+class Replicated(SingleProcess):
     """DistributedDataParallel: each rank has the whole model; gradients are averaged, buffers come from rank 0."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
@@ -189,13 +189,13 @@ class Replicated(Alone):
         return nullcontext() if last else self.net.no_sync()
 
 
-class Sharded(Alone):
+class Sharded(SingleProcess):
     """FSDP2: each rank has a shard of every weight. Quantizer state is too small to shard, so it is replicated.
 
     FSDP2 rejects scalars such as per-tensor scales. They are excluded, and one collective averages their gradients.
     """
 
-    measures_together = True
+    evaluates_together = True
 
     def __init__(self, model: nn.Module, device: torch.device, ranks: Ranks) -> None:
         from torch.distributed.device_mesh import init_device_mesh

@@ -23,7 +23,7 @@ _SHOWN = 3
 """Maximum number of operators listed in a note."""
 
 
-def read(plan: Plan | str | Path) -> Plan:
+def load_compute_plan(plan: Plan | str | Path) -> Plan:
     """Load a plan; it must not quantize sites, because the quantizer state would differ between ranks."""
     found = plan if isinstance(plan, Plan) else Plan.load(plan)
     quantized = [site for site, _ in found.quantized]
@@ -46,7 +46,7 @@ def read(plan: Plan | str | Path) -> Plan:
     return found
 
 
-def kind_of(plan: Plan, kinds: str | None, ranks: Ranks) -> str | None:
+def device_kind_of(plan: Plan, kinds: str | None, ranks: Ranks) -> str | None:
     """The device kind of this rank: from a list such as "fast,slow", or the plan's only kind."""
     if not plan.devices:
         if kinds is not None:
@@ -142,6 +142,6 @@ class LowPrecision:
         strip(self.model)
 
 
-def batch_of(device: Device | None, usual: int | None) -> int | None:
+def batch_size_of(device: Device | None, usual: int | None) -> int | None:
     """The batch size of this rank: that of its section, or by default `usual`."""
     return usual if device is None or device.batch is None else device.batch

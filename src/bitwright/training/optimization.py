@@ -106,7 +106,7 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimiz
     return made
 
 
-def rate(config: TrainConfig, step: int, steps_per_epoch: int) -> float:
+def learning_rate_factor(config: TrainConfig, step: int, steps_per_epoch: int) -> float:
     """The learning rate at `step` (from 0), relative to its peak.
 
     >>> [round(rate(TrainConfig(epochs=2, warmup=0.5), step, 4), 3) for step in range(8)]
@@ -146,7 +146,7 @@ class Ema:
             state[name].copy_(tensor)
 
     @contextmanager
-    def shown(self, model: nn.Module) -> Iterator[None]:
+    def applied(self, model: nn.Module) -> Iterator[None]:
         """Use the average in the model temporarily."""
         state = model.state_dict()
         before = {name: state[name].detach().clone() for name in self.average}
@@ -160,7 +160,7 @@ class Ema:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Placing:
+class DevicePlacement:
     """A device and a memory format of images."""
 
     device: torch.device

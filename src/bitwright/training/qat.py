@@ -34,7 +34,7 @@ from bitwright.quantizers import (
     replaced_modules,
     unwrap_forward,
 )
-from bitwright.training.distributed import here, share_buffers
+from bitwright.training.distributed import current_ranks, share_buffers
 
 log = getLogger(__name__)
 _RECORDED = 4
@@ -138,10 +138,10 @@ class Qat:
         """
         self._find_replaced()
         self._follow_device()
-        if here().several and not alone:
+        if current_ranks().several and not alone:
             share_buffers(self.model)
         raised = set(settle_weights(self.model, self.quantized.example))
-        if raised - self.raised and here().first:
+        if raised - self.raised and current_ranks().first:
             log.info("raised %d weight scales that training had moved beyond their guard", len(raised))
         self.raised |= raised
 
@@ -330,7 +330,7 @@ def _quantized(
     choices: Choices,
 ) -> Quantized:
     """Like `bitwright.quantize`; with several ranks, all use rank 0's plan, because hosts may differ."""
-    ranks = here()
+    ranks = current_ranks()
     if plan is None and ranks.several:
         first = list(islice(batches, _RECORDED))
         if not first:

@@ -31,12 +31,20 @@ from bitwright.plan import Plan
 from bitwright.quantizers.compiled import for_this_cpu
 from bitwright.quantizers.site_statistics import SiteRow, site_rows
 from bitwright.training.callbacks import Callback
-from bitwright.training.checkpoints import Checkpoints, Saved, checked, load_best, restore, whole_state, writer
+from bitwright.training.checkpoints import (
+    Checkpoints,
+    SavedCheckpoint,
+    checkpoint_writer,
+    load_best,
+    restore,
+    unsharded_state,
+    validate_checkpoint,
+)
 from bitwright.training.config import TrainConfig
 from bitwright.training.data import TrainingData, seed_all
-from bitwright.training.distributed import Alone, Ranks, Replicated, Sharded, share_buffers
-from bitwright.training.low_precision import LowPrecision, batch_of, kind_of
-from bitwright.training.optimization import Ema, Objective, Placing, make_optimizer, rate
+from bitwright.training.distributed import Ranks, Replicated, Sharded, SingleProcess, share_buffers
+from bitwright.training.low_precision import LowPrecision, batch_size_of, device_kind_of
+from bitwright.training.optimization import DevicePlacement, Ema, Objective, learning_rate_factor, make_optimizer
 from bitwright.training.qat import Qat
 from bitwright.version import __version__
 from bitwright.workload import Workload, batches, call_on, can_measure, evaluate, report_data_errors
@@ -44,7 +52,7 @@ from bitwright.workload import Workload, batches, call_on, can_measure, evaluate
 RESULT = "result.json"
 
 
-def finish(run: Run) -> None:
+def finish(run: TrainingRun) -> None:
     """Assemble the result on all ranks, and write it on rank 0."""
     if run.ema is not None:
         run.ema.put(run.model)
@@ -57,7 +65,7 @@ def finish(run: Run) -> None:
     if run.low is not None:
         run.low.finish()
     if run.whole_model is not None:
-        run.whole_model.load_state_dict(whole_state(run))
+        run.whole_model.load_state_dict(unsharded_state(run))
         run.model = run.whole_model
         if run.qat is not None:
             run.qat.quantized = replace(run.qat.quantized, model=run.model)
@@ -74,7 +82,7 @@ def finish(run: Run) -> None:
             callback.on_result(run, folder)
 
 
-def facts(run: Run) -> dict[str, Any]:
+def facts(run: TrainingRun) -> dict[str, Any]:
     """The settings and results of the run."""
     return {
         "bitwright": __version__,
@@ -106,7 +114,7 @@ _CALIBRATION_BATCHES = 8  # number of training batches used if the workload has 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class Run:
+class TrainingRun:
     """The state and the loop of a training run. `Trainer.fit` creates it; callbacks receive it."""
 
     def __init__(
@@ -122,7 +130,7 @@ class Run:
         init: Path | None,
         device: torch.device,
         callbacks: Sequence[Callback],
-        resume: Saved | None,
+        resume: SavedCheckpoint | None,
         stop: Stop,
         compute: Plan | None = None,
         kinds: str | None = None,
@@ -139,13 +147,13 @@ class Run:
         self.stop = stop
         self.precision, self.backend, self.choices = precision, backend, choices
         self.compute, self.simulate = compute, simulate
-        self.kind = None if compute is None else kind_of(compute, kinds, ranks)
+        self.kind = None if compute is None else device_kind_of(compute, kinds, ranks)
         self.kinds: list[str | None] = ranks.gather(self.kind)
         section = None if compute is None or self.kind is None else compute.devices[self.kind]
-        batch = batch_of(section, config.batch)
+        batch = batch_size_of(section, config.batch)
         if section is not None and section.channels_last:  # the plan was made for that layout
             self.config = config = config.model_copy(update={"channels_last": True})
-        self.place = Placing(device=device, channels_last=config.channels_last)
+        self.place = DevicePlacement(device=device, channels_last=config.channels_last)
         self.data = TrainingData(
             workload,
             batch=batch,
@@ -173,14 +181,14 @@ class Run:
         self.checkpoints = Checkpoints(out) if out is not None else None
         self._losses: list[Tensor] = []
         self._norms: list[Tensor] = []
-        state = checked(self, resume) if resume is not None else None
+        state = validate_checkpoint(self, resume) if resume is not None else None
         self._set_up(backend, choices, init, resume)
         if resume is not None and state is not None:
             restore(self, resume, state)
 
     # -- set-up: quantizers, then DDP, then optimizer and compiler -----------------------------------------
 
-    def _set_up(self, backend: str | None, choices: Choices, init: Path | None, resume: Saved | None) -> None:
+    def _set_up(self, backend: str | None, choices: Choices, init: Path | None, resume: SavedCheckpoint | None) -> None:
         config, model = self.config, self.workload.model
         self.model = self.place.model(model)
         if init is not None:
@@ -227,9 +235,9 @@ class Run:
         parts = self.data.parts
         return f"{parts[0]} on each" if len(set(parts)) == 1 else f"{', '.join(map(str, parts))} on the ranks"
 
-    def _share(self) -> Alone:
+    def _share(self) -> SingleProcess:
         if not self.ranks.several:
-            return Alone(self.model)
+            return SingleProcess(self.model)
         if self.config.parallel == "ddp":
             return Replicated(self.model, self.device)
         self.whole_model = copy.deepcopy(self.model)  # sharding in place can't be undone
@@ -237,10 +245,10 @@ class Run:
 
     def release(self) -> None:
         """Release objects of the process group before leaving it."""
-        self.parallel = Alone(self.model)
+        self.parallel = SingleProcess(self.model)
         self.net = self.model
 
-    def _quantize(self, backend: str | None, choices: Choices, resume: Saved | None) -> Qat:
+    def _quantize(self, backend: str | None, choices: Choices, resume: SavedCheckpoint | None) -> Qat:
         assert self.precision is not None
         if resume is not None:
             plan = Plan.load(resume.folder / "plan.yaml")
@@ -332,11 +340,11 @@ class Run:
                 break  # `_finish_epoch` saves a checkpoint with metrics
             if self.config.save_steps is not None and self.step % self.config.save_steps == 0:
                 self.save()
-            self._obey()
+            self._stop_if_requested()
 
     def _train_step(self, data: Iterator[tuple[Any, Any]]) -> None:
         config = self.config
-        share = rate(config, self.step, self.steps_per_epoch)
+        share = learning_rate_factor(config, self.step, self.steps_per_epoch)
         for group in self.optimizer.param_groups:
             group["lr"] = group["peak"] * share
         self.optimizer.zero_grad(set_to_none=True)
@@ -416,13 +424,13 @@ class Run:
             self.stopped_early = True
         self.save(best=better)
         if self.epoch < self.config.epochs and not self.stopped_early:
-            self._obey()
+            self._stop_if_requested()
 
     def _measure(self) -> bool:
         """Compute the workload's metrics on rank 0 and send them to all; returns whether they are the best so far."""
         values: dict[str, float] = {}
-        if can_measure(self.workload) and (self.ranks.first or self.parallel.measures_together):
-            with self.ema.shown(self.model) if self.ema is not None else nullcontext():
+        if can_measure(self.workload) and (self.ranks.first or self.parallel.evaluates_together):
+            with self.ema.applied(self.model) if self.ema is not None else nullcontext():
                 if self.ema is not None and self.qat is not None:
                     self.qat.settle(alone=True)  # buffers are already synchronized
                 values = evaluate(self.workload, self.predict)
@@ -445,7 +453,7 @@ class Run:
             args, kwargs = self.place((args, kwargs))
             return map_tensors(self.model(*args, **kwargs), lambda t: t.to("cpu"))
 
-    def _obey(self) -> None:
+    def _stop_if_requested(self) -> None:
         if not self.parallel.stopping(self.stop.asked is not None):
             return
         by = f" by {self.stop.asked}" if self.stop.asked else ""
@@ -477,7 +485,7 @@ class Run:
         self._log()
         if self.checkpoints is None:
             return
-        write = writer(self)
+        write = checkpoint_writer(self)
         if self.ranks.first:
             self.checkpoints.save(self.step, write, best=best)
             progress_log.debug("checkpoint at step %d", self.step)

@@ -21,11 +21,11 @@ from bitwright.core.output_folder import locked
 from bitwright.plan import Plan
 from bitwright.ptq.quantize import Quantized
 from bitwright.training.callbacks import Callback, History
-from bitwright.training.checkpoints import Checkpoints, Saved
+from bitwright.training.checkpoints import Checkpoints, SavedCheckpoint
 from bitwright.training.config import TrainConfig
-from bitwright.training.distributed import Ranks, device_of, joined
-from bitwright.training.low_precision import read
-from bitwright.training.run import Run
+from bitwright.training.distributed import Ranks, device_of, process_group
+from bitwright.training.low_precision import load_compute_plan
+from bitwright.training.run import TrainingRun
 from bitwright.workload import Workload, can_measure
 
 
@@ -77,7 +77,7 @@ class Trainer:
     ) -> None:
         self.workload = workload
         self.precision = quantize
-        self.compute = None if compute is None else read(compute)
+        self.compute = None if compute is None else load_compute_plan(compute)
         self.kind = kind
         self.simulate = simulate
         self.backend = backend
@@ -151,10 +151,10 @@ class Trainer:
         """Train the model. The allocator keeps freed memory for the rest of this process."""
         keep_freed_memory()
         stop = current_stop()
-        with joined(self.device) as ranks, self._locked(ranks):
+        with process_group(self.device) as ranks, self._locked(ranks):
             saved = self._saved(ranks)
             callbacks = [*self.callbacks, *([History(self.out)] if self.out is not None else [])]
-            run = Run(
+            run = TrainingRun(
                 workload=self.workload,
                 config=self.config,
                 ranks=ranks,
@@ -209,7 +209,7 @@ class Trainer:
                 raise TrainError.single(**problem)
             yield
 
-    def _saved(self, ranks: Ranks) -> Saved | None:
+    def _saved(self, ranks: Ranks) -> SavedCheckpoint | None:
         """The checkpoint to resume from, chosen by rank 0. An existing run is never overwritten."""
         if self.out is None:
             return None

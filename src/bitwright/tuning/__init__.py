@@ -5,24 +5,24 @@ from bitwright.tuning.config import TuneConfig
 from bitwright.tuning.evaluate import Measuring
 from bitwright.tuning.goal import Budget, Drop, Goal
 from bitwright.tuning.result import Tuned
-from bitwright.tuning.search import Asking, Search, Strategy
-from bitwright.tuning.space import Rule, SearchSpace, Space
+from bitwright.tuning.search import CandidateGenerator, Search, Strategy
+from bitwright.tuning.space import SearchSpace, Space, SpaceRule
 from bitwright.tuning.tune import tune
 
 __all__ = [
-    "Asking",
     "Base",
     "Budget",
     "Candidate",
+    "CandidateGenerator",
     "Drop",
     "Goal",
     "Measuring",
     "Outcome",
     "Override",
-    "Rule",
     "Search",
     "SearchSpace",
     "Space",
+    "SpaceRule",
     "Strategy",
     "TuneConfig",
     "Tuned",

@@ -22,7 +22,7 @@ _PART, _LEAST = 512, 256  # samples in the part, and the minimum size of the dat
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class EvaluationSubset:
     """A random part of the evaluation data, drawn without replacement."""
 
     inputs: Any
@@ -47,7 +47,7 @@ class Baseline:
     """Whether each sample is classified correctly; None if samples aren't accessible or have no classes."""
     majority: float | None = None
     """The accuracy of always predicting the most frequent class, in percent."""
-    part: Part | None = None
+    part: EvaluationSubset | None = None
     overlap: int | None = None
     """The number of calibration samples that are also evaluation samples; None if unknown."""
 
@@ -85,14 +85,14 @@ def measure_float(workload: Workload, metrics: Iterable[str], calibration: Itera
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Seen:
+class _DataFacts:
     right: Tensor
     targets: Tensor
     samples: set[str]
     prints: list[str]
 
 
-def _look(workload: Workload, *, lenient: bool) -> _Seen | None:
+def _look(workload: Workload, *, lenient: bool) -> _DataFacts | None:
     """The hits of the float model. With `lenient`, returns None if the data isn't for classification."""
     right: list[Tensor] = []
     targets: list[Tensor] = []
@@ -116,7 +116,7 @@ def _look(workload: Workload, *, lenient: bool) -> _Seen | None:
         if lenient:
             return None
         raise
-    return _Seen(right=torch.cat(right), targets=torch.cat(targets), samples=samples, prints=prints)
+    return _DataFacts(right=torch.cat(right), targets=torch.cat(targets), samples=samples, prints=prints)
 
 
 def _complete(values: dict[str, float], metrics: Iterable[str], workload: Workload) -> dict[str, float]:
@@ -132,7 +132,7 @@ def _complete(values: dict[str, float], metrics: Iterable[str], workload: Worklo
     return values
 
 
-def _part(workload: Workload, right: Tensor, seed: int) -> Part | None:
+def _part(workload: Workload, right: Tensor, seed: int) -> EvaluationSubset | None:
     """Random samples, collected in a second pass over the data so that only they are kept in memory."""
     whole = len(right)
     if whole < _LEAST:
@@ -146,7 +146,7 @@ def _part(workload: Workload, right: Tensor, seed: int) -> Part | None:
             inputs.append(take(batch, inside))
             targets.append(target[torch.tensor(inside)])
         start += len(target)
-    return Part(
+    return EvaluationSubset(
         inputs=joined(inputs),
         target=torch.cat(targets),
         float_hits=int(right[torch.tensor(chosen)].sum()),

@@ -75,7 +75,7 @@ class Evaluator:
         folder = self.state if candidate is None else self.state / candidate.key
         shutil.rmtree(folder, ignore_errors=True)
 
-    def make_float(self) -> None:
+    def restore_float(self) -> None:
         """Restore the original float model, unless the search succeeded."""
         if not self.done and find_attachment(self.workload.model) is not None:
             strip(self.workload.model)
@@ -123,14 +123,14 @@ class Evaluator:
             return outcome
         return self._on_runtime(quantized, outcome, tell)
 
-    def _given_up(self, quantized: Quantized, baseline: Baseline) -> Outcome | None:
+    def _reject_early(self, quantized: Quantized, baseline: Baseline) -> Outcome | None:
         """Evaluate a random part of the data first, and stop if the candidate can't pass."""
         part, samples = baseline.part, baseline.samples
         if part is None or samples is None:
             return None
         hits = part.hits(quantized.model)
         required = required_hits(self.goal.required("top1", baseline.metrics["top1"]), samples)
-        if not hopeless(hits, part.samples, samples, required):
+        if not cannot_pass(hits, part.samples, samples, required):
             return None
         # compare both models on the same samples, which cancels most of the sampling error
         estimate = baseline.metrics["top1"] + 100.0 * (hits - part.float_hits) / part.samples
@@ -146,7 +146,7 @@ class Evaluator:
         tell(f"exporting for {self.runtime}")
         path = self.write(quantized, "candidate")
         outcome = outcome.model_copy(update=self.measured({"candidate": path}, tell)["candidate"])
-        return self.judged(outcome)
+        return self.apply_goal(outcome)
 
     def write(self, quantized: Quantized, name: str) -> Path:
         """Write the artefact for the runtime."""
@@ -185,7 +185,7 @@ class Evaluator:
             result[name] = found
         return result
 
-    def judged(self, outcome: Outcome) -> Outcome:
+    def apply_goal(self, outcome: Outcome) -> Outcome:
         """Check the limits and compute the objective."""
         goal = self.goal
         ratios = {"latency": outcome.latency_ratio, "size": _ratio(outcome.size, outcome.float_size)}
@@ -216,7 +216,7 @@ class Evaluator:
         if self.runtime is None:
             return outcome.model_copy(update={"passed": True, "objective": 1.0})
         found = self.measured({"float copy": self.float_artefact}, lambda text: None)["float copy"]
-        return self.judged(outcome.model_copy(update=found))
+        return self.apply_goal(outcome.model_copy(update=found))
 
     @cached_property
     def float_artefact(self) -> Path:
@@ -276,7 +276,7 @@ def usable_runtime(table: BackendTable) -> str | None:
     return table.runtime if available_runtimes().get(table.runtime, "it isn't registered") is None else None
 
 
-def kept_calibration(workload: Workload, samples: int | None, memory: int) -> list[Any]:
+def load_calibration(workload: Workload, samples: int | None, memory: int) -> list[Any]:
     """The calibration batches as a list of at most `memory` MiB, because every candidate reads them."""
     kept: list[Any] = []
     held = 0

@@ -18,7 +18,7 @@ ERROR = 1e-3
 """The maximum probability, per candidate, of stopping the evaluation of a candidate that would have passed."""
 
 
-def hopeless(hits: int, looked_at: int, samples: int, required: int, error: float = ERROR) -> bool:
+def cannot_pass(hits: int, looked_at: int, samples: int, required: int, error: float = ERROR) -> bool:
     """Whether a model with `hits` on a random part of the data can be rejected.
 
     The part is drawn without replacement, so the number of hits in it has a hypergeometric distribution. If the model

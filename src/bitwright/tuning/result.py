@@ -19,7 +19,7 @@ from bitwright.ptq.quantize import Quantized
 from bitwright.tuning.baseline import Baseline
 from bitwright.tuning.candidate import Candidate, Outcome
 from bitwright.tuning.goal import Budget, Goal, Paired
-from bitwright.tuning.search import Asked
+from bitwright.tuning.search import TrialRecord
 
 TUNING = "tuning.json"
 TUNING_VERSION = 1
@@ -44,7 +44,7 @@ class Tuned:
     budget: Budget
     strategy: str
     seed: int
-    history: Sequence[Asked]
+    history: Sequence[TrialRecord]
     stopped_because: str
     notes: Sequence[str]
     paired: Paired | None

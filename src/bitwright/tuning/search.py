@@ -37,12 +37,14 @@ def open_study(store: str | Path | None, name: str, identity: Mapping[str, Any],
     return open_any(store, name, identity, resume=resume, kind=Outcome, gave_up=failure)
 
 
-def own_sites(plan: Plan) -> set[str]:
+def quantized_sites(plan: Plan) -> set[str]:
     """Sites with their own quantizer."""
     return {site for site, spec in plan.quantized if spec.share is None}
 
 
-def credit(values: Mapping[str, float], gone: Mapping[str, Collection[str]], graph: Graph) -> dict[str, float]:
+def operator_penalties(
+    values: Mapping[str, float], gone: Mapping[str, Collection[str]], graph: Graph
+) -> dict[str, float]:
     """The penalty of each operator, computed from the penalties of sites.
 
     `gone` maps each operator to the sites that disappear when it stays in float. The penalty of a site that no single
@@ -81,10 +83,10 @@ def _readers(site: str, graph: Graph, known: Mapping[str, float]) -> set[str]:
     return found
 
 
-Wave = Sequence[Candidate]
-Asking = Generator[Wave, list[Outcome], None]
+CandidateBatch = Sequence[Candidate]
+CandidateGenerator = Generator[CandidateBatch, list[Outcome], None]
 """A strategy yields candidates that may be evaluated in parallel, and receives their outcomes in the same order."""
-Strategy = Callable[["Search"], Asking]
+Strategy = Callable[["Search"], CandidateGenerator]
 _SAMPLES, _BATCH = 64, 32  # for a ranking
 _LABELLED = 256  # samples for Hessian traces
 
@@ -126,7 +128,7 @@ class Search:
 
     def by_hessian(self) -> list[str]:
         """Operators by trace(H)·‖ΔW‖², worst first."""
-        return self._ranking("hessian", self._curved)
+        return self._ranking("hessian", self._hessian_scores)
 
     def by_outputs_of(self, floats: Mapping[str, Iterable[str]]) -> list[str]:
         """Names sorted by the output error with the given operators in float, smallest first."""
@@ -135,27 +137,27 @@ class Search:
         def compute() -> dict[str, float]:
             self._tell("ranking operators")
             start = self.space.start()
-            off = {name: self._gone(start, kept) for name, kept in sets.items()}
+            off = {name: self._removed_sites(start, kept) for name, kept in sets.items()}
             with self._evaluator.quantized(start) as quantized:
                 batches = list(split(first(self._evaluator.calibration, _SAMPLES), _BATCH))
                 return errors_without(quantized.model, batches, off)
 
-        known = self._remembered(f"outputs {fingerprint(repr(sorted(sets.items())))}", compute)
+        known = self._cached(f"outputs {fingerprint(repr(sorted(sets.items())))}", compute)
         return sorted(sets, key=lambda name: known[name])
 
-    def _gone(self, start: Candidate, floats: Iterable[str]) -> set[str]:
+    def _removed_sites(self, start: Candidate, floats: Iterable[str]) -> set[str]:
         """The sites that disappear from the plan if these operators stay in float too."""
-        every = own_sites(self._evaluator.plan(start))
-        return every - own_sites(self._evaluator.plan(start.with_float({*start.float, *floats})))
+        every = quantized_sites(self._evaluator.plan(start))
+        return every - quantized_sites(self._evaluator.plan(start.with_float({*start.float, *floats})))
 
-    def _remembered(self, name: str, compute: Callable[[], dict[str, float]]) -> dict[str, float]:
+    def _cached(self, name: str, compute: Callable[[], dict[str, float]]) -> dict[str, float]:
         """Store the values with the study, so that all workers and later runs use the same ones."""
         known = self._study.recall(name)
         values: dict[str, float] = self._study.keep(name, compute()) if known is None else known
         return values
 
     def _ranking(self, name: str, compute: Callable[[], dict[str, float]]) -> list[str]:
-        values = self._remembered(name, compute)
+        values = self._cached(name, compute)
         free = [op.name for op in self.space.free]
         return sorted(free, key=lambda op: -values.get(op, float("-inf")))
 
@@ -165,10 +167,10 @@ class Search:
             scores = score(quantized.model, split(first(self._evaluator.calibration, _SAMPLES), _BATCH))
         values = {one.site: value(one) for one in scores.sites if weights or not one.site.endswith(":weight")}
         start = self.space.start()
-        gone = {op.name: self._gone(start, [op.name]) for op in self.space.free}
-        return credit(values, gone, self._evaluator.graph)
+        gone = {op.name: self._removed_sites(start, [op.name]) for op in self.space.free}
+        return operator_penalties(values, gone, self._evaluator.graph)
 
-    def _curved(self) -> dict[str, float]:
+    def _hessian_scores(self) -> dict[str, float]:
         self._tell("estimating Hessian traces")
         assert self.workload.loss is not None and self.workload.evaluation is not None
         model, graph = self.workload.model, self._evaluator.graph
@@ -207,7 +209,7 @@ Evaluate = Callable[[Candidate], Outcome]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class TrialRecord:
     """A candidate with its outcome."""
 
     number: int
@@ -217,12 +219,12 @@ class Asked:
     """Whether it was evaluated by this process."""
 
 
-class Explorer:
+class StrategyRunner:
     """Runs a strategy."""
 
-    def __init__(self, study: Study, budget: Budget, evaluate: Evaluate, watch: Callable[[Asked], None]) -> None:
+    def __init__(self, study: Study, budget: Budget, evaluate: Evaluate, watch: Callable[[TrialRecord], None]) -> None:
         self.study, self.budget, self.evaluate, self.watch = study, budget, evaluate, watch
-        self.asked: dict[str, Asked] = {}
+        self.asked: dict[str, TrialRecord] = {}
         self.why = "the strategy has no more candidates"
 
     def run(self, strategy: Strategy, search: Search) -> None:
@@ -256,7 +258,7 @@ class Explorer:
                     waiting.append(candidate)
                     continue
                 outcome, fresh = got
-                asked = Asked(number=numbers[candidate.key], candidate=candidate, outcome=outcome, fresh=fresh)
+                asked = TrialRecord(number=numbers[candidate.key], candidate=candidate, outcome=outcome, fresh=fresh)
                 self.asked[candidate.key] = asked
                 self.watch(asked)
                 if outcome.passed and self.budget.stop == "first":

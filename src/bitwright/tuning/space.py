@@ -34,7 +34,7 @@ def _list(value: Any) -> Any:
 Names = Annotated[tuple[str, ...], BeforeValidator(_list)]
 
 
-class Rule(BaseModel):
+class SpaceRule(BaseModel):
     """The allowed settings of some operators."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -61,8 +61,8 @@ class Space(BaseModel):
     samples: Annotated[tuple[Annotated[int, Field(ge=1, le=10**12)], ...], BeforeValidator(_list)] = Field(
         default=(), description="Numbers of calibration samples to try."
     )
-    types: dict[str, Rule] = Field(default_factory=dict)
-    operators: dict[str, Rule] = Field(default_factory=dict)
+    types: dict[str, SpaceRule] = Field(default_factory=dict)
+    operators: dict[str, SpaceRule] = Field(default_factory=dict)
     first: Literal["float"] | None = Field(
         default=None, description="Keep the first convolution or matrix product in float."
     )
@@ -195,7 +195,7 @@ def _options(space: Space, name: str, kind: str) -> tuple[Option, ...]:
     """The last matching rule applies; rules for names take precedence over rules for types."""
     rules = [rule for pattern, rule in space.operators.items() if _matches(name, pattern)]
     rules = rules or [rule for pattern, rule in space.types.items() if fnmatch.fnmatchcase(kind, pattern)]
-    rule = rules[-1] if rules else Rule()
+    rule = rules[-1] if rules else SpaceRule()
     if rule.keep == "float":
         return (FLOAT,)
     own: list[Option] = [
@@ -237,7 +237,7 @@ def _steps(graph: Graph) -> tuple[tuple[str, ...], ...]:
 def _problems(space: Space, graph: Graph, table: BackendTable) -> list[Problem]:
     kinds = sorted({op.kind for op in graph.ops})
     problems = []
-    rules: list[tuple[str, Rule | Space]] = [("space", space)]
+    rules: list[tuple[str, SpaceRule | Space]] = [("space", space)]
     for where, rules_of, known in (("types", space.types, kinds), ("operators", space.operators, list(graph.by_name))):
         for pattern, rule in rules_of.items():
             place = f"space.{where}.{pattern}"

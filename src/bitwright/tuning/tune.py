@@ -28,10 +28,10 @@ from bitwright.ptq.quantize import Quantized, put_back
 from bitwright.quantizers import find_attachment, strip
 from bitwright.tuning.baseline import Baseline, measure_float
 from bitwright.tuning.candidate import Candidate, Outcome
-from bitwright.tuning.evaluate import Evaluator, Measuring, kept_calibration, quantize_candidate
+from bitwright.tuning.evaluate import Evaluator, Measuring, load_calibration, quantize_candidate
 from bitwright.tuning.goal import ERROR, Budget, Goal, Paired, mcnemar
 from bitwright.tuning.result import TUNING, Tuned
-from bitwright.tuning.search import Asked, Explorer, Search, Strategy, Study, open_study
+from bitwright.tuning.search import Search, Strategy, StrategyRunner, Study, TrialRecord, open_study
 from bitwright.tuning.space import SearchSpace, Space, make_space
 from bitwright.workload import Workload, can_measure, hits_of, pairs
 
@@ -94,7 +94,7 @@ def tune(
             if resume == "auto" and (store is not None or (place / TUNING).is_file()):
                 resume = False
         tell("recording the model")
-        calibration = kept_calibration(workload, max([*space.samples, 0]) or samples, memory)
+        calibration = load_calibration(workload, max([*space.samples, 0]) or samples, memory)
         if space.samples == () and samples is not None:
             space = space.model_copy(update={"samples": (samples,)})
         graph = capture_paths(workload.model, chain([workload.inputs], calibration), most=_RECORDED)
@@ -115,7 +115,7 @@ def tune(
                 state=scratch / "steps" if place is None else place / ".steps",
                 early=early,
             )
-            stack.callback(evaluator.make_float)
+            stack.callback(evaluator.restore_float)
             if not can_measure(workload):
                 result = _once(workload, evaluator, candidates, goal, budget, strategy, seed, tell)
             else:
@@ -134,7 +134,7 @@ def tune(
                     if evaluator.runtime is not None:
                         tell("exporting the float model")
                         _ = evaluator.float_artefact  # write it while the model is float
-                    run = _Run(workload, evaluator, candidates, baseline, study, budget, tell, watch)
+                    run = _StudyRun(workload, evaluator, candidates, baseline, study, budget, tell, watch)
                     result = run(search_by, strategy, seed)
             if place is not None:
                 tell("saving")
@@ -147,7 +147,7 @@ def tune(
         return result
 
 
-class _Run:
+class _StudyRun:
     """The part of a study that this process runs, and the choice of the result."""
 
     def __init__(
@@ -159,7 +159,7 @@ class _Run:
         study: Study,
         budget: Budget,
         tell: Callable[[str], None],
-        watch: Callable[[Asked, Baseline], None] | None,
+        watch: Callable[[TrialRecord, Baseline], None] | None,
     ) -> None:
         self.workload, self.evaluator, self.space, self.baseline = workload, evaluator, space, baseline
         self.study, self.budget, self.tell = study, budget, tell
@@ -169,11 +169,11 @@ class _Run:
     def __call__(self, strategy: Strategy, name: str, seed: int) -> Tuned:
         goal = self.evaluator.goal
         search = Search(self.workload, self.space, goal, self.evaluator, self.study, self.tell, seed=seed)
-        explorer = Explorer(
+        explorer = StrategyRunner(
             self.study,
             self.budget,
             lambda candidate: self.evaluator(candidate, self.baseline, self.tell),
-            self._told,
+            self._finished,
         )
         explorer.run(strategy, search)
         history = sorted(explorer.asked.values(), key=lambda asked: asked.number)
@@ -184,7 +184,7 @@ class _Run:
                 fix="increase minutes",
                 code="budget-too-small",
             )
-        best, outcome, quantized, on_runtime = self._chosen(history)
+        best, outcome, quantized, on_runtime = self._choose_result(history)
         return Tuned(
             workload=self.workload.name,
             met_goal=outcome.passed,
@@ -203,12 +203,14 @@ class _Run:
             paired=self._paired(quantized is None),
         )
 
-    def _told(self, asked: Asked) -> None:
+    def _finished(self, asked: TrialRecord) -> None:
         """Remove the PTQ state of a candidate, because the study now contains its outcome."""
         self.evaluator.forget(asked.candidate)
         self.watch(asked, self.baseline)
 
-    def _chosen(self, history: list[Asked]) -> tuple[Candidate, Outcome, Quantized | None, dict[str, float] | None]:
+    def _choose_result(
+        self, history: list[TrialRecord]
+    ) -> tuple[Candidate, Outcome, Quantized | None, dict[str, float] | None]:
         """The best candidate that also passes on the real runtime; the model stays quantized with it."""
         ranked = self._ranked(history)
         best = ranked[0]
@@ -258,7 +260,7 @@ class _Run:
         log.info("%s", text)
         self.notes.append(text)
 
-    def _ranked(self, history: list[Asked]) -> list[tuple[Candidate, Outcome]]:
+    def _ranked(self, history: list[TrialRecord]) -> list[tuple[Candidate, Outcome]]:
         """Candidates, best first; those close to the best are timed again, in alternation."""
         asked = sorted(history, key=lambda asked: asked.outcome.rank())
         ranked = [(one.candidate, one.outcome) for one in asked]
@@ -272,8 +274,10 @@ class _Run:
         if len(near) < 2:
             return ranked
         heat = f"finalists {fingerprint(*sorted(candidate.key for candidate, _ in near))}"
-        found = self.study.recall(heat) or self.study.keep(heat, self._heat([candidate for candidate, _ in near]))
-        again = [(c, self.evaluator.judged(o.model_copy(update=found[c.key]))) for c, o in near]
+        found = self.study.recall(heat) or self.study.keep(
+            heat, self._time_finalists([candidate for candidate, _ in near])
+        )
+        again = [(c, self.evaluator.apply_goal(o.model_copy(update=found[c.key]))) for c, o in near]
         fastest = min((outcome.objective or 0.0 for _, outcome in again if outcome.passed), default=0.0)
         # within the noise of timings, the more accurate candidate is better
         again.sort(
@@ -281,7 +285,7 @@ class _Run:
         )
         return again + [pair for pair in ranked if pair[0] not in [candidate for candidate, _ in near]]
 
-    def _heat(self, finalists: list[Candidate]) -> dict[str, dict[str, Any]]:
+    def _time_finalists(self, finalists: list[Candidate]) -> dict[str, dict[str, Any]]:
         files = {}
         for candidate in finalists:
             self.tell("preparing the finalists")

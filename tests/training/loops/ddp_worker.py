@@ -10,7 +10,7 @@ from transformers import ResNetConfig, ResNetForImageClassification, Trainer, Tr
 
 from bitwright.core.process_group import leave_group
 from bitwright.training import Qat
-from bitwright.training.distributed import here
+from bitwright.training.distributed import current_ranks
 from bitwright.training.loops.huggingface import QatCallback
 
 
@@ -44,11 +44,11 @@ def main(folder: str, quantizer: str) -> None:
         callbacks=[callback],
         optimizer_cls_and_kwargs=callback.optimizer(args),
     ).train()
-    here().agree(model)  # raises if ranks have different weights or scales
+    current_ranks().agree(model)  # raises if ranks have different weights or scales
     moved = [n for n, t in model.state_dict().items() if n.startswith("bitwright.") and not torch.equal(t, before[n])]
-    assert here().world == 2
+    assert current_ranks().world == 2
     assert moved
-    if here().first:
+    if current_ranks().first:
         qat.export(f"{folder}/model.onnx")
         assert qat.quantized.check(f"{folder}/model.onnx").passed
     dist.barrier()

@@ -17,7 +17,7 @@ from bitwright.quantizers import Quantizer
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Grid:
+class StoredGrid:
     """Scale and zero point (one per tensor or channel), and the lowest and highest code."""
 
     scale: NDArray[np.float32]
@@ -35,7 +35,7 @@ class Grid:
         """Whether codes are signed and all zero points are 0."""
         return self.qmin < 0 and not self.zero_point.any()
 
-    def same(self, other: Grid) -> bool:
+    def same(self, other: StoredGrid) -> bool:
         """Whether both are bit-identical; a single channel is equal to a tensor."""
         return (
             self.scale.tobytes() == other.scale.tobytes()
@@ -49,11 +49,11 @@ class Grid:
         return (self.qmin - self.zero_point) * scale, (self.qmax - self.zero_point) * scale
 
     @staticmethod
-    def of_ends(low: NDArray[np.float64], high: NDArray[np.float64], qmin: int, qmax: int) -> Grid:
+    def of_ends(low: NDArray[np.float64], high: NDArray[np.float64], qmin: int, qmax: int) -> StoredGrid:
         """The inverse of `ends`."""
         scale = (high - low) / (qmax - qmin)
         zero_point = np.rint(qmin - low / scale).astype(np.int64)
-        return Grid(scale=scale.astype(np.float32), zero_point=zero_point, qmin=qmin, qmax=qmax)
+        return StoredGrid(scale=scale.astype(np.float32), zero_point=zero_point, qmin=qmin, qmax=qmax)
 
     def codes(self, x: NDArray[np.floating], axis: int | None) -> NDArray[np.int64]:
         """The codes of a stored weight."""
@@ -67,7 +67,7 @@ class TensorGrid:
     """A grid and its tensor."""
 
     tensor: str
-    grid: Grid
+    grid: StoredGrid
     weight: bool
     axis: int | None
     """The axis of the channels, if there is one scale per channel."""
@@ -75,10 +75,10 @@ class TensorGrid:
     """The operators that read this tensor, or that it is the weight of."""
 
 
-def grid_of(quantizer: Quantizer) -> Grid:
+def grid_of(quantizer: Quantizer) -> StoredGrid:
     """The grid of a quantizer."""
     grid = quantizer.grid()
-    return Grid(
+    return StoredGrid(
         scale=grid.scale.cpu().numpy().astype(np.float32),
         zero_point=grid.zero_point.cpu().numpy().astype(np.int64),
         qmin=grid.qmin,
@@ -103,7 +103,7 @@ class Sidecar(ABC):
         """The text of the file."""
 
     @abstractmethod
-    def read(self, text: str) -> dict[str, Grid]:
+    def read(self, text: str) -> dict[str, StoredGrid]:
         """The grids in a file, by key, bit-identical to those written."""
 
     def refusal(self, grid: TensorGrid) -> tuple[str, str] | None:
@@ -114,7 +114,7 @@ class Sidecar(ABC):
         """The keys of this grid in the file."""
         return (grid.tensor,)
 
-    def grid(self, quantizer: Quantizer) -> Grid:
+    def grid(self, quantizer: Quantizer) -> StoredGrid:
         """The grid of a quantizer as this format stores it."""
         return grid_of(quantizer)
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from pydantic import Field
 
-from bitwright.deploy.artefacts.base import Document, Grid, Sidecar, TensorGrid
+from bitwright.deploy.artefacts.base import Document, Sidecar, StoredGrid, TensorGrid
 
 _CODES = 127
 
@@ -47,10 +47,10 @@ class ClipRanges(Sidecar):
             )
         ).model_dump_json(indent=1)
 
-    def read(self, text: str) -> dict[str, Grid]:
+    def read(self, text: str) -> dict[str, StoredGrid]:
         """Read activations and weights."""
         file: ClipRangesFile = self.parse(text)
         return {
-            name: Grid.of_ends(-np.array(end), np.array(end), -_CODES, _CODES)
+            name: StoredGrid.of_ends(-np.array(end), np.array(end), -_CODES, _CODES)
             for name, end in {**file.tensorrt.blob_range, **file.tensorrt.weight_range}.items()
         }

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import Field
 
-from bitwright.deploy.artefacts.base import Document, Grid, Sidecar, TensorGrid
+from bitwright.deploy.artefacts.base import Document, Sidecar, StoredGrid, TensorGrid
 
 
 class Encoding(Document):
@@ -53,13 +53,13 @@ class Encodings(Sidecar):
             param_encodings={g.tensor: _encodings(g.grid) for g in grids if g.weight},
         ).model_dump_json(indent=1)
 
-    def read(self, text: str) -> dict[str, Grid]:
+    def read(self, text: str) -> dict[str, StoredGrid]:
         """Read activations and parameters."""
         file: EncodingsFile = self.parse(text)
         return {name: _grid(e) for name, e in (file.activation_encodings | file.param_encodings).items()}
 
 
-def _encodings(grid: Grid) -> list[Encoding]:
+def _encodings(grid: StoredGrid) -> list[Encoding]:
     low, high = grid.ends()
     return [
         Encoding(
@@ -74,7 +74,7 @@ def _encodings(grid: Grid) -> list[Encoding]:
     ]
 
 
-def _grid(encodings: list[Encoding]) -> Grid:
+def _grid(encodings: list[Encoding]) -> StoredGrid:
     first = encodings[0]
     symmetric = first.is_symmetric == "True"
     codes = int(np.rint((first.max - first.min) / first.scale))
@@ -83,4 +83,4 @@ def _grid(encodings: list[Encoding]) -> Grid:
     zero_point = np.array([qmin - e.offset for e in encodings], np.int64)
     if len(encodings) == 1:
         scale, zero_point = scale.reshape(()), zero_point.reshape(())
-    return Grid(scale=scale, zero_point=zero_point, qmin=qmin, qmax=qmin + codes)
+    return StoredGrid(scale=scale, zero_point=zero_point, qmin=qmin, qmax=qmin + codes)

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import Field
 
-from bitwright.deploy.artefacts.base import Document, Grid, Sidecar, TensorGrid
+from bitwright.deploy.artefacts.base import Document, Sidecar, StoredGrid, TensorGrid
 
 # bits and position: value = code · 2^−position
 Position = tuple[Annotated[int, Field(ge=2, le=32)], Annotated[int, Field(ge=-126, le=149)]]
@@ -44,11 +44,11 @@ class FixPositions(Sidecar):
             output={name: position for name, (weight, position) in positions.items() if not weight},
         ).model_dump_json(indent=1)
 
-    def read(self, text: str) -> dict[str, Grid]:
+    def read(self, text: str) -> dict[str, StoredGrid]:
         """Read parameters and activations."""
         file: FixPositionsFile = self.parse(text)
         return {
-            name: Grid(
+            name: StoredGrid(
                 scale=np.array(np.ldexp(np.float32(1), -position)),
                 zero_point=np.zeros((), np.int64),
                 qmin=-(1 << bits - 1),

@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 from pydantic import Field
 
-from bitwright.deploy.artefacts.base import Document, Grid, Sidecar, TensorGrid
+from bitwright.deploy.artefacts.base import Document, Sidecar, StoredGrid, TensorGrid
 from bitwright.quantizers import Quantizer
 
 _PER_OCTAVE, _HIGHEST = 16, 127
@@ -46,11 +46,11 @@ class LogLevels(Sidecar):
             return "logarithmic levels require 8 bits and one offset per tensor", "use int8/tensor/sym"
         return None
 
-    def grid(self, quantizer: Quantizer) -> Grid:
+    def grid(self, quantizer: Quantizer) -> StoredGrid:
         """The largest value and its offset, rounded as in the quantizer."""
         largest = quantizer.scale.detach().cpu()
         offset = (_PER_OCTAVE * largest.log2()).round() - _HIGHEST
-        return Grid(
+        return StoredGrid(
             scale=largest.numpy().astype(np.float32),
             zero_point=offset.numpy().astype(np.int64),
             qmin=-quantizer.qmax,
@@ -67,11 +67,11 @@ class LogLevels(Sidecar):
             weights={name: level for name, (weight, level) in levels.items() if weight},
         ).model_dump_json(indent=1)
 
-    def read(self, text: str) -> dict[str, Grid]:
+    def read(self, text: str) -> dict[str, StoredGrid]:
         """Read activations and weights."""
         file: LogLevelsFile = self.parse(text)
         return {
-            name: Grid(
+            name: StoredGrid(
                 scale=np.array(level.largest, np.float32),
                 zero_point=np.array(level.offset, np.int64),
                 qmin=-_HIGHEST,

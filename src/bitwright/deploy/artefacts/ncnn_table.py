@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from bitwright.core.errors import ArtefactError
-from bitwright.deploy.artefacts.base import Grid, Sidecar, TensorGrid
+from bitwright.deploy.artefacts.base import Sidecar, StoredGrid, TensorGrid
 
 _CODES = 127
 
@@ -37,9 +37,9 @@ class NcnnTable(Sidecar):
             lines += [f"{key} {factors}\n" for key in self.keys(g)]
         return "".join(lines)
 
-    def read(self, text: str) -> dict[str, Grid]:
+    def read(self, text: str) -> dict[str, StoredGrid]:
         """Parse the file line by line."""
-        grids: dict[str, Grid] = {}
+        grids: dict[str, StoredGrid] = {}
         for number, line in enumerate(text.splitlines(), 1):
             try:
                 name, first, *more = line.split()
@@ -53,5 +53,5 @@ class NcnnTable(Sidecar):
                     code="invalid-line",
                 ) from error
             scale = scale if len(scale) > 1 else scale.reshape(())
-            grids[name] = Grid(scale=scale, zero_point=np.zeros(scale.shape, np.int64), qmin=-_CODES, qmax=_CODES)
+            grids[name] = StoredGrid(scale=scale, zero_point=np.zeros(scale.shape, np.int64), qmin=-_CODES, qmax=_CODES)
         return grids

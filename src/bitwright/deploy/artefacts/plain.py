@@ -19,7 +19,7 @@ Keys = dict[str, tuple[str, str, int | None]]  # site → key in the sidecar, te
 
 
 @dataclass
-class _Quantized:
+class _QuantizedTensor:
     quantizer: Quantizer
     value: ir.Value
     weight: bool
@@ -31,17 +31,17 @@ def write_plain(
     model: ir.Model, attachment: Attachment, recorded: Recorded, sidecar: Sidecar
 ) -> tuple[list[TensorGrid], Keys]:
     """Replace all markers, in place; returns the grids for the sidecar and the keys of all sites."""
-    writer = _Plain(model, attachment, recorded)
+    writer = _PlainWriter(model, attachment, recorded)
     writer.run()
     passes.RemoveUnusedNodesPass()(model)
     passes.RemoveUnusedOpsetsPass()(model)
     return writer.grids(sidecar)
 
 
-class _Plain:
+class _PlainWriter:
     def __init__(self, model: ir.Model, attachment: Attachment, recorded: Recorded) -> None:
         self.graph, self.attachment, self.recorded = model.graph, attachment, recorded
-        self.found: dict[ir.Value, _Quantized] = {}
+        self.found: dict[ir.Value, _QuantizedTensor] = {}
         self.constants: dict[str, ir.Value] = {}
 
     def run(self) -> None:
@@ -81,7 +81,7 @@ class _Plain:
 
     def _remember(self, value: ir.Value, quantizer: Quantizer, site: str, *, weight: bool) -> None:
         axis = quantizer.layout.axis if quantizer.layout.granularity == "channel" else None
-        known = self.found.setdefault(value, _Quantized(quantizer, value, weight, axis))
+        known = self.found.setdefault(value, _QuantizedTensor(quantizer, value, weight, axis))
         if known.quantizer is not quantizer:
             raise ExportError(
                 "this artefact has one grid per tensor, but two sites quantize this tensor differently",
@@ -102,7 +102,7 @@ class _Plain:
         self.graph.register_initializer(value)
         return value
 
-    def _turn(self, found: _Quantized) -> None:
+    def _turn(self, found: _QuantizedTensor) -> None:
         """Apply transposes of a weight now, because tools expect weights directly at the operator."""
         users = [use.node for use in found.value.uses()]
         assert found.value.const_value is not None
@@ -117,7 +117,7 @@ class _Plain:
             ir.convenience.replace_all_uses_with(node.outputs[0], found.value)
             self.graph.remove(node, safe=True)
 
-    def _name_layers(self, found: _Quantized) -> None:
+    def _name_layers(self, found: _QuantizedTensor) -> None:
         """Name operators with a weight as in the plan."""
         for use, site in zip(found.value.uses(), found.sites, strict=False):
             use.node.name = site.rpartition(":")[0]

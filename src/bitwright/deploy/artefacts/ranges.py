@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 from pydantic import Field
 
-from bitwright.deploy.artefacts.base import Document, Grid, Sidecar, TensorGrid
+from bitwright.deploy.artefacts.base import Document, Sidecar, StoredGrid, TensorGrid
 
 Ends = float | list[float]
 
@@ -45,11 +45,11 @@ class Ranges(Sidecar):
             weights={g.tensor: _range(g) for g in grids if g.weight},
         ).model_dump_json(indent=1, exclude_none=True)
 
-    def read(self, text: str) -> dict[str, Grid]:
+    def read(self, text: str) -> dict[str, StoredGrid]:
         """Read activations and weights."""
         file: RangesFile = self.parse(text)
         return {
-            name: Grid.of_ends(np.array(r.min), np.array(r.max), r.qmin, r.qmax)
+            name: StoredGrid.of_ends(np.array(r.min), np.array(r.max), r.qmin, r.qmax)
             for name, r in (file.activations | file.weights).items()
         }
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from bitwright.core.errors import ArtefactError
-from bitwright.deploy.artefacts.base import Grid, Sidecar, TensorGrid
+from bitwright.deploy.artefacts.base import Sidecar, StoredGrid, TensorGrid
 
 
 class ScaleText(Sidecar):
@@ -25,13 +25,13 @@ class ScaleText(Sidecar):
         """Write one line per tensor; the shortest decimal of a double reproduces every float."""
         return "".join(f"{g.tensor} {float(g.grid.scale)!r} {int(g.grid.zero_point)}\n" for g in grids)
 
-    def read(self, text: str) -> dict[str, Grid]:
+    def read(self, text: str) -> dict[str, StoredGrid]:
         """Parse the file line by line."""
-        grids: dict[str, Grid] = {}
+        grids: dict[str, StoredGrid] = {}
         for number, line in enumerate(text.splitlines(), 1):
             try:
                 name, scale, zero_point = line.split()
-                grids[name] = Grid(
+                grids[name] = StoredGrid(
                     scale=np.array(float(scale), np.float32),
                     zero_point=np.array(int(zero_point), np.int64),
                     qmin=0,

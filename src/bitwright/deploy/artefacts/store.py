@@ -27,7 +27,7 @@ QDQ = "qdq"
 class Stored:
     """The grid of one site and, for a weight, its stored codes (a linear weight may be transposed)."""
 
-    grid: Grid
+    grid: StoredGrid
     codes: NDArray[np.int64] | None = None
 
 
@@ -85,7 +85,7 @@ def _keys(model: ir.Model, path: Path) -> dict[str, tuple[str, str, int | None]]
     return validated(kind, data, title=f"{where} has problems", fix=fix)
 
 
-def read_sidecar(kind: str, path: Path) -> dict[str, Grid]:
+def read_sidecar(kind: str, path: Path) -> dict[str, StoredGrid]:
     """The grids in the sidecar of an artefact, by key."""
     sidecar: Sidecar = ARTEFACTS.get(kind)()
     return sidecar.read(_sidecar_text(path))
@@ -117,7 +117,7 @@ def _from_pairs(model: ir.Model) -> dict[str, Stored]:
         )
         codes = constants.get(f"{site}.codes")
         stored[site] = Stored(
-            grid=Grid(scale=scale, zero_point=zero.astype(np.int64), qmin=low, qmax=high),
+            grid=StoredGrid(scale=scale, zero_point=zero.astype(np.int64), qmin=low, qmax=high),
             codes=None if codes is None else codes.astype(np.int64),
         )
     return stored

@@ -160,7 +160,7 @@ def _hidden(runtime: str) -> ArtefactError:
     return ArtefactError(what, fix="check without --per-site", code="contents-not-accessible")
 
 
-def refused(runtime: str, error: Exception) -> ArtefactError:
+def input_error(runtime: str, error: Exception) -> ArtefactError:
     """Convert a runtime's exception about its inputs to an ArtefactError."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return ArtefactError(

@@ -22,7 +22,7 @@ from bitwright.core.files import replacing, scratch_folder
 from bitwright.deploy import exported_program as program_file
 from bitwright.deploy.exported_program import QuantizedProgram, quantized_program
 from bitwright.deploy.integrity import Damage
-from bitwright.deploy.runtimes.base import Runtime, refused
+from bitwright.deploy.runtimes.base import Runtime, input_error
 
 
 class ExecuTorch(Runtime):
@@ -71,7 +71,7 @@ class ExecuTorch(Runtime):
         try:
             results = self.method.execute([torch.from_numpy(np.ascontiguousarray(feed[name])) for name in self.inputs])
         except Exception as error:
-            raise refused(self.name, error) from error
+            raise input_error(self.name, error) from error
         return [result.numpy().copy() for result in results]  # the engine owns the buffers
 
     def executed(self) -> dict[str, int]:
@@ -98,16 +98,16 @@ class ExecuTorch(Runtime):
     @classmethod
     def probing(cls, path: Path, sites: Iterable[str]) -> Runtime:
         """Lower a program with additional outputs."""
-        return _Probe.of(_quantized(path), sites)
+        return _ExecuTorchProbe.of(_quantized(path), sites)
 
 
-class _Probe(ExecuTorch):
+class _ExecuTorchProbe(ExecuTorch):
     """Returns dequantized values of sites, because XNNPACK's delegate can't end in integers."""
 
     grids: dict[str, NDArray[Any]]
 
     @classmethod
-    def of(cls, quantized: QuantizedProgram, sites: Iterable[str]) -> _Probe:
+    def of(cls, quantized: QuantizedProgram, sites: Iterable[str]) -> _ExecuTorchProbe:
         module, outputs = program_file.flat_module(quantized.program, quantized, sites, dequantized=True)
         example = program_file.flat_example(quantized.program)
         with torch.no_grad(), warnings.catch_warnings():

@@ -20,7 +20,7 @@ from bitwright.core.logging import quiet
 from bitwright.deploy import exported_program as program_file
 from bitwright.deploy.exported_program import QuantizedProgram, quantized_program
 from bitwright.deploy.integrity import Damage
-from bitwright.deploy.runtimes.base import Runtime, refused
+from bitwright.deploy.runtimes.base import Runtime, input_error
 from bitwright.quantizers.compiled import for_this_cpu
 
 # Names of integer and float products in torch's profiler.
@@ -75,7 +75,7 @@ class Inductor(Runtime):
         tensors = tuple(torch.from_numpy(np.ascontiguousarray(feed[name])) for name in self.inputs)
         if self.batch is not None and any(len(tensor) != self.batch for tensor in tensors if tensor.dim()):
             error = ValueError(f"the batch is {len(tensors[0])}, but the artefact's is {self.batch}")
-            raise refused(self.name, error)  # torch would silently recompile
+            raise input_error(self.name, error)  # torch would silently recompile
         with self._threads():
             return [result.numpy() for result in self._run(tensors)]
 

@@ -12,8 +12,8 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from bitwright.core.files import scratch_folder
-from bitwright.deploy.onnx_files import behind, data_files, load_onnx, operator_of
-from bitwright.deploy.runtimes.base import refused
+from bitwright.deploy.onnx_files import data_files, load_onnx, operator_of, producing_operator
+from bitwright.deploy.runtimes.base import input_error
 from bitwright.deploy.runtimes.onnx_reader import OnnxReader
 
 _INTEGER = {
@@ -57,7 +57,7 @@ class OnnxRuntime(OnnxReader):
         try:
             results: list[NDArray[Any]] = self.session.run(None, feed)
         except Exception as error:
-            raise refused(self.name, error) from error
+            raise input_error(self.name, error) from error
         return results
 
     def executed(self) -> dict[str, int]:
@@ -76,7 +76,7 @@ class OnnxRuntime(OnnxReader):
             if node.op_type in _FLOAT:
                 name = str(node.name)
                 if name.endswith(_BLOCKED):  # its weights are renamed, and its name is that of the final output
-                    found.append(behind(written, name.removesuffix(_BLOCKED), _FLOAT) or name)
+                    found.append(producing_operator(written, name.removesuffix(_BLOCKED), _FLOAT) or name)
                 else:
                     found.append(operator_of(node))
         return tuple(dict.fromkeys(found))

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bitwright.deploy.onnx_files import load_onnx, operator_of
-from bitwright.deploy.runtimes.base import refused
+from bitwright.deploy.runtimes.base import input_error
 from bitwright.deploy.runtimes.onnx_reader import OnnxReader
 
 _PRODUCTS = {"Convolution", "GroupConvolution", "Deconvolution", "FullyConnected", "MatMul"}
@@ -60,7 +60,7 @@ class OpenVino(OnnxReader):
         try:
             results = self.request.infer(feed)
         except Exception as error:
-            raise refused(self.name, error) from error
+            raise input_error(self.name, error) from error
         return [np.array(results[port]) for port in self.compiled.outputs]
 
     def executed(self) -> dict[str, int]:

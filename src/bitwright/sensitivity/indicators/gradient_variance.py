@@ -19,7 +19,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from bitwright.plan import ComputeSpec
-from bitwright.sensitivity.error_injection import Places, Seen, as_in_training, operators_of
+from bitwright.sensitivity.error_injection import (
+    CallRecorder,
+    OperatorCall,
+    substitutable_operators,
+    training_batch_norms,
+)
 from bitwright.sensitivity.indicate import Subject, Values
 from bitwright.sensitivity.kernel_errors import Error, errors_of
 from bitwright.workload import call, trainable_parameters
@@ -28,7 +33,7 @@ _RELUS = {F.relu, torch.relu, torch.Tensor.relu}
 _IN_PLACE = {F.relu_, torch.relu_, torch.Tensor.relu_}
 
 
-class _Step(torch.autograd.Function):
+class _SmoothStep(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, width: Tensor, mode: SmoothRelus) -> Tensor:
         ctx.save_for_backward(x, width)
@@ -43,7 +48,7 @@ class _Step(torch.autograd.Function):
         return grad * (x.abs() < width) / (2 * width), None, None
 
 
-class _Relu(torch.autograd.Function):
+class _SmoothRelu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, mode: SmoothRelus) -> Tensor:
         ctx.save_for_backward(x)
@@ -55,7 +60,7 @@ class _Relu(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         width = x.detach().square().mean().sqrt() * (ctx.mode.noise * sqrt(pi / 8))
         width = width.clamp(min=torch.finfo(x.dtype).tiny)
-        step: Tensor = _Step.apply(x, width, ctx.mode)  # type: ignore[no-untyped-call]
+        step: Tensor = _SmoothStep.apply(x, width, ctx.mode)  # type: ignore[no-untyped-call]
         return grad * step, None
 
 
@@ -75,7 +80,7 @@ class SmoothRelus(TorchFunctionMode):
             writes = func in _IN_PLACE or kwargs.get("inplace") is True or (func is F.relu and args[1:] == (True,))
             if isinstance(x, Tensor) and x.requires_grad:
                 self.count += 1
-                result: Tensor = _Relu.apply(x.clone() if writes else x, self)  # type: ignore[no-untyped-call]
+                result: Tensor = _SmoothRelu.apply(x.clone() if writes else x, self)  # type: ignore[no-untyped-call]
                 return x.copy_(result) if writes else result
         return func(*args, **kwargs)
 
@@ -91,9 +96,12 @@ def gradient_variance(subject: Subject) -> Values:
     """The mean over batches; each needs one forward and two backward passes, and one more if there are ReLUs."""
     sums = subject.each(lambda name, spec: 0.0)
     generator = torch.Generator().manual_seed(subject.seed)
-    with as_in_training(subject.model), operators_of(subject.model, subject.graph, subject.any_spec) as operators:
+    with (
+        training_batch_norms(subject.model),
+        substitutable_operators(subject.model, subject.graph, subject.any_spec) as operators,
+    ):
         for inputs, target in subject.batches:
-            places = {name: Places(subject.op(name).kind) for name in subject.cases}
+            places = {name: CallRecorder(subject.op(name).kind) for name in subject.cases}
             operators.put(places)
             with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), SmoothRelus(NOISE) as relus:
                 loss = subject.loss(call(subject.model, inputs), target)
@@ -106,7 +114,7 @@ def gradient_variance(subject: Subject) -> Values:
 
 
 def _slopes(
-    loss: Tensor, model: nn.Module, calls: list[Seen], relus: SmoothRelus, generator: torch.Generator
+    loss: Tensor, model: nn.Module, calls: list[OperatorCall], relus: SmoothRelus, generator: torch.Generator
 ) -> tuple[list[Slopes], list[Slopes]]:
     """For each call, the derivatives without the kinks of ReLUs, and the contribution of the kinks."""
     parameters = trainable_parameters(model)
@@ -136,15 +144,15 @@ def _slopes(
     return smooth, kinks
 
 
-def _variance(seen: Seen, spec: ComputeSpec, smooth: Slopes, kinks: Slopes) -> float:
+def _variance(seen: OperatorCall, spec: ComputeSpec, smooth: Slopes, kinks: Slopes) -> float:
     """Flips of ReLUs grow with the size of errors, not with its square, so they are scaled to the kernel's error."""
-    errors = list(errors_of(seen, spec))
+    errors = list(rounding_errors(seen, spec))
     flips = sum(error.moves(kinks) for error in errors)
     relative = _relative(errors, seen) if flips else 0.0
     return sum(error.moves(smooth) for error in errors) + (flips * NOISE / sqrt(relative) if relative else 0.0)
 
 
-def _relative(errors: list[Error], seen: Seen) -> float:
+def _relative(errors: list[RoundingError], seen: OperatorCall) -> float:
     """The squared relative error of the output: relative errors of factors add up."""
     numbers = {"left": seen.left, "right": seen.right, "out": seen.given["out"]}
     forward = [(error, numbers[error.places[0]]) for error in errors if error.places[0] in numbers]

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from bitwright.core.modes import eval_mode
 from bitwright.core.registry import KERNELS
 from bitwright.plan import ComputeSpec
-from bitwright.sensitivity.error_injection import operators_of
+from bitwright.sensitivity.error_injection import substitutable_operators
 from bitwright.sensitivity.indicate import Subject, Values
 from bitwright.workload import call
 

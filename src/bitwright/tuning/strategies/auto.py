@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from bitwright.tuning.search import Asking, Search
+from bitwright.tuning.search import CandidateGenerator, Search
 from bitwright.tuning.strategies.basic import basic
 from bitwright.tuning.strategies.conservative import conservative
-from bitwright.tuning.strategies.fallback import one
+from bitwright.tuning.strategies.fallback import evaluate_one
 
 
-def auto(search: Search) -> Asking:
+def auto(search: Search) -> CandidateGenerator:
     """Try cheap candidates first."""
-    outcome = yield from one([search.space.start()])
+    outcome = yield from evaluate_one([search.space.start()])
     if outcome.passed:
         return
     yield from conservative(search)

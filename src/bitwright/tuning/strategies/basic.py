@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from bitwright.tuning.search import Asking, Search
-from bitwright.tuning.strategies.fallback import accumulate, one
+from bitwright.tuning.search import CandidateGenerator, Search
+from bitwright.tuning.strategies.fallback import accumulate, evaluate_one
 
 
-def basic(search: Search) -> Asking:
+def basic(search: Search) -> CandidateGenerator:
     """Start with the settings closest to the default, then move operators to float, from the last to the first.
 
     Then combine the operators that helped, most helpful first: only those that improve the result and, if that isn't
@@ -26,7 +26,7 @@ def basic(search: Search) -> Asking:
     kept: list[str] = []
     margin = best.margin
     for name, _ in order:
-        outcome = yield from one([space.floated(base, [*kept, name])])
+        outcome = yield from evaluate_one([space.floated(base, [*kept, name])])
         if outcome.passed:
             return
         if outcome.margin > margin:

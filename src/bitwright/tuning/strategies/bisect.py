@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 
 from bitwright.tuning.candidate import Base, Outcome
-from bitwright.tuning.search import Asking, Search, Wave
-from bitwright.tuning.strategies.fallback import one
+from bitwright.tuning.search import CandidateBatch, CandidateGenerator, Search
+from bitwright.tuning.strategies.fallback import evaluate_one
 
 
-def bisect(search: Search) -> Asking:
+def bisect(search: Search) -> CandidateGenerator:
     """Keep the 1, 2, 4, … most sensitive operators in float until the goal is met, then bisect.
 
     Then quantize again every operator that doesn't need to be in float, most expensive first. The rest of the budget
@@ -17,7 +17,7 @@ def bisect(search: Search) -> Asking:
     operators in float.
     """
     space = search.space
-    start = yield from one([space.start()])
+    start = yield from evaluate_one([space.start()])
     if start.passed:
         yield from _faster(search)
         return
@@ -30,12 +30,12 @@ def bisect(search: Search) -> Asking:
 
 def _fewest(
     search: Search, base: Base | None, order: Sequence[str]
-) -> Generator[Wave, list[Outcome], list[str] | None]:
+) -> Generator[CandidateBatch, list[Outcome], list[str] | None]:
     """The shortest prefix of `order` that must be float; an empty prefix is known to be insufficient."""
     low, high, count = 0, None, 1
     while high is None and low < len(order):
         count = min(count, len(order))
-        outcome = yield from one([search.space.floated(base, order[:count])])
+        outcome = yield from evaluate_one([search.space.floated(base, order[:count])])
         if outcome.passed:
             high = count
         else:
@@ -44,12 +44,12 @@ def _fewest(
         return None
     while high - low > 1:
         middle = (low + high) // 2
-        outcome = yield from one([search.space.floated(base, order[:middle])])
+        outcome = yield from evaluate_one([search.space.floated(base, order[:middle])])
         low, high = (low, middle) if outcome.passed else (middle, high)
     return list(order[:high])
 
 
-def _minimal(search: Search, base: Base | None, kept: list[str]) -> Generator[Wave, list[Outcome], list[str]]:
+def _minimal(search: Search, base: Base | None, kept: list[str]) -> Generator[CandidateBatch, list[Outcome], list[str]]:
     """Quantize unnecessary float operators again: half of them at once, then quarters, … then single ones."""
     macs = {op.name: op.macs for op in search.space.operators}
     size = len(kept) // 2
@@ -59,7 +59,7 @@ def _minimal(search: Search, base: Base | None, kept: list[str]) -> Generator[Wa
         smaller = False
         for group in groups:
             rest = [name for name in kept if name not in group]
-            outcome = yield from one([search.space.floated(base, rest)])
+            outcome = yield from evaluate_one([search.space.floated(base, rest)])
             if outcome.passed:
                 kept, smaller = rest, True
         if size > 1:
@@ -69,7 +69,7 @@ def _minimal(search: Search, base: Base | None, kept: list[str]) -> Generator[Wa
     return kept
 
 
-def _faster(search: Search) -> Asking:
+def _faster(search: Search) -> CandidateGenerator:
     """Everything is quantized: other formats may be even faster."""
     start, formats = search.space.start(), ("weights", "activations")
     others = [base for base in search.space.bases() if base != start.base]
@@ -78,7 +78,7 @@ def _faster(search: Search) -> Asking:
         yield [search.space.start(base) for base in quick]
 
 
-def _recover(search: Search, kept: Sequence[str]) -> Asking:
+def _recover(search: Search, kept: Sequence[str]) -> CandidateGenerator:
     """Try other settings of the whole model, most similar first, and find how few of `kept` they need."""
     default, *others = search.space.bases()
     if not others:

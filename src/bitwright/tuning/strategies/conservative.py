@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from bitwright.tuning.search import Asking, Search
-from bitwright.tuning.strategies.fallback import one
+from bitwright.tuning.search import CandidateGenerator, Search
+from bitwright.tuning.strategies.fallback import evaluate_one
 
 _ORDER = ("conv", "matmul", "linear")
 
 
-def conservative(search: Search) -> Asking:
+def conservative(search: Search) -> CandidateGenerator:
     """Quantize convolutions, matrix products, linear operators and the rest; keep each kind that meets the goal."""
     free = search.space.free
     kinds = sorted({op.kind for op in free}, key=lambda kind: (_place(kind), kind))
     quantized: set[str] = set()
     for kind in kinds:
         floats = [op.name for op in free if op.kind not in (*quantized, kind)]
-        outcome = yield from one([search.space.floated(None, floats)])
+        outcome = yield from evaluate_one([search.space.floated(None, floats)])
         if outcome.passed:
             quantized.add(kind)
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from itertools import islice
 
-from bitwright.tuning.search import Asking, Search
+from bitwright.tuning.search import CandidateGenerator, Search
 
 _WAVE = 8  # candidates that may be evaluated in parallel
 
 
-def exhaustive(search: Search) -> Asking:
+def exhaustive(search: Search) -> CandidateGenerator:
     """Generate candidates until the budget ends."""
     everything = search.space.everything()
     while wave := list(islice(everything, _WAVE)):

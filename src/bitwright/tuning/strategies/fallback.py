@@ -5,30 +5,32 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 
 from bitwright.tuning.candidate import Base, Outcome
-from bitwright.tuning.search import Asking, Search, Wave
+from bitwright.tuning.search import CandidateBatch, CandidateGenerator, Search
 
 
-def one(wave_of_one: Wave) -> Generator[Wave, list[Outcome], Outcome]:
+def evaluate_one(wave_of_one: CandidateBatch) -> Generator[CandidateBatch, list[Outcome], Outcome]:
     """Request a single candidate."""
     [outcome] = yield wave_of_one
     return outcome
 
 
-def accumulate(search: Search, order: Sequence[str], base: Base | None = None) -> Generator[Wave, list[Outcome], bool]:
+def accumulate(
+    search: Search, order: Sequence[str], base: Base | None = None
+) -> Generator[CandidateBatch, list[Outcome], bool]:
     """Move operators to float one by one, cumulatively, until the goal is met."""
     for count in range(1, len(order) + 1):
-        outcome = yield from one([search.space.floated(base, order[:count])])
+        outcome = yield from evaluate_one([search.space.floated(base, order[:count])])
         if outcome.passed:
             return True
     return False
 
 
-def worst_first(search: Search, order: Sequence[str]) -> Asking:
+def worst_first(search: Search, order: Sequence[str]) -> CandidateGenerator:
     """Quantize everything, then try single operators in float, worst first, then accumulate them.
 
     The accumulation starts with the operators that help most on their own.
     """
-    start = yield from one([search.space.start()])
+    start = yield from evaluate_one([search.space.start()])
     if start.passed:
         return
     singles = yield [search.space.floated(None, [name]) for name in order]

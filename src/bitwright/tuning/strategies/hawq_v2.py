@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from bitwright.tuning.search import Asking, Search
-from bitwright.tuning.strategies.fallback import accumulate, one
+from bitwright.tuning.search import CandidateGenerator, Search
+from bitwright.tuning.strategies.fallback import accumulate, evaluate_one
 
 
-def hawq_v2(search: Search) -> Asking:
+def hawq_v2(search: Search) -> CandidateGenerator:
     """Accumulate operators by trace(H)·‖ΔW‖², largest first, with Hutchinson's estimate on the user's loss."""
     search.need_loss("hawq_v2")
-    start = yield from one([search.space.start()])
+    start = yield from evaluate_one([search.space.start()])
     if not start.passed:
         yield from accumulate(search, search.by_hessian())

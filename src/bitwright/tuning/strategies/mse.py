@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from bitwright.tuning.search import Asking, Search
+from bitwright.tuning.search import CandidateGenerator, Search
 from bitwright.tuning.strategies.fallback import worst_first
 
 
-def mse(search: Search) -> Asking:
+def mse(search: Search) -> CandidateGenerator:
     """Operators by the mean squared error between float and quantized activations, worst first."""
     yield from worst_first(search, search.by_mse())

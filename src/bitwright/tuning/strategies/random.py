@@ -5,13 +5,13 @@ from __future__ import annotations
 from random import Random
 
 from bitwright.tuning.candidate import Candidate
-from bitwright.tuning.search import Asking, Search
+from bitwright.tuning.search import CandidateGenerator, Search
 
 _WAVE = 8  # candidates that may be evaluated in parallel
 _MISSES = 1000  # consecutive repeats after which nearly all candidates have been seen
 
 
-def random(search: Search) -> Asking:
+def random(search: Search) -> CandidateGenerator:
     """Try each candidate at most once, starting with the default."""
     generator, seen = Random(search.seed), set[str]()
     wave: list[Candidate] = [search.space.start()]

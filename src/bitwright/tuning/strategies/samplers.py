@@ -10,25 +10,25 @@ from optuna.samplers import BaseSampler, GPSampler, TPESampler
 from optuna.trial import Trial
 
 from bitwright.tuning.candidate import Base, Candidate, Outcome
-from bitwright.tuning.search import Asking, Search
+from bitwright.tuning.search import CandidateGenerator, Search
 
 _WAVE = 4  # candidates that may be evaluated in parallel
 _START = 10  # random candidates at the start
 _MISSES = 50  # consecutive repeats after which the sampler has no new candidates
 
 
-def tpe(search: Search) -> Asking:
+def tpe(search: Search) -> CandidateGenerator:
     """Use a tree-structured Parzen estimator."""
     sampler = TPESampler(seed=search.seed, n_startup_trials=_START, multivariate=True, constant_liar=True)
     yield from _sampled(search, sampler)
 
 
-def bayesian(search: Search) -> Asking:
+def bayesian(search: Search) -> CandidateGenerator:
     """Use a Gaussian process."""
     yield from _sampled(search, GPSampler(seed=search.seed, n_startup_trials=_START))
 
 
-def _sampled(search: Search, sampler: BaseSampler) -> Asking:
+def _sampled(search: Search, sampler: BaseSampler) -> CandidateGenerator:
     """Use an in-memory study for the sampler, which is rebuilt deterministically from the seed and known outcomes."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)

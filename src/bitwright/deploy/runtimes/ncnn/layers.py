@@ -23,7 +23,7 @@ Parameter = int | float | tuple[int, ...] | tuple[float, ...]
 
 
 @dataclass(frozen=True, eq=False)
-class Weight:
+class LayerWeight:
     """An array in the .bin file. The main weight of a layer is `tagged`; biases and factors are plain floats."""
 
     array: NDArray[Any]
@@ -52,7 +52,7 @@ class Layer:
     reads: list[str]
     writes: list[str]
     parameters: dict[int, Parameter] = field(default_factory=dict)
-    weights: list[Weight] = field(default_factory=list)
+    weights: list[LayerWeight] = field(default_factory=list)
 
     @property
     def integer(self) -> bool:
@@ -111,7 +111,7 @@ class Net:
         blobs = sum(len(layer.writes) for layer in self.layers)
         return "".join(f"{line}\n" for line in (MAGIC, f"{len(self.layers)} {blobs}", *(y.line() for y in self.layers)))
 
-    def weights(self) -> Iterator[Weight]:
+    def weights(self) -> Iterator[LayerWeight]:
         """All weights, in the order of the .bin file."""
         for layer in self.layers:
             yield from layer.weights

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 _CODES = 127
 
 
-class Unwritable(Exception):
+class UnsupportedOperator(Exception):
     """ncnn doesn't support an operator; the text is the reason."""
 
 
@@ -26,7 +26,7 @@ class Rounded:
 
 
 @dataclass(frozen=True)
-class Codes:
+class ConstantCodes:
     """A constant before a DQ."""
 
     site: str
@@ -63,10 +63,10 @@ def shape_of(value: ir.Value | None) -> tuple[int, ...]:
     """The static shape of a tensor with a batch of one."""
     shape = None if value is None or value.shape is None else list(value.shape)
     if shape is None or not all(isinstance(size, int) for size in shape):
-        raise Unwritable("a shape that isn't static")
+        raise UnsupportedOperator("a shape that isn't static")
     sizes = tuple(int(size) for size in shape)  # type: ignore[arg-type]
     if not 2 <= len(sizes) <= 4 or sizes[0] != 1:
-        raise Unwritable(f"a tensor of shape {list(sizes)} (ncnn supports one sample with 1 to 3 axes)")
+        raise UnsupportedOperator(f"a tensor of shape {list(sizes)} (ncnn supports one sample with 1 to 3 axes)")
     return sizes
 
 
@@ -74,11 +74,11 @@ def axis_of(axis: int, rank: int) -> int:
     """Convert an axis of ONNX to ncnn, which has no batch axis."""
     axis %= rank
     if axis == 0:
-        raise Unwritable("along the batch")
+        raise UnsupportedOperator("along the batch")
     return axis - 1
 
 
-def codes_of(value: ir.Value | None) -> Codes | None:
+def codes_of(value: ir.Value | None) -> ConstantCodes | None:
     """The constant integers before a DQ, or None."""
     node = None if value is None else value.producer()
     if node is None or node.op_type != "DequantizeLinear":
@@ -88,13 +88,13 @@ def codes_of(value: ir.Value | None) -> Codes | None:
         return None
     site = str(codes.name).removesuffix(".codes")
     if "block_size" in node.attributes:
-        raise Unwritable(f"scales in groups at {site}")
+        raise UnsupportedOperator(f"scales in groups at {site}")
     zero = node.inputs[2] if len(node.inputs) > 2 else None
     if zero is not None and np.any(_constant(zero)):
-        raise Unwritable(f"a zero point at {site}")
+        raise UnsupportedOperator(f"a zero point at {site}")
     array, scales = codes.const_value.numpy(), scale.const_value.numpy().astype(np.float32)
     axis = node.attributes["axis"].as_int() % array.ndim if scales.ndim and "axis" in node.attributes else None
-    return Codes(site, array, scales, axis)
+    return ConstantCodes(site, array, scales, axis)
 
 
 def rounded(value: ir.Value | None) -> Rounded | None:
@@ -109,16 +109,16 @@ def rounded(value: ir.Value | None) -> Rounded | None:
     assert source is not None and scale is not None and zero is not None  # guaranteed by `export`
     site = str(quantize.outputs[0].name).removesuffix(".codes")
     clip = source.producer()
-    bounds = [_constant(bound) for bound in clip.inputs[1:3]] if clip is not None and is_idle_clip(clip) else []
+    bounds = [_constant(bound) for bound in clip.inputs[1:3]] if clip is not None and is_redundant_clip(clip) else []
     step = _constant(scale)
     narrow = bool(bounds) and all(abs(abs(float(bound) / float(step)) - _CODES) < 0.1 for bound in bounds)
     if step.size != 1 or np.any(_constant(zero)) or not narrow:
-        raise Unwritable(f"codes other than −127 to 127 around 0 at {site}")
+        raise UnsupportedOperator(f"codes other than −127 to 127 around 0 at {site}")
     assert clip is not None and clip.inputs[0] is not None
     return Rounded(clip.inputs[0], site, float(step))
 
 
-def is_idle_clip(node: ir.Node) -> bool:
+def is_redundant_clip(node: ir.Node) -> bool:
     """Whether it is the clip to −127 … 127 that `export` adds before Q; ncnn's quantization includes it."""
     low = node.inputs[1] if node.op_type == "Clip" and len(node.inputs) == 3 else None
     uses = node.outputs[0].uses()
@@ -132,5 +132,5 @@ def is_idle_clip(node: ir.Node) -> bool:
 
 def _constant(value: ir.Value | None) -> NDArray[Any]:
     if value is None or value.const_value is None:
-        raise Unwritable("a grid that isn't constant")
+        raise UnsupportedOperator("a grid that isn't constant")
     return value.const_value.numpy()

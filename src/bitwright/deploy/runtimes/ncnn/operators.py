@@ -11,10 +11,10 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from bitwright.deploy.onnx_files import operator_of
-from bitwright.deploy.runtimes.ncnn.layers import INT8, Layer, Parameter, Reading, Weight, factor
+from bitwright.deploy.runtimes.ncnn.layers import INT8, Layer, LayerWeight, Parameter, Reading, factor
 from bitwright.deploy.runtimes.ncnn.onnx_graph import (
-    Codes,
-    Unwritable,
+    ConstantCodes,
+    UnsupportedOperator,
     array_of,
     axis_of,
     codes_of,
@@ -24,7 +24,7 @@ from bitwright.deploy.runtimes.ncnn.onnx_graph import (
 )
 
 if TYPE_CHECKING:
-    from bitwright.deploy.runtimes.ncnn.writer import Writer
+    from bitwright.deploy.runtimes.ncnn.writer import LayerWriter
 
 
 _LEFT, _TOP, _RIGHT, _BOTTOM = 4, 14, 15, 16  # parameters of a convolution's padding
@@ -36,15 +36,15 @@ def attribute(node: ir.Node, name: str, default: Any) -> Any:
     return default if found is None else found.value
 
 
-def conv(writer: Writer, node: ir.Node) -> None:
+def conv(writer: LayerWriter, node: ir.Node) -> None:
     """Convert to Convolution, or to ConvolutionDepthWise for groups."""
     weight = array_of(node.inputs[1])
     if weight is None:
-        raise Unwritable("a convolution with a computed weight")
+        raise UnsupportedOperator("a convolution with a computed weight")
     if weight.ndim != 4:
-        raise Unwritable(f"a convolution with {weight.ndim - 2} spatial axes")
+        raise UnsupportedOperator(f"a convolution with {weight.ndim - 2} spatial axes")
     if attribute(node, "auto_pad", "NOTSET") not in ("NOTSET", "VALID"):
-        raise Unwritable("a convolution with auto_pad")
+        raise UnsupportedOperator("a convolution with auto_pad")
     group = attribute(node, "group", 1)
     outputs, _, height, width = weight.shape
     top, left, bottom, right = attribute(node, "pads", [0, 0, 0, 0])
@@ -70,36 +70,38 @@ def conv(writer: Writer, node: ir.Node) -> None:
     _product(writer, node, kind, codes_of(node.inputs[1]), weight, bias, parameters, bias_at=5, groups=group)
 
 
-def gemm(writer: Writer, node: ir.Node) -> None:
+def gemm(writer: LayerWriter, node: ir.Node) -> None:
     """Convert to InnerProduct."""
     if attribute(node, "alpha", 1.0) != 1 or attribute(node, "beta", 1.0) != 1 or attribute(node, "transA", 0):
-        raise Unwritable("a Gemm with alpha, beta or transA")
+        raise UnsupportedOperator("a Gemm with alpha, beta or transA")
     bias = node.inputs[2] if len(node.inputs) > 2 else None
     _linear(writer, node, bias, turned=bool(attribute(node, "transB", 0)))
 
 
-def matmul(writer: Writer, node: ir.Node) -> None:
+def matmul(writer: LayerWriter, node: ir.Node) -> None:
     """Convert to InnerProduct if the right operand is constant."""
     _linear(writer, node, None, turned=False)
 
 
-def _linear(writer: Writer, node: ir.Node, bias: ir.Value | None, *, turned: bool) -> None:
+def _linear(writer: LayerWriter, node: ir.Node, bias: ir.Value | None, *, turned: bool) -> None:
     weight, codes = array_of(node.inputs[1]), codes_of(node.inputs[1])
     if weight is None or weight.ndim != 2 or len(shape_of(node.inputs[0])) != 2:
-        raise Unwritable(f"{node.op_type} that isn't a linear operator on one vector per sample")
+        raise UnsupportedOperator(f"{node.op_type} that isn't a linear operator on one vector per sample")
     if not turned:  # ncnn stores one row per output
         weight = weight.T
         if codes is not None:
-            codes = Codes(codes.site, codes.codes.T, codes.scale, None if codes.axis is None else 1 - codes.axis)
+            codes = ConstantCodes(
+                codes.site, codes.codes.T, codes.scale, None if codes.axis is None else 1 - codes.axis
+            )
     parameters: dict[int, Parameter] = {0: weight.shape[0], 2: weight.size}
     _product(writer, node, "InnerProduct", codes, weight, bias, parameters, bias_at=1, groups=1)
 
 
 def _product(
-    writer: Writer,
+    writer: LayerWriter,
     node: ir.Node,
     kind: str,
-    codes: Codes | None,
+    codes: ConstantCodes | None,
     weight: NDArray[Any],
     bias: ir.Value | None,
     parameters: dict[int, Parameter],
@@ -109,10 +111,10 @@ def _product(
 ) -> None:
     read = rounded(node.inputs[0])
     integer = read is not None and codes is not None
-    weights = [Weight(weight.astype(np.float32), tagged=True)]
+    weights = [LayerWeight(weight.astype(np.float32), tagged=True)]
     if integer:
         assert codes is not None
-        weights = [Weight(_int8(codes), tagged=True, name=f"{codes.site}.codes")]
+        weights = [LayerWeight(_int8(codes), tagged=True, name=f"{codes.site}.codes")]
     if bias is not None:
         weights.append(_bias(bias))
         parameters[bias_at] = 1
@@ -123,8 +125,8 @@ def _product(
     parameters[INT8] = 1 if groups > 1 else 2
     factors = _factors(codes, weight.shape[0], groups)
     weights += [
-        Weight(factors, name=f"{codes.site}.factor"),
-        Weight(factor(read.scale).reshape(1), name=f"{read.site}.factor"),
+        LayerWeight(factors, name=f"{codes.site}.factor"),
+        LayerWeight(factor(read.scale).reshape(1), name=f"{read.site}.factor"),
     ]
     name = codes.site.removesuffix(":weight")
     layer: Layer = writer.add(kind, node, [writer.blob(read.source)], parameters, weights, name=name)
@@ -132,40 +134,42 @@ def _product(
     writer.net.scales[codes.site] = codes.scale
 
 
-def _int8(codes: Codes) -> NDArray[np.int8]:
+def _int8(codes: ConstantCodes) -> NDArray[np.int8]:
     if codes.codes.min(initial=0) < -127 or codes.codes.max(initial=0) > 127:
-        raise Unwritable(f"codes other than −127 to 127 around 0 at {codes.site}")
+        raise UnsupportedOperator(f"codes other than −127 to 127 around 0 at {codes.site}")
     return codes.codes.astype(np.int8)
 
 
-def _factors(codes: Codes, outputs: int, groups: int) -> NDArray[np.float32]:
+def _factors(codes: ConstantCodes, outputs: int, groups: int) -> NDArray[np.float32]:
     """One factor per output, or per group."""
     if codes.axis not in (None, 0):
-        raise Unwritable(f"scales along the inputs at {codes.site}")
+        raise UnsupportedOperator(f"scales along the inputs at {codes.site}")
     found = np.broadcast_to(factor(codes.scale).ravel(), (outputs,))
     if groups == 1:
         return found.copy()
     grouped = found.reshape(groups, -1)
     if not (grouped == grouped[:, :1]).all():
-        raise Unwritable(f"more than one scale for a group of channels (use int8/tensor/sym/narrow) at {codes.site}")
+        raise UnsupportedOperator(
+            f"more than one scale for a group of channels (use int8/tensor/sym/narrow) at {codes.site}"
+        )
     return grouped[:, 0].copy()
 
 
-def _bias(value: ir.Value) -> Weight:
+def _bias(value: ir.Value) -> LayerWeight:
     numbers, codes = array_of(value), codes_of(value)
     if numbers is None:
-        raise Unwritable("a computed bias")
-    return Weight(numbers.astype(np.float32).ravel(), name=None if codes is None else f"{codes.site}.value")
+        raise UnsupportedOperator("a computed bias")
+    return LayerWeight(numbers.astype(np.float32).ravel(), name=None if codes is None else f"{codes.site}.value")
 
 
-Write = Callable[["Writer", ir.Node], None]
+Write = Callable[["LayerWriter", ir.Node], None]
 _MOST = float(np.finfo(np.float32).max)
 
 
 def _plain(kind: str, **named: tuple[int, float]) -> Write:
     """A layer with one input; `named` maps its attributes to parameter ids and ONNX's defaults."""
 
-    def write(writer: Writer, node: ir.Node) -> None:
+    def write(writer: LayerWriter, node: ir.Node) -> None:
         parameters: dict[int, Parameter] = {
             number: float(attribute(node, name, default)) for name, (number, default) in named.items()
         }
@@ -176,22 +180,22 @@ def _plain(kind: str, **named: tuple[int, float]) -> Write:
 
 
 def _unary(operation: int) -> Write:
-    def write(writer: Writer, node: ir.Node) -> None:
+    def write(writer: LayerWriter, node: ir.Node) -> None:
         shape_of(node.outputs[0])
         writer.add("UnaryOp", node, [writer.blob(node.inputs[0])], {0: operation})
 
     return write
 
 
-def _hard_swish(writer: Writer, node: ir.Node) -> None:
+def _hard_swish(writer: LayerWriter, node: ir.Node) -> None:
     shape_of(node.outputs[0])
     writer.add("HardSwish", node, [writer.blob(node.inputs[0])], {0: 1 / 6, 1: 0.5})
 
 
-def _clip(writer: Writer, node: ir.Node) -> None:
+def _clip(writer: LayerWriter, node: ir.Node) -> None:
     bounds = [array_of(value) for value in (*node.inputs[1:3], None, None)][:2]
     if any(value is not None and bound is None for value, bound in zip(node.inputs[1:3], bounds, strict=False)):
-        raise Unwritable("a Clip with computed bounds")
+        raise UnsupportedOperator("a Clip with computed bounds")
     low, high = (
         default if bound is None else float(bound) for bound, default in zip(bounds, (-_MOST, _MOST), strict=True)
     )
@@ -201,7 +205,7 @@ def _clip(writer: Writer, node: ir.Node) -> None:
 def _binary(operation: int, turned: int) -> Write:
     """Two blobs, or a blob and a number; `turned` is the operation with exchanged operands."""
 
-    def write(writer: Writer, node: ir.Node) -> None:
+    def write(writer: LayerWriter, node: ir.Node) -> None:
         rank = len(shape_of(node.outputs[0]))
         numbers = [array_of(value) for value in node.inputs]
         for this, other, kind in ((0, 1, turned), (1, 0, operation)):
@@ -216,7 +220,7 @@ def _binary(operation: int, turned: int) -> Write:
     return write
 
 
-def _ranked(writer: Writer, value: ir.Value | None, rank: int) -> str:
+def _ranked(writer: LayerWriter, value: ir.Value | None, rank: int) -> str:
     """A blob with as many axes as the result, because ncnn broadcasts other ranks differently from ONNX."""
     if array_of(value) is not None:
         return writer.blob(value, rank=rank)
@@ -224,7 +228,7 @@ def _ranked(writer: Writer, value: ir.Value | None, rank: int) -> str:
     blob = writer.blob(value)
     if len(shape) == rank:
         return blob
-    raise Unwritable(f"operands with {len(shape)} and {rank} axes")
+    raise UnsupportedOperator(f"operands with {len(shape)} and {rank} axes")
 
 
 def _sizes(shape: tuple[int, ...]) -> dict[int, Parameter]:
@@ -232,22 +236,22 @@ def _sizes(shape: tuple[int, ...]) -> dict[int, Parameter]:
     return dict(zip((0, 1, 2), reversed(shape[1:]), strict=False))
 
 
-def _reshape(writer: Writer, node: ir.Node) -> None:
+def _reshape(writer: LayerWriter, node: ir.Node) -> None:
     """Convert all operators that only change the shape."""
     shape_of(node.inputs[0])
     writer.add("Reshape", node, [writer.blob(node.inputs[0])], _sizes(shape_of(node.outputs[0])))
 
 
-def _identity(writer: Writer, node: ir.Node) -> None:
+def _identity(writer: LayerWriter, node: ir.Node) -> None:
     writer.alias(node.outputs[0], writer.blob(node.inputs[0]))
 
 
 def _pool(kind: int) -> Write:
-    def write(writer: Writer, node: ir.Node) -> None:
+    def write(writer: LayerWriter, node: ir.Node) -> None:
         shape, out = shape_of(node.inputs[0]), shape_of(node.outputs[0])
         kernel = attribute(node, "kernel_shape", [])
         if len(shape) != 4 or any(step != 1 for step in attribute(node, "dilations", [1, 1])):
-            raise Unwritable(f"{node.op_type} with dilations, or with an input that isn't an image")
+            raise UnsupportedOperator(f"{node.op_type} with dilations, or with an input that isn't an image")
         strides = attribute(node, "strides", [1, 1])
         top, left, bottom, right = attribute(node, "pads", [0, 0, 0, 0])
         # the last window may exceed the input (ceil_mode): add padding, which doesn't affect a maximum
@@ -256,7 +260,7 @@ def _pool(kind: int) -> Write:
             for i, (begin, end) in enumerate(((top, bottom), (left, right)))
         ]
         if kind == 1 and any(over):
-            raise Unwritable("AveragePool with windows that exceed the input (ceil_mode)")
+            raise UnsupportedOperator("AveragePool with windows that exceed the input (ceil_mode)")
         parameters: dict[int, Parameter] = {0: kind, 1: kernel[1], 11: kernel[0], 2: strides[1], 12: strides[0]}
         parameters |= {3: left, 13: top, 14: right + over[1], 15: bottom + over[0], 5: 1}
         if kind == 1:
@@ -267,15 +271,15 @@ def _pool(kind: int) -> Write:
 
 
 def _global_pool(kind: int) -> Write:
-    def write(writer: Writer, node: ir.Node) -> None:
+    def write(writer: LayerWriter, node: ir.Node) -> None:
         if len(shape_of(node.inputs[0])) != 4:
-            raise Unwritable(f"{node.op_type} with an input that isn't an image")
+            raise UnsupportedOperator(f"{node.op_type} with an input that isn't an image")
         _pool_all(writer, node, kind)
 
     return write
 
 
-def _pool_all(writer: Writer, node: ir.Node, kind: int) -> None:
+def _pool_all(writer: LayerWriter, node: ir.Node, kind: int) -> None:
     """ncnn's global pooling returns a vector; a Reshape restores the axes that ONNX keeps."""
     shape = shape_of(node.outputs[0])
     blob = writer.blob(node.inputs[0])
@@ -289,11 +293,11 @@ def _pool_all(writer: Writer, node: ir.Node, kind: int) -> None:
 def _reduce(operation: int, pooling: int) -> Write:
     """A reduction over an image becomes a pooling, which is faster."""
 
-    def write(writer: Writer, node: ir.Node) -> None:
+    def write(writer: LayerWriter, node: ir.Node) -> None:
         rank = len(shape_of(node.inputs[0]))
         axes = ints_of(node.inputs[1]) if len(node.inputs) > 1 else None
         if axes is None:
-            raise Unwritable(f"{node.op_type} without constant axes")
+            raise UnsupportedOperator(f"{node.op_type} without constant axes")
         along = sorted(axis_of(axis, rank) for axis in axes)
         if rank == 4 and along == [1, 2]:
             _pool_all(writer, node, pooling)
@@ -306,13 +310,13 @@ def _reduce(operation: int, pooling: int) -> Write:
     return write
 
 
-def _concat(writer: Writer, node: ir.Node) -> None:
+def _concat(writer: LayerWriter, node: ir.Node) -> None:
     rank = len(shape_of(node.outputs[0]))
     axis = axis_of(attribute(node, "axis", 0), rank)
     writer.add("Concat", node, [writer.blob(value, rank=rank) for value in node.inputs], {0: axis})
 
 
-def _softmax(writer: Writer, node: ir.Node) -> None:
+def _softmax(writer: LayerWriter, node: ir.Node) -> None:
     axis = axis_of(attribute(node, "axis", -1), len(shape_of(node.inputs[0])))
     writer.add("Softmax", node, [writer.blob(node.inputs[0])], {0: axis, 1: 1})
 
@@ -320,43 +324,43 @@ def _softmax(writer: Writer, node: ir.Node) -> None:
 _PADDING = {"constant": 0, "edge": 1, "reflect": 2}
 
 
-def _pad(writer: Writer, node: ir.Node) -> None:
+def _pad(writer: LayerWriter, node: ir.Node) -> None:
     rank = len(shape_of(node.inputs[0]))
     pads = ints_of(node.inputs[1])
     axes = ints_of(node.inputs[3]) if len(node.inputs) > 3 and node.inputs[3] is not None else list(range(rank))
     fill = array_of(node.inputs[2]) if len(node.inputs) > 2 else None
     mode = attribute(node, "mode", "constant")
     if pads is None or axes is None or mode not in _PADDING or min(pads) < 0:
-        raise Unwritable("Pad with computed or negative widths, or an unknown mode")
+        raise UnsupportedOperator("Pad with computed or negative widths, or an unknown mode")
     around = {axis_of(a, rank) + 4 - rank: (pads[i], pads[i + len(axes)]) for i, a in enumerate(axes) if a % rank}
     if any(pads[i] or pads[i + len(axes)] for i, axis in enumerate(axes) if axis % rank == 0):
-        raise Unwritable("Pad along the batch")
+        raise UnsupportedOperator("Pad along the batch")
     (front, behind), (top, bottom), (left, right) = (around.get(axis, (0, 0)) for axis in range(3))
     if (front or behind) and mode != "constant":
-        raise Unwritable(f"Pad of channels with mode {mode}")
+        raise UnsupportedOperator(f"Pad of channels with mode {mode}")
     parameters: dict[int, Parameter] = {0: top, 1: bottom, 2: left, 3: right, 4: _PADDING[mode]}
     parameters |= {5: 0.0 if fill is None else float(fill.item()), 7: front, 8: behind}
     writer.add("Padding", node, [writer.blob(node.inputs[0])], parameters)
 
 
-def _slice(writer: Writer, node: ir.Node) -> None:
+def _slice(writer: LayerWriter, node: ir.Node) -> None:
     """Convert to Crop and, for steps, a pooling with a window of one pixel."""
     shape = shape_of(node.inputs[0])
     lists = [ints_of(value) for value in node.inputs[1:]]
     if any(found is None for found in lists) or len(lists) < 3:
-        raise Unwritable("Slice with computed bounds")
+        raise UnsupportedOperator("Slice with computed bounds")
     starts, ends, axes, *rest = (found or [] for found in lists)
     steps = rest[0] if rest else [1] * len(axes)
     ranges = [
         range(*slice(*bounds).indices(shape[axis])) for axis, *bounds in zip(axes, starts, ends, steps, strict=True)
     ]
     if any(step < 1 for step in steps) or not all(ranges):
-        raise Unwritable("Slice with negative steps or an empty result")
+        raise UnsupportedOperator("Slice with negative steps or an empty result")
     by_axis = {axis % len(shape): found for axis, found in zip(axes, ranges, strict=True)}
     if len(by_axis.pop(0, range(1))) != 1:
-        raise Unwritable("Slice along the batch")
+        raise UnsupportedOperator("Slice along the batch")
     if any(found.step > 1 and (len(shape) != 4 or axis == 1) for axis, found in by_axis.items()):
-        raise Unwritable("Slice with steps along another axis than rows or columns of an image")
+        raise UnsupportedOperator("Slice with steps along another axis than rows or columns of an image")
     blob = writer.blob(node.inputs[0])
     last = {axis: found[-1] + 1 for axis, found in by_axis.items()}
     cut = [axis for axis, found in by_axis.items() if found[0] > 0 or shape[axis] - last[axis] >= found.step]
@@ -375,7 +379,7 @@ def _slice(writer: Writer, node: ir.Node) -> None:
     writer.add("Pooling", node, [blob], {0: 0, 1: 1, 11: 1, 2: columns, 12: rows, 5: 1})
 
 
-def _split(writer: Writer, node: ir.Node) -> None:
+def _split(writer: LayerWriter, node: ir.Node) -> None:
     rank = len(shape_of(node.inputs[0]))
     axis = attribute(node, "axis", 0)
     parts = tuple(shape_of(value)[axis % rank] for value in node.outputs)
@@ -383,12 +387,12 @@ def _split(writer: Writer, node: ir.Node) -> None:
     writer.add("Slice", node, reads, {0: parts, 1: axis_of(axis, rank)}, writes=len(parts))
 
 
-def _batch_norm(writer: Writer, node: ir.Node) -> None:
+def _batch_norm(writer: LayerWriter, node: ir.Node) -> None:
     """Convert an unfolded batch norm to scale and bias per channel."""
     slope, bias, mean, variance = (array_of(value) for value in node.inputs[1:5])
     if slope is None or bias is None or mean is None or variance is None:
-        raise Unwritable("a batch norm with computed statistics")
-    weights = [Weight(part.astype(np.float32)) for part in (slope, mean, variance, bias)]
+        raise UnsupportedOperator("a batch norm with computed statistics")
+    weights = [LayerWeight(part.astype(np.float32)) for part in (slope, mean, variance, bias)]
     parameters: dict[int, Parameter] = {0: prod(slope.shape), 1: float(attribute(node, "epsilon", 1e-5))}
     writer.add("BatchNorm", node, [writer.blob(node.inputs[0])], parameters, weights)
 

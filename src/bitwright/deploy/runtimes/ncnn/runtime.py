@@ -22,7 +22,7 @@ from bitwright.core.tensor_tree import slice_batch
 from bitwright.deploy.artefacts.store import QDQ
 from bitwright.deploy.export import export, export_float
 from bitwright.deploy.integrity import Damage, compare_digests, digests_of, file_digest, text_digest
-from bitwright.deploy.runtimes.base import Runtime, refused
+from bitwright.deploy.runtimes.base import Runtime, input_error
 from bitwright.deploy.runtimes.ncnn.layers import MAGIC, PRODUCTS, Net, factor
 from bitwright.deploy.runtimes.ncnn.writer import convert
 
@@ -30,7 +30,7 @@ MOST = 2**40
 Shape = Annotated[tuple[Annotated[int, Field(ge=0, le=MOST)], ...], Field(max_length=8)]
 
 
-class Output(Strict):
+class OutputBlob(Strict):
     """An output of the model."""
 
     blob: str
@@ -69,7 +69,7 @@ class Files(Strict):
 
     version: Literal[1] = 1
     inputs: dict[str, Shape]
-    outputs: dict[str, Output]
+    outputs: dict[str, OutputBlob]
     layers: int = Field(ge=0, le=MOST)
     bytes: int = Field(ge=0, le=MOST)
     """The size of the .bin file."""
@@ -77,7 +77,7 @@ class Files(Strict):
     """The number of convolutions and linear layers by type."""
     floats: tuple[str, ...] | None = None
     """The names of those that run in float."""
-    sites: dict[str, Site]
+    sites: dict[str, SiteBlob]
     pieces: dict[str, Piece]
     scales: dict[str, list[float]]
     """Scales of weights; ncnn's files contain their reciprocals, from which not every scale can be recovered."""
@@ -154,7 +154,7 @@ def save(net: Net, path: Path) -> None:
     codes = {blob for layer in net.layers for blob in layer.writes if layer.rounds}
     notes = Files(
         inputs=net.inputs,
-        outputs={name: Output(blob=blob, shape=shape) for name, (blob, shape) in net.outputs.items()},
+        outputs={name: OutputBlob(blob=blob, shape=shape) for name, (blob, shape) in net.outputs.items()},
         layers=len(net.layers),
         bytes=position,
         products={
@@ -163,7 +163,9 @@ def save(net: Net, path: Path) -> None:
         },
         floats=tuple(layer.name for layer in products if not layer.integer),
         sites={
-            site: Site(blob=what.layer.reads[0], integer=what.layer.reads[0] in codes, scale=what.scale, pads=what.pads)
+            site: SiteBlob(
+                blob=what.layer.reads[0], integer=what.layer.reads[0] in codes, scale=what.scale, pads=what.pads
+            )
             for site, what in net.sites.items()
         },
         pieces=pieces,
@@ -277,7 +279,7 @@ class Ncnn(Runtime):
             array = feed[name]
             if array.shape[1:] != shape or array.dtype != np.float32 or len(sizes) != 1 or 0 in sizes:
                 found = f"{name} is {array.dtype} of shape {list(array.shape)}"
-                raise refused(
+                raise input_error(
                     self.name, ValueError(f"{found}, but the artefact takes float32 of [any, {str(list(shape))[1:]}")
                 )
         return sizes.pop()
@@ -298,7 +300,7 @@ class Ncnn(Runtime):
     def _extract(self, extractor: Any, blob: str) -> NDArray[Any]:
         status, found = extractor.extract(blob)
         if status != 0:
-            raise refused(self.name, RuntimeError(f"it stops at {blob} with status {status}"))
+            raise input_error(self.name, RuntimeError(f"it stops at {blob} with status {status}"))
         return np.array(found)
 
     def executed(self) -> dict[str, int]:
@@ -330,10 +332,10 @@ class Ncnn(Runtime):
     @classmethod
     def probing(cls, path: Path, sites: Iterable[str]) -> Runtime:
         """Open the same artefact: ncnn can return any blob."""
-        return _Probe(path, sites)
+        return _NcnnProbe(path, sites)
 
 
-class _Probe(Ncnn):
+class _NcnnProbe(Ncnn):
     """Layers quantize their inputs internally; this class repeats ncnn's quantization to obtain the codes."""
 
     def __init__(self, path: Path, sites: Iterable[str]) -> None:
@@ -349,7 +351,7 @@ class _Probe(Ncnn):
         ]
         return [*results, *(self._codes(extractor, site) for site in self.shown.values())]
 
-    def _codes(self, extractor: Any, site: Site) -> NDArray[Any]:
+    def _codes(self, extractor: Any, site: SiteBlob) -> NDArray[Any]:
         import ncnn
 
         found = self._extract(extractor, site.blob)

@@ -17,13 +17,20 @@ from bitwright.deploy.runtimes.ncnn.layers import (
     PRODUCTS,
     REQUANTIZES,
     Layer,
+    LayerWeight,
     Net,
     Parameter,
     Reading,
-    Weight,
     factor,
 )
-from bitwright.deploy.runtimes.ncnn.onnx_graph import Rounded, Unwritable, array_of, is_idle_clip, rounded, shape_of
+from bitwright.deploy.runtimes.ncnn.onnx_graph import (
+    Rounded,
+    UnsupportedOperator,
+    array_of,
+    is_redundant_clip,
+    rounded,
+    shape_of,
+)
 from bitwright.deploy.runtimes.ncnn.operators import OPERATORS
 
 _CONVOLUTIONS = ("Convolution", "ConvolutionDepthWise")
@@ -114,7 +121,7 @@ def _fuse_rounding(net: Net) -> None:
         if any(other.array.item() != factors[0].array.item() for other in factors):
             continue
         layer.parameters[INT8] = _whole(layer.parameters[INT8]) + REQUANTIZES
-        layer.weights.append(Weight(factors[0].array))
+        layer.weights.append(LayerWeight(factors[0].array))
 
 
 def _split(net: Net) -> None:
@@ -145,16 +152,16 @@ _SKIPPED = ("QuantizeLinear", "DequantizeLinear", "Constant")  # handled by thei
 def convert(model: ir.Model) -> Net:
     """The layers of an ONNX model with a batch of one; one error lists all unsupported operators."""
     passes.ShapeInferencePass()(model)
-    writer = Writer(model.graph)
+    writer = LayerWriter(model.graph)
     writer.run()
     return fuse(writer.net)
 
 
-class _Missing(Unwritable):
+class _Missing(UnsupportedOperator):
     """An operand that no layer computes."""
 
 
-class Writer:
+class LayerWriter:
     """Collects the layers that conversions of operators add."""
 
     def __init__(self, graph: ir.Graph) -> None:
@@ -171,7 +178,7 @@ class Writer:
         for value in self.graph.inputs:
             self._attempt(value.name or "", self._input, value)
         for node in self.graph:
-            if node.op_type not in _SKIPPED and not is_idle_clip(node):
+            if node.op_type not in _SKIPPED and not is_redundant_clip(node):
                 self._attempt(str(node.outputs[0].name), self._node, node)
         for value in self.graph.outputs:
             self._attempt(value.name or "", self._output, value)
@@ -190,14 +197,14 @@ class Writer:
             step(*args)
         except _Missing:
             self.missing.append(name)
-        except Unwritable as reason:
+        except UnsupportedOperator as reason:
             self.problems.setdefault(str(reason), []).append(name)
 
     def _node(self, node: ir.Node) -> None:
         if node.op_type not in OPERATORS:
-            raise Unwritable(node.op_type)
+            raise UnsupportedOperator(node.op_type)
         if all(value is None or array_of(value) is not None for value in node.inputs):
-            raise Unwritable(f"{node.op_type} of constants")
+            raise UnsupportedOperator(f"{node.op_type} of constants")
         OPERATORS[node.op_type](self, node)
 
     def add(
@@ -206,7 +213,7 @@ class Writer:
         node: ir.Node | str,
         reads: Sequence[str],
         parameters: Mapping[int, Parameter] | None = None,
-        weights: Sequence[Weight] = (),
+        weights: Sequence[LayerWeight] = (),
         *,
         writes: int = 1,
         name: str | None = None,
@@ -241,7 +248,7 @@ class Writer:
 
     def _round(self, found: Rounded) -> str:
         """Quantize, and dequantize with Cast and BinaryOp, because ncnn's Dequantize only reads accumulators."""
-        weight = Weight(factor(found.scale).reshape(1), name=f"{found.site}.factor")
+        weight = LayerWeight(factor(found.scale).reshape(1), name=f"{found.site}.factor")
         codes = self.add("Quantize", f"{found.site}.codes", [self.blob(found.source)], {0: 1}, [weight])
         self.net.sites.setdefault(found.site, Reading(codes, found.scale))
         wide = self.add("Cast", f"{found.site}.wide", codes.writes, {0: 3, 1: 1})
@@ -253,13 +260,13 @@ class Writer:
         if rank is not None:
             shape = (1,) * (rank - len(shape)) + shape
         if len(shape) not in (2, 3, 4) or shape[0] != 1 or array.dtype.kind != "f":
-            raise Unwritable(f"a constant of shape {list(array.shape)}, type {array.dtype}")
+            raise UnsupportedOperator(f"a constant of shape {list(array.shape)}, type {array.dtype}")
         sizes = dict(zip((0, 1, 2), reversed(shape[1:]), strict=False))
-        return self.add("MemoryData", str(value.name), [], sizes, [Weight(array.astype(np.float32))]).writes[0]
+        return self.add("MemoryData", str(value.name), [], sizes, [LayerWeight(array.astype(np.float32))]).writes[0]
 
     def _input(self, value: ir.Value) -> None:
         if value.dtype != ir.DataType.FLOAT:
-            raise Unwritable("an input that isn't float32")
+            raise UnsupportedOperator("an input that isn't float32")
         shape = shape_of(value)[1:]
         sizes = dict(zip((0, 1, 2), reversed(shape), strict=False))
         self.blobs[str(value.name)] = self.add("Input", str(value.name), [], sizes).writes[0]

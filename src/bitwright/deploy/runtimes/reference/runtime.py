@@ -16,7 +16,7 @@ from onnx import numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 from bitwright.core.errors import ArtefactError
-from bitwright.deploy.runtimes.base import refused
+from bitwright.deploy.runtimes.base import input_error
 from bitwright.deploy.runtimes.onnx_reader import OnnxReader
 from bitwright.deploy.runtimes.reference.operators import (
     MOVES,
@@ -80,7 +80,7 @@ class Reference(OnnxReader):
         except ArtefactError:
             raise
         except Exception as error:  # NumPy's errors for mismatched shapes
-            raise refused(self.name, error) from error
+            raise input_error(self.name, error) from error
         return [_array(values[name]) for name in self.outputs]
 
     def _node(self, index: int, node: onnx.NodeProto, values: list[Value]) -> list[Value]:
