@@ -24,7 +24,7 @@ from bitwright.bench.rows import Outcome, gave_up, plan_of
 from bitwright.core.task_store import open_study
 from bitwright.quantizers import quantizers_of
 from bitwright.training import Callback
-from bitwright.training.run import Run
+from bitwright.training.run import TrainingRun
 from bitwright.workload import evaluate
 
 HERE = Path(__file__).parent

@@ -136,7 +136,7 @@ def _show_sites(out: Out, result: Check) -> None:
     if result.probe is not None:
         verdict = (
             "its other outputs equal those of the artefact"
-            if result.probe.undisturbed
+            if result.probe.outputs_identical
             else "its other outputs differ, because the runtime fuses operators differently there"
         )
         out.say(f"measured in a copy of the artefact with {result.probe.outputs} more outputs; {verdict}")

@@ -22,7 +22,7 @@ from bitwright.profiling.machine import of_rank
 from bitwright.profiling.profile_quality import operators_of_step, poor_fits, relative_uncertainty
 from bitwright.profiling.step import Clock
 from bitwright.profiling.workload_step import record_workload_step
-from bitwright.training.distributed import joined
+from bitwright.training.distributed import process_group
 
 _ROUNDS = 30
 _UNCERTAIN = 0.1
@@ -103,7 +103,7 @@ def profile_(
         _reject("--trace", {**planning, "--published": published is not None, **measuring})
     elif published is not None:
         _reject("--published", measuring)
-    with joined() as ranks:
+    with process_group() as ranks:
         out = out if ranks.first else Out(json=False, quiet=True)
         found = open_workload(out, workload)
         if trace is not None:

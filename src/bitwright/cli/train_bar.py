@@ -11,7 +11,7 @@ from bitwright.core import formatting
 from bitwright.report import new_record, write_report
 from bitwright.report.training import training_record
 from bitwright.training.callbacks import Callback
-from bitwright.training.run import Run
+from bitwright.training.run import TrainingRun
 
 
 class TrainBar(Callback):
@@ -24,7 +24,7 @@ class TrainBar(Callback):
         self.losses: list[tuple[int, float]] = []  # of this epoch: the step, and the mean loss since the previous entry
         self.begun = 0
 
-    def on_start(self, run: Run) -> None:
+    def on_start(self, run: TrainingRun) -> None:
         """Start the bar."""
         self.spoken = True
         self.begun = run.step
@@ -44,7 +44,7 @@ class TrainBar(Callback):
         self.task = self.progress.add_task("", total=run.steps, completed=run.step)
         self.progress.start()
 
-    def on_log(self, run: Run, values: dict[str, float]) -> None:
+    def on_log(self, run: TrainingRun, values: dict[str, float]) -> None:
         """Collect the loss."""
         self.losses.append((run.step, values["loss"]))
 
@@ -55,7 +55,7 @@ class TrainBar(Callback):
             total, last = total + loss * (step - last), step
         return total / (last - self.begun) if last > self.begun else None
 
-    def on_step(self, run: Run) -> None:
+    def on_step(self, run: TrainingRun) -> None:
         """Update the bar."""
         if self.progress is None:
             return
@@ -67,7 +67,7 @@ class TrainBar(Callback):
             said.append(f"{metric} {formatting.metric_value(metric, run.metrics[-1][metric])}")
         self.progress.update(self.task, completed=run.step, description=", ".join(said))
 
-    def on_epoch(self, run: Run, values: dict[str, float]) -> None:
+    def on_epoch(self, run: TrainingRun, values: dict[str, float]) -> None:
         """Print a line for the epoch."""
         shown = ", ".join(
             f"{name} {formatting.metric_value(name, value)}" for name, value in values.items() if name != "n"
@@ -77,7 +77,7 @@ class TrainBar(Callback):
         loss = "" if mean is None else f"loss {mean:.4f}, "
         self.out.say(f"epoch {run.epoch}/{run.config.epochs}: {loss}{shown}")
 
-    def on_end(self, run: Run) -> None:
+    def on_end(self, run: TrainingRun) -> None:
         """Remove the bar."""
         if self.progress is not None:
             self.progress.stop()
@@ -86,6 +86,6 @@ class TrainBar(Callback):
 class TrainReport(Callback):
     """Write the report together with the result."""
 
-    def on_result(self, run: Run, folder: Path) -> None:
+    def on_result(self, run: TrainingRun, folder: Path) -> None:
         """Write the report into the folder of the result."""
         write_report(new_record(run.workload.name, seed=run.config.seed, training=training_record(folder)), folder)

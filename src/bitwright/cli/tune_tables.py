@@ -9,12 +9,12 @@ from bitwright.core import formatting
 from bitwright.core.output_folder import visible_files
 from bitwright.tuning import Tuned
 from bitwright.tuning.baseline import Baseline
-from bitwright.tuning.search import Asked
+from bitwright.tuning.search import TrialRecord
 
 _SHOWN = 12  # trials in the table at the end
 
 
-def show_trial(out: Out, asked: Asked, baseline: Baseline) -> None:
+def show_trial(out: Out, asked: TrialRecord, baseline: Baseline) -> None:
     """Print one line for a candidate."""
     outcome = asked.outcome
     if outcome.failed is not None:

@@ -19,12 +19,12 @@ from bitwright.core.modes import call_copied, eval_mode
 from bitwright.core.notebook import table
 from bitwright.core.registry import RUNTIMES
 from bitwright.core.tensor_tree import as_call, tensors_in
-from bitwright.deploy.agreement import OutputCheck, Sums, as_array, refuse_nan
+from bitwright.deploy.agreement import AgreementSums, OutputCheck, as_array, refuse_nan
 from bitwright.deploy.artefacts.store import QDQ, kind_of_artefact, read_artefact
-from bitwright.deploy.distance import Distance, SiteDistance, distance_of, look_at_sites
+from bitwright.deploy.distance import Distance, SiteDistance, distance_of, measure_sites
 from bitwright.deploy.integrity import Damage
 from bitwright.deploy.runtimes.base import Runtime, open_runtime, readers
-from bitwright.deploy.site_check import Probe, SiteCheck, StoredSites, check_sites
+from bitwright.deploy.site_check import ProbeInfo, SiteCheck, StoredSites, check_sites
 from bitwright.graph.capture import report_batch_errors
 from bitwright.quantizers import attachment_of, in_mode, warnings_of
 from bitwright.workload.calibration_data import CalibrationData

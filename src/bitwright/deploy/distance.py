@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from bitwright.core.errors import Problem
 from bitwright.core.modes import eval_mode
 from bitwright.core.tensor_tree import as_call, batch_size, map_tensors, slice_batch, tensors_in
-from bitwright.deploy.agreement import Sums, as_array, decibels
+from bitwright.deploy.agreement import AgreementSums, as_array, decibels
 from bitwright.quantizers import Attachment, Quantizer, attachment_of, in_mode, tapped
 
 FAR_DB = 10.0  # below, the error is a third of the output's amplitude; typical INT8 models have 20 to 40

@@ -2,8 +2,8 @@
 
 from bitwright.ptq.calibration import calibrate, find_ranges, settle_ranges, settle_weights
 from bitwright.ptq.distributed import ALONE
-from bitwright.ptq.run import Ran, run_steps
-from bitwright.ptq.step import MEMORY, Data, Step, Work, need_data, read_steps
+from bitwright.ptq.run import StepResult, run_steps
+from bitwright.ptq.step import MEMORY, Data, PtqContext, Step, read_steps, require_rereadable
 from bitwright.workload.calibration_data import CalibrationData
 
 __all__ = [
@@ -13,7 +13,6 @@ __all__ = [
     "Data",
     "PtqContext",
     "Step",
-    "Work",
     "calibrate",
     "find_ranges",
     "read_steps",

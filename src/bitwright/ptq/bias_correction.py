@@ -52,7 +52,7 @@ class BiasCorrection(Step):
         total: Tensor | None = None
         count = 0
         source = Source("op", measured)
-        with eval_mode(work.model), in_mode(work.model, "quantize"), _raw(work, op, norm):
+        with eval_mode(context.model), in_mode(context.model, "quantize"), _unquantized_outputs(context, op, norm):
             for index in range(len(replay)):
                 exact = by_channel(replay.float(index, stop)[source].double(), op.kind)
                 rounded = by_channel(replay.quantized(index, stop)[source].double(), op.kind)

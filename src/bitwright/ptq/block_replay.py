@@ -18,7 +18,7 @@ from bitwright.core.modes import eval_mode
 from bitwright.core.tensor_tree import as_call, tensors_in
 from bitwright.graph import Source
 from bitwright.graph.recording import Call, Tape, Values, depends_on_parameters, inputs_of, record, run_call
-from bitwright.ptq.step import Weight, Work
+from bitwright.ptq.step import PtqContext, Weight
 from bitwright.quantizers import in_mode
 
 _PASSING = ("batch_norm", "relu", "relu6", "hardtanh", "leaky_relu", "prelu", "dropout", "gelu", "silu", "hardswish")
@@ -240,10 +240,10 @@ def _source(name: str) -> Source:
 def _checked(context: PtqContext, piece: Any) -> Tape:
     """Record a call with this input shape, and verify that the recording reproduces the model's output."""
     args, kwargs = as_call(piece)
-    with eval_mode(work.model), torch.no_grad(), in_mode(work.model, "float"):
-        tape, inputs = record(work.model, piece)
-        expected = [tensor for _, tensor in tensors_in(work.model(*args, **kwargs))]
-        fixed = {**tape.constants, **work.live()}
+    with eval_mode(context.model), torch.no_grad(), in_mode(context.model, "float"):
+        tape, inputs = record(context.model, piece)
+        expected = [tensor for _, tensor in tensors_in(context.model(*args, **kwargs))]
+        fixed = {**tape.constants, **context.current_tensors()}
         values = tape.run(0, len(tape.calls), inputs, fixed, run_call)
     found = [values.get(source) for source in tape.outputs]
     if not all(_same(a, b) for a, b in zip(found, expected, strict=True)):

@@ -18,7 +18,15 @@ from bitwright.core.progress import Progress
 from bitwright.core.registry import OBSERVERS
 from bitwright.core.tensor_tree import as_call, batch_size, channels_last, slice_batch, tensors_in
 from bitwright.graph.capture import untouched
-from bitwright.ptq.distributed import describe, exchange, give_up, merge_ranges, own_ranges, settle_together, several
+from bitwright.ptq.distributed import (
+    exchange,
+    is_distributed,
+    make_report,
+    merge_ranges,
+    own_ranges,
+    send_failure,
+    settle_across_ranks,
+)
 from bitwright.quantizers import Quantizer, attachment_of, folded_once, in_mode, tapped, weights_may_change
 from bitwright.quantizers.state import parameter_problems
 from bitwright.workload.calibration_data import CalibrationData
@@ -88,7 +96,7 @@ def choose_batching(
         except Exception:  # for example, a view that requires another memory format
             images = False
     keep_freed_memory()
-    return Feed(max(1, size) if cut else None, images)
+    return Batching(max(1, size) if cut else None, images)
 
 
 def _alike(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:

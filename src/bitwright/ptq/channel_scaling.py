@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from bitwright.graph import Op, Port, Source
 from bitwright.graph.recording import Call, run_call
-from bitwright.ptq.step import Work
+from bitwright.ptq.step import PtqContext
 
 _WEIGHTED = ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "linear")
 # f(s·x) = s·f(x) for each s > 0

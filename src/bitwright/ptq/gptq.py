@@ -96,7 +96,7 @@ def _hessians(context: PtqContext, replay: Replay, weight: Weight, groups: int) 
     assert port is not None
     hooks = context.attachment.hooks_at(call.op)
     quantizer = None if hooks is None else hooks.inputs.get("input")
-    with eval_mode(work.model), in_mode(work.model, "quantize"):
+    with eval_mode(context.model), in_mode(context.model, "quantize"):
         for index in range(len(replay)):
             x = replay.values(index, "quantized")[port.sources[0]]
             x = (x if quantizer is None else quantizer(x)).float()

@@ -26,8 +26,8 @@ from bitwright.graph import Graph, capture_paths
 from bitwright.graph.interception import bare
 from bitwright.plan import Plan
 from bitwright.ptq.calibration import find_ranges
-from bitwright.ptq.run import Ran, run_steps
-from bitwright.ptq.step import MEMORY, Data, Step, Work, need_data, read_steps
+from bitwright.ptq.run import StepResult, run_steps
+from bitwright.ptq.step import MEMORY, Data, PtqContext, Step, read_steps, require_rereadable
 from bitwright.quantizers import find_attachment, in_mode, prepare, strip, warnings_of, weights_may_change
 from bitwright.workload import Workload, evaluate
 from bitwright.workload.calibration_data import CalibrationData
@@ -50,7 +50,7 @@ class Quantized:
     graph: Graph
     example: Any
     backend: str
-    steps: tuple[Ran, ...] = ()
+    steps: tuple[StepResult, ...] = ()
     """What each PTQ step did, and the operators that it skipped."""
     distance: Distance | None = None
     """The distance to the float model on a few calibration samples. None: not measured."""
@@ -244,7 +244,7 @@ def quantize(
             context = PtqContext(model=model, graph=graph, plan=plan, data=data, seed=seed, memory=memory)
             place = None if folder is None else Path(folder)
             with weights_may_change(model):
-                ran = run_steps(work, wanted, folder=place, keep=keep_state, progress=progress)
+                ran = run_steps(context, wanted, folder=place, keep=keep_state, progress=progress)
         else:
             find_ranges(model, chain(first, stream), progress=progress)
     except BaseException:

@@ -62,18 +62,18 @@ class Reconstruct(Step):
         """Fit one block and write the rounded weights."""
         kept = context.cache
         if "replay" not in kept:
-            kept["blocks"] = {block.name: block for block in self.blocks(work)}
-            kept["ranges"] = _first_passed(work, kept["blocks"].values()) if self.learns_ranges else {}
-            kept["replay"] = Replay(work, self.batch)
-            if self.weighs:
-                with eval_mode(work.model), _frozen(work.model):
-                    kept["fisher"] = fisher(work, kept["replay"], list(kept["blocks"].values()))
-        block: Block = kept["blocks"][unit]
+            kept["blocks"] = {block.name: block for block in self.blocks(context)}
+            kept["ranges"] = _first_passed(context, kept["blocks"].values()) if self.learns_ranges else {}
+            kept["replay"] = Replay(context, self.batch)
+            if self.uses_fisher:
+                with eval_mode(context.model), _frozen(context.model):
+                    kept["fisher"] = fisher(context, kept["replay"], list(kept["blocks"].values()))
+        block: ReconstructionBlock = kept["blocks"][unit]
         replay: Replay = kept["replay"]
         replay.advance(block.start)
-        softs = [_Soft(work, weight) for weight in block.weights]
-        ranges = [_Range(self, work, quantizer) for quantizer in kept["ranges"].get(unit, [])]
-        with eval_mode(work.model), in_mode(work.model, "quantize"), _frozen(work.model):
+        softs = [_LearnedRounding(context, weight) for weight in block.weights]
+        ranges = [_LearnedScale(self, context, quantizer) for quantizer in kept["ranges"].get(unit, [])]
+        with eval_mode(context.model), in_mode(context.model, "quantize"), _frozen(context.model):
             with torch.no_grad():
                 for index in range(len(replay)):
                     replay.keep(index, "target", {block.output: replay.float(index, block.stop)[block.output]})

@@ -53,7 +53,7 @@ def run_steps(
     folder: Path | None = None,
     keep: bool = False,
     progress: Progress | None = None,
-) -> tuple[Ran, ...]:
+) -> tuple[StepResult, ...]:
     """Run steps on float weights, calibrate, then run steps on the calibrated model, which is changed in place.
 
     The random numbers of each unit depend only on the seed. A resumed run is therefore bit-identical if the data comes
@@ -85,10 +85,10 @@ def run_steps(
     for index, (step, names) in enumerate(zip(steps, units, strict=True)):
         if step.needs_ranges and not calibrated:
             calibrated = True
-            _calibrate(work, state, progress, resumed=done > early)
-        work.skipped = {}
-        work.kept = {}
-        step.units(work)  # fills `skipped`
+            _calibrate(context, state, progress, resumed=done > early)
+        context.skipped = {}
+        context.cache = {}
+        step.units(context)  # fills `skipped`
         begin = time.perf_counter()
         try:
             for unit in names:
@@ -108,7 +108,7 @@ def run_steps(
         seconds = time.perf_counter() - begin
         results.append(StepResult(step=str(step), units=len(names), seconds=seconds, skipped=dict(context.skipped)))
     if not calibrated:
-        find_ranges(work.model, work.data, progress=progress)
+        find_ranges(context.model, context.data, progress=progress)
     if progress is not None:
         progress(total, total, "PTQ steps finished")
     if not keep:
@@ -116,7 +116,7 @@ def run_steps(
     return tuple(results)
 
 
-def _calibrate(work: Work, state: _State, progress: Progress | None, *, resumed: bool) -> None:
+def _calibrate(context: PtqContext, state: _State, progress: Progress | None, *, resumed: bool) -> None:
     """Set ranges, and store the current float model as the reference of later steps."""
     if resumed:
         state.load(context.model, _FLOAT)

@@ -64,7 +64,7 @@ def tuning_record(tuned: Tuned, metric: str) -> TuningRecord:
     )
 
 
-def _trial(asked: Asked, tuned: Tuned, pareto: bool) -> TrialRow:
+def _trial(asked: TrialRecord, tuned: Tuned, pareto: bool) -> TrialRow:
     outcome = asked.outcome
     return TrialRow(
         number=asked.number + 1,

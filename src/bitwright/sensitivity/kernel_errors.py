@@ -107,8 +107,10 @@ def _for_weight(seen: OperatorCall, grad: Tensor, steps: Tensor, spec: ComputeSp
 def _int8_matmul(seen: OperatorCall, spec: ComputeSpec) -> Iterator[RoundingError]:
     left, right, grad, channel = seen.left, seen.right, seen.grad, seen.channel
     limit = second_limit(left)
-    yield Error(("left",), encode(seen.rows(left), whole=spec.per_tensor).float().view(left.shape) - left, channel)
-    yield Error(("right",), _columns(right, limit, spec))
+    yield RoundingError(
+        ("left",), encode(seen.rows(left), whole=spec.per_tensor).float().view(left.shape) - left, channel
+    )
+    yield RoundingError(("right",), _columns(right, limit, spec))
     if grad is None:
         return
     if "input" in spec.backward:
@@ -125,9 +127,9 @@ def _encoded(
 ) -> RoundingError:
     rows = seen.rows(x)
     if spec.stochastic:
-        return Error(places, stochastic_variance(rows, signed=signed, whole=spec.per_tensor).view(x.shape))
+        return RoundingError(places, stochastic_variance(rows, signed=signed, whole=spec.per_tensor).view(x.shape))
     codes = encode(rows, signed=signed, whole=spec.per_tensor)
-    return Error(places, (codes.float() - rows).view(x.shape), seen.channel)
+    return RoundingError(places, (codes.float() - rows).view(x.shape), seen.channel)
 
 
 def _rows(x: Tensor, limit: int, spec: ComputeSpec) -> Tensor:

@@ -30,13 +30,13 @@ class Callback:
     def on_epoch(self, run: TrainingRun, values: dict[str, float]) -> None:
         """Called after an epoch is finished and evaluated; `values` contains the workload's metrics."""
 
-    def on_result(self, run: Run, folder: Path) -> None:
+    def on_result(self, run: TrainingRun, folder: Path) -> None:
         """The run is complete. What is written to `folder` moves to the run's folder together with the result."""
 
-    def on_end(self, run: Run) -> None:
+    def on_end(self, run: TrainingRun) -> None:
         """Called when the run ends or is interrupted."""
 
-    def discard(self, run: Run) -> None:
+    def discard(self, run: TrainingRun) -> None:
         """The run failed before its first checkpoint: remove the files that this callback has written to its folder."""
 
 
@@ -62,7 +62,7 @@ class History(Callback):
         """Append the line of an epoch."""
         self._add({"step": run.step, "epoch": run.epoch, "metrics": values})
 
-    def discard(self, run: Run) -> None:
+    def discard(self, run: TrainingRun) -> None:
         """Remove the file, unless it was there before."""
         if self._new:
             self.path.unlink(missing_ok=True)
@@ -122,7 +122,7 @@ class TensorBoard(Callback):
             with writing(self.folder):
                 self.writer.close()
 
-    def discard(self, run: Run) -> None:
+    def discard(self, run: TrainingRun) -> None:
         """Remove the files of this run."""
         if self._before is None:
             shutil.rmtree(self.folder, ignore_errors=True)

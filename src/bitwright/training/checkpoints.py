@@ -148,13 +148,13 @@ class Checkpoints:
                 staged.rename(target)
                 sync_to_disk(self.folder)
         note_written(target)
-        saved = Saved(folder=target, step=step)
+        saved = SavedCheckpoint(folder=target, step=step)
         if best:
             self.mark_best(saved)
         self._forget()
         return saved
 
-    def mark_best(self, saved: Saved) -> None:
+    def mark_best(self, saved: SavedCheckpoint) -> None:
         """Note that this is the checkpoint with the best metric."""
         write_text(self.folder / "best", saved.folder.name)
 

@@ -24,7 +24,7 @@ from bitwright.ptq.quantize import Quantized, put_back, quantize
 from bitwright.quantizers import find_attachment, strip
 from bitwright.tuning.baseline import Baseline
 from bitwright.tuning.candidate import Candidate, Outcome, failure
-from bitwright.tuning.goal import Goal, hopeless, required_hits
+from bitwright.tuning.goal import Goal, cannot_pass, required_hits
 from bitwright.workload import Workload, batches, evaluate
 from bitwright.workload.data import first, rebatched, regrouped
 
@@ -112,9 +112,9 @@ class Evaluator:
 
     def _measure(self, quantized: Quantized, baseline: Baseline, tell: Tell) -> Outcome:
         tell("evaluating")
-        given_up = self._given_up(quantized, baseline) if self.early else None
-        if given_up is not None:
-            return given_up
+        rejected = self._reject_early(quantized, baseline) if self.early else None
+        if rejected is not None:
+            return rejected
         metrics = evaluate(self.workload, quantized.model)
         margin = self.goal.worst_margin(self.workload.metric, baseline.metrics, metrics)
         samples = int(metrics["n"]) if "n" in metrics else None

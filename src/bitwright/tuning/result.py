@@ -101,7 +101,7 @@ class Tuned:
         return notebook.Chart(charts.scatter(dots, x_name="trial", y_name=name, label="Trials", counted=True))
 
     @property
-    def pareto(self) -> list[Asked]:
+    def pareto(self) -> list[TrialRecord]:
         """The candidates on the Pareto front of metric, latency and size."""
         measured = [asked for asked in self.history if asked.outcome.latency_ms is not None]
         points = {asked.number: _point(asked.outcome) for asked in measured}

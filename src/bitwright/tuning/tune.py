@@ -62,7 +62,7 @@ def tune(
     early: bool = True,
     memory: Amount = MEMORY,
     progress: Progress | None = None,
-    watch: Callable[[Asked, Baseline], None] | None = None,
+    watch: Callable[[TrialRecord, Baseline], None] | None = None,
     on_result: Callable[[Tuned, Path], None] | None = None,
     **choices: Unpack[Choices],
 ) -> Tuned:

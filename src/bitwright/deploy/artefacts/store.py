@@ -15,7 +15,7 @@ from bitwright.core.arguments import strict
 from bitwright.core.documents import parse_json, read_text, validated
 from bitwright.core.errors import ArtefactError, PlanError, Problem
 from bitwright.core.registry import ARTEFACTS
-from bitwright.deploy.artefacts.base import Grid, Sidecar
+from bitwright.deploy.artefacts.base import Sidecar, StoredGrid
 from bitwright.deploy.integrity import compare_digests, onnx_tensors, read_digests, structure_damages, text_digest
 from bitwright.deploy.onnx_files import load_onnx
 

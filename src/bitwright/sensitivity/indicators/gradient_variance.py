@@ -26,7 +26,7 @@ from bitwright.sensitivity.error_injection import (
     training_batch_norms,
 )
 from bitwright.sensitivity.indicate import Subject, Values
-from bitwright.sensitivity.kernel_errors import Error, errors_of
+from bitwright.sensitivity.kernel_errors import RoundingError, rounding_errors
 from bitwright.workload import call, trainable_parameters
 
 _RELUS = {F.relu, torch.relu, torch.Tensor.relu}

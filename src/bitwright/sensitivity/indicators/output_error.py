@@ -22,7 +22,7 @@ def output_error(subject: Subject) -> Values:
     with (
         torch.no_grad(),
         eval_mode(subject.model),
-        operators_of(subject.model, subject.graph, subject.any_spec) as operators,
+        substitutable_operators(subject.model, subject.graph, subject.any_spec) as operators,
     ):
 
         def outputs(kernels: Mapping[str, Any]) -> list[Tensor]:

@@ -54,7 +54,7 @@ class Piece(Strict):
 _OWN = ".json"  # its digest is stored in the file itself
 
 
-class Site(Strict):
+class SiteBlob(Strict):
     """A site that a layer quantizes itself; it is observed in the layer's input blob."""
 
     blob: str
