@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import bitwright as bw
 from bitwright.training import TrainConfig
-from bitwright.workload import measure
+from bitwright.workload import evaluate
 from bitwright.zoo.mrpc import blendcnn_mrpc
 
 RUNTIMES = ["onnxruntime", "openvino"]
@@ -81,7 +81,7 @@ def bytes_of(work: bw.Workload) -> dict[str, Any]:
 
 
 def compare(work: bw.Workload, runs: int) -> dict[str, Any]:
-    found = bw.compare_runtimes(work, RUNTIMES, batch_sizes=BATCHES, runs=runs, time=runs > 0)
+    found = bw.benchmark(work, RUNTIMES, batch_sizes=BATCHES, runs=runs, time=runs > 0)
     rows: dict[str, Any] = {}
     for row in found.runtimes:
         scores = {
@@ -175,7 +175,7 @@ def main() -> None:
         blind = replace(blind, model=Unmarked(blind.model))
         train(blind, folder / "unmarked", 0, args.epochs)
         bw.load_checkpoint(blind.model, folder / "unmarked" / "checkpoint.safetensors")
-        data["unmarked"] = measure(blendcnn_mrpc(), blind.model)
+        data["unmarked"] = evaluate(blendcnn_mrpc(), blind.model)
     data["environment"] = environment(runs=args.runs, threads_of_runtimes=1)
     save("blendcnn_mrpc", data, table(data))
 

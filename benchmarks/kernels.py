@@ -28,7 +28,7 @@ from bitwright.cluster.planners import fastest
 from bitwright.kernels import products
 from bitwright.kernels.codes import FULL
 from bitwright.plan import ComputeSpec
-from bitwright.profiling import Variant, halves, profile, record_step
+from bitwright.profiling import Variant, halves, profile_variants, record_step
 from bitwright.zoo.resnet20 import ResNet20
 
 WAYS = {
@@ -100,7 +100,7 @@ def planned(
     plans = [everywhere(graph, spec) for spec in specs.values()]
     plans += [half for plan in plans for half in halves(plan)]
     models = [Variant(model=make(None)), *(Variant(model=make(plan), plan=plan) for plan in plans)]
-    here = profile(models, batch, F.cross_entropy, clock="cpu", rounds=9, fit_casts=False)
+    here = profile_variants(models, batch, F.cross_entropy, clock="cpu", rounds=9, fit_casts=False)
     recorded = record_step(make(None), batch, F.cross_entropy)
     penalties = {name: dict.fromkeys(specs, 1.0) for name in plans[0].compute}
     machine = OnCluster(recorded, {"here": here}, Cluster.of({"here": 1}), penalties, specs, keep_float=keep_float)

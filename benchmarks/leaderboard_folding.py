@@ -30,7 +30,7 @@ from bitwright.core.task_store import open_study
 from bitwright.core.tensor_tree import as_call
 from bitwright.quantizers import Layout
 from bitwright.quantizers.levels import Sized
-from bitwright.workload import measure
+from bitwright.workload import evaluate
 
 HERE = Path(__file__).parent
 PLACES = (("residual-fashion-mnist", "tensorrt"), ("depthwise-cifar10", "tvm"))
@@ -61,14 +61,14 @@ def run(task: RowTask, starts: Starts) -> dict[str, Any]:
     )
     target = "academic" if beyond else task.backend
     model = Trainer(workload, quantize=plan, backend=target, config=config).fit().model.eval()
-    accuracy = measure(workload, model)[workload.metric]
+    accuracy = evaluate(workload, model)[workload.metric]
     before, after = deviations(start.workload.model), deviations(model)
     for norm in model.modules():
         if isinstance(norm, nn.BatchNorm2d):
             norm.train().momentum = 0.0  # statistics of the batch, and nothing of it is kept
-    of_batches = measure(workload, lambda *inputs: model(*inputs))[workload.metric]
+    of_batches = evaluate(workload, lambda *inputs: model(*inputs))[workload.metric]
     settle(model, list(workload.calibration() if workload.calibration is not None else ()))
-    settled = measure(workload, model)[workload.metric]
+    settled = evaluate(workload, model)[workload.metric]
     grown = [after[name] / before[name] for name in before]
     return {
         "accuracy": accuracy,

@@ -29,7 +29,7 @@ from bitwright.bench.grid import RowTask
 from bitwright.bench.rows import Outcome, gave_up, on_device, plan_of
 from bitwright.core.task_store import open_study
 from bitwright.deploy.runtimes.openvino import OpenVino
-from bitwright.workload import Workload, measure
+from bitwright.workload import Workload, evaluate
 
 HERE = Path(__file__).parent
 SATURATING = (  # the largest gaps of the leaderboard that had no guards at the first and the last layer
@@ -55,7 +55,7 @@ def train(task: RowTask, starts: Starts, *, guarded: bool) -> tuple[torch.nn.Mod
 
 def saturated(task: RowTask, starts: Starts, folder: Path, *, guarded: bool) -> dict[str, Any]:
     model, workload = train(task, starts, guarded=guarded)
-    accuracy = measure(workload, model)[workload.metric]
+    accuracy = evaluate(workload, model)[workload.metric]
     ran = on_device(model, backend(task.backend), workload, accuracy, task)
     OpenVino.write(model, folder / "model.onnx", workload.inputs)
     seen = check(model, folder / "model.onnx", [first_images(workload)], runtime="openvino", per_site=True)

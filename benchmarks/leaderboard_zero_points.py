@@ -25,7 +25,7 @@ from bitwright.core.task_store import open_study
 from bitwright.quantizers import quantizers_of
 from bitwright.training import Callback
 from bitwright.training.run import Run
-from bitwright.workload import measure
+from bitwright.workload import evaluate
 
 HERE = Path(__file__).parent
 BACKENDS = ("snpe", "onnxruntime")
@@ -63,7 +63,7 @@ def train(task: RowTask, starts: Starts) -> tuple[float, Watched, dict[str, floa
     model = Trainer(workload, quantize=plan, backend=target, config=config, callbacks=[watched]).fit().model
     after = zero_points(model)
     moved = {site: float((after[site] - before).abs().max()) for site, before in watched.before.items()}
-    return measure(workload, model)[workload.metric], watched, moved
+    return evaluate(workload, model)[workload.metric], watched, moved
 
 
 def main() -> None:

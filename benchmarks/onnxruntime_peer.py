@@ -81,7 +81,7 @@ def compare(name: str, runs: int) -> dict[str, Any]:
 
 
 def _accuracy(workload: bw.Workload, path: Path) -> float:
-    return bw.measure(workload, bw.open_runtime("onnxruntime", path, threads=2))["top1"]
+    return bw.evaluate(workload, bw.open_runtime("onnxruntime", path, threads=2))["top1"]
 
 
 def table(name: str, rows: dict[str, Any]) -> str:

@@ -37,7 +37,7 @@ from bitwright.cluster.cost_model import FLOAT
 from bitwright.cluster.memory_limit import RESERVE, size
 from bitwright.cluster.planners import dynamic_batching, fastest, integer, recover, recover_and_split, uniform
 from bitwright.plan import ComputeSpec
-from bitwright.profiling import DeviceProfile, Variant, profile, record_step
+from bitwright.profiling import DeviceProfile, Variant, profile_variants, record_step
 from bitwright.profiling.device_profile import OperatorCost, Timing
 
 INT8 = ComputeSpec(format="int8")  # as `--formats int8` has it
@@ -80,7 +80,7 @@ def workload() -> Workload:
 
 
 def command(profiles: dict[str, DeviceProfile], limits: dict[str, float], penalties: Any) -> dict[str, float]:
-    """`bitwright plan --cluster` from its start to its end."""
+    """`bitwright plan-cluster` from its start to its end."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         lines = ["bitwright_cluster: 1", "link: {latency_us: 20, gbit_per_s: 25}", "devices:"]
@@ -95,12 +95,12 @@ def command(profiles: dict[str, DeviceProfile], limits: dict[str, float], penalt
             sys.executable,
             "-m",
             "bitwright",
-            "plan",
+            "plan-cluster",
             f"{Path(__file__).resolve()}:workload",
             "--batch",
             str(BATCH),
         ]
-        asked += ["--cluster", "cluster.yaml", "--indications", "indications.json", "-o", "plan.yaml"]
+        asked += ["--cluster", "cluster.yaml", "--scores", "indications.json", "-o", "plan.yaml"]
         paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
         start, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
         subprocess.run(asked, cwd=folder, check=True, env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"})
@@ -160,7 +160,7 @@ def main() -> None:
     plan = Plan(compute={"*": INT8}).resolve(graph)
     kernels = prepare(copy.deepcopy(model), plan, graph=graph)
     variants = [Variant(model=model), Variant(model=kernels, plan=plan)]
-    own = profile(variants, batch, loss, rounds=chosen.rounds, fit_casts=False)
+    own = profile_variants(variants, batch, loss, rounds=chosen.rounds, fit_casts=False)
     step = record_step(model, batch, loss, name="bert-base")
     del kernels, variants
     draw = random.Random(0)
@@ -203,7 +203,7 @@ def main() -> None:
         f"devices; {BATCH} × {LENGTH} tokens each. Limits of memory bind on two kinds: {told}. "
         "CPU seconds of one thread, one planner after the other, each "
         "with what those before it have asked; bar 30. "
-        f"`bitwright plan --cluster`, from its start to its end, with all rows: {whole['cpu_seconds']:.1f} CPU seconds "
+        f"`bitwright plan-cluster`, from its start to its end, with all rows: {whole['cpu_seconds']:.1f} CPU seconds "
         f"({whole['wall_seconds']:.0f} s on a machine that others used, too).",
         "",
         "| planner | planning | step | suffers | operators in INT8 | batches | of the limits |",

@@ -36,7 +36,7 @@ from common import Ranks, clean_up_on_signals, environment, save, whole
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from bitwright.cluster import Cluster, Modelled, predict
+from bitwright.cluster import Cluster, Modelled, predict_step
 from bitwright.core.process_group import leave_group
 from bitwright.plan import Plan
 from bitwright.profiling import DeviceProfile, StepSettings, Variant, open_store, record_step
@@ -144,12 +144,12 @@ def judge(found: dict[str, Case], gathered: list[Any], world: int, buckets: Any)
     for name, (variant, batch, model) in found.items():
         graph = record_step(model, batch, F.cross_entropy, name=name)
         measured = statistics.fmean(times[name] for _, times, _ in gathered)
-        ours = predict(graph, variant.plan, profiles, cluster, variant.settings).buckets
+        ours = predict_step(graph, variant.plan, profiles, cluster, variant.settings).buckets
         if ", ".join(map(str, ours)) != buckets[name]:
             raise SystemExit(f"{name}: buckets of {ours} bytes, but DDP's have {buckets[name]}")
         for words, modelled in ABLATIONS.items():
             plan: Plan = variant.plan
-            made = predict(graph, plan, profiles, cluster, variant.settings, modelled=modelled)
+            made = predict_step(graph, plan, profiles, cluster, variant.settings, modelled=modelled)
             rows.append(
                 {
                     "world": world,

@@ -37,7 +37,7 @@ RESNET = {
     "weight_observer": "mse",
     "activations": "int4/tensor/sym/adasign",
     "observer": "mse",
-    "edges": 8,
+    "first_last_bits": 8,
 }
 LIGHT = "iterations=40,batch=4,lr=0.05"  # of EfficientNet-Lite0, one iteration over all blocks takes seconds here
 LAYER = "iterations=100,lr=0.03"
@@ -98,7 +98,7 @@ def run(table: str, choices: dict[str, Any], steps: list[str], seed: int, folder
     options.intra_op_num_threads = 1
     session = onnxruntime.InferenceSession(artefact.path, options)
     name = session.get_inputs()[0].name
-    top1 = bw.measure(work, lambda x: torch.from_numpy(session.run(None, {name: x.numpy()})[0]))["top1"]
+    top1 = bw.evaluate(work, lambda x: torch.from_numpy(session.run(None, {name: x.numpy()})[0]))["top1"]
     artefact.path.unlink()
     return {"top1": top1, "seconds": seconds, "steps": [str(ran.step) for ran in quantized.steps]}
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from common import environment, save
 
-from bitwright import TrainConfig, Trainer, check, measure, open_runtime
+from bitwright import TrainConfig, Trainer, check, evaluate, open_runtime
 from bitwright.zoo.workloads import resnet20_cifar10
 
 RUNS: dict[str, dict[str, Any]] = {
@@ -58,7 +58,7 @@ def run(name: str, folder: Path) -> dict[str, Any]:
         artefact = result.quantized.export(folder / name / "model.onnx").path
         images = (inputs for inputs, _ in workload.evaluation())
         parity = check(result.model, artefact, images)
-        row["runtime"] = measure(workload, open_runtime("onnxruntime", artefact))["top1"]
+        row["runtime"] = evaluate(workload, open_runtime("onnxruntime", artefact))["top1"]
         row["same_top1"] = 100 * float(parity.outputs[0].top1_agreement or 0)
     return row
 
@@ -72,7 +72,7 @@ def main() -> None:
     torch.manual_seed(0)
     arguments.folder.mkdir(parents=True, exist_ok=True)
     workload = resnet20_cifar10()
-    floating = measure(workload, workload.model)["top1"]
+    floating = evaluate(workload, workload.model)["top1"]
     rows = []
     for name in RUNS:
         kept = arguments.folder / f"{name}.json"

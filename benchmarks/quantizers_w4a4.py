@@ -29,7 +29,7 @@ from common import environment, save
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import register_parametrization
 
-from bitwright import TrainConfig, Trainer, Workload, measure
+from bitwright import TrainConfig, Trainer, Workload, evaluate
 from bitwright.zoo.data import Augmented, Images, data_folder, idx_images, whole
 
 TRAINED_ON, FLOAT, QAT = 20_000, {"epochs": 12, "lr": 4e-3}, {"epochs": 3, "lr": 1e-3}
@@ -157,7 +157,7 @@ def main() -> None:
         starts = []
         for seed in range(arguments.seeds):
             made = Trainer(fashion(seed), config=settings(seed, **FLOAT), out=Path(folder) / str(seed)).fit()
-            starts.append(measure(fashion(seed), made.model)["top1"])
+            starts.append(evaluate(fashion(seed), made.model)["top1"])
         for name in ["float", *arguments.only]:
             begin = time.perf_counter()
             runs = [run(name, seed, Path(folder) / str(seed)) for seed in range(arguments.seeds)]

@@ -40,7 +40,7 @@ from bitwright.cluster.cost_model import FLOAT
 from bitwright.cluster.planners import Allocation, dynamic_batching, recover, recover_and_split, uniform
 from bitwright.core.process_group import leave_group
 from bitwright.plan import ComputeSpec
-from bitwright.profiling import DeviceProfile, StepSettings, Variant, halves, open_store, profile, record_step
+from bitwright.profiling import DeviceProfile, StepSettings, Variant, halves, open_store, profile_variants, record_step
 from bitwright.profiling.collectives import group_fact, measure_collectives, measure_group
 from bitwright.profiling.step import TrainingStep
 from bitwright.profiling.timing import undisturbed
@@ -117,7 +117,7 @@ def run_rank(rank: int, rounds: int, meeting: str, out: Path) -> None:
     variants += [Variant(model=prepare(copy.deepcopy(model), p, graph=graph), plan=p) for p in halves(low)]
     half = (x[: BATCH // 2], y[: BATCH // 2])
     for size in (batch, half):
-        own = profile(variants, size, F.cross_entropy, store=store, rounds=rounds, fit_casts=False)
+        own = profile_variants(variants, size, F.cross_entropy, store=store, rounds=rounds, fit_casts=False)
     busy = TrainingStep(copy.deepcopy(model), [batch], F.cross_entropy, StepSettings())
     done = dist.barrier(async_op=True)
     while not done.is_completed():  # both share this machine's memory, so the other one has to be measured beside work

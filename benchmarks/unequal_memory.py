@@ -34,13 +34,13 @@ from torch.nn.parallel import DistributedDataParallel
 from unequal import INT8, KINDS, QUOTA, WAYS, facts
 
 from bitwright import Plan, capture, indicate, prepare
-from bitwright.cluster import Cluster, predict
+from bitwright.cluster import Cluster, predict_step
 from bitwright.cluster.cluster_cost_model import OnCluster
 from bitwright.cluster.planners.precision import over_limits
 from bitwright.core.errors import PlanError
 from bitwright.core.process_group import leave_group
 from bitwright.plan import ComputeSpec
-from bitwright.profiling import DeviceProfile, StepSettings, Variant, open_store, profile, record_step
+from bitwright.profiling import DeviceProfile, StepSettings, Variant, open_store, profile_variants, record_step
 from bitwright.profiling.collectives import group_fact, measure_collectives, measure_group
 from bitwright.profiling.machine import most_resident_bytes
 from bitwright.profiling.profiler import training_peak
@@ -84,7 +84,7 @@ def plan_rank(rank: int, rounds: int, out: Path, memory_gb: float | None) -> Non
     peak = training_peak(model, batch, logits_loss)  # first of all, as `bitwright profile` does
     step = record_step(model, batch, logits_loss, name="bert")
     own = measured(model, batch, half, rounds)
-    used = predict(step, Plan(), own).devices[0].memory
+    used = predict_step(step, Plan(), own).devices[0].memory
     assert used is not None
     own = own.model_copy(update={"memory": own.memory.model_copy(update={"process": peak - used.peak})})
     busy = TrainingStep(copy.deepcopy(model), [batch], logits_loss, StepSettings())
@@ -132,7 +132,7 @@ def measured(model: nn.Module, batch: Batch, half: Batch, rounds: int) -> Device
     store.add({"facts": measure_group()})
     store.add({"facts": {group_fact("collectives"): [cost.model_dump() for cost in measure_collectives()]}})
     for size in (half, batch):
-        own = profile(variants, size, logits_loss, store=store, rounds=rounds, fit_casts=False)
+        own = profile_variants(variants, size, logits_loss, store=store, rounds=rounds, fit_casts=False)
     return own
 
 

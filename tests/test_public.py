@@ -30,3 +30,21 @@ def test_a_function_stays_a_function_when_plugins_are_loaded() -> None:
 def test_importing_the_package_does_not_load_torch() -> None:
     code = "import sys, bitwright; assert 'torch' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_quantize_does_not_import_training_profiling_or_cluster_code() -> None:
+    code = (
+        "import sys, bitwright\nbitwright.quantize\n"
+        "packages = {name.split('.')[1] for name in sys.modules if name.startswith('bitwright.')}\n"
+        "assert not packages & {'training', 'profiling', 'cluster', 'tuning', 'bench', 'report', 'cli'}, packages\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_functions_hide_the_packages_with_their_names() -> None:
+    import bitwright.report.words
+
+    import bitwright.deploy.check
+
+    assert callable(bitwright.deploy)
+    assert callable(bitwright.report)

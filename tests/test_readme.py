@@ -36,11 +36,11 @@ def test_plan_block_is_a_plan_for_digits(tmp_path: Path) -> None:
 
 
 def test_own_workload(tmp_path: Path) -> None:
-    from bitwright import load_workload, measure
+    from bitwright import evaluate, load_workload
 
     (tmp_path / "my_workload.py").write_text(block("python", "# my_workload.py"))
     workload = load_workload(f"{tmp_path / 'my_workload.py'}:small")
-    assert measure(workload, workload.model)["n"] == 512
+    assert evaluate(workload, workload.model)["n"] == 512
 
 
 def test_verbs_are_those_of_the_command_line() -> None:

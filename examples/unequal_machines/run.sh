@@ -23,9 +23,9 @@ measure="--kernel int8 --batch 32 --half-batch --rounds ${ROUNDS:-15} $layout"
 bitwright profile "$workload" $measure -o "$out/fast.json" --cache "$out/fast.jsonl"
 "$here/half_speed.sh" bitwright profile "$workload" $measure -o "$out/slow.json" --cache "$out/slow.jsonl"
 bitwright score "$workload" --indicator gradient-variance --formats int8 -o "$out/suffering.json"
-bitwright plan "$workload" --cluster "$out/cluster.yaml" --indications "$out/suffering.json" --batch 32 $layout \
+bitwright plan-cluster "$workload" --cluster "$out/cluster.yaml" --scores "$out/suffering.json" --batch 32 $layout \
   --planner "${PLANNER:-recover+split}" -o "$out/plan.yaml"
-bitwright predict "$workload" --cluster "$out/cluster.yaml" --quantize "$out/plan.yaml" --batch 32 $layout
+bitwright predict "$workload" --cluster "$out/cluster.yaml" --plan "$out/plan.yaml" --batch 32 $layout
 torchrun --nproc-per-node 2 --no-python "$here/rank.sh" \
-  bitwright train "$workload" --plan "$out/plan.yaml" --kind fast,slow --epochs "${EPOCHS:-4}" --lr 0.02 \
+  bitwright train "$workload" --plan "$out/plan.yaml" --device-kind fast,slow --epochs "${EPOCHS:-4}" --lr 0.02 \
   $layout -o "$out/run"

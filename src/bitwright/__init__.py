@@ -1,28 +1,41 @@
-"""Bitwright: the precision that every operator of a PyTorch model deserves."""
+"""Bitwright chooses the numeric precision of every operator of a PyTorch model."""
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from bitwright.backends import backend, make_plan
-    from bitwright.bench import GridConfig, Leaderboard, compare_runtimes, run_again
+    from bitwright.bench import GridConfig, Leaderboard, benchmark, run_again
+    from bitwright.bench.comparison import Comparison
     from bitwright.bench.run_grid import run_grid
+    from bitwright.cluster import Cluster, Prediction
+    from bitwright.cluster.plan_cluster import plan_cluster
+    from bitwright.cluster.predict_workload import predict
+    from bitwright.cluster.profile_workload import profile
     from bitwright.core.errors import BitwrightError, PlanError, Problem
     from bitwright.core.formats import Format
-    from bitwright.deploy import check, export, export_float, measure_latency, open_runtime
+    from bitwright.core.progress import Progress
+    from bitwright.deploy import Artefact, Check, check, export, export_float, measure_latency, open_runtime
     from bitwright.deploy.checkpoint import load_checkpoint, save_checkpoint
+    from bitwright.deployment import Deployment, deploy, quantize_workload
     from bitwright.graph import Graph, capture
     from bitwright.plan import Plan, SiteSpec
+    from bitwright.profiling import DeviceProfile
     from bitwright.ptq import calibrate
     from bitwright.ptq.quantize import Quantized, quantize
+    from bitwright.ptq.saved_model import load
     from bitwright.quantizers import compile_arithmetic, prepare, quantizers_of, set_mode, strip
+    from bitwright.report.record import Record
+    from bitwright.report.summary_page import report
     from bitwright.sensitivity import Indications, indicate, score, suggest
     from bitwright.training import Qat, TrainConfig, Trainer
     from bitwright.tuning import Budget, Goal, Space, TuneConfig, Tuned, tune
     from bitwright.version import __version__
-    from bitwright.workload import Workload, load_workload, measure
+    from bitwright.workload import Workload, evaluate, load_workload
 
 # Names are fetched when they are first used: `bitwright --help` shouldn't wait seconds for torch.
 _HOMES = {
@@ -34,18 +47,26 @@ _HOMES = {
         "strip",
     ),
     "bitwright.backends": ("backend", "make_plan"),
+    "bitwright.deployment": ("Deployment", "deploy", "quantize_workload"),
     "bitwright.bench": (
         "GridConfig",
         "Leaderboard",
-        "compare_runtimes",
+        "benchmark",
         "run_again",
         "run_grid",
     ),
+    "bitwright.cluster": ("Cluster", "Prediction"),
+    "bitwright.cluster.plan_cluster": ("plan_cluster",),
+    "bitwright.cluster.predict_workload": ("predict",),
+    "bitwright.cluster.profile_workload": ("profile",),
+    "bitwright.profiling": ("DeviceProfile",),
     "bitwright.deploy.checkpoint": (
         "load_checkpoint",
         "save_checkpoint",
     ),
     "bitwright.deploy": (
+        "Artefact",
+        "Check",
         "check",
         "export",
         "export_float",
@@ -71,6 +92,11 @@ _HOMES = {
         "Quantized",
         "quantize",
     ),
+    "bitwright.ptq.saved_model": ("load",),
+    "bitwright.bench.comparison": ("Comparison",),
+    "bitwright.report.record": ("Record",),
+    "bitwright.report.summary_page": ("report",),
+    "bitwright.core.progress": ("Progress",),
     "bitwright.sensitivity": (
         "Indications",
         "indicate",
@@ -94,7 +120,7 @@ _HOMES = {
     "bitwright.workload": (
         "Workload",
         "load_workload",
-        "measure",
+        "evaluate",
     ),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
@@ -112,9 +138,26 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *_HOME})
 
 
+class _Package(ModuleType):
+    """The package: its functions `deploy` and `report` hide the subpackages with these names."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Ignore the subpackages that the import system sets."""
+        if not (name in _HOME and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
+
 __all__ = [
+    "Artefact",
     "BitwrightError",
     "Budget",
+    "Check",
+    "Cluster",
+    "Comparison",
+    "Deployment",
+    "DeviceProfile",
     "Format",
     "Goal",
     "Graph",
@@ -123,9 +166,12 @@ __all__ = [
     "Leaderboard",
     "Plan",
     "PlanError",
+    "Prediction",
     "Problem",
+    "Progress",
     "Qat",
     "Quantized",
+    "Record",
     "SiteSpec",
     "Space",
     "TrainConfig",
@@ -135,23 +181,30 @@ __all__ = [
     "Workload",
     "__version__",
     "backend",
+    "benchmark",
     "calibrate",
     "capture",
     "check",
-    "compare_runtimes",
     "compile_arithmetic",
+    "deploy",
+    "evaluate",
     "export",
     "export_float",
     "indicate",
+    "load",
     "load_checkpoint",
     "load_workload",
     "make_plan",
-    "measure",
     "measure_latency",
     "open_runtime",
+    "plan_cluster",
+    "predict",
     "prepare",
+    "profile",
     "quantize",
+    "quantize_workload",
     "quantizers_of",
+    "report",
     "run_again",
     "run_grid",
     "save_checkpoint",

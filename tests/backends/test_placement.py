@@ -281,17 +281,17 @@ def test_norms_are_folded(name: str, fold: dict[str, str]) -> None:
 def test_a_strategy_of_folding_may_be_chosen() -> None:
     graph = graph_of(Residual)
     usual = place(graph, "onnxruntime")
-    assert place(graph, "onnxruntime", bn=4) == place(graph, "onnxruntime", bn=None) == usual
+    assert place(graph, "onnxruntime", fold=4) == place(graph, "onnxruntime", fold=None) == usual
     for strategy in range(4):
-        plan = place(graph, "onnxruntime", bn=strategy)
+        plan = place(graph, "onnxruntime", fold=strategy)
         assert plan.fold == {f"bn{i}": FoldSpec(into=f"conv{i}", strategy=strategy) for i in (1, 2)}
         assert plan.sites == usual.sites
-    assert place(graph, "onnxruntime", bn=-1).fold == {}
-    assert place(graph, "academic", bn=-1) == place(graph, "academic")
+    assert place(graph, "onnxruntime", fold=-1).fold == {}
+    assert place(graph, "academic", fold=-1) == place(graph, "academic")
     with pytest.raises(PlanError, match=r"unknown folding strategy(.|\n)*-1 \(no folding\)"):
-        place(graph, "onnxruntime", bn=5)
+        place(graph, "onnxruntime", fold=5)
     with pytest.raises(PlanError, match="none would be folded"):
-        place(graph, "academic", bn=2)
+        place(graph, "academic", fold=2)
 
 
 def test_a_norm_over_another_axis_is_not_folded() -> None:

@@ -149,7 +149,7 @@ def test_first_and_last_operators_keep_eight_bits() -> None:
     assert edge_bits(plan) == [8, 4, 4, 8]
     assert plan.sites["stem:input"].format.bits == 8
     assert "8 bits at the first and last operator" in plan.sites["head:weight"].why
-    assert edge_bits(place(graph_of("residual"), "academic", edges=4, **low)) == [4, 4, 4, 4]
+    assert edge_bits(place(graph_of("residual"), "academic", first_last_bits=4, **low)) == [4, 4, 4, 4]
 
 
 def test_edges_never_lose_bits_by_default() -> None:
@@ -214,7 +214,7 @@ def test_an_unknown_algorithm_is_an_error() -> None:
 
 @pytest.mark.parametrize("target", ["onnxruntime", "openvino"])
 def test_edges_with_8_bits_keep_the_guard_that_the_rest_does_not_need(target: str) -> None:
-    low: dict[str, Any] = {"weights": "int4/channel/sym", "activations": "uint4/tensor/asym", "edges": 8}
+    low: dict[str, Any] = {"weights": "int4/channel/sym", "activations": "uint4/tensor/asym", "first_last_bits": 8}
     plan = place(graph_of("residual"), target, saturating=True, **low)
     weights = {site: spec for site, spec in plan.sites.items() if site.endswith(":weight")}
     assert {spec.guard for spec in weights.values() if spec.format.bits == 8} == {"int16-pairs"}
@@ -223,5 +223,5 @@ def test_edges_with_8_bits_keep_the_guard_that_the_rest_does_not_need(target: st
 
 
 def test_edges_with_fewer_bits_need_no_guard() -> None:
-    plan = place(graph_of("residual"), "onnxruntime", edges=4, saturating=True)
+    plan = place(graph_of("residual"), "onnxruntime", first_last_bits=4, saturating=True)
     assert all(spec.guard is None for spec in plan.sites.values() if spec.format.bits < 8)

@@ -28,8 +28,15 @@ def test_two_instances_on_cores_of_their_own_are_added_up() -> None:
     model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)).eval()
     work = bw.Workload(name="tiny", model=model, inputs=(x[:1],), calibration=lambda: [x])
     free, phases = sorted(os.sched_getaffinity(0)), list[str]()
-    result = bw.compare_runtimes(
-        work, ["onnxruntime"], batch_sizes=(4,), runs=23, warmup=1, instances=2, cores=1, progress=phases.append
+    result = bw.benchmark(
+        work,
+        ["onnxruntime"],
+        batch_sizes=(4,),
+        runs=23,
+        warmup=1,
+        instances=2,
+        cores=1,
+        progress=lambda done, total, description: phases.append(description),
     )
     assert sorted(os.sched_getaffinity(0)) == free  # ours are as they were
     assert [(row.variant, row.batch, row.runs, row.pinned) for row in result.together] == [
@@ -54,7 +61,7 @@ def test_two_instances_on_cores_of_their_own_are_added_up() -> None:
 def test_an_instance_has_as_many_threads_as_cores() -> None:
     work = bw.Workload(name="tiny", model=nn.Linear(2, 2), inputs=(torch.ones(1, 2),))
     with pytest.raises(BitwrightError, match="as many threads as cores"):
-        bw.compare_runtimes(work, ["onnxruntime"], instances=1, threads=2)
+        bw.benchmark(work, ["onnxruntime"], instances=1, threads=2)
 
 
 @pinning

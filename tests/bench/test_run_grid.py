@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -158,7 +159,7 @@ def test_a_row_that_runs_something_else_than_it_says_is_an_error(
     assert "bitwright.quantizers.plain.Plain runs instead of bitwright.quantizers.lsq.Lsq" in str(failed.reason)
 
     def wide(*arguments: Any, **choices: Any) -> Plan:
-        return make_plan(*arguments, **{**choices, "weights": "int6/channel/sym", "bn": None})
+        return make_plan(*arguments, **{**choices, "weights": "int6/channel/sym", "fold": None})
 
     monkeypatch.setattr("bitwright.bench.rows.make_plan", wide)
     (failed,) = run(tmp_path, attempts=1, backends=["onnxruntime"], runtimes="none", bnfold=2).rows
@@ -169,7 +170,7 @@ def test_more_bits_than_the_row_says_are_for_its_edges_only(tmp_path: Path, monk
     def wide(*arguments: Any, **choices: Any) -> Plan:
         """Eight bits, where the row has four and eight at its edges."""
         eight = {key: choices[key].replace("int4", "int8") for key in ("weights", "activations")}
-        return make_plan(*arguments, **{**choices, **eight, "edges": None})
+        return make_plan(*arguments, **{**choices, **eight, "first_last_bits": None})
 
     monkeypatch.setattr("bitwright.bench.rows.make_plan", wide)
     (failed,) = run(tmp_path, attempts=1).rows
@@ -233,7 +234,7 @@ def test_rows_that_are_done_say_where_and_with_which_ranges(board: Leaderboard) 
 
 def test_norms_that_are_folded_otherwise_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def other(*arguments: Any, **choices: Any) -> Plan:
-        return make_plan(*arguments, **{**choices, "bn": 1})
+        return make_plan(*arguments, **{**choices, "fold": 1})
 
     monkeypatch.setattr("bitwright.bench.rows.make_plan", other)
     (failed,) = run(tmp_path, attempts=1, backends=["tvm"]).rows
@@ -322,7 +323,7 @@ def test_rows_do_not_depend_on_the_cpu_that_runs_them(tmp_path: Path, monkeypatc
     """Weights are guarded against products that saturate, also where this CPU's don't."""
     found = []
     for saturates in (False, True):
-        monkeypatch.setattr("bitwright.deploy.saturation.saturates", lambda _, answer=saturates: answer)
+        monkeypatch.setattr(sys.modules["bitwright.deploy.saturation"], "saturates", lambda _, answer=saturates: answer)
         one = run(tmp_path / str(saturates), backends=["onnxruntime"], bits=[8], seeds=[0], runtimes="none").rows[0]
         assert one.executed is not None
         found.append((one.accuracy, one.executed))

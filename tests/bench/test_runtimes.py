@@ -50,7 +50,9 @@ def workload() -> bw.Workload:
 def test_every_runtime_is_measured_beside_its_float_model(workload: bw.Workload) -> None:
     before = {key: value.clone() for key, value in workload.model.state_dict().items()}
     phases: list[str] = []
-    result = bw.compare_runtimes(workload, BOTH, batch_sizes=(1, 4), runs=5, progress=phases.append)
+    result = bw.benchmark(
+        workload, BOTH, batch_sizes=(1, 4), runs=5, progress=lambda done, total, description: phases.append(description)
+    )
     assert [row.runtime for row in result.runtimes] == BOTH
     for row in result.runtimes:
         assert row.backend == row.runtime
@@ -89,7 +91,7 @@ def test_what_a_runtime_leaves_in_float_is_named(workload: bw.Workload, runtime:
 
 
 def test_what_a_runtime_does_not_tell_is_said(workload: bw.Workload) -> None:
-    row = bw.compare_runtimes(workload, ["onnxruntime"], runs=1).runtimes[0]
+    row = bw.benchmark(workload, ["onnxruntime"], runs=1).runtimes[0]
 
     def said(executed: dict[str, int] | None, names: tuple[str, ...] | None) -> str:
         return row.model_copy(update={"executed": executed, "left_in_float": names}).executed_text
@@ -130,7 +132,7 @@ def others() -> Iterator[None]:
 
 @pytest.mark.usefixtures("others")
 def test_what_is_missing_says_why_and_what_is_wrong_is_no_pick(workload: bw.Workload) -> None:
-    result = bw.compare_runtimes(workload, ["absent", "wrong"], runs=2, evaluate=False)
+    result = bw.benchmark(workload, ["absent", "wrong"], runs=2, evaluate=False)
     assert [(skip.runtime, skip.why) for skip in result.skipped] == [("absent", "the package absent is not installed")]
     assert [row.parity.passed for row in result.runtimes] == [False]
     assert [pick.variant for pick in result.fastest] == ["float"]
@@ -139,12 +141,12 @@ def test_what_is_missing_says_why_and_what_is_wrong_is_no_pick(workload: bw.Work
 
 def test_unknown_runtimes_are_an_error(workload: bw.Workload) -> None:
     with pytest.raises(BitwrightError, match="onnxruntime"):
-        bw.compare_runtimes(workload, ["onnxruntim"])
+        bw.benchmark(workload, ["onnxruntim"])
 
 
 def test_accuracy_alone_has_all_that_the_workload_measures_its_metric_first(workload: bw.Workload) -> None:
     several = replace(workload, evaluate=lambda predict: {"loss": 0.5, "f1": 80.0, "n": 3.0}, metric="f1")
-    result = bw.compare_runtimes(several, ["onnxruntime"], time=False)
+    result = bw.benchmark(several, ["onnxruntime"], time=False)
     (row,) = result.runtimes
     assert [(one.where, one.metric, one.value, one.samples) for one in row.accuracies] == [
         (variant, metric, value, 3)
@@ -153,9 +155,9 @@ def test_accuracy_alone_has_all_that_the_workload_measures_its_metric_first(work
     ]
     assert (row.timings, result.fastest, result.together) == ((), (), ())
     with pytest.raises(BitwrightError, match="nothing to measure"):
-        bw.compare_runtimes(workload, time=False, evaluate=False)
+        bw.benchmark(workload, time=False, evaluate=False)
     with pytest.raises(BitwrightError, match="how good"):
-        bw.compare_runtimes(replace(workload, evaluation=None), time=False)
+        bw.benchmark(replace(workload, evaluation=None), time=False)
 
 
 def test_a_made_model_is_measured_as_it_is(workload: bw.Workload, tmp_path: Path) -> None:
@@ -169,7 +171,7 @@ def test_a_made_model_is_measured_as_it_is(workload: bw.Workload, tmp_path: Path
     bw.save_checkpoint(other, tmp_path / "checkpoint.safetensors")
     artefact = quantized.export(tmp_path / "model.onnx").path
     before = {key: value.clone() for key, value in workload.model.state_dict().items()}
-    result = bw.compare_runtimes(workload, made=tmp_path, time=False)
+    result = bw.benchmark(workload, saved=tmp_path, time=False)
     (row,) = result.runtimes  # the one that the plan is for
     assert (row.runtime, row.parity.passed) == ("onnxruntime", True)
     scores = {one.where: one.value for one in row.accuracies}
@@ -180,8 +182,8 @@ def test_a_made_model_is_measured_as_it_is(workload: bw.Workload, tmp_path: Path
 
     bw.quantize(workload.model, workload.calibration(), example=workload.inputs).export(artefact)
     bw.strip(workload.model)
-    (row,) = bw.compare_runtimes(workload, made=tmp_path, time=False).runtimes
+    (row,) = bw.benchmark(workload, saved=tmp_path, time=False).runtimes
     assert not row.parity.passed  # the file isn't that of the checkpoint any more
     (tmp_path / "plan.yaml").unlink()
     with pytest.raises(BitwrightError, match=r"has no plan\.yaml"):
-        bw.compare_runtimes(workload, made=tmp_path)
+        bw.benchmark(workload, saved=tmp_path)

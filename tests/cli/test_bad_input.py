@@ -105,7 +105,7 @@ def test_a_plan_of_another_model_is_named(run, small, made, tmp_path, output):
         (["--activations", "uint8/tensr"], ["did you mean 'tensor'"]),
         (["--observer", "minmaxx"], ["unknown observer", "did you mean 'minmax'"]),
         (["--weight-observer", "mze"], ["unknown observer", "did you mean 'mse'"]),
-        (["--bn", "9"], ["unknown folding strategy", "-1 (no folding)", "4 (folded for rounding"]),
+        (["--fold", "9"], ["unknown folding strategy", "-1 (no folding)", "4 (folded for rounding"]),
         (["--quantizer", "lsqq"], ["unknown quantizer", "did you mean 'lsq'"]),
         (["--weight-quantizer", "dorefaa"], ["unknown quantizer", "did you mean 'dorefa'"]),
         (["--quantizer", "apot"], ["Apot supports only symmetric formats", "use int8/tensor/sym"]),
@@ -120,7 +120,7 @@ def test_plan_options(run, small, output, verb, options, words):
 
 
 def test_all_problems_of_options_are_listed(run, small, output):
-    options = ["--weights", "int8/chanel", "--observer", "mmse", "--keep-float", "hed", "--bn", "9"]
+    options = ["--weights", "int8/chanel", "--observer", "mmse", "--keep-float", "hed", "--fold", "9"]
     ran = run("quantize", small, *options, "-o", output)
     fails(ran, "(4)", "did you mean 'channel'", "did you mean 'mse'", "did you mean 'head'", "folding strategy")
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from bitwright.core.errors import BitwrightError
+from bitwright.core.errors import BitwrightError, DiskError
 from bitwright.core.files import disk_error, replacing, write_text
 
 Run = Callable[..., Any]
@@ -93,6 +93,33 @@ def test_verbs_that_write_a_file(run: Run, small: str, made: Path, disk: Path, t
     assert run(*profile, "--cache", cache, "-o", tmp_path / "device.json", "--quiet").code == 0
     full(run, "predict", TINY, "--profile", tmp_path / "device.json", "--trace", disk / "trace.json")
     assert [name for name in files(disk) if name not in ("fill", "samples")] == []
+
+
+@pytest.mark.parametrize("size", ["8k", "16k"])
+def test_train_without_a_checkpoint_leaves_nothing(run: Run, tmp_path: Path, size: str) -> None:
+    for disk in mounted(tmp_path / "disk", size):
+        problem = full(run, "train", TINY, "--epochs", "1", "-o", disk / "a" / "run")
+        assert "/." not in problem["where"]
+        assert list(disk.iterdir()) == []
+
+
+@pytest.mark.parametrize("size", ["28k", "60k", "100k"])
+def test_train_keeps_checkpoints_and_no_part_of_the_result(run: Run, tmp_path: Path, size: str) -> None:
+    for disk in mounted(tmp_path / "disk", size):
+        problem = full(run, "train", TINY, "--epochs", "2", "-o", disk / "run")
+        assert "/." not in problem["where"]
+        assert {path.name for path in (disk / "run").iterdir()} == {"checkpoints", "history.jsonl", "tensorboard"}
+        assert not list(disk.rglob(".*"))
+        subprocess.run(["mount", "-o", "remount,size=1m", str(disk)], check=True, timeout=10)
+        resumed = run("train", TINY, "--epochs", "2", "-o", disk / "run", "--json")
+        assert resumed.code == 0, resumed.err
+        assert resumed.json["steps"] == 8
+
+
+def test_a_file_that_does_not_fit_leaves_no_new_folders(disk: Path) -> None:
+    with pytest.raises(DiskError):
+        write_text(disk / "a" / "b" / "text", "x" * 100_000)
+    assert list(disk.iterdir()) == []
 
 
 def test_tune_keeps_trials_and_no_partial_result(run: Run, small: str, larger: Path) -> None:

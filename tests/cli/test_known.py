@@ -74,10 +74,10 @@ def test_neither_help_nor_completion_imports_torch():
 
 
 def test_completion(tmp_path):
-    assert complete("pl") == ["plan"]
+    assert complete("pl") == ["plan", "plan-cluster"]
     assert complete("plan", "digits", "--backend", "tensorrt") == ["tensorrt", "tensorrt_nlp"]
-    assert complete("plan", "digits", "--cl") == ["--cluster"]
-    assert "recover+split" in complete("plan", "digits", "--planner", "rec")
+    assert complete("plan-cluster", "digits", "--cl") == ["--cluster"]
+    assert "recover+split" in complete("plan-cluster", "digits", "--planner", "rec")
     assert complete("list", "str") == ["strategies"]
     (tmp_path / "mine.py").write_text("def _hidden(): ...\ndef small(): ...\n")
     assert complete("quantize", "mi", cwd=tmp_path) == ["mine.py:small"]

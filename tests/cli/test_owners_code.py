@@ -114,7 +114,7 @@ STEPS = {
     "profile": ["--rounds", "3", "-o", "other.json"],
     "profile from a data sheet": ["--published", "nvidia-t4", "-o", "other.json"],
     "predict": ["--profile", "here.json", "--compare", "3"],
-    "plan": ["--cluster", "cluster.yaml", "--indications", "indications.json", "-o", "plan.yaml"],
+    "plan-cluster": ["--cluster", "cluster.yaml", "--scores", "indications.json", "-o", "plan.yaml"],
     "train": ["--epochs", "1", "-o", "run"],
     "train quantized": ["--epochs", "1", "--quantize", "int8", "-o", "run"],
 }
@@ -179,7 +179,7 @@ DATA = {
 }
 
 
-@pytest.mark.parametrize("verb", ["profile", "plan", "train", "train quantized"])
+@pytest.mark.parametrize("verb", ["profile", "plan-cluster", "train", "train quantized"])
 @pytest.mark.parametrize("function", DATA)
 def test_training_data(run, folder: Path, monkeypatch: pytest.MonkeyPatch, verb: str, function: str) -> None:
     monkeypatch.chdir(folder)

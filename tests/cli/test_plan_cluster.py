@@ -31,7 +31,7 @@ def bitwright(folder: Path, *arguments: str) -> str:
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with two profiles, a cluster of them, and indications."""
+    """A folder with two profiles, a cluster of them, and sensitivity scores."""
     tmp_path = tmp_path_factory.mktemp("cluster")
     profile = ["profile", SPIRALS, "--batch", "96", "--kernel", "int8", "--rounds", "3", "--no-casts", "--half-batch"]
     bitwright(tmp_path, *profile, "-o", "fast.json", "--quiet")
@@ -45,7 +45,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
                     cost[way]["seconds"] = pace * (96 if "[96," in cost["operator"] else 48)
         (tmp_path / f"{name}.json").write_text(json.dumps(known))
     score = ["score", SPIRALS, "--indicator", "gradient-variance", "--formats", "int8"]
-    bitwright(tmp_path, *score, "-o", "indications.json", "--quiet")
+    bitwright(tmp_path, *score, "-o", "scores.json", "--quiet")
     (tmp_path / "cluster.yaml").write_text(
         "bitwright_cluster: 1\nlink: {latency_us: 20, gbit_per_s: 10}\n"
         "devices:\n  fast: {profile: fast.json}\n  slow: {profile: slow.json, count: 2}\n"
@@ -55,7 +55,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_profile_score_plan_and_predict(measured: Path) -> None:
     tmp_path = measured
-    plan = ["plan", SPIRALS, "--cluster", "cluster.yaml", "--indications", "indications.json", "--batch", "96"]
+    plan = ["plan-cluster", SPIRALS, "--cluster", "cluster.yaml", "--scores", "scores.json", "--batch", "96"]
     told = json.loads(bitwright(tmp_path, *plan, "--planner", "recover+split", "-o", "plan.yaml", "--json"))
     rows = told["allocations"]
     assert {"recover", "recover+split", "batches", "float", "all int8"} <= set(rows)
@@ -70,10 +70,10 @@ def test_profile_score_plan_and_predict(measured: Path) -> None:
     assert f"{best} is {known['recover'] / known[best]:.2g} times as fast: --planner {best}" in words
     low = any(rows["recover"]["low"].values())
     assert ("torchrun --nproc-per-node 3 -m bitwright train" in words) is low
-    assert ("nothing is won here by low precision" in words) is not low
+    assert ("low precision gives no speedup" in words) is not low
     batches = rows["recover+split"]["batches"]
     assert batches["fast"] > batches["slow"]
-    predict = ["predict", SPIRALS, "--cluster", "cluster.yaml", "--quantize", "plan.yaml", "--batch", "96", "--json"]
+    predict = ["predict", SPIRALS, "--cluster", "cluster.yaml", "--plan", "plan.yaml", "--batch", "96", "--json"]
     predicted = json.loads(bitwright(tmp_path, *predict))
     assert predicted["seconds"] == pytest.approx(
         rows["recover+split"]["seconds"]
@@ -82,11 +82,11 @@ def test_profile_score_plan_and_predict(measured: Path) -> None:
 
 @pytest.fixture
 def plan(run: Any, measured: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """`bitwright plan --cluster` in that folder."""
+    """Run `bitwright plan-cluster` in that folder."""
     monkeypatch.chdir(measured)
 
-    def asked(*options: str, cluster: str = "cluster.yaml", scores: str = "indications.json") -> Any:
-        return run("plan", SPIRALS, "--cluster", cluster, "--indications", scores, "--batch", "96", *options)
+    def asked(*options: str, cluster: str = "cluster.yaml", scores: str = "scores.json") -> Any:
+        return run("plan-cluster", SPIRALS, "--cluster", cluster, "--scores", scores, "--batch", "96", *options)
 
     return asked
 
@@ -99,7 +99,7 @@ def test_a_plan_says_every_batch(plan: Any, measured: Path) -> None:
 
 def test_the_command_that_trains_is_whole_and_the_plan_has_the_layout(plan: Any, measured: Path) -> None:
     told = plan("--planner", "batches", "-o", "whole.yaml").out
-    assert f"-m bitwright train {SPIRALS} --plan whole.yaml --kind fast,slow,slow -o run" in told
+    assert f"-m bitwright train {SPIRALS} --plan whole.yaml --device-kind fast,slow,slow -o run" in told
     assert {device.channels_last for device in Plan.load(measured / "whole.yaml").devices.values()} == {False}
     told = plan("--planner", "batches", "-o", "last.yaml", "--channels-last").out
     assert f"train {SPIRALS} --channels-last --plan last.yaml" in told
@@ -121,10 +121,11 @@ def test_what_is_wrong_with_files_is_said_with_a_fix(plan: Any, measured: Path) 
 
 def test_profiles_of_another_batch_are_one_problem(run: Any, measured: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(measured)
-    given = ["--cluster", "cluster.yaml", "--indications", "indications.json"]
-    ran = run("plan", SPIRALS, *given, "--batch", "80")
+    given = ["--cluster", "cluster.yaml", "--scores", "scores.json"]
+    ran = run("plan-cluster", SPIRALS, *given, "--batch", "80")
     assert ran.code == 2
-    assert "the step has 80 samples, but there are profiles of other batches: fast of batch 96" in ran.err
+    assert "the step has 80 samples" in ran.err
+    assert "fast with batch 96" in ran.err
     assert len(ran.err.splitlines()) == 2
 
 
@@ -136,7 +137,7 @@ def test_the_layout_that_was_profiled_is_said(
         {**one["operators"][0], "operator": "conv2d(input=f32[96,8,4,4]@128,1,32,8+, weight=f32[8,8,3,3]+)"}
     )
     (measured / "last.json").write_text(json.dumps(one))
-    assert "slow was profiled channels-last: add --channels-last" in plan("--profiles", "slow=last.json").err
+    assert "slow was measured with channels-last: add --channels-last" in plan("--profiles", "slow=last.json").err
     assert "channels-last" not in plan("--profiles", "slow=last.json", "--channels-last").err
     assert "channels-last" not in plan().err
 
@@ -162,30 +163,29 @@ def test_profiles_can_be_given_beside_the_cluster(plan: Any, measured: Path) -> 
     assert "did you mean 'slow'" in plan("--profiles", "slwo=slow.json").err
 
 
-def test_options_that_do_nothing_are_refused_all_at_once(plan: Any, run: Any) -> None:
-    wrong = plan("--weights", "int4/channel/sym", "--against", "a.yaml", "--mapper", "a.npy", "--backend", "academic")
-    assert wrong.code == 2
-    for name in ("--weights", "--against", "--mapper", "--backend"):
-        assert name in wrong.err
-    alone = run("plan", SPIRALS, "--indications", "indications.json", "--planner", "ilp")
-    assert "these are for a --cluster (got '--indications, --planner')" in alone.err
+def test_options_of_the_other_plan_verb_are_rejected(plan: Any, run: Any) -> None:
+    for option in ("--weights", "--against", "--mapper", "--backend", "--plan"):
+        assert plan(option, "x").code == 2
+    assert run("plan", SPIRALS, "--cluster", "cluster.yaml").code == 2
 
 
-def test_indications_that_do_not_fit_the_model_are_named(plan: Any, measured: Path) -> None:
-    known = json.loads((measured / "indications.json").read_text())
+def test_scores_that_do_not_fit_the_model_are_named(plan: Any, measured: Path) -> None:
+    known = json.loads((measured / "scores.json").read_text())
     values = dict(known["values"])
     (measured / "other.json").write_text(json.dumps({**known, "values": {"conv9": {"int8": 1.0}}}))
-    wrong = plan(scores="other.json").err
-    assert "the indications are of another model: they score conv9, the model has" in wrong
+    (problem,) = plan("--json", scores="other.json").json["problems"]
+    assert problem["code"] == "scores-of-another-model"
+    assert "conv9" in problem["what"]
     lost = next(iter(values))
     some = {**{name: own for name, own in values.items() if name != lost}, "conv9": {"int8": 1.0}}
     (measured / "part.json").write_text(json.dumps({**known, "values": some}))
-    told = plan(scores="part.json")
-    assert told.code == 0
-    notes = " ".join(told.err.split())
-    assert f"{lost} stay in float: part.json doesn't say what they suffer" in notes
-    assert "part.json scores conv9, which the model doesn't have" in notes
-    assert "all operators that could be lower are kept in float" in plan("--keep-float", "*").err
+    ran = plan(scores="part.json")
+    assert ran.code == 0
+    notes = " ".join(ran.err.split())
+    assert f"{lost} stay in float" in notes
+    assert "the scores name conv9" in notes
+    (problem,) = plan("--keep-float", "*", "--json").json["problems"]
+    assert problem["code"] == "all-operators-kept-float"
 
 
 def test_a_planner_that_can_does_not_fail_for_one_that_cannot(plan: Any, measured: Path) -> None:
@@ -243,13 +243,13 @@ def test_planners_and_predictions_keep_the_same_reserve(plan: Any, measured: Pat
 
 def test_planners_are_found_by_name(run, workloads, tmp_path):
     """A plugin's as well as ours; a wrong one before anything is measured."""
-    ask = ("plan", f"{workloads}:with_loss", "--cluster", tmp_path / "none.yaml", "--planner")
+    ask = ("plan-cluster", f"{workloads}:with_loss", "--cluster", tmp_path / "none.yaml", "--planner")
     wrong = run(*ask, "recovre")
     assert wrong.code == 2
     assert "did you mean 'recover'" in wrong.err
     PLANNERS.register("mine", lambda machine: all_float(machine))
     try:
-        assert "nothing says how much operators suffer" in run(*ask, "mine").err
+        assert run(*ask, "mine", "--json").json["problems"][0]["code"] == "scores-missing"
         listed = {row["name"] for row in run("list", "planners", "--json").json["planners"]}
     finally:
         PLANNERS.unregister("mine")

@@ -26,20 +26,20 @@ def test_profile_predict_compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     device, step = tmp_path / "device.json", tmp_path / "step.json"
     words = ["digits-untrained", "--batch", "8"]
     made = run(
-        "profile", *words, "--quantize", "int8", "--rounds", "3", "--no-casts", "-o", str(device), "--graph", str(step)
+        "profile", *words, "--precision", "int8", "--rounds", "3", "--no-casts", "-o", str(device), "--graph", str(step)
     )
     assert made["operators"] > 20
     assert DeviceProfile.load(device).host.engine > 0
     samples = samples_file("wall")
     lines = samples.read_text().count("\n")
     other = tmp_path / "other.json"
-    run("profile", *words, "--quantize", "int8", "--rounds", "3", "--no-casts", "-o", str(other))
+    run("profile", *words, "--precision", "int8", "--rounds", "3", "--no-casts", "-o", str(other))
     assert samples.read_text().count("\n") == lines  # nothing was measured again, though it goes to another file
     assert DeviceProfile.load(other).operators == DeviceProfile.load(device).operators
 
     float_ = run("predict", *words, "--profile", str(device), "--graph", str(step))
     trace = tmp_path / "trace.json"
-    options = ["--quantize", "int8", "--compare", "3", "--trace", str(trace), "--report", str(tmp_path)]
+    options = ["--precision", "int8", "--compare", "3", "--trace", str(trace), "--report", str(tmp_path)]
     int8 = run("predict", *words, "--profile", str(device), *options)
     assert 0 < float_["seconds"] < int8["seconds"]
     assert int8["devices"][0]["memory"]["saved"] > float_["devices"][0]["memory"]["saved"]
@@ -76,8 +76,10 @@ def test_profile_predict_compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_wrong_usage_is_said() -> None:
     assert "either" in run("predict", "digits-untrained", code=2)["error"]
-    assert "clock" in run("profile", "digits-untrained", "--clock", "sun", code=2)["error"]
-    assert "autocast" in run("profile", "digits-untrained", "--amp", "int8", code=2)["error"]
+    both = ["--profile", "a.json", "--plan", "p.yaml", "--precision", "int8"]
+    assert "either --plan or --precision" in run("predict", "digits-untrained", *both, code=2)["error"]
+    wrong = run("profile", "digits-untrained", "--clock", "sun", "--amp", "int8", code=2)["problems"]
+    assert [problem["code"] for problem in wrong] == ["unknown-clock", "unknown-amp-type"]
 
 
 def problems_of(*arguments: str) -> list[dict[str, str]]:

@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 from step_cases import profile_of
 
-from bitwright.cli.profile import _bad_lines
 from bitwright.profiling import DeviceProfile, SampleStore
 from bitwright.profiling.device_profile import CastCost, Line
+from bitwright.profiling.profile_quality import poor_fits
 
 WORDS = ["profile", "digits-untrained", "--batch", "8", "--no-casts"]
 
 
 def test_options_that_would_be_ignored_are_refused_at_once(run: Any, tmp_path: Path) -> None:
-    ran = run(*WORDS, "--trace", tmp_path / "t.json", "--amp", "bf16", "--quantize", "int8", "--half-batch")
+    ran = run(*WORDS, "--trace", tmp_path / "t.json", "--amp", "bf16", "--precision", "int8", "--half-batch")
     assert ran.code == 2
-    for flag in ("--amp", "--quantize", "--half-batch", "--no-casts"):
+    for flag in ("--amp", "--precision", "--half-batch", "--no-casts"):
         assert flag in ran.err
     ran = run("profile", "digits-untrained", "--published", "nvidia-t4", "--rounds", "5", "--clock", "cpu")
     assert ran.code == 2
@@ -63,7 +63,7 @@ def test_operators_of_other_models_in_the_cache_are_not_shown(run: Any, tmp_path
     assert "linear(input=f32[8,3], weight=f32[4,3]+" in ran.out
     assert "kernel int8" in ran.out
     assert "300]" not in ran.out
-    assert "of them this model's" in ran.out
+    assert "of them from this model" in ran.out
 
 
 def test_lines_that_fit_badly_are_named() -> None:
@@ -72,7 +72,7 @@ def test_lines_that_fit_badly_are_named() -> None:
     made = profile_of([]).model_copy(
         update={"casts": [CastCost(kind="a", forward=[good, bad]), CastCost(kind="b", forward=[good], backward=[off])]}
     )
-    assert [line.partition(" (")[0] for line in _bad_lines(made)] == ["a forward", "b backward"]
+    assert [line.partition(" (")[0] for line in poor_fits(made)] == ["a forward", "b backward"]
 
 
 def test_an_interrupted_run_says_what_is_kept(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,11 +81,11 @@ def test_an_interrupted_run_says_what_is_kept(run: Any, tmp_path: Path, monkeypa
             store.add({"round": [["add(x)", "float32", 1.0, 2.0]]})
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("bitwright.cli.profile.profile", interrupted)
+    monkeypatch.setattr("bitwright.cluster.profile_workload.profile_variants", interrupted)
     cache = tmp_path / "samples.jsonl"
     ran = run(*WORDS, "-o", tmp_path / "d.json", "--cache", cache)
     assert ran.code == 130
-    assert f"7 rounds are kept in {cache}" in ran.err
+    assert f"7 rounds are saved in {cache}" in ran.err
     assert "nothing was written" not in ran.err
     assert not (tmp_path / "d.json").exists()
 
@@ -106,7 +106,7 @@ def test_two_ranks_measure_their_collectives(tmp_path: Path) -> None:
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=350, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert "each rank has its own: here.json, here.rank1.json" in done.stdout
+    assert "each rank has its own profile: here.json, here.rank1.json" in done.stdout
     for name in ("here.json", "here.rank1.json"):
         made = DeviceProfile.load(tmp_path / name)
         assert {(cost.operation, cost.backend, cost.world) for cost in made.collectives} == {

@@ -151,9 +151,9 @@ def test_plan(run, small, tmp_path):
 def test_how_norms_are_folded(run, small, tmp_path, strategy, fold):
     path = tmp_path / "plan.yaml"
     expected = {"bn": FoldSpec(into="conv", strategy=fold)} if isinstance(fold, int) else fold and {"bn": fold}
-    assert run("plan", small, "--bn", strategy, "-o", path).code == 0
+    assert run("plan", small, "--fold", strategy, "-o", path).code == 0
     assert Plan.load(path).fold == expected
-    ran = run("quantize", small, "--bn", strategy, "-o", tmp_path / "out")
+    ran = run("quantize", small, "--fold", strategy, "-o", tmp_path / "out")
     assert ran.code == 0, ran.err
     assert Plan.load(tmp_path / "out" / "plan.yaml").fold == expected
 

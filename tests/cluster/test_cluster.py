@@ -13,7 +13,7 @@ from step_cases import bert, digits, int8_plan, net, prepared, profile_of, watch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from bitwright.cluster import Cluster, Link, Local, MemoryLimit, Predictor, make_buckets, predict, write_trace
+from bitwright.cluster import Cluster, Link, Local, MemoryLimit, Predictor, make_buckets, predict_step, write_trace
 from bitwright.cluster.cluster import json_schema
 from bitwright.cluster.memory_limit import RESERVE
 from bitwright.core import tensor_tree as tree
@@ -134,7 +134,7 @@ def test_plans_and_profiles_by_kind(tmp_path: Path) -> None:
     }
     fast, slow = profile_of(keys), profile_of(keys, forward=3e-3, backward=6e-3)
     cluster = Cluster.of({"fast": 2, "slow": 1}, link=Link(latency_us=1, gbit_per_s=10))
-    made = predict(graph, {"fast": plan, "slow": Plan()}, {"fast": fast, "slow": slow}, cluster, settings)
+    made = predict_step(graph, {"fast": plan, "slow": Plan()}, {"fast": fast, "slow": slow}, cluster, settings)
     kinds = {device.name: device for device in made.devices}
     assert kinds["slow"].waiting < 0.05 < kinds["fast"].waiting
     assert kinds["fast"].busy + kinds["fast"].waiting == pytest.approx(1.0)
@@ -142,9 +142,9 @@ def test_plans_and_profiles_by_kind(tmp_path: Path) -> None:
     assert "slow" in made.critical[0]
     assert made.samples == 12
     with pytest.raises(BitwrightError, match="no plan"):
-        predict(graph, {"fast": plan}, {"fast": fast, "slow": slow}, cluster, settings)
+        predict_step(graph, {"fast": plan}, {"fast": fast, "slow": slow}, cluster, settings)
     with pytest.raises(BitwrightError, match="no profile"):
-        predict(graph, plan, {"fast": fast}, cluster, settings)
+        predict_step(graph, plan, {"fast": fast}, cluster, settings)
     events = json.loads(write_trace(made, tmp_path / "trace.json").read_text())["traceEvents"]
     spans = [event for event in events if event["ph"] == "X"]
     assert {event["cat"] for event in spans} == {"forward", "backward", "collective", "tail"}

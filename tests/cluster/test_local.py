@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from step_cases import digits, int8_plan, net, prepared, profile_of, watched
 from torch import nn
 
-from bitwright.cluster import Local, Predictor, predict
+from bitwright.cluster import Local, Predictor, predict_step
 from bitwright.core.errors import BitwrightError, PlanError
 from bitwright.core.formats import Format
 from bitwright.plan import FoldSpec, Plan, SiteSpec
@@ -26,7 +26,7 @@ def test_every_second_is_somebodys() -> None:
     calls = len(graph.ops)
     assert local.phases["forward"] == pytest.approx(calls * 1e-3)
     assert local.phases["backward"] == pytest.approx((calls + 1) * 2e-3)
-    assert predict(graph, Plan(), made).seconds == pytest.approx(calls * 1e-3 + 1e-3 + (calls + 1) * 2e-3)
+    assert predict_step(graph, Plan(), made).seconds == pytest.approx(calls * 1e-3 + 1e-3 + (calls + 1) * 2e-3)
 
 
 def test_clipping_accumulation_and_the_optimizer_are_in_the_step() -> None:
@@ -38,7 +38,7 @@ def test_clipping_accumulation_and_the_optimizer_are_in_the_step() -> None:
     made = made.model_copy(update={"tensors": tensors})
 
     def seconds(**settings: object) -> float:
-        return predict(graph, Plan(), made, settings=StepSettings.model_validate(settings)).seconds
+        return predict_step(graph, Plan(), made, settings=StepSettings.model_validate(settings)).seconds
 
     once = seconds() - 1.0
     assert seconds(optimizer="adamw") == pytest.approx(once + 3)
@@ -75,7 +75,7 @@ def test_an_operator_that_was_not_measured_in_its_format_is_counted() -> None:
     plan = replace(int8_plan(model, batch), sites={})
     made = profile_of(watched(Variant(model=model), batch, loss).calls)
     assert plan.fold  # the norm is folded, which was never measured
-    device = predict(graph, plan, made).devices[0]
+    device = predict_step(graph, plan, made).devices[0]
     assert device.stood_in == 2
 
 

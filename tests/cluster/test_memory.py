@@ -10,7 +10,7 @@ from step_cases import bert, digits, int8_plan, net, prepared, watched
 from torch import Tensor
 
 from bitwright import capture, prepare
-from bitwright.cluster import predict
+from bitwright.cluster import predict_step
 from bitwright.plan import ComputeSpec, Plan
 from bitwright.profiling import SampleStore, StepSettings, Variant, record_step
 from bitwright.profiling.device_profile import DeviceProfile, MemoryFacts, TensorsCost
@@ -60,7 +60,7 @@ def test_saved_bytes_are_those_of_saved_tensors_hooks(make, backend) -> None:  #
     folds = {norm: fold for norm, fold in plan.folds.items() if fold.into in first}
     mixed = replace(plan, sites=sites, fold=folds)
     for variant in (float_, int8, prepared(model, batch, mixed)):
-        use = predict(graph, variant.plan, profile, settings=settings).devices[0].memory
+        use = predict_step(graph, variant.plan, profile, settings=settings).devices[0].memory
         assert use is not None
         assert use.saved == pytest.approx(truth(variant, batch), rel=0.05)
         assert use.peak > use.saved + use.weights + use.optimizer
@@ -71,8 +71,8 @@ def test_optimizers_gradients_and_buckets() -> None:
     graph = record_step(model, batch, loss)
     profile = measured(Variant(model=model), batch=batch, loss=loss)
     weights = sum(p.numel() * 4 for p in model.parameters())
-    sgd = predict(graph, Plan(), profile).devices[0].memory
-    adamw = predict(graph, Plan(), profile, settings=StepSettings(optimizer="adamw")).devices[0].memory
+    sgd = predict_step(graph, Plan(), profile).devices[0].memory
+    adamw = predict_step(graph, Plan(), profile, settings=StepSettings(optimizer="adamw")).devices[0].memory
     assert sgd is not None
     assert adamw is not None
     assert (sgd.weights, sgd.gradients, sgd.optimizer, sgd.buckets) == (weights, weights, weights, 0)
@@ -91,7 +91,7 @@ def test_a_process_that_compiles_arithmetic_has_the_compiler_in_memory(format: s
     facts = MemoryFacts(process=1 << 20, compiler=1 << 30)
     profile = profile.model_copy(update={"memory": facts})
     for own, expected in ((Plan(), False), (plan, compiler)):
-        use = predict(graph, own, profile).devices[0].memory
+        use = predict_step(graph, own, profile).devices[0].memory
         assert use is not None
         assert use.process == use.peak + facts.process + (facts.compiler if expected else 0)
 

@@ -9,7 +9,7 @@ import pytest
 import two_ranks
 from step_cases import digits
 
-from bitwright.cluster import Cluster, predict
+from bitwright.cluster import Cluster, predict_step
 from bitwright.plan import Plan
 from bitwright.profiling import DeviceProfile, StepSettings, record_step
 
@@ -25,7 +25,7 @@ def test_a_step_of_two_ranks(tmp_path: Path) -> None:
     model, batch, loss = digits()
     graph = record_step(model, batch, loss)
     settings = StepSettings(bucket_cap_mb=0.1)
-    made = predict(graph, Plan(), profiles, Cluster.of(dict.fromkeys(profiles, 1)), settings)
+    made = predict_step(graph, Plan(), profiles, Cluster.of(dict.fromkeys(profiles, 1)), settings)
     assert ", ".join(map(str, made.buckets)) == results[0]["buckets"]
     measured = statistics.fmean(result["step"] for result in results)
     # a busy machine allows no better bar in a test; benchmarks/predict_cluster.py has the figures

@@ -26,8 +26,16 @@ SHOWN = {
     "bitwright.cluster.planners": [
         *("all_float", "allocation", "equal_batches", "recover", "recover_and_split", "uniform")
     ],
-    "bitwright.cluster": ["Cluster", "Link", "Predictor", "predict", "write_trace"],
-    "bitwright.profiling": ["Cast", "OperatorUnderPlan", "StepSettings", "Variant", "Way", "profile", "record_step"],
+    "bitwright.cluster": ["Cluster", "Link", "Predictor", "predict_step", "write_trace"],
+    "bitwright.profiling": [
+        "Cast",
+        "OperatorUnderPlan",
+        "StepSettings",
+        "Variant",
+        "Way",
+        "profile_variants",
+        "record_step",
+    ],
     "bitwright.report": ["Accuracy", "add_to_report", "make_record", "network", "sensitivity", "write_report"],
     "bitwright.training": ["parameter_groups"],
 }

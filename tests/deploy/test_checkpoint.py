@@ -47,6 +47,15 @@ def test_a_prepared_model_comes_back_bit_exact(tmp_path: Path) -> None:
     assert fresh.state_dict().keys() == model.state_dict().keys()
 
 
+def test_equal_states_give_equal_files(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[1].weight = model[0].weight
+    model[0].register_buffer("größe", torch.ones(1))
+    files = [save_checkpoint(model, tmp_path / f"{number}.safetensors").read_bytes() for number in range(12)]
+    assert len(set(files)) == 1
+    load_checkpoint(model, tmp_path / "0.safetensors")
+
+
 def test_tied_tensors_are_stored_once(tmp_path: Path) -> None:
     model, other = Tied(), Tied()
     path = save_checkpoint(model, tmp_path / "tied.safetensors")

@@ -59,7 +59,7 @@ def nodes(path: Path) -> Counter[str]:
 
 @pytest.mark.parametrize("strategy", [-1, 0, 1, 2, 3])
 def test_every_way_to_fold_is_deployed(strategy: int, model: nn.Module, batches: list[Tensor], tmp_path: Path) -> None:
-    quantized = bw.quantize(model, batches, bn=strategy)
+    quantized = bw.quantize(model, batches, fold=strategy)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-3)
     model.train()
     for batch in batches:

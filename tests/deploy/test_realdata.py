@@ -32,7 +32,7 @@ def test_int8_keeps_the_accuracy(
     quantized = bw.quantize(workload.model, workload.calibration(), example=workload.inputs)
     artefact = quantized.export(tmp_path / "int8.onnx")
     assert artefact.bytes <= 0.31 * size  # the digests of all tensors are 1 % of it
-    result = bw.measure(workload, bw.open_runtime("onnxruntime", artefact.path))
+    result = bw.evaluate(workload, bw.open_runtime("onnxruntime", artefact.path))
     assert result["n"] == samples
     assert result["top1"] >= reference - allowed
     check = quantized.check(artefact.path, [x for x, _ in islice(workload.evaluation(), 1)], per_site=True)

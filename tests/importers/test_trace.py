@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from bitwright.cluster import predict
+from bitwright.cluster import predict_step
 from bitwright.core.errors import BitwrightError
 from bitwright.importers.trace import import_trace
 from bitwright.importers.trace_events import Event, _tops
@@ -77,7 +77,7 @@ def test_a_cpu_trace_becomes_a_profile(tmp_path: Path) -> None:
     assert "sgd/loop" in made.by_name
     # what it lacks is said, and isn't made up
     with pytest.raises(BitwrightError, match="clip"):
-        predict(graph, Plan(), made, settings=StepSettings(clip=1.0))
+        predict_step(graph, Plan(), made, settings=StepSettings(clip=1.0))
 
 
 def test_nothing_of_a_traced_step_is_lost(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_nothing_of_a_traced_step_is_lost(tmp_path: Path) -> None:
     graph = record_step(model, batch, F.cross_entropy)
     made = import_trace(path, graph)
     engine = sum(e["dur"] for e in events if "evaluate_function" in e["name"]) / 2e6
-    predicted = predict(graph, Plan(), made)
+    predicted = predict_step(graph, Plan(), made)
     phases = predicted.devices[0].phases
     assert phases["backward"] == pytest.approx(engine, rel=0.03)
     ops = sorted((e for e in events if e["cat"] == "cpu_op"), key=lambda e: (e["ts"], -e["dur"]))
@@ -120,11 +120,11 @@ def test_autocast_is_read_from_the_types(tmp_path: Path) -> None:
     graph = record_step(model, batch, F.cross_entropy)
     made = import_trace(path, graph)
     assert {cost.format for cost in made.operators} == {"amp-bf16", "accumulate"}
-    predicted = predict(graph, Plan(), made, settings=StepSettings(amp="bf16"))
+    predicted = predict_step(graph, Plan(), made, settings=StepSettings(amp="bf16"))
     engine = sum(e["dur"] for e in events if "evaluate_function" in e["name"]) / 2e6
     assert predicted.devices[0].phases["backward"] == pytest.approx(engine, rel=0.05)
     with pytest.raises(BitwrightError, match="float32"):
-        predict(graph, Plan(), made)
+        predict_step(graph, Plan(), made)
 
 
 def test_long_traces_are_read_in_time() -> None:

@@ -9,7 +9,7 @@ from step_cases import net
 from torch import nn
 
 from bitwright.core.errors import BitwrightError
-from bitwright.profiling import SampleStore, StepSettings, Variant, machine, profile
+from bitwright.profiling import SampleStore, StepSettings, Variant, machine, profile_variants
 from bitwright.profiling.device_profile import TensorsCost
 from bitwright.profiling.host import COLD
 from bitwright.profiling.profiler import _touched, training_peak
@@ -49,7 +49,7 @@ def test_a_gpu_that_is_only_there_is_not_what_was_measured(monkeypatch: pytest.M
 def test_a_model_that_is_elsewhere_is_refused() -> None:
     model = nn.Linear(4, 4, device="meta")
     with pytest.raises(BitwrightError, match="on the CPU, and this model is elsewhere"):
-        profile([Variant(model=model)], (torch.ones(1, 4), torch.ones(1, 4)), nn.functional.mse_loss)
+        profile_variants([Variant(model=model)], (torch.ones(1, 4), torch.ones(1, 4)), nn.functional.mse_loss)
 
 
 def test_a_few_steps_for_memory_leave_the_model_as_it_was() -> None:
@@ -91,6 +91,6 @@ def test_optimizers_are_measured_as_warm_as_the_step_leaves_them(monkeypatch: py
     assert _touched(model, large, loss) == COLD
     store = SampleStore()
     for batch, between in (((images, target), 1 << 20), (large, COLD), ((images, target), 1 << 20)):
-        made = profile([Variant(model=model)], batch, loss, store=store, rounds=3, fit_casts=False)
+        made = profile_variants([Variant(model=model)], batch, loss, store=store, rounds=3, fit_casts=False)
         assert made.by_name["sgd/loop"].fixed == between
     assert asked == [1 << 20, COLD]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from bitwright import Plan, capture, prepare
-from bitwright.cluster import Cluster, predict
+from bitwright.cluster import Cluster, predict_step
 from bitwright.core.errors import BitwrightError
 from bitwright.plan import ComputeSpec
 from bitwright.profiling import DeviceProfile, Variant, record_step
@@ -54,13 +54,13 @@ def test_a_step_of_two_kinds_is_predicted() -> None:
     profiles = {name: made(f"nvidia-{name}")[0] for name in ("t4", "v100")}
     _, model, plan, batch = made("nvidia-t4")
     step = record_step(model, batch, loss)
-    alone = {name: predict(step, Plan(), profile).seconds for name, profile in profiles.items()}
+    alone = {name: predict_step(step, Plan(), profile).seconds for name, profile in profiles.items()}
     assert alone["t4"] > 1.5 * alone["v100"]
     cluster = Cluster.of({"t4": 2, "v100": 2}, link={"latency_us": 20, "gbit_per_s": 100})
-    both = predict(step, {"t4": plan, "v100": Plan()}, profiles, cluster)
-    assert both.seconds < predict(step, Plan(), profiles, cluster).seconds
+    both = predict_step(step, {"t4": plan, "v100": Plan()}, profiles, cluster)
+    assert both.seconds < predict_step(step, Plan(), profiles, cluster).seconds
     # a device without INT8 units gains nothing
-    assert predict(step, plan, profiles["v100"]).seconds == pytest.approx(alone["v100"])
+    assert predict_step(step, plan, profiles["v100"]).seconds == pytest.approx(alone["v100"])
 
 
 def test_every_table_is_whole_and_others_are_refused() -> None:

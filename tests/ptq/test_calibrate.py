@@ -123,7 +123,9 @@ def test_switched_off_model_stays_off() -> None:
 
 def test_progress_is_told_of_each_batch() -> None:
     steps: list[int] = []
-    calibrate(prepared("left:input"), [torch.ones(2, 4)] * 3, progress=steps.append)
+    calibrate(
+        prepared("left:input"), [torch.ones(2, 4)] * 3, progress=lambda done, total, description: steps.append(done)
+    )
     assert steps == [1, 2, 3]
 
 

@@ -127,7 +127,13 @@ def test_one_path_is_recorded_twice_and_every_batch_is_calibrated_with(monkeypat
 
     monkeypatch.setattr(Switching, "forward", counted)
     seen: list[int] = []
-    bw.quantize(Switching(), (at(1) for _ in range(5)), backend="academic", progress=seen.append, measure=False)
+    bw.quantize(
+        Switching(),
+        (at(1) for _ in range(5)),
+        backend="academic",
+        progress=lambda done, total, description: seen.append(done),
+        measure=False,
+    )
     assert rows.count(4) == 2 + 5  # others have a few samples, to find out what whole batches are needed for
     assert seen[-1] == 5
 

@@ -16,7 +16,6 @@ from safetensors.torch import load_file, save_file
 
 import bitwright as bw
 from bitwright.core.errors import BitwrightError, PlanError
-from bitwright.ptq import At
 
 COMMAND = [sys.executable, "-c", "from bitwright.cli import main; main()"]
 STEPS = ["equalize", "bias-correction", "qdrop:iterations=6,batch=8"]
@@ -78,32 +77,35 @@ def test_a_killed_process_goes_on_to_the_same_bits(tmp_path: Path) -> None:
 def test_every_phase_can_be_gone_on_with(after: int, tmp_path: Path) -> None:
     """Among float steps, in the first step that needs ranges, in a step after it."""
 
-    def stop(at: At) -> None:
-        if at.done == after:
+    def stop(done: int, total: int | None, description: str) -> None:
+        if total is not None and done == after:
             raise KeyboardInterrupt
 
     steps = ["equalize", "equalize:margin=2", "bias-correction", "adaround:iterations=4"]
     choices = {"weights": "int4/tensor/sym", "saturating": False}
     broken, whole = Mobile(), Mobile()
     with pytest.raises(KeyboardInterrupt):
-        bw.quantize(broken, images(), steps=steps, folder=tmp_path / "state", watch=stop, **choices)
+        bw.quantize(broken, images(), steps=steps, folder=tmp_path / "state", progress=stop, **choices)
     assert "forward" not in broken.__dict__
     seen: list[int] = []
-    bw.quantize(
-        broken, images(), steps=steps, folder=tmp_path / "state", watch=lambda at: seen.append(at.done), **choices
-    )
+
+    def progress(done: int, total: int | None, description: str) -> None:
+        if total is not None:
+            seen.append(done)
+
+    bw.quantize(broken, images(), steps=steps, folder=tmp_path / "state", progress=progress, **choices)
     assert seen[0] == after
     bw.quantize(whole, images(), steps=steps, **choices)
     assert all(torch.equal(tensor, broken.state_dict()[name]) for name, tensor in whole.state_dict().items())
 
 
 def test_another_run_is_refused(tmp_path: Path) -> None:
-    def stop(at: At) -> None:
-        if at.done == 2:
+    def stop(done: int, total: int | None, description: str) -> None:
+        if total is not None and done == 2:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        bw.quantize(Mobile(), images(), steps=["bias-correction"], folder=tmp_path, watch=stop)
+        bw.quantize(Mobile(), images(), steps=["bias-correction"], folder=tmp_path, progress=stop)
     with pytest.raises(PlanError) as caught:
         bw.quantize(Mobile(), images(), steps=["bias-correction"], folder=tmp_path, seed=1, weights="int4/channel/sym")
     assert {problem.where for problem in caught.value.problems} == {"seed", "plan"}
@@ -113,12 +115,12 @@ def test_another_run_is_refused(tmp_path: Path) -> None:
 def unfinished(folder: Path, data: list[torch.Tensor] | None = None) -> None:
     """Two units of a run that was interrupted."""
 
-    def stop(at: At) -> None:
-        if at.done == 2:
+    def stop(done: int, total: int | None, description: str) -> None:
+        if total is not None and done == 2:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        bw.quantize(Mobile(), data or images(), steps=["bias-correction"], folder=folder, watch=stop)
+        bw.quantize(Mobile(), data or images(), steps=["bias-correction"], folder=folder, progress=stop)
 
 
 def test_other_data_behind_the_first_batch_is_refused(tmp_path: Path) -> None:

@@ -110,7 +110,7 @@ def test_artefacts_equal_the_simulation_after_training(strategy: int, weights: s
     ).eval()
     x = torch.randn(32, 1, 8, 8)
     y = nn.functional.avg_pool2d(x, 4).flatten(1).argmax(dim=1)
-    quantized = bw.quantize(model, [x], weights=weights, quantizer="pact", bn=strategy)
+    quantized = bw.quantize(model, [x], weights=weights, quantizer="pact", fold=strategy)
     model.train()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
     for _ in range(5):

@@ -52,7 +52,7 @@ def test_class_signature_and_float_keys_stay(any_model: nn.Module, zoo: SimpleNa
 def test_prepared_model_really_quantizes(any_model: nn.Module, zoo: SimpleNamespace) -> None:
     x = zoo.example(any_model)
     plain = any_model(x)
-    zoo.quantized(any_model, "academic", weights="int3/tensor/sym", edges=3)
+    zoo.quantized(any_model, "academic", weights="int3/tensor/sym", first_last_bits=3)
     error = (any_model(x) - plain).norm() / plain.norm()
     assert 0.01 < error < 2.0
 

@@ -320,7 +320,7 @@ def test_a_norm_that_is_not_folded_trains_as_it_is(pair: str) -> None:
 def test_training_without_folding_learns_and_deploys_norm_and_rounded_weight() -> None:
     model, x = build("conv2d with bias", torch.float32)
     target = torch.tanh(torch.randn(4, 6, 4, 4))
-    plan = place(capture(model, x), "onnxruntime", weights="int4/channel/sym", bn=-1)
+    plan = place(capture(model, x), "onnxruntime", weights="int4/channel/sym", fold=-1)
     assert not plan.fold
     ours = prepare(copy.deepcopy(model), plan)
     calibrate(ours, [x])

@@ -31,9 +31,9 @@ from bitwright.report import (
     write_markdown,
 )
 from bitwright.report.formatting import ranges
-from bitwright.report.page.charts import front, points
-from bitwright.report.page.work import _phases
 from bitwright.report.schema import json_schema
+from bitwright.report.timeline import phases
+from bitwright.report.tradeoff import front, points
 
 
 class Tags(HTMLParser):
@@ -357,7 +357,7 @@ def test_phases_are_on_the_clock_of_the_operators(tmp_path: Path) -> None:
         for kind, (start, end) in kinds.items()
     )
     device = forecast.devices[0].model_copy(update={"spans": spans})
-    bars = {bar.name: (bar.start, bar.end) for bar in _phases(device)}
+    bars = {bar.name: (bar.start, bar.end) for bar in phases(device)}
     assert bars["forward"] == (0.1, 2.1)
     assert bars["waits"] == (6.0, 8.0)
     assert bars["optimizer"] == (8.0, 9.0)

@@ -279,7 +279,7 @@ def test_unequal_ranks_train_as_equal_ones_do(tmp_path: Path) -> None:
     """Another split of the same global batches: the mean of gradients is exact, so losses are the same."""
     unequal = tmp_path / "plan.yaml"
     unequal.write_text("bitwright: 1\ndevices:\n  fast: {batch: 14}\n  slow: {batch: 6, compute: {'*': float}}\n")
-    options = ("--plan", str(unequal), "--kind", "fast,slow", "--epochs", "1")
+    options = ("--plan", str(unequal), "--device-kind", "fast,slow", "--epochs", "1")
     split = launch(tmp_path / "split", *options)
     equal = launch(tmp_path / "equal", "--batch", "10", "--epochs", "1")
     assert split == pytest.approx(equal, rel=1e-4)
@@ -292,7 +292,7 @@ def test_two_kinds_of_device_train_one_model(tmp_path: Path) -> None:
         "bitwright: 1\ndevices:\n  fast: {batch: 14}\n"
         "  slow: {batch: 6, compute: {'*': {format: int8, stochastic: true}}}\n"
     )
-    losses = launch(tmp_path / "run", "--plan", str(plan), "--kind", "fast,slow", "--epochs", "2", "--clip", "1")
+    losses = launch(tmp_path / "run", "--plan", str(plan), "--device-kind", "fast,slow", "--epochs", "2", "--clip", "1")
     assert losses[-1] < losses[0]
     kept = load_file(tmp_path / "run" / "checkpoint.safetensors")
     assert not any(name.startswith("bitwright") for name in kept)

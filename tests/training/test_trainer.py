@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
 
-from bitwright import BitwrightError, Plan, TrainConfig, Trainer, Workload, load_workload, measure, quantizers_of
+from bitwright import BitwrightError, Plan, TrainConfig, Trainer, Workload, evaluate, load_workload, quantizers_of
 from bitwright.core.interrupts import Interrupted
 from bitwright.training import Callback, Qat
 from bitwright.training.run import Run
@@ -218,7 +218,7 @@ def test_what_is_followed_behind_a_relu_is_what_the_relu_gives() -> None:
 
 
 def test_followed_weights_end_with_the_range_that_they_have() -> None:
-    _, result = train(quantize="int8", quantizer="plain", saturating=False, bn=-1, backend="academic")
+    _, result = train(quantize="int8", quantizer="plain", saturating=False, fold=-1, backend="academic")
     weight = result.model.second.weight.detach()
     scale = quantizers_of(result.model)["second:weight"].scale
     torch.testing.assert_close(scale, torch.maximum(weight.max() / 127, -weight.min() / 128))
@@ -269,7 +269,7 @@ def test_averaged_weights_are_what_is_measured_and_kept() -> None:
     work = workload()
     result = Trainer(work, config=settings(ema=0.95), callbacks=[watch]).fit()
     assert not torch.equal(result.model.head.weight, watch.seen[-1])
-    assert measure(work, result.model)["top1"] == watch.epochs[-1]["top1"]
+    assert evaluate(work, result.model)["top1"] == watch.epochs[-1]["top1"]
 
 
 def test_smoothing_and_distillation_are_in_the_loss() -> None:
@@ -424,7 +424,7 @@ def test_a_few_steps_of_qat_keep_resnet20(data_dir: Path, tmp_path: Path) -> Non
         training=lambda: replace(base, images=base.images.take(640, seed=0)),
         evaluation=lambda: test.batches(250, mean=base.mean, std=base.std),
     )
-    floating = measure(work, work.model)["top1"]
+    floating = evaluate(work, work.model)["top1"]
     result = Trainer(work, quantize="int8", config=TrainConfig(lr=2e-4, batch=64), out=tmp_path).fit()
     # of 1,000 images; ten steps end 0.6 to 1.1 below, by the seed and by last bits of ranges
     assert result.metrics[-1]["top1"] >= floating - 1.5

@@ -12,7 +12,7 @@ import pytest
 import torch
 from planted import workload
 
-from bitwright import BitwrightError, Budget, PlanError, measure
+from bitwright import BitwrightError, Budget, PlanError, evaluate
 from bitwright.tuning import Drop, TuneConfig
 from bitwright.tuning.config import json_schema
 from bitwright.tuning.space import Rule
@@ -77,7 +77,7 @@ def test_the_seeds_file_runs_unchanged_with_a_loader_and_an_eval_func(tmp_path: 
     work = workload(5, ())
 
     def eval_func(model: object) -> dict[str, float]:
-        return measure(replace(work, evaluate=None), model)  # type: ignore[arg-type]
+        return evaluate(replace(work, evaluate=None), model)  # type: ignore[arg-type]
 
     config = TuneConfig.load(written(tmp_path, SEED))
     tuned = config.tune(replace(work, evaluate=eval_func, evaluation=None), backend="tensorrt")

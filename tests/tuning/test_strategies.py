@@ -28,13 +28,13 @@ def search(strategy: str, layers: int, *, lower: bool = False, **options: object
 
 def passes(tuned: Tuned, layers: int, floats: frozenset[str], *, lower: bool) -> bool:
     """Evaluated anew, by nothing of the search but the plan."""
-    from bitwright import measure, quantize
+    from bitwright import evaluate, quantize
 
     fresh = workload(layers, PLANTED[layers], lower=lower)
-    reference = measure(fresh, fresh.model)[fresh.metric]
+    reference = evaluate(fresh, fresh.model)[fresh.metric]
     plan = tuned.candidate.with_float(floats).plan(tuned.quantized.graph, "tensorrt", model=None, choices={})  # type: ignore[union-attr]
     quantized = quantize(fresh.model, fresh.calibration, backend="tensorrt", plan=plan)  # type: ignore[arg-type]
-    return tuned.goal.margin(fresh.metric, reference, measure(fresh, quantized.model)[fresh.metric]) >= 0
+    return tuned.goal.margin(fresh.metric, reference, evaluate(fresh, quantized.model)[fresh.metric]) >= 0
 
 
 @pytest.mark.parametrize("lower", [False, True])

@@ -19,8 +19,8 @@ from bitwright import (
     Space,
     Tuned,
     Workload,
+    evaluate,
     load_checkpoint,
-    measure,
     prepare,
     strip,
     tune,
@@ -55,7 +55,7 @@ def test_a_passing_model_is_measured_on_the_real_runtime_and_saved(tmp_path: Pat
     fresh = workload(6, ())
     prepare(fresh.model, Plan.load(tmp_path / "plan.yaml"))
     load_checkpoint(fresh.model, tmp_path / "checkpoint.safetensors")
-    assert measure(fresh, fresh.model) == outcome.metrics
+    assert evaluate(fresh, fresh.model) == outcome.metrics
     kept = json.loads((tmp_path / "tuning.json").read_text())
     assert kept["met_goal"] is True
     assert kept["history"][0]["pareto"] is True
@@ -143,7 +143,7 @@ def test_one_candidate_that_fails_does_not_end_the_search() -> None:
         calls[0] += 1
         if calls[0] == 2:
             raise RuntimeError("the metric broke")
-        return measure(replace(work, evaluate=None), predict)  # type: ignore[arg-type]
+        return evaluate(replace(work, evaluate=None), predict)  # type: ignore[arg-type]
 
     tuned = search(replace(work, evaluate=moody), strategy="exhaustive", budget=Budget(trials=12))
     assert "evaluate raised RuntimeError: the metric broke, at test_tune.py:" in (tuned.history[0].outcome.failed or "")
@@ -255,7 +255,7 @@ def test_no_stubs_and_no_manual_fusion_are_needed() -> None:
 
 def test_a_metric_of_ones_own_keeps_the_statistics_of_samples() -> None:
     work = workload(4, ())
-    own = replace(work, evaluate=lambda predict: {"agreement": measure(replace(work, evaluate=None), predict)["top1"]})
+    own = replace(work, evaluate=lambda predict: {"agreement": evaluate(replace(work, evaluate=None), predict)["top1"]})
     tuned = search(replace(own, metric="agreement"), budget=Budget(trials=1))
     assert tuned.paired is not None
     assert tuned.baseline is not None

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from bitwright.core.errors import UnknownName, WorkloadError
 from bitwright.core.registry import WORKLOADS
-from bitwright.workload import Workload, batches, call, load_workload, measure
+from bitwright.workload import Workload, batches, call, evaluate, load_workload
 
 
 def linear_workload(**fields: Any) -> Workload:
@@ -172,27 +172,27 @@ def evaluation() -> Iterator[tuple[Tensor, Tensor]]:
 
 def test_measure_top1() -> None:
     workload = linear_workload(evaluation=evaluation)
-    assert measure(workload, workload.model) == {"top1": 75.0, "n": 4.0}
-    assert measure(workload, lambda x: SimpleNamespace(logits=x))["top1"] == 75.0
+    assert evaluate(workload, workload.model) == {"top1": 75.0, "n": 4.0}
+    assert evaluate(workload, lambda x: SimpleNamespace(logits=x))["top1"] == 75.0
 
 
 def test_measure_counts_nan_as_a_miss() -> None:
     workload = linear_workload(evaluation=evaluation)
-    assert measure(workload, lambda x: torch.full((len(x), 3), torch.nan))["top1"] == 0.0
+    assert evaluate(workload, lambda x: torch.full((len(x), 3), torch.nan))["top1"] == 0.0
 
 
 def test_measure_leaves_the_module_as_it_was() -> None:
     model = nn.Sequential(nn.BatchNorm1d(3), nn.Dropout(0.5))
     model[1].eval()
     before = {k: v.clone() for k, v in model.state_dict().items()}
-    measure(linear_workload(evaluation=evaluation), model)
+    evaluate(linear_workload(evaluation=evaluation), model)
     assert [m.training for m in model.modules()] == [True, True, False]
     assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
 
 
 def test_measure_uses_the_owners_metric() -> None:
     workload = linear_workload(evaluate=lambda predict: {"f1": float(predict(torch.ones(1, 3)).sum())}, metric="f1")
-    assert measure(workload, workload.model) == {"f1": 3.0}
+    assert evaluate(workload, workload.model) == {"f1": 3.0}
 
 
 @pytest.mark.parametrize(
@@ -207,7 +207,7 @@ def test_measure_uses_the_owners_metric() -> None:
 def test_measure_refuses(fields: dict[str, Any], message: str) -> None:
     workload = linear_workload(**fields)
     with pytest.raises(WorkloadError, match=message):
-        measure(workload, workload.model)
+        evaluate(workload, workload.model)
 
 
 def test_directions_are_said_or_doubted() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 import bitwright as bw
 from bitwright.training import TrainConfig
-from bitwright.workload import measure
+from bitwright.workload import evaluate
 from bitwright.zoo.mrpc import blendcnn_mrpc
 
 
@@ -18,9 +18,9 @@ def test_float_beats_the_majority_and_int8_keeps_it(data_dir: Path, tmp_path: Pa
     config = TrainConfig(optimizer="adamw", lr=1e-3, weight_decay=0.01, warmup=0.5, clip=1, batch=32)
     trained = bw.Trainer(blendcnn_mrpc(data=data_dir, judge="held-out"), config=config, out=tmp_path / "run").fit()
     work = blendcnn_mrpc(data=data_dir, weights=tmp_path / "run" / "checkpoint.safetensors")
-    plain = measure(work, work.model)
+    plain = evaluate(work, work.model)
     assert plain["top1"] >= plain["majority"] + 3
-    assert plain == measure(work, trained.model)
+    assert plain == evaluate(work, trained.model)
     assert work.calibration is not None
     quantized = bw.quantize(work.model, work.calibration(), example=work.inputs)
     assert quantized.plan.sites.keys() >= {f"convs.{index}:weight" for index in range(8)}

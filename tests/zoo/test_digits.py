@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bitwright.workload import batches, measure
+from bitwright.workload import batches, evaluate
 from bitwright.zoo.digits import digits_split, train_digits
 from bitwright.zoo.workloads import digits
 
@@ -34,5 +34,5 @@ def test_training_is_seeded_and_leaves_the_callers_state() -> None:
 @pytest.mark.timeout(300)  # seconds of work, but test machines are shared
 def test_workload_reaches_98_percent() -> None:
     workload = digits()
-    assert measure(workload, workload.model)["top1"] >= 98.0
+    assert evaluate(workload, workload.model)["top1"] >= 98.0
     assert sum(len(batch) for batch in batches(workload.calibration)) == 256

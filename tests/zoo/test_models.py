@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bitwright.workload import Workload, batches, measure
+from bitwright.workload import Workload, batches, evaluate
 from bitwright.zoo.efficientnet_lite import EfficientNetLite0, same_padding
 from bitwright.zoo.resnet20 import ResNet20
 from bitwright.zoo.workloads import efficientnet_lite0_imagenet, resnet20_cifar10
@@ -55,21 +55,21 @@ def head(workload: Workload, count: int) -> Workload:
 def test_resnet20_on_a_part_of_cifar10(data_dir: Path) -> None:
     workload = resnet20_cifar10(data_dir)
     assert sum(len(batch) for batch in batches(workload.calibration)) == 512
-    assert measure(head(workload, 2), workload.model)["top1"] > 88.0
+    assert evaluate(head(workload, 2), workload.model)["top1"] > 88.0
 
 
 @pytest.mark.realdata
 def test_efficientnet_lite0_on_a_part_of_imagenet(data_dir: Path) -> None:
     workload = efficientnet_lite0_imagenet(data_dir)
     assert sum(len(batch) for batch in batches(workload.calibration)) == 100
-    assert measure(head(workload, 1), workload.model)["top1"] > 60.0
+    assert evaluate(head(workload, 1), workload.model)["top1"] > 60.0
 
 
 @pytest.mark.realdata
 @pytest.mark.slow
 def test_resnet20_has_its_reference_accuracy(data_dir: Path) -> None:
     workload = resnet20_cifar10(data_dir)
-    assert measure(workload, workload.model) == {"top1": pytest.approx(91.73, abs=0.03), "n": 10_000.0}
+    assert evaluate(workload, workload.model) == {"top1": pytest.approx(91.73, abs=0.03), "n": 10_000.0}
 
 
 @pytest.mark.realdata
@@ -77,4 +77,4 @@ def test_resnet20_has_its_reference_accuracy(data_dir: Path) -> None:
 def test_efficientnet_lite0_has_its_reference_accuracy(data_dir: Path) -> None:
     workload = efficientnet_lite0_imagenet(data_dir)
     # One image is 0.1 %; JPEG decoders and convolution kernels may differ by about as much.
-    assert measure(workload, workload.model) == {"top1": pytest.approx(73.7, abs=0.2), "n": 1000.0}
+    assert evaluate(workload, workload.model) == {"top1": pytest.approx(73.7, abs=0.2), "n": 1000.0}

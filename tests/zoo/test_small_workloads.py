@@ -33,4 +33,4 @@ def test_sizes_are_those_that_the_page_says(name: str, data_dir: Path, monkeypat
     assert work.inputs[0].shape[-2:] == (side, side)  # type: ignore[index]
     assert work.training is not None
     assert len(work.training()) == TRAINED_ON
-    assert bw.measure(work, work.model.eval())["n"] == TESTED_ON
+    assert bw.evaluate(work, work.model.eval())["n"] == TESTED_ON

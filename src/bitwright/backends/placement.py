@@ -360,12 +360,12 @@ def place(graph: Graph, target: str | BackendTable, *, model: str | None = None,
         observer=choices.get("weight_observer") or table.weights.observer,
         quantizer=weight_quantizer,
     )
-    edges = choices.get("edges")
+    edges = choices.get("first_last_bits")
     if edges is not None:
         problems = [
             Problem(
                 what=f"{table.name} can't run this {role} format at the first and last operator",
-                where="edges",
+                where="first_last_bits",
                 value=str(format.with_bits(edges)),
                 fix=f"use one of: {', '.join(choice.formats)}",
                 code="unsupported-format",
@@ -378,7 +378,7 @@ def place(graph: Graph, target: str | BackendTable, *, model: str | None = None,
         ]
         if problems:
             raise PlanError(problems)
-    bn = DEFAULT_STRATEGY if (asked := choices.get("bn")) is None else asked
+    bn = DEFAULT_STRATEGY if (asked := choices.get("fold")) is None else asked
     decisions = Decisions(graph, table, keep, bn)
     sites = _SitePlacer(decisions, activation, weight, guard)
     plan = sites.plan(table.edges if edges is None else edges, narrower=edges is not None)

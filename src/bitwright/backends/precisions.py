@@ -1,4 +1,4 @@
-"""`quantize="int8"`: from one word to a backend and choices, or a plan."""
+"""Names of precisions ("int8", "w4a8"): the backend and the plan choices that they stand for."""
 
 from __future__ import annotations
 
@@ -13,14 +13,19 @@ from bitwright.plan import Plan
 
 Precision = str | Path | Plan
 _WORD = re.compile(r"int(\d+)|w(\d+)a(\d+)", re.IGNORECASE)
-_EDGE_BITS = 8
-#: Its scales learn, and at 8 bits nothing is better; a plan or `quantizer=` says otherwise.
+_FIRST_LAST_BITS = 8
+#: The default in training: its scales are learned, and no other quantizer is better at 8 bits.
 _QUANTIZER = "lsq"
-_START = "mse"  # where few codes must do, a range that clips the rare is a better start than one that covers all
+_START = "mse"  # below 8 bits, a range that clips outliers is better than one that covers all values
 
 
-def resolve(precision: Precision, target: str | None, choices: Choices) -> tuple[Plan | None, str, Choices, list[str]]:
-    """A plan if one was given, the backend's name, what to choose if not, and what was decided for the user."""
+def resolve(
+    precision: Precision, target: str | None, choices: Choices, *, learned: bool = True
+) -> tuple[Plan | None, str, Choices, list[str]]:
+    """The plan (if one is given), the backend's name, the choices for `make_plan`, and notes for the user.
+
+    With `learned`, as in training, the scales are parameters.
+    """
     if isinstance(precision, Plan) or str(precision).endswith((".yaml", ".yml")):
         plan = precision if isinstance(precision, Plan) else Plan.load(precision)
         reject_choices_with_plan(choices)
@@ -29,27 +34,28 @@ def resolve(precision: Precision, target: str | None, choices: Choices) -> tuple
     if match is None:
         raise TrainError.single(
             "unknown precision",
-            where="quantize",
+            where="precision",
             value=str(precision),
-            fix="write int8, int4, w4a8 (weights 4 bits, activations 8), or the path of a plan.yaml",
+            fix="write int8, int4, w4a8 (4-bit weights, 8-bit activations), or the path of a plan.yaml",
+            code="unknown-precision",
         )
     weight_bits, activation_bits = int(match[2] or match[1]), int(match[3] or match[1])
     notes: list[str] = []
-    low = min(weight_bits, activation_bits) < _EDGE_BITS
+    low = min(weight_bits, activation_bits) < _FIRST_LAST_BITS
     if target is None:
         target = "academic" if low else "onnxruntime"
         if low:
-            notes.append(f"{precision} is simulated on the backend academic; name a backend that runs it to deploy")
+            notes.append(f"{precision} is simulated on the backend academic; to deploy, name a backend that runs it")
     table = backend(target)
     made: Choices = {**choices}
     made["weights"] = choices.get("weights") or _widths(table.weights.format, weight_bits)
     made["activations"] = choices.get("activations") or _widths(table.activations.format, activation_bits)
-    if choices.get("quantizer") is None:
+    if learned and choices.get("quantizer") is None:
         made["quantizer"] = _QUANTIZER
     if low:
-        if choices.get("edges") is None:
-            made["edges"] = _EDGE_BITS
-            notes.append(f"the first and the last operator have {_EDGE_BITS} bits")
+        if choices.get("first_last_bits") is None:
+            made["first_last_bits"] = _FIRST_LAST_BITS
+            notes.append(f"the first and the last operator have {_FIRST_LAST_BITS} bits")
         for key in ("observer", "weight_observer"):
             if choices.get(key) is None:
                 made[key] = _START
@@ -61,7 +67,7 @@ def _widths(format: str, bits: int) -> str:
 
 
 def word(precision: Precision | None) -> str | None:
-    """A precision as a file can hold it."""
+    """A precision as text, for a file."""
     if precision is None:
         return None
     return precision.to_yaml() if isinstance(precision, Plan) else str(precision)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import TypedDict
+from typing import Any, TypedDict
 
 from bitwright.backends.table import BackendTable
 from bitwright.core.errors import FormatError, PlanError, Problem, did_you_mean
@@ -31,11 +31,11 @@ class Choices(TypedDict, total=False):
     """Quantizer of activations, and of weights unless `weight_quantizer` is given. Default: "plain"."""
     weight_quantizer: str | None
     """Quantizer of weights. Default: the one that belongs to `quantizer` (pact: dorefa)."""
-    edges: int | None
+    first_last_bits: int | None
     """Bits of the first and last operator with a weight, and of their inputs. Default: the backend's value."""
     keep_float: Iterable[str]
     """Patterns of operators that stay in float."""
-    bn: int | None
+    fold: int | None
     """Batch-norm folding: -1 for none, 0 to 4 for a strategy (docs/folding.md). Default: 4."""
     saturating: bool | None
     """Whether 8-bit products saturate on the deployment machine. None: test this machine."""
@@ -47,7 +47,7 @@ def patterns_of(choices: Choices) -> list[str]:
     return [given] if isinstance(given, str) else list(given)
 
 
-def reject_choices_with_plan(choices: Choices) -> None:
+def reject_choices_with_plan(choices: Mapping[str, Any]) -> None:
     """Reject choices that are given together with a plan, because they would have no effect."""
     given = [name for name, value in choices.items() if value is not None and value != [] and value != ()]
     if given:
@@ -106,21 +106,24 @@ def _patterns(choices: Choices, graph: Graph) -> Iterator[Problem]:
 
 
 def _folding(choices: Choices, table: BackendTable) -> Iterator[Problem]:
-    bn = choices.get("bn")
-    if bn is None or bn == NO_FOLDING:
+    strategy = choices.get("fold")
+    if strategy is None or strategy == NO_FOLDING:
         return
-    if bn not in STRATEGIES:
+    if strategy not in STRATEGIES:
         yield Problem(
             what="unknown folding strategy",
-            where="bn",
-            value=bn,
+            where="fold",
+            value=strategy,
             fix=known_strategies(none=True),
             code="unknown-folding-strategy",
         )
     elif not table.fold:
-        what = f"{table.name} runs batch norms as separate operators: none would be folded"
         yield Problem(
-            what=what, where="bn", value=bn, fix="remove bn, or use another backend", code="fold-not-supported"
+            what=f"{table.name} runs batch norms as separate operators: none would be folded",
+            where="fold",
+            value=strategy,
+            fix="remove fold, or use another backend",
+            code="fold-not-supported",
         )
 
 

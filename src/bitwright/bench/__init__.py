@@ -2,18 +2,16 @@
 
 from bitwright.bench.grid import GridConfig
 from bitwright.bench.leaderboard import Leaderboard
-from bitwright.bench.prepared_model import Made
 from bitwright.bench.rerun import Again, run_again
 from bitwright.bench.run_grid import Told, run_grid
-from bitwright.bench.runtime_comparison import compare_runtimes
+from bitwright.bench.runtime_comparison import benchmark
 
 __all__ = [
     "Again",
     "GridConfig",
     "Leaderboard",
-    "Made",
     "Told",
-    "compare_runtimes",
+    "benchmark",
     "run_again",
     "run_grid",
 ]

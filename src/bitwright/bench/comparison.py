@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from math import isfinite
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -217,3 +217,14 @@ class Comparison(ResultModel):
     skipped: tuple[Skipped, ...]
     fastest: tuple[Fastest, ...]
     together: tuple[Together, ...] = Field(default=(), description="Instead of timings, if instances were asked for.")
+
+    def __repr__(self) -> str:
+        """One line: the fastest runtime."""
+        best = ", ".join(f"{one.runtime} {one.variant} {one.median_ms:.3g} ms" for one in self.fastest[:1])
+        return f"<Comparison {self.workload}: {len(self.runtimes)} runtimes{', fastest ' + best if best else ''}>"
+
+    __str__ = __repr__
+
+    def to_dict(self) -> dict[str, Any]:
+        """The results as plain data."""
+        return self.model_dump(mode="json")

@@ -24,7 +24,7 @@ from bitwright.deploy.checkpoint import load_checkpoint, save_checkpoint
 from bitwright.graph import Graph, capture
 from bitwright.training import TrainConfig, Trainer
 from bitwright.training.data import seed_all
-from bitwright.workload import Workload, load_workload, measure, pairs
+from bitwright.workload import Workload, evaluate, load_workload, pairs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +81,7 @@ class Starts:
         weights = fingerprint(*_state(workload))
         self._same_weights(task, weights)
         workload.model.eval()
-        values = measure(workload, workload.model)
+        values = evaluate(workload, workload.model)
         return Start(
             workload=workload,
             accuracy=values[workload.metric],

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from bitwright.bench.comparison import Instance, Together
 from bitwright.core.errors import BitwrightError
 from bitwright.core.files import scratch_folder
+from bitwright.core.progress import Progress
 from bitwright.deploy import Latency, open_runtime
 
 
@@ -122,7 +123,7 @@ def run_together(
     *,
     runs: int,
     warmup: int,
-    progress: Callable[[int], None] | None = None,
+    progress: Progress | None = None,
 ) -> list[Together]:
     """Run each job `runs` times in one process per place. Jobs take turns; all processes run the same one at a time."""
     with scratch_folder() as folder, _started(places) as processes:
@@ -147,7 +148,7 @@ def run_together(
                 spans[turn] += max(new["end"] for new in heard) - start
             done += share
             if progress is not None:
-                progress(done)
+                progress(done, runs, "timing")
     bound = [tuple(found) or place for found, place in zip(cores, places, strict=True)]
     measured = zip(jobs, times, spans, strict=True)
     rows = [_row(runtime, job, runs, bound, own, span) for job, own, span in measured]

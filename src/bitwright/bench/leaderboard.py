@@ -187,8 +187,19 @@ class Leaderboard(_Strict):
         "by algorithm, backend and bits; by algorithm, bits and model; by backend, bits and model."
     )
 
+    def __repr__(self) -> str:
+        """One line: how many rows are done."""
+        done = sum(row.status == "done" for row in self.rows)
+        return f"<Leaderboard {self.name}: {done} of {len(self.rows)} rows done>"
+
+    __str__ = __repr__
+
+    def to_dict(self) -> dict[str, Any]:
+        """All rows and summaries as plain data."""
+        return self.model_dump(mode="json", by_alias=True)
+
     def save(self, path: str | Path) -> Path:
-        """Write it as JSON, a row a line: compact, and differences can be read."""
+        """Write it as JSON with one row per line, so that differences are readable."""
         data = self.model_dump(mode="json", by_alias=True, exclude_defaults=True)
         return write_text(Path(path), _lines({"bitwright-leaderboard": LEADERBOARD_VERSION, **data}))
 

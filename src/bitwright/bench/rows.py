@@ -30,7 +30,7 @@ from bitwright.deploy import Runtime, open_runtime, unexportable
 from bitwright.plan import NO_FOLDING, Plan
 from bitwright.quantizers.site_statistics import SiteRow, site_rows
 from bitwright.training import TrainConfig, Trainer, TrainResult
-from bitwright.workload import Workload, batches, measure
+from bitwright.workload import Workload, batches, evaluate
 
 _LOOKED_AT = 4  # batches: more would only smooth clipped shares and histograms
 
@@ -143,7 +143,7 @@ def _run(task: RowTask, start: Start, reports: Path | None) -> Outcome:
     wrong = mismatches(trained.model, task, trained.quantized.plan, table, start.graph)
     if wrong:
         raise BitwrightError(f"what ran isn't what the row says: {'; '.join(wrong[:5])}", where=task.key)
-    values = measure(workload, trained.model)
+    values = evaluate(workload, trained.model)
     accuracy = values[workload.metric]
     notes = list(trained.notes)
     if not table.fold and task.bnfold != NO_FOLDING:
@@ -175,7 +175,7 @@ def train_float_on(task: RowTask, start: Start) -> float:
     with _threads(task.threads):
         settings = task.training.model_dump(exclude={"freeze_observers", "freeze_bn"})
         trained = Trainer(workload, config=TrainConfig(seed=task.seed, drop_last=True, **settings)).fit()
-        return measure(workload, trained.model)[workload.metric]
+        return evaluate(workload, trained.model)[workload.metric]
 
 
 def plan_of(task: RowTask, table: BackendTable, start: Start) -> tuple[Plan, str | None]:
@@ -206,8 +206,8 @@ def plan_of(task: RowTask, table: BackendTable, start: Start) -> tuple[Plan, str
         "weight_quantizer": algorithm.weights,
         "observer": algorithm.observer or ("mse" if low else None),
         "weight_observer": algorithm.weight_observer or ("mse" if low else None),
-        "bn": task.bnfold if table.fold or task.bnfold == NO_FOLDING else None,
-        "edges": task.edges if task.edges is not None and task.bits < task.edges else None,
+        "fold": task.bnfold if table.fold or task.bnfold == NO_FOLDING else None,
+        "first_last_bits": task.edges if task.edges is not None and task.bits < task.edges else None,
         "saturating": True,  # as if no CPU had VNNI: a row mustn't depend on the machine that happens to run it
     }
     plan = make_plan(start.graph, table, model=start.workload.name, **choices)

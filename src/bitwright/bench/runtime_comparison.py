@@ -1,4 +1,4 @@
-"""`compare_runtimes(workload)`: one model on every runtime that runs here, and the fastest of them."""
+"""`benchmark(workload)`: one model on every runtime that runs here, and the fastest of them."""
 
 from __future__ import annotations
 
@@ -26,15 +26,16 @@ from bitwright.bench.comparison import (
     timing,
 )
 from bitwright.bench.instances import Job, arrange, can_pin, run_together
-from bitwright.bench.prepared_model import Made, load_prepared
 from bitwright.core.arguments import strict
 from bitwright.core.environment import environment
 from bitwright.core.errors import BitwrightError, DiskError, did_you_mean
 from bitwright.core.files import scratch_folder
+from bitwright.core.progress import Progress, phases
 from bitwright.core.registry import BACKENDS, RUNTIMES
 from bitwright.core.tensor_tree import as_call
 from bitwright.deploy import Runtime, available_runtimes, measure_latency, open_runtime
 from bitwright.ptq.quantize import Quantized, quantize
+from bitwright.ptq.saved_model import SavedModel, load_prepared
 from bitwright.quantizers import strip
 from bitwright.workload import Workload, batches, can_measure, pairs
 from bitwright.workload.data import first, rebatched, regrouped
@@ -51,7 +52,7 @@ class Settings:
     threads: int
     samples: int | None
     evaluate: bool
-    made: Made | None
+    saved: SavedModel | None
     tell: Callable[[str], None]
 
 
@@ -67,8 +68,8 @@ class Opened:
 
 def open_artefacts(workload: Workload, name: str, folder: Path, settings: Settings) -> tuple[Opened, OnRuntime]:
     """Quantize (or load what was made), export, check and evaluate on one runtime; its sessions stay open."""
-    made = settings.made
-    opened = Opened(_backend_for(name) if made is None else made.plan.backend or "onnxruntime")
+    saved = settings.saved
+    opened = Opened(_backend_for(name) if saved is None else saved.plan.backend or "onnxruntime")
     batch = settings.batch_sizes[0]
     # Float comes first: what was made may have other weights than the float model (QAT, AdaRound).
     _write(workload, workload.model, "float", name, opened, folder, settings)
@@ -100,9 +101,9 @@ def _backend_for(runtime: str) -> str:
 @contextmanager
 def _quantized(workload: Workload, backend: str, settings: Settings) -> Iterator[Quantized]:
     """The quantized model; the workload's own is float again in the end."""
-    made = settings.made
-    if made is not None:
-        yield load_prepared(replace(workload, model=copy.deepcopy(workload.model)), made.plan, made.checkpoint)
+    saved = settings.saved
+    if saved is not None:
+        yield load_prepared(replace(workload, model=copy.deepcopy(workload.model)), saved.plan, saved.checkpoint)
         return
     try:
         yield quantize(
@@ -122,7 +123,7 @@ def _write(
     workload: Workload, model: Any, variant: Variant, name: str, opened: Opened, folder: Path, settings: Settings
 ) -> None:
     kind: type[Runtime] = RUNTIMES.get(name)
-    given = settings.made.artefact if settings.made is not None and variant == "quantized" else None
+    given = settings.saved.artefact if settings.saved is not None and variant == "quantized" else None
     for batch in settings.batch_sizes:
         if given is not None and given.suffix == kind.suffix:
             path = given  # the very file that will be served
@@ -166,7 +167,7 @@ log = logging.getLogger("bitwright")
 
 
 @strict
-def compare_runtimes(
+def benchmark(
     workload: Workload,
     runtimes: Iterable[str] | None = None,
     *,
@@ -177,31 +178,31 @@ def compare_runtimes(
     samples: int | None = None,
     evaluate: bool = True,
     time: bool = True,
-    made: Made | str | Path | None = None,
+    saved: SavedModel | str | Path | None = None,
     instances: int | None = None,
     cores: int | None = None,
-    progress: Callable[[str], None] | None = None,
+    progress: Progress | None = None,
 ) -> Comparison:
     """Quantize the workload's model for each runtime by that runtime's own table, and measure all of them in turns.
 
-    With `made` (a folder of `bitwright quantize -o`) nothing is quantized: that model is measured, on the runtime that
-    its plan is for if no others are named. With `instances` or `cores` so many processes run at a time, each on cores
+    With `saved` (an output folder of `Quantized.save` or `bitwright quantize`) that model is measured instead, by
+    default on the runtime of its plan. With `instances` or `cores` so many processes run at a time, each on cores
     of its own; the result then has `together` instead of timings.
 
     What can't run here is in the result's `skipped` with its reason. `samples` bounds calibration and check, not the
     evaluation; without `evaluate` accuracies aren't measured, without `time` latencies. The model is float again when
     this returns.
     """
-    tell = progress or (lambda text: None)
+    tell = phases(progress)
     several = instances is not None or cores is not None
     _refuse(workload, threads=threads, several=several, evaluate=evaluate, time=time)
     places = arrange(instances, cores) if several else []
-    made = Made.load(made) if isinstance(made, str | Path) else made
-    if made is not None and runtimes is None:
-        runtimes = [find_backend(made.plan.backend or "onnxruntime").runtime or "onnxruntime"]
+    saved = SavedModel.read(saved) if isinstance(saved, str | Path) else saved
+    if saved is not None and runtimes is None:
+        runtimes = [find_backend(saved.plan.backend or "onnxruntime").runtime or "onnxruntime"]
     threads = len(places[0]) if places else threads or 1
     settings = Settings(
-        batch_sizes=batch_sizes, threads=threads, samples=samples, evaluate=evaluate, made=made, tell=tell
+        batch_sizes=batch_sizes, threads=threads, samples=samples, evaluate=evaluate, saved=saved, tell=tell
     )
     skipped: list[Skipped] = []
     opened: dict[str, Opened] = {}
@@ -295,7 +296,10 @@ def _time(
         for variant, session in _sessions(name, found, batch)
     }
     measured = measure_latency(
-        calls, runs=runs, warmup=warmup, progress=lambda done: tell(f"timing batch {batch}: {done} of {runs}")
+        calls,
+        runs=runs,
+        warmup=warmup,
+        progress=lambda done, total, _: tell(f"timing batch {batch}: {done} of {total}"),
     )
     return [
         timing(name, variant, batch, threads, latency, yardstick=measured[name, "float"])
@@ -321,7 +325,12 @@ def _crowd(
             feed = session.feed(*args, **kwargs)
             jobs.append(Job(variant=variant, batch=batch, artefact=found.files[variant, batch], feed=feed))
     return run_together(
-        name, jobs, places, runs=runs, warmup=warmup, progress=lambda done: tell(f"timing {name}: {done} of {runs}")
+        name,
+        jobs,
+        places,
+        runs=runs,
+        warmup=warmup,
+        progress=lambda done, total, _: tell(f"timing {name}: {done} of {total}"),
     )
 
 

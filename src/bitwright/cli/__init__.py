@@ -10,6 +10,7 @@ VERBS = {
     "quickstart": "quickstart",
     "inspect": "inspecting",
     "plan": "plan",
+    "plan-cluster": "plan_cluster",
     "quantize": "quantize",
     "score": "score",
     "tune": "tune",

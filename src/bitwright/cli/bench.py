@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from bitwright.bench import Made, compare_runtimes
+from bitwright.bench import benchmark
 from bitwright.bench.comparison import Comparison, OnRuntime, Timing, Together
 from bitwright.cli import again, grid
 from bitwright.cli.data import open_workload
@@ -19,6 +19,7 @@ from bitwright.cli.verb import CHECK_FAILED, verb
 from bitwright.core import formatting
 from bitwright.core.errors import BitwrightError
 from bitwright.core.files import write_text
+from bitwright.ptq.saved_model import SavedModel
 from bitwright.report import add_to_report, report_of
 
 
@@ -182,8 +183,8 @@ def bench(
         raise BitwrightError(
             "a made model is measured on runtimes that are named", value="all", fix="--runtimes onnxruntime,openvino"
         )
-    with out.phases("starting") as phase:
-        result = compare_runtimes(
+    with out.progress() as progress:
+        result = benchmark(
             found,
             names,
             batch_sizes=batch or [1],
@@ -193,10 +194,10 @@ def bench(
             samples=samples,
             evaluate=mode is not Mode.performance,
             time=mode is not Mode.accuracy,
-            made=made,
+            saved=made,
             instances=instances,
             cores=cores,
-            progress=phase,
+            progress=progress,
         )
     if output is not None:
         write_text(output, result.model_dump_json(indent=1) + "\n")
@@ -210,15 +211,15 @@ def bench(
         raise typer.Exit(CHECK_FAILED)
 
 
-def _made(model: Path | None, plan: Path | None, checkpoint: Path | None) -> Made | None:
+def _made(model: Path | None, plan: Path | None, checkpoint: Path | None) -> SavedModel | None:
     if model is not None and (plan is not None or checkpoint is not None):
         raise BitwrightError("--model has a plan and a checkpoint", fix="leave out --plan and --checkpoint, or --model")
     if model is not None:
-        return Made.load(model)
+        return SavedModel.read(model)
     if plan is None and checkpoint is None:
         return None
     chosen, state = read_plan(plan, checkpoint)
-    return Made(plan=chosen, checkpoint=state)
+    return SavedModel(plan=chosen, checkpoint=state)
 
 
 def _show(out: Out, result: Comparison) -> None:

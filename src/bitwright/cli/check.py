@@ -8,7 +8,6 @@ from typing import Annotated
 
 import typer
 
-from bitwright.bench.prepared_model import load_prepared
 from bitwright.cli.data import open_workload, probes
 from bitwright.cli.options import SamplesOption, WorkloadArg
 from bitwright.cli.out import Out
@@ -17,6 +16,7 @@ from bitwright.cli.verb import CHECK_FAILED, verb
 from bitwright.core import formatting
 from bitwright.deploy import Check, default_runtime, open_runtime, readers
 from bitwright.deploy import check as check_model
+from bitwright.ptq.saved_model import load_prepared
 from bitwright.workload.data import rebatched
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from bitwright.cli.options import (
     ActivationsOption,
     BackendOption,
+    FirstLastBitsOption,
     FoldingOption,
     KeepFloatOption,
     ObserverOption,
@@ -31,8 +32,9 @@ _CHOICES: dict[str, Any] = {
     "weight_observer": WeightObserverOption,
     "quantizer": QuantizerOption,
     "weight_quantizer": WeightQuantizerOption,
+    "first_last_bits": FirstLastBitsOption,
     "keep_float": KeepFloatOption,
-    "bn": FoldingOption,
+    "fold": FoldingOption,
     "saturating": SaturatingOption,
 }
 _OPTIONS = {"backend": BackendOption, "plan": PlanFileOption, **_CHOICES}

@@ -44,9 +44,10 @@ _REGISTRIES: dict[str, Registry] = {
 }
 _WORDS = {
     "--quantize": ["int8", "int4", "w4a8"],
+    "--precision": ["int8", "int4", "w4a8"],
     "--amp": ["bf16", "fp16"],
     "--clock": ["wall", "cpu"],
-    "--bn": ["-1", "0", "1", "2", "3", "4"],
+    "--fold": ["-1", "0", "1", "2", "3", "4"],
 }
 
 

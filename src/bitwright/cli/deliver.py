@@ -1,136 +1,20 @@
-"""From a quantized model to a folder: plan, artefact, checkpoint, and a report of what they are worth."""
+"""Print the results of a verb that writes a quantized model into a folder."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from functools import partial
-from pathlib import Path
-from typing import Any
-
 import typer
 
-from bitwright.cli.data import probes
 from bitwright.cli.out import Out
 from bitwright.cli.verb import CHECK_FAILED
 from bitwright.core import formatting
-from bitwright.core.errors import Problem, log_warnings
-from bitwright.core.output_folder import visible_files
-from bitwright.core.tensor_tree import as_call
-from bitwright.deploy import Artefact, Check, Distance, Runtime, measure_distance, measure_latency, open_runtime
-from bitwright.deploy.checkpoint import save_checkpoint
-from bitwright.ptq.quantize import Quantized
-from bitwright.report import Accuracy, Record, Size, Timing, make_record, parity, timings
-from bitwright.report import write_report as write_files
+from bitwright.deployment import Deployment
 from bitwright.report.formatting import float_and_quantized
-from bitwright.workload import Workload, can_measure, measure
-from bitwright.workload.data import first, rebatched, regrouped
-
-_BATCHES, _RUNS = (1, 64), 100
-_THREADS = 1  # on a small model a second thread only adds noise
-_LOOKED_AT = 256  # samples; enough for shares and ratios, quick for large models
 
 
-def evaluate(out: Out, workload: Workload, predict: object, where: str) -> list[Accuracy]:
-    """The workload's metric, or nothing if the workload has none."""
-    if not can_measure(workload) or not callable(predict):
-        return []
-    with out.steps(f"eval_mode: {where}"):
-        values = predict.accuracy(workload) if isinstance(predict, Runtime) else measure(workload, predict)
-    samples = int(values["n"]) if "n" in values else None
-    value, lower = values[workload.metric], workload.less_is_better()
-    return [Accuracy(where=where, metric=workload.metric, value=value, samples=samples, lower_is_better=lower)]
-
-
-def write_artefacts(out: Out, quantized: Quantized, folder: Path) -> Artefact:
-    """Plan, checkpoint and model."""
-    with out.steps("exporting"):
-        quantized.plan.save(folder / "plan.yaml")
-        save_checkpoint(quantized.model, folder / "checkpoint.safetensors")
-        return quantized.export(folder / "model.onnx")
-
-
-def latencies(out: Out, workload: Workload, runtime: str, reference: Path, artefact: Path) -> list[Timing]:
-    """Float and quantized in turns on real samples, so that a busy machine disturbs both alike."""
-    plain, fast = (open_runtime(runtime, path, threads=_THREADS) for path in (reference, artefact))
-    rows: list[Timing] = []
-    for batch in _BATCHES if fast.batch is None else (fast.batch,):
-        args, kwargs = as_call(next(rebatched(regrouped(probes(workload), batch), batch)))
-        with out.steps(f"timing on {runtime}, batch {batch}", _RUNS) as step:
-            measured = measure_latency(
-                {
-                    "float": partial(plain.run, plain.feed(*args, **kwargs)),
-                    "quantized": partial(fast.run, fast.feed(*args, **kwargs)),
-                },
-                runs=_RUNS,
-                progress=step,
-            )
-        rows += timings(runtime, batch, _THREADS, float=measured["float"], quantized=measured["quantized"])
-    return rows
-
-
-def write_report(
-    out: Out,
-    workload: Workload,
-    quantized: Quantized,
-    folder: Path,
-    *,
-    runtimes: Iterable[str],
-    accuracies: Iterable[Accuracy],
-    float_size: Size,
-    timings: Iterable[Timing] = (),
-    seed: int | None = None,
-    histograms: bool = True,
-    written: Artefact | None = None,
-    **parts: Any,
-) -> Record:
-    """Check the artefact on real runtimes, evaluate it there, and write the report; `parts` are the verb's own."""
-    artefact = folder / "model.onnx"
-    scores = [*accuracies, *evaluate(out, workload, quantized.model, "simulated")]
-    checks: list[Check] = []
-    for runtime in runtimes:
-        with out.steps(f"checking on {runtime}"):
-            opened = open_runtime(runtime, artefact)
-            data = rebatched(probes(workload), opened.batch)
-            checks.append(quantized.check(artefact, data, runtime=runtime, per_site=True))
-        scores += evaluate(out, workload, opened, runtime)
-    with out.steps("looking at sites"):
-        # evaluation data says more than the few calibration samples that `quantize` looked at
-        distance = checks[0].distance if checks else quantized.distance
-        if distance is None:
-            distance = measure_distance(quantized.model, next(iter(probes(workload))))
-            log_warnings(distance.warnings)
-        record = make_record(
-            quantized,
-            first(probes(workload), _LOOKED_AT),
-            workload=workload.name,
-            seed=seed,
-            accuracies=scores,
-            sizes=[float_size, Size(name="model.onnx", bytes=artefact.stat().st_size)],
-            timings=timings,
-            parities=[parity(check) for check in checks],
-            histograms=histograms,
-            distance=distance,
-            warnings=_noted(quantized, written, checks, distance),
-        ).model_copy(update=parts)
-    write_files(record, folder)
-    return record
-
-
-def _noted(
-    quantized: Quantized, written: Artefact | None, checks: list[Check], distance: Distance
-) -> tuple[Problem, ...]:
-    """All warnings, each kind once: those of the checks have evaluation data, so they come before `quantize`'s."""
-    given = [*(problem for check in checks for problem in check.warnings), *distance.warnings, *quantized.warnings]
-    codes: dict[str | None, Problem] = {}
-    for problem in given:
-        codes.setdefault(problem.code, problem)
-    return (*codes.values(), *(() if written is None else written.warnings))
-
-
-def show(out: Out, record: Record, folder: Path) -> None:
-    """The summary, where the files are, and the exit code if a runtime diverged."""
-    files = {file.name: str(file) for file in visible_files(folder)}
-    out.data({"files": files, "report": record.model_dump(mode="json")})
+def show(out: Out, result: Deployment) -> None:
+    """Print a summary and the files, and exit with 1 if a runtime diverges."""
+    record = result.record
+    out.data(result.to_dict())
     rows: list[tuple[str, str, str]] = []
     for accuracy in record.accuracies:
         rows.append(
@@ -165,7 +49,7 @@ def show(out: Out, record: Record, folder: Path) -> None:
         rows.append(("simulated against float", "far from float" if far.far else "close to float", text))
     rows.append(("quantized sites", str(len(record.sites)), f"{len(record.float_operators)} operators left in float"))
     out.table([record.title, "#", ""], rows)
-    for file in files.values():
+    for file in result.files.values():
         out.say(f"  {file}")
     diverged = [row for row in record.parities if not row.passed]
     if diverged:

@@ -8,7 +8,6 @@ from typing import Annotated
 
 import typer
 
-from bitwright.bench.prepared_model import load_prepared
 from bitwright.cli.data import open_workload
 from bitwright.cli.options import WorkloadArg
 from bitwright.cli.out import Out
@@ -21,6 +20,7 @@ from bitwright.deploy import Runtime, export_float, readers
 from bitwright.deploy import export as export_model
 from bitwright.deploy.onnx_files import stored_bytes
 from bitwright.plan import Plan
+from bitwright.ptq.saved_model import load_prepared
 
 
 @verb(

@@ -70,9 +70,18 @@ KeepFloatOption = Annotated[
 FoldingOption = Annotated[
     int | None,
     typer.Option(
-        "--bn",
+        "--fold",
         metavar="STRATEGY",
         help="How batch norms are folded: -1 not at all, 0 to 4 by that strategy (default: 4).",
+        show_default=False,
+    ),
+]
+FirstLastBitsOption = Annotated[
+    int | None,
+    typer.Option(
+        "--first-last-bits",
+        metavar="N",
+        help="Bits of the first and the last operator (default: those of the backend; 8 if the precision is lower).",
         show_default=False,
     ),
 ]

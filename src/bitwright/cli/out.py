@@ -12,18 +12,13 @@ from typing import Any, Literal
 import typer
 from rich import box
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    SpinnerColumn,
-    TextColumn,
-    TimeElapsedColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as ProgressBar
 from rich.table import Table
 from rich.text import Text
 
 from bitwright.core.errors import UNSEEN, Problem, shortened, shortened_repr, visible_text
+from bitwright.core.progress import Progress
 
 Step = Callable[[int], None]
 
@@ -112,16 +107,25 @@ class Out:
         columns = [SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn()]
         if total is not None:
             columns.insert(3, MofNCompleteColumn())
-        with Progress(*columns, console=self.stderr, disable=not shown, transient=True) as progress:
+        with ProgressBar(*columns, console=self.stderr, disable=not shown, transient=True) as progress:
             task = progress.add_task(title, total=total)
             yield lambda done: progress.update(task, completed=done)
+
+    @contextmanager
+    def progress(self, title: str = "starting") -> Iterator[Progress]:
+        """Show the progress of a public function: a bar if the total is known, else a spinner."""
+        shown = not (self.json or self.quiet) and self.stderr.is_terminal
+        columns = [SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn()]
+        with ProgressBar(*columns, console=self.stderr, disable=not shown, transient=True) as bar:
+            task = bar.add_task(title, total=None)
+            yield lambda done, total, text: bar.update(task, completed=done, total=total, description=text)
 
     @contextmanager
     def phases(self, title: str) -> Iterator[Callable[[str], None]]:
         """A spinner beside what is being done now; call what it gives with each new phase."""
         shown = not (self.json or self.quiet) and self.stderr.is_terminal
         columns = [SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()]
-        with Progress(*columns, console=self.stderr, disable=not shown, transient=True) as progress:
+        with ProgressBar(*columns, console=self.stderr, disable=not shown, transient=True) as progress:
             task = progress.add_task(title, total=None)
             yield lambda text: progress.update(task, description=text)
 
@@ -130,7 +134,7 @@ class Out:
         """A progress bar whose words and total change; it appears when it is first told where the work stands."""
         shown = not (self.json or self.quiet) and self.stderr.is_terminal
         columns = [SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn()]
-        progress = Progress(*columns, TimeElapsedColumn(), console=self.stderr, disable=not shown, transient=True)
+        progress = ProgressBar(*columns, TimeElapsedColumn(), console=self.stderr, disable=not shown, transient=True)
         task = progress.add_task("", total=None)
 
         def tell(words: str, done: int, total: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -12,20 +11,15 @@ import typer
 
 from bitwright.backends import Choices, make_plan, resolve_for_backend
 from bitwright.backends import backend as find_backend
-from bitwright.cli.allocating import allocate
 from bitwright.cli.choosing import with_choices
 from bitwright.cli.data import open_workload
-from bitwright.cli.options import load_plan, target
+from bitwright.cli.options import load_plan
 from bitwright.cli.out import Out
-from bitwright.cli.stepping import LayoutOption
 from bitwright.cli.verb import verb
 from bitwright.core.errors import BitwrightError, visible_text
 from bitwright.graph import capture
 from bitwright.importers.qsync import load_mapper, plan_of_mapper
 from bitwright.plan import Plan, json_schema
-
-_PLANNER = "recover"
-_BACKEND = target(None, None)
 
 
 @verb(
@@ -34,7 +28,6 @@ _BACKEND = target(None, None)
     bitwright plan digits -o plan.yaml
     bitwright plan digits --weights int4/group8/sym --keep-float head
     bitwright plan digits --plan edited.yaml --against plan.yaml
-    bitwright plan digits-untrained --cluster cluster.yaml --indications indications.json -o plan.yaml
     bitwright plan my_workload.py:net --mapper qsync.npy -o plan.yaml
     bitwright plan --schema > plan.schema.json
     """,
@@ -52,80 +45,30 @@ def plan(
     choices: Choices,
     against: Annotated[
         Path | None,
-        typer.Option(help="Show what changes from this plan to the one here.", show_default=False),
+        typer.Option(help="Show the changes from this plan to the new one.", show_default=False),
     ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write here, not to stdout.", show_default=False)
     ] = None,
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON Schema of plan files.")] = False,
-    cluster: Annotated[
-        Path | None,
-        typer.Option(help="Plan low-precision training on these machines (cluster.yaml).", show_default=False),
-    ] = None,
-    indications: Annotated[
-        Path | None,
-        typer.Option(help="How much operators suffer: of `bitwright score --indicator`.", show_default=False),
-    ] = None,
-    profiles: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="KIND=FILE",
-            help="Profiles of the cluster's kinds, where cluster.yaml names none or others; several times, or commas.",
-            show_default=False,
-        ),
-    ] = None,
-    planner: Annotated[str, typer.Option(help="For a cluster: a name of `bitwright list planners`.")] = _PLANNER,
     mapper: Annotated[
         Path | None,
-        typer.Option(help="Make it of QSync's mapper (.npy), which is read without running it.", show_default=False),
+        typer.Option(help="Convert QSync's mapper (.npy); the file is not executed.", show_default=False),
     ] = None,
-    batch: Annotated[
-        int | None, typer.Option(min=1, help="For a cluster: samples per device and step.", show_default=False)
-    ] = None,
-    channels_last: LayoutOption = False,
 ) -> None:
-    """Decide the number format of every site, and say why.
+    """Choose the number format of every site, with the reason.
 
-    With --plan an existing plan is validated for the workload instead of making one. With --cluster operators of a
-    training step get precisions, one section for each kind of device.
+    With --plan, an existing plan is validated for the workload instead. `plan-cluster` plans low-precision training.
     """
     if schema:
         out.result(json.dumps(json_schema(), indent=1))
         return
     if workload is None:
-        raise BitwrightError("there is no workload to plan for", fix="bitwright plan WORKLOAD, or --schema")
-    if cluster is None:
-        _refuse(
-            "these are for a --cluster",
-            {"indications": indications, "profiles": profiles, "planner": planner != _PLANNER, "batch": batch}
-            | {"channels_last": channels_last},
-            "add --cluster FILE",
+        raise BitwrightError(
+            "a workload is required", fix="bitwright plan WORKLOAD, or --schema", code="workload-missing"
         )
-    if cluster is not None:
-        _refuse(
-            "these don't go with --cluster",
-            {"backend": backend != _BACKEND, "plan": plan, "mapper": mapper, "against": against}
-            | {name: value for name, value in choices.items() if name != "keep_float"},
-            "leave them out: operators that train in low precision have kernels, not quantizers",
-        )
-        kept = list(choices.get("keep_float", ()))
-        found = open_workload(out, workload)
-        allocate(
-            out,
-            found,
-            workload,
-            cluster,
-            indications,
-            planner,
-            profiles=profiles or [],
-            batch=batch,
-            channels_last=channels_last,
-            keep_float=kept,
-            output=output,
-        )
-        return
     other = load_plan(against)
-    table = find_backend(backend)  # before the workload is opened: a wrong name is found at once
+    table = find_backend(backend)  # reject an unknown name before loading the workload
     found = open_workload(out, workload)
     graph = capture(found.model, found.inputs)
     if mapper is not None:
@@ -137,13 +80,6 @@ def plan(
     if output is not None:
         made.save(output)
     _show(out, made, other.resolve(graph) if other is not None else None, output)
-
-
-def _refuse(what: str, given: Mapping[str, object], fix: str) -> None:
-    """Options that would do nothing are named, all of them."""
-    names = [f"--{name.replace('_', '-')}" for name, value in given.items() if value not in (None, False, [])]
-    if names:
-        raise BitwrightError(what, value=", ".join(names), fix=fix)
 
 
 def _show(out: Out, plan: Plan, other: Plan | None, output: Path | None) -> None:

@@ -9,11 +9,7 @@ import typer
 
 from bitwright.cli.out import Out
 from bitwright.cli.verb import verb
-from bitwright.core.errors import BitwrightError
-from bitwright.report import join, read_json, write_html, write_json, write_markdown
-from bitwright.report.folder import REPORT
-
-_WRITERS = {".html": write_html, ".json": write_json, ".md": write_markdown}
+from bitwright.report.summary_page import report as make_report
 
 
 @verb(
@@ -39,10 +35,6 @@ def report(
     The first run that quantized something is shown whole; sensitivity, tuning, training, runtimes and forecasts are
     taken from whichever run has them; all runs are points of accuracy against latency and size.
     """
-    if output.suffix not in _WRITERS:
-        raise BitwrightError("unknown kind of page", where=str(output), fix="end its name with .html, .md or .json")
-    names = [run.name if run.is_dir() or run.name != REPORT else run.parent.name for run in runs]
-    record = join([read_json(run / REPORT if run.is_dir() else run) for run in runs], names)
-    _WRITERS[output.suffix](record, output)
+    record = make_report(runs, output)
     out.data(record.model_dump(mode="json"))
     out.say(f"{output}: {record.title}, {len(runs)} {'run' if len(runs) == 1 else 'runs'}")

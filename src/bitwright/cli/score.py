@@ -24,7 +24,7 @@ from bitwright.ptq.quantize import quantize as quantize_model
 from bitwright.report import add_to_report, network, report_of, sensitivity
 from bitwright.sensitivity import Scores, SiteScore, Suggestion, suggest
 from bitwright.sensitivity import score as score_model
-from bitwright.workload import Workload, can_measure, loss_of, measure
+from bitwright.workload import Workload, can_measure, evaluate, loss_of
 from bitwright.workload.data import split
 
 _BATCH = 32  # the numbers of one batch are kept: small ones need little memory
@@ -77,7 +77,7 @@ def score(
     if output is not None and not can_measure(found):
         fix = "give the Workload evaluation= or evaluate=, or leave --output out"
         raise BitwrightError("no suggestion can be measured", where=f"workload {found.name!r}", fix=fix)
-    with out.steps("calibrating") as step:
+    with out.progress("calibrating") as progress:
         quantized = quantize_model(
             found.model,
             calibration(found),
@@ -85,13 +85,13 @@ def score(
             plan=plan,
             example=found.inputs,
             name=found.name,
-            progress=step,
+            progress=progress,
             **choices,
         )
     loss = None if found.loss is None or found.evaluation is None else loss_of(found)
     data = probes(found, samples) if loss is None else labelled(found, samples)
-    with out.steps("scoring", -(-samples // _BATCH)) as step:
-        scores = score_model(quantized.model, split(data, _BATCH), loss=loss, progress=step)
+    with out.progress("scoring") as progress:
+        scores = score_model(quantized.model, split(data, _BATCH), loss=loss, progress=progress)
     suggestion = _suggestion(out, found, quantized, scores, most) if can_measure(found) else None
     if suggestion is not None and output is not None:
         suggestion.plan.save(output)
@@ -104,14 +104,16 @@ def score(
 
 def _suggestion(out: Out, workload: Workload, quantized: Quantized, scores: Scores, most: int) -> Suggestion:
     def metric(model: nn.Module) -> float:
-        return measure(workload, model)[workload.metric]
+        return evaluate(workload, model)[workload.metric]
 
     doubt = workload.direction_note()
     if doubt is not None:
         out.note(doubt)
-    with out.steps("measuring suggestions", most) as step:
+    with out.progress("measuring suggestions") as progress:
         less = workload.less_is_better()
-        return suggest(quantized.model, quantized.plan, scores, metric, most=most, lower_is_better=less, progress=step)
+        return suggest(
+            quantized.model, quantized.plan, scores, metric, most=most, lower_is_better=less, progress=progress
+        )
 
 
 def _show(

@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from bitwright.cli.data import open_workload
 from bitwright.cli.options import (
     ActivationsOption,
+    FirstLastBitsOption,
     FoldingOption,
     KeepFloatOption,
     ObserverOption,
@@ -67,7 +68,9 @@ def train(
     kind: Annotated[
         str | None,
         typer.Option(
-            help="This process's kind of device in the plan, or one for each rank: fast,slow.", show_default=False
+            "--device-kind",
+            help="This process's kind of device in the plan, or one for each rank: fast,slow.",
+            show_default=False,
         ),
     ] = None,
     simulate: Annotated[bool, typer.Option("--simulate", help="Round in float instead of running kernels.")] = False,
@@ -100,10 +103,7 @@ def train(
         str | None,
         typer.Option("--device", help="cpu, cuda, cuda:1, … (default: an accelerator if there is one)."),
     ] = None,
-    edges: Annotated[
-        int | None,
-        typer.Option("--edges", help="Bits of the first and last operator (default below 8 bits: 8)."),
-    ] = None,
+    first_last_bits: FirstLastBitsOption = None,
     weights: WeightsOption = None,
     activations: ActivationsOption = None,
     observer: ObserverOption = None,
@@ -111,7 +111,7 @@ def train(
     quantizer: QuantizerOption = None,
     weight_quantizer: WeightQuantizerOption = None,
     keep_float: KeepFloatOption = None,
-    bn: FoldingOption = None,
+    fold: FoldingOption = None,
 ) -> None:
     """Train a workload, in float or (--quantize) quantized; the flag is the only difference.
 
@@ -127,8 +127,8 @@ def train(
         quantizer=quantizer,
         weight_quantizer=weight_quantizer,
         keep_float=keep_float or [],
-        edges=edges,
-        bn=bn,
+        first_last_bits=first_last_bits,
+        fold=fold,
     )
     found = open_workload(out, workload)
     callbacks: list[Callback] = []
@@ -149,7 +149,7 @@ def train(
         out=output,
         init=init,
         resume=resume or "auto",
-        callbacks=[*callbacks, bar],
+        callbacks=[*callbacks, bar, _Report()],
         device=device,
         **choices,
     ).fit()
@@ -157,7 +157,6 @@ def train(
         return
     if bar.begun == result.steps:
         out.note("this run had finished already: no step was trained, and its files were written again")
-    write_report(new_record(found.name, seed=settings.seed, training=training_record(output)), output)
     files = {file.name: str(file) for file in visible_files(output)}
     out.data({"files": files, "metrics": result.metrics, "best": result.best, "steps": result.steps})
     last = result.metrics[-1] if result.metrics else {}
@@ -174,6 +173,13 @@ def train(
             out.say(f"checkpoint.safetensors is that of epoch {kept:.0f}{more}")
     for file in files.values():
         out.say(f"  {file}")
+
+
+class _Report(Callback):
+    """Write the report together with the result."""
+
+    def on_result(self, run: Run, folder: Path) -> None:
+        write_report(new_record(run.workload.name, seed=run.config.seed, training=training_record(folder)), folder)
 
 
 class _Bar(Callback):

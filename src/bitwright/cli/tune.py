@@ -9,15 +9,14 @@ import typer
 from pydantic import ValidationError
 
 from bitwright.cli.data import open_workload
-from bitwright.cli.deliver import write_report
 from bitwright.cli.options import SamplesOption
 from bitwright.cli.out import Out
-from bitwright.cli.quantize import usable_runtimes
 from bitwright.cli.verb import CHECK_FAILED, verb
 from bitwright.core import formatting
 from bitwright.core.errors import BitwrightError, WorkloadError
 from bitwright.core.interrupts import resumable
 from bitwright.core.output_folder import visible_files
+from bitwright.deployment import finish, usable_runtimes
 from bitwright.report import Accuracy, Size, new_record
 from bitwright.report import write_report as write_files
 from bitwright.report.tuning import tuning_record
@@ -101,7 +100,7 @@ def tune(
             where=f"workload {found.name!r}",
             fix="give the Workload evaluation= or evaluate=, or leave --drop out: the model is quantized once",
         )
-    runtimes = usable_runtimes(out, config.backend)
+    runtimes = usable_runtimes(config.backend)
     float_size = sum(t.numel() * t.element_size() for t in found.model.state_dict().values())
 
     def report(tuned: Tuned, folder: Path) -> None:
@@ -111,8 +110,7 @@ def tune(
             return
         before = [] if tuned.baseline is None else [_accuracy(found.metric, tuned.baseline, tuned.goal)]
         size = Size(name="float weights", bytes=float_size)
-        write_report(
-            out,
+        finish(
             found,
             tuned.quantized,
             folder,
@@ -121,17 +119,18 @@ def tune(
             float_size=size,
             seed=config.seed,
             tuning=tuning_record(tuned, found.metric),
+            progress=progress,
         )
 
     kept = "all trials that were finished are kept; rerun the command to resume"
     if config.store is not None and not (resume or config.resume):
         kept = f"{kept}, with --resume"  # others may use that store: nothing in it is continued by surprise
-    with resumable(kept), out.phases("starting") as phase:
+    with resumable(kept), out.progress() as progress:
         tuned = config.tune(
             found,
             output=output,
             resume=resume or config.resume or "auto",
-            progress=phase,
+            progress=progress,
             watch=lambda asked, baseline: _tell(out, asked, baseline),
             on_result=report,
         )

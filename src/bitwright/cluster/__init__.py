@@ -6,7 +6,7 @@ from bitwright.cluster.gradient_buckets import Bucket, make_buckets
 from bitwright.cluster.memory import MemoryUse
 from bitwright.cluster.memory_limit import MemoryLimit
 from bitwright.cluster.prediction import DevicePrediction, Prediction, trace_events, write_trace
-from bitwright.cluster.predictor import Modelled, Predictor, predict
+from bitwright.cluster.predictor import Modelled, Predictor, predict_step
 
 __all__ = [
     "Bucket",
@@ -21,7 +21,7 @@ __all__ = [
     "Prediction",
     "Predictor",
     "make_buckets",
-    "predict",
+    "predict_step",
     "trace_events",
     "write_trace",
 ]

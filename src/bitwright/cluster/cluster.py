@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, PrivateAttr
 
 from bitwright.cluster.memory_limit import RESERVE, MemoryLimit
 from bitwright.core.arguments import reject_unknown, strict
@@ -31,7 +31,7 @@ class DeviceKind(Strict):
 
     profile: str | None = Field(
         default=None,
-        description="The path of its DeviceProfile, relative to this file; else `plan --profiles` says it.",
+        description="The path of its DeviceProfile, relative to this file; else `plan-cluster --profiles` gives it.",
     )
     count: int = Field(default=1, ge=1, le=100_000)
     memory_gb: float | None = Field(
@@ -60,6 +60,12 @@ class Cluster(Strict):
         description="Share of each device's memory that plans leave free, as predictions are some percent wrong.",
     )
     devices: dict[DeviceName, DeviceKind] = Field(min_length=1)
+    _folder: Path = PrivateAttr(default=Path())
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the cluster file, to which its paths are relative; the current folder without a file."""
+        return self._folder
 
     @property
     def world(self) -> int:
@@ -83,7 +89,9 @@ class Cluster(Strict):
     def load(path: str | Path) -> Cluster:
         """Read a file."""
         text = read_text(path, what="the cluster", fix="give the path of a cluster.yaml", most=MOST_YAML)
-        return Cluster.from_yaml(text, where=str(path))
+        cluster = Cluster.from_yaml(text, where=str(path))
+        cluster._folder = Path(path).parent
+        return cluster
 
     @staticmethod
     def of(kinds: dict[str, int], **settings: Any) -> Cluster:
@@ -92,8 +100,27 @@ class Cluster(Strict):
         devices = {name: DeviceKind(profile=f"{name}.json", count=count) for name, count in kinds.items()}
         return Cluster(bitwright_cluster=1, devices=devices, **settings)
 
-    def profiles(self, folder: Path, given: Mapping[str, Path] | None = None) -> dict[str, DeviceProfile]:
-        """The profiles that the file names, or those given in their place; all problems are said at once."""
+    def missing_plans(self) -> list[Problem]:
+        """Return a problem for each plan file that the cluster names and that does not exist."""
+        return [
+            Problem(
+                what="the plan file doesn't exist",
+                where=f"{name}: {self.folder / kind.plan}",
+                fix="write it, or remove `plan` to use the common plan",
+                code="no-such-plan",
+            )
+            for name, kind in self.devices.items()
+            if kind.plan is not None and not (self.folder / kind.plan).is_file()
+        ]
+
+    def profiles(
+        self, folder: str | Path | None = None, given: Mapping[str, Path] | None = None
+    ) -> dict[str, DeviceProfile]:
+        """Load the profiles that the cluster names, or those of `given` instead; report all problems at once.
+
+        Paths are relative to `folder`, by default the folder of the cluster file.
+        """
+        folder = self.folder if folder is None else Path(folder)
         paths = {name: folder / kind.profile for name, kind in self.devices.items() if kind.profile is not None}
         paths |= given or {}
         problems = [

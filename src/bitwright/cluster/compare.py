@@ -12,7 +12,7 @@ import torch
 
 from bitwright.cluster.device_step import Local
 from bitwright.core.errors import PlanError, Problem
-from bitwright.profiling.cost_key import is_loss
+from bitwright.profiling.cost_key import CostKey, is_loss
 from bitwright.profiling.device_profile import DeviceProfile
 from bitwright.profiling.execution import is_quantizer
 from bitwright.profiling.machine import device_name
@@ -151,9 +151,10 @@ def _inside_others(local: Local) -> set[str]:
 def _group(text: str, format: str) -> str:
     if format == ACCUMULATE:
         return "taking gradients"
-    if "(" not in text:
+    key = CostKey.parse(text)
+    if not key.is_call:
         return "quantizers" if is_quantizer(format) else "casts"
-    return text.partition("(")[0].partition(":")[0].removesuffix("_")
+    return key.kind
 
 
 def _groups(sample: Sample, beyond: Beyond) -> dict[str, float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, field
@@ -12,7 +11,7 @@ from statistics import median
 from bitwright.core.errors import PlanError, Problem
 from bitwright.core.registry import KERNELS
 from bitwright.plan import ComputeSpec
-from bitwright.profiling.cost_key import CallSpec, TensorSpec
+from bitwright.profiling.cost_key import CallSpec, CostKey, TensorSpec
 from bitwright.profiling.device_profile import DeviceProfile, Kept, OperatorCost, at
 from bitwright.profiling.execution import Cast
 from bitwright.profiling.step import StepSettings
@@ -47,9 +46,12 @@ class Costs:
     """Operators that weren't measured so: their cost in plain float, or with other strides, stands in."""
 
     @cached_property
-    def _loosely(self) -> dict[tuple[str, str], OperatorCost]:
-        """Costs without a look at strides."""
-        return {(_loose(text), format): cost for (text, format), cost in self.profile.by_operator.items()}
+    def _without_strides(self) -> dict[tuple[CostKey, str], OperatorCost]:
+        """Costs by keys without strides."""
+        return {
+            (CostKey.parse(text).without_strides(), format): cost
+            for (text, format), cost in self.profile.by_operator.items()
+        }
 
     def __post_init__(self) -> None:
         """An accumulation of unknown size is a typical one."""
@@ -70,7 +72,9 @@ class Costs:
             return said
         if known is None:
             base = format.partition("/")[0]
-            known = self.profile.by_operator.get((text, base)) or self._loosely.get((_loose(text), base))
+            known = self.profile.by_operator.get((text, base))
+            if known is None:
+                known = self._without_strides.get((CostKey.parse(text).without_strides(), base))
             if known is None:
                 self.missing.setdefault((text, format), name)
                 return Cost(0.0)
@@ -128,44 +132,24 @@ class Costs:
     def _fix(self, text: str, format: str) -> str:
         """Where the missing time can come from: not all profiles are measured by us."""
         if self.profile.source == "published":
-            fix = "bitwright profile WORKLOAD --published DEVICE with the same batch, --quantize, --kernel and --amp"
+            fix = "bitwright profile WORKLOAD --published DEVICE with the same --batch, --precision, --kernel and --amp"
         elif self.profile.source == "imported":
             fix = "trace a step with the same batch, plan and autocast: bitwright profile WORKLOAD --trace FILE"
         else:
             fix = "measure it: bitwright profile WORKLOAD with the same batch, plan and --amp, and the same cache"
-        other = self._batches.get((_any_batch(text), format))
+        other = self._batch_sizes.get((CostKey.parse(text).without_batch_size(), format))
         return fix if other is None else f"predict with --batch {other}, which the profile has; or {fix}"
 
     @cached_property
-    def _batches(self) -> dict[tuple[str, str], str]:
-        """The first size of what operators are given, by all the rest of them."""
-        found = {}
+    def _batch_sizes(self) -> dict[tuple[CostKey, str], int]:
+        """The measured batch size of each operator, by the rest of its key."""
+        found: dict[tuple[CostKey, str], int] = {}
         for text, format in self.profile.by_operator:
-            size = _FIRST_SIZE.match(text)
-            if size is not None:
-                found[_any_batch(text), format] = size[2]
+            key = CostKey.parse(text)
+            other = key.without_batch_size()
+            if key.batch_size is not None and other is not key:
+                found[other, format] = key.batch_size
         return found
-
-
-_FIRST_SIZE = re.compile(r"([\w:.]+\(\w+=\w+\[)(\d+)(?=,)")
-
-
-def _any_batch(text: str) -> str:
-    """Without the first size of the first tensor.
-
-    >>> _any_batch("linear(input=f32[64,24]+, weight=f32[8,24]+)")
-    'linear(input=f32[*,24]+, weight=f32[8,24]+)'
-    """
-    return _FIRST_SIZE.sub(r"\1*", text, count=1)
-
-
-def _loose(text: str) -> str:
-    """Without strides.
-
-    >>> _loose("linear(input=f32[2,24]@192,1+, 3)")
-    'linear(input=f32[2,24]+, 3)'
-    """
-    return re.sub(r"@[\d,]*\d", "", text)
 
 
 def _cost(known: OperatorCost) -> Cost:

@@ -130,7 +130,10 @@ class Local:
     settings: StepSettings
     blocks: list[Block] = field(default_factory=list)
     casts: bool = True
-    """Off: as if casts were free; to see what they cost."""
+    """False: casts cost nothing, to find out what they cost."""
+    known_trained: tuple[tuple[str, TensorSpec], ...] | None = None
+    known_tail: dict[str, float] | None = None
+    """`trained` and `tail` of a step with the same gradients, if there is one."""
 
     @property
     def profile(self) -> DeviceProfile:
@@ -171,14 +174,13 @@ class Local:
             same = same and new.gradients == old.gradients
             moved = (new.way.cast_at("output") is None) != (old.way.cast_at("output") is None)
             if moved or new.gives != old.gives:  # readers get another type or other strides: look at them again
-                for reader in self._readers.get(old.op.name, ()):
+                for reader in self.graph.readers.get(old.op.name, ()):
                     if reader not in seen:
                         seen.add(reader)
                         waiting.append(reader)
                 waiting.sort()
-        # what the graph alone decides, and what gradients do, needn't be found again: planners change plans often
-        kept = ("_readers", "trained", "tail") if same else ("_readers",)
-        local.__dict__.update({name: self.__dict__[name] for name in kept if name in self.__dict__})
+        if same:  # planners change plans often: reuse what depends on the gradients only
+            local.known_trained, local.known_tail = self.trained, self.tail
         _ = local.loss, local.tail
         local.costs.complain()
         return local
@@ -201,15 +203,6 @@ class Local:
     def compiled(self) -> bool:
         """Whether any operator calls compiled arithmetic."""
         return any(block.way.compiled for block in self.blocks)
-
-    @cached_property
-    def _readers(self) -> dict[str, list[int]]:
-        found: dict[str, list[int]] = {}
-        for index, op in enumerate(self.graph.ops):
-            for source in op.sources:
-                if source.startswith("op:"):
-                    found.setdefault(source.removeprefix("op:"), []).append(index)
-        return found
 
     def _block(self, op: StepOp, plan: Plan, before: Mapping[str, str]) -> Block:
         settings = self.settings
@@ -308,11 +301,15 @@ class Local:
     @cached_property
     def trained(self) -> tuple[tuple[str, TensorSpec], ...]:
         """Everything that gets a gradient, in the order in which it does."""
+        if self.known_trained is not None:
+            return self.known_trained
         return tuple(item for block in reversed(self.blocks) for item in block.gradients)
 
     @cached_property
     def tail(self) -> dict[str, float]:
         """What comes after the last backward, and a step's fixed work."""
+        if self.known_tail is not None:
+            return self.known_tail
         tensors = len(self.trained)
         elements = sum(spec.elements for _, spec in self.trained)
         settings, host, costs = self.settings, self.profile.host, self.costs

@@ -86,7 +86,7 @@ def _scale(op: StepOp, cast: Cast) -> Iterator[Gradient]:
     if not cast.learns or (cast.state or op.name).rpartition(":")[0] not in ("", op.name):
         return
     spec = op.call.port(cast.port)
-    channels = "/channel/" in cast.kind and cast.weight
+    channels = cast.per_channel and cast.weight
     shape = (spec.shape[0],) if channels and spec is not None and spec.shape else ()
     yield f"bitwright.{op.name}:{cast.port}.scale", TensorSpec(shape, "float32", True)
 

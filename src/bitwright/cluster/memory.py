@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from dataclasses import dataclass, replace
 
@@ -115,12 +114,11 @@ class _Walk:
         """The pieces that an operator and its casts allocate."""
         made: list[object] = []
         op, way = block.op, block.way
-        passes = re.search(r"/folded[0-3]$", way.format) is not None  # the operator before has normalised already
         for number, (place, spec) in enumerate(zip(op.writes, op.outputs, strict=True)):
             if place in self.seen:
                 continue
             self.seen.add(place)
-            if number == 0 and passes:
+            if number == 0 and way.passes_through:
                 self.now[place] = self._at(op.reads[0])
             elif number or way.format != "within-cast":
                 self.sizes[place] = _scaled(self.local.graph.storages[place].bytes, spec, block.gives)

@@ -3,6 +3,7 @@ there is gets killed."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 RESERVE = 0.07
@@ -38,6 +39,16 @@ class MemoryLimit:
         if not self.reserve:
             return size(self.total)
         return f"{size(self.usable)} ({size(self.total)} less {100 * self.reserve:.3g} % in reserve)"
+
+
+def describe_limits(limits: Mapping[str, MemoryLimit | None]) -> str:
+    """Describe the memory limit of each kind of device; kinds with the same limit share an entry."""
+    alike: dict[str, list[str]] = {}
+    for name, limit in limits.items():
+        alike.setdefault("unknown" if limit is None else str(limit), []).append(name)
+    reserved = any(limit is not None and limit.reserve for limit in limits.values())
+    why = "; predictions are some percent wrong (memory_reserve in cluster.yaml)" if reserved else ""
+    return ", ".join(f"{' and '.join(names)} {text}" for text, names in alike.items()) + why
 
 
 def size(bytes: int) -> str:

@@ -10,10 +10,11 @@ from typing import Any
 
 from bitwright.cluster.device_step import Local
 from bitwright.cluster.memory import MemoryUse
-from bitwright.cluster.memory_limit import MemoryLimit
+from bitwright.cluster.memory_limit import MemoryLimit, size
 from bitwright.cluster.replay import LaneReplay, StepReplay
 from bitwright.core.arguments import strict
 from bitwright.core.files import write_text
+from bitwright.profiling.device_profile import html_table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,9 +57,9 @@ class DevicePrediction:
         }
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Prediction:
-    """One step of a cluster."""
+    """The predicted training step of a cluster."""
 
     model: str
     seconds: float
@@ -70,16 +71,48 @@ class Prediction:
     """What the step's length is made of, in order."""
     samples: int
     """In one step of all devices."""
-    replay: StepReplay = field(repr=False, compare=False)
-    locals: dict[str, Local] = field(repr=False, compare=False)
+    replay: StepReplay = field(compare=False)
+    locals: dict[str, Local] = field(compare=False)
+
+    def __repr__(self) -> str:
+        count = sum(device.count for device in self.devices)
+        speed = f"{self.samples_per_second:.0f} samples/s"
+        return f"Prediction({self.model!r}, {1e3 * self.seconds:.3g} ms per step, {speed}, devices={count})"
+
+    def _repr_html_(self) -> str:
+        heads = ["device", "count", "own work", "busy", "waits", "memory of a process", "fits"]
+        rows = [
+            [
+                device.name,
+                str(device.count),
+                f"{1e3 * device.computing:.2f} ms",
+                f"{100 * device.busy:.0f} %",
+                f"{100 * device.waiting:.0f} %",
+                "" if device.memory is None else size(device.memory.process),
+                {True: "yes", False: "no", None: ""}[device.fits],
+            ]
+            for device in self.devices
+        ]
+        return html_table(repr(self), heads, rows)
 
     @property
     def samples_per_second(self) -> float:
         """The cluster's speed."""
         return self.samples / self.seconds if self.seconds else 0.0
 
+    @property
+    def limits(self) -> dict[str, MemoryLimit | None]:
+        """The memory limit of each kind of device."""
+        kinds = (run.lane.kind for run in self.replay.lanes)
+        return {kind: device.limit for kind, device in zip(kinds, self.devices, strict=True)}
+
+    @property
+    def without_scaling(self) -> list[str]:
+        """Kinds of devices whose profile has no time for the loss scaling that fp16 needs."""
+        return [name for name, local in self.locals.items() if local.lacks_scaling]
+
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the prediction as JSON-compatible data."""
         return {
             "model": self.model,
             "seconds": self.seconds,

@@ -1,4 +1,4 @@
-"""`predict(graph, plans, profiles, cluster)`: the step time and the memory of any plan, before it runs."""
+"""Predict the step time and the memory of plans on a cluster, from recorded steps and device profiles."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Modelled:
 
 
 @strict
-def predict(
+def predict_step(
     graph: StepGraph,
     plan: Plan | Mapping[str, Plan],
     profiles: DeviceProfile | Mapping[str, DeviceProfile],

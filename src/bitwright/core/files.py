@@ -99,7 +99,7 @@ def writing(path: str | Path, *, needed: int | None = None, strict: bool = False
 
 def note_written(path: Path) -> None:
     """Record a completed file. Files in temporary folders are ignored."""
-    if not any(part.startswith((PREFIX, ".step-")) for part in path.parts) and path not in written:
+    if not any(part.startswith(PREFIX) for part in path.parts) and path not in written:
         written.append(path)
 
 
@@ -250,8 +250,8 @@ def _errno(error: BaseException, path: str | Path | None) -> int | None:
 def _disk_error(number: int, path: Path | None, needed: int | None) -> DiskError:
     code, what, fix = _REFUSALS[number]
     value = None
-    if path is not None:  # the space of the temporary file becomes free again
-        path = Path(*(part for part in path.parts if not part.startswith(PREFIX)))
+    if path is not None:  # the temporary file is removed: name the final one
+        path = _final(path)
     if number in (errno.ENOSPC, errno.EDQUOT) and path is not None:
         free = free_space(path)
         if free is not None:
@@ -266,14 +266,38 @@ def _disk_error(number: int, path: Path | None, needed: int | None) -> DiskError
     return DiskError(what, where=None if path is None else str(path), value=value, fix=fix, code=code)
 
 
+def _final(path: Path) -> Path:
+    """The path that a file in temporary folders gets in the end."""
+    return Path(*(part for part in path.parts if not part.startswith(PREFIX)))
+
+
 def _own(path: Path) -> int:
-    """The bytes of `path` that this process has written so far; they are freed after the error."""
-    total = 0
+    """The bytes of `path` that this process has written to temporary folders so far; the error removes them."""
+    above = path.absolute().parents
+    files: set[Path] = set()  # a temporary folder may be inside another one
     for pid, folder in list(_living):
-        if pid == os.getpid() and Path(folder).parent == path.absolute().parent:
+        if pid == os.getpid() and _final(Path(folder).absolute()) in above:
             with suppress(OSError):
-                total += sum(file.stat().st_blocks * 512 for file in Path(folder).rglob("*") if file.is_file())
+                files |= {file for file in Path(folder).rglob("*") if file.is_file()}
+    total = 0
+    for file in files:
+        with suppress(OSError):
+            total += file.stat().st_blocks * 512
     return total
+
+
+@contextmanager
+def made_folder(folder: Path) -> Iterator[None]:
+    """Create a folder with its parents; if the block fails, remove those that were created and are still empty."""
+    made = [one for one in (folder, *folder.parents) if not one.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield
+    except BaseException:
+        for one in made:
+            with suppress(OSError):
+                one.rmdir()
+        raise
 
 
 @contextmanager
@@ -298,7 +322,7 @@ def replacing(path: Path, *, needed: int | None = None) -> Iterator[Path]:
         with writing(path):
             if path.is_dir():
                 raise IsADirectoryError(EISDIR, os.strerror(EISDIR))
-            path.parent.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(made_folder(path.parent))
             temporary = stack.enter_context(temporary_folder(path.parent)) / path.name
             temporary.touch()  # with the default mode; reading the umask means setting it, which isn't thread-safe
             mode = temporary.stat().st_mode

@@ -9,8 +9,8 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from bitwright.core.errors import BitwrightError
 from bitwright.core.files import (
     PREFIX,
     boot_id,
+    made_folder,
     note_written,
     process_start,
     remove_stale_folders,
@@ -51,9 +52,16 @@ def locked(folder: str | Path, *, name: str = "", wait: float = _WAIT) -> Iterat
     `folder-locked` names that process. The same thread may lock a folder several times.
     """
     folder = Path(folder)
-    made = [parent for parent in (folder, *folder.parents) if not parent.exists()]
+    with ExitStack() as stack:
+        with writing(folder):
+            stack.enter_context(made_folder(folder))
+        with _lock_held(folder, name, wait):
+            yield
+
+
+@contextmanager
+def _lock_held(folder: Path, name: str, wait: float) -> Iterator[None]:
     with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
         file = folder.resolve() / (f"{PREFIX}{name}.lock" if name else LOCK)
     here = threading.get_ident()
     known = _held.get(file)
@@ -63,10 +71,8 @@ def locked(folder: str | Path, *, name: str = "", wait: float = _WAIT) -> Iterat
         with writing(folder):
             handle = _acquire(file, folder, wait, in_this_process=known is not None)
         _held[file] = (handle, here, 1)
-    kept = False
     try:
         yield
-        kept = True
     finally:
         handle, _, count = _held[file]
         if count > 1:
@@ -75,15 +81,6 @@ def locked(folder: str | Path, *, name: str = "", wait: float = _WAIT) -> Iterat
             del _held[file]
             file.unlink(missing_ok=True)  # while the lock is held: waiting processes open the file again
             os.close(handle)
-        if not kept:
-            _remove_empty(made)
-
-
-def _remove_empty(folders: Sequence[Path]) -> None:
-    """Remove folders that were created for a result that was not written, deepest first."""
-    for folder in folders:
-        with suppress(OSError):
-            folder.rmdir()
 
 
 def _acquire(file: Path, folder: Path, wait: float, *, in_this_process: bool) -> int:

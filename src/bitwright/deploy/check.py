@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from bitwright.workload.calibration_data import CalibrationData
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """The result: per output and, on demand, per site."""
+    """How an artefact on a runtime compares with the simulated model, per output and, if asked for, per site."""
 
     runtime: str
     samples: int
@@ -45,6 +45,15 @@ class Check:
     """What to know beside the verdict; each was logged as well."""
     damages: tuple[Damage, ...] = ()
     """Numbers of the artefact that aren't what was exported, or aren't the model's."""
+
+    def __repr__(self) -> str:
+        """One line: the verdict."""
+        verdict = "passed" if self.passed else f"diverges at {self.first_divergence or 'the output'}"
+        return f"<Check on {self.runtime}: {verdict}, {self.samples} samples>"
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields and the verdict as plain data."""
+        return {**asdict(self), "passed": self.passed, "first_divergence": self.first_divergence}
 
     @property
     def passed(self) -> bool:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,20 @@ def save_state(state: dict[str, Any], path: str | Path) -> Path:
     needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     with replacing(path, needed=needed) as temporary:
         save_file(tensors, temporary, metadata=metadata)
+        _sort_metadata(temporary, metadata)
     return path
+
+
+def _sort_metadata(path: Path, metadata: Mapping[str, str]) -> None:
+    """Give the metadata a fixed order, so that equal states give equal files: safetensors writes them in any order."""
+    text = json.dumps(dict(sorted(metadata.items())), separators=(",", ":"), ensure_ascii=False).encode()
+    with path.open("r+b") as file:
+        start = b'{"__metadata__":'
+        head = file.read(8 + len(start) + len(text))
+        with suppress(ValueError):  # a layout that we don't know stays as it is
+            if head[8:].startswith(start) and json.loads(head[8 + len(start) :]) == metadata:
+                file.seek(8 + len(start))
+                file.write(text)
 
 
 @strict

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVarTuple
@@ -43,7 +43,7 @@ OPSET = 21
 
 @dataclass(frozen=True, kw_only=True)
 class Artefact:
-    """What was written."""
+    """An exported file and what it contains."""
 
     path: Path
     bytes: int
@@ -55,9 +55,18 @@ class Artefact:
     outputs: tuple[str, ...]
     kind: str = QDQ
     sidecar: Path | None = None
-    """The file of grids beside a model in float."""
+    """The file with the quantization parameters, if the model file itself is float."""
     warnings: tuple[Problem, ...] = ()
-    """What the artefact isn't though it was asked for; each was logged as well."""
+    """Requests that the artefact doesn't fulfil. Each was also logged."""
+
+    def __repr__(self) -> str:
+        """One line: the file and what it has."""
+        return f"<Artefact {self.path}: {self.kind}, {self.bytes:,} bytes, {self.weights} integer weights>"
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields as plain data."""
+        sidecar = None if self.sidecar is None else str(self.sidecar)
+        return {**asdict(self), "path": str(self.path), "sidecar": sidecar}
 
 
 @strict

@@ -10,6 +10,7 @@ from statistics import median, quantiles
 from typing import Any, TypeVar
 
 from bitwright.core.arguments import strict
+from bitwright.core.progress import Progress
 
 Name = TypeVar("Name", bound=Hashable)
 
@@ -41,7 +42,7 @@ def measure_latency(
     *,
     runs: int = 50,
     warmup: int = 5,
-    progress: Callable[[int], None] | None = None,
+    progress: Progress | None = None,
 ) -> dict[Name, Latency]:
     """Time each of `calls` `runs` times, taking turns in a shuffled (seeded) order.
 
@@ -59,5 +60,5 @@ def measure_latency(
             call()
             times[name].append((time.perf_counter() - start) * 1e3)
         if progress is not None:
-            progress(done + 1)
+            progress(done + 1, runs, "timing")
     return {name: Latency.of(values) for name, values in times.items()}

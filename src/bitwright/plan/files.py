@@ -212,8 +212,8 @@ def _represent_text(representer: Any, text: str) -> Any:
 _Representer.add_representer(str, _represent_text)
 
 
-def dump_plan(plan: Plan) -> str:
-    """The plan as YAML text. Keys have a fixed order, sites the order of the plan."""
+def plan_data(plan: Plan) -> dict[str, Any]:
+    """The content of the plan file. Keys have a fixed order, sites the order of the plan."""
     data: dict[str, Any] = {"bitwright": SCHEMA_VERSION}
     if plan.model is not None:
         data["model"] = plan.model
@@ -240,6 +240,12 @@ def dump_plan(plan: Plan) -> str:
             if device.why:
                 entry["why"] = device.why
             data["devices"][kind] = entry
+    return data
+
+
+def dump_plan(plan: Plan) -> str:
+    """The text of the plan file."""
+    data = plan_data(plan)
     yaml = YAML(typ="safe", pure=True)
     yaml.Representer = _Representer
     yaml.default_flow_style = False

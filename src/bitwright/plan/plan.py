@@ -124,6 +124,12 @@ class Plan:
 
         return parse_plan(text, where=where)
 
+    def to_dict(self) -> dict[str, Any]:
+        """The content of the plan file as plain data."""
+        from bitwright.plan.files import plan_data
+
+        return plan_data(self)
+
     def to_yaml(self) -> str:
         """The plan as YAML. Equal plans give equal text."""
         from bitwright.plan.files import dump_plan

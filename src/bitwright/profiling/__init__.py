@@ -3,7 +3,7 @@
 from bitwright.profiling.device_profile import DeviceProfile
 from bitwright.profiling.execution import IMPLEMENTATIONS, Cast, Implementation, OperatorUnderPlan, Way
 from bitwright.profiling.kernel_speed import KernelSpeed, kernel_speeds
-from bitwright.profiling.profiler import Variant, halves, open_store, profile
+from bitwright.profiling.profiler import Variant, halves, open_store, profile_variants
 from bitwright.profiling.sample_store import SampleStore
 from bitwright.profiling.step import StepSettings, TrainingStep
 from bitwright.profiling.step_graph import StepGraph, record_step
@@ -24,6 +24,6 @@ __all__ = [
     "halves",
     "kernel_speeds",
     "open_store",
-    "profile",
+    "profile_variants",
     "record_step",
 ]

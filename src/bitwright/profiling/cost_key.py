@@ -1,7 +1,8 @@
-"""What one operator call is, as text: operators with the same text cost the same on one device.
+"""Keys of measured costs. Operator calls with the same key cost the same on one device.
 
-`conv2d(input=f32[32,3,32,32], weight=f32[16,3,3,3]+, None, [1, 1], [1, 1], [1, 1], 1)`: ports with dtype and shape, a
-`+` where a gradient is wanted, strides behind an `@` where memory isn't in order; other arguments as they are written.
+Profiles store a key as text: `conv2d(input=f32[32,3,32,32], weight=f32[16,3,3,3]+, None, [1, 1], [1, 1], [1, 1], 1)`.
+Each port has a dtype and a shape. A `+` marks tensors that require a gradient. Strides follow an `@` if the tensor is
+not contiguous. Other arguments are written as in Python. `CostKey` gives access to the parts of such a text.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -86,6 +88,93 @@ class TensorSpec:
         axes = ",".join(map(str, self.shape))
         order = "" if self.strides is None else f"@{','.join(map(str, self.strides))}"
         return f"{_SHORT.get(self.dtype, self.dtype)}[{axes}]{order}{'+' if self.grad else ''}"
+
+
+_LONG = {short: name for name, short in _SHORT.items()}
+_TENSOR = re.compile(r"(?<![\w.])(\w+)\[((?:\d{1,15}(?:,\d{1,15})*)?)\](?:@(\d{1,15}(?:,\d{1,15})*))?(\+?)")
+
+
+def _tensor(match: re.Match[str]) -> TensorSpec:
+    shape, strides = ((tuple(map(int, part.split(","))) if part else ()) for part in (match[2], match[3]))
+    return TensorSpec(shape, _LONG.get(match[1], match[1]), bool(match[4]), strides if match[3] else None)
+
+
+@dataclass(frozen=True)
+class CostKey:
+    """The parts of a key: an operator call with its tensors, or one tensor (of a cast or a gradient).
+
+    >>> key = CostKey.parse("linear(input=f32[64,24]@192,1+, weight=f32[8,24]+, None)")
+    >>> key.kind, key.batch_size, key.tensors[1].shape
+    ('linear', 64, (8, 24))
+    >>> print(key.without_strides())
+    linear(input=f32[64,24]+, weight=f32[8,24]+, None)
+    """
+
+    words: tuple[str, ...]
+    """The text between the tensors; one more than there are tensors."""
+    tensors: tuple[TensorSpec, ...]
+
+    @staticmethod
+    @lru_cache(maxsize=1 << 15)
+    def parse(text: str) -> CostKey:
+        """Parse the text of a key, as `CallSpec.key` and `str(TensorSpec)` write it."""
+        found = list(_TENSOR.finditer(text))
+        ends = [0, *(match.end() for match in found)]
+        starts = [*(match.start() for match in found), len(text)]
+        words = tuple(text[end:start] for end, start in zip(ends, starts, strict=True))
+        return CostKey(words, tuple(map(_tensor, found)))
+
+    def __str__(self) -> str:
+        return "".join(f"{word}{tensor}" for word, tensor in zip(self.words, (*self.tensors, ""), strict=True))
+
+    @property
+    def is_call(self) -> bool:
+        """Whether this is an operator call or a loss, and not a single tensor."""
+        return "(" in self.words[0]
+
+    @property
+    def is_loss(self) -> bool:
+        """Whether this is the loss function."""
+        return is_loss(self.words[0])
+
+    @property
+    def kind(self) -> str:
+        """The operator (`conv2d`, also for its in-place form), `loss`, or an empty string for a single tensor."""
+        return self.words[0].partition("(")[0].partition(":")[0].removesuffix("_") if self.is_call else ""
+
+    @property
+    def batch_size(self) -> int | None:
+        """The first size of the first argument, if that is a tensor with a shape."""
+        first = self.words[0].partition("(")[2]
+        if not self.is_call or not self.tensors or "," in first or not self.tensors[0].shape:
+            return None
+        return self.tensors[0].shape[0]
+
+    @property
+    def is_channels_last_conv(self) -> bool | None:
+        """Whether a 2-D convolution reads channels-last images; None for other calls and where both orders agree."""
+        if self.kind != "conv2d" or not self.tensors or len(self.tensors[0].shape) != 4:
+            return None
+        _, channels, height, width = self.tensors[0].shape
+        if channels <= 1 or height * width <= 1:
+            return None
+        strides = self.tensors[0].strides
+        return strides is not None and strides[1:2] == (1,)
+
+    def without_strides(self) -> CostKey:
+        """The same call on contiguous tensors."""
+        return CostKey(self.words, tuple(replace(tensor, strides=None) for tensor in self.tensors))
+
+    def without_batch_size(self) -> CostKey:
+        """The same call with 0 as its batch size, to find calls that differ in the batch size only."""
+        if self.batch_size is None or len(self.tensors[0].shape) < 2:
+            return self
+        first = replace(self.tensors[0], shape=(0, *self.tensors[0].shape[1:]))
+        return CostKey(self.words, (first, *self.tensors[1:]))
+
+    def shapes_only(self) -> CostKey:
+        """The same call without strides and dtypes, which differ between plans and under autocast."""
+        return CostKey(self.words, tuple(replace(tensor, strides=None, dtype="any") for tensor in self.tensors))
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from html import escape
 from pathlib import Path
 from typing import Any, Literal
 
@@ -209,9 +210,31 @@ class DeviceProfile(Strict):
         """Costs of work on all parameters."""
         return {cost.name: cost for cost in self.tensors}
 
+    def __repr__(self) -> str:
+        return f"DeviceProfile({self.device!r}, {self.source}, {len(self.operators)} operators)"
+
+    __str__ = __repr__
+
+    def _repr_html_(self) -> str:
+        slowest = sorted(self.operators, key=lambda cost: -cost.forward.seconds)[:10]
+        rows = [
+            [
+                cost.operator[:90],
+                cost.format,
+                f"{1e3 * cost.forward.seconds:.3f} ms",
+                "" if cost.backward is None else f"{1e3 * cost.backward.seconds:.3f} ms",
+            ]
+            for cost in slowest
+        ]
+        return html_table(repr(self), ["slowest operators", "format", "forward", "backward"], rows)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the profile as JSON-compatible data, as `save` writes it."""
+        return self.model_dump(exclude_none=True)
+
     def to_json(self) -> str:
-        """A stable text."""
-        return json.dumps(self.model_dump(exclude_none=True), indent=1, ensure_ascii=False)
+        """Return the text of a profile file."""
+        return json.dumps(self.to_dict(), indent=1, ensure_ascii=False)
 
     def save(self, path: str | Path) -> Path:
         """Write it, whole or not at all."""
@@ -246,6 +269,17 @@ def at(lines: Iterable[Line], elements: int) -> float | None:
         if line.start <= elements and (best is None or line.start >= best.start):
             best = line
     return None if best is None else best.fixed + best.per_element * elements
+
+
+def html_table(caption: str, heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return an HTML table for notebooks.
+
+    >>> html_table("a", ["b"], [["<c>"]])
+    '<table><caption>a</caption><tr><th>b</th></tr><tr><td>&lt;c&gt;</td></tr></table>'
+    """
+    lines = [f"<th>{escape(head)}</th>" for head in heads], *([f"<td>{escape(c)}</td>" for c in row] for row in rows)
+    body = "".join(f"<tr>{''.join(cells)}</tr>" for cells in lines)
+    return f"<table><caption>{escape(caption)}</caption>{body}</table>"
 
 
 def json_schema() -> dict[str, Any]:

@@ -35,6 +35,8 @@ class Cast:
     weight: bool = False
     state: str = ""
     """The site whose state it uses: its own, or that of the quantizer that it shares."""
+    per_channel: bool = False
+    """Whether it has one scale per channel."""
 
 
 @strict
@@ -49,7 +51,9 @@ class Way:
     gives: str | None = None
     """The format of its result; None if that follows from what came."""
     compiled: bool = False
-    """Whether it calls compiled arithmetic: the process has torch's compiler in memory then."""
+    """Whether it calls compiled arithmetic, so that the process has torch's compiler in memory."""
+    passes_through: bool = False
+    """Whether it returns its input: a norm that is folded into the operator before it."""
 
     def cast_at(self, port: str) -> Cast | None:
         """What is done to a port's tensor."""
@@ -118,7 +122,10 @@ class Simulated:
             base = "within-cast"
         elif casts and operator.call.inplace:
             base += "/copied"  # quantizers need the numbers that it writes over
-        return Way(base, tuple(casts), compiled=operator.fused and bool(casts))
+        # strategy 4 still applies the norm's bias
+        passes_through = folded is not None and folded.strategy < 4 and not base.endswith("/copied")
+        compiled = operator.fused and bool(casts)
+        return Way(base, tuple(casts), compiled=compiled, passes_through=passes_through)
 
     def _cast(self, operator: OperatorUnderPlan, port: str, spec: SiteSpec, inputs: Mapping[str, SiteSpec]) -> Cast:
         words = [spec.quantizer, str(spec.format)]
@@ -133,7 +140,8 @@ class Simulated:
         learned = QUANTIZERS.get(spec.quantizer).learned
         own = site_name(operator.name, port)
         state = operator.plan.sites[own].share or own
-        return Cast(port, " ".join(words), bool(learned), port in ("weight", "bias"), state)
+        per_channel = spec.format.granularity == "channel"
+        return Cast(port, " ".join(words), bool(learned), port in ("weight", "bias"), state, per_channel)
 
 
 class Kernels:

@@ -1,4 +1,4 @@
-"""`profile(variants, …)`: everything about this device that predictions need, from a file of samples that can grow."""
+"""Measure model variants within real training steps. Samples are kept in a file, so that runs can resume."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ Progress = Callable[[str, int, int], None]
 
 
 @strict
-def profile(
+def profile_variants(
     variants: Sequence[Variant],
     batch: Batch,
     loss: Loss,

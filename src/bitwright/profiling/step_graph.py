@@ -94,6 +94,16 @@ class StepGraph:
         return {op.name: index for index, op in enumerate(self.ops)}
 
     @cached_property
+    def readers(self) -> dict[str, list[int]]:
+        """For each operator, the positions of the operators that read its result."""
+        found: dict[str, list[int]] = {}
+        for index, op in enumerate(self.ops):
+            for source in op.sources:
+                if source.startswith("op:"):
+                    found.setdefault(source.removeprefix("op:"), []).append(index)
+        return found
+
+    @cached_property
     def uses(self) -> dict[str, str]:
         """For each parameter the first operator that reads it: the last to give it a gradient."""
         found: dict[str, str] = {}

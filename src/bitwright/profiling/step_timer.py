@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -94,6 +94,18 @@ class _Plain(Interceptor):
         return func(*args, **kwargs)
 
 
+@contextmanager
+def _overridden(target: Any, **methods: Callable[..., Any]) -> Iterator[None]:
+    """Replace methods of one object within this block."""
+    for name, method in methods.items():
+        setattr(target, name, method)
+    try:
+        yield
+    finally:
+        for name in methods:
+            delattr(target, name)
+
+
 class _Frame:
     """One call that is under way."""
 
@@ -159,21 +171,20 @@ class Watch:
             install(self.model, target)
         originals = {name: getattr(target, name) for name in ("begin", "enter", "leave", "call")}
         quantizers = list(attachment.quantizers.values()) if attachment is not None else []
-        wrapped: dict[str, Any] = {
-            "enter": lambda path: (self._enter(path), originals["enter"](path)),
-            "leave": lambda token: originals["leave"](self._leave(token)),
-            "call": lambda func, args, kwargs: self._call(originals["call"], func, args, kwargs),
-        }
         try:
-            vars(target).update(wrapped)
-            for quantizer in quantizers:
-                quantizer.__dict__["forward"] = self._quantizing(quantizer)
-            yield
+            with ExitStack() as stack:
+                stack.enter_context(
+                    _overridden(
+                        target,
+                        enter=lambda path: (self._enter(path), originals["enter"](path)),
+                        leave=lambda token: originals["leave"](self._leave(token)),
+                        call=lambda func, args, kwargs: self._call(originals["call"], func, args, kwargs),
+                    )
+                )
+                for quantizer in quantizers:
+                    stack.enter_context(_overridden(quantizer, forward=self._quantizing(quantizer)))
+                yield
         finally:
-            for name in wrapped:
-                vars(target).pop(name, None)
-            for quantizer in quantizers:
-                quantizer.__dict__.pop("forward", None)
             if not isinstance(target, Attachment):
                 uninstall(self.model, target)
 

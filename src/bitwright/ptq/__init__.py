@@ -2,19 +2,17 @@
 
 from bitwright.ptq.calibration import calibrate, find_ranges, settle_ranges, settle_weights
 from bitwright.ptq.distributed import ALONE
-from bitwright.ptq.run import At, Ran, Watch, run_steps
+from bitwright.ptq.run import Ran, run_steps
 from bitwright.ptq.step import MEMORY, Data, Step, Work, need_data, read_steps
 from bitwright.workload.calibration_data import CalibrationData
 
 __all__ = [
     "ALONE",
     "MEMORY",
-    "At",
     "CalibrationData",
     "Data",
     "Ran",
     "Step",
-    "Watch",
     "Work",
     "calibrate",
     "find_ranges",

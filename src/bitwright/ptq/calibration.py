@@ -14,6 +14,7 @@ from bitwright.core.allocator import keep_freed_memory
 from bitwright.core.arguments import strict
 from bitwright.core.errors import BitwrightError, CalibrationError, PlanError, Problem, log_warnings
 from bitwright.core.modes import eval_mode
+from bitwright.core.progress import Progress
 from bitwright.core.registry import OBSERVERS
 from bitwright.core.tensor_tree import as_call, batch_size, channels_last, slice_batch, tensors_in
 from bitwright.graph.capture import untouched
@@ -100,7 +101,7 @@ def calibrate(
     model: nn.Module,
     batches: Iterable[Any],
     *,
-    progress: Callable[[int], None] | None = None,
+    progress: Progress | None = None,
     group: Any = None,
 ) -> int:
     """Run `batches` through a prepared model (eval mode, float arithmetic), then settle all ranges.
@@ -123,7 +124,7 @@ def calibrate(
 
 
 def find_ranges(
-    model: nn.Module, batches: Iterable[Any], *, progress: Callable[[int], None] | None = None, group: Any = None
+    model: nn.Module, batches: Iterable[Any], *, progress: Progress | None = None, group: Any = None
 ) -> int:
     """`calibrate`, for callers that look at the data themselves."""
     attachment = attachment_of(model)
@@ -163,7 +164,7 @@ def _site_of(parameter: str) -> str:
 
 
 def _observe(
-    model: nn.Module, quantizers: Sequence[Quantizer], batches: Iterable[Any], progress: Callable[[int], None] | None
+    model: nn.Module, quantizers: Sequence[Quantizer], batches: Iterable[Any], progress: Progress | None
 ) -> int:
     def run(batch: Any) -> None:
         args, kwargs = as_call(batch)
@@ -199,7 +200,7 @@ def _observe(
                     ) from error
                 seen += 1
                 if progress is not None:
-                    progress(seen)
+                    progress(seen, None, "calibrating")
     return seen
 
 

@@ -1,37 +1,48 @@
-"""`quantize(model, batches)`: the whole road in one call: capture, plan, prepare, calibrate."""
+"""`quantize(model, batches)`: capture a model, make a plan, insert quantizers and calibrate them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import chain, islice
+from logging import getLogger
 from pathlib import Path
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from bitwright.backends import Choices, make_plan, reject_choices_with_plan, resolve_for_backend
 from bitwright.backends import backend as find_backend
+from bitwright.backends.precisions import resolve
 from bitwright.core.arguments import strict
 from bitwright.core.errors import BitwrightError, CalibrationError, PlanError, Problem, log_warnings
+from bitwright.core.output_folder import staged_output
+from bitwright.core.progress import Progress
 from bitwright.deploy import Artefact, Check, Distance, check, export, measure_distance, unexportable
+from bitwright.deploy.checkpoint import save_checkpoint
 from bitwright.graph import Graph, capture_paths
 from bitwright.graph.interception import bare
 from bitwright.plan import Plan
 from bitwright.ptq.calibration import find_ranges
-from bitwright.ptq.run import Ran, Watch, run_steps
+from bitwright.ptq.run import Ran, run_steps
 from bitwright.ptq.step import MEMORY, Data, Step, Work, need_data, read_steps
 from bitwright.quantizers import find_attachment, in_mode, prepare, strip, warnings_of, weights_may_change
+from bitwright.workload import Workload, evaluate
 from bitwright.workload.calibration_data import CalibrationData
+from bitwright.workload.metrics import top1
 
-_RECORDED = 16  # batches at most, to find paths that only some inputs take
+if TYPE_CHECKING:
+    from bitwright.report import Record
+
+log = getLogger(__name__)
+_RECORDED = 16  # the most batches that are recorded to find paths that only some inputs take
 
 
 @strict
 @dataclass(frozen=True, kw_only=True)
 class Quantized:
-    """A prepared and calibrated model with what was decided about it."""
+    """A quantized model: `model` computes with the formats of `plan`, and the methods save, export and measure it."""
 
     model: nn.Module
     plan: Plan
@@ -39,14 +50,13 @@ class Quantized:
     example: Any
     backend: str
     steps: tuple[Ran, ...] = ()
-    """What the PTQ steps did, and what they left alone."""
+    """What each PTQ step did, and the operators that it skipped."""
     distance: Distance | None = None
-    """How far it is from the float model, on some samples of the calibration data; None: not measured."""
+    """The distance to the float model on a few calibration samples. None: not measured."""
     warnings: tuple[Problem, ...] = ()
-    """What to know about the result; each was logged as well."""
+    """Problems that didn't stop the quantization. Each was also logged."""
 
     def __repr__(self) -> str:
-        """In one line: a notebook would show all weights, the graph and the example otherwise."""
         parameters = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
         floats = sum(name not in parameters for name in self.plan.float)
         left = f", {floats} operators in float" if floats else ""
@@ -54,7 +64,7 @@ class Quantized:
         return f"<Quantized {type(self.model).__name__} for {self.backend}: {sites} quantized sites{left}>"
 
     def export(self, path: str | Path, *, dynamic_batch: bool = True, artefact: str | None = None) -> Artefact:
-        """Write what the backend's tools read: the first artefact of its table, or the one that is named."""
+        """Write the artefact that the backend's tools read: the first one of its table, or the one named."""
         return export(self.model, path, self.example, dynamic_batch=dynamic_batch, artefact=artefact)
 
     def check(
@@ -67,52 +77,124 @@ class Quantized:
         threads: int | None = None,
         measure: bool = True,
     ) -> Check:
-        """Compare an artefact with this model, on the backend's runtime unless another `runtime` is named."""
+        """Run an artefact on the backend's runtime (or on `runtime`) and compare its outputs with this model."""
         given = [self.example] if batches is None else batches
         return check(self.model, path, given, runtime=runtime, per_site=per_site, threads=threads, measure=measure)
+
+    def save(self, folder: str | Path, *, artefact: bool = True) -> Path:
+        """Write plan.yaml and checkpoint.safetensors, which `load` reads, and model.onnx unless `artefact` is False."""
+        with staged_output(folder) as staged:
+            self.write(staged, artefact=artefact)
+        return Path(folder)
+
+    def write(self, folder: Path, *, artefact: bool = True) -> Artefact | None:
+        """Write the files of `save` into a folder that the caller has locked."""
+        self.plan.save(folder / "plan.yaml")
+        save_checkpoint(self.model, folder / "checkpoint.safetensors")
+        return self.export(folder / "model.onnx") if artefact else None
+
+    def evaluate(self, data: Workload | Iterable[tuple[Any, Tensor]]) -> dict[str, float]:
+        """Measure the metrics of a workload, or top-1 accuracy on batches of (inputs, target)."""
+        return evaluate(data, self.model) if isinstance(data, Workload) else top1(data, self.model)
+
+    def report(self, path: str | Path, data: Iterable[Any] | None = None) -> Record:
+        """Write a page (.html, .md or .json) about every site, with statistics over the inputs `data`."""
+        from bitwright.report import make_record, write_page
+
+        name = self.plan.model or type(self.model).__name__
+        given = [self.example] if data is None else data
+        record = make_record(self, given, workload=name, distance=self.distance, warnings=self.warnings)
+        write_page(record, path)
+        return record
+
+    def to_dict(self) -> dict[str, Any]:
+        """The decisions and measurements as plain data."""
+        return {
+            "backend": self.backend,
+            "plan": self.plan.to_dict(),
+            "steps": [asdict(step) for step in self.steps],
+            "distance": None if self.distance is None else asdict(self.distance),
+            "warnings": [asdict(problem) for problem in self.warnings],
+        }
 
 
 @strict
 def quantize(
     model: nn.Module,
     batches: Iterable[Any] | Callable[[], Iterable[Any]],
+    precision: str | None = None,
     *,
-    backend: str = "onnxruntime",
+    backend: str | None = None,
     plan: Plan | None = None,
+    weights: str | None = None,
+    activations: str | None = None,
+    keep_float: str | Iterable[str] = (),
+    observer: str | None = None,
+    weight_observer: str | None = None,
+    quantizer: str | None = None,
+    weight_quantizer: str | None = None,
+    first_last_bits: int | None = None,
+    fold: int | None = None,
+    saturating: bool | None = None,
     graph: Graph | None = None,
     example: Any = None,
     name: str | None = None,
     artefact: bool = False,
-    progress: Callable[[int], None] | None = None,
     steps: Sequence[str | Step] = (),
     seed: int = 0,
     memory: int = MEMORY,
     folder: str | Path | None = None,
     keep_state: bool = False,
-    watch: Watch | None = None,
     on_start: Callable[[nn.Module], None] | None = None,
     measure: bool = True,
-    **choices: Unpack[Choices],
+    progress: Progress | None = None,
 ) -> Quantized:
-    """Quantize `model` in place for `backend` with the ranges of `batches` (tensors, tuples or dicts of inputs).
+    """Quantize `model` in place and calibrate it with `batches` of inputs (tensors, tuples or dicts).
 
-    `example` (default: the first batch) is the call that is exported; it and the first batches are recorded until one
-    brings nothing new, so that paths which only some inputs take are found; a `graph` from before saves that. If
-    anything fails, the model is float again. `choices` go to `make_plan` (weights="int4/group32/sym",
-    keep_float=["head*"], observer="mse", …) unless there is a `plan`. With `artefact`, what could be simulated and
-    trained but not exported is refused before calibration.
+    Without other arguments the model gets the backend's default formats, 8 bits on ONNX Runtime. `precision` is a name
+    such as "int8", "int4" or "w4a8" (4-bit weights, 8-bit activations). Fewer than 8 bits are simulated on the backend
+    "academic" unless you name a backend that runs them, with 8 bits in the first and last operators.
 
-    `steps` are PTQ algorithms, by name ("equalize", "adaround:iterations=500") or as objects. They read the data
-    several times: `batches` is then a list, a loader, or a function that gives a new iterator. `seed` is that of their
-    random numbers, `memory` (MiB) bounds the activations that they keep, `folder` lets a killed run resume
-    (with `keep_state` it stays there when the steps have finished, until the caller has saved the model), `watch` is
-    told of each unit of work. `on_start` gets the prepared model when nothing was found wrong and nothing changed yet.
+    - `weights`, `activations`: formats, e.g. "int4/group32/sym". `keep_float`: patterns of operators to leave in float.
+    - `observer`, `weight_observer`: how ranges are found. `quantizer`, `weight_quantizer`: the arithmetic.
+    - `first_last_bits`: bits of the first and the last operator. `fold`: batch-norm folding, -1 (none) to 4.
+    - `saturating`: whether 8-bit products saturate on the target machine. None: test this machine.
+    - `plan`: use this plan instead; it excludes `precision` and the arguments above.
+    - `steps`: PTQ algorithms, by name ("equalize", "adaround:iterations=500") or as objects. They read the data
+      several times, so `batches` must be a list, a loader or a function that returns an iterator. `seed` seeds their
+      random numbers, `memory` (MiB) limits the activations that they keep. With `folder`, an interrupted run resumes;
+      `keep_state` leaves the folder in place after the last step.
+    - `example`: the call to export (default: the first batch). `graph`: an earlier capture. `name`: of the model.
+    - `artefact`: raise before calibration if a quantizer can't be exported. `measure`: compare the result with the
+      float model on a few samples (`distance`, `warnings`). `on_start` gets the prepared model before it changes.
 
-    With `measure`, some samples of the first batch run through the float model and the quantized one: `distance` of the
-    result says how far apart they are, and `warnings` what to try if that is far.
+    If anything fails, the model is restored.
+
+    >>> import torch, bitwright
+    >>> model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.ReLU())
+    >>> quantized = bitwright.quantize(model, [torch.randn(16, 8)], "w4a8")
+    >>> quantized.plan.sites["0:weight"].format.bits
+    8
     """
+    choices = Choices(
+        weights=weights,
+        activations=activations,
+        keep_float=[keep_float] if isinstance(keep_float, str) else list(keep_float),
+        observer=observer,
+        weight_observer=weight_observer,
+        quantizer=quantizer,
+        weight_quantizer=weight_quantizer,
+        first_last_bits=first_last_bits,
+        fold=fold,
+        saturating=saturating,
+    )
     if plan is not None:
-        reject_choices_with_plan(choices)
+        reject_choices_with_plan({**choices, "precision": precision})
+    if precision is not None:
+        _, backend, choices, notes = resolve(precision, backend, choices, learned=False)
+        for note in notes:
+            log.info(note)
+    backend = backend or "onnxruntime"
     table = find_backend(backend)
     model = bare(model)
     wanted = read_steps(steps)
@@ -154,7 +236,7 @@ def quantize(
             work = Work(model=model, graph=graph, plan=plan, data=data, seed=seed, memory=memory)
             place = None if folder is None else Path(folder)
             with weights_may_change(model):
-                ran = run_steps(work, wanted, folder=place, keep=keep_state, calibrating=progress, watch=watch)
+                ran = run_steps(work, wanted, folder=place, keep=keep_state, progress=progress)
         else:
             find_ranges(model, chain(first, stream), progress=progress)
     except BaseException:
@@ -178,7 +260,7 @@ def quantize(
 
 
 def _nothing_to_quantize(plan: Plan, backend: str) -> PlanError:
-    """Every operator stays in float: a result that nobody asks for, so each reason is told."""
+    """The error if every operator stays in float, with all reasons."""
     reasons: dict[str, list[str]] = {}
     for operator, why in plan.float.items():
         reasons.setdefault(why, []).append(operator)
@@ -191,7 +273,7 @@ def _nothing_to_quantize(plan: Plan, backend: str) -> PlanError:
 
 
 def _kept(stream: Iterator[Any], kept: list[Any]) -> Iterator[Any]:
-    """Batches that are recorded now are calibrated with later."""
+    """Keep the recorded batches for calibration."""
     for batch in stream:
         kept.append(batch)
         yield batch
@@ -199,7 +281,7 @@ def _kept(stream: Iterator[Any], kept: list[Any]) -> Iterator[Any]:
 
 @torch.no_grad()
 def put_back(model: nn.Module, before: dict[str, Tensor]) -> None:
-    """Steps change weights: a model that shall be as it was gets these back."""
+    """Restore the weights that PTQ steps have changed."""
     for name, tensor in model.state_dict().items():
         if name in before:
             tensor.copy_(before[name])

@@ -6,7 +6,7 @@ import hashlib
 import json
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from logging import getLogger
 from pathlib import Path
@@ -21,6 +21,7 @@ from bitwright.core.documents import read_json
 from bitwright.core.errors import BitwrightError, CheckpointError, PlanError, Problem
 from bitwright.core.files import file_fingerprint, fingerprint, replacing, write_text
 from bitwright.core.interrupts import safe_point, uninterrupted
+from bitwright.core.progress import Progress
 from bitwright.core.tensor_tree import tensors_in
 from bitwright.ptq.calibration import find_ranges
 from bitwright.ptq.distributed import several
@@ -45,27 +46,13 @@ class Ran:
     """What was left alone, with the reason."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class At:
-    """Where the work stands, for a progress bar."""
-
-    done: int
-    total: int
-    step: str
-    unit: str
-
-
-Watch = Callable[[At], None]
-
-
 def run_steps(
     work: Work,
     steps: Sequence[Step],
     *,
     folder: Path | None = None,
     keep: bool = False,
-    calibrating: Callable[[int], None] | None = None,
-    watch: Watch | None = None,
+    progress: Progress | None = None,
 ) -> tuple[Ran, ...]:
     """Steps on float weights, calibration, steps on the calibrated model; the model is changed in place.
 
@@ -91,7 +78,7 @@ def run_steps(
     for index, (step, names) in enumerate(zip(steps, units, strict=True)):
         if step.needs_ranges and not calibrated:
             calibrated = True
-            _calibrate(work, state, calibrating, resumed=done > early)
+            _calibrate(work, state, progress, resumed=done > early)
         work.skipped = {}
         work.kept = {}
         step.units(work)  # notes what it leaves alone
@@ -101,8 +88,8 @@ def run_steps(
                 number += 1
                 if number <= done:
                     continue
-                if watch is not None:
-                    watch(At(done=number - 1, total=total, step=step.name, unit=unit))
+                if progress is not None:
+                    progress(number - 1, total, f"{step.name}: {unit}")
                 safe_point()
                 _seed(work, index, unit)
                 step.run(work, unit)
@@ -114,15 +101,15 @@ def run_steps(
         seconds = time.perf_counter() - begin
         results.append(Ran(step=str(step), units=len(names), seconds=seconds, skipped=dict(work.skipped)))
     if not calibrated:
-        find_ranges(work.model, work.data, progress=calibrating)
-    if watch is not None:
-        watch(At(done=total, total=total, step="", unit=""))
+        find_ranges(work.model, work.data, progress=progress)
+    if progress is not None:
+        progress(total, total, "PTQ steps finished")
     if not keep:
         state.forget()
     return tuple(results)
 
 
-def _calibrate(work: Work, state: _State, progress: Callable[[int], None] | None, *, resumed: bool) -> None:
+def _calibrate(work: Work, state: _State, progress: Progress | None, *, resumed: bool) -> None:
     """Ranges, and the float model as it is now: what later steps are to come near to."""
     if resumed:
         state.load(work.model, _FLOAT)

@@ -22,6 +22,7 @@ from bitwright.report.record import (
     write_json,
 )
 from bitwright.report.sensitivity import Sensitivity, sensitivity
+from bitwright.report.summary_page import write_page
 from bitwright.report.training import Training
 from bitwright.report.tuning import Trial, Tuning
 
@@ -70,5 +71,6 @@ __all__ = [
     "write_html",
     "write_json",
     "write_markdown",
+    "write_page",
     "write_report",
 ]

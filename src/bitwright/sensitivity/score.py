@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from bitwright.core.arguments import strict
 from bitwright.core.errors import CalibrationError, PlanError, Problem
 from bitwright.core.modes import eval_mode
+from bitwright.core.progress import Progress
 from bitwright.core.tensor_tree import batch_size
 from bitwright.quantizers import Quantizer, attachment_of, in_mode, tapped
 from bitwright.workload import call
@@ -163,20 +164,20 @@ def score(
     batches: Iterable[Any],
     *,
     loss: Loss | None = None,
-    progress: Callable[[int], None] | None = None,
+    progress: Progress | None = None,
 ) -> Scores:
     """Score every site of a prepared and calibrated model, biases (32 bits) aside.
 
     With a `loss`, batches are (inputs, target). The float run of a batch is recorded; the run of a site starts from
     the recorded numbers where that site comes. Memory: the activations of one batch in float, so smaller batches need
-    less. `progress` gets the number of batches that are done.
+    less. `progress` counts batches.
     """
     run = _Scoring(model, loss)
     with eval_mode(model), in_mode(model, "quantize"):
         for done, batch in enumerate(batches, 1):
             run.add(*(batch if loss is not None else (batch, None)))
             if progress is not None:
-                progress(done)
+                progress(done, None, "scoring")
     return run.result()
 
 

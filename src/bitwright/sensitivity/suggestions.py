@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from bitwright.core.arguments import strict
 from bitwright.core.modes import eval_mode
+from bitwright.core.progress import Progress
 from bitwright.plan import Plan, SiteSpec
 from bitwright.quantizers import attachment_of, in_mode
 from bitwright.quantizers.attachment import Attachment
@@ -93,7 +94,7 @@ def suggest(
     *,
     most: int = 5,
     lower_is_better: bool = False,
-    progress: Callable[[int], None] | None = None,
+    progress: Progress | None = None,
 ) -> Suggestion:
     """Keep the worst 1, 2, … `most` operators in float, measure each with `evaluate`, take enough of them.
 
@@ -111,7 +112,7 @@ def suggest(
                     attachment.quantizers[site].enabled = False
             trials.append(Trial(operators=tuple(worst[:count]), metric=evaluate(model)))
             if progress is not None:
-                progress(count)
+                progress(count, len(worst), "eval_mode without quantizers")
     chosen = _enough(before, trials, -1.0 if lower_is_better else 1.0)
     operators = chosen.operators if chosen else ()
     after = chosen.metric if chosen else before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,8 +30,14 @@ class Callback:
     def on_epoch(self, run: Run, values: dict[str, float]) -> None:
         """An epoch was finished and measured; `values` has the workload's metrics."""
 
+    def on_result(self, run: Run, folder: Path) -> None:
+        """The run is complete. What is written to `folder` moves to the run's folder together with the result."""
+
     def on_end(self, run: Run) -> None:
         """The run is over, or was interrupted."""
+
+    def discard(self, run: Run) -> None:
+        """The run failed before its first checkpoint: remove the files that this callback has written to its folder."""
 
 
 class History(Callback):
@@ -38,9 +45,11 @@ class History(Callback):
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "history.jsonl"
+        self._new = False
 
     def on_start(self, run: Run) -> None:
         """Keep what was before the step at which this run begins."""
+        self._new = not self.path.exists()
         lines = self.path.read_bytes().splitlines() if self.path.is_file() else []
         kept = [line.decode() for line in lines if (step := _step(line)) is not None and step <= run.step]
         write_text(self.path, "".join(f"{line}\n" for line in kept))
@@ -52,6 +61,11 @@ class History(Callback):
     def on_epoch(self, run: Run, values: dict[str, float]) -> None:
         """An epoch's line."""
         self._add({"step": run.step, "epoch": run.epoch, "metrics": values})
+
+    def discard(self, run: Run) -> None:
+        """Remove the file, unless it was there before."""
+        if self._new:
+            self.path.unlink(missing_ok=True)
 
     def _add(self, row: dict[str, Any]) -> None:
         with writing(self.path), self.path.open("a", encoding="utf-8") as file:
@@ -77,29 +91,44 @@ class TensorBoard(Callback):
         if problem is not None:
             raise BitwrightError(problem, fix='pip install "bitwright[tensorboard]"')
         self.writer: Any = None
+        self._before: frozenset[Path] | None = None  # files that were there before; None: not even the folder was
 
     def on_start(self, run: Run) -> None:
         """Open the files; what a resumed run repeats is purged."""
         from torch.utils.tensorboard import SummaryWriter
 
-        self.writer = SummaryWriter(str(self.folder), purge_step=run.step + 1 if run.step else None)
-        self._sites(run)
+        self._before = frozenset(self.folder.iterdir()) if self.folder.is_dir() else None
+        with writing(self.folder, strict=True):
+            self.writer = SummaryWriter(str(self.folder), purge_step=run.step + 1 if run.step else None)
+            self._sites(run)
 
     def on_log(self, run: Run, values: dict[str, float]) -> None:
         """Losses, learning rate, gradient norm."""
-        for name, value in values.items():
-            self.writer.add_scalar(f"train/{name}", value, run.step)
+        with writing(self.folder):
+            for name, value in values.items():
+                self.writer.add_scalar(f"train/{name}", value, run.step)
 
     def on_epoch(self, run: Run, values: dict[str, float]) -> None:
         """Metrics and sites."""
-        for name, value in values.items():
-            self.writer.add_scalar(f"evaluation/{name}", value, run.step)
-        self._sites(run)
-        self.writer.flush()
+        with writing(self.folder, strict=True):
+            for name, value in values.items():
+                self.writer.add_scalar(f"evaluation/{name}", value, run.step)
+            self._sites(run)
+            self.writer.flush()
 
     def on_end(self, run: Run) -> None:
         """Close the files."""
-        self.writer.close()
+        if self.writer is not None:
+            with writing(self.folder):
+                self.writer.close()
+
+    def discard(self, run: Run) -> None:
+        """Remove the files of this run."""
+        if self._before is None:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        else:
+            for file in set(self.folder.iterdir()) - self._before:
+                file.unlink(missing_ok=True)
 
     def _sites(self, run: Run) -> None:
         for row in run.sites():

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -19,7 +20,7 @@ from bitwright.backends.precisions import word
 from bitwright.core.arrays import read_tensors
 from bitwright.core.documents import Strict, name_problem, read_json, read_text, validated
 from bitwright.core.errors import BitwrightError, CheckpointError, Problem, TrainError
-from bitwright.core.files import file_fingerprint, note_written, sync_to_disk, write_text, writing
+from bitwright.core.files import file_fingerprint, note_written, sync_to_disk, temporary_folder, write_text, writing
 from bitwright.deploy.checkpoint import load_checkpoint, read_state, save_state
 
 if TYPE_CHECKING:
@@ -132,13 +133,11 @@ class Checkpoints:
 
     def save(self, step: int, write: Callable[[Path], None], *, best: bool = False) -> Saved:
         """Let `write` fill a folder; only when it is whole and on the disk it gets its name."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        for left in self.folder.glob(".step-*"):  # of a process that was killed
-            shutil.rmtree(left)
         target = self.folder / f"step-{step:08d}"
-        staged = self.folder / f".step-{step:08d}"
-        try:
-            with writing(target):
+        with writing(target):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with temporary_folder(self.folder) as temporary:
+                staged = temporary / target.name
                 staged.mkdir()
                 write(staged)
                 for file in staged.iterdir():
@@ -147,14 +146,21 @@ class Checkpoints:
                     shutil.rmtree(target)
                 staged.rename(target)
                 sync_to_disk(self.folder)
-        except BaseException:
-            shutil.rmtree(staged, ignore_errors=True)
-            raise
         note_written(target)
+        saved = Saved(folder=target, step=step)
         if best:
-            write_text(self.folder / "best", target.name)
+            self.mark_best(saved)
         self._forget()
-        return Saved(folder=target, step=step)
+        return saved
+
+    def mark_best(self, saved: Saved) -> None:
+        """Note that this is the checkpoint with the best metric."""
+        write_text(self.folder / "best", saved.folder.name)
+
+    def remove_empty(self) -> None:
+        """Remove the folder if it has no checkpoints."""
+        with suppress(OSError):
+            self.folder.rmdir()
 
     def all(self) -> list[Saved]:
         """The checkpoints that there are, oldest first."""
@@ -275,6 +281,9 @@ def restore(run: Run, saved: Saved, state: TrainerState) -> None:
         raise saved.damaged(saved.folder / STATE, what) from error
     run.step, run.epoch, run.stale = state.step, state.epoch, state.stale
     run.stopped_early, run.best, run.metrics = state.stopped_early, state.best, state.metrics
+    ended = run.step == run.epoch * run.steps_per_epoch
+    if run.checkpoints is not None and run.ranks.first and ended and run.best and run.best["epoch"] == run.epoch:
+        run.checkpoints.mark_best(saved)  # the run may have failed between the checkpoint and the mark
     run.note(f"resumed {saved.folder.name}: {run.step} of {run.steps} steps are done")
 
 

@@ -53,9 +53,8 @@ def kind_of(plan: Plan, kinds: str | None, ranks: Ranks) -> str | None:
     if kinds is None:
         if len(plan.devices) == 1:
             return next(iter(plan.devices))
-        fix = (
-            f"say which one this is: --kind {next(iter(plan.devices))}, or one for each rank: {','.join(plan.devices)}"
-        )
+        first, every = next(iter(plan.devices)), ",".join(plan.devices)
+        fix = f"name the kind of this device: --device-kind {first}, or one for each rank: --device-kind {every}"
         raise TrainError.single("the plan has several kinds of device", where="kind", value=[*plan.devices], fix=fix)
     names = [name.strip() for name in kinds.split(",")]
     for name in names:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import chain, islice
@@ -18,6 +18,7 @@ from bitwright.backends.precisions import Precision, resolve
 from bitwright.core.arguments import strict
 from bitwright.core.errors import CalibrationError, Problem, TrainError
 from bitwright.core.process_group import keep_groups
+from bitwright.core.progress import Progress
 from bitwright.core.tensor_tree import map_tensors, tensors_in
 from bitwright.deploy import Artefact
 from bitwright.graph import capture
@@ -64,7 +65,7 @@ class Qat:
         freeze_observers: int | None = None,
         freeze_bn: int | None = None,
         fuse: bool = True,
-        progress: Callable[[int], None] | None = None,
+        progress: Progress | None = None,
         **choices: Unpack[Choices],
     ) -> None:
         plan, target, made, self.notes = resolve(quantize, backend, choices)
@@ -319,7 +320,7 @@ def _quantized(
     backend: str,
     example: Any,
     name: str | None,
-    progress: Callable[[int], None] | None,
+    progress: Progress | None,
     choices: Choices,
 ) -> Quantized:
     """As `bitwright.quantize`; with several ranks, rank 0's plan is everybody's, as hosts may differ."""

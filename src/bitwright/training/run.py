@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import replace
 from functools import cached_property
 from itertools import islice
@@ -24,6 +24,7 @@ from bitwright.core.errors import TrainDiverged, TrainError
 from bitwright.core.files import write_text
 from bitwright.core.interrupts import Interrupted, Stop
 from bitwright.core.modes import eval_mode
+from bitwright.core.output_folder import staged_output
 from bitwright.core.tensor_tree import map_tensors
 from bitwright.deploy.checkpoint import checkpoint_file, load_checkpoint, save_checkpoint
 from bitwright.plan import Plan
@@ -38,7 +39,7 @@ from bitwright.training.low_precision import LowPrecision, batch_of, kind_of
 from bitwright.training.optimization import Ema, Objective, Placing, make_optimizer, rate
 from bitwright.training.qat import Qat
 from bitwright.version import __version__
-from bitwright.workload import Workload, batches, call_on, can_measure, measure, report_data_errors
+from bitwright.workload import Workload, batches, call_on, can_measure, evaluate, report_data_errors
 
 RESULT = "result.json"
 
@@ -64,10 +65,13 @@ def finish(run: Run) -> None:
     if run.out is None or not run.ranks.first:
         return
     plan = run.qat.plan if run.qat is not None else run.compute
-    if plan is not None:
-        plan.save(run.out / "plan.yaml")
-    save_checkpoint(run.model, run.out / "checkpoint.safetensors")
-    write_text(run.out / RESULT, json.dumps(facts(run), indent=1) + "\n")
+    with staged_output(run.out) as folder:
+        if plan is not None:
+            plan.save(folder / "plan.yaml")
+        save_checkpoint(run.model, folder / "checkpoint.safetensors")
+        write_text(folder / RESULT, json.dumps(facts(run), indent=1) + "\n")
+        for callback in run.callbacks:
+            callback.on_result(run, folder)
 
 
 def facts(run: Run) -> dict[str, Any]:
@@ -282,16 +286,34 @@ class Run:
 
     def go(self) -> None:
         """Train to the end."""
-        for callback in self.callbacks:
-            callback.on_start(self)
         try:
+            for callback in self.callbacks:
+                callback.on_start(self)
             while self.epoch < self.config.epochs and not self.stopped_early:
                 self._train_epoch()
                 self._finish_epoch()
             finish(self)
-        finally:
-            for callback in self.callbacks:
-                callback.on_end(self)
+        except BaseException as error:
+            with suppress(Exception):  # the first error counts
+                self._end()
+            if not isinstance(error, TrainDiverged):  # the logs show how the loss diverged
+                self._discard()
+            raise
+        self._end()
+
+    def _end(self) -> None:
+        with ExitStack() as stack:
+            for callback in reversed(self.callbacks):
+                stack.callback(callback.on_end, self)
+
+    def _discard(self) -> None:
+        """Remove the logs of a run that has no checkpoint to resume from."""
+        if self.checkpoints is None or self.checkpoints.latest() is not None:
+            return
+        for callback in self.callbacks:
+            callback.discard(self)
+        if self.ranks.first:
+            self.checkpoints.remove_empty()
 
     def _train_epoch(self) -> None:
         self.model.train()
@@ -399,7 +421,7 @@ class Run:
             with self.ema.shown(self.model) if self.ema is not None else nullcontext():
                 if self.ema is not None and self.qat is not None:
                     self.qat.settle(alone=True)  # buffers were shared already
-                values = measure(self.workload, self.predict)
+                values = evaluate(self.workload, self.predict)
         values = self.ranks.tell(values)
         self.metrics.append(values)
         score = values.get(self.workload.metric)

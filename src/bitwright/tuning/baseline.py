@@ -15,7 +15,7 @@ from bitwright.core.errors import WorkloadError, did_you_mean
 from bitwright.core.files import fingerprint, sample_fingerprints
 from bitwright.core.modes import eval_mode
 from bitwright.core.tensor_tree import batch_size, tensors_in
-from bitwright.workload import Workload, hits_of, measure, pairs
+from bitwright.workload import Workload, evaluate, hits_of, pairs
 from bitwright.workload.data import joined, take
 
 _PART, _LEAST = 512, 256  # samples of the part, and of the whole if a part shall be worth it
@@ -66,11 +66,11 @@ def measure_float(workload: Workload, metrics: Iterable[str], calibration: Itera
     """Evaluate the float model, and look at the data on the way."""
     seen = None if workload.evaluation is None else _look(workload, lenient=workload.evaluate is not None)
     if seen is None:
-        known = _complete(measure(workload, workload.model), metrics, workload)
+        known = _complete(evaluate(workload, workload.model), metrics, workload)
         return Baseline(metrics=known, data=fingerprint(repr(sorted(known.items()))))
     built_in = workload.evaluate is None
     values = {"top1": 100.0 * int(seen.right.sum()) / len(seen.right), "n": float(len(seen.right))}
-    values = _complete(values if built_in else measure(workload, workload.model), metrics, workload)
+    values = _complete(values if built_in else evaluate(workload, workload.model), metrics, workload)
     used = [
         p for batch in calibration for p in sample_fingerprints((t for _, t in tensors_in(batch)), batch_size(batch))
     ]

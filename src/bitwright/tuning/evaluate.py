@@ -25,7 +25,7 @@ from bitwright.quantizers import find_attachment, strip
 from bitwright.tuning.baseline import Baseline
 from bitwright.tuning.candidate import Candidate, Outcome, failure
 from bitwright.tuning.goal import Goal, hopeless, required_hits
-from bitwright.workload import Workload, batches, measure
+from bitwright.workload import Workload, batches, evaluate
 from bitwright.workload.data import first, rebatched, regrouped
 
 Tell = Callable[[str], None]
@@ -115,7 +115,7 @@ class Evaluator:
         given_up = self._given_up(quantized, baseline) if self.early else None
         if given_up is not None:
             return given_up
-        metrics = measure(self.workload, quantized.model)
+        metrics = evaluate(self.workload, quantized.model)
         margin = self.goal.worst_margin(self.workload.metric, baseline.metrics, metrics)
         samples = int(metrics["n"]) if "n" in metrics else None
         outcome = Outcome(passed=False, accurate=margin >= 0, metrics=metrics, margin=margin, samples=samples)
@@ -263,8 +263,7 @@ def quantize_candidate(
         seed=evaluator.seed,
         folder=state,
         keep_state=True,  # until the outcome is in the study
-        progress=None if tell is None else lambda done: tell(f"calibrating, {done} of {len(data)} batches"),
-        watch=None if tell is None else lambda at: tell(f"{at.step}: {at.unit}"),
+        progress=None if tell is None else lambda done, total, text: tell(text),
         measure=False,  # the search measures accuracy, and tries bad candidates on purpose
     )
     return before, result

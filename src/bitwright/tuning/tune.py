@@ -18,6 +18,7 @@ from bitwright.core.errors import BitwrightError, PlanError, Problem
 from bitwright.core.files import disk_error, fingerprint, scratch_folder
 from bitwright.core.modes import eval_mode
 from bitwright.core.output_folder import locked, recover, staged_output
+from bitwright.core.progress import Progress, phases
 from bitwright.core.registry import STRATEGIES
 from bitwright.core.tensor_tree import tensors_in
 from bitwright.deploy import open_runtime
@@ -60,7 +61,7 @@ def tune(
     measuring: Measuring | None = None,
     early: bool = True,
     memory: int = MEMORY,
-    progress: Callable[[str], None] | None = None,
+    progress: Progress | None = None,
     watch: Callable[[Asked, Baseline], None] | None = None,
     on_result: Callable[[Tuned, Path], None] | None = None,
     **choices: Unpack[Choices],
@@ -85,7 +86,7 @@ def tune(
         raise BitwrightError("this model is quantized already", fix="strip(model) first")
     search_by: Strategy = STRATEGIES.get(strategy)
     table = find_backend(backend)
-    tell = progress or (lambda text: None)
+    tell = phases(progress)
     place = None if output is None else Path(output)
     with ExitStack() as stack:
         if place is not None:
@@ -122,7 +123,7 @@ def tune(
                 doubt = None if "lower_is_better" in goal.model_fields_set else workload.direction_note()
                 if doubt is not None:
                     log.info("%s", doubt)
-                tell("evaluating the float model")
+                tell("eval_mode the float model")
                 metrics = goal.metrics(workload.metric)
                 baseline = measure_float(workload, metrics, calibration, seed=seed)
                 identity = _identity(
@@ -239,7 +240,7 @@ class _Run:
         runtime = self.evaluator.runtime
         if runtime is None:
             return None
-        self.tell(f"evaluating on {runtime}")
+        self.tell(f"eval_mode on {runtime}")
         try:
             return open_runtime(runtime, self.evaluator.write(quantized, "best")).accuracy(self.workload)
         except Exception as error:  # an owner's metric may want an nn.Module

@@ -6,9 +6,9 @@ On the command line, a workload is written as ``file.py:function``, or as the na
 from __future__ import annotations
 
 from bitwright.workload.data import batches, call, call_on, pairs, report_data_errors, shape_of
-from bitwright.workload.loading import load_object, load_workload
+from bitwright.workload.loading import load_object, load_workload, open_workload
 from bitwright.workload.loss import loss_of, trainable_parameters
-from bitwright.workload.metrics import can_measure, hits_of, measure
+from bitwright.workload.metrics import can_measure, evaluate, hits_of
 from bitwright.workload.workload import Workload
 
 __all__ = [
@@ -17,11 +17,12 @@ __all__ = [
     "call",
     "call_on",
     "can_measure",
+    "evaluate",
     "hits_of",
     "load_object",
     "load_workload",
     "loss_of",
-    "measure",
+    "open_workload",
     "pairs",
     "report_data_errors",
     "shape_of",

@@ -13,10 +13,15 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
+
 from bitwright.core.arguments import UnknownArgument, strict
 from bitwright.core.errors import BitwrightError, WorkloadError, did_you_mean
+from bitwright.core.modes import eval_mode
 from bitwright.core.registry import WORKLOADS
-from bitwright.core.user_code import line_of
+from bitwright.core.tensor_tree import tensors_in
+from bitwright.core.user_code import first_line, line_of
+from bitwright.workload.data import call
 from bitwright.workload.workload import Workload
 
 
@@ -31,6 +36,33 @@ def load_workload(ref: str) -> Workload:
             value=f"{ref} returned {type(workload).__name__}",
             fix="return bitwright.Workload(name=..., model=..., inputs=...)",
             code="not-a-workload",
+        )
+    return workload
+
+
+def open_workload(ref: str) -> Workload:
+    """Load a workload and call its model once, so that a model that fails on its own inputs is reported as such."""
+    workload = load_workload(ref)
+    where = f"workload {workload.name!r}"
+    try:
+        with eval_mode(workload.model), torch.no_grad():
+            result = call(workload.model, workload.inputs)
+    except BitwrightError:
+        raise
+    except Exception as error:
+        raise WorkloadError(
+            f"the model fails on its own example inputs: {type(error).__name__}: {first_line(error)}{line_of(error)}",
+            where=where,
+            fix="call model(*inputs) in Python, and fix the model or the inputs",
+            code="model-fails",
+        ) from error
+    if not any(True for _ in tensors_in(result)):
+        raise WorkloadError(
+            "the model returned no tensor",
+            where=where,
+            value=type(result).__name__,
+            fix="return a tensor, or tuples, lists, dicts or dataclasses of tensors",
+            code="no-tensor",
         )
     return workload
 

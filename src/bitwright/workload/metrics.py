@@ -131,11 +131,16 @@ def can_measure(workload: Workload) -> bool:
 
 
 @strict
-def measure(workload: Workload, predict: Callable[..., Any]) -> dict[str, float]:
-    """Evaluate ``predict``, which has the same signature as the workload's model, on the workload's evaluation data.
+def evaluate(workload: Workload, predict: Callable[..., Any]) -> dict[str, float]:
+    """Evaluate ``predict``, which is called like the workload's model, on the workload's evaluation data.
 
-    Uses the workload's ``evaluate`` if it is set, otherwise top-1 accuracy in percent with the number of samples ``n``.
-    A module is evaluated in evaluation mode; its modes are restored afterwards.
+    The result has the values of the workload's ``evaluate``, or else top-1 accuracy in percent and the number of
+    samples ``n``. A module is switched to evaluation mode meanwhile.
+
+    >>> import bitwright  # doctest: +SKIP
+    >>> workload = bitwright.load_workload("digits")  # doctest: +SKIP
+    >>> bitwright.evaluate(workload, workload.model)  # doctest: +SKIP
+    {'top1': 98.6, 'n': 512.0}
     """
     where = f"workload {workload.name!r}"
     with torch.no_grad(), eval_mode(predict):
@@ -144,7 +149,7 @@ def measure(workload: Workload, predict: Callable[..., Any]) -> dict[str, float]
                 found = workload.evaluate(predict)
             values = _numbers(found, workload)
         elif workload.evaluation is not None:
-            values = _top1(pairs(workload), predict, where)
+            values = top1(pairs(workload), predict, where)
         else:
             raise WorkloadError(
                 "the workload has no evaluation",
@@ -185,11 +190,13 @@ def _is_number(value: object) -> bool:
     return value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, SupportsFloat)
 
 
-def _top1(data: Iterable[tuple[Any, Tensor]], predict: Callable[..., Any], where: str) -> dict[str, float]:
+def top1(data: Iterable[tuple[Any, Tensor]], predict: Callable[..., Any], where: str | None = None) -> dict[str, float]:
+    """Top-1 accuracy in percent on batches of (inputs, target), and the number of samples `n`."""
     hits = n = 0
-    for right, _ in hits_of(data, predict, where=where):
-        hits += int(right.sum())
-        n += len(right)
+    with torch.no_grad(), eval_mode(predict):
+        for right, _ in hits_of(data, predict, where=where):
+            hits += int(right.sum())
+            n += len(right)
     return {"top1": 100.0 * hits / n, "n": float(n)}
 
 

@@ -20,7 +20,7 @@ from bitwright.cluster.planners import all_float, dynamic_batching, fastest, rec
 from bitwright.cluster.planners.precision import over_limits
 from bitwright.kernels.int8 import Int8
 from bitwright.plan import ComputeSpec
-from bitwright.profiling import DeviceProfile, StepGraph, Variant, profile, record_step
+from bitwright.profiling import DeviceProfile, StepGraph, Variant, profile_variants, record_step
 from bitwright.profiling.device_profile import OperatorCost, Timing
 
 INT8 = ComputeSpec(format="int8", backward=("input", "weight"))
@@ -60,7 +60,7 @@ def measured() -> tuple[StepGraph, DeviceProfile]:
     low = Plan(compute={"*": INT8}).resolve(graph)
     kernels = prepare(copy.deepcopy(model), low, graph=graph)
     variants = [Variant(model=copy.deepcopy(model)), Variant(model=kernels, plan=low)]
-    own = profile(variants, batch, F.cross_entropy, rounds=3, fit_casts=False)
+    own = profile_variants(variants, batch, F.cross_entropy, rounds=3, fit_casts=False)
     return record_step(model, batch, F.cross_entropy), own
 
 
@@ -229,7 +229,7 @@ def test_operators_that_read_the_same_are_known() -> None:
     low = Plan(compute={"*": INT8}).resolve(capture(model, batch[0]))
     variants = [Variant(model=copy.deepcopy(model))]
     variants.append(Variant(model=prepare(copy.deepcopy(model), low, inputs=batch[0]), plan=low))
-    own = profile(variants, batch, F.cross_entropy, rounds=1, fit_casts=False)
+    own = profile_variants(variants, batch, F.cross_entropy, rounds=1, fit_casts=False)
     step = record_step(model, batch, F.cross_entropy)
     penalties = {name: {"int8": 1.0} for name in "qkv"} | {"head": {"int8": 1.0}}
     given = OnCluster(step, {"here": own}, Cluster.of({"here": 1}), penalties, {"int8": INT8})
@@ -253,7 +253,7 @@ def test_convolutions_behind_convolutions_can_be_low() -> None:
         Variant(model=copy.deepcopy(model)),
         Variant(model=prepare(copy.deepcopy(model), low, graph=graph), plan=low),
     ]
-    own = profile(variants, batch, F.cross_entropy, rounds=3, fit_casts=False)
+    own = profile_variants(variants, batch, F.cross_entropy, rounds=3, fit_casts=False)
     step = record_step(model, batch, F.cross_entropy)
     penalties = {name: {"int8": 1.0} for name in ("0", "2", "4")}
     machine = OnCluster(step, {"here": own}, Cluster.of({"here": 1}), penalties, {"int8": INT8})

@@ -71,7 +71,7 @@ def test_three_states_resume_to_the_bit(tmp_path: Path, options: dict[str, Any])
 
 
 def test_a_state_of_another_plan_is_refused() -> None:
-    saved = make(bn=1)[0].state_dict()
+    saved = make(fold=1)[0].state_dict()
     with pytest.raises(BitwrightError, match="another plan") as error:
         make()[0].load_state_dict(saved)
     assert "fold norm" in str(error.value)

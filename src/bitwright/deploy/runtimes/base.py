@@ -22,7 +22,7 @@ from bitwright.deploy.agreement import as_array
 from bitwright.deploy.integrity import Damage
 from bitwright.deploy.measure import Latency, measure_latency
 from bitwright.deploy.onnx_files import load_onnx
-from bitwright.workload import Workload, call, measure
+from bitwright.workload import Workload, call, evaluate
 from bitwright.workload.data import in_chunks
 
 
@@ -130,14 +130,14 @@ class Runtime(ABC):
         return in_chunks(self._call, self.batch)(*args, **kwargs)
 
     def latency(self, *args: Any, runs: int = 50, **kwargs: Any) -> Latency:
-        """Time one call. To compare runtimes, measure them in turns instead: `measure_latency`, `compare_runtimes`."""
+        """Time one call. To compare runtimes, measure them in turns instead: `measure_latency`, `benchmark`."""
         return measure_latency({self.name: partial(self.run, self.feed(*args, **kwargs))}, runs=runs)[self.name]
 
     def accuracy(self, workload: Workload) -> dict[str, float]:
         """What the workload measures, on its evaluation data; its metric sees outputs as its model gives them."""
         with torch.no_grad(), eval_mode(workload.model):
             example = call(workload.model, workload.inputs)
-        return measure(workload, partial(_shaped, self, example))
+        return evaluate(workload, partial(_shaped, self, example))
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         results = [torch.from_numpy(np.ascontiguousarray(a)) for a in self.run(self.feed(*args, **kwargs))]

@@ -1,0 +1,267 @@
+"""`bitwright.plan_cluster`: choose a precision for each operator on each kind of device of a cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from logging import getLogger
+from typing import Any
+
+from bitwright.cluster.cluster import Cluster
+from bitwright.cluster.cluster_cost_model import OnCluster
+from bitwright.cluster.cost_model import FLOAT
+from bitwright.cluster.memory_limit import MemoryLimit
+from bitwright.cluster.planners import Allocation, uniform
+from bitwright.cluster.planners.precision import over_limits
+from bitwright.cluster.predict_workload import check_layout, explain_batch_mismatch
+from bitwright.core.arguments import strict
+from bitwright.core.errors import BitwrightError, PlanError
+from bitwright.core.progress import Progress
+from bitwright.core.registry import PLANNERS
+from bitwright.core.tensor_tree import batch_size
+from bitwright.plan import Plan
+from bitwright.profiling.device_profile import DeviceProfile
+from bitwright.profiling.step_graph import record_step
+from bitwright.profiling.workload_step import first_half, training_batch
+from bitwright.sensitivity import Indications, spec_of
+from bitwright.workload import Workload
+
+__all__ = ["PlannerComparison", "compare_planners", "plan_cluster"]
+
+log = getLogger("bitwright")
+_ALTERNATIVES = ("recover", "recover+split", "batches", "float")
+_FASTER = 1.03  # smaller ratios are within the error of predictions
+
+Scores = Indications | Mapping[str, Mapping[str, float]]
+
+
+@strict
+def plan_cluster(
+    workload: Workload,
+    cluster: Cluster,
+    scores: Scores,
+    *,
+    planner: str = "recover",
+    profiles: Mapping[str, DeviceProfile] | None = None,
+    batch: int | None = None,
+    channels_last: bool = False,
+    keep_float: Sequence[str] = (),
+) -> Plan:
+    """Plan low-precision training on a cluster: one section of the plan for each kind of device.
+
+    `scores` says how much each operator loses in each format: the result of `indicate`, or a mapping
+    `{operator: {format: penalty}}`. `planner` is a registered name; see `bitwright list planners`. `profiles` gives the
+    profiles of the cluster's device kinds; without it they are loaded from the files that the cluster names. Operators
+    that match a pattern of `keep_float` stay in float.
+
+    >>> import torch
+    >>> from bitwright import Cluster, Workload, plan_cluster, profile
+    >>> x = torch.randn(16, 4)
+    >>> workload = Workload(
+    ...     name="tiny",
+    ...     model=torch.nn.Linear(4, 2),
+    ...     inputs=(x[:1],),
+    ...     training=lambda: torch.utils.data.TensorDataset(x, x[:, :2]),
+    ...     loss=torch.nn.functional.mse_loss,
+    ... )
+    >>> device = profile(workload, published="nvidia-t4", kernels=["int8"], batch=8)
+    >>> cluster = Cluster.of({"t4": 1})
+    >>> scores = {"/linear#0": {"int8": 0.1}}
+    >>> plan = plan_cluster(workload, cluster, scores, profiles={"t4": device}, batch=8)
+    >>> list(plan.devices)
+    ['t4']
+    """
+    PLANNERS.get(planner)  # reject an unknown name before any work
+    model = _cost_model(workload, cluster, scores, profiles, batch, keep_float, channels_last=channels_last)
+    chosen = PLANNERS.get(planner)(model)
+    for problem in over_limits(model, chosen):
+        log.warning("%s doesn't fit: %s", planner, problem)
+    return _to_plan(model, chosen, workload.name, channels_last=channels_last)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannerComparison:
+    """The result of one planner next to those of other planners and of uniform precisions."""
+
+    planner: str
+    plan: Plan
+    """The plan of the chosen planner."""
+    allocations: Mapping[str, Allocation]
+    """By planner, or `all FORMAT` for a uniform precision."""
+    failed: Mapping[str, PlanError]
+    """Planners that found no plan that fits."""
+    limits: Mapping[str, MemoryLimit | None]
+    """The memory limit of each kind of device."""
+    kinds: Mapping[str, int]
+    """The number of devices of each kind."""
+    operators: int
+    """The number of operators with a choice of formats."""
+    fitting: Sequence[str]
+    """Planners with a result that fits, and the chosen one."""
+
+    @property
+    def chosen(self) -> Allocation:
+        """The result of the chosen planner."""
+        return self.allocations[self.planner]
+
+    @property
+    def gains_nothing(self) -> bool:
+        """Whether the chosen result is float everywhere with equal batches."""
+        return not any(self.chosen.low.values()) and len(set(self.chosen.batches.values())) == 1
+
+    @property
+    def faster(self) -> tuple[str, float] | None:
+        """The planner with the fastest step and its speedup, if it is clearly faster than the chosen one."""
+        best = min(self.fitting, key=lambda name: self.allocations[name].seconds)
+        ratio = self.chosen.seconds / self.allocations[best].seconds
+        return (best, ratio) if ratio > _FASTER else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the comparison as JSON-compatible data."""
+        return {
+            "planner": self.planner,
+            "limits": {
+                kind: None if one is None else {"total": one.total, "reserve": one.reserve, "usable": one.usable}
+                for kind, one in self.limits.items()
+            },
+            "allocations": {
+                name: {
+                    "seconds": one.seconds,
+                    "penalty": one.penalty,
+                    "batches": dict(one.batches),
+                    "low": one.low,
+                    "memory": dict(one.memory),
+                    "plans": {kind: dict(plan) for kind, plan in one.plans.items()},
+                }
+                for name, one in self.allocations.items()
+            },
+            "failed": {name: [str(problem) for problem in error.problems] for name, error in self.failed.items()},
+        }
+
+
+@strict
+def compare_planners(
+    workload: Workload,
+    cluster: Cluster,
+    scores: Scores,
+    *,
+    planner: str = "recover",
+    profiles: Mapping[str, DeviceProfile] | None = None,
+    batch: int | None = None,
+    channels_last: bool = False,
+    keep_float: Sequence[str] = (),
+    progress: Progress | None = None,
+) -> PlannerComparison:
+    """Plan as `plan_cluster` does, and compare the result with other planners and with uniform precisions.
+
+    A failure of another planner is part of the result; a failure of the chosen one raises.
+    """
+    PLANNERS.get(planner)
+    model = _cost_model(workload, cluster, scores, profiles, batch, keep_float, channels_last=channels_last)
+    rows: dict[str, Allocation] = {}
+    failed: dict[str, PlanError] = {}
+    names = list(dict.fromkeys([planner, *_ALTERNATIVES]))
+    for number, name in enumerate(names):
+        if progress is not None:
+            progress(number, len(names), f"planning: {name}")
+        try:
+            rows[name] = PLANNERS.get(name)(model)
+        except PlanError as error:
+            if name == planner:
+                raise
+            failed[name] = error
+    for format in model.computes:
+        rows[f"all {format}"] = uniform(model, format)
+    for problem in over_limits(model, rows[planner]):
+        log.warning("%s doesn't fit: %s", planner, problem)
+    return PlannerComparison(
+        planner=planner,
+        plan=_to_plan(model, rows[planner], workload.name, channels_last=channels_last),
+        allocations=rows,
+        failed=failed,
+        limits={kind: model.room(kind) for kind in model.kinds},
+        kinds=model.kinds,
+        operators=len(model.operators),
+        fitting=[n for n in rows if n in PLANNERS and (n == planner or not over_limits(model, rows[n]))],
+    )
+
+
+def _cost_model(
+    workload: Workload,
+    cluster: Cluster,
+    scores: Scores,
+    profiles: Mapping[str, DeviceProfile] | None,
+    batch: int | None,
+    keep_float: Sequence[str],
+    *,
+    channels_last: bool,
+) -> OnCluster:
+    penalties = scores.values if isinstance(scores, Indications) else scores
+    known = dict(profiles) if profiles is not None else cluster.profiles()
+    check_layout(known, channels_last=channels_last)
+    pair, loss = training_batch(workload, batch, channels_last=channels_last)
+    formats = sorted({format for own in penalties.values() for format in own if format != FLOAT})
+    with explain_batch_mismatch(known, batch_size(pair)):
+        model = OnCluster(
+            record_step(workload.model, pair, loss, name=workload.name),
+            known,
+            cluster,
+            penalties,
+            {format: spec_of(format) for format in formats},
+            keep_float=keep_float,
+            smaller=record_step(workload.model, first_half(pair), loss, name=workload.name),
+        )
+    _check(model, penalties, formats, keep_float)
+    return model
+
+
+def _to_plan(model: OnCluster, chosen: Allocation, name: str, *, channels_last: bool) -> Plan:
+    plan = model.to_plan(chosen, model=name)
+    devices = {kind: replace(device, channels_last=channels_last) for kind, device in plan.devices.items()}
+    return replace(plan, devices=devices)
+
+
+def _check(
+    model: OnCluster, penalties: Mapping[str, Mapping[str, float]], formats: Sequence[str], keep_float: Sequence[str]
+) -> None:
+    """Warn about scores that are ignored; raise if no operator has a choice of formats."""
+    names = set(model.graph.position)
+    unknown = [name for name in penalties if name not in names]
+    scored = [name for name in penalties if name in names]
+    if model.operators:
+        if unknown:
+            log.warning("the scores name %s, which the model doesn't have: wrong or old scores?", _some(unknown))
+        if model.unscored:
+            log.warning("%s stay in float: the scores don't include them", _some(model.unscored))
+        proportional = ", ".join(kind for kind in model.kinds if kind not in model.predictor.smaller)
+        if proportional:
+            fix = "run `bitwright profile --half-batch` to measure another batch size"
+            log.warning("the times of %s are assumed to be proportional to the batch size: %s", proportional, fix)
+    elif not scored:
+        raise BitwrightError(
+            f"the scores are of another model: they name {_some(unknown)}, the model has {_some(sorted(names))}",
+            where="scores",
+            fix="compute them for this model: bitwright score WORKLOAD --indicator gradient-variance --formats int8",
+            code="scores-of-another-model",
+        )
+    elif all(name in model.kept for name in scored):
+        raise BitwrightError(
+            "all operators that have scores are kept in float",
+            where="keep_float",
+            value=", ".join(keep_float),
+            fix=f"remove a pattern that matches {_some(scored)}, or train without a plan",
+            code="all-operators-kept-float",
+        )
+    else:
+        raise BitwrightError(
+            "no profile has a measurement of these operators in these formats",
+            where="profiles",
+            value=f"{', '.join(formats)}; scored: {_some(scored)}",
+            fix=f"on each device: bitwright profile WORKLOAD --kernel {formats[0] if formats else 'int8'}",
+            code="formats-not-profiled",
+        )
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more

@@ -1,1 +1,0 @@
-"""Pages that need nothing else: the pieces that they are made of, and the sections of a report."""
