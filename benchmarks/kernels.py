@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import bitwright as bw
 from bitwright.cluster import Cluster
-from bitwright.cluster.cluster_cost_model import OnCluster
+from bitwright.cluster.cluster_cost_model import ClusterCostModel
 from bitwright.cluster.planners import fastest
 from bitwright.kernels import products
 from bitwright.kernels.codes import FULL
@@ -96,15 +96,16 @@ def planned(
     keep_float: Sequence[str] = (),
 ) -> bw.Plan:
     """The fastest plan by a profile of this machine."""
-    specs = {way: WAYS[way] for way in ("+ input gradient", "+ weight gradient")}
+    specs = {execution: WAYS[execution] for execution in ("+ input gradient", "+ weight gradient")}
     plans = [everywhere(graph, spec) for spec in specs.values()]
     plans += [half for plan in plans for half in halves(plan)]
     models = [Variant(model=make(None)), *(Variant(model=make(plan), plan=plan) for plan in plans)]
     here = profile_variants(models, batch, F.cross_entropy, clock="cpu", rounds=9, fit_casts=False)
     recorded = record_step(make(None), batch, F.cross_entropy)
     penalties = {name: dict.fromkeys(specs, 1.0) for name in plans[0].compute}
-    machine = OnCluster(recorded, {"here": here}, Cluster.of({"here": 1}), penalties, specs, keep_float=keep_float)
-    return machine.to_plan(fastest(machine)).for_device("here")
+    cluster = Cluster.of({"here": 1})
+    costs = ClusterCostModel(recorded, {"here": here}, cluster, penalties, specs, keep_float=keep_float)
+    return costs.to_plan(fastest(costs)).for_device("here")
 
 
 def everywhere(graph: bw.Graph, spec: ComputeSpec) -> bw.Plan:
@@ -180,13 +181,13 @@ def main() -> None:
     for name, (model, x) in models.items():
         runs, cosines, chosen[name] = variants(model, x)
         found = times(runs, options.steps)
-        for way, seconds in found.items():
+        for execution, seconds in found.items():
             row = {
                 "model": name,
-                "way": way,
+                "way": execution,
                 "ms": round(1e3 * seconds, 1),
                 "ratio": round(seconds / found["fp32"], 3),
-                "cosine": round(cosines[way], 5) if way in cosines else None,
+                "cosine": round(cosines[execution], 5) if execution in cosines else None,
             }
             rows.append(row)
             print(row, flush=True)
@@ -204,7 +205,7 @@ def main() -> None:
     lines += [
         "",
         *(
-            f"- {name}: best INT8 everywhere {min(r for way, r in own.items() if way.startswith('int8'))}, "
+            f"- {name}: best INT8 everywhere {min(r for execution, r in own.items() if execution.startswith('int8'))}, "
             f"planned {own['planned']} ({chosen[name]}); bar 0.85, goal 0.70"
             for name, own in ratios.items()
         ),

@@ -32,13 +32,13 @@ from torch import Tensor
 
 from bitwright import Plan, Workload, capture, prepare
 from bitwright.cluster import Cluster, Link
-from bitwright.cluster.cluster_cost_model import OnCluster
+from bitwright.cluster.cluster_cost_model import ClusterCostModel
 from bitwright.cluster.cost_model import FLOAT
 from bitwright.cluster.memory_limit import RESERVE, size
 from bitwright.cluster.planners import dynamic_batching, fastest, integer, recover, recover_and_split, uniform
 from bitwright.plan import ComputeSpec
 from bitwright.profiling import DeviceProfile, Variant, profile_variants, record_step
-from bitwright.profiling.device_profile import OperatorCost, Timing
+from bitwright.profiling.device_profile import OperatorCost, OperatorTime
 
 INT8 = ComputeSpec(format="int8")  # as `--formats int8` has it
 LAYERS, BATCH, LENGTH = 12, 8, 128
@@ -52,7 +52,7 @@ PLANNERS = {
     "ilp": integer,
     "recover+split": recover_and_split,
     "batches": dynamic_batching,
-    "all int8": lambda machine: uniform(machine, "int8"),
+    "all int8": lambda cost_model: uniform(cost_model, "int8"),
 }
 
 
@@ -110,7 +110,7 @@ def command(profiles: dict[str, DeviceProfile], limits: dict[str, float], penalt
 
 
 def slower(own: DeviceProfile, plain: float, low: float) -> DeviceProfile:
-    def scaled(timing: Timing | None, factor: float) -> Timing | None:
+    def scaled(timing: OperatorTime | None, factor: float) -> OperatorTime | None:
         if timing is None:
             return None
         values = {name: getattr(timing, name) * factor for name in ("seconds", "low", "high")}
@@ -124,7 +124,7 @@ def slower(own: DeviceProfile, plain: float, low: float) -> DeviceProfile:
     return own.model_copy(update={"operators": operators})
 
 
-def binding(free: OnCluster) -> tuple[dict[str, dict[str, int]], dict[str, float]]:
+def binding(free: ClusterCostModel) -> tuple[dict[str, dict[str, int]], dict[str, float]]:
     """Bytes that kinds need without limits, and gigabytes with which planners have to choose smaller plans."""
     chosen = recover(free)
     needs, limits = {}, {}
@@ -136,7 +136,7 @@ def binding(free: OnCluster) -> tuple[dict[str, dict[str, int]], dict[str, float
     return needs, limits
 
 
-def check(asked: OnCluster, needs: dict[str, dict[str, int]]) -> None:
+def check(asked: ClusterCostModel, needs: dict[str, dict[str, int]]) -> None:
     """Limits that don't bind would show nothing."""
     for kind, own in needs.items():
         limit = asked.limit(kind)
@@ -168,17 +168,18 @@ def main() -> None:
     profiles = {kind: slower(own, plain, low) for kind, (_, plain, low) in KINDS.items()}
     link = Link(latency_us=20, gbit_per_s=25)
 
-    def machine(limits: dict[str, float]) -> OnCluster:
+    def cost_model(limits: dict[str, float]) -> ClusterCostModel:
         cluster = Cluster.of({kind: count for kind, (count, _, _) in KINDS.items()}, link=link)
         devices = {k: d.model_copy(update={"memory_gb": limits.get(k)}) for k, d in cluster.devices.items()}
-        return OnCluster(step, profiles, cluster.model_copy(update={"devices": devices}), penalties, {"int8": INT8})
+        cluster = cluster.model_copy(update={"devices": devices})
+        return ClusterCostModel(step, profiles, cluster, penalties, {"int8": INT8})
 
-    free = machine({})
+    free = cost_model({})
     names = list(free.operators)
     needs, between = binding(free)
     print(needs, between, flush=True)
     rows = []
-    asked = machine(between)
+    asked = cost_model(between)
     check(asked, needs)
     for name, planner in PLANNERS.items():
         start = time.process_time()

@@ -41,11 +41,11 @@ from bitwright.graph import capture
 from bitwright.plan import Plan
 from bitwright.profiling import DeviceProfile, StepSettings, Variant, halves, open_store, record_step
 from bitwright.profiling.host import measure_host, measure_tensors
-from bitwright.profiling.machine import most_resident_bytes
+from bitwright.profiling.machine import peak_resident_bytes
 from bitwright.profiling.profiler import assemble, compiler_bytes, restricted
 from bitwright.profiling.step import CLOCKS, TrainingStep
-from bitwright.profiling.step_timer import Watch, WatchedStep
-from bitwright.profiling.timing import seen_beyond, undisturbed
+from bitwright.profiling.step_timer import StepTimer, TimedStep
+from bitwright.profiling.timing import gc_disabled, timer_overhead
 from bitwright.quantizers import prepare
 from bitwright.sensitivity import spec_of
 from bitwright.training import Qat
@@ -190,7 +190,7 @@ def alone(name: str, plan: Path | None, settings: StepSettings, kernels: bool, s
     step = TrainingStep(model.train(), [batch], loss, settings)
     for _ in range(steps):
         step()
-    print(most_resident_bytes())
+    print(peak_resident_bytes())
 
 
 def in_new_process(name: str, variant: Variant, kernels: bool, steps: int) -> int:
@@ -212,22 +212,22 @@ def measure(name: str, rounds: int, with_amp: bool, kernels: bool, compiler: int
     store.add({"facts": {"host": host.model_dump()}})
     variants = kernel_cases(model, batch) if kernels else cases(model, batch, with_amp)
     read = CLOCKS[CLOCK]
-    steps = {n: WatchedStep(v.model, [batch], loss, v.settings, clock=CLOCK) for n, v in variants.items()}
+    steps = {n: TimedStep(v.model, [batch], loss, v.settings, clock=CLOCK) for n, v in variants.items()}
     watches = {
-        n: Watch(v.model, v.plan, v.settings, read, host=host)
+        n: StepTimer(v.model, v.plan, v.settings, read, host=host)
         for n, v in variants.items()
         if n.startswith(("float", "int8", "half"))
     }
-    for n, watch in watches.items():
-        store.add_saved(watch.run(steps[n], saving=True))
+    for n, timer in watches.items():
+        store.add_saved(timer.run(steps[n], saving=True))
     taken: dict[str, list[float]] = {n: [] for n in steps}
-    with undisturbed():
+    with gc_disabled():
         for number in range(rounds + 3):
             for n, step in steps.items():
                 if n in watches:  # another model has run meanwhile
                     plain, sample = step.settled(), watches[n].run(step)
                     if number >= 3:
-                        store.add_round(sample, wanted=2 * rounds, beyond=seen_beyond(watches[n], sample, plain))
+                        store.add_round(sample, wanted=2 * rounds, overhead=timer_overhead(watches[n], sample, plain))
                 spent = sum(step.settled().values())
                 if number >= 3:
                     taken[n].append(spent)

@@ -45,8 +45,8 @@ from bitwright.profiling.host import measure_host, measure_tensors
 from bitwright.profiling.machine import pauses
 from bitwright.profiling.profiler import assemble
 from bitwright.profiling.step import CLOCKS, TrainingStep
-from bitwright.profiling.step_timer import Watch, WatchedStep
-from bitwright.profiling.timing import seen_beyond, undisturbed
+from bitwright.profiling.step_timer import StepTimer, TimedStep
+from bitwright.profiling.timing import gc_disabled, timer_overhead
 from bitwright.training import Qat
 from bitwright.zoo import ResNet20
 
@@ -95,8 +95,8 @@ def run_rank(rank: int, world: int, rounds: int, store_file: str, out: Path, cho
     host = measure_host("wall")
     store.add({"facts": {"host": host.model_dump()}})
     store.add({"facts": measure_group()})
-    own = {n: WatchedStep(v.model, [batch], F.cross_entropy, v.settings) for n, (v, batch, _) in found.items()}
-    watches = {n: Watch(v.model, v.plan, v.settings, read, host=host) for n, (v, _, _) in found.items()}
+    own = {n: TimedStep(v.model, [batch], F.cross_entropy, v.settings) for n, (v, batch, _) in found.items()}
+    watches = {n: StepTimer(v.model, v.plan, v.settings, read, host=host) for n, (v, _, _) in found.items()}
     shared = {}
     for name, (variant, batch, _) in found.items():
         model, cap = copy.deepcopy(variant.model), variant.settings.bucket_cap_mb
@@ -105,7 +105,7 @@ def run_rank(rank: int, world: int, rounds: int, store_file: str, out: Path, cho
     taken: dict[str, list[float]] = {name: [] for name in found}
     parts: dict[str, list[dict[str, float]]] = {name: [] for name in found}
     group = Collectives()
-    with undisturbed():
+    with gc_disabled():
         for number in range(rounds + 3):
             for name in found:
                 dist.barrier()
@@ -119,8 +119,8 @@ def run_rank(rank: int, world: int, rounds: int, store_file: str, out: Path, cho
                     shared[name]()
                 spent = (time.perf_counter() - start) / 2
                 if number >= 3:
-                    beyond = None if pauses("wall") else seen_beyond(watches[name], sample, alone)
-                    store.add_round(sample, wanted=2 * rounds, beyond=beyond)
+                    overhead = None if pauses("wall") else timer_overhead(watches[name], sample, alone)
+                    store.add_round(sample, wanted=2 * rounds, overhead=overhead)
                     taken[name].append(spent)
                     parts[name].append(alone)
     store.add({"facts": {group_fact("collectives"): [cost.model_dump() for cost in group.costs()]}})
@@ -222,10 +222,10 @@ def run_world(
             process = ranks.start([*command, "--rank", str(rank)], core=core, GLOO_SOCKET_IFNAME="lo")
             if share < 1:
                 groups += ranks.limit(process, cores=share)
-        with Ranks() as beside:
+        with Ranks() as shares_input_with:
             if not groups:
                 busy = f"import time; e=time.time()+{limit}\nwhile time.time()<e: pass"
-                beside.start([sys.executable, "-c", busy], core=core)
+                shares_input_with.start([sys.executable, "-c", busy], core=core)
             codes = ranks.wait(limit)
         if any(codes) or None in codes:
             raise SystemExit(f"ranks ended with {codes}; None: not within {limit} s")

@@ -27,7 +27,7 @@ from bitwright.plan import Plan
 from bitwright.profiling import DeviceProfile, SampleStore, StepSettings, Variant, record_step
 from bitwright.profiling.device_profile import TensorsCost
 from bitwright.profiling.step import CLOCKS
-from bitwright.profiling.step_timer import Watch, WatchedStep
+from bitwright.profiling.step_timer import StepTimer, TimedStep
 from bitwright.training import Qat
 
 
@@ -62,9 +62,9 @@ def measure(layers: int) -> dict[str, Any]:
         Variant(model=model.train(), settings=settings),
         Variant(model=quantized.train(), plan=plan, settings=settings),
     ):
-        step = WatchedStep(variant.model, [batch], logits_loss, settings)
-        watch = Watch(variant.model, variant.plan, settings, CLOCKS["wall"])
-        store.add_round(watch.run(step), wanted=2)
+        step = TimedStep(variant.model, [batch], logits_loss, settings)
+        timer = StepTimer(variant.model, variant.plan, settings, CLOCKS["wall"])
+        store.add_round(timer.run(step), wanted=2)
     free = [TensorsCost(name=name, per_element=1e-9, per_tensor=1e-6) for name in ("sgd/loop", "zero_grad")]
     profile = DeviceProfile(bitwright_profile=1, device="here", operators=list(store.costs().values()), tensors=free)
     kinds = dict.fromkeys("abcd", profile)

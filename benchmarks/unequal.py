@@ -35,7 +35,7 @@ from torch.utils.data import TensorDataset
 
 from bitwright import Plan, TrainConfig, Trainer, Workload, capture, indicate, prepare
 from bitwright.cluster import Cluster
-from bitwright.cluster.cluster_cost_model import OnCluster
+from bitwright.cluster.cluster_cost_model import ClusterCostModel
 from bitwright.cluster.cost_model import FLOAT
 from bitwright.cluster.planners import Allocation, dynamic_batching, recover, recover_and_split, uniform
 from bitwright.core.process_group import leave_group
@@ -43,14 +43,14 @@ from bitwright.plan import ComputeSpec
 from bitwright.profiling import DeviceProfile, StepSettings, Variant, halves, open_store, profile_variants, record_step
 from bitwright.profiling.collectives import group_fact, measure_collectives, measure_group
 from bitwright.profiling.step import TrainingStep
-from bitwright.profiling.timing import undisturbed
+from bitwright.profiling.timing import gc_disabled
 from bitwright.zoo.data import data_folder, npz_images
 
 KINDS = ("fast", "slow")
 BATCH, QUOTA, MEMORY_GB = 32, 0.5, 1.6
 INT8 = ComputeSpec(format="int8")
 KEPT = ("0.0", "9")  # stem and head stay float
-WAYS = {
+COMPARED = {
     "float": lambda machine: uniform(machine, FLOAT),
     "uniform int8": lambda machine: uniform(machine, "int8"),
     "dynamic batching": dynamic_batching,
@@ -134,14 +134,16 @@ def run_rank(rank: int, rounds: int, meeting: str, out: Path) -> None:
         cluster = cluster.model_copy(update={"devices": {**cluster.devices, "slow": slow}})
         step = record_step(model, batch, F.cross_entropy, name="vgg")
         smaller = record_step(model, half, F.cross_entropy, name="vgg")
-        machine = OnCluster(step, profiles, cluster, suffering, {"int8": INT8}, keep_float=list(KEPT), smaller=smaller)
-        made = {name: way(machine) for name, way in WAYS.items()}
+        machine = ClusterCostModel(
+            step, profiles, cluster, suffering, {"int8": INT8}, keep_float=list(KEPT), smaller=smaller
+        )
+        made = {name: planner(machine) for name, planner in COMPARED.items()}
         found = [{name: (machine.to_plan(one).to_yaml(), facts(one)) for name, one in made.items()}]
     dist.broadcast_object_list(found, src=0)
     plans: dict[str, tuple[str, dict[str, Any]]] = found[0]
     steps = {name: ddp_step(model, Plan.from_yaml(text), KINDS[rank], x, y) for name, (text, _) in plans.items()}
     taken: dict[str, list[float]] = {name: [] for name in plans}
-    with undisturbed():
+    with gc_disabled():
         for number in range(rounds + 2):
             for name, one in steps.items():
                 dist.barrier()

@@ -31,21 +31,21 @@ import torch.nn.functional as F
 from common import Ranks, clean_up_on_signals, environment, save
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from unequal import INT8, KINDS, QUOTA, WAYS, facts
+from unequal import COMPARED, INT8, KINDS, QUOTA, facts
 
 from bitwright import Plan, capture, indicate, prepare
 from bitwright.cluster import Cluster, predict_step
-from bitwright.cluster.cluster_cost_model import OnCluster
+from bitwright.cluster.cluster_cost_model import ClusterCostModel
 from bitwright.cluster.planners.precision import over_limits
 from bitwright.core.errors import PlanError
 from bitwright.core.process_group import leave_group
 from bitwright.plan import ComputeSpec
 from bitwright.profiling import DeviceProfile, StepSettings, Variant, open_store, profile_variants, record_step
 from bitwright.profiling.collectives import group_fact, measure_collectives, measure_group
-from bitwright.profiling.machine import most_resident_bytes
+from bitwright.profiling.machine import peak_resident_bytes
 from bitwright.profiling.profiler import training_peak
 from bitwright.profiling.step import TrainingStep
-from bitwright.profiling.timing import undisturbed
+from bitwright.profiling.timing import gc_disabled
 
 BATCH, LENGTH, LAYERS, WORDS = 72, 128, 12, 1000
 KEPT = ("bert.embeddings*", "bert.pooler*", "classifier")
@@ -98,19 +98,21 @@ def plan_rank(rank: int, rounds: int, out: Path, memory_gb: float | None) -> Non
         profiles = {kind: DeviceProfile.from_json(text) for kind, (text, _) in zip(KINDS, gathered, strict=True)}
         smaller = record_step(model, half, logits_loss, name="bert")
 
-        def with_limit(gigabytes: float | None) -> OnCluster:
+        def with_limit(gigabytes: float | None) -> ClusterCostModel:
             cluster = Cluster.of(dict.fromkeys(KINDS, 1))
             slow = cluster.devices["slow"].model_copy(update={"memory_gb": gigabytes})
             cluster = cluster.model_copy(update={"devices": {**cluster.devices, "slow": slow}})
             computes = {"int8": INT8}
-            return OnCluster(step, profiles, cluster, suffering, computes, keep_float=list(KEPT), smaller=smaller)
+            return ClusterCostModel(
+                step, profiles, cluster, suffering, computes, keep_float=list(KEPT), smaller=smaller
+            )
 
-        needs = {way: WAYS[way](with_limit(None)).memory["slow"] for way in ("float", "uniform int8")}
+        needs = {planner: COMPARED[planner](with_limit(None)).memory["slow"] for planner in ("float", "uniform int8")}
         limit = memory_gb or round(needs["float"] / (1 + OVER) / 1e9, 2)
         tight = with_limit(limit)
         room = tight.room("slow")
         assert room is not None
-        found = {"rows": [row_of(tight, way) for way in WAYS], "needs": needs, "files": gathered[1][1]}
+        found = {"rows": [row_of(tight, planner) for planner in COMPARED], "needs": needs, "files": gathered[1][1]}
         found |= {"limit": room.total, "usable": room.usable, "limit_words": str(room)}
         out.write_text(json.dumps(found), encoding="utf-8")
     dist.barrier()
@@ -136,18 +138,18 @@ def measured(model: nn.Module, batch: Batch, half: Batch, rounds: int) -> Device
     return own
 
 
-def row_of(machine: OnCluster, way: str) -> dict[str, Any]:
+def row_of(machine: ClusterCostModel, planner: str) -> dict[str, Any]:
     start = time.perf_counter()
     try:
-        made = WAYS[way](machine)
+        made = COMPARED[planner](machine)
     except PlanError as error:  # nothing fits: there is nothing to run
-        return {"way": way, "problems": [str(problem) for problem in error.problems]}
+        return {"way": planner, "problems": [str(problem) for problem in error.problems]}
     more = {
         "problems": [str(problem) for problem in over_limits(machine, made)],
         "plan": machine.to_plan(made).to_yaml(),
     }
     return {
-        "way": way,
+        "way": planner,
         "planned_s": time.perf_counter() - start,
         "operators": len(machine.operators),
         **facts(made),
@@ -174,12 +176,12 @@ def step_rank(rank: int, plan: Path, steps: int, out: Path) -> None:
     shared = DistributedDataParallel(model, gradient_as_bucket_view=True)
     step = TrainingStep(model, [batch], logits_loss, StepSettings(), net=shared)
     taken = []
-    with undisturbed():
+    with gc_disabled():
         for _ in range(WARM + steps):
             start = time.perf_counter()
             step()
             taken.append(time.perf_counter() - start)
-    found = {"seconds": statistics.median(taken[WARM:]), "peak": most_resident_bytes(), "files": file_bytes()}
+    found = {"seconds": statistics.median(taken[WARM:]), "peak": peak_resident_bytes(), "files": file_bytes()}
     out.with_suffix(f".{kind}").write_text(json.dumps(found), encoding="utf-8")
     dist.barrier()
 
@@ -237,7 +239,7 @@ def run(rounds: int, steps: int, memory_gb: float | None, limit: int) -> None:
 
 def table(found: dict[str, Any], steps: int) -> list[str]:
     limit, needs, rows = found["limit"], found["needs"], found["rows"]
-    over, under = (100 * (needs[way] / limit - 1) for way in ("float", "uniform int8"))
+    over, under = (100 * (needs[planner] / limit - 1) for planner in ("float", "uniform int8"))
     held = all("memory" in row["limits"] for row in rows if "limits" in row)
     lines = [
         "# Two unequal machines, and float doesn't fit into one",

@@ -76,10 +76,73 @@ def _broad(call: ast.Call) -> bool:
     return isinstance(call.args[0], ast.Name) and call.args[0].id in ("Exception", "BaseException")
 
 
+def _not_empty(node: ast.expr, known: set[str]) -> bool:
+    """Whether an iterable has an item, as far as its source shows; `known` are constants of the module that have."""
+    if isinstance(node, ast.Tuple | ast.List | ast.Set):
+        return bool(node.elts)
+    if isinstance(node, ast.Dict):
+        return bool(node.keys)
+    if isinstance(node, ast.Constant):
+        return bool(node.value)
+    if isinstance(node, ast.Name):
+        return node.id in known
+    if isinstance(node, ast.Call):
+        name = getattr(node.func, "id", getattr(node.func, "attr", ""))
+        if name == "range":
+            return all(isinstance(argument, ast.Constant) for argument in node.args)
+        parts = node.args or ([node.func.value] if isinstance(node.func, ast.Attribute) else [])
+        sources = ("enumerate", "zip", "sorted", "reversed", "list", "product", "items", "values", "keys")
+        return name in sources and bool(parts) and all(_not_empty(part, known) for part in parts)
+    return False
+
+
+def _constants(tree: ast.Module) -> set[str]:
+    """Names of the module's own constants that have items."""
+    found: set[str] = set()
+    for one in tree.body:
+        value = one.value if isinstance(one, ast.Assign | ast.AnnAssign) else None
+        targets = one.targets if isinstance(one, ast.Assign) else [one.target] if isinstance(one, ast.AnnAssign) else []
+        if value is not None and _not_empty(value, found):
+            found |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return found
+
+
+def _checks(node: ast.AST, helpers: set[str]) -> bool:
+    called = set(_names(node))
+    words = any(word in name.lower() for name in called for word in CHECKS)
+    return words or bool(called & helpers) or any(isinstance(one, ast.Assert) for one in ast.walk(node))
+
+
+def _surely_checks(body: list[ast.stmt], helpers: set[str], known: set[str]) -> bool:
+    """Whether these statements check something on every path: a loop may have no rounds, an `if` may not hold."""
+    for one in body:
+        if isinstance(one, ast.For):
+            if _checks(one.iter, helpers) or (_not_empty(one.iter, known) and _surely_checks(one.body, helpers, known)):
+                return True
+        elif isinstance(one, ast.If):
+            branches = (one.body, one.orelse)
+            if _checks(one.test, helpers) or all(_surely_checks(branch, helpers, known) for branch in branches):
+                return True
+        elif isinstance(one, ast.Try):
+            if any(_surely_checks(part, helpers, known) for part in (one.body, one.finalbody)):
+                return True
+        elif isinstance(one, ast.With):
+            if any(_checks(item, helpers) for item in one.items) or _surely_checks(one.body, helpers, known):
+                return True
+        elif not isinstance(one, ast.While | ast.FunctionDef | ast.ClassDef) and _checks(one, helpers):
+            return True
+    return False
+
+
+#: Tests over the blocks of a page, which may have none; another test counts them.
+MAY_BE_EMPTY = {"test_python_blocks_run", "test_yaml_blocks_are_plans_tables_clusters_searches_or_grids"}
+
+
 def weak(source: str) -> list[tuple[int, str]]:
     """Lines of a test module that can't fail, with the reason."""
     tree = ast.parse(source)
     helpers = _helpers(tree) | _shared_helpers()
+    constants = _constants(tree)
     found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Assert):
@@ -93,6 +156,8 @@ def weak(source: str) -> list[tuple[int, str]]:
             called = set(_names(node))
             if not asserts and not called & helpers and not any(w in n.lower() for n in called for w in CHECKS):
                 found.append((node.lineno, "checks nothing"))
+            elif node.name not in MAY_BE_EMPTY and not _surely_checks(node.body, helpers, constants):
+                found.append((node.lineno, "all checks are in a loop or an `if` that may not run"))
     return found
 
 
@@ -131,12 +196,26 @@ def test_doctests_can_fail() -> None:
         "assert (x, 'message')",
         "with pytest.raises(Exception):\n        f()",
         "f()",
+        "for x in f():\n        assert x == 1",
+        "if f():\n        assert g() == 1",
+        "for x in (1, 2):\n        if x in f():\n            assert g() == 1",
+        "while f():\n        assert g() == 1",
     ],
 )
 def test_the_scan_finds_what_cannot_fail(body: str) -> None:
     assert len(weak(f"def test_it():\n    {body}\n")) >= 1
 
 
-@pytest.mark.parametrize("body", ["assert x == y", "assert f() == f()", "with pytest.raises(ValueError):\n        f()"])
+@pytest.mark.parametrize(
+    "body",
+    [
+        "assert x == y",
+        "assert f() == f()",
+        "with pytest.raises(ValueError):\n        f()",
+        "for x in (1, 2):\n        assert f(x) == 1",
+        "if f():\n        assert g() == 1\n    else:\n        assert g() == 2",
+        "for x in f():\n        assert x == 1\n    assert f() == 2",
+    ],
+)
 def test_the_scan_leaves_sound_tests_alone(body: str) -> None:
     assert weak(f"def test_it():\n    {body}\n") == []

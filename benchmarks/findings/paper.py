@@ -8,7 +8,7 @@ from math import hypot, sqrt
 from statistics import mean
 
 from bitwright import Leaderboard
-from bitwright.bench.leaderboard import Summary, drop_words
+from bitwright.bench.leaderboard import Summary, drop_reference
 from findings.words import TWINS, alike, drops, lsq_pairs, more, paired, say, show, table, twice_error, twins, values_of
 
 PER_CHANNEL, PER_TENSOR = "tensorrt", ("snpe", "tvm")
@@ -28,7 +28,7 @@ def head(board: Leaderboard) -> Iterator[str]:
     yield say(
         f"{len(board.rows)} rows ({', '.join(f'{count} {state}' for state, count in states.items())}),",
         f"{minutes:.0f} CPU minutes. [Tables](leaderboard.md); rows: leaderboard.json.",
-        f"Numbers below are points below {drop_words(board)}, mean ± deviation.",
+        f"Numbers below are points below {drop_reference(board)}, mean ± deviation.",
     )
     yield say(
         "The paper has ImageNet networks and about 100 epochs. These are networks of about 5,200 (residual) and 2,500",

@@ -42,7 +42,7 @@ from bitwright.ptq import MEMORY, Step, read_steps
 from bitwright.ptq.quantize import Quantized, quantize
 from bitwright.ptq.saved_model import SavedModel, load_prepared
 from bitwright.quantizers import in_mode
-from bitwright.report import Accuracy, Record, Size, Timing, make_record, parity, read_json, timings, write_report
+from bitwright.report import Accuracy, LatencyRow, Record, Size, make_record, parity, read_json, timings, write_report
 from bitwright.workload import Workload, batches, can_measure, evaluate, open_workload, pairs
 from bitwright.workload.data import first, rebatched, regrouped
 
@@ -314,10 +314,10 @@ def probes(workload: Workload, samples: int | None = None) -> Iterator[Any]:
 
 def _latencies(
     workload: Workload, runtime: str, reference: Path, artefact: Path, begin: Callable[[str], None]
-) -> list[Timing]:
+) -> list[LatencyRow]:
     """Time both artefacts in turns on real samples, so that other load on the machine affects both."""
     plain, fast = (open_runtime(runtime, path, threads=_THREADS) for path in (reference, artefact))
-    rows: list[Timing] = []
+    rows: list[LatencyRow] = []
     for batch in _BATCHES if fast.batch is None else (fast.batch,):
         args, kwargs = as_call(next(rebatched(regrouped(probes(workload), batch), batch)))
         begin(f"timing on {runtime}, batch {batch}")

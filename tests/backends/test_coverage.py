@@ -162,6 +162,7 @@ def test_every_parameter_has_a_quantizer_of_its_own_or_a_reason(case: str, backe
     except PlanError:
         pytest.skip("the backend doesn't have this format")
     placed = {site for site, spec in plan.sites.items() if spec.quantizes}
+    assert graph.parameters
     for parameter in graph.parameters:
         uses = readers(graph, Source("param", parameter.names[0]))
         assert parameter.names[0] in plan.float or all(

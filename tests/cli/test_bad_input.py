@@ -225,7 +225,7 @@ def test_a_runtime_that_is_not_here_writes_no_file(run, small, made, output, mon
     sources = ["--plan", made / "plan.yaml", "--checkpoint", made / "checkpoint.safetensors"]
     for options in (sources, ["--float"]):
         ran = run("export", small, *options, "-o", output)
-        fails(ran, "no runtime here reads this file", "executorch is not installed", "bitwright doctor")
+        fails(ran, "no available runtime reads this file", "executorch is not installed", "bitwright doctor")
 
 
 def test_an_unknown_runtime(run, small, made):
@@ -244,8 +244,8 @@ def test_checkpoints(run, small, made, tmp_path, output):
     fewer.write_text(PLAN)
     for plan, checkpoint, word in (
         (made / "plan.yaml", damaged, "can't be read"),
-        (made / "plan.yaml", tmp_path / "none.safetensors", "no such checkpoint"),
-        (fewer, made / "checkpoint.safetensors", "the checkpoint has a quantizer where the plan has none"),
+        (made / "plan.yaml", tmp_path / "none.safetensors", "the checkpoint doesn't exist"),
+        (fewer, made / "checkpoint.safetensors", "the checkpoint has a quantizer, but the plan has none here"),
     ):
         fails(run("export", small, "--plan", plan, "--checkpoint", checkpoint, "-o", output), word)
     fails(run("export", small, "-o", output), "--plan and --checkpoint are missing")

@@ -8,6 +8,7 @@ import os
 import sqlite3
 import subprocess
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ TINY = f"{Path(__file__).parents[1] / 'training' / 'tiny.py'}:workload"
 GRID = Path(__file__).parents[1] / "support" / "grid_workloads.py"
 
 
+@contextmanager
 def mounted(place: Path, size: str) -> Iterator[Path]:
     place.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(place)]
@@ -41,13 +43,15 @@ def mounted(place: Path, size: str) -> Iterator[Path]:
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
     """Of 8 KiB: folders and an empty file fit."""
-    yield from mounted(tmp_path / "disk", "8k")
+    with mounted(tmp_path / "disk", "8k") as place:
+        yield place
 
 
 @pytest.fixture
 def larger(tmp_path: Path) -> Iterator[Path]:
     """Of 300 KiB: a study and some checkpoints fit, a report doesn't."""
-    yield from mounted(tmp_path / "larger", "300k")
+    with mounted(tmp_path / "larger", "300k") as place:
+        yield place
 
 
 def files(place: Path) -> list[str]:
@@ -97,7 +101,7 @@ def test_verbs_that_write_a_file(run: Run, small: str, made: Path, disk: Path, t
 
 @pytest.mark.parametrize("size", ["8k", "16k"])
 def test_train_without_a_checkpoint_leaves_nothing(run: Run, tmp_path: Path, size: str) -> None:
-    for disk in mounted(tmp_path / "disk", size):
+    with mounted(tmp_path / "disk", size) as disk:
         problem = full(run, "train", TINY, "--epochs", "1", "-o", disk / "a" / "run")
         assert "/." not in problem["where"]
         assert list(disk.iterdir()) == []
@@ -105,7 +109,7 @@ def test_train_without_a_checkpoint_leaves_nothing(run: Run, tmp_path: Path, siz
 
 @pytest.mark.parametrize("size", ["28k", "60k", "100k"])
 def test_train_keeps_checkpoints_and_no_part_of_the_result(run: Run, tmp_path: Path, size: str) -> None:
-    for disk in mounted(tmp_path / "disk", size):
+    with mounted(tmp_path / "disk", size) as disk:
         problem = full(run, "train", TINY, "--epochs", "2", "-o", disk / "run")
         assert "/." not in problem["where"]
         assert {path.name for path in (disk / "run").iterdir()} == {"checkpoints", "history.jsonl", "tensorboard"}

@@ -18,8 +18,8 @@ from bitwright.profiling.collectives import measure_group
 from bitwright.profiling.host import measure_host, measure_tensors
 from bitwright.profiling.profiler import assemble
 from bitwright.profiling.step import CLOCKS
-from bitwright.profiling.step_timer import Watch, WatchedStep
-from bitwright.profiling.timing import undisturbed
+from bitwright.profiling.step_timer import StepTimer, TimedStep
+from bitwright.profiling.timing import gc_disabled
 
 
 def main(rank: int) -> dict[str, Any]:
@@ -29,16 +29,16 @@ def main(rank: int) -> dict[str, Any]:
     host = measure_host("wall", rounds=5)
     store.add({"facts": {"host": host.model_dump()}})
     store.add({"facts": measure_group()})
-    own = WatchedStep(model.train(), [batch], loss, settings)
-    watch = Watch(model, Plan(), settings, CLOCKS["wall"], host=host)
+    own = TimedStep(model.train(), [batch], loss, settings)
+    timer = StepTimer(model, Plan(), settings, CLOCKS["wall"], host=host)
     shared = copy.deepcopy(model)
     net = DistributedDataParallel(shared, gradient_as_bucket_view=True, bucket_cap_mb=0.1)  # type: ignore[arg-type]
     step = TrainingStep(shared, [batch], loss, settings, net=net)
     taken = []
-    with undisturbed():
+    with gc_disabled():
         for number in range(18):
             dist.barrier()
-            sample = watch.run(own)
+            sample = timer.run(own)
             dist.barrier()
             step()
             start = time.perf_counter()

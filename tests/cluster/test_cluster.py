@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 import two_ranks
-from step_cases import bert, digits, int8_plan, net, prepared, profile_of, watched
+from step_cases import bert, digits, int8_plan, net, prepared, profile_of, timed_sample
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from bitwright.cluster import Cluster, Link, Local, MemoryLimit, Predictor, make_buckets, predict_step, write_trace
+from bitwright.cluster import Cluster, DeviceStep, Link, MemoryLimit, Predictor, make_buckets, predict_step, write_trace
 from bitwright.cluster.cluster import json_schema
 from bitwright.cluster.memory_limit import RESERVE
 from bitwright.core import tensor_tree as tree
@@ -108,8 +108,8 @@ def test_buckets_of_folded_norms_are_those_of_ddp(tmp_path: Path) -> None:
     graph = record_step(model, batch, loss)
     plan = int8_plan(model, batch)
     assert plan.folds
-    made = profile_of(watched(prepared(model, batch, plan), batch, loss).calls)
-    trained = Local.build(graph, plan, made, StepSettings(fuse=False)).trained
+    made = profile_of(timed_sample(prepared(model, batch, plan), batch, loss).calls)
+    trained = DeviceStep.build(graph, plan, made, StepSettings(fuse=False)).trained
     theirs = two_ranks.run(Path(__file__).parent / "buckets_worker.py", tmp_path, seconds=300)
     for cap, sizes in theirs[0].items():
         ours = [bucket.bytes for bucket in make_buckets(trained, cap)]
@@ -129,8 +129,8 @@ def test_plans_and_profiles_by_kind(tmp_path: Path) -> None:
     plan = int8_plan(model, batch)
     settings = StepSettings(fuse=False)
     keys = {
-        *watched(prepared(model, batch, plan), batch, loss).calls,
-        *watched(Variant(model=model), batch, loss).calls,
+        *timed_sample(prepared(model, batch, plan), batch, loss).calls,
+        *timed_sample(Variant(model=model), batch, loss).calls,
     }
     fast, slow = profile_of(keys), profile_of(keys, forward=3e-3, backward=6e-3)
     cluster = Cluster.of({"fast": 2, "slow": 1}, link=Link(latency_us=1, gbit_per_s=10))
@@ -159,7 +159,10 @@ def test_the_critical_path_begins_with_the_step() -> None:
     """A batch whose times lie on the line through two measured ones has phases on that line: no forward below 0."""
     model, batch, loss = net()
     half = tree.slice_batch(batch, 0, tree.batch_size(batch) // 2)
-    keys = {*watched(Variant(model=model), batch, loss).calls, *watched(Variant(model=model), half, loss).calls}
+    keys = {
+        *timed_sample(Variant(model=model), batch, loss).calls,
+        *timed_sample(Variant(model=model), half, loss).calls,
+    }
     cluster = Cluster.of({"fast": 1, "slow": 1}, link=Link(latency_us=1, gbit_per_s=10))
     profiles = {"fast": profile_of(keys), "slow": profile_of(keys, forward=3e-3, backward=6e-3)}
     graph, small = record_step(model, batch, loss), record_step(model, half, loss)
@@ -178,8 +181,8 @@ def test_a_thousand_devices_and_a_changed_operator() -> None:
     plan = int8_plan(model, batch)
     settings = StepSettings(fuse=False, bucket_cap_mb=0.02)
     keys = {
-        *watched(prepared(model, batch, plan), batch, loss).calls,
-        *watched(Variant(model=model), batch, loss).calls,
+        *timed_sample(prepared(model, batch, plan), batch, loss).calls,
+        *timed_sample(Variant(model=model), batch, loss).calls,
     }
     kinds = {name: profile_of(keys, forward=(n + 1) * 1e-4) for n, name in enumerate("abcd")}
     cluster = Cluster.of(dict.fromkeys("abcd", 256), link=Link(latency_us=5, gbit_per_s=100))

@@ -2,37 +2,37 @@ from __future__ import annotations
 
 import pytest
 import torch
-from step_cases import net, profile_of, watched
+from step_cases import net, profile_of, timed_sample
 
-from bitwright.cluster import Local
+from bitwright.cluster import DeviceStep
 from bitwright.cluster import compare as module
 from bitwright.cluster.compare import check_is_here, compare
 from bitwright.core.errors import PlanError
 from bitwright.plan import Plan
 from bitwright.profiling import StepSettings, Variant, record_step
 from bitwright.profiling.machine import device_name
-from bitwright.profiling.step_timer import WatchedStep
+from bitwright.profiling.step_timer import TimedStep
 
 
 def test_the_step_that_is_measured_follows_one_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a trainer's does; after other work caches hold other things."""
     model, batch, loss = net()
-    made = profile_of(watched(Variant(model=model), batch, loss).calls)
+    made = profile_of(timed_sample(Variant(model=model), batch, loss).calls)
     made = made.model_copy(update={"device": device_name(), "threads": torch.get_num_threads()})
-    local = Local.build(record_step(model, batch, loss), Plan(), made, StepSettings())
+    local = DeviceStep.build(record_step(model, batch, loss), Plan(), made, StepSettings())
     done: list[str] = []
-    step = WatchedStep.__call__
+    step = TimedStep.__call__
 
-    def seen(self: WatchedStep) -> dict[str, float]:
+    def seen(self: TimedStep) -> dict[str, float]:
         spent = step(self)
-        done.append("step" if self.watch is None else "watched")
+        done.append("step" if self.timer is None else "watched")
         return dict.fromkeys(spent, 7.0 if done[-2:] == ["step", "step"] else 1.0)
 
     def measure(clock: object) -> float:
         done.append("yardstick")
         return 1.0
 
-    monkeypatch.setattr(WatchedStep, "__call__", seen)
+    monkeypatch.setattr(TimedStep, "__call__", seen)
     monkeypatch.setattr(module, "yardstick", measure)
     found = compare(local, Variant(model=model), batch, loss, steps=3)
     assert done[-4:] == ["yardstick", "step", "step", "watched"]

@@ -16,7 +16,9 @@ def test_types_are_those_of_autocast(make) -> None:  # type: ignore[no-untyped-d
     model, batch, loss = make()
     plain = record_step(model, batch, loss)
     real = record_step(model, batch, loss, StepSettings(amp="bf16"))
-    ways = {op.name: IMPLEMENTATIONS.way(OperatorUnderPlan(op.name, op.call, Plan(), "bf16")) for op in plain.ops}
-    ours = flow(plain, ways, "bf16")
+    executions = {
+        op.name: IMPLEMENTATIONS.execution(OperatorUnderPlan(op.name, op.call, Plan(), "bf16")) for op in plain.ops
+    }
+    ours = flow(plain, executions, "bf16")
     assert ours == {op.name: op.outputs[0].dtype for op in real.ops}
     assert "bfloat16" in ours.values()

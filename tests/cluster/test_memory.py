@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from step_cases import bert, digits, int8_plan, net, prepared, watched
+from step_cases import bert, digits, int8_plan, net, prepared, timed_sample
 from torch import Tensor
 
 from bitwright import capture, prepare
@@ -38,8 +38,8 @@ def truth(variant: Variant, batch: Any) -> int:
 def measured(*variants: Variant, batch: Any, loss: Any) -> DeviceProfile:
     store = SampleStore()
     for variant in variants:
-        store.add_saved(watched(variant, batch, loss, saving=True))
-        store.add_round(watched(variant, batch, loss), wanted=9)
+        store.add_saved(timed_sample(variant, batch, loss, saving=True))
+        store.add_round(timed_sample(variant, batch, loss), wanted=9)
     free = [TensorsCost(name=name, per_element=0, per_tensor=0) for name in ("sgd/loop", "adamw/loop", "zero_grad")]
     costs = list(store.costs().values())
     return DeviceProfile(bitwright_profile=1, device="here", operators=costs, tensors=free)

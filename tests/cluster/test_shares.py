@@ -6,7 +6,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from step_cases import net, profile_of, watched
+from step_cases import net, profile_of, timed_sample
 
 from bitwright.cluster import Cluster, Link, Prediction, Predictor, trace_events
 from bitwright.plan import Device, Plan
@@ -19,7 +19,7 @@ LINK = Link(latency_us=300, gbit_per_s=0.1)
 def measured(samples: int = 4, **times: float) -> tuple[StepGraph, DeviceProfile]:
     model, (images, labels), loss = net()
     batch = (images[:samples], labels[:samples])
-    made = profile_of(watched(Variant(model=model), batch, loss).calls, **times)
+    made = profile_of(timed_sample(Variant(model=model), batch, loss).calls, **times)
     fixed = [TensorsCost(name=cost.name, per_element=0, per_tensor=0, fixed=1e-4) for cost in made.tensors]
     host = made.host.model_copy(update={"contention": 0.3, "stretch": 1.2, "ddp_gradient": 1e-5, "ddp_forward": 1e-4})
     return record_step(model, batch, loss), made.model_copy(update={"tensors": fixed, "host": host})

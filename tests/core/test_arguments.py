@@ -15,14 +15,15 @@ from torch import nn
 
 import bitwright
 from bitwright import BitwrightError, PlanError, Qat, capture, make_plan, quantize, quantizers_of
-from bitwright.core.arguments import UnknownArgument, strict
+from bitwright.core.arguments import Amount, Count, ImpossibleArgument, Seed, Share, UnknownArgument, strict
+from bitwright.deploy.measure import measure_latency
 
 # Shown in docs/, but not in `bitwright.__all__`.
 SHOWN = {
     "bitwright.deploy.checkpoint": ["checkpoint_file"],
     "bitwright.deploy": ["read_artefact"],
     "bitwright.plan": ["ComputeSpec"],
-    "bitwright.cluster.cost_model": ["Additive", "OperatorCost"],
+    "bitwright.cluster.cost_model": ["TableCost", "TableCostModel"],
     "bitwright.cluster.planners": [
         *("all_float", "allocation", "equal_batches", "recover", "recover_and_split", "uniform")
     ],
@@ -32,7 +33,7 @@ SHOWN = {
         "OperatorUnderPlan",
         "StepSettings",
         "Variant",
-        "Way",
+        "Execution",
         "profile_variants",
         "record_step",
     ],
@@ -65,7 +66,7 @@ def _callables() -> Iterator[tuple[str, Callable[..., Any]]]:
 
 
 CALLABLES = dict(_callables())
-WITH_LIMITS = "bitwright.cluster.cost_model.Additive.with_limits"  # its keywords are the names of devices
+WITH_LIMITS = "bitwright.cluster.cost_model.TableCostModel.with_limits"  # its keywords are the names of devices
 ERRORS = ("BitwrightError", "PlanError", "Problem")  # Python's own TypeError is enough for these
 
 
@@ -99,6 +100,7 @@ def test_no_public_signature_hides_its_arguments(name: str) -> None:
         "TuneConfig.tune",  # those of `tune`, which are checked against its signature
         "TrainConfig",  # pydantic: fields are checked
         "bitwright.report.add_to_report",  # parts of the record, checked against its fields
+        "Cluster.of",
         "bitwright.cluster.Cluster.of",
         WITH_LIMITS,
     }
@@ -249,3 +251,54 @@ def test_the_types_that_are_accepted_are_wide() -> None:
     with pytest.raises(BitwrightError) as caught:
         take(3, n="a", x="b", on="no", names=3)  # type: ignore[arg-type]
     assert [problem.where for problem in caught.value.problems] == ["path", "n", "x", "on", "names"]
+
+
+@strict
+def counted(*, threads: Count | None = None, memory: Amount = 0, slack: Share = 0.1, seed: Seed = 0) -> int:
+    return threads or 0
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"threads": 0},
+        {"threads": -5},
+        {"threads": 10**30},
+        {"memory": -1},
+        {"slack": float("nan")},
+        {"slack": -0.1},
+        {"slack": float("inf")},
+        {"seed": -1},
+        {"seed": 2**32},
+    ],
+)
+def test_impossible_numbers_are_refused(arguments: dict[str, Any]) -> None:
+    with pytest.raises(ImpossibleArgument) as caught:
+        counted(**arguments)
+    assert isinstance(caught.value, ValueError)
+    assert caught.value.codes == ["impossible-argument"]
+    assert [problem.where for problem in caught.value.problems] == list(arguments)
+
+
+def test_all_impossible_numbers_are_listed_and_possible_ones_pass() -> None:
+    with pytest.raises(ImpossibleArgument) as caught:
+        counted(threads=-1, memory=-1)
+    assert [problem.where for problem in caught.value.problems] == ["threads", "memory"]
+    assert counted(threads=None, memory=0, slack=0, seed=2**32 - 1) == 0
+    assert counted(threads=3) == 3
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        (lambda model, batch: bitwright.quantize(model, [batch], memory=-1), "memory"),
+        (lambda model, batch: bitwright.quantize(model, [batch], seed=-1), "seed"),
+        (lambda model, batch: bitwright.check(model, "model.onnx", [batch], threads=-5), "threads"),
+        (lambda model, batch: bitwright.Qat(model, [batch], freeze_bn=-1), "freeze_bn"),
+        (lambda model, batch: measure_latency({"a": lambda: None}, runs=0), "runs"),
+    ],
+)
+def test_public_functions_refuse_impossible_numbers(call: Callable[..., Any], name: str) -> None:
+    with pytest.raises(ImpossibleArgument) as caught:
+        call(torch.nn.Linear(4, 2), torch.ones(1, 4))
+    assert [problem.where for problem in caught.value.problems] == [name]

@@ -36,6 +36,7 @@ def test_a_ddp_that_outlives_its_group_does_not_deadlock(leave: str, tmp_path: P
         )
         for rank in (0, 1)
     ]
+    assert len(ranks) == 2
     try:
         for rank, process in enumerate(ranks):
             words, errors = process.communicate(timeout=90)

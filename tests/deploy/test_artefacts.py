@@ -106,7 +106,7 @@ def test_published_schemas_are_the_code() -> None:
 @pytest.mark.parametrize("kind", CODES)
 @pytest.mark.parametrize("text", ["{}", "a", '{"format": "other"}', "a b c d\n"])
 def test_other_files_are_refused(kind: str, text: str) -> None:
-    with pytest.raises(ArtefactError, match=r"no file of this format|a line is"):
+    with pytest.raises(ArtefactError, match=r"not a file of this format|a line must"):
         ARTEFACTS.get(kind)().read(text)
 
 
@@ -213,8 +213,9 @@ def test_unknown_kinds_and_levels(tmp_path: Path) -> None:
     assert not (tmp_path / "other.onnx").exists()
     alone = tmp_path / "alone.onnx"
     alone.write_bytes(artefact.path.read_bytes())
-    with pytest.raises(ArtefactError, match="grids is missing"):
+    with pytest.raises(ArtefactError) as caught:
         read_artefact(alone)
+    assert "missing-file" in caught.value.codes
 
 
 def test_nnie_cannot_be_pairs(tmp_path: Path) -> None:
@@ -237,5 +238,6 @@ def test_one_grid_per_tensor(tmp_path: Path) -> None:
     plan = bw.make_plan(bw.capture(model, x), "stpu")
     plan = plan.with_sites({"b:input": bw.SiteSpec(format=plan.sites["a:input"].format, observer="mse")})
     quantized = bw.quantize(model, [x], backend="stpu", plan=plan)
-    with pytest.raises(ExportError, match="one grid per tensor"):
+    with pytest.raises(ExportError) as caught:
         quantized.export(tmp_path / "model.onnx")
+    assert "conflicting-grids" in caught.value.codes

@@ -216,8 +216,9 @@ class LosesQuantizers(nn.Module):
 
 def test_lost_quantizers_are_an_error(tmp_path: Path) -> None:
     quantized = bw.quantize(LosesQuantizers().eval(), [torch.randn(4, 4)])
-    with pytest.raises(ExportError, match="quantizers"):
+    with pytest.raises(ExportError) as caught:
         quantized.export(tmp_path / "model.onnx")
+    assert "export-path-differs" in caught.value.codes
     assert list(tmp_path.iterdir()) == []
 
 
@@ -248,8 +249,9 @@ def test_guard_keeps_saturating_machines_exact(tmp_path: Path, runtime: str) -> 
 
 def test_corrupt_and_missing_artefacts(model: nn.Module, batches: list[Tensor], tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
-    with pytest.raises(ArtefactError, match="no such artefact"):
+    with pytest.raises(ArtefactError) as caught:
         bw.open_runtime("onnxruntime", path)
+    assert "no-such-artefact" in caught.value.codes
     path.write_bytes(b"not a model")
     for runtime in ("onnxruntime", "openvino"):
         with pytest.raises(ArtefactError) as caught:

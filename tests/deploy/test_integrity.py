@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from onnx import numpy_helper
 from torch import Tensor, nn
 
 import bitwright as bw
-from bitwright.core.errors import PlanError
+from bitwright.core.errors import BitwrightError, PlanError
 from bitwright.core.registry import RUNTIMES
 from bitwright.deploy import read_artefact
 from bitwright.deploy.integrity import DIGESTS, site_of
@@ -168,6 +169,78 @@ def test_a_file_of_grids_that_was_changed_is_refused(batches: list[Tensor], tmp_
     with pytest.raises(PlanError) as raised:
         read_artefact(artefact.path)
     assert raised.value.codes == ["damaged-artefact"]
+
+
+@pytest.mark.parametrize(("runtime", "backend"), [("inductor", "torch_inductor"), ("executorch", "executorch_xnnpack")])
+def test_every_flipped_bit_of_a_program_is_found(
+    runtime: str, backend: str, batches: list[Tensor], tmp_path: Path
+) -> None:
+    kind: type[Runtime] = RUNTIMES.get(runtime)
+    if (reason := kind.missing()) is not None:
+        pytest.skip(reason)
+    torch.manual_seed(0)
+    quantized = bw.quantize(Net().eval(), batches, backend=backend, measure=False)
+    path = tmp_path / f"model{kind.suffix}"
+    kind.write(quantized.model, path, batches[0])
+    program = path.with_suffix(".pt2")
+    assert kind.damages(path) == []
+    raw = program.read_bytes()
+    with zipfile.ZipFile(program) as archive:
+        members = [member for member in archive.infolist() if member.file_size and ".data" not in member.filename]
+    assert len(members) > 5
+    for member in members:
+        start = member.header_offset + 30 + int.from_bytes(raw[member.header_offset + 26 :][:2], "little")
+        start += int.from_bytes(raw[member.header_offset + 28 :][:2], "little")
+        changed = bytearray(raw)
+        changed[start + member.file_size // 2] ^= 1
+        program.write_bytes(changed)
+        with pytest.raises(BitwrightError) as raised:
+            kind.damages(path)
+        assert raised.value.codes == ["damaged-artefact"], member.filename
+    program.write_bytes(raw[:-30])
+    with pytest.raises(BitwrightError) as raised:
+        kind.damages(path)
+    assert raised.value.codes == ["damaged-artefact"]
+
+
+def test_a_changed_value_in_the_notes_of_ncnn_is_found(batches: list[Tensor], tmp_path: Path) -> None:
+    kind: type[Runtime] = RUNTIMES.get("ncnn")
+    if (reason := kind.missing()) is not None:
+        pytest.skip(reason)
+    torch.manual_seed(0)
+    quantized = bw.quantize(Net().eval(), batches, backend="ncnn", measure=False)
+    path = tmp_path / "model.param"
+    kind.write(quantized.model, path, batches[0])
+    assert kind.damages(path) == []
+    notes = path.with_suffix(".json")
+    data = json.loads(notes.read_text(encoding="utf-8"))
+    site = next(iter(data["sites"]))
+    data["sites"][site]["pads"][0] += 1
+    notes.write_text(json.dumps(data), encoding="utf-8")
+    assert [damage.site for damage in kind.damages(path)] == ["model.json"]
+
+
+SIDECARS = ["snpe", "nnie", "vitis", "tengine_u8", "stpu", "ppl_cuda"]
+
+
+@pytest.mark.parametrize("backend", SIDECARS)
+def test_check_finds_a_changed_digit_in_a_file_of_grids(backend: str, batches: list[Tensor], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    quantized = bw.quantize(Net().eval(), batches, backend=backend, measure=False)
+    artefact = quantized.export(tmp_path / "model.onnx")
+    assert artefact.sidecar is not None
+    with pytest.raises(BitwrightError) as raised:
+        quantized.check(artefact.path, batches)
+    assert raised.value.codes == ["grids-in-another-file"]
+    text = artefact.sidecar.read_text(encoding="utf-8")
+    digits = [index for index, letter in enumerate(text) if letter.isdigit()]
+    for index in digits[:: max(1, len(digits) // 8)]:
+        changed = text[:index] + str((int(text[index]) + 1) % 10) + text[index + 1 :]
+        artefact.sidecar.write_text(changed, encoding="utf-8")
+        with pytest.raises(BitwrightError) as raised:
+            quantized.check(artefact.path, batches)
+        assert raised.value.codes == ["damaged-artefact"], (index, text[index - 20 : index + 5])
+    assert digits
 
 
 @pytest.mark.parametrize(("operator", "attribute"), [("Gemm", "alpha"), ("Conv", "pads"), ("DequantizeLinear", "axis")])

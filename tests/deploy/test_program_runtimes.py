@@ -130,7 +130,7 @@ def test_what_the_compiler_refuses_is_told_once_with_its_cause(
         raise RuntimeError("backend='inductor' raised:\nRuntimeError: 40 is not 36\n\nSet TORCHDYNAMO_VERBOSE=1")
 
     monkeypatch.setattr(torch, "compile", refuse)
-    with pytest.raises(ArtefactError, match=r"can't load the artefact: RuntimeError: 40 is not 36\n.*take another"):
+    with pytest.raises(ArtefactError, match=r"can't load the artefact: RuntimeError: 40 is not 36\n.*use another"):
         bw.open_runtime("inductor", path)
     assert not [record for record in caplog.records if record.levelno >= ERROR]
 

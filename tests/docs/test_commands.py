@@ -44,8 +44,9 @@ def test_blocks_say_their_language(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_verbs_and_options_exist(page: Path) -> None:
-    for verb, words in commands(page):
-        assert verb in KNOWN, (verb, words)
+    found = commands(page)
+    assert {verb for verb, _ in found} <= set(KNOWN)
+    for verb, words in found:
         own = {option for one in KNOWN[verb]["options"] for option in (*one["names"], *one["off"])}
         assert set(re.findall(r"(?<=\s)--?[a-z][\w-]*", f" {words}")) <= own, (verb, words)
 
@@ -121,6 +122,7 @@ def test_commands_run(page: str, tmp_path: Path) -> None:
         (tools / name).chmod(0o755)
     (tmp_path / "benchmarks").symlink_to(ROOT / "benchmarks")
     environment = {**os.environ, "PATH": f"{tools}:{os.environ['PATH']}", "BITWRIGHT_CACHE": str(tmp_path / "cache")}
+    assert "sh" in {language for language, _ in fences(place)}
     for language, text in fences(place):
         if language in ("yaml", "python") and (named := re.match(r"# (\S+\.(?:yaml|py))\n", text)):
             (tmp_path / named[1]).write_text(smaller(text))

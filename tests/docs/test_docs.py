@@ -98,3 +98,8 @@ def test_pages_are_in_the_navigation() -> None:
         if page.relative_to(ROOT / "docs").as_posix() not in navigation
     ]
     assert not missing, "name them in mkdocs.yml"
+
+
+def test_pages_have_blocks_to_run() -> None:
+    assert sum(len(blocks(page, "python")) for page in PAGES) > 20
+    assert sum(len(blocks(page, "yaml")) for page in PAGES) > 10

@@ -33,7 +33,7 @@ from bitwright.importers.qsync import load_mapper, plan_of_mapper
 from bitwright.importers.trace import import_trace
 from bitwright.plan import Plan
 from bitwright.profiling import DeviceProfile, StepGraph, record_step
-from bitwright.profiling.device_profile import CollectiveCost, Host, OperatorCost, TensorsCost, Timing
+from bitwright.profiling.device_profile import CollectiveCost, Host, OperatorCost, OperatorTime, TensorsCost
 from bitwright.profiling.sample_store import SampleStore
 from bitwright.quantizers import prepare
 from bitwright.report import read_json, write_html, write_json, write_markdown
@@ -98,7 +98,7 @@ def _step() -> StepGraph:
 
 def _profile() -> DeviceProfile:
     step = _step()
-    cost = Timing(seconds=1e-4, low=9e-5, high=1.1e-4, repetitions=9)
+    cost = OperatorTime(seconds=1e-4, low=9e-5, high=1.1e-4, repetitions=9)
     return DeviceProfile(
         bitwright_profile=1,
         device="made up",

@@ -142,10 +142,12 @@ def test_truncated_files_are_one_error(tmp_path: Path) -> None:
 
 def test_a_file_that_is_no_npy_is_told(tmp_path: Path) -> None:
     (tmp_path / "a.npy").write_bytes(b"nothing")
-    with pytest.raises(BitwrightError, match="can't be read"):
+    with pytest.raises(BitwrightError) as error:
         load_mapper(tmp_path / "a.npy")
-    with pytest.raises(BitwrightError, match="no mapper"):
+    assert error.value.codes == ["damaged-file"]
+    with pytest.raises(BitwrightError) as error:
         load_mapper(saved(tmp_path / "b.npy", np.zeros(3)))
+    assert error.value.codes == ["invalid-value"]
 
 
 def test_bits_that_are_no_number_are_told(tmp_path: Path) -> None:

@@ -28,6 +28,8 @@ words = st.one_of(
     st.text(max_size=30),
     st.sampled_from(["yes", "null", "1", "1.0", "0x1f", "# no", "a: b", "- x", "two\nlines\n", " ", "'\"", "{}", "~"]),
 )
+titles = words.filter(lambda text: bool(text.strip()))
+kinds = words.filter(lambda text: text.isprintable() and bool(text.strip(" .")) and not {"/", "\\"} & set(text))
 formats = st.sampled_from(
     [
         "float",
@@ -58,9 +60,9 @@ plans = st.builds(
     sites=sites,
     fold=st.dictionaries(names, names | folds, max_size=3),
     float=st.dictionaries(names, words, max_size=2),
-    devices=st.dictionaries(words, st.builds(Device, sites=sites, why=words, channels_last=st.booleans()), max_size=2),
-    backend=st.none() | words,
-    model=st.none() | words,
+    devices=st.dictionaries(kinds, st.builds(Device, sites=sites, why=words, channels_last=st.booleans()), max_size=2),
+    backend=st.none() | titles,
+    model=st.none() | titles,
 )
 
 
@@ -360,3 +362,36 @@ def test_scales_of_kernels_are_written_where_they_arent_usual() -> None:
         Plan.from_yaml(text.replace("tensor", "column"))
     wrong = Plan(compute={"a": ComputeSpec(format="int8", scales="column")}).validate()
     assert [problem.code for problem in wrong] == ["unknown-scales"]
+
+
+@pytest.mark.parametrize(
+    ("text", "where"),
+    [
+        ("devices: {'': {}}", "devices"),
+        ("devices: {'../x': {}}", "devices"),
+        ("devices: {'..': {}}", "devices"),
+        ("sites: {'': int8}", "sites"),
+        ("devices: {fast: {sites: {' ': int8}}}", "devices.fast.sites"),
+        ("compute: {'': int8}", "compute"),
+        ("float: {'': no kernel}", "float"),
+    ],
+)
+def test_names_that_can_not_be_names_are_refused(text: str, where: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        Plan.from_yaml(f"bitwright: 1\n{text}\n")
+    assert [(problem.code, problem.where) for problem in caught.value.problems] == [("invalid-name", where)]
+
+
+def test_a_plan_in_python_has_the_same_names_as_a_file() -> None:
+    with pytest.raises(PlanError) as caught:
+        Plan(sites={"": SiteSpec()}, devices={"../x": Device()}, model="")
+    assert [(p.code, p.where) for p in caught.value.problems] == [
+        ("invalid-name", where) for where in ("model", "sites", "devices")
+    ]
+
+
+@pytest.mark.parametrize("key", ["model", "backend"])
+def test_an_empty_model_or_backend_is_refused(key: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        Plan.from_yaml(f"bitwright: 1\n{key}: ''\n")
+    assert [problem.where for problem in caught.value.problems] == [key]

@@ -38,8 +38,9 @@ def prepared(*sites: str, format: str = "int8/tensor/sym", **options: Any) -> Br
 
 
 def test_empty_loader() -> None:
-    with pytest.raises(CalibrationError, match="yielded no batch"):
+    with pytest.raises(CalibrationError) as caught:
         calibrate(prepared("left:input"), [])
+    assert "no-calibration-data" in caught.value.codes
 
 
 def test_unprepared_model() -> None:

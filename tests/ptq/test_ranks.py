@@ -82,7 +82,7 @@ def test_guards_and_biases_of_a_rank_without_a_batch(ranks: list[Any]) -> None:
         ("no batch at all", ["CalibrationError", "yielded no batch"]),
         ("never reached", ["PlanError", "right:input: no calibration batch", "right:weight: no calibration batch"]),
         ("no codes", ["PlanError", "left:input: uint8/tensor/sym has no codes", "right:weight: uint8/tensor/sym has"]),
-        ("unequal shapes", ["PlanError", "left:input: processes saw shapes", "(16, 4), (20, 4)"]),
+        ("unequal shapes", ["PlanError", "left:input: processes observed shapes", "(16, 4), (20, 4)"]),
         ("unequal plans", ["PlanError", "last:weight: only one of rank 0 and rank 1", "the same plan"]),
     ],
 )

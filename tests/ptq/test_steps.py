@@ -50,22 +50,17 @@ def test_wrong_steps_are_all_listed() -> None:
         read_steps(["equalise", "adaround:iterations=0,speed=2", "gptq:damp", "bias-correction", "equalize"])
     text = str(caught.value)
     assert len(caught.value.problems) == 5
-    for words in (
-        "did you mean 'equalize'",
-        "greater than or equal to 1",
-        "unknown setting",
-        "key=value",
-        "put equalize",
-    ):
-        assert words in text, text
+    assert sorted(caught.value.codes[1:]) == ["invalid-setting", "invalid-setting", "step-order", "unknown-argument"]
+    assert "did you mean 'equalize'" in text
     with pytest.raises(UnknownName):
         STEPS.get("nothing")
 
 
 def test_data_that_can_be_read_once_is_refused() -> None:
     model = Mobile()
-    with pytest.raises(CalibrationError, match="several times"):
+    with pytest.raises(CalibrationError) as caught:
         run(model, iter(images()), "equalize")  # type: ignore[arg-type]
+    assert "data-not-rereadable" in caught.value.codes
     assert "forward" not in model.__dict__
 
 

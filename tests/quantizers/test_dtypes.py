@@ -104,6 +104,7 @@ def test_training_under_autocast(quantizer: str, zoo: SimpleNamespace) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         out = model(zoo.example(model))
     out.float().square().sum().backward()
+    assert list(model.parameters())
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
         assert parameter.grad.dtype == torch.float32

@@ -61,6 +61,7 @@ def test_float_checkpoint_loads_strictly(any_model: nn.Module, zoo: SimpleNamesp
     other = zoo.seeded(type(any_model), seed=5)
     prepared = zoo.quantized(copy.deepcopy(other))
     fresh = prepare(copy.deepcopy(other), zoo.plan_for(other))
+    assert list(any_model.parameters())
     for model in (prepared, fresh):  # with and without quantizer state of its own
         model.load_state_dict(any_model.state_dict(), strict=True)
         for name, parameter in any_model.named_parameters():

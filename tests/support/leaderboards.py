@@ -7,7 +7,7 @@ from statistics import mean, stdev
 
 from bitwright.bench.leaderboard import FloatNet, Leaderboard, Row, SiteFacts, Spread, Summary
 from bitwright.bench.machine import machine
-from bitwright.report import Executed, OnDevice, Sites
+from bitwright.report import Executed, ExecutedSites, OnDevice
 
 ALGORITHMS = ("lsq", "lsqplus", "pact", "dorefa", "dsq", "qil", "apot", "tqt", "nnie", "plain")
 BACKENDS = ("academic", "tensorrt", "snpe", "tvm", "openvino", "onnxruntime")
@@ -61,7 +61,7 @@ def _row(
     float_accuracy = 91.0 if model.startswith("residual") else 84.0
     drop = {8: 0.2, 4: 1.5, 2: 9.0}[bits] * (2.0 if "snpe" in backend or "tvm" in backend else 1.0) + draw.gauss(0, 0.3)
     format = f"int{bits}/channel/sym"
-    one = Sites(quantizer=f"bitwright.quantizers.{algorithm}", format=format, sites=5, levels=2**bits)
+    one = ExecutedSites(quantizer=f"bitwright.quantizers.{algorithm}", format=format, sites=5, levels=2**bits)
     device = OnDevice(runtime="onnxruntime", accuracy=float_accuracy - drop - 0.03, gap=-0.03, kinds={"int8": 7})
     return Row(
         **keys,

@@ -8,11 +8,13 @@ from bitwright.report import (
     Accuracy,
     Comparison,
     Executed,
+    ExecutedSites,
     FloatDistance,
     FloatOperator,
     Forecast,
     GridRow,
     Histogram,
+    LatencyRow,
     Node,
     OnDevice,
     Parity,
@@ -20,19 +22,17 @@ from bitwright.report import (
     RunRow,
     Sensitivity,
     SiteRow,
-    Sites,
     Size,
     StepRow,
-    Timing,
-    Training,
-    Trial,
-    Tuning,
-    Warned,
+    TrainingRecord,
+    TrialRow,
+    TuningRecord,
+    WarningRow,
     environment,
     timings,
 )
-from bitwright.report.forecast import Both, Device, Measured, Span
-from bitwright.report.sensitivity import Kept, SiteSensitivity, Suggested
+from bitwright.report.forecast import ForecastDevice, MeasuredSteps, PredictedAndMeasured, Span
+from bitwright.report.sensitivity import FloatTrial, SiteSensitivity, SuggestionRow
 
 EVIL = '</script><script>alert("1")</script><img src=x onerror=alert(2)>'
 
@@ -64,7 +64,7 @@ def record(name: str = "net") -> Record:
     fast, slow = (Latency(median_ms=m, p10_ms=m * 0.9, p90_ms=m * 1.2, p99_ms=m * 1.3, runs=9) for m in (1.0, 2.0))
     return Record(
         distance=FloatDistance(samples=16, sqnr_db=8.5, top1_agreement=0.5, far=True, worst={f"{name}:weight": 9.5}),
-        warnings=(Warned(code="far-from-float", what=name, where=name, fix=name),),
+        warnings=(WarningRow(code="far-from-float", what=name, where=name, fix=name),),
         title=name,
         workload=name,
         backend=name,
@@ -101,12 +101,12 @@ def record(name: str = "net") -> Record:
             samples=64,
             sites=(_sensitive(f"{name}:weight", 0.02), _sensitive(f"{name}:input", 0.01)),
             together=_sensitive("all", 0.03),
-            suggestion=Suggested(
-                metric="top1", before=91.25, trials=(Kept(operators=(name,), metric=91.5),), operators=(name,)
+            suggestion=SuggestionRow(
+                metric="top1", before=91.25, trials=(FloatTrial(operators=(name,), metric=91.5),), operators=(name,)
             ),
         ),
         forecasts=(_forecast(name),),
-        tuning=Tuning(
+        tuning=TuningRecord(
             metric="top1",
             strategy=name,
             goal=name,
@@ -119,7 +119,7 @@ def record(name: str = "net") -> Record:
             notes=(name,),
             trials=tuple(_trial(number, name) for number in (1, 2, 3)),
         ),
-        training=Training(
+        training=TrainingRecord(
             metric="top1",
             precision=name,
             metrics=({"top1": 80.0, name: 1.0}, {"top1": 91.5, name: 2.0}),
@@ -145,7 +145,7 @@ def record(name: str = "net") -> Record:
 
 
 def _row(name: str) -> GridRow:
-    ran = Sites(quantizer=name, format=f"int8/{name}", sites=1, levels=256)
+    ran = ExecutedSites(quantizer=name, format=f"int8/{name}", sites=1, levels=256)
     return GridRow(
         id=name,
         config={"bits": [8], "models": [{"workload": name}]},
@@ -163,8 +163,8 @@ def _sensitive(site: str, error: float) -> SiteSensitivity:
     )
 
 
-def _trial(number: int, name: str) -> Trial:
-    return Trial(
+def _trial(number: int, name: str) -> TrialRow:
+    return TrialRow(
         number=number,
         candidate=name,
         passed=number > 1,
@@ -181,7 +181,7 @@ def _trial(number: int, name: str) -> Trial:
 
 def _forecast(name: str) -> Forecast:
     phases = {"forward": 2.0, "loss": 0.1, "backward": 3.9, "optimizer": 1.0}
-    device = Device(
+    device = ForecastDevice(
         name=name,
         count=2,
         computing_ms=7.0,
@@ -203,17 +203,19 @@ def _forecast(name: str) -> Forecast:
         samples_per_second=1000.0,
         critical=(name, name),
         devices=(device,),
-        measured=Measured(
+        measured=MeasuredSteps(
             steps=5,
-            step=Both(name="step", predicted_ms=7.0, measured_ms=7.5),
-            phases=tuple(Both(name=phase, predicted_ms=ms, measured_ms=1.1 * ms) for phase, ms in phases.items()),
-            groups=(Both(name=name, predicted_ms=1.0, measured_ms=0.0),),
+            step=PredictedAndMeasured(name="step", predicted_ms=7.0, measured_ms=7.5),
+            phases=tuple(
+                PredictedAndMeasured(name=phase, predicted_ms=ms, measured_ms=1.1 * ms) for phase, ms in phases.items()
+            ),
+            groups=(PredictedAndMeasured(name=name, predicted_ms=1.0, measured_ms=0.0),),
             drift=1.05,
         ),
     )
 
 
-def _comparison(name: str, rows: tuple[Timing, ...]) -> Comparison:
+def _comparison(name: str, rows: tuple[LatencyRow, ...]) -> Comparison:
     return Comparison(
         workload=name,
         created="2026-01-02T03:04:05+00:00",

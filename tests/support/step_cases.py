@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from bitwright.backends import make_plan
 from bitwright.graph import capture
 from bitwright.plan import Plan
-from bitwright.profiling.device_profile import DeviceProfile, OperatorCost, TensorsCost, Timing
+from bitwright.profiling.device_profile import DeviceProfile, OperatorCost, OperatorTime, TensorsCost
 from bitwright.profiling.profiler import Variant
 from bitwright.profiling.step import CLOCKS, StepSettings
-from bitwright.profiling.step_timer import Key, Sample, Watch, WatchedStep
+from bitwright.profiling.step_timer import Key, Sample, StepTimer, TimedStep
 from bitwright.ptq import calibrate
 from bitwright.quantizers import compile_arithmetic, prepare
 from bitwright.zoo import DigitsNet
@@ -77,10 +77,10 @@ def prepared(model: nn.Module, batch: Any, plan: Plan, settings: StepSettings | 
     return Variant(model=made.train(), plan=plan, settings=settings)
 
 
-def watched(variant: Variant, batch: Any, loss: Any, *, saving: bool = False) -> Sample:
-    step = WatchedStep(variant.model.train(), [batch], loss, variant.settings)
-    watch = Watch(variant.model, variant.plan, variant.settings, CLOCKS["wall"])
-    return watch.run(step, saving=saving)
+def timed_sample(variant: Variant, batch: Any, loss: Any, *, saving: bool = False) -> Sample:
+    step = TimedStep(variant.model.train(), [batch], loss, variant.settings)
+    timer = StepTimer(variant.model, variant.plan, variant.settings, CLOCKS["wall"])
+    return timer.run(step, saving=saving)
 
 
 def profile_of(keys: Iterable[Key], *, forward: float = 1e-3, backward: float = 2e-3, **more: Any) -> DeviceProfile:
@@ -92,8 +92,8 @@ def profile_of(keys: Iterable[Key], *, forward: float = 1e-3, backward: float = 
             OperatorCost(
                 operator=text,
                 format=format,
-                forward=Timing(seconds=0.0 if format == "accumulate" else forward),
-                backward=Timing(seconds=0.0 if format == "accumulate" else backward),
+                forward=OperatorTime(seconds=0.0 if format == "accumulate" else forward),
+                backward=OperatorTime(seconds=0.0 if format == "accumulate" else backward),
             )
             for text, format in keys
         ],

@@ -55,7 +55,7 @@ def test_two_processes_train_one_model(tmp_path: Path, quantizer: str) -> None:
     words, notes = finish(launch(tmp_path, *options))
     assert words.count("epoch 2/2") == 1  # rank 0 speaks for all
     steps = "13 steps of 20 samples per epoch, the last one of 10"
-    assert f"{steps} (10 on each of 2 processes; the learning rate is as given)" in notes
+    assert f"{steps} (10 on each of 2 processes; the learning rate isn't scaled)" in notes
     rows = history(tmp_path)
     losses = [row["loss"] for row in rows if "loss" in row]
     assert len(losses) == 26

@@ -3,12 +3,16 @@ from __future__ import annotations
 import math
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
+from torch import nn
 
+from bitwright.core.errors import PlanError
 from bitwright.tuning import Budget, Drop, Goal
 from bitwright.tuning.goal import read_bytes
+from bitwright.workload import Workload
 
 numbers = st.floats(min_value=-1e3, max_value=1e3, allow_nan=False)
 positive = st.floats(min_value=0.1, max_value=1e3)
@@ -64,3 +68,14 @@ def test_wrong_goals_are_refused(wrong: dict[str, object]) -> None:
 def test_a_budget_is_positive() -> None:
     with pytest.raises(ValidationError):
         Budget(minutes=0)
+
+
+def test_a_drop_of_more_than_everything_is_refused() -> None:
+    workload = Workload(name="w", model=nn.Linear(2, 2), inputs=(torch.ones(1, 2),))
+    for drop in ("101%", {"top1": "1%", "top5": "150%"}):
+        with pytest.raises(PlanError) as caught:
+            Goal(drop=drop).directed(workload)  # type: ignore[arg-type]
+        assert caught.value.codes == ["impossible-drop"]
+    assert str(Goal(drop="100%").directed(workload).drop) == "100%"  # type: ignore[arg-type]
+    loss = Goal(drop="150%", lower_is_better=True).directed(workload)  # type: ignore[arg-type]
+    assert loss.required("loss", 2.0) == 5.0

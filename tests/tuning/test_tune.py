@@ -43,6 +43,8 @@ def test_a_passing_model_is_measured_on_the_real_runtime_and_saved(tmp_path: Pat
     work = workload(6, ())
     tuned = tune(work, Goal(drop="5%"), space=ONE_BASE, output=tmp_path, measuring=QUICK)
     assert tuned.met_goal
+    assert "goal met" in tuned._repr_html_()
+    assert tuned.plot()._repr_svg_().startswith("<svg")
     outcome = tuned.outcome
     assert outcome.latency_ms is not None
     assert outcome.float_latency_ms is not None

@@ -1,13 +1,16 @@
-"""`Comparison`: one model on all runtimes of this machine, versioned, as JSON."""
+"""Measurements of one model on all runtimes of this machine, as versioned JSON."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import groupby
 from math import isfinite
 from typing import Any, Literal
 
+from markupsafe import Markup, escape
 from pydantic import Field
 
-from bitwright.core import formatting
+from bitwright.core import charts, formatting, notebook
 from bitwright.core.arguments import strict
 from bitwright.core.documents import ResultModel
 from bitwright.core.environment import Environment
@@ -18,7 +21,7 @@ _NAMED = 6  # operators named in a text; the JSON file has all
 
 @strict
 class Accuracy(ResultModel):
-    """The workload's metric for one way to run the model."""
+    """A metric of the model, float, simulated or on a runtime."""
 
     where: str = Field(description='"float", "simulated", or the name of a runtime.')
     metric: str
@@ -47,7 +50,7 @@ class Size(ResultModel):
     bytes: int
 
 
-class Timing(ResultModel):
+class LatencyRow(ResultModel):
     """Latency of one artefact; both variants of a runtime were measured in turns."""
 
     runtime: str
@@ -73,7 +76,7 @@ class Timing(ResultModel):
 
 
 class Parity(ResultModel):
-    """What a runtime computes against what the simulated model computes."""
+    """Outputs of a runtime compared with those of the simulated model."""
 
     runtime: str
     passed: bool
@@ -85,7 +88,7 @@ class Parity(ResultModel):
 
 
 def parity(check: Check) -> Parity:
-    """One row for all outputs: the worst of them."""
+    """One row for all outputs, with the worst values."""
     sqnr = min((output.sqnr_db for output in check.outputs), default=float("inf"))
     agreements = [output.top1_agreement for output in check.outputs if output.top1_agreement is not None]
     return Parity(
@@ -107,9 +110,9 @@ def timing(
     latency: Latency,
     *,
     yardstick: Latency,
-) -> Timing:
-    """One row of a run in which the float artefact was the yardstick."""
-    return Timing(
+) -> LatencyRow:
+    """One row; the ratio is relative to `yardstick`, the float artefact of the same run."""
+    return LatencyRow(
         runtime=runtime,
         variant=variant,
         batch=batch,
@@ -123,12 +126,31 @@ def timing(
     )
 
 
-def timings(runtime: str, batch: int, threads: int, *, float: Latency, quantized: Latency) -> list[Timing]:
-    """Both rows of one run."""
+def timings(runtime: str, batch: int, threads: int, *, float: Latency, quantized: Latency) -> list[LatencyRow]:
+    """The rows of the float and the quantized artefact."""
     return [
         timing(runtime, "float", batch, threads, float, yardstick=float),
         timing(runtime, "quantized", batch, threads, quantized, yardstick=float),
     ]
+
+
+def latency_chart(timings: Iterable[LatencyRow]) -> Markup:
+    """Float and quantized latency, in groups by runtime and batch; each group has its own scale."""
+    parts: list[str] = []
+    y = 0
+    for (runtime, batch, threads), group in groupby(timings, key=lambda t: (t.runtime, t.batch, t.threads)):
+        rows = list(group)
+        longest = max(row.median_ms for row in rows)
+        title = f"{runtime}, batch {batch}, {threads} {'thread' if threads == 1 else 'threads'}"
+        parts.append(f'<text class="head" x="0" y="{y + 14}">{escape(title)}</text>')
+        y += 23
+        for row in rows:
+            value = f"{row.median_ms:.3g} ms ({row.p10_ms:.3g} … {row.p90_ms:.3g})"
+            name = row.variant if row.variant == "float" else f"{row.variant}, {row.ratio:.2f}×"
+            parts.append(charts.bar(y, name, value, row.median_ms / longest, row.variant))
+            y += charts.BAR_HEIGHT
+        y += 12
+    return charts.svg(parts, y - 12, "Latency: float against quantized")
 
 
 class OnRuntime(ResultModel):
@@ -137,15 +159,15 @@ class OnRuntime(ResultModel):
     runtime: str
     backend: str = Field(description="The table by which the model was quantized for this runtime.")
     executed: dict[str, int] | None = Field(
-        description="Convolutions and matrix products by the type in which they really run. None: it doesn't tell."
+        description="Number of executed convolutions and matrix products by type. None: unknown."
     )
     left_in_float: tuple[str, ...] | None = Field(
-        default=None, description="Which of them run in float, by name. None: the runtime doesn't name them."
+        default=None, description="Names of those that run in float. None: unknown."
     )
     sizes: tuple[Size, ...]
     parity: Parity
     accuracies: tuple[Accuracy, ...]
-    timings: tuple[Timing, ...]
+    timings: tuple[LatencyRow, ...]
 
     @property
     def executed_text(self) -> str:
@@ -172,7 +194,7 @@ class Instance(ResultModel):
 
 
 class Together(ResultModel):
-    """One artefact in several processes that started together, each on cores of its own."""
+    """One artefact in several simultaneous processes, each on its own cores."""
 
     runtime: str
     variant: Literal["float", "quantized"]
@@ -190,14 +212,14 @@ class Together(ResultModel):
 
 
 class Skipped(ResultModel):
-    """A runtime that wasn't measured."""
+    """A runtime that was not measured."""
 
     runtime: str
     why: str
 
 
 class Fastest(ResultModel):
-    """The pick for one batch size, among runtimes that agree with the simulated model."""
+    """The fastest runtime for one batch size, among those that agree with the simulated model."""
 
     batch: int
     runtime: str
@@ -228,3 +250,17 @@ class Comparison(ResultModel):
     def to_dict(self) -> dict[str, Any]:
         """The results as plain data."""
         return self.model_dump(mode="json")
+
+    def _repr_html_(self) -> str:
+        rows = [
+            (one.runtime, timing.variant, timing.batch, f"{timing.median_ms:.3g} ms", f"{timing.ratio:.2f}×", ran)
+            for one in self.runtimes
+            for timing in one.timings
+            for ran in ("float" if timing.variant == "float" else one.executed_text,)
+        ]
+        heads = ["runtime", "variant", "#batch", "#latency", "#of float", "ran as"]
+        return notebook.table(heads, rows, title=f"{self.workload} on {self.environment.cpu}")
+
+    def plot(self) -> notebook.Chart:
+        """The latency of each runtime, float and quantized."""
+        return notebook.Chart(latency_chart(timing for one in self.runtimes for timing in one.timings))

@@ -1,4 +1,4 @@
-"""The result of a grid as a file: every row with what was asked for, what really ran, and what came out."""
+"""The results of a grid: each row with its config, what was executed, and the accuracy."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 from pydantic import Field
 
 from bitwright.bench.machine import Machine
+from bitwright.core import notebook
 from bitwright.core.arguments import strict
 from bitwright.core.documents import ResultModel, Strict, name_problem, read_json, validated
 from bitwright.core.errors import PlanError, Problem
@@ -26,8 +27,8 @@ class _Strict(Strict, populate_by_name=True):
     pass
 
 
-class Sites(ResultModel):
-    """Sites of a prepared model at which the same thing ran, as read from that model."""
+class ExecutedSites(ResultModel):
+    """Sites with the same quantizer and format, read from the trained model."""
 
     quantizer: str = Field(description="The class: bitwright.quantizers.lsq.Lsq.")
     format: str = Field(description="The format in force, e.g. int4/channel/sym.")
@@ -36,10 +37,10 @@ class Sites(ResultModel):
 
 
 class Executed(ResultModel):
-    """What a prepared and trained model says of itself."""
+    """Quantizers, formats and folding, read from the trained model."""
 
-    weights: tuple[Sites, ...]
-    activations: tuple[Sites, ...]
+    weights: tuple[ExecutedSites, ...]
+    activations: tuple[ExecutedSites, ...]
     biases: int = Field(default=0, description="Biases on the grid of the integer accumulator.")
     folding: dict[str, int] = Field(
         default_factory=dict, description="Folding strategy → how many norms; empty: norms run as they are."
@@ -60,7 +61,7 @@ class OnDevice(ResultModel):
 
 
 class SiteFacts(NamedTuple):
-    """One site in a few figures; a list in the file, because there are many."""
+    """The main figures of a site. In the file it is a list, to save space."""
 
     site: str
     format: str
@@ -71,14 +72,14 @@ class SiteFacts(NamedTuple):
 
 
 class Observers(_Strict):
-    """Which classes found the ranges, read from the trained model; each with its number of sites."""
+    """Classes of observers with their number of sites, read from the trained model."""
 
     weights: dict[str, int]
     activations: dict[str, int]
 
 
 class Result(_Strict):
-    """What came out of a row."""
+    """The result of a row."""
 
     status: Status
     reason: str | None = Field(default=None, description="Why it isn't done; of a failed row, the last error.")
@@ -124,13 +125,13 @@ class Row(Result):
 
     @property
     def drop(self) -> float | None:
-        """Float minus quantized, in points: what quantizers cost, and not what the training alone does."""
+        """Float minus quantized, in points. Both had the same training where that was measured."""
         reference = self.float_accuracy if self.float_trained is None else self.float_trained
         return None if self.accuracy is None or reference is None else reference - self.accuracy
 
 
 class Spread(_Strict):
-    """Values as a mean and a deviation (of a sample; 0 for one value)."""
+    """Mean and sample standard deviation (0 for one value)."""
 
     count: int = Field(ge=1, le=2**31)
     mean: float
@@ -138,7 +139,7 @@ class Spread(_Strict):
 
 
 class Summary(_Strict):
-    """Rows that differ in what isn't named here, taken together; None stands for all."""
+    """Statistics of all rows with these keys; None means all values of a key."""
 
     algorithm: str | None = None
     backend: str | None = None
@@ -155,7 +156,7 @@ class Summary(_Strict):
 
 
 class FloatNet(_Strict):
-    """The float network of a model and a seed: where its rows start."""
+    """The float network from which the rows of a model and a seed start."""
 
     model: str
     seed: int
@@ -198,8 +199,38 @@ class Leaderboard(_Strict):
         """All rows and summaries as plain data."""
         return self.model_dump(mode="json", by_alias=True)
 
+    def _repr_html_(self) -> str:
+        rows = [
+            (
+                one.algorithm,
+                one.bits,
+                spread_text(one.drop),
+                spread_text(one.gap),
+                ", ".join(f"{count} {state}" for state, count in one.rows.items()),
+            )
+            for one in self._by_algorithm()
+        ]
+        heads = ["algorithm", "#bits", "#points below float", "#gap on the runtime", "rows"]
+        return notebook.table(heads, rows, title=self.title or self.name)
+
+    def _by_algorithm(self) -> list[Summary]:
+        """Each algorithm at each width, over the places that all algorithms have."""
+        shared = comparable(self.rows)
+        keys = sorted({(row.bits, row.algorithm) for row in shared})
+        groups = {key: [row for row in shared if (row.bits, row.algorithm) == key] for key in keys}
+        return [summary(group, algorithm=name, bits=bits) for (bits, name), group in groups.items()]
+
+    def plot(self) -> notebook.Chart:
+        """The mean drop of each algorithm at each width, over the places that all algorithms have."""
+        bars = [
+            (f"{one.algorithm}, {one.bits} bits", f"{spread_text(one.drop)} points", max(one.drop.mean, 0.0))
+            for one in self._by_algorithm()
+            if one.drop is not None
+        ]
+        return notebook.bar_chart(bars, label="Points below float")
+
     def save(self, path: str | Path) -> Path:
-        """Write it as JSON with one row per line, so that differences are readable."""
+        """Write it as JSON with one row per line, so that diffs are readable."""
         data = self.model_dump(mode="json", by_alias=True, exclude_defaults=True)
         return write_text(Path(path), _lines({"bitwright-leaderboard": LEADERBOARD_VERSION, **data}))
 
@@ -216,7 +247,7 @@ class Leaderboard(_Strict):
 
 
 def contradictions(board: Leaderboard) -> list[Problem]:
-    """Where rows and summaries of a file don't say the same: somebody changed one and not the other."""
+    """Contradictions between rows and summaries of a file."""
 
     fix = "make it again: bitwright bench grid.yaml"
     found: list[Problem] = []
@@ -273,7 +304,7 @@ _KEYS: tuple[tuple[str, ...], ...] = (
 
 
 def cell_of(one: Summary) -> tuple[str | None, str | None, int | None, str | None]:
-    """What a summary is about."""
+    """The keys of a summary."""
     return one.algorithm, one.backend, one.bits, one.model
 
 
@@ -304,8 +335,8 @@ def summary(rows: Sequence[Row], **named: object) -> Summary:
 def comparable(rows: Sequence[Row]) -> list[Row]:
     """Rows at places (bits, backend, model, seed) where all algorithms have an accuracy.
 
-    A mean over other places would flatter whoever is refused where it is hard. An algorithm that has no accuracy at a
-    width is in no comparison there.
+    Other means would favour algorithms that are refused in difficult places. An algorithm without any accuracy at a
+    width is ignored at that width.
     """
     having: dict[int, set[str]] = {}
     places: dict[tuple[object, ...], set[str]] = {}
@@ -332,12 +363,12 @@ def reasons(rows: Iterable[Row]) -> list[tuple[str, str, str, str, int]]:
 
 
 def short_reason(reason: str) -> str:
-    """A reason for a line: of a long list of sites the end, which says what is wrong there."""
+    """A reason in one line; of a long text the end, which states the problem."""
     return reason if len(reason) <= 160 else f"… {reason[-150:]}"
 
 
 def spread(values: Iterable[float | None]) -> Spread | None:
-    """Mean and deviation of what there is."""
+    """Mean and deviation of the known values."""
     known = [value for value in values if value is not None]
     if not known:
         return None
@@ -345,7 +376,7 @@ def spread(values: Iterable[float | None]) -> Spread | None:
 
 
 def _over(rows: Sequence[Row], key: Callable[[Row], str]) -> float | None:
-    """The deviation of the mean drops of what `key` tells apart; None if there are fewer than two."""
+    """The deviation of the mean drops of the groups by `key`; None if there are fewer than two groups."""
     groups: dict[str, list[float]] = {}
     for row in rows:
         if row.drop is not None:
@@ -353,15 +384,15 @@ def _over(rows: Sequence[Row], key: Callable[[Row], str]) -> float | None:
     return stdev(mean(group) for group in groups.values()) if len(groups) > 1 else None
 
 
-def spread_words(value: Spread | None) -> str:
-    """Mean and deviation; one value has none."""
+def spread_text(value: Spread | None) -> str:
+    """Mean and deviation; a single value has no deviation."""
     if value is None:
         return ""
     return f"{value.mean:.2f} ± {value.std:.2f}" if value.count > 1 else f"{value.mean:.2f}"
 
 
-def drop_words(board: Leaderboard) -> str:
-    """What drops are measured from."""
+def drop_reference(board: Leaderboard) -> str:
+    """The reference of the drops."""
     if board.drops_from == "trained":
         return "the float network after the same training without quantizers"
     return "the float weights that a row started from"

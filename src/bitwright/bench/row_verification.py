@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from bitwright.backends import BackendTable
 from bitwright.bench.grid import RowTask
-from bitwright.bench.leaderboard import Executed, Observers, Sites
+from bitwright.bench.leaderboard import Executed, ExecutedSites, Observers
 from bitwright.core.registry import OBSERVERS, QUANTIZERS
 from bitwright.graph import Graph, Op
 from bitwright.graph.naming import SiteName
@@ -43,9 +43,9 @@ def read_executed(model: nn.Module, plan: Plan) -> Executed:
     )
 
 
-def _sites(found: dict[tuple[str, str], list[int]]) -> Iterator[Sites]:
+def _sites(found: dict[tuple[str, str], list[int]]) -> Iterator[ExecutedSites]:
     for (name, format), counts in sorted(found.items()):
-        yield Sites(quantizer=name, format=format, sites=len(counts), levels=max(counts))
+        yield ExecutedSites(quantizer=name, format=format, sites=len(counts), levels=max(counts))
 
 
 def class_name(kind: type) -> str:

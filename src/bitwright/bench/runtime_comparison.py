@@ -17,16 +17,16 @@ from bitwright.bench.comparison import (
     Accuracy,
     Comparison,
     Fastest,
+    LatencyRow,
     OnRuntime,
     Size,
     Skipped,
-    Timing,
     Together,
     parity,
     timing,
 )
 from bitwright.bench.instances import Job, arrange, can_pin, run_together
-from bitwright.core.arguments import strict
+from bitwright.core.arguments import Amount, Count, strict
 from bitwright.core.environment import environment
 from bitwright.core.errors import BitwrightError, DiskError, did_you_mean
 from bitwright.core.files import scratch_folder
@@ -172,15 +172,15 @@ def benchmark(
     runtimes: Iterable[str] | None = None,
     *,
     batch_sizes: Sequence[int] = (1,),
-    threads: int | None = None,
-    runs: int = 100,
-    warmup: int = 5,
-    samples: int | None = None,
+    threads: Count | None = None,
+    runs: Count = 100,
+    warmup: Amount = 5,
+    samples: Count | None = None,
     evaluate: bool = True,
     time: bool = True,
     saved: SavedModel | str | Path | None = None,
-    instances: int | None = None,
-    cores: int | None = None,
+    instances: Count | None = None,
+    cores: Count | None = None,
     progress: Progress | None = None,
 ) -> Comparison:
     """Quantize the workload's model for each runtime by that runtime's own table, and measure all of them in turns.
@@ -218,7 +218,7 @@ def benchmark(
                 raise  # says nothing about the runtime
             except BitwrightError as error:
                 skipped.append(Skipped(runtime=name, why=str(error)))
-        timings: list[Timing] = []
+        timings: list[LatencyRow] = []
         together: list[Together] = []
         if time and several:
             for name, found in opened.items():
@@ -287,7 +287,7 @@ def _time(
     runs: int,
     warmup: int,
     tell: Callable[[str], None],
-) -> list[Timing]:
+) -> list[LatencyRow]:
     """All runtimes, float and quantized, in turns on the same samples."""
     args, kwargs = as_call(batch_of(workload, batch))
     calls: dict[tuple[str, Variant], Callable[[], Any]] = {
@@ -335,11 +335,11 @@ def _crowd(
 
 
 def _fastest(
-    results: Iterable[OnRuntime], timings: Iterable[Timing], together: Iterable[Together]
+    results: Iterable[OnRuntime], timings: Iterable[LatencyRow], together: Iterable[Together]
 ) -> Iterator[Fastest]:
     """A quantized artefact that doesn't compute what was promised is no pick, however fast it is."""
     sound = {row.runtime for row in results if row.parity.passed}
-    measured: list[Timing | Together] = [*timings, *together]
+    measured: list[LatencyRow | Together] = [*timings, *together]
     rows = [row for row in measured if row.variant == "float" or row.runtime in sound]
     for batch in dict.fromkeys(row.batch for row in rows):
         best = min((row for row in rows if row.batch == batch), key=_cost)
@@ -352,6 +352,6 @@ def _fastest(
         )
 
 
-def _cost(row: Timing | Together) -> float:
+def _cost(row: LatencyRow | Together) -> float:
     """What is less where it is faster: milliseconds of one process, seconds per sample of several."""
-    return row.median_ms if isinstance(row, Timing) else 1 / row.throughput
+    return row.median_ms if isinstance(row, LatencyRow) else 1 / row.throughput

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from bitwright.bench import benchmark
-from bitwright.bench.comparison import Comparison, OnRuntime, Timing, Together
+from bitwright.bench.comparison import Comparison, LatencyRow, OnRuntime, Together
 from bitwright.cli import again, grid
 from bitwright.cli.data import open_workload
 from bitwright.cli.options import ReportOption, SamplesOption
@@ -258,7 +258,7 @@ def _quality(row: OnRuntime) -> list[tuple[str, ...]]:
     return rows
 
 
-def _latency(row: Timing) -> tuple[str, ...]:
+def _latency(row: LatencyRow) -> tuple[str, ...]:
     times = [f"{value:.3g}" for value in (row.median_ms, row.p90_ms, row.p99_ms) if value is not None]
     rate = f"{row.batch / row.median_ms * 1e3:,.0f}"
     return (row.runtime, row.variant, str(row.batch), *times, f"{row.ratio:.2f}×", rate)

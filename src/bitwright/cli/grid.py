@@ -13,10 +13,10 @@ from bitwright.bench import GridConfig, Leaderboard, Told, run_grid
 from bitwright.bench.leaderboard import (
     Summary,
     comparable,
-    drop_words,
+    drop_reference,
     reasons,
     short_reason,
-    spread_words,
+    spread_text,
     summary,
 )
 from bitwright.bench.rows import report_folder
@@ -98,7 +98,7 @@ def _show(out: Out, board: Leaderboard, files: list[Path]) -> None:
     states = [row.status for row in board.rows]
     counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
     out.say(f"{counted(len(states), 'row')}: {counts}; config {board.config_hash}")
-    out.say(f"“below float” is below {drop_words(board)}")
+    out.say(f"“below float” is below {drop_reference(board)}")
     for path in files:
         out.say(f"  {path}")
 
@@ -131,8 +131,8 @@ def _cells(one: Summary) -> tuple[str, ...]:
         one.backend or "all",
         str(one.bits or "all"),
         one.model or "all",
-        spread_words(one.accuracy) if one.model else "",
-        spread_words(one.drop),
+        spread_text(one.accuracy) if one.model else "",
+        spread_text(one.drop),
         gap,
         states,
     )

@@ -1,4 +1,4 @@
-"""`bitwright score --indicator`: how much each operator suffers in the formats of kernels."""
+"""`bitwright score --indicator`: the penalty of each operator in the formats of kernels."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from bitwright.cli.settings import with_settings
 from bitwright.cli.step_options import BatchOption, LayoutOption, PlanOption, PrecisionOption
 from bitwright.cli.verb import verb
 from bitwright.cluster import Cluster, Prediction, write_trace
-from bitwright.cluster.compare import Comparison, check_is_here
+from bitwright.cluster.compare import StepComparison, check_is_here
 from bitwright.cluster.memory_limit import describe_limits
 from bitwright.cluster.predict_workload import compare_with_steps, predict
 from bitwright.core import formatting
@@ -144,7 +144,7 @@ def _collecting(problems: list[Problem], file: Path) -> Iterator[None]:
             problems.append(problem if file.name in where else replace(problem, where=f"{file}: {where}"))
 
 
-def _show(out: Out, prediction: Prediction, comparison: Comparison | None, trace: Path | None) -> None:
+def _show(out: Out, prediction: Prediction, comparison: StepComparison | None, trace: Path | None) -> None:
     out.data({**prediction.to_dict(), "compared": None if comparison is None else asdict(comparison)})
     out.say(f"a step takes {1e3 * prediction.seconds:.2f} ms, {prediction.samples_per_second:.0f} samples per second")
     heads = "device #count #compute #busy #collectives #waits #tensors peak #process #limit fits"
@@ -184,7 +184,7 @@ def _show(out: Out, prediction: Prediction, comparison: Comparison | None, trace
         out.say(f"{trace}: open it at ui.perfetto.dev")
 
 
-def _show_comparison(out: Out, comparison: Comparison) -> None:
+def _show_comparison(out: Out, comparison: StepComparison) -> None:
     if comparison.drift is not None and comparison.error_without_drift is not None:
         out.say(
             f"this machine now takes {comparison.drift:.2f} times as long as when it was profiled; "

@@ -1,7 +1,7 @@
-"""predict(): the step time and memory of a plan on a cluster, by replaying what was measured."""
+"""Predict the time and memory of training steps on a cluster, and plan precisions and batches for it."""
 
 from bitwright.cluster.cluster import Cluster, DeviceKind, Link
-from bitwright.cluster.device_step import Local
+from bitwright.cluster.device_step import DeviceStep
 from bitwright.cluster.gradient_buckets import Bucket, make_buckets
 from bitwright.cluster.memory import MemoryUse
 from bitwright.cluster.memory_limit import MemoryLimit
@@ -13,8 +13,8 @@ __all__ = [
     "Cluster",
     "DeviceKind",
     "DevicePrediction",
+    "DeviceStep",
     "Link",
-    "Local",
     "MemoryLimit",
     "MemoryUse",
     "Modelled",

@@ -1,4 +1,4 @@
-"""`cluster.yaml`: which kinds of devices there are, how many, how they are joined, how much memory each has."""
+"""`cluster.yaml`: the kinds of devices, their number, links and memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from bitwright.profiling.device_profile import CollectiveCost, DeviceProfile
 
 @strict
 class Link(Strict):
-    """What joins a device to the others."""
+    """The network link of a device."""
 
     latency_us: float = Field(default=0.0, ge=0, le=1e9, description="Of one message, in microseconds.")
     gbit_per_s: float = Field(ge=1e-6, le=1e9, description="Bandwidth, in gigabits per second.")
@@ -95,7 +95,7 @@ class Cluster(Strict):
 
     @staticmethod
     def of(kinds: dict[str, int], **settings: Any) -> Cluster:
-        """Counts by kind, for profiles that are at hand."""
+        """Make a cluster from the number of devices of each kind."""
         reject_unknown("Cluster.of", settings, Cluster.model_fields)
         devices = {name: DeviceKind(profile=f"{name}.json", count=count) for name, count in kinds.items()}
         return Cluster(bitwright_cluster=1, devices=devices, **settings)
@@ -144,14 +144,14 @@ class Cluster(Strict):
         return found
 
     def memory_limit(self, kind: str, profile: DeviceProfile) -> MemoryLimit | None:
-        """What plans for this kind may use: of this file's memory, else of the profile's; None if neither says it."""
+        """The memory limit of a kind: from this file, else from the profile; None if both have none."""
         own = self.devices[kind]
         total = int(own.memory_gb * 1e9) if own.memory_gb is not None else profile.memory.limit
         reserve = own.memory_reserve if own.memory_reserve is not None else self.memory_reserve
         return None if total is None else MemoryLimit(total=total, reserve=reserve)
 
     def collective(self, operation: str, profiles: dict[str, DeviceProfile], world: int) -> CollectiveCost:
-        """What a collective costs among these: the slowest kind's measurement, or a ring over the slowest link."""
+        """The cost of a collective: a ring over the slowest link, or the slowest measurement if there are no links."""
         if world < 2:
             return CollectiveCost(operation=operation, backend=self.backend, world=2, latency=0.0, per_byte=0.0)  # type: ignore[arg-type]
         measured = [
@@ -178,7 +178,7 @@ class Cluster(Strict):
         without = [name for name, link in zip(self.devices, links, strict=True) if link is None]
         sizes = sorted({cost.world for cost in measured})
         raise BitwrightError(
-            f"nothing says what {operation} costs among {world} devices: "
+            f"unknown cost of {operation} among {world} devices: "
             + ("no profile has it measured" if not sizes else f"it was measured among {', '.join(map(str, sizes))}"),
             where=f"cluster, {', '.join(without)}",
             fix=f"give the cluster a `link`, or one to {', '.join(without)}; or profile a process group of this size "

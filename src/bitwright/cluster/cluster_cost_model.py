@@ -1,4 +1,4 @@
-"""A model on a cluster that was profiled: what planners ask is answered by replaying the step."""
+"""The cost model of a profiled cluster: it answers planners by simulating the step."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from functools import cached_property
 
 from bitwright.cluster.cluster import Cluster
 from bitwright.cluster.cost_model import ACTIVATIONS, FLOAT, Assignment, Plans
-from bitwright.cluster.costs import told
-from bitwright.cluster.device_step import Local
+from bitwright.cluster.costs import kernel_estimate
+from bitwright.cluster.device_step import DeviceStep
 from bitwright.cluster.memory import MemoryUse, memory_of, saved_by_operator
 from bitwright.cluster.memory_limit import MemoryLimit
 from bitwright.cluster.planners.precision import Allocation
@@ -19,15 +19,15 @@ from bitwright.cluster.replay import Lane, replay
 from bitwright.core.errors import PlanError, Problem, did_you_mean
 from bitwright.plan import ComputeSpec, Device, Plan
 from bitwright.profiling import DeviceProfile, OperatorUnderPlan, StepGraph, StepSettings
-from bitwright.profiling.execution import IMPLEMENTATIONS, Way
+from bitwright.profiling.execution import IMPLEMENTATIONS, Execution
 from bitwright.profiling.step_graph import StepOp
 from bitwright.profiling.step_timer import operator_key
 
 _Low = tuple[tuple[str, str], ...]  # operators that aren't float
 
 
-class OnCluster:
-    """A `Machine`: seconds and bytes from profiles, penalties from an indicator.
+class ClusterCostModel:
+    """A `CostModel` with seconds and bytes from profiles and penalties from sensitivity scores.
 
     `computes` says how each format is run: {"int8": ComputeSpec(format="int8", …)}. An operator can have the formats in
     which a device's profile has it, or of which the kernel itself says the cost. `smaller` is the step recorded with a
@@ -57,7 +57,7 @@ class OnCluster:
         self.kept = {name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in keep_float)}
         self.predictor = Predictor.make(graph, Plan(), self.profiles, cluster, settings, smaller=smaller)
         steps = (self.predictor.locals, self.predictor.smaller)
-        self._latest: dict[tuple[str, int], tuple[Assignment, Local]] = {
+        self._latest: dict[tuple[str, int], tuple[Assignment, DeviceStep]] = {
             (kind, local.graph.samples): ({}, local) for locals_ in steps for kind, local in locals_.items()
         }
         self._formats = {
@@ -73,7 +73,7 @@ class OnCluster:
 
     @cached_property
     def unscored(self) -> Sequence[str]:
-        """Operators that some device has in a lower format, but of which no indication says what they suffer."""
+        """Operators that some device can run in a lower format but that have no sensitivity score."""
         return [
             op.name
             for op in self.graph.ops
@@ -89,8 +89,8 @@ class OnCluster:
 
     def _has(self, kind: str, operator: str, format: str) -> bool:
         op = self.graph.ops[self.graph.position[operator]]
-        measured = operator_key(op.call, self._way(op, format)) in self.profiles[kind].by_operator
-        return measured or told(op.call, self.computes[format]) is not None
+        measured = operator_key(op.call, self._execution(op, format)) in self.profiles[kind].by_operator
+        return measured or kernel_estimate(op.call, self.computes[format]) is not None
 
     @cached_property
     def kinds(self) -> Mapping[str, int]:
@@ -99,7 +99,7 @@ class OnCluster:
 
     @cached_property
     def operators(self) -> Sequence[str]:
-        """Those that some device has in more than float."""
+        """Operators that some device can run in a lower format than float."""
         wanted = {name for formats in self._formats.values() for name, own in formats.items() if len(own) > 1}
         return [op.name for op in self.graph.ops if op.name in wanted]
 
@@ -109,29 +109,29 @@ class OnCluster:
         return self.graph.samples
 
     def formats(self, kind: str, operator: str) -> Sequence[str]:
-        """What was measured there."""
+        """The formats in the device's profile."""
         return self._formats[kind][operator]
 
     def penalty(self, operator: str, format: str) -> float:
-        """The indicator's."""
+        """The sensitivity score."""
         return 0.0 if format == FLOAT else self.penalties[operator][format]
 
-    def room(self, kind: str) -> MemoryLimit | None:
-        """As the cluster file has it: `predict` asks the same."""
+    def memory_limit(self, kind: str) -> MemoryLimit | None:
+        """The limit of the cluster file, which `predict` uses too."""
         return self.cluster.memory_limit(kind, self.profiles[kind])
 
     def limit(self, kind: str) -> int | None:
-        """What is left of the device's memory beside the reserve."""
-        room = self.room(kind)
-        return None if room is None else room.usable
+        """The device's memory minus the reserve."""
+        memory_limit = self.memory_limit(kind)
+        return None if memory_limit is None else memory_limit.usable
 
     def plan_of(self, assignment: Assignment, why: str = "") -> Plan:
         """An assignment as a plan."""
         chosen = {op: replace(self.computes[f], why=why) for op, f in assignment.items() if f != FLOAT}
         return Plan(compute=chosen)
 
-    def _local(self, kind: str, assignment: Assignment, batch: int) -> Local:
-        """The step of one device with a recorded batch; what changed since it was last asked is looked up anew."""
+    def _local(self, kind: str, assignment: Assignment, batch: int) -> DeviceStep:
+        """The step of one device with a recorded batch. Only operators that changed are looked up again."""
         before, local = self._latest[kind, batch]
         changed = {op for op in self.operators if before.get(op, FLOAT) != assignment.get(op, FLOAT)}
         if changed:
@@ -143,7 +143,7 @@ class OnCluster:
         return tuple((op, f) for op in self.operators if (f := assignment.get(op, FLOAT)) != FLOAT)
 
     def _lane(self, kind: str, assignment: Assignment, batch: int) -> Lane:
-        """Remembered: planners ask for the same plans again, and one planner for those of another."""
+        """Cached: planners ask for the same plans several times."""
         key = (kind, self._low(assignment), batch)
         if key not in self._lanes:
             local, small = self._local(kind, assignment, self.batch), self.predictor.smaller.get(kind)
@@ -153,17 +153,17 @@ class OnCluster:
         return self._lanes[key]
 
     def work(self, kind: str, assignment: Assignment, batch: int) -> float:
-        """What it computes by itself."""
+        """Seconds of the device's own computation."""
         lane = self._lane(kind, assignment, batch)
         return lane.computing + lane.tail
 
     def step(self, plans: Plans, batches: Mapping[str, int]) -> float:
-        """The replay of all devices."""
+        """Seconds of the simulated step of all devices."""
         lanes = [self._lane(kind, plans[kind], batches[kind]) for kind in self.kinds]
         return replay(lanes, self.predictor.collectives, self.predictor.first).period
 
     def memory(self, kind: str, assignment: Assignment, batch: int) -> int:
-        """The process at its peak; activations grow with the batch, the rest doesn't."""
+        """Peak bytes of the process. Activations grow with the batch size."""
         return self._memory(kind, assignment).of_batch(batch / self.batch).process
 
     def _memory(self, kind: str, assignment: Assignment) -> MemoryUse:
@@ -174,7 +174,7 @@ class OnCluster:
         return self._memories[key]
 
     def parts(self, kind: str, assignment: Assignment, batch: int) -> Mapping[str, int]:
-        """As the prediction has them, and what each operator keeps for its backward."""
+        """The parts of the predicted memory, and the activations that each operator saves."""
         share = batch / self.batch
         use = self._memory(kind, assignment).of_batch(share)
         local = self._local(kind, assignment, self.batch)
@@ -209,21 +209,26 @@ class OnCluster:
         return found
 
     def _tells(self, op: StepOp) -> bool:
-        """Whether an operator's format changes what its readers get."""
-        ways = [self._way(op, format) for format in {f for kind in self.kinds for f in self.formats(kind, op.name)}]
+        """Whether an operator's format changes the dtype or strides of its result."""
+        executions = [
+            self._execution(op, format) for format in {f for kind in self.kinds for f in self.formats(kind, op.name)}
+        ]
         recorded = op.outputs[0].dtype if op.outputs else None
-        return any(way.gives not in (None, recorded) or way.cast_at("output") is not None for way in ways)
+        return any(
+            execution.gives not in (None, recorded) or execution.cast_at("output") is not None
+            for execution in executions
+        )
 
-    def _way(self, op: StepOp, format: str) -> Way:
+    def _execution(self, op: StepOp, format: str) -> Execution:
         plan = Plan() if format == FLOAT else Plan(compute={op.name: self.computes[format]})
-        return IMPLEMENTATIONS.way(OperatorUnderPlan(op.name, op.call, plan))
+        return IMPLEMENTATIONS.execution(OperatorUnderPlan(op.name, op.call, plan))
 
     def reads(self, operator: str) -> Sequence[str]:
         """By the recorded graph."""
         return self._readable[operator]
 
     @cached_property
-    def _beside(self) -> Mapping[str, Sequence[str]]:
+    def _input_sharers(self) -> Mapping[str, Sequence[str]]:
         """By the memory of what they read; parameters are there in any case."""
         readers: dict[int, list[str]] = {}
         for name in self.operators:
@@ -237,9 +242,9 @@ class OnCluster:
                 found[name].update({other: None for other in names if other != name})
         return {name: list(others) for name, others in found.items()}
 
-    def beside(self, operator: str) -> Sequence[str]:
+    def shares_input_with(self, operator: str) -> Sequence[str]:
         """By the recorded graph."""
-        return self._beside[operator]
+        return self._input_sharers[operator]
 
     @cached_property
     def _alike(self) -> Mapping[str, Hashable]:
@@ -255,7 +260,7 @@ class OnCluster:
             begin = end
         return found
 
-    def likeness(self, kind: str, operator: str) -> Hashable:
+    def cost_key(self, kind: str, operator: str) -> Hashable:
         """By what was recorded; its profile has one cost for equal calls."""
         return (tuple(self.formats(kind, operator)), self._alike[operator])
 

@@ -1,4 +1,4 @@
-"""A prediction beside the real thing: the same plan is run for some steps, watched and unwatched by turns."""
+"""Compare a prediction with real steps of the same plan, which run with and without the timer in turn."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from bitwright.cluster.device_step import Local
+from bitwright.cluster.device_step import DeviceStep
 from bitwright.core.errors import PlanError, Problem
 from bitwright.profiling.cost_key import CostKey, is_loss
 from bitwright.profiling.device_profile import DeviceProfile
@@ -18,15 +18,15 @@ from bitwright.profiling.execution import is_quantizer
 from bitwright.profiling.machine import device_name
 from bitwright.profiling.profiler import Variant
 from bitwright.profiling.step import CLOCKS, PHASES, Batch, Clock, Loss
-from bitwright.profiling.step_timer import ACCUMULATE, Sample, Watch, WatchedStep
-from bitwright.profiling.timing import Beyond, seen_beyond, undisturbed, yardstick
+from bitwright.profiling.step_timer import ACCUMULATE, Sample, StepTimer, TimedStep
+from bitwright.profiling.timing import TimerOverhead, gc_disabled, timer_overhead, yardstick
 
 _WARM = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pair:
-    """Predicted and measured seconds of one thing."""
+class TimePair:
+    """Predicted and measured seconds of a step, a phase or a group of operators."""
 
     name: str
     predicted: float
@@ -39,12 +39,12 @@ class Pair:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
+class StepComparison:
     """Medians of so many steps."""
 
-    step: Pair
-    phases: tuple[Pair, ...]
-    groups: tuple[Pair, ...]
+    step: TimePair
+    phases: tuple[TimePair, ...]
+    groups: tuple[TimePair, ...]
     """Operators by kind, casts by what they make, forward and backward together."""
     steps: int
     drift: float | None
@@ -59,7 +59,7 @@ class Comparison:
 
 
 def compare(
-    local: Local,
+    local: DeviceStep,
     variant: Variant,
     batch: Batch,
     loss: Loss,
@@ -67,40 +67,42 @@ def compare(
     steps: int = 30,
     clock: Clock = "wall",
     progress: Callable[[int], None] | None = None,
-) -> Comparison:
-    """Run the plan and put it beside the prediction."""
+) -> StepComparison:
+    """Run real steps and compare them with the prediction."""
     check_is_here(local.profile)
     variant.model.train()
-    step = WatchedStep(variant.model, [batch], loss, variant.settings, clock=clock)
-    watch = Watch(variant.model, variant.plan, variant.settings, CLOCKS[clock], host=local.profile.host)
+    step = TimedStep(variant.model, [batch], loss, variant.settings, clock=clock)
+    timer = StepTimer(variant.model, variant.plan, variant.settings, CLOCKS[clock], host=local.profile.host)
     for _ in range(_WARM):
         step()
     plain: list[dict[str, float]] = []
     seen: list[dict[str, float]] = []
     speeds: list[float] = []
-    with undisturbed():
+    with gc_disabled():
         for number in range(steps):
             speeds.append(yardstick(CLOCKS[clock]))
             plain.append(step.settled())  # the yardstick and the watch have left other things in the caches
-            sample = watch.run(step)
-            seen.append(_groups(sample, seen_beyond(watch, sample, plain[-1])))
+            sample = timer.run(step)
+            seen.append(_groups(sample, timer_overhead(timer, sample, plain[-1])))
             if progress is not None:
                 progress(number + 1)
     predicted = predicted_groups(local)
     names = sorted({*predicted, *seen[0]} - _inside_others(local), key=lambda name: -predicted.get(name, 0.0))
-    return Comparison(
-        step=Pair(
+    return StepComparison(
+        step=TimePair(
             name="step",
             predicted=local.seconds,
             measured=statistics.median(sum(spent.values()) for spent in plain),
         ),
         phases=tuple(
-            Pair(name=name, predicted=local.phases[name], measured=statistics.median(spent[name] for spent in plain))
+            TimePair(
+                name=name, predicted=local.phases[name], measured=statistics.median(spent[name] for spent in plain)
+            )
             for name in PHASES
             if name != "clip" or variant.settings.clip is not None
         ),
         groups=tuple(
-            Pair(
+            TimePair(
                 name=name,
                 predicted=predicted.get(name, 0.0),
                 measured=statistics.median(spent.get(name, 0.0) for spent in seen),
@@ -113,9 +115,9 @@ def compare(
 
 
 def check_is_here(profile: DeviceProfile) -> None:
-    """Refuse a profile that isn't of this device, as it is set up now: comparing would say nothing of either.
+    """Raise if the profile is of another device or of another number of threads.
 
-    An imported one says neither its device's name nor its threads.
+    Imported profiles have neither a device name nor a number of threads, so they are accepted.
     """
     fix = "profile this device as it is now: bitwright profile"
     threads = torch.get_num_threads()
@@ -139,12 +141,12 @@ def _without_threads(device: str) -> str:
     return re.sub(r", \d+ threads?$", "", device)
 
 
-def _inside_others(local: Local) -> set[str]:
+def _inside_others(local: DeviceStep) -> set[str]:
     """Kinds that aren't in the step: each call of them is done within a quantizer."""
     within: dict[str, bool] = {}
     for block in local.blocks:
         kind = block.op.call.kind
-        within[kind] = within.get(kind, True) and block.way.format == "within-cast"
+        within[kind] = within.get(kind, True) and block.execution.format == "within-cast"
     return {kind for kind, all_ in within.items() if all_}
 
 
@@ -157,18 +159,18 @@ def _group(text: str, format: str) -> str:
     return key.kind
 
 
-def _groups(sample: Sample, beyond: Beyond) -> dict[str, float]:
+def _groups(sample: Sample, overhead: TimerOverhead) -> dict[str, float]:
     """Without what watching adds, as the profile has it."""
     found: dict[str, float] = defaultdict(float)
     for key, seconds in sample.forward.items():
-        over = beyond.loss if is_loss(key[0]) else beyond.forward
+        over = overhead.loss if is_loss(key[0]) else overhead.forward
         found[_group(*key)] += seconds - sample.calls[key] * over
     for key, seconds in sample.backward.items():
-        found[_group(*key)] += seconds - sample.calls[key] * beyond.backward
+        found[_group(*key)] += seconds - sample.calls[key] * overhead.backward
     return dict(found)
 
 
-def predicted_groups(local: Local) -> dict[str, float]:
+def predicted_groups(local: DeviceStep) -> dict[str, float]:
     """The prediction's operators and casts by group, for one step."""
     found: dict[str, float] = defaultdict(float)
     count = local.settings.accumulate

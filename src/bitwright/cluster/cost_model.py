@@ -1,4 +1,4 @@
-"""What a planner of precisions asks about a cluster: penalties, seconds, bytes; not where they come from."""
+"""The interface between planners and a cluster: penalties, seconds and bytes of a choice of precisions."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from bitwright.core.arguments import strict
 
 FLOAT = "float"
 ACTIVATIONS = "activations of "
-"""How parts of memory begin that an operator, named behind it, keeps for its backward."""
+"""Prefix of the names of memory parts that an operator saves for backward."""
 Assignment = Mapping[str, str]
 """A format for each operator."""
 Plans = Mapping[str, Assignment]
 """An assignment for each kind of device."""
 
 
-class Machine(Protocol):
-    """A model on a cluster."""
+class CostModel(Protocol):
+    """The costs of training one model on one cluster."""
 
     @property
     def kinds(self) -> Mapping[str, int]:
@@ -30,10 +30,10 @@ class Machine(Protocol):
         """The operators that can have several formats, in order."""
 
     def formats(self, kind: str, operator: str) -> Sequence[str]:
-        """What this operator can run in on such a device; `float` is among them."""
+        """The formats that this operator can run in on such a device, including `float`."""
 
     def penalty(self, operator: str, format: str) -> float:
-        """What the training suffers; 0 for float."""
+        """The sensitivity score of this operator in this format; 0 for float."""
 
     def step(self, plans: Plans, batches: Mapping[str, int]) -> float:
         """Seconds of one step of the whole cluster."""
@@ -45,44 +45,45 @@ class Machine(Protocol):
         """Bytes at the peak of a step."""
 
     def limit(self, kind: str) -> int | None:
-        """Bytes that a plan may need on such a device: what it has, less the reserve."""
+        """Bytes that a plan may use on such a device: its memory minus the reserve."""
 
-    def room(self, kind: str) -> MemoryLimit | None:
-        """The same with what the device has, and the reserve: to explain what doesn't fit."""
+    def memory_limit(self, kind: str) -> MemoryLimit | None:
+        """The limit with the device's memory and the reserve, for messages."""
 
     def parts(self, kind: str, assignment: Assignment, batch: int) -> Mapping[str, int]:
-        """What those bytes are made of, in words: for a user whose model doesn't fit."""
+        """The memory by named parts, to explain why a model doesn't fit."""
 
     def reads(self, operator: str) -> Sequence[str]:
-        """Operators before it whose format may change what this one costs: there may be a cast between them."""
+        """Earlier operators whose format may change the cost of this one, because of a cast between them."""
 
-    def beside(self, operator: str) -> Sequence[str]:
-        """Others that read a tensor that it reads: in float it is kept for all of them once, of codes each has its own.
+    def shares_input_with(self, operator: str) -> Sequence[str]:
+        """Other operators that read one of its input tensors.
 
-        So float may cost memory only for the first of them, and one alone may not fit where all do.
+        Float operators share one saved copy of that tensor; each low-precision operator saves its own codes. So only
+        the first float operator costs memory, and all of them may fit where one alone does not.
         """
 
-    def likeness(self, kind: str, operator: str) -> Hashable:
-        """Equal for operators that cost the same in every format, next to equal ones: one is asked for all."""
+    def cost_key(self, kind: str, operator: str) -> Hashable:
+        """A key that is equal for operators with equal costs in every format and equal neighbours."""
 
     @property
     def batch(self) -> int:
         """Samples of each device's step, if they are equal."""
 
 
-def total_penalty(machine: Machine, plans: Plans, batches: Mapping[str, int]) -> float:
-    """Of all devices: the gradient is a mean over samples, so a device's error counts with its share, squared."""
-    samples = sum(machine.kinds[kind] * batches[kind] for kind in plans)
+def total_penalty(costs: CostModel, plans: Plans, batches: Mapping[str, int]) -> float:
+    """The penalty of all devices. A device's error is weighted by its share of the samples, squared."""
+    samples = sum(costs.kinds[kind] * batches[kind] for kind in plans)
     return sum(
-        machine.kinds[kind] * (batches[kind] / samples) ** 2 * sum(machine.penalty(op, f) for op, f in one.items())
+        costs.kinds[kind] * (batches[kind] / samples) ** 2 * sum(costs.penalty(op, f) for op, f in one.items())
         for kind, one in plans.items()
     )
 
 
 @strict
 @dataclass(frozen=True, kw_only=True)
-class OperatorCost:
-    """What one operator takes in one format on one kind of device."""
+class TableCost:
+    """The cost of one operator in one format on one kind of device."""
 
     seconds: float
     bytes: int = 0
@@ -90,22 +91,22 @@ class OperatorCost:
 
 @strict
 @dataclass(frozen=True, kw_only=True)
-class Additive:
-    """A machine whose operators cost what a table says, independent of each other: for tables, tests and first guesses.
+class TableCostModel:
+    """A cost model from a table, in which operators don't affect each other: for tests and first estimates.
 
     `costs` are those of `batch` samples; they grow with the batch, `fixed` and `base` don't.
     """
 
     kinds: Mapping[str, int]
     operators: Sequence[str]
-    costs: Mapping[str, Mapping[str, Mapping[str, OperatorCost]]]
+    costs: Mapping[str, Mapping[str, Mapping[str, TableCost]]]
     penalties: Mapping[str, Mapping[str, float]]
     batch: int = 1
     fixed: Mapping[str, float] = field(default_factory=dict)
     base: Mapping[str, int] = field(default_factory=dict)
     limits: Mapping[str, int] = field(default_factory=dict)
     reserve: float = 0.0
-    """Share of the limits that plans leave free: a table is exact, as long as nobody says otherwise."""
+    """Share of the limits that plans leave free; 0 by default, because tables are exact."""
 
     def formats(self, kind: str, operator: str) -> Sequence[str]:
         """What the table has."""
@@ -122,7 +123,7 @@ class Additive:
         return self.fixed.get(kind, 0.0) + share * own
 
     def step(self, plans: Plans, batches: Mapping[str, int]) -> float:
-        """Everybody waits for the slowest."""
+        """The time of the slowest device."""
         return max(self.work(kind, plan, batches[kind]) for kind, plan in plans.items())
 
     def memory(self, kind: str, assignment: Assignment, batch: int) -> int:
@@ -132,12 +133,12 @@ class Additive:
         return self.base.get(kind, 0) + int(share * own)
 
     def limit(self, kind: str) -> int | None:
-        """What is left beside the reserve."""
-        room = self.room(kind)
-        return None if room is None else room.usable
+        """The memory minus the reserve."""
+        memory_limit = self.memory_limit(kind)
+        return None if memory_limit is None else memory_limit.usable
 
-    def room(self, kind: str) -> MemoryLimit | None:
-        """What was said."""
+    def memory_limit(self, kind: str) -> MemoryLimit | None:
+        """The limit of the table."""
         return MemoryLimit(total=self.limits[kind], reserve=self.reserve) if kind in self.limits else None
 
     def parts(self, kind: str, assignment: Assignment, batch: int) -> Mapping[str, int]:
@@ -146,18 +147,18 @@ class Additive:
         return {"the process itself": self.base.get(kind, 0), **own}
 
     def reads(self, operator: str) -> Sequence[str]:
-        """A table has no graph: each is taken to follow the one before it."""
+        """The previous operator: a table has no graph."""
         index = list(self.operators).index(operator)
         return list(self.operators)[max(0, index - 1) : index]
 
-    def beside(self, operator: str) -> Sequence[str]:
-        """In a table each keeps its own."""
+    def shares_input_with(self, operator: str) -> Sequence[str]:
+        """None: in a table, operators share no tensors."""
         return ()
 
-    def likeness(self, kind: str, operator: str) -> Hashable:
+    def cost_key(self, kind: str, operator: str) -> Hashable:
         """By its costs."""
         return tuple(self.costs[kind][operator].items())
 
-    def with_limits(self, **limits: int) -> Additive:
+    def with_limits(self, **limits: int) -> TableCostModel:
         """The same with other memory."""
         return replace(self, limits=limits)

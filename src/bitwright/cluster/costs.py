@@ -1,4 +1,4 @@
-"""Times from a profile: what was measured if it was, what was fitted if not, and a list of what is neither."""
+"""Look up costs in a profile: measured times first, fitted ones otherwise. Missing costs are collected and reported."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bitwright.core.errors import PlanError, Problem
 from bitwright.core.registry import KERNELS
 from bitwright.plan import ComputeSpec
 from bitwright.profiling.cost_key import CallSpec, CostKey, TensorSpec
-from bitwright.profiling.device_profile import DeviceProfile, Kept, OperatorCost, at
+from bitwright.profiling.device_profile import DeviceProfile, OperatorCost, SavedTensors, at
 from bitwright.profiling.execution import Cast
 from bitwright.profiling.step import StepSettings
 from bitwright.profiling.step_timer import ACCUMULATE
@@ -24,11 +24,11 @@ class Cost:
 
     forward: float
     backward: float = 0.0
-    saved: Kept | None = None
+    saved: SavedTensors | None = None
 
 
-def told(call: CallSpec, spec: ComputeSpec | None) -> Cost | None:
-    """What a kernel says itself of an operator that nobody has measured in it."""
+def kernel_estimate(call: CallSpec, spec: ComputeSpec | None) -> Cost | None:
+    """Return the kernel's own estimate of an operator's cost, if it has one."""
     if spec is None or not spec.is_low_precision:
         return None
     shapes = {port: tensor.shape for port, tensor in call.ports}
@@ -38,12 +38,12 @@ def told(call: CallSpec, spec: ComputeSpec | None) -> Cost | None:
 
 @dataclass
 class Costs:
-    """Looks costs up in one profile, and remembers what it couldn't find."""
+    """Looks up costs in one profile and collects those that are missing."""
 
     profile: DeviceProfile
     missing: dict[tuple[str, str], str] = field(default_factory=dict)
     stood_in: set[tuple[str, str]] = field(default_factory=set)
-    """Operators that weren't measured so: their cost in plain float, or with other strides, stands in."""
+    """Operators without a cost in their format. Their cost in float, or with other strides, is used instead."""
 
     @cached_property
     def _without_strides(self) -> dict[tuple[CostKey, str], OperatorCost]:
@@ -54,22 +54,22 @@ class Costs:
         }
 
     def __post_init__(self) -> None:
-        """An accumulation of unknown size is a typical one."""
+        """Use the median for gradient accumulations of unknown size."""
         known = [c.backward.seconds for c in self.profile.operators if c.format == ACCUMULATE and c.backward]
         self.typical_accumulation = median(known) if known else 0.0
 
     def fresh(self) -> Costs:
-        """The same profile for another trial: what one lacked isn't the next one's fault."""
+        """Return a copy for another plan, without the missing costs of this one."""
         other = copy(self)
         other.missing = {}
         return other
 
-    def operator(self, text: str, format: str, name: str, told: Callable[[], Cost | None] = lambda: None) -> Cost:
-        """One operator. Where it wasn't measured so, what is `told` of it counts, else what was measured of it."""
+    def operator(self, text: str, format: str, name: str, estimate: Callable[[], Cost | None] = lambda: None) -> Cost:
+        """Return the cost of an operator: measured in this format, else estimated by its kernel, else in float."""
         known = self.profile.by_operator.get((text, format))
-        said = told() if known is None else None
-        if said is not None:
-            return said
+        estimated = estimate() if known is None else None
+        if estimated is not None:
+            return estimated
         if known is None:
             base = format.partition("/")[0]
             known = self.profile.by_operator.get((text, base))
@@ -92,15 +92,17 @@ class Costs:
             self.missing.setdefault((str(tensor), cast.kind), f"{name}:{cast.port}")
             return Cost(0.0)
         wanted = tensor.grad or cast.learns
-        return Cost(forward, (at(fitted.backward, tensor.elements) or 0.0) if wanted else 0.0, Kept(ports=["input"]))
+        return Cost(
+            forward, (at(fitted.backward, tensor.elements) or 0.0) if wanted else 0.0, SavedTensors(ports=["input"])
+        )
 
     def accumulation(self, tensor: TensorSpec) -> float:
-        """Taking a parameter's gradient."""
+        """Seconds to accumulate a parameter's gradient."""
         known = self.profile.by_operator.get((str(tensor), ACCUMULATE))
         return known.backward.seconds if known is not None and known.backward else self.typical_accumulation
 
     def on_all(self, name: str, elements: int, tensors: int) -> float:
-        """Work on all parameters."""
+        """Seconds of work on all parameters, such as an optimizer step."""
         known = self.profile.by_name.get(name)
         if known is None:
             self.missing.setdefault((name, "all parameters"), name)
@@ -108,7 +110,7 @@ class Costs:
         return known.seconds(elements, tensors)
 
     def scaling(self, elements: int, tensors: int) -> float:
-        """Fp16's loss scaling; nothing where a profile (an imported one, say) doesn't have it."""
+        """Seconds of fp16 loss scaling; 0 if the profile doesn't have it, as imported ones."""
         known = self.profile.by_name.get("scaling")
         return known.seconds(elements, tensors) if known is not None else 0.0
 
@@ -117,7 +119,7 @@ class Costs:
         return self.on_all(f"{settings.optimizer}/{'foreach' if settings.uses_foreach else 'loop'}", elements, tensors)
 
     def complain(self) -> None:
-        """Say everything that the profile lacks, if it lacks anything."""
+        """Raise an error that lists all missing costs."""
         if not self.missing:
             return
         problems = [
@@ -130,7 +132,7 @@ class Costs:
         raise PlanError(shown, title=title)
 
     def _fix(self, text: str, format: str) -> str:
-        """Where the missing time can come from: not all profiles are measured by us."""
+        """Suggest how to get the missing cost, which depends on the source of the profile."""
         if self.profile.source == "published":
             fix = "bitwright profile WORKLOAD --published DEVICE with the same --batch, --precision, --kernel and --amp"
         elif self.profile.source == "imported":

@@ -1,4 +1,4 @@
-"""The step of one device as a line of work: forward, loss, backward the other way round, and what follows."""
+"""The step of one device: forward, loss, backward in reverse order, and the optimizer."""
 
 from __future__ import annotations
 
@@ -7,14 +7,22 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate as running_sum
 
-from bitwright.cluster.costs import Cost, Costs, told
+from bitwright.cluster.costs import Cost, Costs, kernel_estimate
 from bitwright.cluster.gradient_buckets import gradients_of
 from bitwright.core.errors import BitwrightError, did_you_mean
 from bitwright.graph.naming import site_name
 from bitwright.plan import Plan
 from bitwright.profiling.cost_key import FLOATS, CallSpec, TensorSpec
 from bitwright.profiling.device_profile import DeviceProfile
-from bitwright.profiling.execution import AMP_DTYPES, IMPLEMENTATIONS, Amp, Cast, OperatorUnderPlan, Way, base_format
+from bitwright.profiling.execution import (
+    AMP_DTYPES,
+    IMPLEMENTATIONS,
+    Amp,
+    Cast,
+    Execution,
+    OperatorUnderPlan,
+    base_format,
+)
 from bitwright.profiling.step import StepSettings
 from bitwright.profiling.step_graph import StepGraph, StepOp
 from bitwright.profiling.step_timer import operator_key
@@ -39,11 +47,11 @@ _SAYS = frozenset(["to", "float", "half", "bfloat16", "double", "type", "type_as
 _WIDTH = {"int8": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 
-def given(op: StepOp, way: Way, amp: Amp | None, before: Mapping[str, str]) -> str:
+def given(op: StepOp, execution: Execution, amp: Amp | None, before: Mapping[str, str]) -> str:
     """The type of an operator's first output; `before` has those of the operators before it."""
     recorded = op.outputs[0].dtype if op.outputs else "float32"
-    if way.gives is not None:
-        return way.gives
+    if execution.gives is not None:
+        return execution.gives
     if not op.outputs or not op.outputs[0].is_float or op.call.kind in _SAYS:
         return recorded
     if amp is not None and op.call.kind in ALLOW:
@@ -60,9 +68,9 @@ def given(op: StepOp, way: Way, amp: Amp | None, before: Mapping[str, str]) -> s
     return max(coming, key=lambda name: _WIDTH.get(name, 4))
 
 
-def must_be_float(op: StepOp, way: Way) -> bool:
+def must_be_float(op: StepOp, execution: Execution) -> bool:
     """Whether what comes in another format must be cast back: no kernel takes it, and the kind doesn't inherit."""
-    return way.takes is None and op.call.kind in _FLOAT_ONLY
+    return execution.takes is None and op.call.kind in _FLOAT_ONLY
 
 
 def incoming(op: StepOp, before: Mapping[str, str]) -> list[tuple[TensorSpec, str]]:
@@ -78,17 +86,17 @@ def incoming(op: StepOp, before: Mapping[str, str]) -> list[tuple[TensorSpec, st
     ]
 
 
-def flow(graph: StepGraph, ways: Mapping[str, Way], amp: Amp | None) -> dict[str, str]:
+def flow(graph: StepGraph, executions: Mapping[str, Execution], amp: Amp | None) -> dict[str, str]:
     """What each operator gives."""
     found: dict[str, str] = {}
     for op in graph.ops:
-        found[op.name] = given(op, ways[op.name], amp, found)
+        found[op.name] = given(op, executions[op.name], amp, found)
     return found
 
 
 @dataclass(frozen=True)
 class PlacedCast:
-    """One cast where it stands."""
+    """A cast of one tensor, with its cost."""
 
     cast: Cast
     tensor: TensorSpec
@@ -96,11 +104,11 @@ class PlacedCast:
 
 
 @dataclass(frozen=True)
-class Block:
+class PlacedOperator:
     """One operator with its casts and the gradients that are complete after its backward."""
 
     op: StepOp
-    way: Way
+    execution: Execution
     cost: Cost
     casts: tuple[PlacedCast, ...]
     gives: str
@@ -121,14 +129,14 @@ class Block:
 
 
 @dataclass
-class Local:
+class DeviceStep:
     """One device's step under one plan."""
 
     graph: StepGraph
     plan: Plan
     costs: Costs
     settings: StepSettings
-    blocks: list[Block] = field(default_factory=list)
+    blocks: list[PlacedOperator] = field(default_factory=list)
     casts: bool = True
     """False: casts cost nothing, to find out what they cost."""
     known_trained: tuple[tuple[str, TensorSpec], ...] | None = None
@@ -143,9 +151,9 @@ class Local:
     @staticmethod
     def build(
         graph: StepGraph, plan: Plan, profile: DeviceProfile, settings: StepSettings, *, casts: bool = True
-    ) -> Local:
-        """Look everything up; raises with all that the profile lacks."""
-        local = Local(graph, plan, Costs(profile), settings, casts=casts)
+    ) -> DeviceStep:
+        """Look up all costs; raise with all that are missing."""
+        local = DeviceStep(graph, plan, Costs(profile), settings, casts=casts)
         gives: dict[str, str] = {}
         for op in graph.ops:
             block = local._block(op, plan, gives)
@@ -155,14 +163,14 @@ class Local:
         local.costs.complain()
         return local
 
-    def replaced(self, plan: Plan, changed: set[str]) -> Local:
+    def replaced(self, plan: Plan, changed: set[str]) -> DeviceStep:
         """The same step with another plan, which differs at these operators only."""
         wrong = sorted(name for name in changed if name not in self.graph.position)
         if wrong:
             raise BitwrightError(
                 "the step has no such operator", value=wrong[0], fix=did_you_mean(wrong[0], self.graph.position)
             )
-        local = Local(self.graph, plan, self.costs.fresh(), self.settings, list(self.blocks), casts=self.casts)
+        local = DeviceStep(self.graph, plan, self.costs.fresh(), self.settings, list(self.blocks), casts=self.casts)
         gives = _Given(local)
         waiting = sorted(self.graph.position[name] for name in changed | self._with_them(plan, changed))
         seen = set(waiting)
@@ -172,7 +180,7 @@ class Local:
             old = local.blocks[index]
             new = local.blocks[index] = local._block(old.op, plan, gives)
             same = same and new.gradients == old.gradients
-            moved = (new.way.cast_at("output") is None) != (old.way.cast_at("output") is None)
+            moved = (new.execution.cast_at("output") is None) != (old.execution.cast_at("output") is None)
             if moved or new.gives != old.gives:  # readers get another type or other strides: look at them again
                 for reader in self.graph.readers.get(old.op.name, ()):
                     if reader not in seen:
@@ -202,30 +210,30 @@ class Local:
     @property
     def compiled(self) -> bool:
         """Whether any operator calls compiled arithmetic."""
-        return any(block.way.compiled for block in self.blocks)
+        return any(block.execution.compiled for block in self.blocks)
 
-    def _block(self, op: StepOp, plan: Plan, before: Mapping[str, str]) -> Block:
+    def _block(self, op: StepOp, plan: Plan, before: Mapping[str, str]) -> PlacedOperator:
         settings = self.settings
-        way = IMPLEMENTATIONS.way(OperatorUnderPlan(op.name, op.call, plan, settings.amp, settings.fuse))
+        execution = IMPLEMENTATIONS.execution(OperatorUnderPlan(op.name, op.call, plan, settings.amp, settings.fuse))
         types = incoming(op, before)
-        back = must_be_float(op, way)
+        back = must_be_float(op, execution)
         now = {
             port: spec.with_(dtype=type)
             for (port, spec), (_, type) in zip(op.call.ports, types, strict=True)
-            if spec.dtype != type and way.takes is None and not (back and type not in FLOATS)
+            if spec.dtype != type and execution.takes is None and not (back and type not in FLOATS)
         }
         for (port, spec), source in zip(op.call.ports, op.sources, strict=True):
             if spec.strides is not None and self._is_cast(source, plan):
                 now[port] = now.get(port, spec).compact()
         call = op.call if not now else _with(op, now)
-        text, format = operator_key(call, way)
-        gives = given(op, way, settings.amp, before)
-        cost = self.costs.operator(text, format, op.name, lambda: told(op.call, plan.compute.get(op.name)))
-        placed = [self._placed(op, cast, call.port(cast.port), gives) for cast in way.casts]
+        text, format = operator_key(call, execution)
+        gives = given(op, execution, settings.amp, before)
+        cost = self.costs.operator(text, format, op.name, lambda: kernel_estimate(op.call, plan.compute.get(op.name)))
+        placed = [self._placed(op, cast, call.port(cast.port), gives) for cast in execution.casts]
         placed += [
-            self._placed(op, Cast(port, f"{type}→{way.takes}"), spec.with_(dtype=type), gives)
+            self._placed(op, Cast(port, f"{type}→{execution.takes}"), spec.with_(dtype=type), gives)
             for (port, spec), (_, type), source in zip(op.call.ports, types, op.sources, strict=True)
-            if way.takes is not None and source.startswith("op:") and spec.is_float and type != way.takes
+            if execution.takes is not None and source.startswith("op:") and spec.is_float and type != execution.takes
         ]
         if back:  # a kernel's own format is undone for whoever can't read it
             placed += [
@@ -233,10 +241,12 @@ class Local:
                 for (port, spec), (_, type) in zip(op.call.ports, types, strict=True)
                 if spec.is_float and type not in FLOATS
             ]
-        gradients = gradients_of(self.graph, op, way, plan)
+        gradients = gradients_of(self.graph, op, execution, plan)
         taken = sum(self.costs.accumulation(tensor) for _, tensor in gradients)
         casts = tuple(placed) if self.casts else ()
-        return Block(op, way, cost, casts, gives, gradients, taken if op.has_backward else 0.0, (text, format))
+        return PlacedOperator(
+            op, execution, cost, casts, gives, gradients, taken if op.has_backward else 0.0, (text, format)
+        )
 
     @staticmethod
     def _is_cast(source: str, plan: Plan) -> bool:
@@ -254,7 +264,7 @@ class Local:
     @cached_property
     def gap(self) -> float:
         """What the host needs for all operators of one forward."""
-        hooked = sum(bool(block.way.casts) for block in self.blocks)
+        hooked = sum(bool(block.execution.casts) for block in self.blocks)
         return self.profile.host.between(len(self.blocks), hooked, prepared=self.plan.changes_models)
 
     @cached_property
@@ -286,7 +296,7 @@ class Local:
 
     @cached_property
     def gradient_offsets(self) -> dict[str, tuple[float, int]]:
-        """For each gradient: when it is there, counted from backward's start, and the how manyth it is."""
+        """For each gradient: the time from the start of backward until it is complete, and its position."""
         found: dict[str, tuple[float, int]] = {}
         for block, offset in zip(reversed(self.blocks), self.backward_offsets, strict=True):
             for name, _ in block.gradients:
@@ -300,7 +310,7 @@ class Local:
 
     @cached_property
     def trained(self) -> tuple[tuple[str, TensorSpec], ...]:
-        """Everything that gets a gradient, in the order in which it does."""
+        """All tensors with a gradient, in the order of their gradients."""
         if self.known_trained is not None:
             return self.known_trained
         return tuple(item for block in reversed(self.blocks) for item in block.gradients)
@@ -364,7 +374,7 @@ class Local:
 class _Given(dict[str, str]):
     """What blocks give, read from them as they are."""
 
-    def __init__(self, local: Local) -> None:
+    def __init__(self, local: DeviceStep) -> None:
         super().__init__()
         self.local = local
 

@@ -1,4 +1,4 @@
-"""Gradients in the order of the backward pass, and the buckets that DDP makes of them."""
+"""Gradients in the order of the backward pass, and DDP's gradient buckets."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bitwright.plan import FoldSpec, Plan
 from bitwright.profiling.cost_key import TensorSpec
-from bitwright.profiling.execution import Cast, Way
+from bitwright.profiling.execution import Cast, Execution
 from bitwright.profiling.step_graph import StepGraph, StepOp
 
 Gradient = tuple[str, TensorSpec]
@@ -30,24 +30,24 @@ _AT_WEIGHT: Mapping[int, tuple[str, ...]] = {
 _PLAIN: tuple[str, ...] = ("weight", "scale")
 
 
-def gradients_of(graph: StepGraph, op: StepOp, way: Way, plan: Plan) -> tuple[Gradient, ...]:
-    """Names and tensors; a quantizer's scale is one, too."""
+def gradients_of(graph: StepGraph, op: StepOp, execution: Execution, plan: Plan) -> tuple[Gradient, ...]:
+    """Return the names and tensors of an operator's gradients, including scales of quantizers."""
     own = _parameters(graph, op)
     folded = plan.folds.get(op.name)
     if folded is not None and folded.into in graph.position:
         left = {"bias"} if folded.strategy == 4 else set()
         own = {port: gradient for port, gradient in own.items() if port in left}
     fold = next(((norm, spec) for norm, spec in plan.folds.items() if spec.into == op.name), None)
-    return tuple(dict(_in_order(graph, op, way, own, fold)).items())
+    return tuple(dict(_in_order(graph, op, execution, own, fold)).items())
 
 
 def _in_order(
-    graph: StepGraph, op: StepOp, way: Way, own: dict[str, Gradient], fold: tuple[str, FoldSpec] | None
+    graph: StepGraph, op: StepOp, execution: Execution, own: dict[str, Gradient], fold: tuple[str, FoldSpec] | None
 ) -> Iterator[Gradient]:
-    output = way.cast_at("output")
+    output = execution.cast_at("output")
     if output is not None:
         yield from _scale(op, output)
-    casts = [cast for cast in way.casts if cast.port != "output"]
+    casts = [cast for cast in execution.casts if cast.port != "output"]
     cast_ports = {cast.port for cast in casts} | ({"weight"} if fold is not None else set())
     direct = [gradient for port, gradient in own.items() if port not in cast_ports]
     yield from sorted(direct, key=lambda gradient: graph.gradient_order.index(gradient[0])) if direct[1:] else direct
@@ -55,7 +55,7 @@ def _in_order(
     if "weight" in cast_ports and "weight" not in ports:
         ports.append("weight")
     for port in reversed(ports):
-        cast = way.cast_at(port)
+        cast = execution.cast_at(port)
         pieces = {
             "weight": [own[port]] if port in own else [],
             "scale": list(_scale(op, cast)) if cast is not None else [],
@@ -96,14 +96,14 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Bucket:
-    """Gradients that travel together."""
+    """Gradients that one all-reduce sends."""
 
     names: tuple[str, ...]
     bytes: int
 
 
 def limits(bucket_cap_mb: float | None) -> list[int]:
-    """DDP's limits: without a size of the user's, the first bucket is a small one."""
+    """DDP's size limits. Without a user's size, the first bucket is smaller."""
     from torch.nn.parallel.distributed import _BucketCapacityConfig
 
     config = _BucketCapacityConfig.create(bucket_cap_mb, None, False)  # type: ignore[arg-type]  # it takes floats, too
@@ -118,7 +118,7 @@ def _stand_in(shape: tuple[int, ...], dtype: str) -> Tensor:
 
 
 def make_buckets(trained: Sequence[tuple[str, TensorSpec]], bucket_cap_mb: float | None) -> list[Bucket]:
-    """What DDP has after its first step, when it knows the order of gradients.
+    """Return the buckets that DDP uses after its first step, when it knows the order of gradients.
 
     >>> specs = [(name, TensorSpec((1 << 18,), "float32", True)) for name in "abc"]
     >>> [bucket.names for bucket in make_buckets(specs, 2)]

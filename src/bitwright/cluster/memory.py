@@ -1,13 +1,13 @@
-"""Memory in the order of execution: what is allocated, what backward keeps, when it goes, and where the peak is."""
+"""Predict the memory of a step in the order of execution: allocations, saved tensors, releases and the peak."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, replace
 
-from bitwright.cluster.device_step import Block, Local
+from bitwright.cluster.device_step import DeviceStep, PlacedOperator
 from bitwright.profiling.cost_key import TensorSpec
-from bitwright.profiling.device_profile import Kept
+from bitwright.profiling.device_profile import SavedTensors
 
 _STATES = {"sgd": 1, "adamw": 2}  # tensors of a parameter's size that the optimizer keeps
 
@@ -22,24 +22,24 @@ class MemoryUse:
     buffers: int
     buckets: int
     saved: int
-    """What backward keeps of one forward, beside parameters."""
+    """Tensors that forward saves for backward, without parameters."""
     peak: int
-    """The most that is alive at once, all of the above included."""
+    """The most bytes that are allocated at once, including all of the above."""
     cause: str
     """The operator at the peak, and the direction."""
     process: int
-    """The peak, and what a process needs by itself."""
+    """The peak plus the memory of the process itself."""
 
     def of_batch(self, share: float) -> MemoryUse:
-        """With another batch, `share` times as large: activations grow with it, all else doesn't."""
+        """The memory of a batch `share` times as large. Only activations grow."""
         fixed = self.weights + self.gradients + self.optimizer + self.buffers
         more = int(max(0, self.peak - fixed) * (share - 1))
         saved = int(self.saved * share)
         return replace(self, saved=saved, peak=self.peak + more, process=self.process + more)
 
 
-def memory_of(local: Local, *, distributed: bool = False) -> MemoryUse:
-    """Walk through a step."""
+def memory_of(local: DeviceStep, *, distributed: bool = False) -> MemoryUse:
+    """Simulate the allocations of a step."""
     walk = _Walk(local)
     graph, settings = local.graph, local.settings
     weights = sum(spec.bytes for spec in graph.parameters.values())
@@ -68,8 +68,8 @@ def memory_of(local: Local, *, distributed: bool = False) -> MemoryUse:
     )
 
 
-def saved_by_operator(local: Local) -> dict[str, int]:
-    """What backward keeps of one forward, by the operator that keeps it first."""
+def saved_by_operator(local: DeviceStep) -> dict[str, int]:
+    """The bytes that forward saves for backward, by the first operator that saves them."""
     walk = _Walk(local)
     found = {block.op.name: own for block, own in zip(local.blocks, walk.own, strict=True)}
     for place, users in walk.saved_by.items():
@@ -81,7 +81,7 @@ def saved_by_operator(local: Local) -> dict[str, int]:
 class _Walk:
     """Pieces of memory by name: those of the recorded graph by number, a cast's result by operator and port."""
 
-    def __init__(self, local: Local) -> None:
+    def __init__(self, local: DeviceStep) -> None:
         self.local = local
         self.sizes: dict[object, int] = {}
         self.last_read: dict[object, int] = {}
@@ -110,17 +110,17 @@ class _Walk:
     def _at(self, place: int) -> object:
         return self.now.get(place, place)
 
-    def _make(self, index: int, block: Block) -> list[object]:
+    def _make(self, index: int, block: PlacedOperator) -> list[object]:
         """The pieces that an operator and its casts allocate."""
         made: list[object] = []
-        op, way = block.op, block.way
+        op, execution = block.op, block.execution
         for number, (place, spec) in enumerate(zip(op.writes, op.outputs, strict=True)):
             if place in self.seen:
                 continue
             self.seen.add(place)
-            if number == 0 and way.passes_through:
+            if number == 0 and execution.passes_through:
                 self.now[place] = self._at(op.reads[0])
-            elif number or way.format != "within-cast":
+            elif number or execution.format != "within-cast":
                 self.sizes[place] = _scaled(self.local.graph.storages[place].bytes, spec, block.gives)
                 made.append(place)
         for placed in block.casts:
@@ -130,15 +130,15 @@ class _Walk:
             made.append(name)
         return made
 
-    def _place(self, block: Block, label: str) -> object | None:
+    def _place(self, block: PlacedOperator, label: str) -> object | None:
         if label != "output" and (block.op.name, label) in self.sizes:
             return (block.op.name, label)
         return self._raw(block, label)
 
-    def _raw(self, block: Block, label: str) -> object | None:
+    def _raw(self, block: PlacedOperator, label: str) -> object | None:
         """The tensor at a port before its cast."""
         if label == "output":
-            if block.way.format == "within-cast":
+            if block.execution.format == "within-cast":
                 return self._at(block.op.reads[0])
             return self._at(block.op.writes[0]) if block.op.writes else None
         for (name, _), place in zip(block.op.call.ports, block.op.reads, strict=True):
@@ -146,11 +146,11 @@ class _Walk:
                 return self._at(place)
         return None
 
-    def _keep(self, index: int, block: Block) -> None:
+    def _keep(self, index: int, block: PlacedOperator) -> None:
         if not block.op.has_backward:
             self.own.append(0)
             return
-        kept = block.cost.saved or Kept(ports=list(block.op.saved), own=block.op.saved_own)
+        kept = block.cost.saved or SavedTensors(ports=list(block.op.saved), own=block.op.saved_own)
         own = kept.own
         places = [self._place(block, label) for label in kept.ports]
         for placed in block.casts:
@@ -199,7 +199,7 @@ class _Walk:
 class _Errors:
     """Gradients of activations: there from the last reader's backward until the maker's is done."""
 
-    def __init__(self, blocks: list[Block]) -> None:
+    def __init__(self, blocks: list[PlacedOperator]) -> None:
         self.blocks = blocks
         self.alive: dict[int, int] = {}
 

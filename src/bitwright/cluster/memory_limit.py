@@ -1,5 +1,5 @@
-"""How much of a device's memory plans may use: predictions are some percent wrong, and a process that needs more than
-there is gets killed."""
+"""How much of a device's memory plans may use. A reserve covers prediction errors: a process that exceeds the memory is
+killed."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 RESERVE = 0.07
-"""Share of a device's memory that is left free: most processes peaked up to 5 % above their prediction."""
+"""Share of a device's memory that plans leave free. Most processes peaked at up to 5 % above their prediction."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryLimit:
-    """What a device has, and the share of it that nobody plans with.
+    """The memory of a device and the share of it that plans leave free.
 
     >>> limit = MemoryLimit(total=10 * 10**9, reserve=0.07)
     >>> limit.usable, limit.holds(9_300_000_000), limit.holds(9_300_000_001)
@@ -22,13 +22,13 @@ class MemoryLimit:
     """
 
     total: int
-    """Bytes that there are."""
+    """All bytes of the device."""
     reserve: float = RESERVE
-    """Of them, between 0 and 1."""
+    """A share between 0 and 1."""
 
     @property
     def usable(self) -> int:
-        """Bytes that a process may be predicted to need."""
+        """Bytes that a process may use according to its prediction."""
         return self.total - round(self.total * self.reserve)
 
     def holds(self, process: int) -> bool:
@@ -52,7 +52,7 @@ def describe_limits(limits: Mapping[str, MemoryLimit | None]) -> str:
 
 
 def size(bytes: int) -> str:
-    """For people: a process has megabytes or gigabytes.
+    """Format bytes as megabytes or gigabytes.
 
     >>> size(9_300_000_000), size(4_200_000)
     ('9.3 GB', '4.2 MB')

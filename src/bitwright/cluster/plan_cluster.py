@@ -8,7 +8,7 @@ from logging import getLogger
 from typing import Any
 
 from bitwright.cluster.cluster import Cluster
-from bitwright.cluster.cluster_cost_model import OnCluster
+from bitwright.cluster.cluster_cost_model import ClusterCostModel
 from bitwright.cluster.cost_model import FLOAT
 from bitwright.cluster.memory_limit import MemoryLimit
 from bitwright.cluster.planners import Allocation, uniform
@@ -179,7 +179,7 @@ def compare_planners(
         plan=_to_plan(model, rows[planner], workload.name, channels_last=channels_last),
         allocations=rows,
         failed=failed,
-        limits={kind: model.room(kind) for kind in model.kinds},
+        limits={kind: model.memory_limit(kind) for kind in model.kinds},
         kinds=model.kinds,
         operators=len(model.operators),
         fitting=[n for n in rows if n in PLANNERS and (n == planner or not over_limits(model, rows[n]))],
@@ -195,14 +195,14 @@ def _cost_model(
     keep_float: Sequence[str],
     *,
     channels_last: bool,
-) -> OnCluster:
+) -> ClusterCostModel:
     penalties = scores.values if isinstance(scores, Indications) else scores
     known = dict(profiles) if profiles is not None else cluster.profiles()
     check_layout(known, channels_last=channels_last)
     pair, loss = training_batch(workload, batch, channels_last=channels_last)
     formats = sorted({format for own in penalties.values() for format in own if format != FLOAT})
     with explain_batch_mismatch(known, batch_size(pair)):
-        model = OnCluster(
+        model = ClusterCostModel(
             record_step(workload.model, pair, loss, name=workload.name),
             known,
             cluster,
@@ -215,14 +215,17 @@ def _cost_model(
     return model
 
 
-def _to_plan(model: OnCluster, chosen: Allocation, name: str, *, channels_last: bool) -> Plan:
+def _to_plan(model: ClusterCostModel, chosen: Allocation, name: str, *, channels_last: bool) -> Plan:
     plan = model.to_plan(chosen, model=name)
     devices = {kind: replace(device, channels_last=channels_last) for kind, device in plan.devices.items()}
     return replace(plan, devices=devices)
 
 
 def _check(
-    model: OnCluster, penalties: Mapping[str, Mapping[str, float]], formats: Sequence[str], keep_float: Sequence[str]
+    model: ClusterCostModel,
+    penalties: Mapping[str, Mapping[str, float]],
+    formats: Sequence[str],
+    keep_float: Sequence[str],
 ) -> None:
     """Warn about scores that are ignored; raise if no operator has a choice of formats."""
     names = set(model.graph.position)

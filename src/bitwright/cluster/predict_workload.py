@@ -8,7 +8,7 @@ from logging import getLogger
 from pathlib import Path
 
 from bitwright.cluster.cluster import Cluster
-from bitwright.cluster.compare import Comparison, compare
+from bitwright.cluster.compare import StepComparison, compare
 from bitwright.cluster.prediction import Prediction
 from bitwright.cluster.predictor import Predictor
 from bitwright.core.arguments import strict
@@ -114,7 +114,7 @@ def compare_with_steps(
     channels_last: bool = False,
     settings: StepSettings | None = None,
     progress: Progress | None = None,
-) -> Comparison:
+) -> StepComparison:
     """Run real training steps on this device and compare them with a prediction for one device.
 
     The arguments are those of the prediction.

@@ -1,4 +1,4 @@
-"""What a prediction says: the step, each kind of device, who waits for whom, and what memory peaks at."""
+"""The result of a prediction: step time, devices, waiting times, memory and the critical path."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bitwright.cluster.device_step import Local
+from bitwright.cluster.device_step import DeviceStep
 from bitwright.cluster.memory import MemoryUse
 from bitwright.cluster.memory_limit import MemoryLimit, size
 from bitwright.cluster.replay import LaneReplay, StepReplay
@@ -24,7 +24,7 @@ class DevicePrediction:
     name: str
     count: int
     computing: float
-    """Seconds of its own work in a step, undisturbed."""
+    """Seconds of its own work in a step, without contention."""
     busy: float
     """Share of the step in which it computes."""
     communicating: float
@@ -34,13 +34,13 @@ class DevicePrediction:
     phases: dict[str, float]
     memory: MemoryUse | None
     limit: MemoryLimit | None
-    """None if nobody said how much memory it has."""
+    """None if the memory of the device is unknown."""
     stood_in: int
-    """Operators that weren't measured in their format: their cost in float stands in."""
+    """The number of operators without a cost in their format; their float cost is used."""
 
     @property
     def fits(self) -> bool | None:
-        """Whether its memory, less the reserve, is enough for the whole process; None if nobody said what it has."""
+        """Whether the process fits into the memory minus the reserve; None if the memory is unknown."""
         return None if self.memory is None or self.limit is None else self.limit.holds(self.memory.process)
 
     def to_dict(self) -> dict[str, Any]:
@@ -57,6 +57,7 @@ class DevicePrediction:
         }
 
 
+@strict
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Prediction:
     """The predicted training step of a cluster."""
@@ -68,11 +69,11 @@ class Prediction:
     buckets: tuple[int, ...]
     """Bytes of each, in order."""
     critical: tuple[str, ...]
-    """What the step's length is made of, in order."""
+    """The critical path: the phases that determine the step time, in order."""
     samples: int
     """In one step of all devices."""
     replay: StepReplay = field(compare=False)
-    locals: dict[str, Local] = field(compare=False)
+    locals: dict[str, DeviceStep] = field(compare=False)
 
     def __repr__(self) -> str:
         count = sum(device.count for device in self.devices)
@@ -124,7 +125,7 @@ class Prediction:
 
 
 def critical_path(replay: StepReplay) -> tuple[str, ...]:
-    """Back from the end: who finished last, what it waited for, and so on to the start."""
+    """Follow the dependencies back from the device that finished last."""
     last = max(replay.lanes, key=lambda run: run.finished)
     words = [f"{last.lane.name}: clipping and optimizer, {_ms(last.lane.tail)}"]
     if not replay.sent or last.computed > replay.sent[-1].end:
@@ -174,7 +175,7 @@ def trace_events(prediction: Prediction) -> list[dict[str, Any]]:
     return found
 
 
-def _compute(local: Local, run: LaneReplay) -> Iterator[tuple[str, str, float, float, dict[str, Any]]]:
+def _compute(local: DeviceStep, run: LaneReplay) -> Iterator[tuple[str, str, float, float, dict[str, Any]]]:
     """One batch (the last of an accumulated step), operator by operator.
 
     Recorded operators fill the lane's own forward and backward: its batch may be another, and DDP adds its part.
@@ -187,7 +188,7 @@ def _compute(local: Local, run: LaneReplay) -> Iterator[tuple[str, str, float, f
     work = lane.begun
     for block in local.blocks:
         start, work = work, work + (block.forward + gap) * there
-        words = {"format": block.way.format, "casts": [placed.cast.kind for placed in block.casts]}
+        words = {"format": block.execution.format, "casts": [placed.cast.kind for placed in block.casts]}
         yield block.op.name, "forward", run.time_at(start), run.time_at(work), words
     for block, end in zip(reversed(local.blocks), local.backward_offsets, strict=True):
         at = lane.turned + end * back

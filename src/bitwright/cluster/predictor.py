@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from bitwright.cluster.cluster import Cluster
-from bitwright.cluster.device_step import Local
+from bitwright.cluster.device_step import DeviceStep
 from bitwright.cluster.gradient_buckets import Bucket, make_buckets
 from bitwright.cluster.memory import memory_of
 from bitwright.cluster.prediction import DevicePrediction, Prediction, critical_path
@@ -25,7 +25,7 @@ _AFTER = ("clip", "optimizer")  # phases after the collectives, which don't take
 
 @dataclass(frozen=True)
 class Modelled:
-    """Parts of the model that can be left out, to see what they are worth."""
+    """Effects of the simulation, which can be switched off to measure their influence."""
 
     casts: bool = True
     overlap: bool = True
@@ -59,11 +59,11 @@ class Predictor:
     settings: StepSettings
     cluster: Cluster
     profiles: Mapping[str, DeviceProfile]
-    locals: Mapping[str, Local]
+    locals: Mapping[str, DeviceStep]
     modelled: Modelled
     batches: Mapping[str, int] = field(default_factory=dict)
     """Samples of kinds that have others than the recorded step."""
-    smaller: Mapping[str, Local] = field(default_factory=dict)
+    smaller: Mapping[str, DeviceStep] = field(default_factory=dict)
     """The step with a smaller batch, where it was measured: other batches lie on a line through both."""
 
     @staticmethod
@@ -93,17 +93,17 @@ class Predictor:
             if name not in profiles:
                 raise BitwrightError("this kind of device has no profile", where=name, fix=did_you_mean(name, profiles))
         locals_ = {
-            name: Local.build(graph, plan_for(plan, name), profiles[name], settings, casts=modelled.casts)
+            name: DeviceStep.build(graph, plan_for(plan, name), profiles[name], settings, casts=modelled.casts)
             for name in cluster.devices
         }
         if batches is None and isinstance(plan, Plan):
             batches = {name: device.batch for name, device in plan.devices.items() if device.batch is not None}
-        small: dict[str, Local] = {}
+        small: dict[str, DeviceStep] = {}
         if smaller is not None:
             for name in cluster.devices:
                 own = plan_for(plan, name)
                 with suppress(BitwrightError):  # not measured
-                    small[name] = Local.build(smaller, own, profiles[name], settings, casts=modelled.casts)
+                    small[name] = DeviceStep.build(smaller, own, profiles[name], settings, casts=modelled.casts)
         return Predictor(graph, settings, cluster, profiles, locals_, modelled, batches or {}, small)
 
     def changed(self, kind: str, plan: Plan, operators: set[str]) -> Predictor:
@@ -128,7 +128,7 @@ class Predictor:
         """One kind's work."""
         return self.lane_of(name, self.locals[name], self.smaller.get(name), self.share(name))
 
-    def lane_of(self, name: str, local: Local, small: Local | None, share: float) -> Lane:
+    def lane_of(self, name: str, local: DeviceStep, small: DeviceStep | None, share: float) -> Lane:
         """The work of this kind with another plan and batch: `small` is the plan's step with the smaller one."""
         lane = self._recorded(name, local)
         if share == 1:
@@ -150,7 +150,7 @@ class Predictor:
             at, other = small.graph.samples / self.graph.samples, small.phases
         return {n: s if n in _AFTER else on_line(share, at, other[n], s) for n, s in whole.items()}
 
-    def _recorded(self, name: str, local: Local) -> Lane:
+    def _recorded(self, name: str, local: DeviceStep) -> Lane:
         """The work of a step as it was recorded."""
         host = self.profiles[name].host
         several = self.cluster.world > 1
@@ -201,7 +201,7 @@ class Predictor:
 
     @property
     def seconds(self) -> float:
-        """The step alone: what a planner asks thousands of times."""
+        """The step time alone, which planners need thousands of times."""
         return self.replay().period
 
     def predict(self, *, exact: bool = False) -> Prediction:

@@ -24,7 +24,20 @@ from typing import (
     overload,
 )
 
+from annotated_types import Ge, Gt, Le, Lt
+
 from bitwright.core.errors import PlanError, Problem, did_you_mean
+
+Count = Annotated[int, Ge(1), Lt(2**63)]
+"""How many: at least one."""
+Amount = Annotated[int, Ge(0), Lt(2**63)]
+"""How many, or how many bytes: none is possible, too."""
+Seed = Annotated[int, Ge(0), Lt(2**32)]
+"""The seed of random numbers."""
+Share = Annotated[float, Ge(0), Le(1e12)]
+"""A number that is not negative, such as a share or a factor."""
+Positive = Annotated[float, Gt(0), Le(1e12)]
+"""A number above 0."""
 
 _CONTAINERS = {
     "Mapping": "a mapping",
@@ -57,6 +70,33 @@ def fits(value: Any, hint: Any) -> bool:
     if origin is not None:
         return _fits_container(value, origin, get_args(hint))
     return _is_a(value, hint) if isinstance(hint, type) else True
+
+
+def limit_problem(value: Any, hint: Any) -> str | None:
+    """The limits of `hint` (`Annotated[int, Ge(1)]`) that a number violates; None if there are none.
+
+    >>> limit_problem(-5, Count | None), limit_problem(None, Count | None)
+    ('at least 1', None)
+    """
+    if not isinstance(value, Real):
+        return None
+    origin = get_origin(hint)
+    if origin in (Union, UnionType):
+        found = [limit_problem(value, kind) for kind in get_args(hint) if fits(value, kind)]
+        return found[0] if found and all(found) else None
+    if origin is not Annotated:
+        return None
+    number = float(value)
+    for limit in hint.__metadata__:  # written so that NaN is outside
+        if isinstance(limit, Ge) and not number >= cast(Any, limit.ge):
+            return f"at least {limit.ge}"
+        if isinstance(limit, Gt) and not number > cast(Any, limit.gt):
+            return f"more than {limit.gt}"
+        if isinstance(limit, Le) and not number <= cast(Any, limit.le):
+            return f"at most {limit.le}"
+        if isinstance(limit, Lt) and not number < cast(Any, limit.lt):
+            return f"less than {limit.lt}"
+    return None
 
 
 def _is_a(value: Any, kind: type) -> bool:
@@ -135,6 +175,15 @@ class WrongArgument(PlanError, TypeError):
             self.args = (str(problems[0]),)
 
 
+class ImpossibleArgument(PlanError, ValueError):
+    """A call with numbers outside of their limits; also a `ValueError`, as in Python itself."""
+
+    def __init__(self, problems: list[Problem], *, title: str = "impossible arguments") -> None:
+        super().__init__(problems, title=title)
+        if len(problems) == 1:
+            self.args = (str(problems[0]),)
+
+
 @overload
 def strict(target: C) -> C: ...
 @overload
@@ -184,6 +233,20 @@ def reject_wrong_types(function: str, given: Mapping[str, Any], hints: Mapping[s
             )
     if problems:
         raise WrongArgument(problems)
+
+
+def reject_impossible(function: str, given: Mapping[str, Any], hints: Mapping[str, Any]) -> None:
+    """Raise for every number that is outside of the limits that `hints` has for it."""
+    problems = []
+    for name, value in given.items():
+        limit = limit_problem(value, hints[name]) if name in hints else None
+        if limit is not None:
+            what = f"{function}() can't use this number as {name!r}"
+            problems.append(
+                Problem(what=what, where=name, value=value, fix=f"give {limit}", code="impossible-argument")
+            )
+    if problems:
+        raise ImpossibleArgument(problems)
 
 
 def _fix(value: Any, hint: Any, wanted: str) -> str:
@@ -258,7 +321,9 @@ def _strict_function(
         if hints is None:  # evaluated at the first call, when the module is fully defined
             hints = _hints(function, signature)
         if hints:
-            reject_wrong_types(title, {**dict(zip(positional, args, strict=False)), **kwargs}, hints)
+            given = {**dict(zip(positional, args, strict=False)), **kwargs}
+            reject_wrong_types(title, given, hints)
+            reject_impossible(title, given, hints)
         return function(*args, **kwargs)
 
     call.__signature__ = signature  # type: ignore[attr-defined]

@@ -77,21 +77,24 @@ def name_problem(name: str) -> str | None:
     return None
 
 
-def _not_blank(value: str) -> str:
+def not_blank(value: str) -> str:
+    """The text, if it says something."""
     if not value.strip():
         raise ValueError("must not be empty")
     return value
 
 
-def _device_name(value: str) -> str:
-    if not value.strip() or not value.isprintable() or "/" in value or "\\" in value or len(value) > 120:
-        raise ValueError("a device name must have 1 to 120 printable characters and no slashes")
+def device_name(value: str) -> str:
+    """Return the text if it can name a device type, else raise."""
+    slashes = "/" in value or "\\" in value
+    if value.strip(" .") == "" or not value.isprintable() or slashes or len(value) > 120:
+        raise ValueError("a device name must have 1 to 120 printable characters, no slashes, and not only dots")
     return value
 
 
-NonBlank = Annotated[str, AfterValidator(_not_blank)]
+NonBlank = Annotated[str, AfterValidator(not_blank)]
 """A string that is not blank."""
-DeviceName = Annotated[str, AfterValidator(_device_name)]
+DeviceName = Annotated[str, AfterValidator(device_name)]
 """The name of a device type."""
 
 
@@ -486,6 +489,11 @@ def _merge_branches(details: Iterable[Mapping[str, Any]], branches: Collection[s
 
 
 def _problem(one: Mapping[str, Any], model: object, fix: str | None) -> Problem:
+    if one["loc"][-1:] == ("[key]",):  # pydantic appends the rejected key and this marker to the mapping's path
+        what = str(one["msg"]).removeprefix("Value error, ")
+        return Problem(
+            what=what, where=".".join(str(part) for part in one["loc"][:-2]), value=one["input"], code="invalid-name"
+        )
     where = ".".join(str(part) for part in one["loc"])
     if one["type"] == "extra_forbidden":
         near = did_you_mean(shortened(str(one["loc"][-1])), _keys(model, one["loc"][:-1]))

@@ -1,4 +1,4 @@
-"""Versions and machine: what a figure means nothing without."""
+"""The machine and the package versions of a measurement."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pydantic import Field
 from bitwright.core.documents import ResultModel
 from bitwright.version import __version__
 
-#: What computes, converts or runs; an absent one is left out.
+#: Packages that affect results; missing ones are left out.
 PACKAGES = (
     "torch",
     "numpy",
@@ -29,12 +29,12 @@ PACKAGES = (
     "pydantic",
     "scikit-learn",
 )
-# Those that decide how fast and how exact 8-bit products are.
+# Features that determine the speed and the rounding of 8-bit products.
 _FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx_vnni", "amx_int8", "amx_bf16", "asimddp", "i8mm", "sve")
 
 
 class Environment(ResultModel):
-    """Where it was measured."""
+    """Machine and versions of a measurement."""
 
     bitwright: str
     python: str
@@ -69,7 +69,7 @@ def _version(package: str) -> str | None:
 
 
 def _cpu() -> tuple[str, set[str]]:
-    """The processor's name and flags; only Linux tells them to everybody."""
+    """The processor's name and flags; flags are only known on Linux."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -144,7 +144,13 @@ def _owner() -> dict[str, Any]:
     # Omit the full command line because it may contain a password.
     words = [Path(sys.argv[0]).name or "python", *(word for word in sys.argv[1:2] if word.isalpha())]
     since = datetime.now(UTC).isoformat(timespec="seconds")
-    return {"pid": pid, "born": process_start(pid), "boot": boot_id(), "command": " ".join(words), "since": since}
+    return {
+        "pid": pid,
+        "born": process_start(pid),
+        "boot": boot_id(),
+        "command": " ".join(words),
+        "since": since,
+    }
 
 
 def _read(handle: int) -> dict[str, Any]:

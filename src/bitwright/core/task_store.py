@@ -453,11 +453,11 @@ def _experimental() -> Iterator[None]:
 
 
 def _who() -> dict[str, Any]:
-    return {"host": boot_id(), "pid": os.getpid(), "born": process_start(os.getpid())}
+    return {"host": boot_id(), "pid": os.getpid(), "process_start": process_start(os.getpid())}
 
 
 def _alive(worker: Mapping[str, Any] | None) -> bool:
     """Whether a worker of this machine is still running. Workers of other machines are checked by their heartbeats."""
     if worker is None or worker["host"] != boot_id():
         return True
-    return process_start(int(worker["pid"])) == str(worker["born"])
+    return process_start(int(worker["pid"])) == str(worker["process_start"])

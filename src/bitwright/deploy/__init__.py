@@ -1,4 +1,4 @@
-"""Export to an artefact, run it, check it against the simulation, measure it."""
+"""Deployment: export a model to an artefact, run it, check it against the simulation and measure it."""
 
 from bitwright.deploy.agreement import OutputCheck
 from bitwright.deploy.artefacts import Stored, read_artefact

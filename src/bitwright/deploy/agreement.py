@@ -1,4 +1,4 @@
-"""How well two sets of output tensors agree: the runtime's with the simulation's, and both with the float model's."""
+"""Agreement of output tensors: the runtime's with the simulation's, and both with the float model's."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from torch import Tensor
 from bitwright.core.errors import ArtefactError
 
 MIN_SQNR = 30.0
-# Codes may differ by one where a sum falls next to a rounding boundary, and such flips spread through a deep network.
-# Arithmetic that really differs (saturation, another scale) is louder than the error that quantization makes anyway.
-MAX_SHARE = 0.5  # of an output; a single site may drift up to that error itself
+# Codes may differ by one if a sum is near a rounding boundary, and such flips propagate through a deep network. Real
+# differences in arithmetic (saturation, another scale) cause a larger error than quantization itself.
+MAX_SHARE = 0.5  # of the quantization error, for an output; a single site may differ by the whole quantization error
 
 
 def decibels(signal: float, error: float) -> float:
-    """The ratio of two energies."""
+    """The ratio of two energies in dB."""
     return inf if error == 0 else -inf if error == inf else 10 * log10(max(signal, 1e-300) / error)
 
 
@@ -32,14 +32,14 @@ def share_of(error: float, quantization: float) -> float:
 
 
 def as_array(tensor: Tensor) -> NDArray[Any]:
-    """A tensor as NumPy has it; bfloat16 becomes float32, which holds the same numbers."""
+    """Convert a tensor to NumPy; bfloat16 becomes float32, which has the same values."""
     tensor = tensor.detach()
     return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).cpu().numpy()
 
 
 @dataclass(frozen=True, kw_only=True)
 class OutputCheck:
-    """One output of the model: runtime against simulation."""
+    """The agreement of one output between runtime and simulation."""
 
     name: str
     sqnr_db: float
@@ -47,17 +47,17 @@ class OutputCheck:
     cosine: float
     top1_agreement: float | None
     quantization_share: float
-    """Runtime's deviation relative to what quantization itself changes (simulated against float)."""
+    """The runtime's deviation relative to the quantization error (simulation against float)."""
 
     @property
     def passed(self) -> bool:
-        """Close to the simulation, absolutely or beside the error that quantization makes anyway."""
+        """Whether the deviation is small, absolutely or relative to the quantization error."""
         return self.sqnr_db >= MIN_SQNR or self.quantization_share <= MAX_SHARE
 
 
 @dataclass
 class Sums:
-    """One output over all batches."""
+    """Sums of one output over all batches."""
 
     signal: float = 0.0
     error: float = 0.0
@@ -71,7 +71,7 @@ class Sums:
     rows: int = 0
 
     def add(self, simulated: NDArray[Any], real: NDArray[Any], exact: NDArray[Any]) -> None:
-        """Compare the outputs of one batch. Infinities agree where both sides have the same one."""
+        """Add the outputs of one batch. Equal infinities count as agreement."""
         s, r, f = (a.astype(np.float64) for a in (simulated, real, exact))
         if s.ndim == 2 and s.shape[1] > 1:
             self.agree += int((s.argmax(1) == r.argmax(1)).sum())
@@ -92,7 +92,7 @@ class Sums:
         self.largest = max(self.largest, float(np.abs(error).max(initial=0.0)))
 
     def result(self, name: str) -> OutputCheck:
-        """The sums as figures."""
+        """Convert the sums to metrics."""
         return OutputCheck(
             name=name,
             sqnr_db=decibels(self.signal, self.error),
@@ -109,7 +109,7 @@ def _difference(one: NDArray[np.float64], other: NDArray[np.float64]) -> NDArray
 
 
 def refuse_nan(path: str, *, simulated: NDArray[Any], real: NDArray[Any], exact: NDArray[Any], runtime: str) -> None:
-    """NaN equals nothing, so an output that has one can't agree: say who computed it first."""
+    """Raise an error if an output contains NaN, which can't agree; it names the first model that computed NaN."""
     has_nan = {
         name: bool(np.isnan(array).any())
         for name, array in (("float", exact), ("simulated", simulated), (runtime, real))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,15 @@ import torch
 from torch import nn
 
 from bitwright.backends import backend
-from bitwright.core.arguments import strict
+from bitwright.core.arguments import Count, strict
 from bitwright.core.errors import ArtefactError, Problem, WorkloadError, log_warnings
+from bitwright.core.formatting import decibels, number, percent
 from bitwright.core.modes import call_copied, eval_mode
+from bitwright.core.notebook import table
 from bitwright.core.registry import RUNTIMES
 from bitwright.core.tensor_tree import as_call, tensors_in
 from bitwright.deploy.agreement import OutputCheck, Sums, as_array, refuse_nan
-from bitwright.deploy.artefacts.store import QDQ, kind_of_artefact
+from bitwright.deploy.artefacts.store import QDQ, kind_of_artefact, read_artefact
 from bitwright.deploy.distance import Distance, SiteDistance, distance_of, look_at_sites
 from bitwright.deploy.integrity import Damage
 from bitwright.deploy.runtimes.base import Runtime, open_runtime, readers
@@ -61,6 +64,20 @@ class Check:
         intact = not self.damages and not any(site.damaged for site in self.sites)
         return intact and all(output.passed for output in self.outputs)
 
+    def _repr_html_(self) -> str:
+        rows = [
+            (
+                one.name,
+                "agrees" if one.passed else "diverges",
+                decibels(one.sqnr_db if isfinite(one.sqnr_db) else None),
+                number(one.max_error),
+                None if one.top1_agreement is None else percent(one.top1_agreement),
+            )
+            for one in self.outputs
+        ]
+        title = f"{self.runtime}: {'passed' if self.passed else 'failed'}, {self.samples} samples"
+        return table(["output", "result", "#SQNR", "#largest error", "#same top-1"], rows, title=title)
+
     @property
     def first_divergence(self) -> str | None:
         """The first site, in the order of execution, whose codes differ by more than rounding."""
@@ -76,7 +93,7 @@ def check(
     *,
     runtime: str | None = None,
     per_site: bool = False,
-    threads: int | None = None,
+    threads: Count | None = None,
     measure: bool = True,
 ) -> Check:
     """Run `batches` through the prepared model and through the artefact on the real runtime, and compare.
@@ -93,11 +110,13 @@ def check(
         noted += [] if other is None else [other]
     real = open_runtime(runtime, artefact, threads=threads)
     if real.suffix == ".onnx" and (kind := kind_of_artefact(artefact)) != QDQ:
+        read_artefact(artefact)  # files that were changed since the export are an error of their own
         raise ArtefactError(
             "this artefact is a float model; its grids lie beside it, where no runtime here looks",
             where=str(artefact),
             value=kind,
             fix='export with artefact="qdq" (--artefact qdq) to check the same numbers here',
+            code="grids-in-another-file",
         )
     sums: dict[str, Sums] = {}
     samples, seen = 0, CalibrationData()

@@ -1,4 +1,4 @@
-"""Checkpoints of models, prepared or not, as safetensors: no pickle, written whole or not at all."""
+"""Checkpoints of models, prepared or not, as safetensors files that are written atomically."""
 
 from __future__ import annotations
 
@@ -28,24 +28,25 @@ _PREFIX = f"{CONTAINER}."
 
 @strict
 def save_checkpoint(model: nn.Module, path: str | Path) -> Path:
-    """Write the model's state, its quantizers' included.
+    """Write the model's state, including its quantizers.
 
-    Tied tensors are stored once: safetensors refuses shared storage, so the other names go into the metadata.
+    Tied tensors are stored once, because safetensors rejects shared storage; their other names go into the metadata.
     """
     return save_state(model.state_dict(), path)
 
 
 @strict
 def checkpoint_file(path: Path) -> Path:
-    """The checkpoint that a user means: a file, or the one in a run's folder."""
+    """The checkpoint at a path: the file itself, or the one in the folder of a run."""
     file = path / "checkpoint.safetensors" if path.is_dir() else path
     if not file.is_file():
-        raise CheckpointError("there is no such checkpoint", where=str(file), fix="give a run's folder, or a file")
+        fix = "pass the folder of a run, or a file"
+        raise CheckpointError("the checkpoint doesn't exist", where=str(file), fix=fix, code="no-such-checkpoint")
     return file
 
 
 def save_state(state: dict[str, Any], path: str | Path) -> Path:
-    """Write a state dict as `save_checkpoint` does."""
+    """Write a state dict like `save_checkpoint`."""
     path = Path(path)
     tensors, aliases = _untied(state)
     metadata = {"format": "pt", "bitwright": _VERSION, "aliases": json.dumps(aliases, sort_keys=True)}
@@ -70,21 +71,21 @@ def _sort_metadata(path: Path, metadata: Mapping[str, str]) -> None:
 
 @strict
 def load_checkpoint(model: nn.Module, path: str | Path) -> None:
-    """Load what `save_checkpoint` wrote into a model that is prepared with the same plan.
+    """Load a file of `save_checkpoint` into a model that is prepared with the same plan.
 
-    A float checkpoint loads too: its quantizers are then still without a range. Names and shapes are compared
-    first: either all of it is loaded, or nothing is and the error lists every difference.
+    A float checkpoint loads too; the quantizers then have no range yet. Names and shapes are compared first: either
+    everything is loaded, or nothing is and the error lists every difference.
     """
     path = Path(path)
     state = read_state(path)
     problems = _differences(model, state)
     if problems:
-        raise PlanError(problems, title=f"{path} doesn't fit the model")
+        raise PlanError(problems, title=f"{path} doesn't match the model")
     model.load_state_dict(state)
 
 
 def _untied(state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Each tensor once, and the names of those that are the same memory."""
+    """Each tensor once, and the other names of tensors that share its memory."""
     tensors: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
     first: dict[object, str] = {}
@@ -92,10 +93,11 @@ def _untied(state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
     for name, tensor in state.items():
         if not isinstance(tensor, Tensor):
             raise CheckpointError(
-                "the state has something that is not a tensor",
+                "the state contains a value that isn't a tensor",
                 where=name,
                 value=type(tensor).__name__,
-                fix="keep it out of the state dict (get_extra_state), or register it as a buffer",
+                fix="remove it from the state dict (get_extra_state), or register it as a buffer",
+                code="not-a-tensor",
             )
         memory = tensor.untyped_storage().data_ptr()
         view = (memory, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
@@ -103,44 +105,48 @@ def _untied(state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
             aliases[name] = first[view]
             continue
         first[view] = name
-        # Two different views of one memory become two tensors.
+        # Different views of the same memory become separate tensors.
         tensors[name] = tensor.detach().clone().contiguous() if memory in storages else tensor.detach().contiguous()
         storages.add(memory)
     return tensors, aliases
 
 
 def read_state(path: Path) -> dict[str, Tensor]:
-    """What `save_state` was given."""
+    """Read a file of `save_state`."""
     if not path.is_file():
         raise CheckpointError(
-            "there is no such checkpoint", where=str(path), fix="give the path of a .safetensors file"
+            "the checkpoint doesn't exist",
+            where=str(path),
+            fix="pass the path of a .safetensors file",
+            code="no-such-checkpoint",
         )
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
             state: dict[str, Tensor] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except Exception as error:  # safetensors, torch and the operating system have their own
+    except Exception as error:  # safetensors, torch and the operating system raise different types
         raise CheckpointError(
             f"the checkpoint can't be read: {shortened(str(error))}",
             where=str(path),
-            fix="save it again: this file is damaged",
+            fix="the file is damaged; save it again",
             code="damaged-checkpoint",
         ) from error
     state |= _aliased(metadata.get("aliases", "{}"), state, path)
     version = metadata.get("bitwright", _VERSION)
     if version != _VERSION:
         raise CheckpointError(
-            "the checkpoint has another version",
+            "unknown version of the checkpoint",
             where=str(path),
             value=version,
             fix=f"this Bitwright reads version {_VERSION}",
+            code="unknown-version",
         )
     return state
 
 
 def _aliased(text: str, state: dict[str, Tensor], path: Path) -> dict[str, Tensor]:
-    """Tied tensors under their other names; each must name a tensor that the file has itself."""
-    fix = "save it again: this file is damaged"
+    """Tied tensors by their other names; each must refer to a tensor in the file."""
+    fix = "the file is damaged; save it again"
     aliases = parse_json(text, where=f"{path}, aliases", what="the checkpoint", fix=fix, error=CheckpointError)
     if not isinstance(aliases, dict):
         raise CheckpointError(
@@ -152,7 +158,9 @@ def _aliased(text: str, state: dict[str, Tensor], path: Path) -> dict[str, Tenso
         )
     problems = [
         Problem(
-            what="is tied to a tensor that the checkpoint doesn't have" if name not in state else "is there twice",
+            what="it is tied to a tensor that the checkpoint doesn't contain"
+            if name not in state
+            else "it occurs twice",
             where=name,
             value=owner,
             fix=fix,
@@ -171,25 +179,32 @@ def _differences(model: nn.Module, state: dict[str, Tensor]) -> list[Problem]:
     attachment = find_attachment(model)
     sites = set(attachment.quantizers) if attachment is not None else set()
     problems = [
-        Problem(what="the checkpoint lacks this tensor", where=name, fix="save it from the same model")
+        Problem(
+            what="the checkpoint doesn't contain this tensor",
+            where=name,
+            fix="save it from the same model",
+            code="missing-tensor",
+        )
         for name in known
         if name not in state
     ]
-    strange: dict[str, None] = {}  # once per site, not once per tensor of it
+    strange: dict[str, None] = {}  # report a site once, not each of its tensors
     for name, tensor in state.items():
         if name.startswith(_PREFIX):
             site = name.removeprefix(_PREFIX).rpartition(".")[0]
             if site not in sites:
                 strange[site] = None
         elif name not in known:
-            problems.append(Problem(what="the model has no such tensor", where=name, fix=did_you_mean(name, known)))
+            what, fix = "the model has no such tensor", did_you_mean(name, known)
+            problems.append(Problem(what=what, where=name, fix=fix, code="unknown-tensor"))
         elif isinstance(known[name], torch.Tensor) and known[name].shape != tensor.shape:
             problems.append(
                 Problem(
                     what=f"the model has the shape {tuple(known[name].shape)} here",
                     where=name,
                     value=tuple(tensor.shape),
-                    fix="build the model as it was when the checkpoint was saved",
+                    fix="build the same model as when the checkpoint was saved",
+                    code="state-shape",
                 )
             )
         elif isinstance(known[name], Tensor) and known[name].is_floating_point() != tensor.is_floating_point():
@@ -210,11 +225,10 @@ def _differences(model: nn.Module, state: dict[str, Tensor]) -> list[Problem]:
         problems += parameter_problems(sites, given)
     problems += [
         Problem(
-            what="the checkpoint has a quantizer where the plan has none",
+            what="the checkpoint has a quantizer, but the plan has none here",
             where=site,
-            fix="use the plan that the checkpoint was made with"
-            if sites
-            else "prepare(model, plan) first, with the plan that the checkpoint was made with",
+            fix="use the plan of the checkpoint" if sites else "prepare(model, plan) first, with the checkpoint's plan",
+            code="unexpected-quantizer",
         )
         for site in strange
     ]
@@ -222,20 +236,20 @@ def _differences(model: nn.Module, state: dict[str, Tensor]) -> list[Problem]:
 
 
 def _unequal_channels(model: nn.Module, attachment: Attachment, state: dict[str, Tensor]) -> Iterator[Problem]:
-    """Scales per channel of weights that have another number of channels."""
+    """Problems of per-channel scales that don't match the number of channels of their weight."""
     for site, quantizer in attachment.quantizers.items():
         scale = state.get(f"{_PREFIX}{site}.scale")
         path, _, port = site.rpartition(":")
         try:
             weight = model.get_parameter(f"{path}.{port}")
-        except AttributeError:  # a weight that isn't stored under the name of its operator, or an activation
+        except AttributeError:  # an activation, or a weight that isn't stored under the name of its operator
             continue
         if scale is None or scale.dim() != 1 or quantizer.layout.granularity != "channel":
             continue
         channels = weight.shape[quantizer.layout.axis]
-        if scale.numel() not in (0, channels):  # none at all is reported already
+        if scale.numel() not in (0, channels):  # a missing scale is already reported
             yield Problem(
-                what=f"scale has another number of channels than the weight, which has {channels}",
+                what=f"the number of scales differs from the number of channels of the weight, {channels}",
                 where=site,
                 value=scale.numel(),
                 fix="use the checkpoint of this model",

@@ -1,7 +1,7 @@
-"""How far a quantized model is from its float model, which sites cost most, and whether its ranges fit the data.
+"""The distance of a quantized model from its float model, the sites with the largest errors, and unsuitable ranges.
 
-This is another question than `check`'s: a runtime may compute exactly what the simulation computes, and both may have
-lost the model's accuracy. A few samples answer it, so `quantize` always asks.
+`check` answers another question: a runtime may compute exactly what the simulation computes although both have lost the
+model's accuracy. A few samples are enough to measure the distance, so `quantize` always does it.
 """
 
 from __future__ import annotations
@@ -22,36 +22,36 @@ from bitwright.core.tensor_tree import as_call, batch_size, map_tensors, slice_b
 from bitwright.deploy.agreement import Sums, as_array, decibels
 from bitwright.quantizers import Attachment, Quantizer, attachment_of, in_mode, tapped
 
-FAR_DB = 10.0  # below, the error is a third of the output's amplitude; ordinary INT8 models have 20 to 40
-FAR_TOP1, FAR_TOP1_DB = 0.5, 20.0  # below both, a class is often another one, and not only because classes are close
-MAX_CLIPPED = 0.1  # share of an activation's numbers beyond its grid; observers that clip leave out 1 % or less
-MIN_USED = 1 / 32  # share of a grid that numbers reach; below, five bits of it are never used
-_NEGLIGIBLE = 1e-10  # energy of an output relative to that of the largest one
-_BAD_DB = 25.0  # of one site; 8 bits have 30 to 50
-_SAMPLES, _FEWEST, _NUMBERS = 16, 4, 1 << 19  # samples to measure; as few as this if they have more input numbers
-_LOOKED_AT = 1 << 16  # numbers of one activation that are enough for a ratio of energies
+FAR_DB = 10.0  # below, the error is a third of the output's amplitude; typical INT8 models have 20 to 40
+FAR_TOP1, FAR_TOP1_DB = 0.5, 20.0  # below both, the top-1 class often changes, and not only for similar classes
+MAX_CLIPPED = 0.1  # maximum share of an activation's values outside its grid; clipping observers drop 1 % or less
+MIN_USED = 1 / 32  # minimum share of a grid that values reach; below, five bits are unused
+_NEGLIGIBLE = 1e-10  # energy of an output relative to the largest one
+_BAD_DB = 25.0  # for a single site; 8 bits have 30 to 50
+_SAMPLES, _FEWEST, _NUMBERS = 16, 4, 1 << 19  # samples to measure, minimum, and limit of their input values
+_LOOKED_AT = 1 << 16  # values of an activation that are enough for a ratio of energies
 _SHOWN = 5
-# Quantizers whose range comes from data; others clip on purpose, to a range that training learns or that is fixed.
+# Quantizers with a range from data; others clip on purpose, to a fixed or learned range.
 _FROM_DATA = ("plain", "lsq", "lsqplus", "tqt")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SiteDistance:
-    """What one quantizer does to the numbers that reach it."""
+    """The effect of one quantizer on its input."""
 
     site: str
     sqnr_db: float
-    """The cost of this quantizer alone."""
+    """The error of this quantizer alone."""
     clipped: float
-    """Share of numbers beyond the ends of its grid."""
+    """The share of values outside its grid."""
     used: float
-    """The largest number relative to the end of the grid."""
+    """The largest value relative to the end of the grid."""
     weight: bool
 
 
 @dataclass(frozen=True, kw_only=True)
 class OutputDistance:
-    """One output: quantized against float."""
+    """The distance of one output between the quantized and the float model."""
 
     name: str
     sqnr_db: float
@@ -60,27 +60,27 @@ class OutputDistance:
 
 @dataclass(frozen=True, kw_only=True)
 class Distance:
-    """How far the simulated model is from the float model."""
+    """The distance of the simulated model from the float model."""
 
     samples: int
     outputs: tuple[OutputDistance, ...]
     worst: tuple[SiteDistance, ...]
-    """The sites with the largest error of their own, worst first."""
+    """The sites with the largest errors, worst first."""
     warnings: tuple[Problem, ...] = ()
 
     @property
     def sqnr_db(self) -> float:
-        """Of the output that is farthest from float."""
+        """The SQNR of the worst output."""
         return min((output.sqnr_db for output in self.outputs), default=inf)
 
     @property
     def top1_agreement(self) -> float | None:
-        """Of the first output that has classes: how often both choose the same one."""
+        """The share of equal top-1 classes, for the first output with classes."""
         return next((o.top1_agreement for o in self.outputs if o.top1_agreement is not None), None)
 
     @property
     def far(self) -> bool:
-        """Whether the model has lost what it computed; the limits are `FAR_DB`, `FAR_TOP1` and `FAR_TOP1_DB`."""
+        """Whether the model lost its function; the limits are `FAR_DB`, `FAR_TOP1` and `FAR_TOP1_DB`."""
         agreement = self.top1_agreement
         lost = agreement is not None and agreement < FAR_TOP1 and self.sqnr_db < FAR_TOP1_DB
         return self.sqnr_db < FAR_DB or lost
@@ -93,9 +93,9 @@ class Distance:
 
 
 def measure_distance(model: nn.Module, batch: Any, *, samples: int | None = _SAMPLES) -> Distance:
-    """Run some samples of a batch through the prepared model, in float and quantized, and look at every site."""
+    """Run some samples of a batch through the prepared model, in float and quantized, and measure every site."""
     attachment = attachment_of(model)
-    if samples is not None:  # fewer where a sample is large
+    if samples is not None:  # use fewer samples if they are large
         numbers = max(1, sum(t.numel() for _, t in tensors_in(batch)) // max(1, batch_size(batch)))
         samples = min(samples, max(_FEWEST, _NUMBERS // numbers))
     with eval_mode(model), torch.no_grad():
@@ -104,7 +104,7 @@ def measure_distance(model: nn.Module, batch: Any, *, samples: int | None = _SAM
         except Exception:
             if samples is None or batch_size(batch) <= samples:
                 raise
-            return _measure(model, attachment, batch)  # a model that takes one batch size only
+            return _measure(model, attachment, batch)  # the model accepts only one batch size
 
 
 def _measure(model: nn.Module, attachment: Attachment, batch: Any) -> Distance:
@@ -122,7 +122,7 @@ def _measure(model: nn.Module, attachment: Attachment, batch: Any) -> Distance:
 
 
 def _without_numbers(array: NDArray[Any]) -> bool:
-    """NaN anywhere, or nothing but infinities; an output may have some infinities on purpose (masks)."""
+    """Whether it contains NaN or only infinities; some infinities may be intended (masks)."""
     if not array.size or not np.issubdtype(array.dtype, np.floating):
         return False
     return bool(np.isnan(array).any()) or not bool(np.isfinite(array).any())
@@ -130,20 +130,20 @@ def _without_numbers(array: NDArray[Any]) -> bool:
 
 def _not_finite(outputs: list[str]) -> Problem:
     return Problem(
-        what="the float model itself returns NaN, or only infinities, on the calibration data",
+        what="the float model returns NaN or only infinities on the calibration data",
         where=", ".join(outputs),
-        fix="look for NaN or infinity in its parameters and buffers, and for numbers that overflow its dtype",
+        fix="check its parameters and buffers for NaN and infinity, and its dtype for overflow",
         code="non-finite-output",
     )
 
 
 def _outputs(model: nn.Module, batch: Any) -> list[tuple[str, NDArray[Any]]]:
-    args, kwargs = as_call(map_tensors(batch, Tensor.clone))  # a model may write into its inputs
+    args, kwargs = as_call(map_tensors(batch, Tensor.clone))  # the model may write into its inputs
     return [(path, as_array(tensor)) for path, tensor in tensors_in(model(*args, **kwargs))]
 
 
 def _comparable(ours: NDArray[Any], truth: NDArray[Any]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """NaN that both have is equal; NaN of the quantized model alone is as wrong as a number can be."""
+    """Common NaN values count as equal; NaN only in the quantized model counts as an infinite error."""
     s, f = ours.astype(np.float64), truth.astype(np.float64)
     both = np.isnan(s) & np.isnan(f)
     return np.nan_to_num(np.where(both, 0.0, s), nan=np.inf, posinf=np.inf, neginf=-np.inf), np.where(both, 0.0, f)
@@ -157,7 +157,7 @@ def distance_of(
     *,
     calibrated_on: bool = False,
 ) -> Distance:
-    """Figures and warnings of what was summed up; ranges aren't judged by the data that they were `calibrated_on`."""
+    """The metrics and warnings; ranges aren't evaluated on the data that they were `calibrated_on`."""
     loudest = max((one.exact for one in sums.values()), default=0.0)
     outputs = tuple(
         OutputDistance(
@@ -188,7 +188,7 @@ def _far(attachment: Attachment, found: Distance, *, data: bool) -> Problem:
     operators = list(dict.fromkeys(site.site.rpartition(":")[0] for site in bad))[:3]
     advice.append(f"steps={steps}")
     advice.append(f"keep_float={operators}")
-    advice.insert(0 if data else len(advice), "calibration data that looks like the data in use")
+    advice.insert(0 if data else len(advice), "calibration data similar to the data in production")
     return Problem(
         what=f"the quantized model is far from the float model: {found}; these sites have the largest errors",
         where=", ".join(f"{site.site} ({site.sqnr_db:.1f} dB)" for site in bad),
@@ -198,10 +198,10 @@ def _far(attachment: Attachment, found: Distance, *, data: bool) -> Problem:
 
 
 def _unfit_ranges(attachment: Attachment, sites: list[SiteDistance]) -> list[Problem]:
-    """Ranges that were calibrated with other data than what came now."""
+    """Warnings about ranges that don't match the current data."""
     owners = {site.site: attachment.quantizers[attachment.shared.get(site.site, site.site)] for site in sites}
     ranged = [s for s in sites if not s.weight and owners[s.site].spec.quantizer in _FROM_DATA]
-    fix = "calibrate with samples of the data in use, preprocessed in the same way"
+    fix = "calibrate with samples of the data in production, with the same preprocessing"
     found = []
     clipping = [site for site in ranged if site.clipped > MAX_CLIPPED]
     if clipping:
@@ -209,7 +209,7 @@ def _unfit_ranges(attachment: Attachment, sites: list[SiteDistance]) -> list[Pro
         found.append(
             Problem(
                 what=f"{len(clipping)} of {len(ranged)} activation ranges are too small for this data: more than "
-                f"{MAX_CLIPPED:.0%} of the numbers are clipped",
+                f"{MAX_CLIPPED:.0%} of the values are clipped",
                 where=", ".join(f"{site.site} ({site.clipped:.0%})" for site in worst),
                 fix=fix,
                 code="ranges-clip",
@@ -239,7 +239,7 @@ class _Looked:
 def look_at_sites(
     model: nn.Module, run: Callable[[], Any], also: Callable[[str, Quantizer, Tensor], None] | None = None
 ) -> _Looked:
-    """Call `run`, and measure what each quantizer does to the first tensor that reaches it; `also` looks on as well."""
+    """Call `run` and measure the effect of each quantizer on its first input; `also` receives the same inputs."""
     sites: dict[str, SiteDistance] = {}
 
     def look(site: str, quantizer: Quantizer, x: Tensor) -> None:
@@ -255,7 +255,7 @@ def look_at_sites(
 
 def _site(site: str, quantizer: Quantizer, x: Tensor) -> SiteDistance:
     if x.numel() > _LOOKED_AT and quantizer.layout.granularity == "tensor":
-        x = x.flatten()[:: -(-x.numel() // _LOOKED_AT) | 1]  # an odd step visits all channels
+        x = x.flatten()[:: -(-x.numel() // _LOOKED_AT) | 1]  # an odd step reaches all channels
     grid = quantizer.grid()
     scale, zero_point = (quantizer.layout.spread(kept, x) for kept in (grid.scale, grid.zero_point))
     steps = quantizer.transform(x) / scale
@@ -271,7 +271,7 @@ def _site(site: str, quantizer: Quantizer, x: Tensor) -> SiteDistance:
 
 
 def _own_error(x: Tensor, error: Tensor, *, by_row: bool) -> float:
-    """A ratio of energies. Of a weight, the mean over its rows: one large row must not hide that others are lost."""
+    """The SQNR. For a weight it is the mean over rows, so that one large row can't hide the loss of others."""
     signal, noise = x.double().square(), error.double().square()
     if not by_row or x.dim() < 2:
         return decibels(float(signal.sum()), float(noise.sum()))

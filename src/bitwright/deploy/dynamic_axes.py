@@ -1,8 +1,8 @@
-"""Is a batch axis really free? `torch.export` traces one size; this runs others and compares.
+"""Verify that a batch axis is really dynamic: `torch.export` traces one size; this module runs others and compares.
 
-A program may keep the batch symbolic and still be wrong for other sizes: `x.split(2)` becomes as many slices as there
-were, a branch on `x.shape[0]` keeps the side that was taken. What was exported therefore runs at other sizes, beside
-the model itself.
+A program can keep the batch symbolic and still be wrong for other sizes: `x.split(2)` becomes a fixed number of slices,
+and a branch on `x.shape[0]` keeps only one side. The exported program therefore runs with other sizes and is compared
+with the model.
 """
 
 from __future__ import annotations
@@ -29,26 +29,28 @@ from bitwright.deploy.runtimes.base import Runtime, open_runtime
 from bitwright.quantizers import find_attachment, in_mode
 from bitwright.quantizers.prepare import Mode
 
-_LARGE = 1 << 16  # a limit beyond this is one of torch's own (indexes of 32 bits), not of the model's code
-_EXACT_DB = 60.0  # a program in float against the model in float: at least this ratio,
-_SPREAD_DB = 15.0  # or that of the traced size, less this: half precision, and outputs that are only rounding errors
-_SEARCHED = 256  # sizes among which one is looked for that breaks a condition of the program
-_NO_WORSE = 4.0  # times the relative error at the traced size
+_LARGE = 1 << 16  # a larger limit comes from torch (32-bit indexes), not from the model's code
+_EXACT_DB = 60.0  # minimum agreement of the float program with the float model,
+_SPREAD_DB = (
+    15.0  # or that of the traced size minus this, for half precision and outputs that are mostly rounding error
+)
+_SEARCHED = 256  # sizes among which one that violates a condition of the program is searched
+_NO_WORSE = 4.0  # maximum error relative to that of the traced size
 
 
 @dataclass(frozen=True, kw_only=True)
 class Axis:
-    """A free size of a program, and how many rows each input tensor has for it."""
+    """A dynamic size of a program, and the number of rows of each input tensor for it."""
 
     size: int
-    """The size that was traced."""
+    """The traced size."""
     upper: int | None
-    """The largest size that the program's own constraints allow; None: there is no limit."""
+    """The largest size that the program's constraints allow; None if there is no limit."""
     rows: tuple[Callable[[int], int] | None, ...]
-    """By input tensor: rows for a size; None: the tensor doesn't have this axis."""
+    """For each input tensor, the number of rows for a size; None if the tensor doesn't have this axis."""
 
     def resized(self, nest: Any, size: int) -> Any:
-        """The same inputs with this size: samples repeat, or are cut."""
+        """The same inputs with this size; samples are repeated or dropped."""
         rows = iter(self.rows)
 
         def resize(tensor: Tensor) -> Tensor:
@@ -60,14 +62,14 @@ class Axis:
         return map_tensors(nest, resize)
 
     def sizes(self) -> tuple[int, ...]:
-        """Sizes to try: 1 and 2, which code likes to treat specially, and one that is odd and larger."""
+        """Sizes to try: 1 and 2, which are often special cases in code, and a larger odd one."""
         larger = 2 * self.size + 1
         beyond = [self.upper + 1] if self.upper is not None else [larger, 2 * self.size]
         return tuple(size for size in dict.fromkeys([1, 2, *beyond]) if size != self.size)
 
 
 def free_axes(program: torch.export.ExportedProgram, nest: Any) -> list[Axis]:
-    """The free first axes of a program's inputs, the batch first; none if the batch is fixed."""
+    """The dynamic first axes of a program's inputs, the batch first; empty if the batch is fixed."""
     names = set(program.graph_signature.user_inputs)
     values = [node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder" and node.name in names]
     shapes = [value.shape for value in values if isinstance(value, Tensor)]
@@ -79,7 +81,7 @@ def free_axes(program: torch.export.ExportedProgram, nest: Any) -> list[Axis]:
     if batch is None or not batch.free_symbols:
         return []
     limits = {str(symbol): limit for symbol, limit in program.range_constraints.items()}
-    # Two inputs with as many rows in the example are one batch, also where torch.export saw no relation between them.
+    # inputs with equal numbers of rows share the batch axis, even if torch.export found no relation between them
     together: dict[int, list[Any]] = {}
     known = [sorted(first.free_symbols, key=str) for first in firsts if first is not None]
     for symbol in dict.fromkeys(one for symbols in known for one in symbols):
@@ -109,12 +111,12 @@ def frozen_size(
     *,
     flat: bool = False,
 ) -> str | None:
-    """Why the artefact at `path` isn't what the model is at another batch size; None: it is.
+    """The reason why the artefact at `path` differs from the model at another batch size, or None.
 
-    With `flat`, the program takes the call's tensors one by one.
+    With `flat`, the program takes the call's tensors as separate arguments.
 
-    `program` is compared in float, which shows small differences, and the artefact on ONNX Runtime, which is what
-    somebody will run.
+    `program` is compared in float, which reveals small differences. The artefact is compared on ONNX Runtime, which
+    users will run.
     """
     real = _opened(path)
     with torch.no_grad(), eval_mode(model):
@@ -126,28 +128,28 @@ def frozen_size(
             tried = 0
             broken = _breaking_sizes(model, program, (args, kwargs), axis, flat=flat)
             for size in dict.fromkeys([*axis.sizes(), *broken]):
-                if axis.upper is not None and size > 8 * axis.size + 4:  # too large to try
+                if axis.upper is not None and size > 8 * axis.size + 4:  # too large to run
                     return f"it was traced for batches up to {axis.upper}"
                 if size > 8 * axis.size + 4:
                     return f"the model's code depends on it: with {size} samples, {broken[size]} is not true"
                 wide_args, wide_kwargs = axis.resized((args, kwargs), size)
                 try:
                     exact = verifier.outputs("float", wide_args, wide_kwargs)
-                except Exception:  # the model doesn't take this size, so the artefact needn't
+                except Exception:  # the model doesn't accept this size, so the artefact doesn't have to
                     continue
                 tried += 1
                 reason = verifier.differs(exact, wide_args, wide_kwargs, baseline)
                 if reason is not None:
                     return f"with {size} samples, {reason}"
             if not tried and axis is axes[0]:
-                return "the model itself runs with no other batch size"
+                return "the model doesn't support another batch size"
     return None
 
 
 def _breaking_sizes(
     model: nn.Module, program: torch.export.ExportedProgram, call: Any, axis: Axis, *, flat: bool
 ) -> dict[int, str]:
-    """For each condition on sizes that tracing relied on (`x.shape[0] % 5 != 0`), the smallest size that breaks it."""
+    """For each condition on sizes that tracing assumed (`x.shape[0] % 5 != 0`), the smallest size that violates it."""
     guards: list[str] = [] if flat else list(getattr(program, "_guards_code", ()))
     signature = inspect.signature(model.forward)
     found: dict[int, str] = {}
@@ -156,8 +158,8 @@ def _breaking_sizes(
         scope = {"L": signature.bind(*args, **kwargs).arguments, "torch": torch, "math": math}
         for guard in list(guards):
             try:
-                holds = bool(eval(guard, scope))  # torch's own text
-            except Exception:  # a condition on something else than the arguments
+                holds = bool(eval(guard, scope))  # generated by torch
+            except Exception:  # a condition that doesn't depend on the arguments
                 guards.remove(guard)
                 continue
             if not holds and size != axis.size:
@@ -169,7 +171,7 @@ def _breaking_sizes(
 def _opened(path: Path) -> Runtime | None:
     try:
         return open_runtime("onnxruntime", path)
-    except BitwrightError:  # not installed, or it can't load the file: `export` warns of the latter
+    except BitwrightError:  # not installed, or it can't load the file, which `export` reports
         return None
 
 
@@ -180,7 +182,7 @@ class _Verifier:
     real: Runtime | None
     flat: bool = False
     usual_db: float = 1000.0
-    """How well program and model agree at the traced size."""
+    """The agreement of program and model at the traced size."""
 
     def outputs(self, mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[NDArray[Any]]:
         with self._in(mode), _same_randomness():
@@ -198,7 +200,7 @@ class _Verifier:
     def differs(
         self, exact: list[NDArray[Any]], args: tuple[Any, ...], kwargs: dict[str, Any], baseline: float | None
     ) -> str | None:
-        """How the program or the artefact differs from the model for these inputs."""
+        """A description of how the program or the artefact differs from the model for these inputs, or None."""
         try:
             traced = self.traced(args, kwargs)
         except Exception as error:
@@ -208,8 +210,8 @@ class _Verifier:
                 return f"the exported program returns the shape {theirs.shape}, the model {ours.shape}"
         worst = _worst_db(exact, traced)
         if worst < min(_EXACT_DB, self.usual_db - _SPREAD_DB):
-            return f"the exported program returns other numbers than the model ({worst:.0f} dB)"
-        if baseline is None:  # ONNX Runtime isn't there, or can't run the file at all
+            return f"the exported program returns different values than the model ({worst:.0f} dB)"
+        if baseline is None:  # ONNX Runtime isn't installed, or can't run the file
             return None
         try:
             deviation = self.artefact_error(args, kwargs, refuse=True)
@@ -220,7 +222,7 @@ class _Verifier:
         return None
 
     def artefact_error(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, refuse: bool = False) -> float | None:
-        """The artefact's deviation from the simulated model relative to the output; None: it doesn't run."""
+        """The artefact's deviation from the simulated model relative to the output; None if it doesn't run."""
         if self.real is None:
             return None
         simulated = self.outputs("quantize", args, kwargs)
@@ -228,7 +230,7 @@ class _Verifier:
             results = self.real.run(self.real.feed(*args, **kwargs))
             if [array.shape for array in results] != [array.shape for array in simulated]:
                 shapes = f"{[array.shape for array in results]}, the model {[array.shape for array in simulated]}"
-                raise BitwrightError(f"the artefact returns the shapes {shapes}")
+                raise BitwrightError(f"the artefact returns the shapes {shapes}", code="shape-differs")
         except BitwrightError:
             if refuse:
                 raise
@@ -237,7 +239,7 @@ class _Verifier:
 
 
 def _worst_db(ours: list[NDArray[Any]], theirs: list[NDArray[Any]]) -> float:
-    """The lowest ratio of signal to difference among the outputs; NaN counts as equal to NaN here."""
+    """The lowest ratio of signal to difference among the outputs; NaN values count as equal."""
     ratios = [1000.0]
     for one, other in zip(ours, theirs, strict=True):
         sums = Sums()
@@ -251,7 +253,7 @@ def _worst_db(ours: list[NDArray[Any]], theirs: list[NDArray[Any]]) -> float:
 
 @contextmanager
 def _same_randomness() -> Iterator[None]:
-    """Models that draw random numbers draw the same ones on both sides."""
+    """Seed random numbers, so that both sides draw the same ones."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         yield

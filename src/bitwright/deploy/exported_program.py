@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+import zipfile
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch._inductor.decomposition
 from numpy.typing import NDArray
 from torch import Tensor, fx, nn
 
-from bitwright.core.errors import ArtefactError, ExportError
+from bitwright.core.errors import ArtefactError, ExportError, shortened
 from bitwright.core.files import replacing
 from bitwright.core.modes import eval_mode
 from bitwright.core.tensor_tree import as_call, tensors_in
@@ -30,17 +31,17 @@ _OPS = torch.ops.quantized_decomposed
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizedProgram:
-    """A program, and which site each of its integer tensors belongs to."""
+    """A program, and the site of each of its integer tensors."""
 
     program: torch.export.ExportedProgram
     quantized: tuple[str, ...]
-    """Sites of the quantize operators, in the program's order."""
+    """The sites of the quantize operators, in program order."""
     constants: dict[str, str] = field(default_factory=dict)
-    """Name of a constant in the program → `<site>.codes`, `<site>.scale`, `<site>.zero_point`."""
+    """The name of a constant in the program → `<site>.codes`, `<site>.scale`, `<site>.zero_point`."""
 
 
 def quantized_program(model: nn.Module, inputs: Any) -> QuantizedProgram:
-    """Export with the batch of `inputs`; weights are integers, int32 biases the floats that they stand for."""
+    """Export with the batch of `inputs`; weights are integers, and int32 biases are stored as floats."""
     args, kwargs = as_call(inputs)
     marked, recorded = marked_program(model, args, kwargs)
     module = marked.module(check_guards=False)
@@ -48,20 +49,22 @@ def quantized_program(model: nn.Module, inputs: Any) -> QuantizedProgram:
     _drop_idle(module.graph)
     writer = _Writer(module, attachment_of(model), recorded)
     writer.run()
-    module = fx.GraphModule(module, module.graph)  # only what is used: the float weights stay behind
+    module = fx.GraphModule(module, module.graph)  # drops unused float weights
     with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own notes about its internals
+        warnings.simplefilter("ignore")  # torch's internal warnings
         program = torch.export.export(module, args, kwargs, strict=False)
     found = sum(node.target in QUANTIZE for node in program.graph.nodes)
     if found != len(writer.quantized):
         raise ExportError(
-            f"the program has {found} quantize operators, the plan {len(writer.quantized)}", fix="please report this"
+            f"the program has {found} quantize operators, but the plan has {len(writer.quantized)}",
+            fix="please report this",
+            code="internal-mismatch",
         )
     return QuantizedProgram(program=program, quantized=tuple(writer.quantized), constants=writer.constants)
 
 
 def _drop_idle(graph: fx.Graph) -> None:
-    """Casts to the type that a tensor has, and assertions about it: they stand between what compilers would fuse."""
+    """Remove casts without effect and assertions, which would prevent fusions."""
     for node in list(graph.nodes):
         if node.target is torch.ops.aten._assert_tensor_metadata.default:
             graph.erase_node(node)
@@ -74,7 +77,7 @@ QUANTIZE = (_OPS.quantize_per_tensor.default, _OPS.quantize_per_channel.default)
 
 
 class _Writer:
-    """Markers → quantize and dequantize operators; every reader gets a dequantize of its own, as fusions want."""
+    """Replaces markers by quantize and dequantize operators; every reader gets its own dequantize, as fusions need."""
 
     def __init__(self, module: fx.GraphModule, attachment: Attachment, recorded: Recorded) -> None:
         self.module = module
@@ -103,7 +106,7 @@ class _Writer:
         assert isinstance(source, fx.Node)
         stored = site in self.recorded.weights
         with self.graph.inserting_before(node):
-            if stored and grid.dtype == torch.int32:  # a bias: these compilers add it as float, the number is the same
+            if stored and grid.dtype == torch.int32:  # a bias: these compilers add it in float, with the same result
                 scale = quantizer.grid().scale
                 value = (self.recorded.weights[site].double() * scale.double()).float()
                 node.replace_all_uses_with(self._constant(f"{site}.value", value))
@@ -146,7 +149,7 @@ class _Writer:
 
 @dataclass(frozen=True)
 class _Grid:
-    """A quantizer's grid as these operators take it."""
+    """The arguments of quantize operators for a quantizer."""
 
     scale: Tensor
     zero_point: Tensor
@@ -166,6 +169,7 @@ class _Grid:
                 where=quantizer.site,
                 value=str(quantizer.format),
                 fix="use 8 bits per tensor or per channel",
+                code="unsupported-format",
             )
         axis = layout.axis if layout.granularity == "channel" else None
         dtype = torch.int8 if grid.qmin < 0 else torch.uint8
@@ -182,13 +186,13 @@ def save_program(
     *,
     beside: Path | None = None,
 ) -> None:
-    """Write a program; a float one has no sites. The file also knows what is in the one `beside` it."""
+    """Write a program, with sites if it is quantized, and the digest of the file `beside` it."""
     names: dict[str, Any] = {}
     if quantized is not None:
         names = {"quantized": quantized.quantized, "constants": quantized.constants}
         names["digests"] = digests_of(_tensors(quantized))
         names["files"] = {} if beside is None else {beside.name: file_digest(beside)}
-    for node in program.graph.nodes:  # Python stack traces: larger than a small model's weights, and our paths
+    for node in program.graph.nodes:  # stack traces are larger than small models and contain local paths
         for key in ("stack_trace", "nn_module_stack", "source_fn_stack", "torch_fn", "from_node"):
             node.meta.pop(key, None)
     with warnings.catch_warnings():
@@ -198,7 +202,7 @@ def save_program(
 
 
 def load_program(path: Path) -> tuple[torch.export.ExportedProgram, QuantizedProgram | None]:
-    """Read what `save_program` wrote."""
+    """Read a file of `save_program`."""
     program, names = _load(path)
     if not names:
         return program, None
@@ -208,15 +212,35 @@ def load_program(path: Path) -> tuple[torch.export.ExportedProgram, QuantizedPro
 
 
 def _load(path: Path) -> tuple[torch.export.ExportedProgram, dict[str, Any]]:
+    _refuse_changed_bytes(path)
     files = {_SITES: ""}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        program = torch.export.load(path, extra_files=files)
-    return program, json.loads(files[_SITES] or "{}")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            program = torch.export.load(path, extra_files=files)
+        return program, json.loads(files[_SITES] or "{}")
+    except Exception as error:  # torch has no type for a file that it can't read
+        what = f"the program can't be read: {type(error).__name__}: {shortened(str(error))}"
+        fix = "export it again, with this version of torch"
+        raise ArtefactError(what, where=str(path), fix=fix, code="damaged-artefact") from error
+
+
+def _refuse_changed_bytes(path: Path) -> None:
+    """The file is an archive: a checksum for each of its members finds every changed bit."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            changed = archive.testzip()
+    except OSError as error:
+        raise ArtefactError("the program can't be read", where=str(path), value=error.strerror) from error
+    except Exception as error:  # what a damaged directory of the archive leads to
+        changed = f"{type(error).__name__}: {error}"
+    if changed is not None:
+        what, fix = "the program isn't the one that was exported: its bytes were changed", "export it again"
+        raise ArtefactError(what, where=str(path), value=changed, fix=fix, code="damaged-artefact")
 
 
 def damages_of(path: Path) -> list[Damage]:
-    """What isn't as it was written, in the program and in the file beside it."""
+    """Differences from the exported contents, in the program and in the file beside it."""
     program, names = _load(path)
     if "digests" not in names:
         return []
@@ -226,12 +250,12 @@ def damages_of(path: Path) -> list[Damage]:
     found = compare_digests(names["digests"], _tensors(quantized))
     for name, expected in names["files"].items():
         if file_digest(path.with_name(name)) != expected:
-            found.append(Damage(site=name, what=f"{name} has other bytes than were exported"))
+            found.append(Damage(site=name, what=f"the contents of {name} changed after the export"))
     return found
 
 
 def _tensors(quantized: QuantizedProgram) -> dict[str, NDArray[Any]]:
-    """Everything that a program stores: by site, or by its own name what stayed in float."""
+    """All stored tensors of a program: by site, or by name for those in float."""
     program = quantized.program
     rest = {**program.state_dict, **program.constants}
     own = {
@@ -243,7 +267,7 @@ def _tensors(quantized: QuantizedProgram) -> dict[str, NDArray[Any]]:
 
 
 def float_program(model: nn.Module, inputs: Any) -> torch.export.ExportedProgram:
-    """The float model, with the batch of `inputs`."""
+    """The float model as a program, with the batch of `inputs`."""
     args, kwargs = as_call(inputs)
     with torch.no_grad(), eval_mode(model), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -251,7 +275,7 @@ def float_program(model: nn.Module, inputs: Any) -> torch.export.ExportedProgram
 
 
 def stored_in(quantized: QuantizedProgram) -> dict[str, NDArray[Any]]:
-    """Codes, scales and zero points that the program holds, by site; those of activations are written in the calls."""
+    """Codes, scales and zero points in the program, by site; those of activations are arguments of operators."""
     state = quantized.program.state_dict
     found = {name: state[attribute].numpy() for attribute, name in quantized.constants.items()}
     for site, node in zip(quantized.quantized, _quantize_nodes(quantized.program.graph), strict=True):
@@ -267,9 +291,9 @@ def flat_module(
     *,
     dequantized: bool = False,
 ) -> tuple[fx.GraphModule, tuple[str, ...]]:
-    """The program as a function of its input tensors that gives a tuple of tensors, and how those are called.
+    """The program as a function of tensors that returns a tuple of tensors, and the names of these.
 
-    It also returns what `sites` have, as `<site>.codes`: their codes, or the numbers that these stand for.
+    It also returns `<site>.codes` of the given `sites`: codes, or with `dequantized` the values of the codes.
     """
     module = program.module(check_guards=False)
     assert isinstance(module, fx.GraphModule)
@@ -288,7 +312,7 @@ def flat_module(
 
 
 def _dequantized(graph: fx.Graph, codes: fx.Node) -> fx.Node:
-    """A dequantize operator for an output alone: another one's would have two readers, which no fusion likes."""
+    """A separate dequantize operator for an output: an operator with two readers would prevent fusions."""
     reader = next(user for user in codes.users if "dequantize" in str(user.target))
     with graph.inserting_after(reader):
         return graph.node_copy(reader, lambda node: node)
@@ -299,19 +323,19 @@ def _quantize_nodes(graph: fx.Graph) -> list[fx.Node]:
 
 
 def input_names(program: torch.export.ExportedProgram) -> tuple[str, ...]:
-    """The names of the tensors that the program takes."""
+    """The names of the program's input tensors."""
     return tuple(str(name) for name in program.graph_signature.user_inputs)
 
 
 def flat_example(program: torch.export.ExportedProgram) -> tuple[Tensor, ...]:
-    """The tensors that it was exported with, in the order of its inputs."""
+    """The example inputs of the export, in the order of the program's inputs."""
     if program.example_inputs is None:
-        raise ArtefactError("the program doesn't say how it is called", fix="export it again")
+        raise ArtefactError("the program has no example inputs", fix="export it again", code="no-example-inputs")
     args, kwargs = program.example_inputs
     flat = [tensor for _, tensor in tensors_in((*args, kwargs))]
     return tuple(flat)
 
 
 def example_batch(program: torch.export.ExportedProgram) -> int | None:
-    """The batch size that the program is bound to."""
+    """The fixed batch size of the program."""
     return next((int(tensor.shape[0]) for tensor in flat_example(program) if tensor.dim()), None)

@@ -1,4 +1,4 @@
-"""How much memory an artefact takes: measured in a process of its own, which does nothing else."""
+"""The memory of an artefact, measured in a separate process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SECONDS = 600
 
 
 def peak_memory(runtime: str, path: Path, feed: Mapping[str, NDArray[Any]], *, threads: int = 1) -> int:
-    """Bytes by which the peak of a process grows when it loads the artefact and runs it on `feed`."""
+    """The growth of a process's peak memory, in bytes, when it loads the artefact and runs it on `feed`."""
     with scratch_folder() as folder:
         inputs = folder / "feed.npz"
         np.savez(inputs, **feed)  # type: ignore[arg-type]
@@ -29,12 +29,13 @@ def peak_memory(runtime: str, path: Path, feed: Mapping[str, NDArray[Any]], *, t
         done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        raise ArtefactError(f"its memory can't be measured: {lines[-1]}", where=str(path), fix="leave memory out")
+        what = f"can't measure the memory: {lines[-1]}"
+        raise ArtefactError(what, where=str(path), fix="omit memory from the goal", code="memory-not-measured")
     return int(done.stdout)
 
 
 def _now() -> int:
-    """What is resident; the highest so far where the system doesn't tell. Where it does, the peak begins anew."""
+    """The resident memory, after a reset of the peak; on systems without /proc, the peak so far."""
     status = Path("/proc/self/status")
     if not status.exists():
         return _peak()
@@ -56,7 +57,7 @@ def _line(status: Path, name: str) -> int:
 
 
 def main(runtime: str, path: str, inputs: str, threads: str) -> int:
-    """Load, run three times, and see what that took beyond a process that has everything imported."""
+    """Load the artefact, run it three times, and return the additional memory."""
     with np.load(inputs) as stored:
         feed = {name: stored[name] for name in stored.files}
     before = _now()

@@ -1,4 +1,4 @@
-"""Latency of several callables in one run: interleaved, so that a noisy machine disturbs all of them alike."""
+"""Latency of several callables, measured in alternation, so that disturbances affect all of them equally."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from statistics import median, quantiles
 from typing import Any, TypeVar
 
-from bitwright.core.arguments import strict
+from bitwright.core.arguments import Amount, Count, strict
 from bitwright.core.progress import Progress
 
 Name = TypeVar("Name", bound=Hashable)
@@ -17,7 +17,7 @@ Name = TypeVar("Name", bound=Hashable)
 
 @dataclass(frozen=True, kw_only=True)
 class Latency:
-    """Milliseconds of one callable: the median (p50) and other percentiles."""
+    """Latency of one callable in milliseconds: the median (p50) and other percentiles."""
 
     median_ms: float
     p10_ms: float
@@ -27,7 +27,7 @@ class Latency:
 
     @classmethod
     def of(cls, times: Sequence[float]) -> Latency:
-        """Percentiles of measured milliseconds, between those that were measured: a few runs aren't stretched.
+        """Percentiles of measured milliseconds, interpolated between the measurements.
 
         >>> Latency.of([1.0, 2.0, 4.0])
         Latency(median_ms=2.0, p10_ms=1.2, p90_ms=3.6, p99_ms=3.96, runs=3)
@@ -40,13 +40,13 @@ class Latency:
 def measure_latency(
     calls: Mapping[Name, Callable[[], Any]],
     *,
-    runs: int = 50,
-    warmup: int = 5,
+    runs: Count = 50,
+    warmup: Amount = 5,
     progress: Progress | None = None,
 ) -> dict[Name, Latency]:
-    """Time each of `calls` `runs` times, taking turns in a shuffled (seeded) order.
+    """Time each of `calls` `runs` times, in alternation and in a shuffled (seeded) order.
 
-    Who comes right after whom matters: the threads of a session go on spinning for a while after its run.
+    The order is shuffled because a call affects the next one: threads of a session keep spinning after its run.
     """
     for call in calls.values():
         for _ in range(warmup):

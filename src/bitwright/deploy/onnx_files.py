@@ -1,4 +1,4 @@
-"""ONNX files: reading and writing at any size, looking into artefacts, and names of operators."""
+"""Read and write ONNX files of any size, inspect artefacts, and find names of operators."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bitwright.core.files import replacing, sync_to_disk, writing
 
 
 def operator_of(node: ir.Node) -> str:
-    """The operator that reads `conv:input`, `conv:weight` or `conv.weight`; else what its output is called."""
+    """The operator name from an input such as `conv:input`, `conv:weight` or `conv.weight`, or the output's name."""
     for value in (value.name for value in node.inputs if value is not None and value.name):
         operator, colon, port = value.rpartition(":")
         if colon and not port.startswith("output"):
@@ -26,7 +26,7 @@ def operator_of(node: ir.Node) -> str:
 
 
 def behind(graph: ir.Graph, value: str, kinds: set[str]) -> str | None:
-    """The operator of these kinds whose result reaches a value through others that a runtime fuses with it."""
+    """The operator of these kinds that computes a value, possibly followed by operators that runtimes fuse."""
     node = next((node for node in graph if value in {output.name for output in node.outputs}), None)
     while node is not None and node.op_type not in kinds:
         source = node.inputs[0] if node.inputs else None
@@ -34,19 +34,19 @@ def behind(graph: ir.Graph, value: str, kinds: set[str]) -> str | None:
     return None if node is None else operator_of(node)
 
 
-_LARGEST = 2**31 - 2**24  # bytes of tensors in one file; the graph itself has the rest
-_SMALL = 1024  # bytes of a tensor that stays in the model's file, where shape inference looks for it
-_FIX = "give the path of an exported .onnx file"
+_LARGEST = 2**31 - 2**24  # bytes of tensors in one file; the rest is for the graph
+_SMALL = 1024  # bytes of a tensor that stays in the model's file, which shape inference needs
+_FIX = "pass the path of an exported .onnx file"
 
 
 def load_onnx(path: Path) -> ir.Model:
-    """Read a model. No tensor of it can name a file outside the model's own folder."""
+    """Read a model. Its tensors can't refer to files outside the model's folder."""
     path = regular(Path(path), what="the artefact", fix=_FIX, error=ArtefactError)
     try:
         model = ir.load(path)
         problems = [problem for graph in model.graphs() for problem in _unreadable(graph, path)]
         empty = len(model.graph) == 0
-    except Exception as error:  # protobuf's, onnx_ir's and the operating system's own
+    except Exception as error:  # protobuf, onnx_ir and the operating system raise different types
         words = shortened(" ".join(str(error).split()) or type(error).__name__)
         raise ArtefactError(f"not an ONNX file: {words}", where=str(path), fix=_FIX, code="damaged-artefact") from error
     if problems:
@@ -57,13 +57,13 @@ def load_onnx(path: Path) -> ir.Model:
 
 
 def _unreadable(graph: ir.Graph, path: Path) -> Iterator[Problem]:
-    """Tensors whose numbers aren't there: those in other files must lie beside the model, and be long enough."""
+    """Problems of tensors with missing data: external files must be in the model's folder and long enough."""
     folder = path.parent.resolve()
     for tensor in _tensors(graph):
         if not isinstance(tensor, ir.ExternalTensor):
             try:
-                tensor.numpy()  # a view of the file's bytes
-            except Exception as error:  # a type that isn't one, or other bytes than the shape needs
+                tensor.numpy()  # a view of the file
+            except Exception as error:  # an invalid type, or a wrong number of bytes for the shape
                 what = f"the tensor can't be read: {shortened(str(error))}"
                 yield Problem(what=what, where=str(tensor.name), fix="export it again", code="damaged-artefact")
             continue
@@ -72,7 +72,7 @@ def _unreadable(graph: ir.Graph, path: Path) -> Iterator[Problem]:
         rooted = Path(location).is_absolute() or bool(PureWindowsPath(location).drive)
         file = folder / location
         if not location or "\0" in location or rooted or ".." in parts or not file.resolve().is_relative_to(folder):
-            what = "the weight lies outside the model's folder"
+            what = "the weight is stored outside the model's folder"
             yield Problem(what=what, where=where, value=location, fix="export it again", code="outside-folder")
             continue
         start, length = int(tensor.offset or 0), int(tensor.nbytes)
@@ -94,7 +94,7 @@ def _tensors(graph: ir.Graph) -> Iterator[ir.TensorProtocol]:
 
 
 def save_onnx(model: ir.Model, path: Path, data: str | None = None) -> None:
-    """Write `path`, and with more tensors than one file holds, `data` beside it (default: `<path>.data`)."""
+    """Write `path`; if one file can't hold the tensors, also write `data` next to it (default: `<path>.data`)."""
     needed = _bytes_of(model)
     with writing(path, needed=needed, strict=True):
         if needed > _LARGEST:
@@ -108,10 +108,10 @@ def _bytes_of(model: ir.Model) -> int:
 
 
 def data_files(path: Path) -> list[Path]:
-    """The files beside `path` that its tensors are in; none for what isn't an ONNX file."""
+    """The external data files of an ONNX file; empty for other files."""
     try:
         model = load_onnx(path)
-    except BitwrightError:  # somebody else's file, or none, or one that names files elsewhere
+    except BitwrightError:  # not an ONNX file, or one that refers to files elsewhere
         return []
     names = {
         value.const_value.location
@@ -122,16 +122,16 @@ def data_files(path: Path) -> list[Path]:
 
 
 def stored_bytes(path: Path) -> int:
-    """The size of an artefact with the tensors beside it."""
+    """The size of an artefact, including external data files."""
     return sum(file.stat().st_size for file in (path, *data_files(path)) if file.is_file())
 
 
 @contextmanager
 def replacing_onnx(path: Path) -> Iterator[tuple[Path, str]]:
-    """Yields a temporary path to write to and the name for its tensors; both are there if the block ends well.
+    """Yield a temporary path and the name for its data file; both are moved into place if the block succeeds.
 
-    The tensors have a new name each time, so that the file that is replaced stays whole until it is; then its own
-    tensors go.
+    The data file gets a new name each time, so the old model stays intact until it is replaced. Then its data files
+    are removed.
     """
     path = path.resolve() if path.is_symlink() else path
     data = path.parent / f"{path.name}.{secrets.token_hex(4)}.data"
@@ -140,7 +140,7 @@ def replacing_onnx(path: Path) -> Iterator[tuple[Path, str]]:
         with replacing(path) as temporary:
             yield temporary, data.name
             written = temporary.parent / data.name
-            if written.is_file():  # before the model that names it
+            if written.is_file():  # move it before the model that refers to it
                 sync_to_disk(written)
                 written.replace(data)
     except BaseException:

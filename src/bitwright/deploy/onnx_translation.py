@@ -1,4 +1,4 @@
-"""ONNX translations that torch.onnx lacks, and float32 versions of half and double models."""
+"""Translations to ONNX that torch.onnx lacks, and conversion of half and double models to float32."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from torch import nn
 from bitwright.core.errors import ExportError, Problem
 from bitwright.core.tensor_tree import tensors_in
 
-op: Any = onnxscript.opset21  # its types are those of eager evaluation, not of a graph that is built
+op: Any = onnxscript.opset21  # its type annotations are those of eager evaluation, not of graph building
 
-# The marker as ONNX operator; it lives only between torch.onnx and `write_qdq`.
+# The marker as ONNX operator; it exists only between torch.onnx and `write_qdq`.
 _SITE = onnxscript.values.Op(
     onnxscript.values.Opset("bitwright", 1),
     "Site",
@@ -34,9 +34,9 @@ _SITE = onnxscript.values.Op(
 
 
 def translations(program: torch.export.ExportedProgram) -> dict[Callable[..., Any], Callable[..., Any]]:
-    """The operators of this program that are translated here, for torch.onnx's `custom_translation_table`.
+    """The operators of this program with a translation here, for torch.onnx's `custom_translation_table`.
 
-    Grouped products are known by name: libraries register twins of torch's own for compilers.
+    Grouped products are recognized by name, because libraries register copies of torch's operators for compilers.
     """
     found: dict[Callable[..., Any], Callable[..., Any]] = {torch.ops.bitwright.site.default: _site}
     for node in program.graph.nodes:
@@ -51,7 +51,7 @@ def _site(x: Any, site: str) -> Any:
 
 
 def _grouped_mm(x: Any, weight: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
-    """Consecutive rows of `x`, each group times its own matrix: group g ends before row `offs[g]`."""
+    """Multiply consecutive groups of rows of `x` by their own matrices; group g ends before row `offs[g]`."""
     if offs is None:
         return op.MatMul(x, weight)
     if len(x.shape) != 2 or len(weight.shape) != 3 or bias is not None:
@@ -69,19 +69,19 @@ def _grouped_mm(x: Any, weight: Any, offs: Any = None, bias: Any = None, out_dty
         end = op.Slice(ends, op.Constant(value_ints=[group]), op.Constant(value_ints=[group + 1]), axis)
         parts.append(op.MatMul(op.Slice(x, begin, end, axis), matrix))
         begin = end
-    # Rows after the last group belong to none: torch leaves them unset, here they are zero.
+    # Rows after the last group are undefined in torch; here they are zero.
     rest = op.Shape(op.Slice(x, begin, op.Shape(x, start=0, end=1), axis), start=0, end=1)
     shape = op.Concat(rest, op.Shape(weight, start=2, end=3), axis=0)
     return op.Concat(*parts, op.CastLike(op.Expand(op.Constant(value_float=0.0), shape), x), axis=0)
 
 
 def _histc(x: Any, bins: int = 100, min: float = 0, max: float = 0) -> Any:
-    """How many numbers fall into each of `bins` equal parts of [min, max]; the last part has its right end."""
+    """The number of values in each of `bins` equal parts of [min, max]; the last part includes max."""
     if min == max:
         raise ExportError(
             "histc without a range has no translation to ONNX",
             value=f"min={min}, max={max}",
-            fix="give min and max",
+            fix="pass min and max",
             code="operator-without-translation",
         )
     flat = op.Reshape(op.Cast(x, to=1), op.Constant(value_ints=[-1]))
@@ -110,9 +110,9 @@ _NAMES = {
 
 
 def to_float32(model: ir.Model, source: nn.Module, inputs: Any) -> tuple[Problem, ...]:
-    """Let all tensors of other float types be float32, in place, and say which there were.
+    """Convert all tensors of other float types to float32, in place; returns a warning that lists these types.
 
-    Double precision inside a float32 model (a sum, a position) stays: only parameters and inputs say that it is meant.
+    Double precision inside a float32 model (a sum, a position) stays: parameters and inputs define the model's type.
     """
     others = _meant(source, inputs)
     everywhere = [value for graph in model.graphs() for value in _values(graph)]
@@ -134,8 +134,8 @@ def to_float32(model: ir.Model, source: nn.Module, inputs: Any) -> tuple[Problem
     names = ", ".join(sorted(kind.name.lower() for kind in others))
     return (
         Problem(
-            what=f"the artefact has float32 where the model has {names}, also as inputs and outputs",
-            fix="nothing, or model.float() before quantize, to simulate in float32 as well",
+            what=f"the artefact uses float32 where the model uses {names}, including inputs and outputs",
+            fix="no action is needed; call model.float() before quantize to simulate in float32 too",
             code="exported-as-float32",
         ),
     )
@@ -146,8 +146,8 @@ def _names_type(attribute: ir.Attr) -> bool:
 
 
 def _meant(source: nn.Module, inputs: Any) -> set[ir.DataType]:
-    """The other float types of the model's own parameters and of its inputs."""
-    # quantizers are float32 always, so they say nothing
+    """The other float types of the model's parameters and inputs."""
+    # quantizers are always float32 and aren't considered
     found = {t.dtype for t in (*source.parameters(), *source.buffers(), *(tensor for _, tensor in tensors_in(inputs)))}
     return {_NAMES[dtype] for dtype in found if dtype in _NAMES}
 

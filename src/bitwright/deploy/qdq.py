@@ -1,4 +1,4 @@
-"""Markers in an ONNX graph → QuantizeLinear/DequantizeLinear pairs, and weights as integers."""
+"""Replace markers in an ONNX graph by QuantizeLinear/DequantizeLinear pairs, and store weights as integers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from bitwright.quantizers.grid import product_problem
 MARKER = ("bitwright", "Site")
 
 _PRODUCTS = ("Conv", "ConvTranspose", "Gemm", "MatMul", "Mul")
-# storage type of codes: the narrowest ONNX type that holds them
+# storage type of codes: the narrowest ONNX type that contains them
 _TYPES: dict[tuple[bool, int], ir.DataType] = {
     (True, 4): ir.DataType.INT4,
     (False, 4): ir.DataType.UINT4,
@@ -45,19 +45,19 @@ _NUMPY = {
 
 @dataclass
 class Recorded:
-    """What one real forward showed: weight codes, folded constants, and which quantizers were passed."""
+    """Facts from one real forward pass: weight codes, folded constants, and the quantizers that ran."""
 
     weights: dict[str, Tensor] = field(default_factory=dict)
     values: dict[str, Tensor] = field(default_factory=dict)
-    """Instead of their codes, the rounded weights themselves: what artefacts in float have."""
+    """The rounded weights instead of their codes, for artefacts in float."""
     constants: dict[str, Tensor] = field(default_factory=dict)
     passed: Counter[tuple[str, str, int]] = field(default_factory=Counter)
-    """How often each site was passed, by the data type and rank of what passed."""
+    """How often each site was reached, by dtype and rank of the tensor."""
 
 
 @dataclass
 class Counts:
-    """What is in the artefact."""
+    """The number of quantized tensors in the artefact."""
 
     activations: int = 0
     weights: int = 0
@@ -70,13 +70,14 @@ def storage_type(quantizer: Quantizer) -> ir.DataType:
     for bits in (4, 8, 16, 32):
         low, high = (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) if signed else (0, 2**bits - 1)
         if low <= quantizer.qmin and quantizer.qmax <= high:
-            # activations of less than 8 bits have no 4-bit kernels anywhere: their codes live in 8-bit types
+            # no runtime has 4-bit kernels for activations, so their codes are stored in 8-bit types
             return _TYPES[signed, bits if quantizer.weight or bits > 4 else 8]
-    raise ExportError("no ONNX type holds these codes", where=quantizer.site, value=str(quantizer.format))
+    what = "no ONNX type can store these codes"
+    raise ExportError(what, where=quantizer.site, value=str(quantizer.format), code="unsupported-format")
 
 
 def fills_type(quantizer: Quantizer) -> bool:
-    """Whether saturation to the storage type clips at this quantizer's own codes."""
+    """Whether saturation to the storage type clips exactly at this quantizer's codes."""
     signed, bits = next(key for key, kind in _TYPES.items() if kind == storage_type(quantizer))
     full = Format(name="", bits=bits, signed=signed)
     return (full.qmin, full.qmax) == (quantizer.qmin, quantizer.qmax)
@@ -186,9 +187,10 @@ class _Writer:
         guard = quantizer.spec.guard
         if guard is not None and not guard_holds(guard, recorded, kind=quantizer.kind):
             raise ExportError(
-                f"the weight no longer keeps to its guard {guard}: it moved since calibration",
+                f"the weight violates its guard {guard}, because it changed after calibration",
                 where=quantizer.site,
-                fix="calibrate(model, batches) again after training, then export",
+                fix="run calibrate(model, batches) after training, then export",
+                code="guard-violated",
             )
         codes = recorded.cpu().numpy().astype(_NUMPY[kind])
         integers = self._initializer(f"{site}.codes", codes)
@@ -204,7 +206,7 @@ class _Writer:
         return self._insert(node, "DequantizeLinear", [codes, scale, zero_point], site, quantizer)
 
     def _clip(self, node: ir.Node, source: ir.Value, quantizer: Quantizer) -> ir.Value:
-        """Fewer codes than the storage type has (±127, 6 bits): clip to what they can represent first."""
+        """Clip to the representable range first, if there are fewer codes than in the storage type (±127, 6 bits)."""
         grid = quantizer.grid()
         if quantizer.layout.granularity != "tensor":
             raise ExportError(
@@ -212,6 +214,7 @@ class _Writer:
                 where=quantizer.site,
                 value=str(quantizer.format),
                 fix="use a per-tensor format",
+                code="unsupported-format",
             )
         bounds = [
             ((code - grid.zero_point) * grid.scale).to(torch.float32).cpu().numpy().reshape(())
@@ -224,21 +227,22 @@ class _Writer:
         return self._insert(node, "Clip", [source, low, high], f"{quantizer.site}.clipped", quantizer)
 
     def check(self) -> None:
-        """The artefact's Q/DQ pairs are the plan's: no pass may have added or dropped one."""
+        """Verify that no pass added or removed Q/DQ pairs."""
         quantize = sum(node.op_type == "QuantizeLinear" for node in self.graph)
         dequantize = sum(node.op_type == "DequantizeLinear" for node in self.graph)
         wanted = self.counts
         if (quantize, dequantize) != (wanted.activations, wanted.activations + wanted.weights + wanted.biases):
             raise ExportError(
-                "the artefact's Q/DQ nodes differ from the plan's",
+                "the Q/DQ nodes of the artefact differ from the plan",
                 value=f"{quantize} Q and {dequantize} DQ",
                 fix=f"expected {wanted.activations} Q and "
                 f"{wanted.activations + wanted.weights + wanted.biases} DQ: please report this",
+                code="internal-mismatch",
             )
 
 
 def _check_products(model: ir.Model) -> None:
-    """Integer kernels multiply the scales of both operands in float32: the product must not leave its range."""
+    """Integer kernels multiply the scales of both operands in float32, so the product must be in its range."""
     problems: dict[str, Problem] = {}
     for node in model.graph:
         if node.op_type not in _PRODUCTS:
@@ -255,7 +259,7 @@ def _check_products(model: ir.Model) -> None:
 
 
 def _scale_of(value: ir.Value) -> Tensor | None:
-    """The scales of what a DequantizeLinear gives."""
+    """The scales of a DequantizeLinear's result."""
     producer = value.producer()
     if producer is None or producer.op_type != "DequantizeLinear":
         return None
@@ -264,11 +268,11 @@ def _scale_of(value: ir.Value) -> Tensor | None:
 
 
 def _fold_weight_transposes(model: ir.Model) -> None:
-    """DQ(codes) → Transpose becomes DQ(transposed codes): runtimes fuse only a DQ that feeds the operator itself."""
+    """Move a Transpose into the codes before a DQ: runtimes fuse only a DQ that feeds the operator directly."""
     graph = model.graph
     for producer in [node for node in graph if node.op_type == "DequantizeLinear"]:
         source, codes = producer.outputs[0], producer.inputs[0]
-        users = [use.node for use in source.uses()]  # several: a weight that is used more than once
+        users = [use.node for use in source.uses()]  # several if a weight is used more than once
         if codes is None or codes.const_value is None or source.is_graph_output():
             continue
         array = codes.const_value.numpy()
@@ -279,7 +283,7 @@ def _fold_weight_transposes(model: ir.Model) -> None:
         if "axis" in producer.attributes:
             axis = producer.attributes["axis"].as_int() % array.ndim
             producer.attributes["axis"] = ir.AttrInt64("axis", permutation.index(axis))
-        if "block_size" in producer.attributes:  # blocked scales have the weight's rank and turn with it
+        if "block_size" in producer.attributes:  # blocked scales have the weight's rank and are transposed too
             for value in (producer.inputs[1], producer.inputs[2]):
                 assert value is not None and value.const_value is not None
                 set_constant(value, value.const_value.numpy().transpose(permutation))
@@ -292,10 +296,10 @@ def _fold_weight_transposes(model: ir.Model) -> None:
 
 
 def _flatten_matrices(model: ir.Model) -> None:
-    """Weights of matrix products that have scales per channel get two axes, in which ONNX Runtime's kernels want them.
+    """Make per-channel weights of matrix products two-dimensional, as ONNX Runtime's kernels require.
 
-    Leading axes of length 1 are dropped: the product is the same, and its result gets them back. Other weights are
-    reshaped behind their DequantizeLinear, and the product runs in float.
+    Leading axes of length 1 are removed and added to the result again. Other weights are reshaped after their
+    DequantizeLinear, and the product runs in float.
     """
     graph = model.graph
     for producer in [node for node in graph if node.op_type == "DequantizeLinear"]:
@@ -335,7 +339,7 @@ def _rank(value: ir.Value | None) -> int | None:
 
 
 def _reshape_constants(producer: ir.Node, shape: tuple[int, ...], axis: int) -> None:
-    """Codes of a DequantizeLinear, and blocked scales with them, without axes of length 1 in front."""
+    """Reshape the codes of a DequantizeLinear, and blocked scales, to drop leading axes of length 1."""
     blocked = "block_size" in producer.attributes
     for index, value in enumerate(producer.inputs):
         if value is None or value.const_value is None or (index and not blocked):
@@ -346,7 +350,7 @@ def _reshape_constants(producer: ir.Node, shape: tuple[int, ...], axis: int) -> 
 
 
 def _unsqueeze_behind(graph: ir.Graph, product: ir.Node, count: int) -> None:
-    """Give a product's result the leading axes that its weight had."""
+    """Add the leading axes of the weight to the product's result."""
     if not count:
         return
     result = product.outputs[0]
@@ -363,14 +367,14 @@ def _unsqueeze_behind(graph: ir.Graph, product: ir.Node, count: int) -> None:
 
 
 def permutation_of(node: ir.Node, rank: int) -> list[int] | None:
-    """How a Transpose turns its input; None for other operators."""
+    """The permutation of a Transpose; None for other operators."""
     if node.op_type != "Transpose":
         return None
     return list(node.attributes["perm"].as_ints()) if "perm" in node.attributes else list(range(rank))[::-1]
 
 
 def set_constant(value: ir.Value, array: NDArray[np.generic]) -> None:
-    """Other contents for an initializer, of the same type."""
+    """Replace the contents of an initializer, with the same type."""
     kind = value.dtype
     value.const_value = ir.tensor(np.ascontiguousarray(array), name=value.name, dtype=kind)
     value.shape = ir.Shape(array.shape)

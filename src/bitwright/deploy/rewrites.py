@@ -1,7 +1,7 @@
-"""Programs of `torch.export`, rewritten before they are translated: regions written out, constants computed.
+"""Rewrite programs of `torch.export` before their translation: inline regions and fold constants.
 
-`torch.export` keeps `torch.autocast(...)`, `torch.no_grad()` and `torch.enable_grad()` as subgraphs with a mode. A
-deployed program has neither gradients nor modes, and what looks for markers must see all of it.
+`torch.export` represents `torch.autocast(...)`, `torch.no_grad()` and `torch.enable_grad()` as subgraphs with a mode. A
+deployed program has no gradients or modes, and the search for markers must reach all operators.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
 
 _GRAD = torch.ops.higher_order.wrap_with_set_grad_enabled
 _AUTOCAST: Any = torch._higher_order_ops.wrap.wrap_with_autocast
-# Operators that convert by themselves: autocast leaves them alone.
+# Operators with explicit conversions, which autocast doesn't change.
 _CONVERSIONS = ("to", "_to_copy", "type_as", "copy_", "copy", "site")
 
 
 def inline_regions(program: torch.export.ExportedProgram) -> None:
-    """Write out autocast and gradient regions, in place; the casts of an enabled autocast become operators."""
+    """Inline autocast and gradient regions, in place; casts of an enabled autocast become operators."""
     _inline(program.graph_module, program.graph_signature)
 
 
@@ -38,7 +38,7 @@ def _inline(module: fx.GraphModule, signature: Any = None) -> None:
         names: dict[fx.Node, Any] = dict(zip(inputs, node.args[at + 1 :], strict=True))
         with graph.inserting_before(node):
             for inner in body.graph.nodes:
-                if inner.op == "get_attr":  # of a region within this one: give it a name of our own
+                if inner.op == "get_attr":  # from a nested region: use a unique name
                     name = f"_{node.name}_{inner.target}"
                     setattr(module, name, getattr(body, str(inner.target)))
                     names[inner] = graph.get_attr(name)
@@ -75,7 +75,7 @@ def _replace(graph: fx.Graph, node: fx.Node, results: Any, signature: Any) -> No
 
 
 def _cast_inputs(graph: fx.Graph, node: fx.Node) -> None:
-    """What autocast did, as operators: the dtype of the result says which one the inputs were cast to."""
+    """Add the casts of autocast as operators; the dtype of the result determines that of the inputs."""
     value = node.meta.get("val")
     value = value[0] if isinstance(value, (tuple, list)) and value else value
     name = getattr(node.target, "__name__", "").partition(".")[0]
@@ -96,14 +96,14 @@ def _cast_inputs(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def fold_constants(program: torch.export.ExportedProgram) -> bool:
-    """Compute what no input can change, in place; says whether there was anything.
+    """Compute values that don't depend on inputs, in place; returns whether there were any.
 
-    Parametrized weights are computed by operators that runtimes don't have (`matrix_exp`, `linalg_qr`). Only results
-    that something else reads are kept.
+    Parametrized weights are computed by operators that runtimes don't support (`matrix_exp`, `linalg_qr`). Only results
+    that other operators read are stored.
     """
     graph, signature = program.graph, program.graph_signature
     values = _stored(program)
-    # a new tensor (`torch.eye`) is constant, too, unless something may write into it
+    # new tensors (`torch.eye`) are constant too, unless an operator may write into them
     writes = any(getattr(getattr(node.target, "_schema", None), "is_mutable", False) for node in graph.nodes)
     with torch.no_grad():
         for node in graph.nodes:
@@ -134,7 +134,7 @@ def fold_constants(program: torch.export.ExportedProgram) -> bool:
 
 
 def _stored(program: torch.export.ExportedProgram) -> dict[fx.Node, Any]:
-    """Parameters, buffers that stay as they are, and constants, by their placeholders."""
+    """Parameters, immutable buffers and constants, by their placeholders."""
     signature = program.graph_signature
     state = {**program.state_dict, **program.constants}
     mutable = set(signature.buffers_to_mutate.values())

@@ -1,4 +1,4 @@
-"""Facts about this machine that decide plans: measured, not looked up."""
+"""Whether 8-bit products saturate on this machine, determined by running a probe."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from bitwright.quantizers import prepare, quantizers_of
 
 @cache
 def saturates(runtime: str) -> bool:
-    """Whether this runtime on this CPU loses bits in 8-bit products: 255·127 + 255·127 doesn't fit into int16.
+    """Whether this runtime on this CPU loses bits in 8-bit products: 255·127 + 255·127 exceeds int16.
 
-    A convolution with such numbers is run for real and compared with the exact sum.
+    The function runs a convolution with such values and compares the result with the exact sum.
     """
     if runtime not in RUNTIMES or RUNTIMES.get(runtime).missing() is not None:
         return False
@@ -41,7 +41,7 @@ def saturates(runtime: str) -> bool:
 
 
 def _prepared_probe(channels: int, activations: str) -> nn.Module:
-    """The same convolution as a prepared model, for runtimes with an artefact of their own."""
+    """The same convolution as a prepared model, for runtimes with their own artefact format."""
     conv = nn.Conv2d(channels, channels, 1, bias=False)
     nn.init.ones_(conv.weight)
     model = nn.Sequential(conv).eval()
@@ -55,7 +55,7 @@ def _prepared_probe(channels: int, activations: str) -> nn.Module:
 
 
 def _probe(channels: int) -> ir.Model:
-    """x → Q/DQ → Conv with all weights 127/127 → Q/DQ: the exact output is `channels`."""
+    """x → Q/DQ → Conv with all weights 127/127 → Q/DQ; the exact output is `channels`."""
 
     def constant(name: str, array: np.ndarray) -> ir.Value:
         value = ir.Value(name=name, const_value=ir.tensor(array, name=name))

@@ -1,4 +1,4 @@
-"""Site by site: the codes of the simulated model against those of an artefact on a real runtime."""
+"""Compare the codes of the simulated model with those of an artefact on a real runtime, site by site."""
 
 from __future__ import annotations
 
@@ -23,61 +23,61 @@ from bitwright.quantizers import Quantizer, in_mode, quantizers_of, tapped
 
 @dataclass(frozen=True, kw_only=True)
 class SiteCheck:
-    """One site: codes of the runtime against codes of the simulation."""
+    """The comparison of one site's codes between runtime and simulation."""
 
     site: str
     stored: bool
-    """A weight or a bias: its codes are read from the artefact, and have to be the model's own."""
+    """Whether it is a weight or bias, with codes read from the artefact that must be equal."""
     differing: float
-    """Share of codes that differ."""
+    """The share of differing codes."""
     largest: int
     """The largest difference of codes, in LSB."""
     sqnr_db: float
     quantization_share: float
-    """Runtime's deviation relative to what quantization itself changes (simulated against float)."""
+    """The runtime's deviation relative to the quantization error (simulation against float)."""
     grid: str | None
-    """How the artefact's scale or zero point differs from the model's; None: it doesn't."""
+    """How the artefact's scale or zero point differs from the model's, or None."""
 
     @property
     def damaged(self) -> bool:
-        """The artefact has other numbers than the model; no rounding explains that."""
+        """Whether the artefact's values differ from the model's by more than rounding could explain."""
         return self.grid is not None or (self.stored and self.differing > 0)
 
     @property
     def diverges(self) -> bool:
-        """More than rounding."""
+        """Whether the difference is larger than rounding could explain."""
         return self.damaged or (self.sqnr_db < MIN_SQNR and self.quantization_share > 1.0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
-    """How the codes inside were seen: a runtime shows outputs, so a copy of the artefact has more of them."""
+    """How internal codes were obtained: by a copy of the artefact with additional outputs."""
 
     outputs: int
-    """Outputs that the copy has beyond the artefact's."""
+    """The number of additional outputs of the copy."""
     undisturbed: bool
-    """The copy's other outputs are those of the artefact, bit by bit: what was seen is what is deployed."""
+    """Whether the other outputs of the copy are bit-identical to those of the artefact."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sites:
-    """All sites in the order of execution."""
+    """All sites in execution order."""
 
     checks: tuple[SiteCheck, ...]
     unseen: tuple[str, ...]
-    """Sites without codes of their own in the artefact: their tensor passes the same quantizer elsewhere."""
+    """Sites without their own codes in the artefact, because their tensor is quantized elsewhere."""
     probe: Probe
 
 
 @dataclass
 class _Seen:
-    """What the simulated model has at one site."""
+    """The values of the simulated model at one site."""
 
     codes: NDArray[Any]
     grid: dict[str, NDArray[Any]]
     zero: NDArray[Any]
     owner: str
-    exact: NDArray[Any] | None = None  # the float model's numbers, in units of the scale
+    exact: NDArray[Any] | None = None  # the float model's values, in units of the scale
 
 
 def check_sites(
@@ -95,7 +95,7 @@ def check_sites(
     checks, unseen = [], []
     for site, what in seen.items():
         name = f"{site}.codes"
-        if f"{site}.value" in constants:  # a bias that is stored as the numbers that its codes stand for
+        if f"{site}.value" in constants:  # a bias stored as float values
             constants[name] = np.rint(constants[f"{site}.value"] / what.grid["scale"].astype(np.float64))
         if name in constants or name in results:
             checks.append(_compare(site, what, name, results, constants))
@@ -112,7 +112,7 @@ def check_sites(
 
 
 class StoredSites:
-    """Compares what an artefact stores of each site with the model's own: codes of weights, scales, zero points."""
+    """Compares stored codes of weights, scales and zero points of an artefact with the model's."""
 
     def __init__(self, constants: dict[str, NDArray[Any]]) -> None:
         self.constants = dict(constants)
@@ -120,7 +120,7 @@ class StoredSites:
         self.seen_in_order: dict[str, None] = {}
 
     def look(self, site: str, quantizer: Quantizer, x: Tensor) -> None:
-        """A tap: what comes to this site in the simulated model."""
+        """A tap function that receives the input of each site in the simulated model."""
         if site in self.seen_in_order:
             return
         self.seen_in_order[site] = None
@@ -141,7 +141,9 @@ class StoredSites:
             theirs = _turned_back(self.constants[name].astype(np.int64), codes)
             if not np.array_equal(theirs, codes):
                 count = int((theirs != codes).sum()) if theirs.shape == codes.shape else codes.size
-                self.found.setdefault(site, Damage(site=site, what=f"{count} of {codes.size} codes aren't the model's"))
+                self.found.setdefault(
+                    site, Damage(site=site, what=f"{count} of {codes.size} codes differ from the model")
+                )
 
 
 def _simulate(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, _Seen]:
@@ -190,7 +192,7 @@ def _compare(
     if stored:
         found = _turned_back(found, seen.codes)
     if found.shape != seen.codes.shape:
-        grid = f"codes have the shape {found.shape}, the model's {seen.codes.shape}"
+        grid = f"codes have the shape {found.shape}, but the model's have {seen.codes.shape}"
         return SiteCheck(
             site=site, stored=stored, differing=1.0, largest=0, sqnr_db=-inf, quantization_share=inf, grid=grid
         )
@@ -209,12 +211,12 @@ def _compare(
 
 
 def _turned_back(found: NDArray[Any], codes: NDArray[Any]) -> NDArray[Any]:
-    """Artefacts store matrices as their operators read them, often transposed: the turn that fits best."""
+    """Undo a transposition: artefacts store matrices as their operators read them; the best match is used."""
     if found.shape == codes.shape and np.array_equal(found, codes):
         return found
     if found.ndim == codes.ndim:
         turns = [found.transpose(axes) for axes in permutations(range(found.ndim))]
-    elif found.size == codes.size:  # a stack of matrices, written as one
+    elif found.size == codes.size:  # a stack of matrices, stored as one
         every = list(permutations(range(codes.ndim)))
         turns = [found.reshape(codes.transpose(axes).shape).transpose(np.argsort(axes)) for axes in every]
     else:
@@ -230,8 +232,8 @@ def _grid_difference(seen: _Seen, constants: dict[str, NDArray[Any]]) -> str | N
             continue  # a bias has no zero point
         ours, stored = ours.astype(np.float64).ravel(), theirs.astype(np.float64).ravel()
         if ours.size != stored.size:
-            return f"{stored.size} values of {name}, the model has {ours.size}"
-        if not np.array_equal(np.sort(ours), np.sort(stored)):  # blocks of a transposed weight come in another order
+            return f"{stored.size} values of {name}, but the model has {ours.size}"
+        if not np.array_equal(np.sort(ours), np.sort(stored)):  # blocks of a transposed weight have another order
             worst = int(np.abs(np.sort(ours) - np.sort(stored)).argmax())
-            return f"{name} {np.sort(stored)[worst]:.9g}, the model's is {np.sort(ours)[worst]:.9g}"
+            return f"{name} is {np.sort(stored)[worst]:.9g}, but the model's is {np.sort(ours)[worst]:.9g}"
     return None

@@ -1,4 +1,4 @@
-"""The prepared model as `torch.export` sees it: with a marker at each site, and nothing lost on the way."""
+"""Trace the prepared model with `torch.export`, with a marker at each site, and verify that no site is lost."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from bitwright.quantizers import Attachment, Fold, Quantizer, Route, align, atta
 
 @dataclass(frozen=True, kw_only=True)
 class Traced:
-    """A program with markers, and what a real forward of the model says about it."""
+    """A program with markers, and facts from a real forward pass of the model."""
 
     program: torch.export.ExportedProgram
     recorded: Recorded
@@ -39,25 +39,25 @@ class Traced:
 
 @dataclass(frozen=True, kw_only=True)
 class Exported:
-    """A program of torch.export, and which of its sizes are free."""
+    """A program of torch.export and its dynamic axes."""
 
     program: torch.export.ExportedProgram
     axes: list[Axis]
-    """The batch and other free first axes; none: all sizes are those of the example."""
+    """The batch and other dynamic first axes; empty if all sizes are those of the example."""
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    """The call that was traced: the example, with at least two samples where the batch is free."""
+    """The traced call: the example, with at least two samples if the batch is dynamic."""
     flat: bool = False
-    """Whether the program takes the call's tensors one by one: a dataclass is no argument to torch.export."""
+    """Whether the program takes the call's tensors as separate arguments; torch.export doesn't accept dataclasses."""
     warnings: tuple[Problem, ...] = ()
 
 
 def trace(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, dynamic_batch: bool, codes: bool = True
 ) -> Traced:
-    """The prepared model with a marker at each site, and the integers (`codes`) or numbers of what is constant.
+    """The prepared model with a marker at each site, and the integers (`codes`) or values of constant sites.
 
-    A program that doesn't pass the quantizers that the model passes is refused.
+    Raises an error if the program doesn't reach the same quantizers as the model.
     """
     model = bare(model)
     attachment = attachment_of(model)
@@ -67,7 +67,7 @@ def trace(
             exported = export_program(model, args, kwargs, dynamic_batch)
         with routed(attachment, usual):
             recorded = _record(model, attachment, args, kwargs, _constant_sites(exported.program), codes=codes)
-        if other := align(usual, under_export):  # the model's code takes another path: tell which operator is which
+        if other := align(usual, under_export):  # the model takes another path under export: match the operators
             with _marking(attachment), in_mode(model, "quantize"), routed(attachment, Route(other)):
                 again = export_program(model, args, kwargs, bool(exported.axes))
                 exported = replace(again, warnings=again.warnings or exported.warnings)
@@ -78,9 +78,9 @@ def trace(
             missing -= _without_effect(model, attachment, program, missing, args, kwargs)
     if missing:
         raise ExportError(
-            f"the exported program does not pass {len(missing)} of the model's {len(recorded.passed)} quantizers",
+            f"the exported program doesn't reach {len(missing)} of the model's {len(recorded.passed)} quantizers",
             where=", ".join(sorted(missing)[:8]),
-            fix="under torch.export the model's code calls other operators there: keep these sites in float",
+            fix="the model calls other operators there under torch.export: keep these sites in float",
             code="export-path-differs",
         )
     return Traced(program=program, recorded=recorded, exported=exported)
@@ -95,7 +95,7 @@ def _record(
     *,
     codes: bool,
 ) -> Recorded:
-    """One real forward: which sites are passed, and the integers (or rounded numbers) of those that are constant."""
+    """Run one real forward pass: record the sites it reaches, and the integers (or rounded values) of constant ones."""
     recorded = Recorded()
 
     def remember(site: str, quantizer: Quantizer, x: Tensor) -> None:
@@ -127,16 +127,16 @@ def _marking(attachment: Attachment) -> Iterator[None]:
 
 
 def export_program(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_batch: bool) -> Exported:
-    """`torch.export`, with any batch if the model's code lets it; says whether it does."""
-    # Views into one tensor, as examples often are, would be taken for inputs that depend on each other.
+    """Run `torch.export`, with a dynamic batch if the model's code allows it."""
+    # Clone, because views of one tensor would be traced as dependent inputs.
     args, kwargs = map_tensors((args, kwargs), Tensor.clone)
     flat = _needs_flattening(args, kwargs)
     with _tensors_only(bare(model), args, kwargs, flat) as (forward, feed), torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own notes about its internals; failures raise
+        warnings.simplefilter("ignore")  # torch's internal warnings; failures raise
         noted: tuple[Problem, ...] = ()
         if dynamic_batch:
             try:
-                # A batch of one would be taken for a constant.
+                # a batch of one would become a constant
                 wide = _at_least_two(args), _at_least_two(kwargs)
                 wide_args, wide_kwargs = feed(*wide)
                 program = torch.export.export(
@@ -151,7 +151,7 @@ def export_program(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
                     inline_regions(program)
                     noted = written_buffers(program)
                     return Exported(program=program, axes=axes, args=wide[0], kwargs=wide[1], flat=flat, warnings=noted)
-                reason = "the model's code depends on its size"
+                reason = "the model's code depends on the batch size"
             except Exception as error:
                 reason = reason_of(error)
             noted = (fixed_batch(reason, batch_size((args, kwargs))),)
@@ -160,7 +160,7 @@ def export_program(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
             program = torch.export.export(forward, feed_args, feed_kwargs, strict=False)
         except Exception as error:
             raise ExportError(
-                f"torch.export can't follow the model: {reason_of(error)}",
+                f"torch.export can't trace the model: {reason_of(error)}",
                 where=line_of(error).removeprefix(", at ") or None,
                 fix=advice_for(error),
                 code="torch-export-failed",
@@ -171,7 +171,7 @@ def export_program(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def written_buffers(program: torch.export.ExportedProgram) -> tuple[Problem, ...]:
-    """What to say about a model whose outputs depend on buffers that its forward changes: an artefact has no state."""
+    """A warning if outputs depend on buffers that the forward pass changes, because an artefact has no state."""
     signature = program.graph_signature
     written = set(signature.buffers_to_mutate.values())
     names: dict[torch.fx.Node, set[str]] = {}
@@ -187,7 +187,7 @@ def written_buffers(program: torch.export.ExportedProgram) -> tuple[Problem, ...
         else:
             names[node] = {name for source in node.all_input_nodes for name in names.get(source, ())}
             if getattr(getattr(node.target, "_schema", None), "is_mutable", False) and node.args:
-                # before torch.onnx makes it functional, a write shows only as such
+                # until torch.onnx makes it functional, only the operator itself shows a write
                 target = node.args[0]
                 written |= {name for name in names.get(target, ()) if _is_view_of_buffer(target, signature)}
     found = sorted(read & written)
@@ -196,7 +196,7 @@ def written_buffers(program: torch.export.ExportedProgram) -> tuple[Problem, ...
     return (
         Problem(
             what="the model's forward changes these buffers and its outputs depend on them; the artefact has no state "
-            "and starts every call with their present values",
+            "and starts every call with their current values",
             where=", ".join(found),
             fix="pass the state as an input and return it as an output, or don't update it in eval mode",
             code="stateful-model",
@@ -205,7 +205,7 @@ def written_buffers(program: torch.export.ExportedProgram) -> tuple[Problem, ...
 
 
 def _is_view_of_buffer(node: Any, signature: Any) -> bool:
-    """Whether a node is a buffer, or a part of one."""
+    """Whether a node is a buffer or a view of one."""
     while isinstance(node, torch.fx.Node) and node.op == "call_function":
         schema = getattr(node.target, "_schema", None)
         if schema is None or not node.args or not any(r.alias_info is not None for r in schema.returns):
@@ -215,10 +215,10 @@ def _is_view_of_buffer(node: Any, signature: Any) -> bool:
 
 
 class _TensorForward:
-    """A model's forward that returns its tensors in a tuple, and with `names` takes them by name.
+    """A model's forward that returns a tuple of tensors and, with `names`, takes tensors by name.
 
-    torch.export knows a few types of arguments and results. Numbers, strings and objects of other types are not what a
-    runtime takes or returns; dataclasses are taken apart and put together here.
+    torch.export supports few types of arguments and results. Runtimes don't accept numbers, strings and other objects;
+    dataclasses are converted here.
     """
 
     def __init__(self, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any], names: Sequence[str]) -> None:
@@ -229,7 +229,7 @@ class _TensorForward:
             self.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in names])
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-        """Call the model as it is written."""
+        """Call the original forward."""
         if self.names:
             given = iter([*args, *(kwargs[name] for name in self.names[len(args) :])])
             args, kwargs = map_tensors((self.args, self.kwargs), lambda _: next(given))
@@ -242,12 +242,12 @@ class _TensorForward:
 
 
 def _needs_flattening(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether there are tensors in objects that torch.export can't look into."""
+    """Whether tensors are inside objects that torch.export doesn't support."""
     return any(not isinstance(leaf, Tensor) and next(tensors_in(leaf), None) for leaf in tree_leaves((args, kwargs)))
 
 
 def flattened(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The call's tensors, one by one."""
+    """The call's tensors as separate arguments."""
     return tuple(tensor for _, tensor in tensors_in((args, kwargs))), {}
 
 
@@ -255,9 +255,9 @@ def flattened(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any,
 def _tensors_only(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], flat: bool
 ) -> Iterator[tuple[nn.Module, Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]]]:
-    """While this lasts, the model's forward takes what torch.export takes and returns tensors.
+    """Temporarily replace the model's forward by one with arguments that torch.export supports, which returns tensors.
 
-    Gives the model, and what makes the arguments that it then takes of those that it is written for.
+    Yields the model, and a function that converts the original arguments.
     """
     names = [re.sub(r"\W", "_", path) for path, _ in named_inputs(model, args, kwargs)] if flat else []
     own = model.__dict__.get("forward")
@@ -272,7 +272,7 @@ def _tensors_only(
 
 
 def reason_of(error: BaseException) -> str:
-    """The error that torch began with, in one line: its type, and the first line that says something."""
+    """The original error of torch in one line: its type and first non-empty line."""
     while error.__cause__ is not None:
         error = error.__cause__
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
@@ -280,23 +280,23 @@ def reason_of(error: BaseException) -> str:
 
 
 def advice_for(error: BaseException) -> str:
-    """What to do about an error of torch.export."""
+    """The suggested fix for an error of torch.export."""
     if "data-dependent" in str(error).lower():
         return (
-            "the model's code there depends on the values of a tensor (if, int(), .item(), indexing): use torch.where "
-            "or torch.cond, or export the part of the model without it"
+            "the code there depends on the values of a tensor (if, int(), .item(), indexing): use torch.where or "
+            "torch.cond, or export the part of the model without it"
         )
     return (
-        "torch.export.export(model, inputs, strict=False) fails in the same way for the float model: "
+        "torch.export.export(model, inputs, strict=False) also fails for the float model: "
         "change the code there, or export the part of the model without it"
     )
 
 
 def fixed_batch(reason: str, size: int) -> Problem:
-    """What to say where any batch was asked for, and the artefact takes one size."""
+    """The warning about an artefact with a fixed batch size."""
     return Problem(
         what=f"the artefact takes only batches of {size}: {reason}",
-        fix="export with an example of the batch size that you deploy, or make the model's code independent of it",
+        fix="export with an example of the batch size to deploy, or make the model's code independent of it",
         code="fixed-batch",
     )
 
@@ -324,7 +324,7 @@ def _dynamic(nest: Any) -> Any:
 
 
 def _by_parameter(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Positional and keyword specs as torch.export wants them: by parameter name if there are keywords or `*args`."""
+    """The specs in the form that torch.export requires: by parameter name if there are keywords or `*args`."""
     parameters = inspect.signature(model.forward).parameters.values()
     if not kwargs and all(parameter.kind is not parameter.VAR_POSITIONAL for parameter in parameters):
         return args
@@ -340,7 +340,7 @@ def _by_parameter(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _constant_sites(program: torch.export.ExportedProgram) -> set[str]:
-    """Sites whose numbers no input can change, not even by its size: weights, stored or computed."""
+    """Sites with values that don't depend on inputs or their sizes: weights, stored or computed."""
     signature = program.graph_signature
     mutable = set(signature.buffers_to_mutate.values())
     moving: set[torch.fx.Node] = set()
@@ -356,13 +356,13 @@ def _constant_sites(program: torch.export.ExportedProgram) -> set[str]:
     return {
         site
         for site, sources in marked.items()
-        # a weight is folded anew at each of its uses; another site that is passed twice sees two tensors
+        # a weight is folded at each use; another site that is reached twice has two tensors
         if not sources & moving and (len(sources) == 1 or site.endswith((":weight", ":bias")))
     }
 
 
 def _markers(program: torch.export.ExportedProgram) -> list[tuple[str, Tensor]]:
-    """Each marker's site, and the tensor that passes it."""
+    """The site of each marker, and its tensor."""
     return [
         (str(node.args[1]), node.args[0].meta["val"])
         for node in program.graph.nodes
@@ -371,7 +371,7 @@ def _markers(program: torch.export.ExportedProgram) -> list[tuple[str, Tensor]]:
 
 
 def _missing(program: torch.export.ExportedProgram, recorded: Recorded) -> set[str]:
-    """Sites that the program passes less or more often than the model, or with other tensors."""
+    """Sites that the program reaches less or more often than the model, or with other tensors."""
     markers = [(site, x) for site, x in _markers(program) if site not in recorded.constants]
     found = Counter((site, str(x.dtype), x.dim()) for site, x in markers)
     return {site for site, _, _ in (found - recorded.passed) + (recorded.passed - found)}
@@ -385,10 +385,10 @@ def _without_effect(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> set[str]:
-    """Of the sites that the program doesn't pass, those whose quantizers make no difference to the model's outputs.
+    """The missing sites with quantizers that don't affect the model's outputs.
 
-    The operator's result reaches no output (a check that runs in eager mode only), or the tensor was rounded to the
-    same grid before (`reshape` shares the quantizer of its input).
+    Either the operator's result reaches no output (a check that runs only in eager mode), or the tensor is already
+    rounded to the same grid (`reshape` shares the quantizer of its input).
     """
     passed = {site for site, _ in _markers(program)}
     shared = {attachment.shared.get(site, site) for site in passed}

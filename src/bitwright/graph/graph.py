@@ -13,6 +13,7 @@ from pydantic import TypeAdapter
 from bitwright.core.arguments import strict
 from bitwright.core.documents import parse_json, validated
 from bitwright.core.errors import PlanError, Problem
+from bitwright.core.notebook import table
 from bitwright.graph.naming import site_name
 from bitwright.graph.operators import can_hook
 
@@ -139,6 +140,13 @@ class Graph:
             if op.name in read:
                 read.update(source.name for port in op.ports for source in port.sources if source.kind == "op")
         return frozenset(op.name for op in self.ops if op.name not in read)
+
+    def _repr_html_(self) -> str:
+        rows = [
+            (op.name, op.kind, "×".join(map(str, op.outputs[0].shape)) if op.outputs else "", f"{op.macs:,}")
+            for op in self.ops
+        ]
+        return table(["operator", "kind", "output", "#MACs"], rows, title=f"{len(self.ops)} operators")
 
     def partial(self, op: Op) -> bool:
         """Whether only some of the recordings contain the operator."""

@@ -1,4 +1,4 @@
-"""LPOT's (Neural Compressor 1.x) YAML as one of ours: each key means what it meant there, or is refused."""
+"""Import YAML files of LPOT (Neural Compressor 1.x). Keys keep their meaning; unsupported keys are errors."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from bitwright.core.documents import Strict, validated
 from bitwright.core.importer import Importer
 
-_NO_ACCURACY = 1e9  # a drop that everything stays within
+_NO_ACCURACY = 1e9  # a drop that no candidate exceeds
 
 
 def _listed(value: Any) -> Any:
-    """A list, one value, or values with commas between them."""
+    """A list, one value, or values separated by commas."""
     if isinstance(value, str) and "," in value:
         return [part.strip() for part in value.split(",")]
     return value if isinstance(value, list) else [value]
@@ -38,11 +38,11 @@ class _Tensor(Strict):
 
     @property
     def is_float(self) -> bool:
-        """Whether nothing but float is allowed."""
+        """Whether only float is allowed."""
         return self.dtype == ("fp32",)
 
     def formats(self, *, weight: bool) -> list[str]:
-        """As ours are written; empty: as the backend says."""
+        """The formats in our notation; empty means those of the backend."""
         kinds: list[str] = [kind for kind in self.dtype if kind != "fp32"]
         if not (kinds or self.granularity or self.scheme or self.bit):
             return []
@@ -61,7 +61,7 @@ class _Op(Strict):
     activation: _Tensor = _Tensor()
 
     def rule(self) -> dict[str, Any]:
-        """As one of our rules."""
+        """The rule in our notation."""
         if self.weight.is_float or self.activation.is_float:
             return {"keep": "float"}
         keep = None if not self.activation.dtype or "fp32" in self.activation.dtype else "quantized"
@@ -112,7 +112,7 @@ class _Loader(Strict):
     shuffle: Literal[False] = False
 
     def ours(self) -> dict[str, Any]:
-        """As our data sets are written."""
+        """The data set in our notation."""
         data: dict[str, Any] = {"batch_size": self.batch_size}
         if self.dataset.ImageFolder is not None:
             data["images"] = self.dataset.ImageFolder.root
@@ -179,7 +179,7 @@ class _Criterion(Strict):
         return self
 
     def drop(self) -> dict[str, float]:
-        """As ours are written."""
+        """The drop in our notation."""
         if self.absolute is not None:
             return {"absolute": self.absolute}
         return {"relative": 0.01 if self.relative is None else float(self.relative)}
@@ -230,7 +230,7 @@ class _Metric(Strict):
     RMSE: dict[str, Any] | None = None
 
     def ours(self) -> dict[str, dict[str, Any]]:
-        """As our metrics are written."""
+        """The metrics in our notation."""
         found: dict[str, dict[str, Any]] = {}
         for name in type(self).model_fields:
             value = getattr(self, name)
@@ -256,7 +256,7 @@ class _Evaluation(Strict):
 
 
 class LpotFile(Strict):
-    """The keys of LPOT's file that we have."""
+    """The supported keys of an LPOT file."""
 
     model: _Model
     quantization: _Quantization = _Quantization()
@@ -265,12 +265,12 @@ class LpotFile(Strict):
 
 
 def is_lpot(data: Mapping[str, Any]) -> bool:
-    """Whether a file is one of LPOT's."""
+    """Whether the data is that of an LPOT file."""
     return isinstance(data.get("model"), dict) or "tuning" in data or "quantization" in data
 
 
 def translate(data: dict[str, Any], *, where: str) -> dict[str, Any]:
-    """The same search in our words."""
+    """The data of the equivalent `TuneConfig`."""
     file = validated(LpotFile, data, title=f"{where} has problems")
     quantization, tuning = file.quantization, file.tuning
     out: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""MQBench's `config.yaml` as a grid of one row."""
+"""Import `config.yaml` files of MQBench as grids with one row."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from bitwright.core.errors import PlanError, Problem, did_you_mean
 from bitwright.core.importer import Importer
 from bitwright.core.registry import WORKLOADS
 
-#: What runs where the file names no network: the snippet of its documentation doesn't.
+#: The workload if the file names no network, as in the example of MQBench's documentation.
 DEFAULT_WORKLOAD = "digits"
 _QPARAMS = ("w_method", "a_method", "bit", "w_observer", "a_observer")
 _KEYS = (
     *("qparams", "backend", "bnfold", "seed", "model", "optimizer", "lr_scheduler", "label_smooth", "ema", "data"),
     *("saver", "dist"),
 )
-# its observers are classes; these are ours of the same arithmetic
+# MQBench's observer classes, and our observers with the same arithmetic
 _OBSERVERS = {
     "MinMaxObserver": "minmax",
     "EMAMinMaxObserver": "ema-minmax",
@@ -30,12 +30,12 @@ _OBSERVERS = {
 
 
 def is_mqbench(data: Mapping[str, Any]) -> bool:
-    """Whether a file is MQBench's."""
+    """Whether the data is that of an MQBench file."""
     return "qparams" in data
 
 
 def translate(data: Mapping[str, Any], *, where: str, workload: str | None = None) -> dict[str, Any]:
-    """The same in our words; what has no meaning here is said in `notes`, what can't be understood is an error."""
+    """The data of the equivalent `GridConfig`. Unused keys are listed in `notes`; unknown keys are errors."""
     problems: list[Problem] = []
     for key in data:
         if key not in _KEYS:
@@ -70,7 +70,7 @@ def translate(data: Mapping[str, Any], *, where: str, workload: str | None = Non
         "bits": [qparams["bit"]],
         "seeds": [data.get("seed", 1000)],
         "training": training,
-        "beyond": "simulate",  # as MQBench does where hardware has no such width
+        "beyond": "simulate",  # MQBench also simulates widths that the hardware can't run
         "notes": notes,
     }
     if "bnfold" in data:
@@ -83,22 +83,22 @@ def _model(data: Mapping[str, Any], workload: str | None, notes: list[str], prob
     named = str(section["type"]) if "type" in section else None
     unused = [f"model.{key}" for key in section if key != "type" and section[key]]
     if unused:
-        notes.append(f"{', '.join(unused)}: not used, a workload builds its own model")
+        notes.append(f"{', '.join(unused)}: not used, because a workload builds its own model")
     if workload is not None:
         if named is not None:
-            notes.append(f"model.type {named} gives way to {workload}")
+            notes.append(f"model.type {named} is replaced by {workload}")
         return workload
     if named is None:
-        notes.append(f"the file names no model: the workload {DEFAULT_WORKLOAD} stands in (--workload names another)")
+        notes.append(f"the file names no model, so the workload {DEFAULT_WORKLOAD} is used (change it with --workload)")
         return DEFAULT_WORKLOAD
     if named not in WORKLOADS and ":" not in named:
-        fix = f"name a workload of yours with --workload; {did_you_mean(named, WORKLOADS.names())}"
-        problems.append(Problem(what="there is no such workload", where="model.type", value=named, fix=fix))
+        fix = f"choose a workload with --workload; {did_you_mean(named, WORKLOADS.names())}"
+        problems.append(Problem(what="unknown workload", where="model.type", value=named, fix=fix, code="unknown-name"))
     return named
 
 
 def _training(data: Mapping[str, Any], notes: list[str], problems: list[Problem]) -> dict[str, Any]:
-    """The training setting; what the benchmark has by default stands where the file says nothing."""
+    """The training settings; missing ones have the defaults of MQBench."""
     made: dict[str, Any] = {"lr": 0.004, "label_smoothing": 0.1, "weight_decay": 1e-4, "momentum": 0.9}
     optimizer = _mapping(data, "optimizer", problems)
     kind = str(optimizer.get("type", "SGD"))
@@ -109,7 +109,7 @@ def _training(data: Mapping[str, Any], notes: list[str], problems: list[Problem]
     made |= {key: options[key] for key in ("lr", "momentum", "weight_decay") if key in options}
     if "nesterov" in options and bool(options["nesterov"]) != (kind.lower() == "sgd"):
         what = "SGD always has Nesterov's momentum here" if kind.lower() == "sgd" else "of SGD only"
-        notes.append(f"optimizer.kwargs.nesterov {options['nesterov']} isn't used: {what}")
+        notes.append(f"optimizer.kwargs.nesterov {options['nesterov']} is not used: {what}")
     if "label_smooth" in data:
         made["label_smoothing"] = data["label_smooth"]
     ema = _mapping(data, "ema", problems)
@@ -123,7 +123,9 @@ def _training(data: Mapping[str, Any], notes: list[str], problems: list[Problem]
     unused = [f"data.{key}" for key in section if key not in ("batch_size", "max_epoch")]
     unused += [key for key in ("saver", "dist") if key in data]
     if unused:
-        notes.append(f"{', '.join(unused)}: not used, the workload brings its data and the store keeps results")
+        notes.append(
+            f"{', '.join(unused)}: not used, because the workload has its own data and results are kept in the store"
+        )
     others = {
         "optimizer": set(optimizer) - {"type", "kwargs"},
         "optimizer.kwargs": set(options) - {"lr", "momentum", "weight_decay", "nesterov"},
@@ -132,19 +134,19 @@ def _training(data: Mapping[str, Any], notes: list[str], problems: list[Problem]
     }
     left = [f"{place}.{key}" for place, keys in others.items() for key in sorted(map(str, keys))]
     if left:
-        notes.append(f"{', '.join(left)}: not used, there is no such setting here")
+        notes.append(f"{', '.join(left)}: not used, because Bitwright has no such setting")
     return made
 
 
 def _schedule(
     section: Mapping[str, Any], data: Mapping[str, Any], notes: list[str], problems: list[Problem]
 ) -> dict[str, Any]:
-    """How long, and how the rate goes down. Steps can't be told as epochs: only the workload knows its data."""
+    """Epochs and learning-rate schedule. Steps can't be converted to epochs here: the size of the data is unknown."""
     made: dict[str, Any] = {}
     kind = str(section.get("type", "Cosine"))
     made["schedule"] = next((ours for ours in ("cosine", "constant") if ours in kind.lower()), "cosine")
     if made["schedule"] not in kind.lower():
-        notes.append(f"lr_scheduler.type {kind} isn't there: the rate follows a cosine over all epochs")
+        notes.append(f"lr_scheduler.type {kind} is not supported: a cosine schedule over all epochs is used")
     options = _mapping(section, "kwargs", problems, "lr_scheduler.")
     if "base_lr" in options:
         made["lr"] = options["base_lr"]
@@ -161,7 +163,7 @@ def _schedule(
     left = [f"lr_scheduler.{key}" for key in sorted(map(str, set(section) - {"type", "kwargs"}))]
     left += [f"lr_scheduler.kwargs.{key}" for key in sorted(map(str, set(options) - known))]
     if left:
-        notes.append(f"{', '.join(left)}: not used, the rate goes down over all epochs without a warm-up")
+        notes.append(f"{', '.join(left)}: not used, because the schedule covers all epochs without a warm-up")
     return made
 
 

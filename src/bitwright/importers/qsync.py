@@ -1,4 +1,4 @@
-"""QSync's mappers: bits by layer, in an .npy file that holds a pickled dictionary. It is read without running it."""
+"""Import QSync's mappers: .npy files with a pickled dictionary of bits by layer."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from bitwright.plan.compute import FLOAT, ComputeSpec
 from bitwright.plan.plan import Device, Plan
 
 FORMATS = {8: "int8", 16: "fp16", 19: FLOAT, 32: FLOAT}
-"""Bits as QSync has them; 19 are TF32's, which PyTorch sets for a whole process."""
+"""Formats by QSync's number of bits; 19 means TF32, which PyTorch sets for the whole process."""
 
 
 def load_mapper(path: str | Path) -> dict[str, int]:
-    """The dictionary of the file."""
+    """Read the bits of each layer from a file."""
     value = load_npy(path)
     if not isinstance(value, Mapping):
         fix = "a mapper is a dictionary of bits by layer"
-        raise BitwrightError("no mapper", where=str(path), value=type(value).__name__, fix=fix)
+        raise BitwrightError("not a mapper", where=str(path), value=type(value).__name__, fix=fix, code="invalid-value")
     return {str(key): _bits(bits) for key, bits in value.items()}
 
 
 def plan_of_mapper(mapper: Mapping[str, Any], graph: Graph, *, kind: str | None = None) -> Plan:
-    """The same as a plan; with a `kind` as the section of that device.
+    """The plan of a mapper. With `kind`, it is the section of that device.
 
     Layers have a module's name, or are counted by kind in the order in which they run, as `conv2d_0` or `linear_7`.
     """
@@ -39,10 +39,14 @@ def plan_of_mapper(mapper: Mapping[str, Any], graph: Graph, *, kind: str | None 
         found = _find(key, graph, counted)
         if found is None:
             fix = did_you_mean(key, graph.by_name)
-            problems.append(Problem(what="the model has no such layer", where="mapper", value=key, fix=fix))
+            problems.append(
+                Problem(what="the model has no such layer", where="mapper", value=key, fix=fix, code="unknown-name")
+            )
         elif not isinstance(bits, int) or bits not in FORMATS:
             fix = f"one of {', '.join(map(str, FORMATS))}"
-            problems.append(Problem(what="no such bit-width", where=f"mapper.{key}", value=bits, fix=fix))
+            problems.append(
+                Problem(what="unknown bit width", where=f"mapper.{key}", value=bits, fix=fix, code="invalid-value")
+            )
         else:
             compute[found.name] = ComputeSpec(format=FORMATS[bits], why=f"{key}: {bits} bits in QSync's mapper")
     if problems:
@@ -50,7 +54,7 @@ def plan_of_mapper(mapper: Mapping[str, Any], graph: Graph, *, kind: str | None 
     plan = Plan(compute=compute) if kind is None else Plan(devices={kind: Device(compute=compute)})
     problems = plan.validate(graph)
     if problems:
-        raise PlanError(problems, title="the mapper can't be followed")
+        raise PlanError(problems, title="the plan of the mapper has problems")
     return plan
 
 

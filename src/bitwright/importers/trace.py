@@ -1,4 +1,4 @@
-"""A `torch.profiler` Chrome trace of somebody's own run becomes a DeviceProfile: for devices that we can't run on.
+"""Import a Chrome trace of `torch.profiler` as a DeviceProfile, for devices that are not available here.
 
 torch writes the same events for CPUs and GPUs. Operators carry their input shapes (`record_shapes=True`). Autograd
 counts the nodes that it makes: an operator says where the counter stood when it began (a linear layer makes two or four
@@ -19,13 +19,13 @@ from typing import cast
 from bitwright.core.errors import BitwrightError
 from bitwright.importers.trace_events import Event, Shape, TracedStep, read_trace, training_steps
 from bitwright.profiling.cost_key import CallSpec
-from bitwright.profiling.device_profile import DeviceProfile, OperatorCost, TensorsCost, Timing
+from bitwright.profiling.device_profile import DeviceProfile, OperatorCost, OperatorTime, TensorsCost
 from bitwright.profiling.execution import AMP_DTYPES, Amp, base_format
 from bitwright.profiling.step_graph import StepGraph
 from bitwright.profiling.step_timer import ACCUMULATE, Key
 from bitwright.profiling.timing import middle_half
 
-# What torch's dispatcher calls the operators that models call; others have the name of their kind.
+# Names of operators in torch's dispatcher; all others have the name of their kind.
 _ATEN = {
     "matmul": ("matmul", "bmm", "mm"),
     "linear": ("linear", "addmm"),
@@ -36,7 +36,7 @@ _ATEN = {
 
 
 def import_trace(path: Path, graph: StepGraph, *, device: str | None = None) -> DeviceProfile:
-    """Match the trace's operators with the recorded step's, by kind, shapes and order; give means of ordinary steps."""
+    """Match the operators of the trace with those of the recorded step by kind, shapes and order, and average them."""
     trace = read_trace(path)
     read = [_read(step, graph) for step in training_steps(trace.tops)]
     most = max((len(step.matched) for step in read), default=0)
@@ -50,8 +50,8 @@ def import_trace(path: Path, graph: StepGraph, *, device: str | None = None) -> 
     whole = [step for step in read if len(step.matched) == most]  # the trace may begin or end within a step
     costs = _costs(whole)
     formats = sorted({step.format for step in whole})
-    # views cost next to nothing and have no event of their own where torch skips them
-    free = Timing(seconds=0, repetitions=0)
+    # Views have no events where torch skips them; they count as free.
+    free = OperatorTime(seconds=0, repetitions=0)
     for call in [*(op.call for op in graph.ops), graph.loss]:
         for format in formats:
             for text in _texts(call, {}, format):
@@ -69,13 +69,13 @@ def import_trace(path: Path, graph: StepGraph, *, device: str | None = None) -> 
 
 @dataclass
 class _Read:
-    """One traced step by the recorded step's calls."""
+    """The times of one traced step, by the calls of the recorded step."""
 
     format: str
     matched: set[int] = field(default_factory=set)
     """Positions of operators that were found."""
     keys: dict[int, list[Key]] = field(default_factory=dict)
-    """By position; the loss comes after the last operator. Several where types may be others."""
+    """Cost keys by position; the loss comes after the last operator. Several if the types are ambiguous."""
     forward: dict[int, float] = field(default_factory=lambda: defaultdict(float))
     backward: dict[int, float] = field(default_factory=lambda: defaultdict(float))
     gradients: dict[Key, list[float]] = field(default_factory=lambda: defaultdict(list))
@@ -86,7 +86,7 @@ class _Read:
 
 
 def _read(step: TracedStep, graph: StepGraph) -> _Read:
-    """Whose each event is: an operator's, or that of the one which it follows; after the last one it is the loss's."""
+    """Assign each event to an operator, or to the operator before it; events after the last operator are the loss."""
     found = _match(step.forward, graph)
     types = {position: _types(graph.ops[position].call, event) for position, event in found.items()}
     read = _Read(_format(types), set(found))
@@ -100,9 +100,9 @@ def _read(step: TracedStep, graph: StepGraph) -> _Read:
         if position is not None:
             owner = position
         elif owner == last or owner == len(graph.ops):
-            owner = len(graph.ops)  # a loss may be made of any number of operators
+            owner = len(graph.ops)  # a loss can have any number of operators
         elif owner is not None and owner + 1 not in found:
-            owner += 1  # the dispatcher knows it by other names
+            owner += 1  # the operator has another name in the dispatcher
         numbers.append(event.sequence or 0)
         owners.append(owner)
         if owner is not None:
@@ -125,7 +125,7 @@ def _read(step: TracedStep, graph: StepGraph) -> _Read:
 
 
 def _match(events: list[Event], graph: StepGraph) -> dict[int, Event]:
-    """For each operator that was found, by position, its event: the k-th call of its kind and shapes has the k-th."""
+    """Events by the position of their operator: the k-th call with a kind and shapes has the k-th such event."""
     alike: dict[tuple[str, tuple[Shape, ...]], list[int]] = defaultdict(list)
     for position, op in enumerate(graph.ops):
         alike[(op.call.kind, tuple(sorted(spec.shape for _, spec in op.call.ports)))].append(position)
@@ -141,14 +141,14 @@ def _match(events: list[Event], graph: StepGraph) -> dict[int, Event]:
 
 
 def _fits(event: Event, names: tuple[str, ...], shapes: tuple[Shape, ...]) -> bool:
-    """Whether it has this name and all of these shapes; aten's order isn't always Python's (embedding)."""
+    """Whether the event has this name and all of these shapes; the order can differ from Python's (embedding)."""
     if event.inputs is None or (event.name not in names and event.name.removesuffix("_") not in names):
         return False
     return Counter(shapes) <= Counter(shape for shape, _ in event.inputs)
 
 
 def _types(call: CallSpec, event: Event) -> dict[str, str]:
-    """Ports that came in another float type than was recorded."""
+    """Ports with another float type than in the recorded step."""
     left = list(event.inputs or ())
     found: dict[str, str] = {}
     for port, spec in call.ports:
@@ -161,7 +161,7 @@ def _types(call: CallSpec, event: Event) -> dict[str, str]:
 
 
 def _format(types: Mapping[int, Mapping[str, str]]) -> str:
-    """Under autocast some operators get 16 bits where the model has 32."""
+    """The format of the step: autocast gives 16 bits to some operators."""
     came = {type for changed in types.values() for type in changed.values()}
     amp = next((name for name, type in AMP_DTYPES.items() if type in came), None)
     return base_format(cast(Amp | None, amp))
@@ -181,15 +181,13 @@ def _texts(call: CallSpec, types: Mapping[str, str], format: str) -> list[str]:
 
 
 def _costs(steps: list[_Read]) -> dict[Key, OperatorCost]:
-    """Means over the middle half of the steps in each format: they add up to a step, as medians don't."""
+    """Means over the middle half of the steps in each format. Unlike medians, means add up to a step."""
     rows: dict[Key, list[tuple[float, float]]] = defaultdict(list)
     first: dict[Key, int] = {}
     for format in {step.format for step in steps}:
         for step in middle_half([step for step in steps if step.format == format], key=lambda step: step.total):
             for position, keys in step.keys.items():
-                for rank, key in enumerate(
-                    keys
-                ):  # a call that was so counts, one that is only thought to be so doesn't
+                for rank, key in enumerate(keys):  # an observed key replaces an assumed one
                     if rank < first.get(key, len(keys)):
                         rows[key], first[key] = [], rank
                     if rank == first[key]:
@@ -204,13 +202,13 @@ def _cost(key: Key, rows: list[tuple[float, float]]) -> OperatorCost:
     return OperatorCost(
         operator=key[0],
         format=key[1],
-        forward=Timing(seconds=forward, repetitions=len(rows)),
-        backward=Timing(seconds=backward, repetitions=len(rows)) if backward else None,
+        forward=OperatorTime(seconds=forward, repetitions=len(rows)),
+        backward=OperatorTime(seconds=backward, repetitions=len(rows)) if backward else None,
     )
 
 
 def _optimizers(annotated: Mapping[str, Mapping[str, list[float]]]) -> list[TensorsCost]:
-    """Steps of optimizers, whole: torch annotates them in every trace; on a GPU with the time of their kernels."""
+    """Times of optimizer steps, which torch annotates in every trace; on a GPU, the time of their kernels."""
     found: dict[str, float] = {}
     for name, times in {**annotated["user_annotation"], **annotated["gpu_user_annotation"]}.items():
         words = re.fullmatch(r"Optimizer\.(step|zero_grad)#(\w+)\.\w+", name)

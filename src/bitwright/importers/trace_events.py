@@ -1,4 +1,4 @@
-"""Reading a `torch.profiler` Chrome trace: operators with their kernels' time, and training steps cut out of them."""
+"""Read a Chrome trace of `torch.profiler`: operators with the time of their kernels, grouped into training steps."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _ENGINE = "autograd::engine::evaluate_function: "
 _TYPES = {"float": "float32", "double": "float64", "c10::BFloat16": "bfloat16", "c10::Half": "float16"}
 Shape = tuple[int, ...]
 _FIX = "use prof.export_chrome_trace(path)"
-_LONGEST = 1e18  # microseconds; traces count from 1970 or from the start of the machine
+_LONGEST = 1e18  # microseconds since 1970 or since the start of the machine
 _MOST_BYTES = 2 << 30
 
 
 @dataclass
 class Event:
-    """One operator that ran, or one launch of a kernel."""
+    """One operator, or one launch of a kernel."""
 
     name: str
     start: float
@@ -30,7 +30,7 @@ class Event:
     inputs: list[tuple[Shape, str | None]] | None = None
     """Shape and dtype (where the trace says it) of each; None without record_shapes."""
     sequence: int | None = None
-    """Autograd's counter when it began: forward's say which node would be made next, backward's which one runs."""
+    """Autograd's counter at the start: the next node to create in forward, the node that runs in backward."""
     correlation: int | None = None
     device: float | None = None
     """Microseconds of the kernels that were launched within it; None in a trace without kernels."""
@@ -38,17 +38,17 @@ class Event:
 
     @property
     def seconds(self) -> float:
-        """Of its kernels if the trace has kernels: a GPU doesn't wait for an operator that launches none."""
+        """The time of its kernels if the trace has kernels, else its own time."""
         return 1e-6 * (self.end - self.start if self.device is None else self.device)
 
     @property
     def is_backward(self) -> bool:
-        """Whether autograd's engine ran it."""
+        """Whether it belongs to the backward pass."""
         return self.name.startswith(_ENGINE)
 
     @property
     def gradient(self) -> Shape | None:
-        """The shape of the gradient that a parameter takes here."""
+        """The shape of the gradient that is accumulated here."""
         if not self.name.endswith("AccumulateGrad"):
             return None
         return next((child.inputs[0][0] for child in self.children if child.inputs), None)
@@ -56,10 +56,10 @@ class Event:
 
 @dataclass
 class Trace:
-    """What is in the file."""
+    """The content of a trace file."""
 
     tops: list[Event]
-    """Operators that no other operator has called, in order."""
+    """Operators that no other operator called, in order."""
     annotated: dict[str, dict[str, list[float]]]
     """Seconds by category and name."""
     device: str | None
@@ -75,7 +75,7 @@ class TracedStep:
 
 
 def read_trace(path: Path) -> Trace:
-    """Read the file; kernels' time is given to the operators that launched them."""
+    """Read a trace; the time of kernels is added to the operators that launched them."""
     data = _json(path)
     events: list[Event] = []
     kernels: dict[int, float] = defaultdict(float)
@@ -169,7 +169,7 @@ def _inputs(args: dict[str, Any]) -> list[tuple[Shape, str | None]] | None:
     types = args.get("Input type") or [None] * len(shapes)
     found: list[tuple[Shape, str | None]] = []
     for shape, type in zip(shapes, types, strict=False):
-        if shape and isinstance(shape[0], list):  # a list of tensors, as `cat` has it
+        if shape and isinstance(shape[0], list):  # a list of tensors, as in `cat`
             found += [(_shape(one), None) for one in shape]
         else:
             found.append((_shape(shape), _TYPES.get(str(type))))
@@ -177,7 +177,7 @@ def _inputs(args: dict[str, Any]) -> list[tuple[Shape, str | None]] | None:
 
 
 def _tops(events: list[Event], kernels: dict[int, float]) -> list[Event]:
-    """Operators that no other one has called; those that are under way when a kernel is launched get its time."""
+    """Operators that no other operator called; a kernel's time is added to all operators that enclose its launch."""
     found: list[Event] = []
     open_: dict[Any, list[Event]] = defaultdict(list)
     for event in sorted(events, key=lambda event: (event.start, -event.end)):
@@ -199,7 +199,7 @@ def _tops(events: list[Event], kernels: dict[int, float]) -> list[Event]:
 
 
 def training_steps(tops: Iterable[Event]) -> list[TracedStep]:
-    """Forwards with their backwards, in order.
+    """Forward passes with their backward passes, in order.
 
     Forward's operators are those of one thread that autograd has counted: what runs without gradients (optimizers,
     clipping, evaluation) isn't, and what other threads load isn't either.

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from bitwright.core.arguments import strict
+from bitwright.core.documents import device_name, not_blank
 from bitwright.core.errors import PlanError, Problem, did_you_mean
 from bitwright.core.formats import Format
+from bitwright.core.notebook import table
 from bitwright.graph import Graph
 from bitwright.graph.naming import site_name
 from bitwright.plan.compute import ComputeSpec, resolved
@@ -104,6 +106,26 @@ class Plan:
         # normalize, so that equivalent plans are equal
         short = {norm: spec if isinstance(spec, str) else spec.short for norm, spec in self.fold.items()}
         object.__setattr__(self, "fold", short)
+        problems = list(self._name_problems())
+        if problems:
+            raise PlanError(problems)
+
+    def _name_problems(self) -> Iterator[Problem]:
+        """Names that a plan file can't have, either."""
+        names: list[tuple[str, Callable[[str], str], Iterable[str]]] = [
+            ("model", not_blank, [] if self.model is None else [self.model]),
+            ("backend", not_blank, [] if self.backend is None else [self.backend]),
+            ("sites", not_blank, self.sites),
+            ("float", not_blank, self.float),
+            ("compute", not_blank, self.compute),
+            ("devices", device_name, self.devices),
+        ]
+        for where, check, found in names:
+            for name in found:
+                try:
+                    check(name)
+                except ValueError as error:
+                    yield Problem(what=str(error), where=where, value=name, code="invalid-name")
 
     @cached_property
     def folds(self) -> Mapping[str, FoldSpec]:
@@ -129,6 +151,14 @@ class Plan:
         from bitwright.plan.files import plan_data
 
         return plan_data(self)
+
+    def _repr_html_(self) -> str:
+        rows = [
+            *((name, spec.format, spec.why) for name, spec in self.quantized),
+            *((name, spec.format, spec.why) for name, spec in self.compute.items()),
+            *((name, "float", why) for name, why in self.float.items()),
+        ]
+        return table(["site", "format", "why"], rows, title=f"Plan for {self.backend or 'any backend'}")
 
     def to_yaml(self) -> str:
         """The plan as YAML. Equal plans give equal text."""

@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from bitwright.core.documents import DeviceName, NonBlank
+
 NO_FOLDING = -1
 DEFAULT_STRATEGY = 4
 STRATEGIES = {
@@ -45,14 +47,14 @@ class SiteEntry(_Strict):
         default=None, description="Quantizer: a name, or a mapping with `name` and its options."
     )
     guard: str | None = Field(default=None, description="A limit on weights for exact accumulators on the target.")
-    share: str | None = Field(default=None, description="Use the quantizer of this other site.")
+    share: NonBlank | None = Field(default=None, description="Use the quantizer of this other site.")
     why: str | None = Field(default=None, description="The reason for this choice.")
 
 
 class FoldEntry(_Strict):
     """How one batch norm is folded. A string is short for `{into: string}`."""
 
-    into: str = Field(description="The operator that the norm is folded into.")
+    into: NonBlank = Field(description="The operator that the norm is folded into.")
     strategy: int = Field(
         default=DEFAULT_STRATEGY,
         ge=min(STRATEGIES),
@@ -72,7 +74,7 @@ class FoldEntry(_Strict):
 class ComputeEntry(_Strict):
     """How operators are computed. A string is short for `{format: string}`."""
 
-    format: str = Field(description="A kernel: int8, bf16, fp16, …; float for none.")
+    format: NonBlank = Field(description="A kernel: int8, bf16, fp16, …; float for none.")
     backward: tuple[Literal["input", "weight"], ...] = Field(
         default=("input",), description="Backward products that also run in this precision."
     )
@@ -86,8 +88,8 @@ class ComputeEntry(_Strict):
 class DeviceEntry(_Strict):
     """The differences of one device type."""
 
-    sites: dict[str, SiteEntry | str] = Field(default_factory=dict)
-    compute: dict[str, ComputeEntry | str] = Field(default_factory=dict)
+    sites: dict[NonBlank, SiteEntry | str] = Field(default_factory=dict)
+    compute: dict[NonBlank, ComputeEntry | str] = Field(default_factory=dict)
     batch: int | None = Field(
         default=None, ge=1, le=10**9, strict=True, description="Samples per step on such a device."
     )
@@ -101,24 +103,26 @@ class PlanFile(_Strict):
     """A Bitwright plan: the number format of each site of a model, with the reason."""
 
     bitwright: Literal[1] = Field(description="Version of this schema.")
-    model: str | None = Field(default=None, description="Name of the model, for readers.")
-    backend: str | None = Field(default=None, description="The backend of this plan.")
-    sites: dict[str, SiteEntry | str] = Field(
+    model: NonBlank | None = Field(default=None, description="Name of the model, for readers.")
+    backend: NonBlank | None = Field(default=None, description="The backend of this plan.")
+    sites: dict[NonBlank, SiteEntry | str] = Field(
         default_factory=dict,
         description="Sites by name or pattern (*, ?, [abc]). "
         "An exact name precedes patterns; a later pattern precedes an earlier one.",
     )
-    fold: dict[str, FoldEntry | str] = Field(
+    fold: dict[NonBlank, FoldEntry | str] = Field(
         default_factory=dict,
         description="Batch norms that are folded: norm operator → the preceding operator, "
         "or a mapping with `into` and `strategy`.",
     )
-    float: dict[str, str] = Field(default_factory=dict, description="Operators that stay in float, with the reason.")
-    compute: dict[str, ComputeEntry | str] = Field(
+    float: dict[NonBlank, str] = Field(
+        default_factory=dict, description="Operators that stay in float, with the reason."
+    )
+    compute: dict[NonBlank, ComputeEntry | str] = Field(
         default_factory=dict,
         description="Operators that run in low precision in training, by name or pattern.",
     )
-    devices: dict[str, DeviceEntry] = Field(
+    devices: dict[DeviceName, DeviceEntry] = Field(
         default_factory=dict, description="Differences per device type, for heterogeneous clusters."
     )
 

@@ -1,7 +1,7 @@
-"""profile(): measure this device: operators where they stand, casts, optimizers, the host, collectives."""
+"""Measure this device within real training steps: operators, casts, optimizers, the host and collectives."""
 
 from bitwright.profiling.device_profile import DeviceProfile
-from bitwright.profiling.execution import IMPLEMENTATIONS, Cast, Implementation, OperatorUnderPlan, Way
+from bitwright.profiling.execution import IMPLEMENTATIONS, Cast, Execution, Implementation, OperatorUnderPlan
 from bitwright.profiling.kernel_speed import KernelSpeed, kernel_speeds
 from bitwright.profiling.profiler import Variant, halves, open_store, profile_variants
 from bitwright.profiling.sample_store import SampleStore
@@ -12,6 +12,7 @@ __all__ = [
     "IMPLEMENTATIONS",
     "Cast",
     "DeviceProfile",
+    "Execution",
     "Implementation",
     "KernelSpeed",
     "OperatorUnderPlan",
@@ -20,7 +21,6 @@ __all__ = [
     "StepSettings",
     "TrainingStep",
     "Variant",
-    "Way",
     "halves",
     "kernel_speeds",
     "open_store",

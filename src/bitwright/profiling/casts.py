@@ -40,8 +40,8 @@ def measure_casts(casts: Iterable[Cast], clock: Clock, *, rounds: int = 7) -> li
             work[(size, "backward")] = lambda run=run: run(CLOCKS[clock])[1]  # type: ignore[misc]
         seconds = interleaved(work, rounds=rounds, warm=3)
         forward, backward = (
-            _lines([(size, seconds[(size, way)]) for size in _SIZES], broken="fused" in kind)
-            for way in ("forward", "backward")
+            _lines([(size, seconds[(size, execution)]) for size in _SIZES], broken="fused" in kind)
+            for execution in ("forward", "backward")
         )
         found.append(CastCost(kind=kind, forward=forward, backward=backward))
     return found

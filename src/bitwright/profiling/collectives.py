@@ -1,7 +1,7 @@
-"""What collectives cost in this process group, what DDP adds to a step, and how computing suffers meanwhile.
+"""Measure the cost of collectives in this process group, the overhead of DDP, and the contention with computing.
 
-All ranks call these together. Times are wall time: a collective is waiting. With nccl tensors are in the GPUs' memory,
-and what is the host's work beside gloo (DDP, contention) isn't measured.
+All ranks call these functions together. Times are wall time, because collectives mostly wait. With nccl, tensors are
+in GPU memory, and DDP overhead and contention aren't measured.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bitwright.core.process_group import keep_group
 from bitwright.profiling.device_profile import CollectiveCost
-from bitwright.profiling.timing import fit, typical, undisturbed, yardstick
+from bitwright.profiling.timing import fit, gc_disabled, typical, yardstick
 
 _SIZES = (1 << 10, 1 << 13, 1 << 16, 1 << 18, 1 << 20, 1 << 21, 1 << 22, 1 << 24)  # bytes
 _LONG, _TOO_LONG = 0.03, 0.5  # seconds
@@ -104,7 +104,7 @@ class Collectives:
 def measure_collectives(*, rounds: int = 9) -> list[CollectiveCost]:
     """All in one go."""
     samples = Collectives()
-    with undisturbed():
+    with gc_disabled():
         for _ in range(rounds + 2):
             samples.round()
     return samples.costs()
@@ -121,7 +121,7 @@ def measure_contention(*, rounds: int = 9) -> dict[str, float]:
     """What this rank's computing and the group's collectives take from each other while both are under way."""
     alone, beside, quiet, busy = [], [], [], []
     tensor = torch.zeros(1 << 20)
-    with undisturbed():
+    with gc_disabled():
         for number in range(rounds + 2):
             dist.barrier()
             computing = _several()
@@ -167,7 +167,7 @@ def measure_ddp(collective: CollectiveCost, *, rounds: int = 15) -> dict[str, fl
     shared = DistributedDataParallel(nn.Sequential(*(nn.Linear(4, 4) for _ in range(_LAYERS))))
     keep_group(shared)
     rows = []
-    with undisturbed():
+    with gc_disabled():
         for number in range(rounds + 3):
             dist.barrier()
             alone, ours = _pass(plain, data), _pass(shared, data)

@@ -1,4 +1,4 @@
-"""`DeviceProfile`: what was measured on one kind of device. JSON with a published schema; versioned."""
+"""`DeviceProfile`: the measured costs of one kind of device, as versioned JSON with a published schema."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from bitwright.core.arguments import strict
 from bitwright.core.documents import Strict, parse_json, read_text, validated
 from bitwright.core.errors import BitwrightError, PlanError, Problem
 from bitwright.core.files import write_text
@@ -22,7 +23,7 @@ MOST_SECONDS, MOST_BYTES, MOST_COUNT = 1e9, 2**50, 2**40
 _MANY = 8
 
 
-class Timing(Strict):
+class OperatorTime(Strict):
     """Seconds of one call: the mean over ordinary steps, and where it lies with 95 % confidence."""
 
     seconds: float = Field(ge=0, le=MOST_SECONDS)
@@ -31,7 +32,7 @@ class Timing(Strict):
     repetitions: int = Field(default=1, ge=0, le=MOST_COUNT, description="0: not measured here (published or derived).")
 
 
-class Kept(Strict):
+class SavedTensors(Strict):
     """What a call keeps for backward."""
 
     ports: list[str] = Field(
@@ -46,9 +47,9 @@ class OperatorCost(Strict):
 
     operator: str = Field(description="The call as text: `conv2d(input=f32[32,3,32,32], weight=…)`; `*` in a rate.")
     format: str = Field(description="`float32`, `amp-bf16`, `float32/fold4`, or a registered kernel's own.")
-    forward: Timing
-    backward: Timing | None = None
-    saved: Kept | None = None
+    forward: OperatorTime
+    backward: OperatorTime | None = None
+    saved: SavedTensors | None = None
 
 
 class Line(Strict):
@@ -171,8 +172,9 @@ class MemoryFacts(Strict):
     limit: int | None = Field(default=None, ge=0, le=MOST_BYTES, description="Bytes that the device has.")
 
 
+@strict
 class DeviceProfile(Strict):
-    """Everything that is known of one kind of device."""
+    """The measured, imported or published costs of one kind of device."""
 
     bitwright_profile: Literal[1] = Field(description="Version of this schema.")
     device: str = Field(description="The device, for people.")

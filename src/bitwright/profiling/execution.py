@@ -1,8 +1,8 @@
-"""How an operator is run under a plan: the one place that knows, for measuring as for predicting.
+"""How an operator runs under a plan. Measuring and predicting both use this module.
 
-A `Way` names the format that the operator itself runs in and what is done to its tensors besides. Ways are found by
-asking implementations, newest registration first: a kernel that runs an operator in integers is one object in this
-registry, with a function that says whether it takes an operator, and nothing else has to know of it.
+An `Execution` has the format of the operator itself and the casts of its tensors. It comes from the registered
+implementations; the newest registration is asked first. A kernel is one object in this registry: its method `execution`
+says whether and how it runs an operator.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ AMP_DTYPES: Mapping[str, str] = {"bf16": "bfloat16", "fp16": "float16"}
 @strict
 @dataclass(frozen=True)
 class Cast:
-    """One tensor that is changed on its way: rounded by a quantizer, or cast to another dtype."""
+    """A conversion of one tensor: rounding by a quantizer, or a cast to another dtype."""
 
     port: str
     kind: str
@@ -41,15 +41,15 @@ class Cast:
 
 @strict
 @dataclass(frozen=True)
-class Way:
-    """How one operator is run."""
+class Execution:
+    """How one operator runs."""
 
     format: str
     casts: tuple[Cast, ...] = ()
     takes: str | None = None
-    """The format in which it wants its activations; None if it takes what comes. Others are cast to it."""
+    """The format of its activations, to which others are cast; None if it accepts every format."""
     gives: str | None = None
-    """The format of its result; None if that follows from what came."""
+    """The format of its result; None if it follows from the inputs."""
     compiled: bool = False
     """Whether it calls compiled arithmetic, so that the process has torch's compiler in memory."""
     passes_through: bool = False
@@ -63,7 +63,7 @@ class Way:
 @strict
 @dataclass(frozen=True)
 class OperatorUnderPlan:
-    """What an implementation is asked about."""
+    """An operator and the plan under which it runs."""
 
     name: str
     call: CallSpec
@@ -90,21 +90,21 @@ class OperatorUnderPlan:
 
 
 class Implementation(Protocol):
-    """One way to run operators; a kernel's registration has one."""
+    """Says how operators run; a kernel registers one."""
 
-    def way(self, operator: OperatorUnderPlan) -> Way | None:
-        """How it runs this operator; None if it doesn't."""
+    def execution(self, operator: OperatorUnderPlan) -> Execution | None:
+        """Return how it runs this operator; None if it doesn't."""
 
 
 def base_format(amp: Amp | None) -> str:
-    """The format of an operator that nobody says anything about."""
+    """The format of an operator without an entry in the plan."""
     return "float32" if amp is None else f"amp-{amp}"
 
 
 class Simulated:
-    """Float arithmetic between quantizers: what `prepare` makes of a plan."""
+    """Float arithmetic between quantizers, as `prepare` sets it up."""
 
-    def way(self, operator: OperatorUnderPlan) -> Way | None:
+    def execution(self, operator: OperatorUnderPlan) -> Execution | None:
         """The operator in float (or under autocast), with a cast at each site that has a quantizer."""
         base = base_format(operator.amp)
         fold, folded = operator.fold, operator.folded
@@ -125,7 +125,7 @@ class Simulated:
         # strategy 4 still applies the norm's bias
         passes_through = folded is not None and folded.strategy < 4 and not base.endswith("/copied")
         compiled = operator.fused and bool(casts)
-        return Way(base, tuple(casts), compiled=compiled, passes_through=passes_through)
+        return Execution(base, tuple(casts), compiled=compiled, passes_through=passes_through)
 
     def _cast(self, operator: OperatorUnderPlan, port: str, spec: SiteSpec, inputs: Mapping[str, SiteSpec]) -> Cast:
         words = [spec.quantizer, str(spec.format)]
@@ -147,7 +147,7 @@ class Simulated:
 class Kernels:
     """Operators of the plan's `compute`: every registered kernel, under the name that says how it runs."""
 
-    def way(self, operator: OperatorUnderPlan) -> Way | None:
+    def execution(self, operator: OperatorUnderPlan) -> Execution | None:
         """One unit: what it casts, it casts inside."""
         spec = operator.plan.compute.get(operator.name)
         if spec is None or not spec.is_low_precision:
@@ -156,11 +156,11 @@ class Kernels:
         rounding = "/stochastic" if spec.stochastic and spec.backward else ""
         scales = "/tensor" if spec.per_tensor else ""
         compiled = KERNELS.get(spec.format).has_compiled_arithmetic
-        return Way(f"kernel {spec.format}/{backward}{rounding}{scales}", compiled=compiled)
+        return Execution(f"kernel {spec.format}/{backward}{rounding}{scales}", compiled=compiled)
 
 
 class Implementations:
-    """All ways, the newest first."""
+    """All implementations, newest first."""
 
     def __init__(self) -> None:
         self._known: dict[str, Implementation] = {"kernels": Kernels(), "simulated": Simulated()}
@@ -177,10 +177,10 @@ class Implementations:
             raise KeyError(did_you_mean(name, self._known))
         del self._known[name]
 
-    def way(self, operator: OperatorUnderPlan) -> Way:
+    def execution(self, operator: OperatorUnderPlan) -> Execution:
         """How the operator is run."""
         for implementation in self._known.values():
-            found = implementation.way(operator)
+            found = implementation.execution(operator)
             if found is not None:
                 return found
         raise AssertionError("the simulation takes every operator")

@@ -18,8 +18,8 @@ from bitwright.plan import Plan, SiteSpec
 from bitwright.profiling.cost_key import is_loss
 from bitwright.profiling.device_profile import Host, TensorsCost
 from bitwright.profiling.step import CLOCKS, Clock, StepSettings, make_optimizer
-from bitwright.profiling.step_timer import Sample, Watch, WatchedStep
-from bitwright.profiling.timing import fit, interleaved, undisturbed
+from bitwright.profiling.step_timer import Sample, StepTimer, TimedStep
+from bitwright.profiling.timing import fit, gc_disabled, interleaved
 from bitwright.ptq import ALONE, calibrate
 from bitwright.quantizers import prepare
 
@@ -55,12 +55,12 @@ def measure_host(clock: Clock, *, rounds: int = 30) -> Host:
             prepare(model, plan)
             calibrate(model, [data], group=ALONE)  # another rank may know its host already
         model.train()
-        step = WatchedStep(model, [batch], loss, settings, clock=clock)
-        watch = Watch(model, plan, settings, CLOCKS[clock])
+        step = TimedStep(model, [batch], loss, settings, clock=clock)
+        timer = StepTimer(model, plan, settings, CLOCKS[clock])
         rows = []
-        with undisturbed():
+        with gc_disabled():
             for number in range(rounds + 3):
-                plain, seen = step.settled(), watch.run(step)
+                plain, seen = step.settled(), timer.run(step)
                 if number >= 3:
                     rows.append(_row(plain, seen))
         medians = [statistics.median(column) for column in zip(*rows, strict=True)]
@@ -119,8 +119,8 @@ def measure_tensors(clock: Clock, *, rounds: int = 9, between: int = COLD) -> li
 
     `between`: bytes that the rest of a step touches until these tensors' turn comes again.
     """
-    ways = product(("sgd", "adamw"), (False, True))
-    found = [_optimizer(clock, name, foreach, rounds, between) for name, foreach in ways]
+    executions = product(("sgd", "adamw"), (False, True))
+    found = [_optimizer(clock, name, foreach, rounds, between) for name, foreach in executions]
     return [*found, *(make(clock, rounds, between) for make in (_clip, _scaling, _accumulate, _zero_grad))]
 
 

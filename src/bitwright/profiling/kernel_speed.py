@@ -19,7 +19,7 @@ import torch.nn.functional as F
 
 from bitwright.core.registry import KERNELS
 from bitwright.plan import ComputeSpec
-from bitwright.profiling.timing import undisturbed
+from bitwright.profiling.timing import gc_disabled
 
 WIDTH, BATCH = 768, 1024
 _FEW = 64  # samples of the first look
@@ -55,7 +55,7 @@ def kernel_speeds(*, batch: int = BATCH, width: int = WIDTH) -> list[KernelSpeed
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        with undisturbed():
+        with gc_disabled():
             return _measure(batch, width)
     finally:
         torch.set_num_threads(threads)

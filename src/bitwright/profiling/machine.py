@@ -1,4 +1,4 @@
-"""This machine: what it is called, what it has, under which circumstances it is measured, and where its samples are."""
+"""This machine: its name, memory and CPU quota, and the file of its samples."""
 
 from __future__ import annotations
 
@@ -94,19 +94,19 @@ def pauses(clock: Clock) -> bool:
 
 
 def resident_bytes() -> int:
-    """What this process has in memory now; 0 where nobody tells."""
+    """Resident bytes of this process; 0 if unknown."""
     return _status("VmRSS")
 
 
-def most_resident_bytes() -> int:
-    """The most that this process has had in memory; 0 where nobody tells."""
+def peak_resident_bytes() -> int:
+    """Peak resident bytes of this process; 0 if unknown."""
     return _status("VmHWM")
 
 
-def count_peak_anew() -> bool:
-    """Give back what is free, and let the most in memory be what there is now; False where that can't be done.
+def reset_peak_memory() -> bool:
+    """Release free memory and reset the peak counter of this process; return False if that is impossible.
 
-    Free blocks of the heap would count as a part of what is measured next, and larger steps before would hide it.
+    Free blocks of the heap would count as part of the next measurement, and larger earlier steps would hide it.
     """
     gc.collect()
     with suppress(AttributeError, OSError):  # another C library than glibc
@@ -115,7 +115,7 @@ def count_peak_anew() -> bool:
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     except OSError:
         return False
-    return most_resident_bytes() > 0
+    return peak_resident_bytes() > 0
 
 
 def _status(name: str) -> int:

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from bitwright.core.arguments import strict
+from bitwright.core.arguments import Count, strict
 from bitwright.core.errors import BitwrightError
 from bitwright.plan import Plan
 from bitwright.profiling.casts import DTYPES, measure_casts
@@ -21,18 +21,18 @@ from bitwright.profiling.execution import Cast
 from bitwright.profiling.host import COLD, measure_host, measure_tensors
 from bitwright.profiling.machine import (
     circumstances,
-    count_peak_anew,
     device_name,
     memory_limit,
-    most_resident_bytes,
     pauses,
+    peak_resident_bytes,
+    reset_peak_memory,
     resident_bytes,
 )
 from bitwright.profiling.sample_store import SampleStore
 from bitwright.profiling.step import CLOCKS, Batch, Clock, Loss, StepSettings, TrainingStep
 from bitwright.profiling.step_graph import record_step
-from bitwright.profiling.step_timer import Key, Watch, WatchedStep
-from bitwright.profiling.timing import seen_beyond, undisturbed, yardstick
+from bitwright.profiling.step_timer import Key, StepTimer, TimedStep
+from bitwright.profiling.timing import gc_disabled, timer_overhead, yardstick
 from bitwright.quantizers import find_attachment
 from bitwright.quantizers.compiled import SMALL, CompiledKernel, can_run_compiled
 
@@ -64,17 +64,17 @@ _WARM = 3  # compilers, lazily made state
 @strict
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """A model that is ready to train under one plan: float, or prepared and calibrated."""
+    """A model that is ready to train under one plan: in float, or prepared and calibrated."""
 
     model: nn.Module
     plan: Plan = field(default_factory=Plan)
     settings: StepSettings = field(default_factory=StepSettings)
 
     def __post_init__(self) -> None:
-        """A plan that isn't on the model would be measured as if it were."""
+        """Reject a model that isn't prepared as the plan says."""
         if bool(find_attachment(self.model)) != self.plan.changes_models:
             raise BitwrightError(
-                "the model isn't as the plan says", fix="prepare(model, plan) and calibrate it, or pass a Plan()"
+                "the model isn't prepared for the plan", fix="prepare(model, plan) and calibrate it, or pass a Plan()"
             )
 
 
@@ -91,38 +91,38 @@ def measure(
 ) -> list[Cast]:
     """Fill the store; gives the kinds of casts that were met. Variants whose keys are all known aren't run again."""
     host = host or Host()
-    running: list[tuple[Watch, WatchedStep]] = []
+    running: list[tuple[StepTimer, TimedStep]] = []
     casts: dict[str, Cast] = {}
     for variant in variants:
         variant.model.train()
-        step = WatchedStep(variant.model, [batch], loss, variant.settings, clock=clock)
-        watch = Watch(variant.model, variant.plan, variant.settings, CLOCKS[clock], host=host)
-        keys = _look(watch, step, store)
-        casts.update({cast.kind: cast for way in watch.ways.values() for cast in way.casts})
+        step = TimedStep(variant.model, [batch], loss, variant.settings, clock=clock)
+        timer = StepTimer(variant.model, variant.plan, variant.settings, CLOCKS[clock], host=host)
+        keys = _look(timer, step, store)
+        casts.update({cast.kind: cast for execution in timer.executions.values() for cast in execution.casts})
         if store.rounds(keys) < rounds:
             for _ in range(_WARM):
                 step()
-            running.append((watch, step))
+            running.append((timer, step))
     done = 0
     paused = pauses(clock)  # one step has a pause and the next has none: that isn't the watch's doing
-    with undisturbed():
+    with gc_disabled():
         while running:
-            for watch, step in list(running):
+            for timer, step in list(running):
                 store.add({"yardstick": yardstick(CLOCKS[clock])})
-                plain, sample = step.settled(), watch.run(step)  # another variant has run meanwhile
-                beyond = None if paused else seen_beyond(watch, sample, plain)
-                store.add_round(sample, wanted=rounds, beyond=beyond)
+                plain, sample = step.settled(), timer.run(step)  # another variant has run meanwhile
+                overhead = None if paused else timer_overhead(timer, sample, plain)
+                store.add_round(sample, wanted=rounds, overhead=overhead)
                 if store.rounds(sample.calls) >= rounds:
-                    running.remove((watch, step))
+                    running.remove((timer, step))
             done += 1
             if progress is not None:
                 progress(min(done, rounds))
     return list(casts.values())
 
 
-def _look(watch: Watch, step: WatchedStep, store: SampleStore) -> list[Key]:
+def _look(timer: StepTimer, step: TimedStep, store: SampleStore) -> list[Key]:
     """One step for what is called and what is kept."""
-    sample = watch.run(step, saving=True)
+    sample = timer.run(step, saving=True)
     if any(key not in store.saved for key in sample.saved):
         store.add_saved(sample)
     return list(sample.calls)
@@ -139,11 +139,11 @@ def profile_variants(
     *,
     store: SampleStore | None = None,
     clock: Clock = "wall",
-    rounds: int = 30,
+    rounds: Count = 30,
     fit_casts: bool = True,
     progress: Progress | None = None,
 ) -> DeviceProfile:
-    """Measure what the store doesn't have yet, and give all that it has. In a process group all ranks call it."""
+    """Measure what the store lacks and return a profile of all its samples. In a process group, all ranks call this."""
     if clock == "cpu" and torch.get_num_threads() > 1:
         raise BitwrightError(
             "the clock `cpu` counts one thread only",
@@ -215,18 +215,19 @@ def assemble(store: SampleStore, clock: Clock) -> DeviceProfile:
 
 
 def open_store(path: Path | None, clock: Clock) -> SampleStore:
-    """The samples of this device: another's aren't mixed with them."""
+    """Open the samples of this device; raise if the file has those of another one."""
     return SampleStore(path, circumstances=circumstances(clock))
 
 
 def check_device(model: nn.Module) -> None:
-    """Times are taken on the host's clock: a GPU's kernels would count as nothing but their launches."""
+    """Reject models on a GPU: the host's clock would measure only the launches of their kernels."""
     places = sorted({p.device.type for p in model.parameters()} - {"cpu"})
     if places:
         raise BitwrightError(
-            "steps are measured on the CPU, and this model is elsewhere",
+            "only models on the CPU can be measured",
             value=places[0],
             fix="record a torch.profiler trace of your steps there, and import it: bitwright profile --trace run.json",
+            code="model-not-on-cpu",
         )
 
 
@@ -237,14 +238,14 @@ def training_peak(model: nn.Module, batch: Batch, loss: Loss, *, steps: int = 5)
     steps leave would be in it (INT8 steps after float ones needed 7 % more than in a process of their own). The heap
     has gaps where blocks of other sizes were, and grows by them for some steps.
     """
-    before_it, anew = most_resident_bytes(), count_peak_anew()
+    before_it, anew = peak_resident_bytes(), reset_peak_memory()
     training = model.training
     before: dict[str, Tensor] = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     step = TrainingStep(model.train(), [batch], loss, StepSettings())
     for _ in range(steps):
         step()
     step.optimizer.zero_grad(set_to_none=True)
-    peak = most_resident_bytes()
+    peak = peak_resident_bytes()
     model.load_state_dict(before)
     model.train(training)
     if not anew and peak == before_it:  # something before these steps has needed more

@@ -1,4 +1,4 @@
-"""A profile of a device that isn't here, from its data sheet: an example to plan with, not a measurement.
+"""A profile from the data sheet of a device: good for planning examples, not a measurement.
 
 Each operator takes as long as its arithmetic at the published peak or its memory traffic at the published bandwidth,
 whichever is longer. Nobody reaches peaks, so steps take longer than this says; what it is good for is to see which
@@ -19,15 +19,15 @@ from bitwright.profiling.cost_key import TensorSpec
 from bitwright.profiling.device_profile import (
     DeviceProfile,
     Host,
-    Kept,
     MemoryFacts,
     OperatorCost,
+    OperatorTime,
+    SavedTensors,
     TensorsCost,
-    Timing,
 )
 from bitwright.profiling.profiler import Variant
 from bitwright.profiling.step import CLOCKS, Batch, Loss
-from bitwright.profiling.step_timer import ACCUMULATE, Key, Sample, Watch, WatchedStep, Work
+from bitwright.profiling.step_timer import ACCUMULATE, CallWork, Key, Sample, StepTimer, TimedStep
 
 # Tensors that are read and written for each parameter, float32.
 _PASSES = {"sgd": 5, "adamw": 7, "clip": 3, "accumulate": 3, "zero_grad": 0}
@@ -76,9 +76,9 @@ def published(device: str, variants: Sequence[Variant], batches: Sequence[Batch]
     for variant in variants:
         variant.model.train()
         for batch in batches:
-            step = WatchedStep(variant.model, [batch], loss, variant.settings)
-            watch = Watch(variant.model, variant.plan, variant.settings, CLOCKS["wall"])
-            sample = watch.run(step, saving=True)
+            step = TimedStep(variant.model, [batch], loss, variant.settings)
+            timer = StepTimer(variant.model, variant.plan, variant.settings, CLOCKS["wall"])
+            sample = timer.run(step, saving=True)
             costs.update({key: _cost(key, sample, facts) for key in sample.calls if key not in costs})
     return DeviceProfile(
         bitwright_profile=1,
@@ -114,15 +114,15 @@ def _cost(key: Key, sample: Sample, facts: Facts) -> OperatorCost:
         format=format,
         forward=_derived(forward),
         backward=_derived(backward) if backward else None,
-        saved=None if saved is None else Kept(ports=sorted(saved.ports), own=saved.own),
+        saved=None if saved is None else SavedTensors(ports=sorted(saved.ports), own=saved.own),
     )
 
 
-def _derived(seconds: float) -> Timing:
-    return Timing(seconds=seconds, repetitions=0)
+def _derived(seconds: float) -> OperatorTime:
+    return OperatorTime(seconds=seconds, repetitions=0)
 
 
-def _gradients(work: Work) -> list[str]:
+def _gradients(work: CallWork) -> list[str]:
     """The products of backward: one for each operand that wants a gradient."""
     return ["weight" if port == "weight" else "input" for port, spec in work.inputs.items() if spec.grad][:2]
 
@@ -139,7 +139,7 @@ def _units(format: str, gradient: str | None = None) -> str:
     return words[0]
 
 
-def multiply_adds(work: Work) -> float:
+def multiply_adds(work: CallWork) -> float:
     """Of the products in one call; other operators are memory traffic."""
     shapes = work.inputs
     made = sum(spec.elements for spec in work.outputs)

@@ -21,14 +21,14 @@ from bitwright.profiling.device_profile import (
     CastCost,
     CollectiveCost,
     Host,
-    Kept,
     MemoryFacts,
     OperatorCost,
+    OperatorTime,
+    SavedTensors,
     TensorsCost,
-    Timing,
 )
 from bitwright.profiling.step_timer import Key, Sample
-from bitwright.profiling.timing import Beyond, middle_half, typical
+from bitwright.profiling.timing import TimerOverhead, middle_half, typical
 
 VERSION = 1
 _DRAWS = 400
@@ -43,7 +43,7 @@ class _Line(BaseModel):
     model_config = ConfigDict(allow_inf_nan=False)
     round: list[tuple[str, str, _Seconds, _Seconds]] = []
     total: _Seconds | None = None
-    beyond: tuple[_Seconds, _Seconds, _Seconds] | None = None
+    overhead: tuple[_Seconds, _Seconds, _Seconds] | None = None
     yardstick: _Seconds | None = None
     engine: _Seconds | None = None
     saved: list[tuple[str, str, list[str], Annotated[int, Field(ge=0, le=2**50)]]] = []
@@ -80,11 +80,11 @@ class SampleStore:
         """Forward, backward, and in which round."""
         self.totals: list[float] = []
         """Of each round, all that was watched."""
-        self.beyond: dict[int, tuple[float, float, float]] = {}
-        """Of rounds beside which a plain step was taken: what the watch shows more per call (see `Beyond`)."""
+        self.overhead: dict[int, tuple[float, float, float]] = {}
+        """Of rounds beside which a plain step was taken: what the watch shows more per call (see `TimerOverhead`)."""
         self.alike: dict[frozenset[Key], list[int]] = defaultdict(list)
         """Rounds of the same operators: steps of one model under one plan."""
-        self.saved: dict[Key, Kept] = {}
+        self.saved: dict[Key, SavedTensors] = {}
         self.facts: dict[str, Any] = {}
         self.engine: list[float] = []
         self.yardsticks: list[float] = []
@@ -147,14 +147,14 @@ class SampleStore:
             self.alike[frozenset((row[0], row[1]) for row in rows)].append(number)
             if "beyond" in line:
                 forward, backward, loss = line["beyond"]
-                self.beyond[number] = (forward, backward, loss)
+                self.overhead[number] = (forward, backward, loss)
             self.totals.append(line.get("total") or sum(row[2] + row[3] for row in rows))
         if "yardstick" in line:
             self.yardsticks.append(line["yardstick"])
         if "engine" in line:
             self.engine.append(line["engine"])
         for text, format, ports, own in line.get("saved", ()):
-            self.saved[(text, format)] = Kept(ports=ports, own=own)
+            self.saved[(text, format)] = SavedTensors(ports=ports, own=own)
         self.facts.update(line.get("facts", {}))
 
     def add(self, line: dict[str, Any]) -> None:
@@ -162,7 +162,7 @@ class SampleStore:
         self._append(line)
         self._take(line)
 
-    def add_round(self, sample: Sample, *, wanted: int, beyond: Beyond | None = None) -> None:
+    def add_round(self, sample: Sample, *, wanted: int, overhead: TimerOverhead | None = None) -> None:
         """Keep one step: the mean of a key's calls. Keys that have enough rounds from other models stay as they are.
 
         `beyond`: what the watch shows more than a plain step beside it took.
@@ -174,8 +174,8 @@ class SampleStore:
         ]
         total = sum(sample.forward.get(key, 0.0) + sample.backward.get(key, 0.0) for key in keys)
         line: dict[str, Any] = {"round": rows, "total": total, "engine": sample.engine}
-        if beyond is not None:
-            line["beyond"] = [beyond.forward, beyond.backward, beyond.loss]
+        if overhead is not None:
+            line["beyond"] = [overhead.forward, overhead.backward, overhead.loss]
         self.add(line)
 
     def add_saved(self, sample: Sample) -> None:
@@ -212,7 +212,7 @@ class SampleStore:
         """
         found = np.zeros((3, len(self.totals)))
         for numbers in self.alike.values():
-            known = [self.beyond[number] for number in numbers if number in self.beyond]
+            known = [self.overhead[number] for number in numbers if number in self.overhead]
             if known:
                 found[:, numbers] = [[typical(column)] for column in zip(*known, strict=True)]
         return found
@@ -245,7 +245,7 @@ class SampleStore:
         return found
 
 
-def timing(values: np.ndarray, counts: np.ndarray, resampled: np.ndarray) -> Timing:
+def timing(values: np.ndarray, counts: np.ndarray, resampled: np.ndarray) -> OperatorTime:
     """The mean of the rounds that count, with its 95 % interval.
 
     From means of rounds that were drawn again; or from the spread of those that count, if that is more: rounds that are
@@ -258,7 +258,7 @@ def timing(values: np.ndarray, counts: np.ndarray, resampled: np.ndarray) -> Tim
         drawn = float(np.std(resampled @ values / resampled.sum(axis=1))) * sqrt(len(values) / (len(values) - 1))
         plain = float(np.std(values[counts > 0], ddof=1)) / sqrt(repetitions)
         reach = _student(repetitions - 1) * max(drawn, plain)
-    return Timing(seconds=mean, low=max(0.0, mean - reach), high=mean + reach, repetitions=repetitions)
+    return OperatorTime(seconds=mean, low=max(0.0, mean - reach), high=mean + reach, repetitions=repetitions)
 
 
 def _student(freedom: int) -> float:

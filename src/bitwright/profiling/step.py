@@ -1,4 +1,4 @@
-"""One training step, as the trainer makes it: what is profiled, what is predicted, and what both are compared with."""
+"""One training step as the trainer runs it. The profiler measures it and predictions are compared with it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Watch a training step: how long each operator and each quantizer takes, forward and backward, where it stands.
+"""Time every operator and quantizer of a training step, forward and backward.
 
-Nothing is timed by itself, with warm caches, outside the model: timestamps are taken within real steps. Forward, a call
-has two. Backward, each node of autograd has one, before it runs; the time up to the next node's is its own, with what
-the engine does for it (summing gradients of several readers, too). So the parts add up to the whole.
+Timestamps are taken within real steps, because an operator that is timed alone runs with warm caches. A forward call
+has two timestamps. In backward, each autograd node has one, before it runs; the time until the next one belongs to the
+node, including the work of the engine for it. So the parts add up to the whole.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from bitwright.graph.operators import carries_floats, kind_of, locate
 from bitwright.plan import Plan
 from bitwright.profiling.cost_key import CallSpec, TensorSpec, describe
 from bitwright.profiling.device_profile import Host
-from bitwright.profiling.execution import IMPLEMENTATIONS, Cast, OperatorUnderPlan, Way, base_format
+from bitwright.profiling.execution import IMPLEMENTATIONS, Cast, Execution, OperatorUnderPlan, base_format
 from bitwright.profiling.step import StepSettings, TrainingStep
 from bitwright.profiling.step_graph import loss_call
 from bitwright.quantizers import Attachment, Quantizer, find_attachment
@@ -32,10 +32,12 @@ Key = tuple[str, str]
 """What is measured: (operator's text, its format), or (a tensor's text, a cast's kind)."""
 
 
-def operator_key(call: CallSpec, way: Way) -> Key:
+def operator_key(call: CallSpec, execution: Execution) -> Key:
     """An operator as it is run: where a quantizer learns, what it gives wants a gradient whatever came in."""
-    changed = {cast.port: spec.with_(grad=True) for cast in way.casts if cast.learns and (spec := call.port(cast.port))}
-    return call.key(changed), way.format
+    changed = {
+        cast.port: spec.with_(grad=True) for cast in execution.casts if cast.learns and (spec := call.port(cast.port))
+    }
+    return call.key(changed), execution.format
 
 
 def cast_key(cast: Cast, tensor: TensorSpec) -> Key:
@@ -44,7 +46,7 @@ def cast_key(cast: Cast, tensor: TensorSpec) -> Key:
 
 
 @dataclass
-class Saved:
+class SavedBytes:
     """What one kind of call keeps for backward: tensors that others have as well, and its own."""
 
     ports: set[str] = field(default_factory=set)
@@ -54,7 +56,7 @@ class Saved:
 
 
 @dataclass(frozen=True)
-class Work:
+class CallWork:
     """What one kind of call has to do."""
 
     kind: str
@@ -69,9 +71,9 @@ class Sample:
     forward: dict[Key, float] = field(default_factory=lambda: defaultdict(float))
     backward: dict[Key, float] = field(default_factory=lambda: defaultdict(float))
     calls: dict[Key, int] = field(default_factory=lambda: defaultdict(int))
-    saved: dict[Key, Saved] = field(default_factory=dict)
-    work: dict[Key, Work] = field(default_factory=dict)
-    """Filled with `saved`, in a step that isn't for times."""
+    saved: dict[Key, SavedBytes] = field(default_factory=dict)
+    work: dict[Key, CallWork] = field(default_factory=dict)
+    """NonBlank with `saved`, in a step that isn't for times."""
     engine: float = 0.0
     """From the call of backward to the first node."""
     nodes: int = 0
@@ -109,11 +111,13 @@ def _overridden(target: Any, **methods: Callable[..., Any]) -> Iterator[None]:
 class _Frame:
     """One call that is under way."""
 
-    def __init__(self, key: Key, way: Way | None, kind: str, inputs: Iterable[tuple[str, TensorSpec]]) -> None:
+    def __init__(
+        self, key: Key, execution: Execution | None, kind: str, inputs: Iterable[tuple[str, TensorSpec]]
+    ) -> None:
         self.key = key
         self.kind = kind
         self.inputs = inputs
-        self.way = way
+        self.execution = execution
         self.nested = 0.0
         self.added = 0.0
         self.labels: dict[int, str] = {}
@@ -123,8 +127,8 @@ class _Frame:
 ACCUMULATE = "accumulate"
 
 
-class Watch:
-    """Stands around the calls of one model, float or prepared."""
+class StepTimer:
+    """Times the operator calls of one model, float or prepared."""
 
     def __init__(
         self,
@@ -147,7 +151,7 @@ class Watch:
         self.host, self.prepared = host, prepared
         self.primary = {path: primary_kind(module) for path, module in model.named_modules()}
         self.parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
-        self.ways: dict[tuple[str, str], Way] = {}
+        self.executions: dict[tuple[str, str], Execution] = {}
         self.saving = False
         self._begin()
 
@@ -164,7 +168,7 @@ class Watch:
 
     @contextmanager
     def around(self) -> Iterator[None]:
-        """While this lasts, calls are seen."""
+        """Time the model's calls within this block."""
         attachment = find_attachment(self.model)
         target: Interceptor = attachment if attachment is not None else _Plain()
         if attachment is None:
@@ -214,22 +218,22 @@ class Watch:
             return inner(func, args, kwargs)
         call = describe(kind, func, args, kwargs)
         name = self._name(kind, args, kwargs)
-        way = self._way(name, call)
-        frame = _Frame(operator_key(call, way), way, kind, call.ports)
-        frame.added = self.hooked if way.casts else self.seen
+        execution = self._execution(name, call)
+        frame = _Frame(operator_key(call, execution), execution, kind, call.ports)
+        frame.added = self.hooked if execution.casts else self.seen
         self.sample.operators += 1
-        self.sample.hooked += bool(way.casts)
+        self.sample.hooked += bool(execution.casts)
         if self.saving:
             found = locate(kind, func, args, kwargs)
             frame.labels = {t.untyped_storage().data_ptr(): port for port, _, t in reversed(found)}
         return self._timed(frame, lambda: inner(func, args, kwargs))
 
-    def _way(self, name: str, call: CallSpec) -> Way:
-        known = self.ways.get((name, call.template))
+    def _execution(self, name: str, call: CallSpec) -> Execution:
+        known = self.executions.get((name, call.template))
         if known is None:
             settings = self.settings
             asked = OperatorUnderPlan(name, call, self.plan, settings.amp, settings.fuse)
-            known = self.ways[(name, call.template)] = IMPLEMENTATIONS.way(asked)
+            known = self.executions[(name, call.template)] = IMPLEMENTATIONS.execution(asked)
         return known
 
     def _quantizing(self, quantizer: Quantizer) -> Callable[..., Tensor]:
@@ -237,10 +241,10 @@ class Watch:
 
         def run(x: Tensor, site: str | None = None, **also: Any) -> Tensor:
             outer = self.frames[-1] if self.frames else None
-            if outer is None or outer.way is None:
+            if outer is None or outer.execution is None:
                 return forward(quantizer, x, site, **also)
             port = (site or quantizer.site).rpartition(":")[2]
-            cast = outer.way.cast_at(port)
+            cast = outer.execution.cast_at(port)
             if cast is None:  # a weight of a module that is called again: the plan has it at the first call
                 return forward(quantizer, x, site, **also)
             for tensor in (x, also.get("factor")):  # what was made before us isn't ours
@@ -313,7 +317,7 @@ class Watch:
 
     def _note_saved(self, frame: _Frame, result: Any) -> None:
         outputs = {t.untyped_storage().data_ptr() for _, t in tensors_in(result)}
-        saved = Saved()
+        saved = SavedBytes()
         seen: set[int] = set()
         for tensor in frame.kept:
             place = tensor.untyped_storage().data_ptr()
@@ -328,16 +332,16 @@ class Watch:
                 saved.own += tensor.untyped_storage().nbytes()
         self.sample.saved[frame.key] = saved
         made = tuple(TensorSpec.of(tensor) for _, tensor in tensors_in(result))
-        self.sample.work[frame.key] = Work(frame.kind, dict(frame.inputs), made)
+        self.sample.work[frame.key] = CallWork(frame.kind, dict(frame.inputs), made)
 
     # -- one step --------------------------------------------------------------------------------------------
 
-    def run(self, step: WatchedStep, *, saving: bool = False) -> Sample:
-        """One watched step; with `saving` also what is kept for backward, and then times are useless."""
+    def run(self, step: TimedStep, *, saving: bool = False) -> Sample:
+        """Run and time one step. With `saving`, also record saved tensors; the times are then invalid."""
         self._begin()
         self.saving = saving
         hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
-        step.watch = self
+        step.timer = self
         try:
             with self.around():
                 if saving:
@@ -346,7 +350,7 @@ class Watch:
                 else:
                     step()
         finally:
-            step.watch = None
+            step.timer = None
             self.saving = False
             for handle in self.handles:
                 handle.remove()
@@ -381,19 +385,19 @@ class Watch:
         self.owners.clear()
 
 
-class WatchedStep(TrainingStep):
-    """A training step that a watch can stand around."""
+class TimedStep(TrainingStep):
+    """A training step that a timer can observe."""
 
-    watch: Watch | None = None
+    timer: StepTimer | None = None
 
     def run_loss(self, output: Any, target: Any) -> Tensor:
-        """Seen, if somebody watches."""
-        if self.watch is None:
+        """Timed, if there is a timer."""
+        if self.timer is None:
             return super().run_loss(output, target)
-        return self.watch.loss(lambda: TrainingStep.run_loss(self, output, target), self.loss, output, target)
+        return self.timer.loss(lambda: TrainingStep.run_loss(self, output, target), self.loss, output, target)
 
     def run_backward(self, loss: Tensor) -> None:
-        """Seen, if somebody watches."""
-        if self.watch is None:
+        """Timed, if there is a timer."""
+        if self.timer is None:
             return super().run_backward(loss)
-        return self.watch.backward(lambda: TrainingStep.run_backward(self, loss))
+        return self.timer.backward(lambda: TrainingStep.run_backward(self, loss))

@@ -16,14 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bitwright.profiling.cost_key import is_loss
-from bitwright.profiling.step_timer import Key, Sample, Watch
+from bitwright.profiling.step_timer import Key, Sample, StepTimer
 
 Name = TypeVar("Name")
 
 
 @contextmanager
-def undisturbed() -> Iterator[None]:
-    """No garbage collection meanwhile: it would be counted as the work of whoever is running."""
+def gc_disabled() -> Iterator[None]:
+    """Disable garbage collection, which would be counted as work of the measured code."""
     was = gc.isenabled()
     gc.collect()
     gc.disable()
@@ -39,7 +39,7 @@ def interleaved(
 ) -> dict[Name, float]:
     """What each piece of work typically says of itself, in seconds; stops early after `most` seconds in all."""
     taken: dict[Name, list[float]] = {name: [] for name in work}
-    with undisturbed():
+    with gc_disabled():
         spent = 0.0
         for number in range(rounds + warm):
             for name, run in work.items():
@@ -88,7 +88,7 @@ def yardstick(clock: Callable[[], float]) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Beyond:
+class TimerOverhead:
     """Seconds by which a watched step shows more than a plain one takes: of each call, and of the loss.
 
     Reading clocks, finding names and leaving other things in the caches: little beside operators of a millisecond, a
@@ -100,16 +100,16 @@ class Beyond:
     loss: float = 0.0
 
 
-def seen_beyond(watch: Watch, sample: Sample, plain: Mapping[str, float]) -> Beyond:
+def timer_overhead(timer: StepTimer, sample: Sample, plain: Mapping[str, float]) -> TimerOverhead:
     """What a watched step shows more, as a prediction would add it up, than a plain one took (its phases)."""
-    host, batches = watch.host, watch.settings.accumulate
+    host, batches = timer.host, timer.settings.accumulate
     loss = sum(seconds for (text, _), seconds in sample.forward.items() if is_loss(text))
     operators = {key: seconds for key, seconds in sample.forward.items() if not is_loss(key[0])}
-    between = host.between(sample.operators, sample.hooked, prepared=watch.prepared)
+    between = host.between(sample.operators, sample.hooked, prepared=timer.prepared)
     started = batches * host.start(sample.operators // batches)
     forward = sum(operators.values()) + between - plain["forward"]
     backward = sum(sample.backward.values()) + started - plain["backward"]
-    return Beyond(
+    return TimerOverhead(
         forward=_per_call(operators, sample.calls, forward),
         backward=_per_call(sample.backward, sample.calls, backward),
         loss=(loss - plain["loss"]) / batches,

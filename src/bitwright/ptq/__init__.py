@@ -1,4 +1,4 @@
-"""Post-training quantization: model-level algorithms, and ranges that move with a training model."""
+"""Post-training quantization: calibration of ranges, and algorithms that change a model's weights or ranges."""
 
 from bitwright.ptq.calibration import calibrate, find_ranges, settle_ranges, settle_weights
 from bitwright.ptq.distributed import ALONE

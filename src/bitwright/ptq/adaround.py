@@ -1,4 +1,4 @@
-"""AdaRound: each layer's weights round so that the layer's output, on quantized inputs, is that of the float model."""
+"""AdaRound: learn, layer by layer, which weights to round up or down."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from bitwright.ptq.step import Work
 
 
 class AdaRound(Reconstruct):
-    """Learned rounding of weights, layer by layer."""
+    """Minimizes the error of each layer's output, on quantized inputs, relative to the float model."""
 
     name: ClassVar[str] = "adaround"
 
     def blocks(self, work: Work) -> list[Block]:
-        """Layers."""
+        """Each layer is one block."""
         return find_layers(work)

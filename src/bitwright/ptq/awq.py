@@ -1,6 +1,6 @@
-"""AWQ-like scaling: weights that multiply large activations get larger before rounding, so that they lose less.
+"""AWQ: scale up the weights that multiply large activations, so that rounding changes them less.
 
-s = mean|x|^α per channel, with the α of a small search whose rounded weights change the readers' outputs least.
+The scale of a channel is s = mean|x|^α. A small search chooses the α that changes the readers' outputs least.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _SMALLEST = 1e-5
 
 
 class _Sample:
-    """The mean size of each channel, and some rows to try weights on."""
+    """The mean magnitude of each channel, and some rows to evaluate scaled weights on."""
 
     def __init__(self, rows: int) -> None:
         self.limit = rows
@@ -34,29 +34,29 @@ class _Sample:
         self.count += rows.shape[0]
         kept = sum(part.shape[0] for part in self.rows)
         if kept < self.limit:
-            # spread over the batch: neighbours are alike
+            # take rows from the whole batch, because neighbouring rows are similar
             stride = max(rows.shape[0] // max(self.limit // 4, 1), 1)
             self.rows.append(rows[::stride][: self.limit - kept].clone())
 
 
 class Awq(Step):
-    """Protect the weights that matter most to outputs before they are rounded; for weight-only formats above all."""
+    """Protect the weights with the largest effect on outputs; most useful for weight-only formats."""
 
     name: ClassVar[str] = "awq"
     needs_ranges: ClassVar[bool] = False
 
-    grid: int = Field(default=20, ge=1, description="How many exponents between 0 and 1 are tried.")
-    rows: int = Field(default=512, ge=1, description="Positions (tokens) of activations on which they are tried.")
-    batch: int = Field(default=32, ge=1, description="Samples at a time.")
+    grid: int = Field(default=20, ge=1, description="Number of exponents between 0 and 1 to try.")
+    rows: int = Field(default=512, ge=1, description="Number of activation rows (tokens) used to compare exponents.")
+    batch: int = Field(default=32, ge=1, description="Samples per batch.")
 
     def units(self, work: Work) -> Sequence[str]:
-        """One: a single pass shows all of it."""
+        """One unit: a single pass over the data covers all groups."""
         find_groups(work)
         return ["all norms"]
 
     @torch.no_grad()
     def run(self, work: Work, unit: str) -> None:
-        """Look, search, move factors."""
+        """Collect activations, search the exponent of each group and move the factors."""
         groups = find_groups(work)
         weights = {weight.op.name: weight for weight in work.weights()}
         samples = {group.maker.name: _Sample(self.rows) for group in groups}
@@ -89,7 +89,7 @@ class Awq(Step):
 
 
 def round_weight(quantizer: Quantizer, weight: Tensor) -> Tensor:
-    """A weight as its quantizer would make it after calibration."""
+    """Return the weight as its quantizer would round it after calibration."""
     observer = quantizer.new_observer()
     observer.observe(quantizer.layout.rows(weight))
     grid = grid_from_range(*observer.range(), quantizer.spec.format, site=quantizer.site)

@@ -1,7 +1,8 @@
-"""Bias correction: rounding shifts the mean of an operator's outputs; the bias takes the shift back.
+"""Bias correction: compensate the shift that rounding causes in the mean of an operator's outputs.
 
-From the first operator to the last: δ = E[float output] − E[output of the quantized operator on quantized inputs], per
-channel, goes to the operator's bias, to the β of the norm that is folded into it, or to the mean of the norm behind it.
+Operators are corrected in execution order. The correction of a channel is
+δ = E[float output] − E[output of the quantized operator on quantized inputs].
+It is added to the operator's bias, to the β of the norm folded into it, or to the running mean of the norm after it.
 """
 
 from __future__ import annotations
@@ -21,31 +22,31 @@ from bitwright.quantizers import in_mode
 
 
 class BiasCorrection(Step):
-    """Take back what rounding does to the mean of each channel; one pass over the data."""
+    """Correct the mean of each output channel; one pass over the data."""
 
     name: ClassVar[str] = "bias-correction"
 
-    batch: int = Field(default=32, ge=1, description="Samples at a time.")
+    batch: int = Field(default=32, ge=1, description="Samples per batch.")
 
     def units(self, work: Work) -> Sequence[str]:
-        """The operators with a quantized weight and a place for the correction."""
+        """The operators with a quantized weight and a tensor that can hold the correction."""
         names: list[str] = []
         for weight in work.weights():
             if _place(work, weight.op) is None:
-                work.skipped[weight.op.name] = "there is neither a bias nor a norm to take the correction"
+                work.skipped[weight.op.name] = "it has neither a bias nor a norm that could hold the correction"
             else:
                 names.append(weight.op.name)
         return names
 
     @torch.no_grad()
     def run(self, work: Work, unit: str) -> None:
-        """Measure both means, and correct."""
+        """Measure the mean of both outputs and apply the difference."""
         replay = work.kept.get("replay")
         if replay is None:
             replay = work.kept["replay"] = Replay(work, self.batch)
         op = work.graph.by_name[unit]
         norm = next((n for n, fold in work.plan.folds.items() if fold.into == unit), None)
-        measured = unit if norm is None else norm  # with a folded norm, its output is the operator's
+        measured = unit if norm is None else norm  # the output of a folded norm is the operator's output
         start, stop = replay.tape.position(unit), replay.tape.position(measured) + 1
         replay.advance(start)
         total: Tensor | None = None
@@ -62,14 +63,14 @@ class BiasCorrection(Step):
         _correct(work, op, (total / count).float())
 
     def finish(self, work: Work) -> None:
-        """Remove the files."""
+        """Remove the temporary files."""
         replay = work.kept.pop("replay", None)
         if replay is not None:
             replay.close()
 
 
 class _raw:
-    """The operator's own output, without the quantizer behind it: that would hide a shift by clipping."""
+    """Disable the quantizers after the operator, because clipping would hide a shift."""
 
     def __init__(self, work: Work, op: Op, norm: str | None) -> None:
         ops = [op] if norm is None else [op, work.graph.by_name[norm]]
@@ -86,7 +87,7 @@ class _raw:
 
 
 def _place(work: Work, op: Op) -> Tensor | None:
-    """The tensor that takes the correction."""
+    """The tensor that holds the correction."""
     fold = work.attachment.folds.get(op.site("bias"))
     if fold is not None:
         norm: Any = fold.norm
@@ -114,7 +115,7 @@ def _correct(work: Work, op: Op, shift: Tensor) -> None:
     place: Any = _place(work, op)
     fold = work.attachment.folds.get(op.site("bias"))
     if fold is not None and place is getattr(fold.norm, "running_mean", None):
-        unit = fold.unit()  # the output has −μ·γ/σ
+        unit = fold.unit()  # the output contains −μ·γ/σ
         shift = torch.where(unit != 0, -shift / torch.where(unit != 0, unit, 1.0), 0.0)
     elif fold is None and op.port("bias") is None:
         shift = -shift

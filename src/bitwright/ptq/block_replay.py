@@ -1,4 +1,4 @@
-"""Blocks of a model, and running it block by block over the calibration data, quantized and in float."""
+"""Divide a model into blocks, and run it block by block over the calibration data, quantized and in float."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _PASSING = ("batch_norm", "relu", "relu6", "hardtanh", "leaky_relu", "prelu", "d
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """The calls `start` to `stop` of a tape, whose result is `output`."""
+    """The calls `start` to `stop` of a recording, which compute `output`."""
 
     start: int
     stop: int
@@ -35,13 +35,13 @@ class Block:
 
     @property
     def name(self) -> str:
-        """Its first and last weight."""
+        """The names of the first and last weight."""
         names = [weight.op.name for weight in self.weights]
         return names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}"
 
 
 def find_layers(work: Work) -> list[Block]:
-    """One block for each weight, with the norm and the activation function behind it."""
+    """One block per weight, including the norm and the activation function after it."""
     weights = work.weights()
     starts = {work.tape.position(weight.op.name) for weight in weights}
     return [_layer(work, weight, starts) for weight in weights]
@@ -55,18 +55,18 @@ def _layer(work: Work, weight: Weight, starts: set[int]) -> Block:
         if op.kind not in _PASSING or work.graph.partial(op):
             break
         position = work.tape.position(op.name)
-        if any(start < other <= position for other in starts):  # another branch begins before this is read
+        if any(start < other <= position for other in starts):  # another branch starts before this call
             break
         end, source = position, Source("op", op.name)
     return Block(start=start, stop=end + 1, output=source, weights=(weight,))
 
 
 def find_blocks(work: Work, chain: int) -> list[Block]:
-    """Blocks that cover the whole model; at most `chain` weights of a chain in one."""
+    """Blocks that cover the whole model; a chain is divided into blocks of at most `chain` weights."""
     tape = work.tape
     positions = {tape.position(weight.op.name): weight for weight in work.weights()}
     found: list[Block] = []
-    open_: list[tuple[int, int, Source]] = []  # stretches that wait for company
+    open_: list[tuple[int, int, Source]] = []  # stretches that may still be extended
 
     def close() -> None:
         weights = _between(positions, open_)
@@ -98,7 +98,7 @@ def _between(positions: dict[int, Weight], stretches: Sequence[tuple[int, int, S
 
 
 def _stretches(tape: Tape) -> list[tuple[int, int, Source]]:
-    """Between neighbouring cuts, with what is read behind each."""
+    """Calls between neighbouring cuts, with the single tensor that later calls read."""
     relevant = depends_on_parameters(tape.calls)
     alive: set[Source] = set()
     found: list[tuple[int, int, Source]] = []
@@ -118,14 +118,14 @@ _MIB = 1 << 20
 
 
 class Replay:
-    """Where all pieces of the data stand: at the same call, with what the rest of the model will read."""
+    """The intermediate tensors of all calibration pieces at one call, for the quantized and the float model."""
 
     def __init__(self, work: Work, batch: int, *, targets: bool = True) -> None:
         self.work = work
         self.position = 0
         self.targets = targets
         self.tapes: list[Tape] = []
-        self._live = work.live()  # once: steps write into parameters, they don't put others in their place
+        self._live = work.live()  # read once: steps modify parameters in place and never replace them
         self._files = ExitStack()
         self._folder = self._files.enter_context(scratch_folder())
         self._held: dict[tuple[int, str], Values | Path] = {}
@@ -137,9 +137,10 @@ class Replay:
                 known[shape] = _checked(work, piece)
             if known[shape].names != work.tape.names:
                 raise BitwrightError(
-                    "inputs of other shapes take another path through the model: blocks would not be the same",
+                    "inputs of different shapes take different paths through the model, so blocks would differ",
                     where=f"calibration batch of {[size for _, size in shape]}",
                     fix="calibrate with batches of one shape",
+                    code="shape-dependent-path",
                 )
             self.tapes.append(known[shape])
             inputs = inputs_of(work.model, piece)
@@ -152,25 +153,25 @@ class Replay:
 
     @property
     def tape(self) -> Tape:
-        """Of the first piece; others differ in sizes only."""
+        """The recording of the first piece; the others differ only in sizes."""
         return self.tapes[0]
 
     def values(self, index: int, kind: str) -> Values:
-        """What a piece has at hand here: of the `quantized` or of the `float` model."""
+        """The tensors of a piece at the current position, of the `quantized` or the `float` model."""
         held = self._held[index, kind]
         if isinstance(held, Path):
             return {_source(name): tensor for name, tensor in load_file(held).items()}
         return held
 
     def quantized(self, index: int, stop: int, values: Values | None = None) -> Values:
-        """Run a piece on to `stop` through the quantizers, as they are now."""
+        """Run a piece up to `stop` with the current quantizers."""
         start = self.values(index, "quantized") if values is None else values
         tape = self.tapes[index]
         fixed = {**tape.constants, **self._live}
         return tape.run(self.position, stop, start, fixed, self._hooked)
 
     def float(self, index: int, stop: int, values: Values | None = None, start: int | None = None) -> Values:
-        """Run a piece on to `stop` in the float model, as it was before any step that needs ranges."""
+        """Run a piece up to `stop` in the float model, as it was before the first step that needs ranges."""
         given = self.values(index, "float") if values is None else values
         tape = self.tapes[index]
         fixed = {**tape.constants, **self.work.reference}
@@ -178,7 +179,7 @@ class Replay:
 
     @torch.no_grad()
     def advance(self, stop: int) -> None:
-        """Go on to `stop` with all pieces."""
+        """Run all pieces up to `stop` and store the results."""
         if stop <= self.position:
             return
         with eval_mode(self.work.model), in_mode(self.work.model, "quantize"):
@@ -189,19 +190,19 @@ class Replay:
         self.position = stop
 
     def forget(self, *kinds: str) -> None:
-        """Let go what was kept of these kinds."""
+        """Discard the stored tensors of these kinds."""
         for index, kind in [key for key in self._held if key[1] in kinds]:
             self._let_go(index, kind)
 
     def close(self) -> None:
-        """Remove the files."""
+        """Remove the temporary files."""
         self._files.close()
 
     def _hooked(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self.work.attachment.run(call.op, call.func, args, kwargs)
 
     def keep(self, index: int, kind: str, values: Values) -> None:
-        """Keep tensors of a piece, in memory or in a file."""
+        """Store tensors of a piece, in memory if the limit allows, otherwise in a file."""
         self._let_go(index, kind)
         size = _size(values)
         if self._bytes + size <= self.work.memory * _MIB:
@@ -231,11 +232,11 @@ def _name(source: Source) -> str:
 
 def _source(name: str) -> Source:
     kind, source, index = name.split("\n")
-    return Source(kind, source, int(index))  # type: ignore[arg-type]  # we wrote it
+    return Source(kind, source, int(index))  # type: ignore[arg-type]  # written by `_name`
 
 
 def _checked(work: Work, piece: Any) -> Tape:
-    """A tape of this shape of input; one that doesn't give what the model gives is refused."""
+    """Record a call with this input shape, and verify that the recording reproduces the model's output."""
     args, kwargs = as_call(piece)
     with eval_mode(work.model), torch.no_grad(), in_mode(work.model, "float"):
         tape, inputs = record(work.model, piece)
@@ -245,9 +246,10 @@ def _checked(work: Work, piece: Any) -> Tape:
     found = [values.get(source) for source in tape.outputs]
     if not all(_same(a, b) for a, b in zip(found, expected, strict=True)):
         raise BitwrightError(
-            "the model can't be run block by block: it writes into views of tensors, or draws random numbers",
+            "the model can't run block by block, because it writes into views of tensors or uses random numbers",
             value=type(work.model).__name__,
-            fix="use steps that need no blocks (equalize), or write those operators without side effects",
+            fix="use steps that don't need blocks (equalize), or remove the side effects from these operators",
+            code="not-replayable",
         )
     return tape
 
@@ -255,11 +257,11 @@ def _checked(work: Work, piece: Any) -> Tape:
 def _same(a: Tensor | None, b: Tensor) -> bool:
     if a is None or a.shape != b.shape:
         return False
-    near = 1e-5 * min(1.0, float(b.float().abs().max()) if b.numel() else 1.0)  # the outputs may all be small
+    near = 1e-5 * min(1.0, float(b.float().abs().max()) if b.numel() else 1.0)  # all outputs may be small
     return torch.allclose(a.float(), b.float(), rtol=1e-4, atol=near)
 
 
 def by_channel(values: Tensor, kind: str) -> Tensor:
-    """An operator's output as (channels, everything else)."""
+    """Reshape an operator's output to (channels, everything else)."""
     axis = -1 if kind in ("linear", "addmm", "matmul") else 1
     return values.movedim(axis, 0).flatten(1)

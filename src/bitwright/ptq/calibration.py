@@ -1,4 +1,4 @@
-"""Calibration: run data through the model and give every quantizer its range."""
+"""Calibration: run data through the model and set the range of every quantizer."""
 
 from __future__ import annotations
 
@@ -25,28 +25,29 @@ from bitwright.workload.calibration_data import CalibrationData
 from bitwright.workload.data import split
 
 LARGEST = 12 * 2**20
-"""Bytes of an activation up to which a C library's allocator keeps its memory (measured with glibc)."""
+"""Activations up to this many bytes are reused by the C library's allocator (measured with glibc)."""
 
-_NEAR = 1e-4  # of a range: how much kernels for other sizes may differ, and a model whose samples are independent can't
+_NEAR = 1e-4  # relative to a range; kernels for other batch sizes differ by less if samples are independent
 
 
 @dataclass(frozen=True)
 class Feed:
-    """How many samples at a time (None: whole batches), and how their images lie in memory."""
+    """How batches reach the model: samples per call (None: whole batches) and memory format of images."""
 
     size: int | None = None
     channels_last: bool = False
 
     def pieces(self, batch: Any) -> Iterator[Any]:
-        """The batch as the model gets it."""
+        """The batch divided into the inputs of each call."""
         for piece in [batch] if self.size is None else split([batch], self.size):
             yield channels_last(piece) if self.channels_last else piece
 
 
 def how_to_feed(model: nn.Module, quantizers: Sequence[Quantizer], batch: Any, run: Callable[[Any], None]) -> Feed:
-    """Try it with two samples, one by one, together, and channels-last: what changes any site's range isn't done.
+    """Choose the batch size and the memory format that are fastest and don't change any site's range.
 
-    Where an observer counts batches they stay as they are. Nothing of the trial is left in the model.
+    Two samples are run separately, together and channels-last to compare the ranges. Batches stay whole if an observer
+    counts batches. The model is unchanged afterwards.
     """
     whole = batch_size(batch)
     watched = {q for q in quantizers if not q.weight and not q.of}
@@ -67,7 +68,7 @@ def how_to_feed(model: nn.Module, quantizers: Sequence[Quantizer], batch: Any, r
     first, second = slice_batch(batch, 0, 1), slice_batch(batch, 1, 2)
     with untouched(model, train=False):
         for quantizer in quantizers:
-            quantizer.observing = quantizer in watched  # weights don't depend on batches
+            quantizer.observing = quantizer in watched  # weights don't depend on the batch
         try:
             alone = ranges(first)
             size = LARGEST // max((4 * q.observed_shape.numel() for q in watched if q.observer is not None), default=1)
@@ -76,13 +77,13 @@ def how_to_feed(model: nn.Module, quantizers: Sequence[Quantizer], batch: Any, r
                 apart = ranges(second)
                 forget()
                 cut = _alike(apart, ranges(slice_batch(batch, 0, 2)))
-        except Exception:  # only whole batches will do; if they won't either, they say what is wrong
+        except Exception:  # use whole batches; if they fail too, calibration reports the error
             return Feed()
         images = any(tensor.dim() == 4 and tensor.is_floating_point() for tensor in tensors)
         forget()
         try:
             images = images and _alike(alone, ranges(channels_last(first)))
-        except Exception:  # such as of a view that wants another order
+        except Exception:  # for example, a view that requires another memory format
             images = False
     keep_freed_memory()
     return Feed(max(1, size) if cut else None, images)
@@ -104,18 +105,18 @@ def calibrate(
     progress: Progress | None = None,
     group: Any = None,
 ) -> int:
-    """Run `batches` through a prepared model (eval mode, float arithmetic), then settle all ranges.
+    """Run `batches` through a prepared model (eval mode, float arithmetic), then set all ranges.
 
-    Each batch is a tensor, a tuple of positional arguments or a dict of keywords. Data streams: nothing but
-    the observers' own statistics is kept, and large batches are cut where that changes no range. Returns the number of
-    batches. Every quantizer that gets no usable range (no batch reached it, or its format can't hold what came) is
-    reported, all at once.
+    Each batch is a tensor, a tuple of positional arguments or a dict of keyword arguments. Batches are streamed: only
+    the statistics of the observers stay in memory. Large batches are divided if that doesn't change any range. Returns
+    the number of batches. All quantizers without a usable range are reported together, either because no batch reached
+    them or because their format can't represent the values.
 
-    Where `torch.distributed` is initialised, all processes of `group` (default: all) must call this, each with batches
-    of its own (or none): ranges are merged, and all end with the same grids, or the same problems. A rank that should
-    calibrate alone gives a group of its own, `dist.new_group([rank])`, or `ALONE`, of which the others needn't know.
+    If `torch.distributed` is initialized, all processes of `group` (default: all) must call this function, each with
+    its own batches (or none). Ranges are merged, so all processes get the same grids or the same problems. To calibrate
+    in a single process, pass its own group, `dist.new_group([rank])`, or `ALONE`, which needs no communication.
 
-    Data that is empty or has no variety is warned about.
+    Empty or constant data causes a warning.
     """
     seen = CalibrationData()
     count = find_ranges(model, map(seen.see, batches), progress=progress, group=group)
@@ -126,14 +127,14 @@ def calibrate(
 def find_ranges(
     model: nn.Module, batches: Iterable[Any], *, progress: Progress | None = None, group: Any = None
 ) -> int:
-    """`calibrate`, for callers that look at the data themselves."""
+    """Like `calibrate`, without warnings about the data."""
     attachment = attachment_of(model)
-    # observers report quantized weights, by their sites
+    # observers check quantized weights and report them by site
     observed = {site for site, quantizer in attachment.quantizers.items() if not quantizer.of}
     others = [(name, p) for name, p in model.named_parameters() if _site_of(name) not in observed]
     if wrong := parameter_problems(attachment.quantizers, others):
         raise PlanError(wrong, title="a model with these parameters can't be calibrated")
-    # those that are made from others come last
+    # quantizers derived from others come last
     quantizers = sorted(attachment.quantizers.values(), key=lambda q: bool(q.of))
     for quantizer in quantizers:
         quantizer.observer = None
@@ -150,7 +151,9 @@ def find_ranges(
         total = seen = _observe(model, quantizers, batches, progress)
     if total == 0:
         raise CalibrationError(
-            "the calibration loader yielded no batch", fix="give a loader (or list) with at least one batch"
+            "the calibration loader yielded no batch",
+            fix="pass a loader or list with at least one batch",
+            code="no-calibration-data",
         )
     problems = settle_together(quantizers, reports, own, group) if several(group) else _settle(quantizers)
     if problems:
@@ -176,7 +179,7 @@ def _observe(
         first = list(islice(stream, 1))
         feed = how_to_feed(model, quantizers, first[0], run) if first else Feed()
         stream = chain(first, stream)
-        del first  # batches are let go as soon as the next one comes
+        del first  # release each batch as soon as the next one arrives
         with folded_once(model):
             for batch in stream:
                 try:
@@ -186,7 +189,7 @@ def _observe(
                     except RuntimeError:
                         if not feed.channels_last:
                             raise
-                        # a path that the first samples didn't take wants another order; no observer minds a repetition
+                        # another path needs another memory format; observing a sample twice doesn't change ranges
                         feed = replace(feed, channels_last=False)
                         for piece in feed.pieces(batch):
                             run(piece)
@@ -196,7 +199,8 @@ def _observe(
                     raise CalibrationError(
                         f"the model failed: {type(error).__name__}: {error}",
                         where=f"calibration batch {seen}",
-                        fix="give batches that the model takes: a tensor, a tuple of arguments or a dict of keywords",
+                        fix="pass batches that the model accepts: a tensor, a tuple of arguments or a dict of keywords",
+                        code="calibration-failed",
                     ) from error
                 seen += 1
                 if progress is not None:
@@ -216,10 +220,10 @@ def _settle(quantizers: Iterable[Quantizer]) -> list[Problem]:
 
 @torch.no_grad()
 def settle_ranges(quantizers: list[Quantizer], group: Any = None) -> None:
-    """Let each quantizer take the range that its observer has now; sites that no tensor reached keep theirs.
+    """Set each quantizer's range from its observer; sites that no tensor reached keep their range.
 
-    Where `torch.distributed` is initialised, all processes must call this: ranges are merged in one collective, and
-    all have bit-equal grids.
+    If `torch.distributed` is initialized, all processes must call this function: one collective merges the ranges, and
+    all processes get bit-equal grids.
     """
     seen = [q for q in quantizers if q.saw and q.observer is not None]
     ranges = {q.site: q.observer.range() for q in seen if q.observer is not None}
@@ -232,10 +236,10 @@ def settle_ranges(quantizers: list[Quantizer], group: Any = None) -> None:
 
 @torch.no_grad()
 def settle_weights(model: nn.Module, example: Any) -> list[str]:
-    """Fit the ranges of a trained model's weights again; gives the sites whose scale a guard had to raise.
+    """Refit the ranges of a trained model's weights; returns the sites with a scale that a guard had to raise.
 
-    What is learned stays as it was learned, but for guards: a target whose accumulators overflow doesn't care how a
-    scale was found. `example` is one call of the model: weights are seen as they are deployed, folded norms included.
+    Learned scales are kept, except where a guard against accumulator overflow applies. `example` is one call of the
+    model: weights are observed as they are deployed, including folded norms.
     """
     seen: dict[str, tuple[Quantizer, Tensor]] = {}
 
@@ -248,7 +252,7 @@ def settle_weights(model: nn.Module, example: Any) -> list[str]:
         model(*args, **kwargs)
     raised: list[str] = []
     for quantizer, weight in sorted(seen.values(), key=lambda pair: bool(pair[0].of)):
-        if quantizer.of:  # a bias: its weight's scale may have to make room
+        if quantizer.of:  # a bias: the scale of its weight may have to increase
             quantizer.observe(weight)
             quantizer.update_grid()
         elif quantizer.learned:
@@ -261,5 +265,5 @@ def settle_weights(model: nn.Module, example: Any) -> list[str]:
     for quantizer in attachment_of(model).quantizers.values():
         quantizer.tracked.forget()
     for fold in attachment_of(model).folds.values():
-        fold.bias = None  # it was folded with the scale before
+        fold.bias = None  # computed with the previous scale
     return raised

@@ -1,4 +1,4 @@
-"""Factors per channel between operators that cancel: where they can be moved, and how."""
+"""Move scaling factors of channels between operators, without changing the model's function."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ _RESHAPES = ("flatten", "reshape", "view", "squeeze")
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """`first`'s output channels are `second`'s input channels, and nothing else reads them."""
+    """Two operators: only `second` reads the output channels of `first`."""
 
     first: Op
     second: Op
     between: tuple[Op, ...]
     clip: Op | None = None
     ceiling: float = inf
-    """What the clip between them ends at (6 for ReLU6)."""
+    """The upper bound of the clip between them (6 for ReLU6)."""
 
     def __str__(self) -> str:
         return f"{self.first.name} → {self.second.name}"
 
 
 def find_pairs(work: Work) -> list[Pair]:
-    """All pairs, in the order of the graph; near misses are noted with their reason."""
+    """All pairs in graph order; operators that almost qualify are added to `skipped` with a reason."""
     found: list[Pair] = []
     for op in work.graph.ops:
         if op.kind in _WEIGHTED and op.port("weight") is not None:
@@ -53,7 +53,7 @@ def find_pairs(work: Work) -> list[Pair]:
 
 
 def _follow(work: Work, first: Op, calls: dict[str, Call]) -> Pair | str | None:
-    """The pair that begins here, why there is none, or None where nobody would expect one."""
+    """The pair that starts at `first`, the reason why it can't be scaled, or None if it isn't a candidate."""
     graph = work.graph
     channels = _outputs(first)
     source = Source("op", first.name)
@@ -63,7 +63,7 @@ def _follow(work: Work, first: Op, calls: dict[str, Call]) -> Pair | str | None:
     while True:
         readers = graph.consumers.get(source, ())
         if len(readers) != 1 or source in graph.output_sources:
-            return None  # a residual, a concatenation, the end
+            return None  # a residual, a concatenation or an output
         op, port = readers[0]
         if len(port.sources) != 1 or graph.partial(op) or graph.partial(first):
             return "only some inputs take this path"
@@ -71,17 +71,17 @@ def _follow(work: Work, first: Op, calls: dict[str, Call]) -> Pair | str | None:
             break
         if op.kind == "batch_norm":
             if work.plan.folds.get(op.name) is None or work.plan.folds[op.name].into != first.name:
-                return f"the norm {op.name} behind it isn't folded"
+                return f"the norm {op.name} after it isn't folded"
         elif op.kind in ("relu6", "hardtanh"):
             bounds = _bounds(op, calls)
             if bounds is None or bounds[0] != 0 or clip is not None:
-                return f"{op.name} clips below, or twice"
+                return f"{op.name} has a lower bound other than 0, or is the second clip"
             clip, ceiling = op, bounds[1]
         elif op.kind == "pad":
             if not _pads_zeros(op, calls):
-                return f"{op.name} pads with something else than zeros"
+                return f"{op.name} doesn't pad with zeros"
         elif op.kind not in (*_RESHAPES, *_HOMOGENEOUS):
-            return f"{op.kind} doesn't pass factors on"
+            return f"{op.kind} doesn't preserve factors"
         if not _keeps_channels(op, port, channels, calls, last=first.kind == "linear"):
             return f"{op.name} mixes channels with positions"
         between.append(op)
@@ -100,23 +100,23 @@ def _shared(work: Work, first: Op, second: Op) -> str | None:
             if port is None:
                 continue
             if work.weight_of(op, name) is None:
-                return f"{op.site(name)} isn't a parameter as it is stored"
+                return f"{op.site(name)} isn't stored as a parameter"
             if work.readers[port.sources[0]] > 1:
                 return f"{op.site(name)} is shared with other operators"
     norm = norm_of(work, first)
     if norm is not None and (norm.weight is None or norm.bias is None):
-        return "its norm has no weight to take the factor"
+        return "its norm has no weight to hold the factor"
     if first.kind.startswith("conv_transpose") and _outputs(first) != first.port("weight").shape[1]:  # type: ignore[union-attr]
-        return "a transposed convolution in groups"
+        return "it is a grouped transposed convolution"
     return None
 
 
 def _keeps_channels(op: Op, port: Port, channels: int, calls: dict[str, Call], *, last: bool) -> bool:
-    """Whether channels are still where they were: the last axis behind a linear, else the second."""
+    """Whether channels keep their axis: the last one after a linear operator, otherwise the second."""
     shape = op.outputs[0].shape
     if len(shape) < 2 or shape[-1 if last else 1] != channels:
         return False
-    if op.kind == "mean":  # a mean over channels may leave an axis that has as many elements
+    if op.kind == "mean":  # a mean over channels may leave another axis with the same number of elements
         dims = calls[op.name].argument(1, "dim") if op.name in calls else None
         averaged = [dims] if isinstance(dims, int) else list(dims or range(len(port.shape)))
         return (len(port.shape) - 1 if last else 1) not in [dim % len(port.shape) for dim in averaged]
@@ -148,7 +148,7 @@ def _inputs(op: Op) -> int:
 
 
 def norm_of(work: Work, op: Op) -> Any:
-    """The norm that is folded into an operator."""
+    """The norm folded into an operator."""
     for norm, fold in work.plan.folds.items():
         if fold.into == op.name:
             return work.model.get_submodule(work.graph.by_name[norm].module)
@@ -156,13 +156,13 @@ def norm_of(work: Work, op: Op) -> Any:
 
 
 def factor_of(work: Work, op: Op) -> Tensor | None:
-    """γ/σ per output channel of the norm that is folded into an operator."""
+    """γ/σ per output channel of the norm folded into an operator."""
     fold = work.attachment.folds.get(op.site("bias"))
     return None if fold is None else fold.unit()
 
 
 def _grouped(op: Op, weight: Tensor) -> Tensor:
-    """The weight as (groups, outputs of a group, inputs of a group, positions); a view."""
+    """A view of the weight as (groups, outputs per group, inputs per group, positions)."""
     inputs, outputs = _inputs(op), _outputs(op)
     if op.kind.startswith("conv_transpose"):
         groups = outputs // weight.shape[1]
@@ -172,7 +172,7 @@ def _grouped(op: Op, weight: Tensor) -> Tensor:
 
 
 def output_ranges(work: Work, op: Op) -> Tensor:
-    """The largest |w| of each output channel, the folded norm included."""
+    """The largest |w| of each output channel, including the folded norm."""
     weight = _require(work, op)
     ranges = _grouped(op, weight.detach().float()).abs().amax(dim=(2, 3)).flatten()
     factor = factor_of(work, op)
@@ -180,7 +180,7 @@ def output_ranges(work: Work, op: Op) -> Tensor:
 
 
 def input_ranges(work: Work, op: Op) -> Tensor:
-    """The largest |w| that multiplies each input channel, the folded norm included."""
+    """The largest |w| that multiplies each input channel, including the folded norm."""
     grouped = _grouped(op, _require(work, op).detach().float())
     factor = factor_of(work, op)
     if factor is not None:
@@ -189,7 +189,7 @@ def input_ranges(work: Work, op: Op) -> Tensor:
 
 
 def input_norms(work: Work, op: Op) -> Tensor:
-    """Σ w² over all weights that multiply each input channel, the folded norm included."""
+    """Σ w² over all weights that multiply each input channel, including the folded norm."""
     grouped = _grouped(op, _require(work, op).detach().double())  # squares of large numbers exceed float32
     factor = factor_of(work, op)
     if factor is not None:
@@ -198,13 +198,13 @@ def input_norms(work: Work, op: Op) -> Tensor:
 
 
 def numbers_per_input(work: Work, op: Op) -> int:
-    """How many weights multiply one input channel."""
+    """The number of weights that multiply one input channel."""
     return _require(work, op).numel() // _inputs(op)
 
 
 @torch.no_grad()
 def divide_outputs(work: Work, op: Op, by: Tensor) -> None:
-    """Make each output channel smaller by its factor: in the norm if there is one, else in weight and bias."""
+    """Divide each output channel by its factor: in the norm if there is one, otherwise in weight and bias."""
     norm = norm_of(work, op)
     if norm is not None:
         norm.weight.div_(by.to(norm.weight.dtype))
@@ -221,7 +221,7 @@ def divide_outputs(work: Work, op: Op, by: Tensor) -> None:
 
 @torch.no_grad()
 def multiply_inputs(work: Work, op: Op, by: Tensor) -> None:
-    """Make the weights of each input channel larger by its factor."""
+    """Multiply the weights of each input channel by its factor."""
     weight = _require(work, op)
     grouped = _grouped(op, weight.float())
     scaled = grouped * by.reshape(grouped.shape[0], 1, grouped.shape[2], 1)
@@ -232,7 +232,7 @@ def multiply_inputs(work: Work, op: Op, by: Tensor) -> None:
 
 def _require(work: Work, op: Op) -> nn.Parameter:
     weight = work.weight_of(op)
-    assert weight is not None  # `find_pairs` has looked
+    assert weight is not None  # checked by `find_pairs`
     return weight
 
 
@@ -241,13 +241,13 @@ _NORMS = ("layer_norm", "rms_norm")
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """Linears that read the same channels, and what makes them."""
+    """Linear operators that read the same channels, and the operator that computes them."""
 
     maker: Op
     readers: tuple[Op, ...]
 
     def divide(self, work: Work, by: Tensor) -> None:
-        """Move the factors: smaller activations, larger weights."""
+        """Divide activations by the factors and multiply weights by them."""
         if self.maker.kind in _NORMS:
             for port in ("weight", "bias"):
                 parameter = work.weight_of(self.maker, port)
@@ -261,7 +261,7 @@ class Group:
 
 
 def find_groups(work: Work) -> list[Group]:
-    """All groups whose readers have quantized weights, in the order of the graph; near misses are noted."""
+    """All groups with quantized readers, in graph order; operators that almost qualify are added to `skipped`."""
     groups = []
     quantized = {weight.op.name for weight in work.weights()}
     for op in work.graph.ops:
@@ -279,15 +279,15 @@ def find_groups(work: Work) -> list[Group]:
     for pair in find_pairs(work):
         if pair.second.kind == "linear" and pair.clip is None and pair.second.name in quantized:
             groups.append(Group(maker=pair.first, readers=(pair.second,)))
-    work.skipped = left  # that convolutions have no partner is no news here
+    work.skipped = left  # convolutions without a partner aren't relevant here
     return groups
 
 
 def _problem(work: Work, op: Op, readers: list[Op]) -> str | None:
     if Source("op", op.name) in work.graph.output_sources or any(reader.kind != "linear" for reader in readers):
-        return "others than linears read it, too"
+        return "operators other than linear ones read it too"
     if work.weight_of(op) is None:
-        return "the norm has no weight to take the factor"
+        return "the norm has no weight to hold the factor"
     owners = [(op, "weight"), (op, "bias"), *((reader, "weight") for reader in readers)]
     for owner, name in owners:
         port = owner.port(name)
@@ -299,7 +299,7 @@ def _problem(work: Work, op: Op, readers: list[Op]) -> str | None:
 
 
 def inward(by: Tensor, unit: float) -> Tensor:
-    """The factors, up to a common one: large activations must not grow by them, and small ones must not shrink.
+    """Normalize the factors so that large activations don't grow and small ones don't shrink.
 
     `unit` is `unit_of` the activations.
     """
@@ -309,15 +309,15 @@ def inward(by: Tensor, unit: float) -> Tensor:
 
 
 class Statistic(Protocol):
-    """Something about the channels of an activation, gathered over batches."""
+    """A statistic of an activation's channels, accumulated over batches."""
 
     def see(self, rows: Tensor) -> None:
-        """One batch, as (positions, channels)."""
+        """Add one batch of shape (positions, channels)."""
 
 
 @torch.no_grad()
 def gather(work: Work, groups: list[Group], batch: int, statistics: Mapping[str, Statistic]) -> None:
-    """Let each group's statistic (by its maker) see what the group's readers read; one pass over the data."""
+    """Update each group's statistic (keyed by its maker) with the inputs of its readers; one pass over the data."""
     sources = {group.readers[0].name: group.maker.name for group in groups}
 
     def look(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -331,11 +331,11 @@ def gather(work: Work, groups: list[Group], batch: int, statistics: Mapping[str,
 
 
 def weight_columns(work: Work, group: Group) -> Tensor:
-    """The weights of all readers, one below the other: (outputs, channels)."""
+    """The concatenated weights of all readers: (outputs, channels)."""
     return torch.cat([_weight(work, reader).detach().float() for reader in group.readers])
 
 
 def _weight(work: Work, op: Op) -> nn.Parameter:
     found = work.weight_of(op)
-    assert found is not None  # `find_groups` has looked
+    assert found is not None  # checked by `find_groups`
     return found

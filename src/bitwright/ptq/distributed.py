@@ -1,9 +1,9 @@
-"""Calibration by several processes: each observes batches of its own, and all end with bit-equal grids.
+"""Calibration in several processes: each observes its own batches, and all get bit-equal grids.
 
-Ranges of activations are merged as their observers say, from numbers that all processes have, by the same arithmetic in
-the same order. Weights are the same everywhere; still, what the first process made of one is given to all, as machines
-may differ in a last bit, and a process whose batches didn't reach a weight has none. Whatever goes wrong in one process
-is told to all before they would wait for it.
+Every process has the same numbers and merges activation ranges with the same arithmetic in the same order. Weights are
+equal in all processes, but machines may differ in the last bit, and some batches may not reach a weight. The state of
+the first process that observed a weight is therefore sent to all. A failure in one process is sent to all processes
+before they would wait for it.
 """
 
 from __future__ import annotations
@@ -24,41 +24,41 @@ Range = tuple[Tensor, Tensor]
 
 
 ALONE = object()
-"""A group of this process alone, which nobody else has to know of."""
+"""A group that contains only this process and needs no communication."""
 
 
 def several(group: Any) -> bool:
-    """Whether there are other processes to calibrate with."""
+    """Whether other processes take part in the calibration."""
     return group is not ALONE and dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What one process tells the others: small, and no numbers of the data."""
+    """The information that each process sends to the others; it contains no calibration data."""
 
     batches: int = 0
-    sites: dict[str, tuple[torch.Size | None, bool]] = field(default_factory=dict)  # shape seen, is it a weight
-    problems: list[Problem] = field(default_factory=list)  # none: all went well
+    sites: dict[str, tuple[torch.Size | None, bool]] = field(default_factory=dict)  # observed shape, is a weight
+    problems: list[Problem] = field(default_factory=list)
 
 
 def describe(quantizers: Iterable[Quantizer], batches: int) -> Report:
-    """This process's report when its batches have passed."""
+    """The report of this process after all its batches."""
     seen = {q.site: (None if q.observer is None else q.observed_shape, q.weight) for q in quantizers if not q.of}
     return Report(batches=batches, sites=seen)
 
 
 def own_ranges(quantizers: Iterable[Quantizer]) -> dict[str, Range]:
-    """What this process has seen of activations."""
+    """The activation ranges that this process observed."""
     return {q.site: q.observer.range() for q in quantizers if q.observer is not None and not q.weight}
 
 
 def give_up(error: Exception, group: Any) -> None:
-    """Tell the others, who wait for this process's report, that there won't be one."""
+    """Send the error to the other processes, which wait for a report."""
     _gather(Report(problems=_problems(error)), group)
 
 
 def exchange(own: Report, group: Any) -> list[Report]:
-    """The reports of all processes, by rank; an error on each of them if any has failed or has other sites."""
+    """The reports of all processes, by rank; raises in all of them if one failed or has different sites."""
     reports = _gather(own, group)
     problems = [
         replace(problem, where=f"rank {rank}" + (f", {problem.where}" if problem.where else ""))
@@ -71,7 +71,8 @@ def exchange(own: Report, group: Any) -> list[Report]:
     for rank, report in enumerate(reports):
         for site in first.keys() ^ report.sites.keys():
             what = f"only one of rank 0 and rank {rank} has a quantizer here"
-            problems.append(Problem(what=what, where=site, fix="give every process the same plan"))
+            fix = "use the same plan in every process"
+            problems.append(Problem(what=what, where=site, fix=fix, code="ranks-differ"))
     if problems:
         raise PlanError(sorted(problems, key=str), title="processes have different plans")
     return reports
@@ -80,10 +81,10 @@ def exchange(own: Report, group: Any) -> list[Report]:
 def settle_together(
     quantizers: list[Quantizer], reports: list[Report], own: dict[str, Range], group: Any
 ) -> list[Problem]:
-    """Settle all quantizers to the same grids in all processes; the same problems come back in all of them."""
+    """Give all processes the same grids; returns the same problems in all of them."""
     shapes = {site: [report.sites[site][0] for report in reports] for site in reports[0].sites}
     owners = {site: next((r for r, s in enumerate(seen) if s is not None), None) for site, seen in shapes.items()}
-    for quantizer in quantizers:  # x @ w: only who sees the operand knows that it is a weight
+    for quantizer in quantizers:  # x @ w: only processes that see the operand know that it is a weight
         quantizer.weight = quantizer.weight or any(r.sites.get(quantizer.site, (None, False))[1] for r in reports)
     problems = _unequal_rows(quantizers, shapes)
     if problems:
@@ -95,13 +96,13 @@ def settle_together(
         try:
             if quantizer.site in merged:
                 quantizer.update_grid_from(*merged[quantizer.site], _first(shapes[quantizer.site]))
-            elif quantizer.site in reached and quantizer.observer is None:  # a weight that only others have seen:
-                shape = _first(shapes[quantizer.site])  # state of the right shapes, to be filled below
+            elif quantizer.site in reached and quantizer.observer is None:  # a weight seen only by other processes
+                shape = _first(shapes[quantizer.site])  # allocate state of the right shape; `_give_weights` fills it
                 ends = torch.zeros(_rows(quantizer, shape), device=quantizer.scale.device)
                 quantizer.update_grid_from(ends, ends, shape)
             else:
                 quantizer.update_grid()
-        except Exception as error:  # whatever it is, the others must not wait for this process
+        except Exception as error:  # any failure must reach the other processes, which would wait
             problems += _problems(error)
     told = {str(problem): problem for theirs in _gather(problems, group) for problem in theirs}
     if not told:
@@ -110,9 +111,9 @@ def settle_together(
 
 
 def merge_ranges(quantizers: list[Quantizer], widths: list[int], own: dict[str, Range], group: Any) -> dict[str, Range]:
-    """Ranges of `widths` rows, merged by one collective: every process fills its row and adds zeros to others.
+    """Ranges of `widths` rows, merged with one collective: each process fills its own row of a table of zeros.
 
-    A site that no process has in `own` isn't in the result.
+    The result omits sites that aren't in `own` of any process.
     """
     if not widths:
         return {}
@@ -138,7 +139,7 @@ def merge_ranges(quantizers: list[Quantizer], widths: list[int], own: dict[str, 
 
 
 def _give_weights(quantizers: list[Quantizer], owners: dict[str, int | None], group: Any) -> None:
-    """Everybody takes the state that the first process with this weight has; by one collective."""
+    """Send the state of each weight from its owner to all processes, with one collective."""
     if not quantizers:
         return
     rank = dist.get_rank(group)
@@ -160,18 +161,17 @@ def _unequal_rows(quantizers: list[Quantizer], shapes: dict[str, list[torch.Size
     for quantizer in quantizers:
         seen = [shape for shape in shapes.get(quantizer.site, []) if shape is not None]
         if len({_rows(quantizer, shape) for shape in seen}) > 1:
-            what = "processes saw shapes with different numbers of scales"
+            what = "processes observed shapes with different numbers of scales"
             value = [tuple(shape) for shape in seen]
-            found.append(
-                Problem(what=what, where=quantizer.site, value=value, fix="use batches of one shape, or tensor")
-            )
+            fix = "use batches of one shape, or granularity tensor"
+            found.append(Problem(what=what, where=quantizer.site, value=value, fix=fix, code="ranks-differ"))
     return found
 
 
 def _problems(error: Exception) -> list[Problem]:
     if isinstance(error, BitwrightError):
         return error.problems
-    return [Problem(what=f"{type(error).__name__}: {error}")]
+    return [Problem(what=f"{type(error).__name__}: {error}", code="calibration-failed")]
 
 
 def _rows(quantizer: Quantizer, shape: torch.Size) -> int:

@@ -1,15 +1,17 @@
-"""Cross-layer equalization: channels of two operators in a row get ranges alike, by factors that cancel.
+"""Cross-layer equalization: balance the channel ranges of two consecutive operators with factors that cancel.
 
-With r₁ and r₂ the ranges of channel i in the first and in the second weight, s = √(r₁/r₂) makes both √(r₁·r₂): the
-first is divided by s, the second multiplied. What lies between passes positive factors on (ReLU, pooling, zeros as
-padding). Activations pay for it if that is all that counts: a channel that becomes small beside others is rounded away.
-So s lies between 1 and what lets the channel's peak grow to that of the largest channel: no activation gets coarser.
-As a factor that all channels have in common is free, the one is taken that leaves the least noise in the second
-operator's output, as far as rounding noise can be foreseen from ranges and activations; if none is better, s = 1.
+Let r₁ and r₂ be the ranges of channel i in the first and the second weight. Dividing the first weight by s = √(r₁/r₂)
+and multiplying the second by s makes both ranges √(r₁·r₂). The operators between them must preserve positive factors
+(ReLU, pooling, zero padding).
 
-A ReLU6 passes factors on only below its clip. Channels that reach it in the calibration data, with a margin, keep
-s = 1, and others may grow as far as they stay below it. So the function is kept for all inputs that are no larger than
-`margin` times what was seen, and the clip stays one number, which targets fuse.
+Balancing weights alone can hurt activations: a channel that becomes small relative to others is rounded to zero. s is
+therefore limited to [l, 1], where l lets the channel's peak grow to the peak of the largest channel, so no activation
+becomes coarser. A common factor of all channels has no cost. The step chooses the one with the least noise in the
+second operator's output, estimated from ranges and activations. If none improves the noise, s = 1.
+
+A ReLU6 preserves factors only below its clip. Channels that reach the clip in the calibration data, with a margin, keep
+s = 1; the others grow only as far as they stay below it. The function is therefore unchanged for all inputs up to
+`margin` times the observed ones, and the clip remains a single number, which targets can fuse.
 """
 
 from __future__ import annotations
@@ -36,28 +38,30 @@ from bitwright.ptq.channel_scaling import (
 from bitwright.ptq.step import Step, Work, unit_of
 from bitwright.quantizers.grid import SMALLEST
 
-_ENOUGH = 1.01  # a sweep that changes no factor by more than this is the last
+_ENOUGH = 1.01  # stop after a sweep that changes no factor by more than this
 _SMALLEST = 1e-12
 _TRIED = 64
 
 
 class Equalize(Step):
-    """Even out the ranges of channels between layers; needs no training and little data."""
+    """Balance the channel ranges of consecutive layers; needs no training and little data."""
 
     name: ClassVar[str] = "equalize"
     needs_ranges: ClassVar[bool] = False
 
-    sweeps: int = Field(default=20, ge=1, description="At most so many times over all pairs; it mostly ends earlier.")
-    largest: float = Field(default=1e4, gt=1, description="No channel grows by more than this.")
-    margin: float = Field(default=1.25, ge=1, description="How much below a ReLU6's clip counts as below it.")
-    batch: int = Field(default=32, ge=1, description="Samples at a time.")
+    sweeps: int = Field(
+        default=20, ge=1, description="Maximum number of sweeps over all pairs; it usually ends earlier."
+    )
+    largest: float = Field(default=1e4, gt=1, description="Maximum growth of a channel.")
+    margin: float = Field(default=1.25, ge=1, description="Safety factor between a channel's peak and a ReLU6's clip.")
+    batch: int = Field(default=32, ge=1, description="Samples per batch.")
 
     def units(self, work: Work) -> Sequence[str]:
-        """One: it takes seconds."""
+        """One unit, which takes seconds."""
         return ["all pairs"]
 
     def run(self, work: Work, unit: str) -> None:
-        """Sweep until nothing moves."""
+        """Sweep over all pairs until the factors converge."""
         pairs = find_pairs(work)
         seen = _look(work, pairs, self.batch)
         for _ in range(self.sweeps):
@@ -85,8 +89,8 @@ class Equalize(Step):
         return tried[int(noise.argmin())]
 
     def _noise(self, work: Work, pair: Pair, seen: _Seen, first: Tensor, second: Tensor, by: Tensor) -> Tensor:
-        """What rounding both weights adds to the second one's output, for each row of factors, up to a constant."""
-        # in float64: squares of large numbers exceed float32
+        """The noise in the second output from rounding both weights, per row of factors, up to a constant."""
+        # float64, because squares of large numbers exceed float32
         first, second, by = first.double(), second.double(), by.double()
         total = torch.zeros_like(by[:, 0])
         quantizers = [work.attachment.quantizers.get(op.site("weight")) for op in (pair.first, pair.second)]
@@ -105,17 +109,17 @@ class Equalize(Step):
 
 
 def _least(ranges: Tensor) -> float:
-    """Below it, a channel is dead."""
+    """Channels with a smaller range count as dead."""
     return _SMALLEST * min(1.0, unit_of(float(ranges.max())))
 
 
 class _Seen:
-    """What passed between the two operators of a pair."""
+    """Statistics of the activations between the two operators of a pair."""
 
     def __init__(self) -> None:
         self.peak = torch.zeros(())  # of each channel, before its clip
-        self.energy = torch.zeros(())  # mean square of each channel, as the second operator reads it
-        self.inflow = 0.0  # mean square of what the first one reads, times how many of them it adds up
+        self.energy = torch.zeros(())  # mean square of each channel of the second operator's input
+        self.inflow = 0.0  # mean square of the first operator's input, times the number of summed elements
         self.batches = 0
 
     def divide(self, by: Tensor) -> None:
@@ -125,7 +129,7 @@ class _Seen:
 
 @torch.no_grad()
 def _look(work: Work, pairs: list[Pair], batch: int) -> dict[str, _Seen]:
-    """One pass over the data for all pairs."""
+    """Collect the statistics of all pairs in one pass over the data."""
     found = {pair.first.name: _Seen() for pair in pairs}
     firsts = {pair.first.name: pair for pair in pairs}
     seconds = {pair.second.name: pair for pair in pairs}

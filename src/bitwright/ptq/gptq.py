@@ -1,7 +1,7 @@
-"""GPTQ: weights are rounded one input after the other, and those that are left make up for the error so far.
+"""GPTQ: round weights one input column at a time, and adjust the remaining columns to compensate the error.
 
-With H = Σ x·xᵀ of the operator's inputs, and U the upper Cholesky factor of its inverse: after rounding column i,
-the columns behind it change by −(w_i − ŵ_i)/U_ii · U_i.
+H = Σ x·xᵀ over the operator's inputs, and U is the upper Cholesky factor of its inverse. After column i is rounded,
+the later columns change by −(w_i − ŵ_i)/U_ii · U_i.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ _KINDS = ("linear", "conv1d", "conv2d")
 
 
 class Gptq(Step):
-    """Round weights one input after the other, with the rest making up for it; one pass over the data."""
+    """Round weights column by column with error compensation; one pass over the data."""
 
     name: ClassVar[str] = "gptq"
 
-    damp: float = Field(default=0.01, gt=0, description="Added to H's diagonal, as a share of its mean.")
-    columns: int = Field(default=128, ge=1, description="How many columns are rounded before the others are told.")
-    batch: int = Field(default=32, ge=1, description="Samples at a time.")
+    damp: float = Field(default=0.01, gt=0, description="Value added to H's diagonal, relative to its mean.")
+    columns: int = Field(default=128, ge=1, description="Columns to round before the remaining ones are updated.")
+    batch: int = Field(default=32, ge=1, description="Samples per batch.")
 
     def units(self, work: Work) -> Sequence[str]:
-        """The weights."""
+        """The quantized weights that GPTQ supports."""
         names = []
         for weight in work.weights():
             if weight.op.kind not in _KINDS or isinstance(_call(work, weight).argument(4, "padding", 0), str):
-                work.skipped[weight.op.name] = f"GPTQ doesn't unfold the inputs of this {weight.op.kind}"
+                work.skipped[weight.op.name] = f"GPTQ can't unfold the inputs of this {weight.op.kind}"
             elif weight.quantizer.spec.guard is not None:
-                work.skipped[weight.op.name] = "its guard counts on nearest rounding"
+                work.skipped[weight.op.name] = "its guard requires rounding to nearest"
             else:
                 names.append(weight.op.name)
         return names
 
     @torch.no_grad()
     def run(self, work: Work, unit: str) -> None:
-        """Gather H, round, write the weight."""
+        """Compute H, round the columns and write the weight."""
         if "replay" not in work.kept:
             work.kept["replay"] = Replay(work, self.batch, targets=False)
         replay: Replay = work.kept["replay"]
@@ -71,7 +71,7 @@ class Gptq(Step):
         work.put(weight, torch.stack(done).reshape(folded.shape))
 
     def finish(self, work: Work) -> None:
-        """Remove the files."""
+        """Remove the temporary files."""
         replay = work.kept.pop("replay", None)
         if replay is not None:
             replay.close()
@@ -90,7 +90,7 @@ def _groups(weight: Weight, folded: Tensor) -> int:
 def _hessians(work: Work, replay: Replay, weight: Weight, groups: int) -> Tensor:
     """Σ x·xᵀ for each group of a convolution."""
     total: Tensor | None = None
-    unit = 1.0  # a common factor makes no difference to the result
+    unit = 1.0  # a common factor doesn't change the result
     call = _call(work, weight)
     port = call.op.port("input")
     assert port is not None
@@ -110,7 +110,7 @@ def _hessians(work: Work, replay: Replay, weight: Weight, groups: int) -> Tensor
 
 
 def _unfolded(x: Tensor, call: Call, weight: Weight, groups: int) -> Tensor:
-    """The inputs as (groups, positions, summed elements)."""
+    """Reshape the inputs to (groups, positions, summed elements)."""
     if call.op.kind == "linear":
         return x.reshape(1, -1, x.shape[-1])
     stride, padding, dilation = (
@@ -131,7 +131,7 @@ def _one(value: int | Sequence[int]) -> int:
 
 
 def _factor(hessian: Tensor, damp: float, where: str) -> Tensor:
-    """The upper Cholesky factor of the inverse; inputs that are always 0 are left to themselves."""
+    """The upper Cholesky factor of the inverse; columns of inputs that are always 0 are independent."""
     dead = hessian.diagonal() == 0
     hessian = hessian.clone()
     hessian.diagonal()[dead] = 1.0
@@ -141,10 +141,10 @@ def _factor(hessian: Tensor, damp: float, where: str) -> Tensor:
         upper: Tensor = torch.linalg.cholesky(inverse, upper=True)
     except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
         raise CalibrationError(
-            "the second moments of this operator's inputs have no Cholesky factor: they aren't positive definite",
+            "the second-moment matrix of this operator's inputs isn't positive definite",
             where=where,
             value=f"damp={damp:g}",
-            fix="raise damp (gptq:damp=0.1), give more calibration data, or leave gptq out",
+            fix="increase damp (gptq:damp=0.1), use more calibration data, or omit gptq",
             code="gptq-not-positive-definite",
         ) from error
     return upper.float()

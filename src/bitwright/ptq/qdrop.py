@@ -1,4 +1,4 @@
-"""QDrop: block by block, with the rounding of activations left out here and there, so that what is found is robust."""
+"""QDrop: reconstruction block by block that randomly skips the quantization of activations, for robustness."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from bitwright.ptq.brecq import Brecq
 
 
 class QDrop(Brecq):
-    """As BRECQ, with activations that are quantized only in part, by chance, also those that come into the block."""
+    """BRECQ with randomly dropped quantization of activations, including the inputs of each block."""
 
     name: ClassVar[str] = "qdrop"
 
     fisher: bool = Field(default=False, description="Weight errors by the squared gradient of the loss.")
-    drop: float = Field(default=0.5, ge=0, le=1, description="Share of the numbers that stay float.")
+    drop: float = Field(default=0.5, ge=0, le=1, description="Share of the values that stay in float.")
 
     def given(self, replay: Replay, index: int, generator: torch.Generator) -> Values:
-        """Numbers of the quantized and of the float model, mixed."""
+        """A random mix of values from the quantized and the float model."""
         exact = replay.values(index, "float")
         rounded = replay.values(index, "quantized")
         return {source: self.quantize(exact[source], x, generator) for source, x in rounded.items()}
 
     def quantize(self, x: Tensor, rounded: Tensor, generator: torch.Generator) -> Tensor:
-        """One of the two for each number."""
+        """Choose the float or the rounded value for each element at random."""
         if not x.is_floating_point():
             return rounded
         return torch.where(torch.rand(x.shape, generator=generator).to(x.device) < self.drop, x, rounded)

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from bitwright.backends import Choices, make_plan, reject_choices_with_plan, resolve_for_backend
 from bitwright.backends import backend as find_backend
 from bitwright.backends.precisions import resolve
-from bitwright.core.arguments import strict
+from bitwright.core import notebook
+from bitwright.core.arguments import Amount, Seed, strict
 from bitwright.core.errors import BitwrightError, CalibrationError, PlanError, Problem, log_warnings
 from bitwright.core.output_folder import staged_output
 from bitwright.core.progress import Progress
@@ -62,6 +63,13 @@ class Quantized:
         left = f", {floats} operators in float" if floats else ""
         sites = sum(1 for _ in self.plan.quantized)
         return f"<Quantized {type(self.model).__name__} for {self.backend}: {sites} quantized sites{left}>"
+
+    def _repr_html_(self) -> str:
+        rows = [("warning", f"{one.what}. {one.fix or ''}") for one in self.warnings]
+        rows += [("step", ran.step) for ran in self.steps]
+        if self.distance is not None:
+            rows.append(("SQNR against float", f"{self.distance.sqnr_db:.1f} dB"))
+        return notebook.table(["", ""], rows, title=repr(self)[1:-1]) + self.plan._repr_html_()
 
     def export(self, path: str | Path, *, dynamic_batch: bool = True, artefact: str | None = None) -> Artefact:
         """Write the artefact that the backend's tools read: the first one of its table, or the one named."""
@@ -141,8 +149,8 @@ def quantize(
     name: str | None = None,
     artefact: bool = False,
     steps: Sequence[str | Step] = (),
-    seed: int = 0,
-    memory: int = MEMORY,
+    seed: Seed = 0,
+    memory: Amount = MEMORY,
     folder: str | Path | None = None,
     keep_state: bool = False,
     on_start: Callable[[nn.Module], None] | None = None,

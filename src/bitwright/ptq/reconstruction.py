@@ -1,8 +1,8 @@
-"""Reconstruction: let weights round up or down so that a block's output comes near to the float model's.
+"""Reconstruction: learn to round weights up or down so that a block's output approaches the float model's.
 
-ŵ = s·clamp(⌊w/s⌋ + h(V), n, p) with h = clip(1.2·σ(V) − 0.1, 0, 1): it begins where w is and ends at 0 or 1, drawn
-there by λ·Σ(1 − |2h − 1|^β) with β falling. What is found is written into the weight itself, which then lies on its
-grid: the plain quantizer, a checkpoint and the artefact all have the same codes.
+ŵ = s·clamp(⌊w/s⌋ + h(V), n, p) with h = clip(1.2·σ(V) − 0.1, 0, 1). h starts at the fraction of w and ends at 0 or 1,
+because of the penalty λ·Σ(1 − |2h − 1|^β) with decreasing β. The result is written into the weight itself, which then
+lies on its grid. The plain quantizer, checkpoints and artefacts therefore all have the same codes.
 """
 
 from __future__ import annotations
@@ -24,42 +24,42 @@ from bitwright.ptq.block_replay import Block, Replay
 from bitwright.ptq.step import Step, Weight, Work, even, unit_of
 from bitwright.quantizers import Grid, Quantizer, in_mode, round_to_grid
 
-_LOW, _HIGH = -0.1, 1.1  # the soft step reaches beyond 0 and 1, so that it can rest there
+_LOW, _HIGH = -0.1, 1.1  # the range exceeds [0, 1], so that the sigmoid can reach 0 and 1
 _START, _END = 20.0, 2.0  # of β
 _TINY = 1e-30
-_ROOM = 127 / 126  # a guard counts on nearest rounding: half a code less than rounding up can take
+_ROOM = 127 / 126  # guards assume rounding to nearest; rounding up can add another half code
 
 
 class Reconstruct(Step):
-    """What AdaRound, BRECQ and QDrop have in common."""
+    """Base class of AdaRound, BRECQ and QDrop."""
 
     iterations: int = Field(default=1000, ge=1, description="Optimizer steps for each layer or block.")
-    batch: int = Field(default=32, ge=1, description="Samples of each of them.")
-    lr: float = Field(default=0.01, gt=0, description="Adam's learning rate of the rounding.")
-    weight: float = Field(default=0.01, gt=0, description="λ: how strongly roundings are drawn to up or down.")
-    warmup: float = Field(default=0.2, ge=0, lt=1, description="Share of the iterations before they are.")
+    batch: int = Field(default=32, ge=1, description="Samples per optimizer step.")
+    lr: float = Field(default=0.01, gt=0, description="Adam's learning rate for the rounding.")
+    weight: float = Field(default=0.01, gt=0, description="λ: weight of the penalty that drives values to up or down.")
+    warmup: float = Field(default=0.2, ge=0, lt=1, description="Share of the iterations without this penalty.")
 
     learns_ranges: ClassVar[bool] = False
-    """Whether scales of activations are fitted, too; else only the operator's input is quantized meanwhile."""
+    """Whether to fit activation scales too. Otherwise only the operator's input is quantized during the fit."""
 
     @abstractmethod
     def blocks(self, work: Work) -> list[Block]:
-        """What is reconstructed together."""
+        """The blocks to reconstruct."""
 
     def given(self, replay: Replay, index: int, generator: torch.Generator) -> Values:
-        """What the block is given."""
+        """The inputs of the block."""
         return replay.values(index, "quantized")
 
     def quantize(self, x: Tensor, rounded: Tensor, generator: torch.Generator) -> Tensor:
-        """An activation while the block is fitted."""
+        """The value of an activation during the fit."""
         return rounded
 
     def units(self, work: Work) -> Sequence[str]:
-        """The blocks."""
+        """The names of the blocks."""
         return [block.name for block in self.blocks(work)]
 
     def run(self, work: Work, unit: str) -> None:
-        """Fit one block, and write its roundings down."""
+        """Fit one block and write the rounded weights."""
         kept = work.kept
         if "replay" not in kept:
             kept["blocks"] = {block.name: block for block in self.blocks(work)}
@@ -115,23 +115,23 @@ class Reconstruct(Step):
 
     @property
     def weighs(self) -> bool:
-        """Whether errors count as much as the loss feels them."""
+        """Whether errors are weighted by Fisher information."""
         return False
 
     @property
     def range_lr(self) -> float:
-        """Of the logarithm of activations' scales."""
+        """The learning rate of the logarithm of activation scales."""
         return 0.0
 
     def finish(self, work: Work) -> None:
-        """Remove the files."""
+        """Remove the temporary files."""
         replay = work.kept.pop("replay", None)
         if replay is not None:
             replay.close()
 
 
 class _Soft:
-    """A weight that may round up or down."""
+    """A weight with learned rounding; it replaces the weight's quantizer during the fit."""
 
     def __init__(self, work: Work, weight: Weight) -> None:
         self.weight, self.quantizer = weight, weight.quantizer
@@ -147,32 +147,32 @@ class _Soft:
         self.floor = torch.floor(steps)
         fraction = ((steps - self.floor) - _LOW) / (_HIGH - _LOW)
         self.v = nn.Parameter(torch.logit(fraction))
-        # a channel that its norm multiplies with 0 can't be rounded up by any weight
+        # if the norm multiplies a channel by 0, rounding up has no effect
         factor = work.fold_factor(weight)
         self.alive = None if factor is None else (factor != 0).expand_as(folded)
 
     def up(self) -> Tensor:
-        """How far up each weight is, 0 to 1."""
+        """The position of each weight between down (0) and up (1)."""
         up = torch.clamp(torch.sigmoid(self.v) * (_HIGH - _LOW) + _LOW, 0.0, 1.0)
         return up if self.alive is None else up * self.alive
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The weight, softly rounded."""
+        """The softly rounded weight."""
         return torch.clamp(self.floor + self.up(), self.low, self.high) * self.scale
 
     def penalty(self, beta: float) -> Tensor:
-        """0 when all are up or down."""
+        """0 if all weights are fully up or down."""
         return (1 - (2 * self.up() - 1).abs().pow(beta)).sum()
 
     @torch.no_grad()
     def harden(self, work: Work) -> None:
-        """Decide, and let the weight be what it was rounded to."""
+        """Round up or down and write the result into the weight."""
         codes = torch.clamp(self.floor + (self.up() >= 0.5), self.low, self.high)
         work.put(self.weight, codes * self.scale)
 
 
 class _Range:
-    """The quantizer of an activation whose scale is fitted."""
+    """An activation quantizer with a learned scale."""
 
     def __init__(self, step: Reconstruct, work: Work, quantizer: Quantizer) -> None:
         self.step, self.quantizer, self.generator = step, quantizer, work.generator
@@ -180,20 +180,20 @@ class _Range:
         self.log = nn.Parameter(torch.zeros_like(self.grid.scale))
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Round to the grid of the scale as it is now."""
+        """Round to the grid of the current scale."""
         grid = replace(self.grid, scale=self.grid.scale * self.log.exp())
         rounded = round_to_grid(x, grid, self.quantizer.layout)
         return self.step.quantize(x, rounded, self.generator)
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Keep the scale."""
+        """Write the learned scale into the quantizer."""
         grid = self.grid
         self.quantizer.set_grid(Grid(grid.scale * self.log.exp(), grid.zero_point, grid.qmin, grid.qmax))
 
 
 def _activations(work: Work, block: Block) -> Iterator[Quantizer]:
-    """The quantizers that activations pass in a block."""
+    """The activation quantizers in a block."""
     for call in work.tape.calls[block.start : block.stop]:
         hooks = work.attachment.hooks_at(call.op)
         if hooks is None:
@@ -206,7 +206,7 @@ def _activations(work: Work, block: Block) -> Iterator[Quantizer]:
 
 
 def _first_passed(work: Work, blocks: Any) -> dict[str, list[Quantizer]]:
-    """Each activation's quantizer belongs to the first block that it is passed in."""
+    """Assign each activation quantizer to the first block that uses it."""
     taken: set[str] = set()
     result: dict[str, list[Quantizer]] = {}
     for block in blocks:
@@ -218,7 +218,7 @@ def _first_passed(work: Work, blocks: Any) -> dict[str, list[Quantizer]]:
 
 @contextmanager
 def _outputs_off(work: Work, block: Block, *, off: bool) -> Iterator[None]:
-    """Without the rounding of results: a layer's weight is fitted to its own error."""
+    """Disable output quantizers: a layer's weight is fitted to its own error."""
     hooks = [work.attachment.hooks_at(call.op) for call in work.tape.calls[block.start : block.stop] if off]
     outputs = [(hook, hook.output) for hook in hooks if hook is not None]
     for hook, _ in outputs:
@@ -243,7 +243,7 @@ def _standing_in(parts: list[_Soft | _Range]) -> Iterator[None]:
 
 @contextmanager
 def _frozen(model: nn.Module) -> Iterator[None]:
-    """No gradients for what isn't fitted."""
+    """Disable gradients of the model's parameters."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for parameter in trained:
         parameter.requires_grad_(False)
@@ -255,14 +255,14 @@ def _frozen(model: nn.Module) -> Iterator[None]:
 
 
 def fisher(work: Work, replay: Replay, blocks: list[Block]) -> dict[tuple[str, torch.Size], Tensor]:
-    """How much the loss feels each number of each block's output, from gradients of the float model; one pass.
+    """The importance of each element of each block's output, by block and sample shape; one pass of the float model.
 
-    Of classifiers it is the diagonal of Fisher's information: the squared gradient of the log-likelihood of labels that
-    are drawn from the model's own answer, in the mean of all samples (the few about which a model is unsure have nearly
-    all of the gradient, and blocks would be fitted to them alone). Of other models: that of a random projection of the
-    output. Half of the weight is spread evenly. By block and shape of a sample.
+    For classifiers it is the diagonal of the Fisher information: the squared gradient of the log-likelihood of labels
+    drawn from the model's own prediction. It is averaged over all samples, because a few uncertain samples have nearly
+    all of the gradient and would dominate the fit. For other models it is the squared gradient of a random projection
+    of the output. Half of the weight is spread evenly.
     """
-    generator = torch.Generator().manual_seed(work.seed)  # not the unit's: a resumed run comes here in another unit
+    generator = torch.Generator().manual_seed(work.seed)  # not the unit's seed: a resumed run gets here in another unit
     sums: dict[tuple[str, torch.Size], Tensor] = {}
     units: dict[tuple[str, torch.Size], float] = {}
     for index in range(len(replay)):

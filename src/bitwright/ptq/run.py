@@ -1,4 +1,4 @@
-"""Run steps one unit after the other; with a folder, a killed run goes on from the last unit that was finished."""
+"""Run PTQ steps unit by unit. With a folder, an interrupted run resumes after the last finished unit."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ _VERSION = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Ran:
-    """What became of one step."""
+    """The result of one step."""
 
     step: str
     units: int
     seconds: float
-    """In this process; units that were finished before aren't counted."""
+    """Time in this process, without units finished by an earlier one."""
     skipped: dict[str, str] = field(default_factory=dict)
-    """What was left alone, with the reason."""
+    """Skipped operators or sites, with the reason."""
 
 
 def run_steps(
@@ -54,15 +54,22 @@ def run_steps(
     keep: bool = False,
     progress: Progress | None = None,
 ) -> tuple[Ran, ...]:
-    """Steps on float weights, calibration, steps on the calibrated model; the model is changed in place.
+    """Run steps on float weights, calibrate, then run steps on the calibrated model, which is changed in place.
 
-    Every unit has random numbers of its own, from the seed: whether a run was interrupted makes no difference to the
-    last bit, if the data comes in the same order again. `folder` has the state while the run lasts, with `keep`
-    also after it: then the caller removes it when the model is saved.
+    The random numbers of each unit depend only on the seed. A resumed run is therefore bit-identical if the data comes
+    in the same order. `folder` stores the state during the run. With `keep` it remains afterwards, and the caller
+    removes it after saving the model.
     """
     if several(None):
-        what = "PTQ steps run in one process"
-        raise PlanError([Problem(what=what, fix="run them before torch.distributed is initialised")])
+        raise PlanError(
+            [
+                Problem(
+                    what="PTQ steps support a single process only",
+                    fix="run them before initializing torch.distributed",
+                    code="steps-distributed",
+                )
+            ]
+        )
     need_data(work.data)
     problems = [problem for step in steps for problem in step.problems(work)]
     units = [[str(unit) for unit in step.units(work)] for step in steps]
@@ -81,7 +88,7 @@ def run_steps(
             _calibrate(work, state, progress, resumed=done > early)
         work.skipped = {}
         work.kept = {}
-        step.units(work)  # notes what it leaves alone
+        step.units(work)  # fills `skipped`
         begin = time.perf_counter()
         try:
             for unit in names:
@@ -110,7 +117,7 @@ def run_steps(
 
 
 def _calibrate(work: Work, state: _State, progress: Progress | None, *, resumed: bool) -> None:
-    """Ranges, and the float model as it is now: what later steps are to come near to."""
+    """Set ranges, and store the current float model as the reference of later steps."""
     if resumed:
         state.load(work.model, _FLOAT)
     work.reference = {source: tensor.detach().clone() for source, tensor in work.live().items()}
@@ -127,13 +134,13 @@ def _seed(work: Work, index: int, unit: str) -> None:
 
 
 class _State:
-    """The folder of a run: how far it is, and the model as it was then."""
+    """The folder of a run: its progress and the model state at that point."""
 
     def __init__(self, folder: Path | None, work: Work, steps: Sequence[Step], units: list[list[str]]) -> None:
         self.folder = folder
         self.done = 0
         self.files: dict[str, str] = {}
-        """Name → fingerprint of the state that counts."""
+        """File name → fingerprint of the valid state."""
         if folder is None:
             return
         self.identity = _identity(work, steps, units)
@@ -142,38 +149,38 @@ class _State:
             known = self._read(file, sum(map(len, units)))
             problems = [
                 Problem(
-                    what="was another one when this run was begun",
+                    what="differs from the interrupted run",
                     where=key,
                     value=value,
-                    fix=f"run the same again, or remove {folder} to start over",
+                    fix=f"rerun with the same settings, or remove {folder} to start over",
                     code="resume-mismatch",
                 )
                 for key, value in self.identity.items()
                 if known["identity"].get(key) != value
             ]
             if problems:
-                raise PlanError(problems, title="can't resume: the unfinished steps there are those of another run")
+                raise PlanError(problems, title="can't resume: the folder contains another unfinished run")
             self.done, self.files = known["done"], known["files"]
             for name in self.files:
                 self._verify(name)
         elif any(old.name != _unit_file(1) for old in folder.glob("unit-*.safetensors")):
-            # the first unit's state alone is that of a process that was killed before it said that it counts
-            raise self._damaged(file, "there is saved state, but no file that says how far the run is")
+            # a single first file is left by a process killed before it wrote the progress file
+            raise self._damaged(file, "saved state exists, but the progress file is missing")
 
     def _read(self, file: Path, units: int) -> dict[str, Any]:
-        """What the progress file says, with all that is needed to resume."""
+        """Read and validate the progress file."""
         try:
             known: Any = read_json(file, what="the progress of these steps")
         except BitwrightError as error:
             raise self._damaged(file, error.problems[0].what) from error
         if not isinstance(known, dict) or not isinstance(known.get("identity"), dict):
-            raise self._damaged(file, "it has no identity of a run")
+            raise self._damaged(file, "it doesn't identify a run")
         version = known["identity"].get("version")
         if version != _VERSION:
-            raise self._damaged(file, f"it has version {version!r}, and this Bitwright reads {_VERSION}")
+            raise self._damaged(file, f"it has version {version!r}, but this Bitwright reads version {_VERSION}")
         done, files = known.get("done"), known.get("files")
         if type(done) is not int or not 0 < done <= units:
-            raise self._damaged(file, f"done is {done!r}, and there are {units} units")
+            raise self._damaged(file, f"done is {done!r}, but there are {units} units")
         if not isinstance(files, dict) or not all(isinstance(text, str) for text in files.values()):
             raise self._damaged(file, "it has no hashes of the saved state")
         wanted = _unit_file(done)
@@ -183,7 +190,7 @@ class _State:
         return found
 
     def _verify(self, name: str) -> None:
-        """The file is the one that was written."""
+        """Compare the file with its recorded hash."""
         assert self.folder is not None
         path = self.folder / name
         try:
@@ -191,7 +198,7 @@ class _State:
         except OSError as error:
             raise self._damaged(path, f"it can't be read: {error}") from error
         if not same:
-            raise self._damaged(path, "its contents aren't those that were saved")
+            raise self._damaged(path, "its contents changed after it was saved")
 
     def _damaged(self, path: Path, what: str) -> CheckpointError:
         return CheckpointError(
@@ -202,7 +209,7 @@ class _State:
         )
 
     def save(self, model: nn.Module, done: int) -> None:
-        """The state first, then that it counts: a process may be killed between any two lines."""
+        """Write the state, then the progress file: the process may be killed between any two lines."""
         if self.folder is None:
             return
         name = _unit_file(done)
@@ -215,16 +222,16 @@ class _State:
                 old.unlink()
 
     def keep_float(self, model: nn.Module) -> None:
-        """The float model that later steps compare with."""
+        """Store the float model that later steps compare with."""
         if self.folder is not None:
             self._write(model, _FLOAT)
 
     def load(self, model: nn.Module, name: str | None = None) -> None:
-        """Put a saved state into the model."""
+        """Load a saved state into the model."""
         assert self.folder is not None
         path = self.folder / (name or _unit_file(self.done))
         if path.name not in self.files:
-            raise self._damaged(path, "the file that says how far the run is doesn't know it")
+            raise self._damaged(path, "the progress file doesn't list it")
         try:
             state = read_tensors(path, fix="", what="the saved state of these steps")
         except BitwrightError as error:
@@ -239,7 +246,7 @@ class _State:
         model.load_state_dict(state, strict=False)
 
     def forget(self) -> None:
-        """All is done."""
+        """Remove the folder."""
         if self.folder is not None and self.folder.is_dir():
             shutil.rmtree(self.folder)
 
@@ -257,7 +264,7 @@ def _unit_file(done: int) -> str:
 
 
 def _ours(key: str) -> bool:
-    """State of quantizers: it comes and goes with calibration, and they check it themselves."""
+    """Whether the key belongs to a quantizer; its shape depends on calibration, and the quantizer validates it."""
     return key.startswith(f"{CONTAINER}.")
 
 
@@ -266,7 +273,7 @@ def _kind(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
 
 
 def _untied(model: nn.Module) -> dict[str, Tensor]:
-    """Each tensor once: what is tied comes back with its other name."""
+    """Each tensor once: loading one name of a tied tensor sets the others."""
     seen: set[tuple[int, torch.Size]] = set()
     found: dict[str, Tensor] = {}
     for name, tensor in model.state_dict().items():
@@ -278,7 +285,7 @@ def _untied(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _data_fingerprint(work: Work) -> str:
-    """All calibration data, in its order: one more pass, in which nothing is computed."""
+    """A hash of all calibration data in order; one pass over the data without computation."""
     digest = hashlib.sha256()
     for batch in work.data:
         for path, tensor in tensors_in(batch):
@@ -288,7 +295,7 @@ def _data_fingerprint(work: Work) -> str:
 
 
 def _identity(work: Work, steps: Sequence[Step], units: list[list[str]]) -> dict[str, Any]:
-    """What must be the same for a run to go on."""
+    """The properties that must be equal to resume a run."""
     return {
         "version": _VERSION,
         "steps": [f"{step.name} {step.model_dump_json()}" for step in steps],

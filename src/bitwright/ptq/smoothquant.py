@@ -1,6 +1,6 @@
-"""SmoothQuant: outliers of activations are moved into weights, which bear them better.
+"""SmoothQuant: move outliers from activations into weights, which tolerate them better.
 
-s = max|x|^α / max|w|^(1−α) per channel: activations are divided by it, weights multiplied.
+The factor of a channel is s = max|x|^α / max|w|^(1−α). Activations are divided by s, weights multiplied by s.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ class _Peak:
 
 
 class SmoothQuant(Step):
-    """Even out the channels of activations that linears read (transformers); one pass over the data."""
+    """Balance the channels of activations that linear operators read (transformers); one pass over the data."""
 
     name: ClassVar[str] = "smoothquant"
     needs_ranges: ClassVar[bool] = False
 
     alpha: float = Field(
-        default=0.5, ge=0, le=1, description="0 leaves activations as they are, 1 makes them all even."
+        default=0.5, ge=0, le=1, description="0 leaves activations unchanged, 1 equalizes all their channels."
     )
-    batch: int = Field(default=32, ge=1, description="Samples at a time.")
+    batch: int = Field(default=32, ge=1, description="Samples per batch.")
 
     def units(self, work: Work) -> Sequence[str]:
-        """One: a single pass shows all of it."""
+        """One unit: a single pass over the data covers all groups."""
         find_groups(work)
         return ["all norms"]
 
     def run(self, work: Work, unit: str) -> None:
-        """Look, then move factors."""
+        """Collect the peaks of activations and move the factors."""
         groups = find_groups(work)
         peaks = {group.maker.name: _Peak() for group in groups}
         gather(work, groups, self.batch, peaks)
@@ -53,7 +53,7 @@ class SmoothQuant(Step):
             if high is None:
                 continue
             weights = weight_columns(work, group).abs().amax(dim=0)
-            # a factor that all channels have in common is free
+            # a common factor of all channels has no effect
             size = unit_of(float(high.max()))
             high = (high / size).clamp(min=_SMALLEST)
             weights = (weights / unit_of(float(weights.max()))).clamp(min=_SMALLEST)

@@ -1,4 +1,4 @@
-"""PTQ steps: their settings, and what each is given: the model, its graph and rereadable data."""
+"""The base class of PTQ steps, and the context in which they run: the model, its graph and rereadable data."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from bitwright.quantizers import Attachment, Quantizer, attachment_of, in_mode
 from bitwright.workload.data import split
 
 MEMORY = 1024
-"""MiB of activations that steps keep in memory; what is more goes to the disk."""
+"""MiB of activations that steps keep in memory; the rest is written to disk."""
 
 
 class Data:
-    """Batches that can be walked through again: a list, a loader, or a function that gives a new iterator."""
+    """Batches that can be read repeatedly: a list, a loader, or a function that returns a new iterator."""
 
     def __init__(self, batches: Iterable[Any] | Callable[[], Iterable[Any]]) -> None:
         self.batches = batches
@@ -36,17 +36,17 @@ class Data:
 
     @property
     def once(self) -> bool:
-        """Whether it can be walked through only once."""
+        """Whether the batches can be read only once."""
         return isinstance(self.batches, Iterator)
 
     def pieces(self, size: int) -> Iterator[Any]:
-        """Batches of at most `size` samples: larger ones are cut, none are joined."""
+        """Batches of at most `size` samples: larger batches are divided, smaller ones aren't joined."""
         return split(self, size)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Weight:
-    """A quantized weight and the operator that is its first use."""
+    """A quantized weight and the first operator that uses it."""
 
     op: Op
     quantizer: Quantizer
@@ -56,7 +56,7 @@ class Weight:
 
 @dataclass(kw_only=True)
 class Work:
-    """A prepared model on its way through the steps."""
+    """The state of a prepared model while steps run on it."""
 
     model: nn.Module
     graph: Graph
@@ -65,33 +65,33 @@ class Work:
     seed: int = 0
     memory: int = MEMORY
     reference: Values = field(default_factory=dict)
-    """Parameters and buffers of the float model, as they were before a step that needs ranges changed them."""
+    """Parameters and buffers of the float model before the first step that needs ranges."""
     skipped: dict[str, str] = field(default_factory=dict)
-    """What a step left alone, with the reason."""
+    """Operators or sites that the current step skipped, with the reason."""
     kept: dict[str, Any] = field(default_factory=dict)
-    """What a step keeps from unit to unit; it must be able to make it again."""
+    """State that a step keeps between units; after a resume the step must rebuild it."""
     generator: torch.Generator = field(default_factory=torch.Generator)
-    """Seeded anew for each unit, so that a resumed run draws the same numbers."""
+    """Seeded for each unit, so that a resumed run draws the same numbers."""
 
     @property
     def attachment(self) -> Attachment:
-        """The quantizers."""
+        """The quantizers of the model."""
         return attachment_of(self.model)
 
     @cached_property
     def readers(self) -> dict[Source, int]:
-        """How many ports read each source."""
+        """The number of ports that read each source."""
         return {source: len(pairs) for source, pairs in self.graph.consumers.items()}
 
     @cached_property
     def tape(self) -> Tape:
-        """A recording of one small call."""
+        """The recording of one small call."""
         with in_mode(self.model, "float"):
             return record(self.model, next(self.data.pieces(2)))[0]
 
     @torch.no_grad()
     def watch(self, batch: int, look: Runner) -> None:
-        """Let all data pass through the float model as it is now; `look` runs each call."""
+        """Run all data through the current float model; `look` executes each call."""
         tapes: dict[tuple[Any, ...], Tape] = {}
         with eval_mode(self.model), in_mode(self.model, "float"):
             for piece in self.data.pieces(batch):
@@ -103,14 +103,14 @@ class Work:
                 tape.run(0, len(tape.calls), inputs, {**tape.constants, **self.live()}, look)
 
     def weight_of(self, op: Op, port: str = "weight") -> nn.Parameter | None:
-        """The parameter at an operator's weight port, if it is one as it is stored."""
+        """The parameter at a port of an operator, or None if the value isn't stored as a parameter."""
         found = op.port(port)
         if found is None or len(found.sources) != 1 or found.sources[0].kind != "param":
             return None
         return self.model.get_parameter(found.sources[0].name)
 
     def weights(self) -> list[Weight]:
-        """The quantized weights in the order of their first use; what can't be worked on is noted."""
+        """The quantized weights in order of first use; unsupported ones are added to `skipped`."""
         result: list[Weight] = []
         for op in self.graph.ops:
             quantizer = self.attachment.quantizers.get(op.site("weight"))
@@ -122,7 +122,7 @@ class Work:
             elif self.graph.partial(op):
                 self.skipped[quantizer.site] = "only some inputs reach this operator"
             elif not even(quantizer):
-                self.skipped[quantizer.site] = f"the levels of {quantizer.spec.quantizer} aren't those of a plain grid"
+                self.skipped[quantizer.site] = f"the levels of {quantizer.spec.quantizer} aren't a uniform grid"
             else:
                 port = op.port("weight")
                 assert port is not None
@@ -130,7 +130,7 @@ class Work:
         return result
 
     def fold_factor(self, weight: Weight) -> Tensor | None:
-        """What the folded norm multiplies this weight with, as it broadcasts against it."""
+        """The factor of the folded norm, in a shape that broadcasts to the weight."""
         fold = weight.quantizer.fold
         return None if fold is None else fold.spread(fold.unit(), weight.parameter).detach()
 
@@ -142,7 +142,7 @@ class Work:
 
     @torch.no_grad()
     def put(self, weight: Weight, folded: Tensor) -> None:
-        """Give a weight the value that its quantizer is to see."""
+        """Set the weight to the value that its quantizer sees as `folded`."""
         factor = self.fold_factor(weight)
         if factor is not None:
             alive = factor.abs() > 0
@@ -150,19 +150,19 @@ class Work:
         weight.parameter.copy_(folded.to(weight.parameter.dtype))
 
     def live(self) -> Values:
-        """Parameters and buffers as they are now."""
+        """The current parameters and buffers."""
         return parameters_of(self.model)
 
 
 def even(quantizer: Quantizer) -> bool:
-    """Whether codes are the nearest points of the grid to the numbers themselves."""
+    """Whether the quantizer rounds values to the nearest point of a uniform grid."""
     return quantizer.exportable and type(quantizer).transform is Quantizer.transform and not quantizer.of
 
 
 def unit_of(peak: float) -> float:
-    """A power of two near `peak`, by which steps divide before they square; 1 for ordinary magnitudes.
+    """A power of two near `peak`, or 1 for ordinary magnitudes; steps divide by it before they square values.
 
-    Squares of numbers beyond 1e±19 leave the range of float32. Dividing by a power of two is exact.
+    Squares of numbers beyond 1e±19 exceed the range of float32. Division by a power of two is exact.
     """
     if not 0.0 < peak < inf or 2.0**-20 <= peak <= 2.0**20:
         return 1.0
@@ -170,33 +170,34 @@ def unit_of(peak: float) -> float:
 
 
 def need_data(data: Data) -> None:
-    """Steps read the data more than once."""
+    """Raise an error if the data can be read only once."""
     if data.once:
         raise CalibrationError(
-            "PTQ steps read the calibration data several times, and this can be read once",
+            "PTQ steps read the calibration data several times, but this data can be read only once",
             value=type(data.batches).__name__,
-            fix="give a list, a DataLoader, or a function that gives a new iterator",
+            fix="pass a list, a DataLoader, or a function that returns a new iterator",
+            code="data-not-rereadable",
         )
 
 
 class Step(BaseModel):
-    """A model-level algorithm. Its fields are its settings; a subclass is one file and one entry point."""
+    """A PTQ algorithm. Its fields are its settings. A new algorithm is one file and one entry point."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: ClassVar[str]
-    """As it is registered."""
+    """The registered name."""
 
     needs_ranges: ClassVar[bool] = True
-    """Whether it works on a calibrated model; else it runs before calibration, on the float weights."""
+    """Whether the step runs after calibration; otherwise it runs before, on float weights."""
 
     def __init__(self, **settings: Any) -> None:
-        """Check all settings at once."""
+        """Validate all settings at once."""
         try:
             super().__init__(**settings)
         except ValidationError as error:
             raise PlanError(
-                [self._problem(d) for d in error.errors()], title=f"wrong settings of {self.name}"
+                [self._problem(d) for d in error.errors()], title=f"invalid settings of {self.name}"
             ) from None
 
     @classmethod
@@ -207,22 +208,23 @@ class Step(BaseModel):
             return Problem(what="unknown setting", where=f"{cls.name}: {key}", fix=near, code="unknown-argument")
         field = cls.model_fields.get(key)
         fix = field.description if field is not None else None
-        return Problem(what=detail["msg"], where=f"{cls.name}: {key}", value=detail["input"], fix=fix)
+        where = f"{cls.name}: {key}"
+        return Problem(what=detail["msg"], where=where, value=detail["input"], fix=fix, code="invalid-setting")
 
     def problems(self, work: Work) -> Iterable[Problem]:
-        """What stands in the way, seen before any long work."""
+        """Problems that prevent the step from running, found before any long computation."""
         return ()
 
     def units(self, work: Work) -> Sequence[str]:
-        """Names of the pieces of work, in order; after each of them the run could be interrupted."""
+        """Names of the units of work, in order; a run can resume after each of them."""
         raise NotImplementedError
 
     def run(self, work: Work, unit: str) -> None:
-        """Do one of them: change the model in place."""
+        """Execute one unit and change the model in place."""
         raise NotImplementedError
 
     def finish(self, work: Work) -> None:
-        """The last unit is done, in this process or before it was interrupted."""
+        """Release resources after the last unit, or after an error."""
 
     def __str__(self) -> str:
         said = ",".join(f"{key}={value}" for key, value in self.model_dump(exclude_defaults=True).items())
@@ -230,7 +232,7 @@ class Step(BaseModel):
 
 
 def read_steps(steps: Iterable[str | Step]) -> list[Step]:
-    """Steps from their names ("adaround", "adaround:iterations=500,lr=0.01"); every problem is listed."""
+    """Parse steps from names ("adaround", "adaround:iterations=500,lr=0.01"); all problems are reported together."""
     found: list[Step] = []
     problems: list[Problem] = []
     for step in steps:
@@ -240,8 +242,8 @@ def read_steps(steps: Iterable[str | Step]) -> list[Step]:
             problems += error.problems
     late = [step.name for index, step in enumerate(found) if not step.needs_ranges and _ranged(found[:index])]
     for name in late:
-        what = "works on float weights, so it can't come after a step that needs ranges"
-        problems.append(Problem(what=what, where="steps", value=name, fix=f"put {name} first"))
+        what = "changes float weights, so it must come before steps that need ranges"
+        problems.append(Problem(what=what, where="steps", value=name, fix=f"put {name} first", code="step-order"))
     if problems:
         raise PlanError(problems, title="the steps have problems")
     return found
@@ -259,7 +261,11 @@ def _read(text: str) -> Step:
         key, equals, value = part.partition("=")
         if not equals:
             raise BitwrightError(
-                "a setting is written key=value", where=f"step {name}", value=part, fix=f"{name}:iterations=500"
+                "settings have the form key=value",
+                where=f"step {name}",
+                value=part,
+                fix=f"{name}:iterations=500",
+                code="invalid-setting",
             )
         settings[key.strip().replace("-", "_")] = value.strip()
     return kind(**settings)

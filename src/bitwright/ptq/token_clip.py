@@ -1,7 +1,7 @@
-"""Token-wise clipping: a few tokens have values far beyond all others; where to clip is chosen among tokens' own peaks.
+"""Token-wise clipping: clip outliers of a few tokens at a quantile of the tokens' peaks.
 
-The range ends at a quantile of the tokens' highest and lowest values: the one whose rounding changes the outputs of the
-linears that read the activation least.
+The range ends at a quantile of the tokens' maximum and minimum values. The step chooses the quantile that changes the
+outputs of the linear operators that read the activation least.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from bitwright.quantizers import Quantizer, extremes, grid_from_range
 
 
 class TokenClip(Step):
-    """Clip activations where only few tokens reach (transformers); one pass over the data."""
+    """Clip activations to a range that few tokens exceed (transformers); one pass over the data."""
 
     name: ClassVar[str] = "token-clip"
 
-    grid: int = Field(default=20, ge=2, description="How many quantiles are tried.")
-    lowest: float = Field(default=0.7, gt=0, lt=1, description="The lowest of them; the highest is 1, no clipping.")
-    batch: int = Field(default=32, ge=1, description="Samples at a time.")
+    grid: int = Field(default=20, ge=2, description="Number of quantiles to try.")
+    lowest: float = Field(default=0.7, gt=0, lt=1, description="The lowest quantile; the highest is 1 (no clipping).")
+    batch: int = Field(default=32, ge=1, description="Samples per batch.")
 
     def units(self, work: Work) -> Sequence[str]:
-        """Sites of activations with tokens: (batch, tokens, channels), one scale for all."""
+        """Sites of per-tensor activations with shape (batch, tokens, channels)."""
         return list(_sites(work))
 
     @torch.no_grad()
     def run(self, work: Work, unit: str) -> None:
-        """Try quantiles, keep the best."""
+        """Try all quantiles and keep the best."""
         if "replay" not in work.kept:
             work.kept["replay"] = Replay(work, self.batch, targets=False)
         replay: Replay = work.kept["replay"]
@@ -64,7 +64,7 @@ class TokenClip(Step):
         quantizer.set_range(best[0].reshape(1), best[1].reshape(1), shape)
 
     def finish(self, work: Work) -> None:
-        """Remove the files."""
+        """Remove the temporary files."""
         replay = work.kept.pop("replay", None)
         if replay is not None:
             replay.close()
@@ -76,7 +76,7 @@ def _peaks(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _sites(work: Work) -> dict[str, tuple[Source, int, list[Tensor]]]:
-    """Site → its tensor, the position at which that is at hand, and the weights that multiply it."""
+    """Site → its tensor, the position at which it is available, and the weights that multiply it."""
     found: dict[str, tuple[Source, int, list[Tensor]]] = {}
     for site, quantizer in work.attachment.quantizers.items():
         name, _, port = site.rpartition(":")

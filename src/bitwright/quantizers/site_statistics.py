@@ -58,11 +58,11 @@ class SiteRow(ResultModel):
 
 
 _BINS = 64
-_LOOKED_AT = 1 << 18  # limit of values per site in a histogram; more would only smooth it
+_MOST_NUMBERS = 1 << 18  # numbers per site in a histogram
 
 
 @dataclass
-class _Sums:
+class _SiteSums:
     signal: float = 0.0
     error: float = 0.0
     clipped: int = 0
@@ -89,15 +89,15 @@ class _Sums:
 
     @torch.no_grad()
     def bin(self, quantizer: Quantizer, x: Tensor) -> None:
-        """Count the values of the first batches. Large batches are subsampled."""
+        """Add a batch to the histogram until it has enough numbers; large tensors are sampled."""
         x = x.detach().to(torch.float32)
         least, most = torch.aminmax(x)
         self.low, self.high = min(self.low, float(least)), max(self.high, float(most))
-        room = _LOOKED_AT - self.binned
+        room = _MOST_NUMBERS - self.binned
         if room <= 0:
             return
         flat = x.flatten()
-        # An odd step visits all channels, because their number is usually even.
+        # An odd step visits all channels, because their number is nearly always even.
         flat = flat[:: -(-flat.numel() // room) | 1] if flat.numel() > room else flat
         self.binned += flat.numel()
         if self.drawn is None:
@@ -120,16 +120,16 @@ class _Sums:
 
 
 def _ends(quantizer: Quantizer) -> tuple[float, float]:
-    """The lowest and highest value of any of its grids."""
+    """The smallest and the largest number of all its grids."""
     grid = quantizer.grid()
     scale, zero_point = grid.scale.double(), grid.zero_point.double()
     return float(((grid.qmin - zero_point) * scale).min()), float(((grid.qmax - zero_point) * scale).max())
 
 
 def _binned(low: float, high: float, least: float, most: float) -> tuple[float, float]:
-    """The range of a histogram: the grid, extended by one eighth to all of its span as far as the first batch reaches.
+    """The range of a histogram: the grid, extended to the range of the first batch by 1/8 to 1 of the grid's span.
 
-    The grid of an accumulator is a million times wider than its values. Then the range is that of the values.
+    The grid of an accumulator is far wider than its numbers, so the range is that of the numbers.
     """
     span = (high - low) or 1.0
     if most - least < span / 64 and low <= least <= most <= high:
@@ -146,12 +146,12 @@ def site_rows(model: nn.Module, batches: Iterable[Any], *, histograms: bool = Fa
     values before quantization.
     """
     attachment = attachment_of(model)
-    sums: dict[str, _Sums] = {}
+    sums: dict[str, _SiteSums] = {}
 
     def look(site: str, quantizer: Quantizer, x: Tensor) -> None:
         if quantizer.weight and site in sums:
             return  # a weight is the same in each batch
-        found = sums.setdefault(site, _Sums())
+        found = sums.setdefault(site, _SiteSums())
         found.add(quantizer, x)
         if histograms and x.numel():
             found.bin(quantizer, x)
@@ -159,10 +159,10 @@ def site_rows(model: nn.Module, batches: Iterable[Any], *, histograms: bool = Fa
     with eval_mode(model), torch.no_grad(), in_mode(model, "quantize"), tapped(model, look):
         for batch in batches:
             call(model, batch)
-    return tuple(_row(site, spec, attachment, sums.get(site, _Sums())) for site, spec in attachment.plan.quantized)
+    return tuple(_row(site, spec, attachment, sums.get(site, _SiteSums())) for site, spec in attachment.plan.quantized)
 
 
-def _row(site: str, spec: SiteSpec, attachment: Attachment, sums: _Sums) -> SiteRow:
+def _row(site: str, spec: SiteSpec, attachment: Attachment, sums: _SiteSums) -> SiteRow:
     quantizer = attachment.quantizers[attachment.shared.get(site, site)]
     grid = quantizer.grid()
     scale, zero_point = grid.scale.double(), grid.zero_point.double()

@@ -1,10 +1,10 @@
-"""What one run found, as data and as a page."""
+"""Results of a run as JSON, HTML and Markdown."""
 
-from bitwright.bench.comparison import Accuracy, Comparison, Parity, Size, Timing, parity, timing, timings
-from bitwright.bench.leaderboard import Executed, OnDevice, Sites
+from bitwright.bench.comparison import Accuracy, Comparison, LatencyRow, Parity, Size, parity, timing, timings
+from bitwright.bench.leaderboard import Executed, ExecutedSites, OnDevice
 from bitwright.core.environment import Environment, environment
 from bitwright.quantizers.site_statistics import Histogram, SiteRow, site_rows
-from bitwright.report.build import float_distance, make_record, warned
+from bitwright.report.build import float_distance, make_record, warning_rows
 from bitwright.report.folder import add_to_report, join, new_record, report_of, write_html, write_report
 from bitwright.report.forecast import Forecast, forecast
 from bitwright.report.markdown import write_markdown
@@ -17,14 +17,14 @@ from bitwright.report.record import (
     Record,
     RunRow,
     StepRow,
-    Warned,
+    WarningRow,
     read_json,
     write_json,
 )
 from bitwright.report.sensitivity import Sensitivity, sensitivity
 from bitwright.report.summary_page import write_page
-from bitwright.report.training import Training
-from bitwright.report.tuning import Trial, Tuning
+from bitwright.report.training import TrainingRecord
+from bitwright.report.tuning import TrialRow, TuningRecord
 
 __all__ = [
     "RECORD_VERSION",
@@ -32,11 +32,13 @@ __all__ = [
     "Comparison",
     "Environment",
     "Executed",
+    "ExecutedSites",
     "FloatDistance",
     "FloatOperator",
     "Forecast",
     "GridRow",
     "Histogram",
+    "LatencyRow",
     "Node",
     "OnDevice",
     "Parity",
@@ -44,14 +46,12 @@ __all__ = [
     "RunRow",
     "Sensitivity",
     "SiteRow",
-    "Sites",
     "Size",
     "StepRow",
-    "Timing",
-    "Training",
-    "Trial",
-    "Tuning",
-    "Warned",
+    "TrainingRecord",
+    "TrialRow",
+    "TuningRecord",
+    "WarningRow",
     "add_to_report",
     "environment",
     "float_distance",
@@ -67,7 +67,7 @@ __all__ = [
     "site_rows",
     "timing",
     "timings",
-    "warned",
+    "warning_rows",
     "write_html",
     "write_json",
     "write_markdown",

@@ -1,4 +1,4 @@
-"""From a quantized model and what was measured of it to a record."""
+"""Make the record of a quantized model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hashlib import sha256
 from math import isfinite
 from typing import Any
 
-from bitwright.bench.comparison import Accuracy, Parity, Size, Timing
+from bitwright.bench.comparison import Accuracy, LatencyRow, Parity, Size
 from bitwright.core.arguments import strict
 from bitwright.core.environment import environment
 from bitwright.core.errors import Problem
@@ -16,11 +16,11 @@ from bitwright.deploy import Distance
 from bitwright.ptq.quantize import Quantized
 from bitwright.quantizers.site_statistics import SiteRow, site_rows
 from bitwright.report.network import network
-from bitwright.report.record import FloatDistance, FloatOperator, Record, StepRow, Warned
+from bitwright.report.record import FloatDistance, FloatOperator, Record, StepRow, WarningRow
 
 
 def float_distance(distance: Distance) -> FloatDistance:
-    """The row of what was measured."""
+    """The row of a distance from the float model."""
     return FloatDistance(
         samples=distance.samples,
         sqnr_db=_finite(distance.sqnr_db),
@@ -31,13 +31,13 @@ def float_distance(distance: Distance) -> FloatDistance:
 
 
 def _finite(sqnr: float) -> float | None:
-    """JSON has no infinities: no deviation is None, and one without limit the lowest number of decibels."""
+    """JSON has no infinities: +inf dB (no deviation) becomes None, and -inf dB becomes -999."""
     return sqnr if isfinite(sqnr) else None if sqnr > 0 else -999.0
 
 
-def warned(problems: Iterable[Problem]) -> tuple[Warned, ...]:
+def warning_rows(problems: Iterable[Problem]) -> tuple[WarningRow, ...]:
     """Warnings as rows."""
-    return tuple(Warned(code=one.code, what=one.what, where=one.where, fix=one.fix) for one in problems)
+    return tuple(WarningRow(code=one.code, what=one.what, where=one.where, fix=one.fix) for one in problems)
 
 
 @strict
@@ -50,7 +50,7 @@ def make_record(
     seed: int | None = None,
     accuracies: Iterable[Accuracy] = (),
     sizes: Iterable[Size] = (),
-    timings: Iterable[Timing] = (),
+    timings: Iterable[LatencyRow] = (),
     parities: Iterable[Parity] = (),
     histograms: bool = True,
     sites: tuple[SiteRow, ...] | None = None,
@@ -86,7 +86,7 @@ def make_record(
         ),
         folds={norm: str(fold) for norm, fold in plan.fold.items()},
         distance=None if distance is None else float_distance(distance),
-        warnings=warned(quantized.warnings if warnings is None else warnings),
+        warnings=warning_rows(quantized.warnings if warnings is None else warnings),
         steps=tuple(
             StepRow(step=ran.step, units=ran.units, seconds=ran.seconds, skipped=ran.skipped) for ran in quantized.steps
         ),

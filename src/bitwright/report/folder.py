@@ -1,4 +1,4 @@
-"""A run's folder: `report.json`, `report.html` and `report.md`, written together, and added to by later verbs."""
+"""The report files of a run: `report.json`, `report.html` and `report.md`. Later verbs add parts to them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from bitwright.report.record import RECORD_VERSION, Record, RunRow, read_json, w
 
 
 def write_html(record: Record, path: str | Path) -> Path:
-    """Write the page, whole or not at all."""
+    """Write the page atomically."""
     return write_text(Path(path), page(record))
 
 
@@ -29,8 +29,8 @@ _PARTS = ("sensitivity", "tuning", "training", "comparison")
 
 @strict
 def write_report(record: Record, folder: str | Path) -> Path:
-    """The record as JSON, as a page and as Markdown; gives the page's path."""
-    with staged_output(folder) as staged:  # the three appear together
+    """Write the record as JSON, HTML and Markdown. Returns the path of the HTML page."""
+    with staged_output(folder) as staged:  # all three files appear at the same time
         write_json(record, staged / REPORT)
         write_markdown(record, staged / "report.md")
         write_html(record, staged / "report.html")
@@ -38,35 +38,36 @@ def write_report(record: Record, folder: str | Path) -> Path:
 
 
 def new_record(workload: str, **parts: Any) -> Record:
-    """The record of a run that has no quantized model to tell of, only these parts."""
+    """A record without a quantized model, with the given parts."""
     now = datetime.now(UTC).isoformat(timespec="seconds")
     return Record(title=workload, workload=workload, created=now, environment=environment(), **parts)
 
 
 def report_of(folder: str | Path, workload: str) -> Record:
-    """The report in a folder, or a new one where there is none. One of another workload is an error."""
+    """The report in a folder, or a new one if there is none. A report of another workload is an error."""
     path = Path(folder) / REPORT
     if not path.is_file():
         return new_record(workload)
     found = read_json(path)
     if found.workload != workload:
         raise BitwrightError(
-            "the report in this folder is of another workload",
+            "the report in this folder belongs to another workload",
             where=str(folder),
             value=f"{found.workload!r}, not {workload!r}",
-            fix="give another folder",
+            fix="choose another folder",
+            code="other-workload",
         )
     return found
 
 
 @strict
 def add_to_report(folder: str | Path, workload: str, **parts: Any) -> Record:
-    """Put parts (`sensitivity=`, `forecasts=`, …) into the report of a folder; a folder without one gets one.
+    """Add parts (`sensitivity=`, `forecasts=`, …) to the report in a folder, or create it.
 
-    What is there already stays, but for the same parts; forecasts are replaced by name.
+    Existing parts of the same name are replaced; forecasts are replaced by their own name.
     """
     reject_unknown("add_to_report", parts, Record.model_fields)
-    with locked(folder, wait=30.0):  # two processes may add to one report: the second waits for the first
+    with locked(folder, wait=30.0):  # a second process waits until the first has finished
         return _added(folder, workload, parts)
 
 
@@ -81,22 +82,23 @@ def _added(folder: str | Path, workload: str, parts: dict[str, Any]) -> Record:
 
 
 def join(records: Sequence[Record], names: Sequence[str] | None = None) -> Record:
-    """Several runs of one workload on one page.
+    """Join several runs of one workload into one record.
 
-    The first that has sites is shown whole; parts that it lacks are taken from the others, which are rows beside it,
-    by their title or the `names` given.
+    The first record with sites is shown in full. Parts that it lacks come from the others. Each of the others is also
+    a row, named by its title or by `names`.
     """
     if not records:
-        raise BitwrightError("there is no report to join", fix="give folders that have a report.json")
+        raise BitwrightError("no reports to join", fix="give folders that contain a report.json", code="no-reports")
     first = next((record for record in records if record.sites), records[0])
     others = [record for record in records if record is not first]
     titles = dict(zip(map(id, records), names or [record.title for record in records], strict=True))
     strange = sorted({other.workload for other in others} - {first.workload})
     if strange:
         raise BitwrightError(
-            "these reports are of different workloads",
+            "the reports belong to different workloads",
             value=", ".join(map(repr, [first.workload, *strange])),
-            fix="join runs of one workload; make a page for each of the others",
+            fix="join runs of one workload; write a separate page for each of the others",
+            code="different-workloads",
         )
     found: dict[str, Any] = {}
     for other in others:

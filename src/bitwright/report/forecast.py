@@ -1,4 +1,4 @@
-"""What `bitwright predict` found, as a part of a record: each device's step, predicted and measured."""
+"""The result of `bitwright predict` in a record: the step of each device, predicted and measured."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from itertools import groupby
 from pydantic import Field
 
 from bitwright.cluster import Prediction
-from bitwright.cluster.compare import Comparison, Pair
+from bitwright.cluster.compare import StepComparison, TimePair
 from bitwright.cluster.prediction import trace_events
 from bitwright.core.documents import ResultModel
 
-_DEVICES = 16  # kinds of devices that get a timeline; in exact mode there may be a thousand
-_SPANS = 1200  # of one device: more can't be told apart on a screen
+_DEVICES = 16  # kinds of devices with a timeline; exact mode can have a thousand
+_SPANS = 1200  # per device; a screen can't show more
 
 
 class Span(ResultModel):
-    """Something that a device does."""
+    """One operator or collective on the time axis of a device."""
 
     name: str
     kind: str = Field(description="forward, backward, tail, or collective.")
@@ -25,8 +25,8 @@ class Span(ResultModel):
     end_ms: float
 
 
-class Device(ResultModel):
-    """One kind of device, and how many there are."""
+class ForecastDevice(ResultModel):
+    """One kind of device, with the number of devices of this kind."""
 
     name: str
     count: int
@@ -37,47 +37,50 @@ class Device(ResultModel):
     phases_ms: dict[str, float] = Field(description="Predicted, in the order of a step.")
     memory_peak: int | None = Field(default=None, description="Bytes.")
     memory_cause: str | None = None
-    memory_process: int | None = Field(default=None, description="Bytes of the whole process: what has to fit.")
+    memory_process: int | None = Field(default=None, description="Bytes of the whole process, which must fit.")
     memory_limit: int | None = Field(default=None, description="Bytes that the device has.")
     memory_reserve: float = Field(
-        default=0.0, description="Share of the limit that is left free, as predictions are some percent wrong."
+        default=0.0,
+        description="Share of the limit that stays free, because predictions have an error of some percent.",
     )
-    stood_in: int = Field(default=0, description="Operators that weren't measured in their format.")
+    stood_in: int = Field(default=0, description="Operators that were not measured in their format.")
     spans: tuple[Span, ...] = ()
 
 
-class Both(ResultModel):
-    """Predicted and measured time of one thing."""
+class PredictedAndMeasured(ResultModel):
+    """Predicted and measured time of a step, a phase or a kind of operators."""
 
     name: str
     predicted_ms: float
     measured_ms: float
 
 
-class Measured(ResultModel):
-    """Real steps of the first device, beside the prediction."""
+class MeasuredSteps(ResultModel):
+    """Measured steps of the first device."""
 
     steps: int
-    step: Both
-    phases: tuple[Both, ...]
-    groups: tuple[Both, ...] = Field(description="Operators by kind, and casts.")
-    drift: float | None = Field(description="How much longer a fixed piece of work takes than when it was profiled.")
+    step: PredictedAndMeasured
+    phases: tuple[PredictedAndMeasured, ...]
+    groups: tuple[PredictedAndMeasured, ...] = Field(description="Operators by kind, and casts.")
+    drift: float | None = Field(
+        description="Time of a fixed workload now, relative to its time when the device was profiled."
+    )
 
 
 class Forecast(ResultModel):
     """One plan on one device, or on a cluster."""
 
-    name: str = Field(description="The precision or plan that was predicted; a later one of this name replaces it.")
+    name: str = Field(description="The predicted precision or plan; a later forecast of this name replaces it.")
     step_ms: float
     samples_per_second: float
     critical: tuple[str, ...]
-    devices: tuple[Device, ...]
-    left_out: int = Field(default=0, description="Devices that have no row, because there are too many.")
-    measured: Measured | None = None
+    devices: tuple[ForecastDevice, ...]
+    left_out: int = Field(default=0, description="Devices without a row, because there are too many.")
+    measured: MeasuredSteps | None = None
 
 
-def forecast(prediction: Prediction, name: str, comparison: Comparison | None = None) -> Forecast:
-    """The part of a record."""
+def forecast(prediction: Prediction, name: str, comparison: StepComparison | None = None) -> Forecast:
+    """Make the forecast of a prediction."""
     spans = _spans(prediction)
     return Forecast(
         name=name,
@@ -86,7 +89,7 @@ def forecast(prediction: Prediction, name: str, comparison: Comparison | None = 
         critical=prediction.critical,
         left_out=max(0, len(prediction.devices) - _DEVICES),
         devices=tuple(
-            Device(
+            ForecastDevice(
                 name=device.name,
                 count=device.count,
                 computing_ms=1e3 * device.computing,
@@ -106,7 +109,7 @@ def forecast(prediction: Prediction, name: str, comparison: Comparison | None = 
         ),
         measured=None
         if comparison is None
-        else Measured(
+        else MeasuredSteps(
             steps=comparison.steps,
             step=_both(comparison.step),
             phases=tuple(map(_both, comparison.phases)),
@@ -116,12 +119,12 @@ def forecast(prediction: Prediction, name: str, comparison: Comparison | None = 
     )
 
 
-def _both(pair: Pair) -> Both:
-    return Both(name=pair.name, predicted_ms=1e3 * pair.predicted, measured_ms=1e3 * pair.measured)
+def _both(pair: TimePair) -> PredictedAndMeasured:
+    return PredictedAndMeasured(name=pair.name, predicted_ms=1e3 * pair.predicted, measured_ms=1e3 * pair.measured)
 
 
 def _spans(prediction: Prediction) -> list[list[Span]]:
-    """Of each lane of the replay, in the order of the devices."""
+    """The spans of each device, in the order of the devices."""
     lanes: dict[int, list[Span]] = {}
     for event in trace_events(prediction):
         if event["ph"] == "X":
@@ -134,7 +137,7 @@ def _spans(prediction: Prediction) -> list[list[Span]]:
 
 
 def _thin(spans: Iterable[Span]) -> list[Span]:
-    """Neighbours of one kind as one, if there are too many."""
+    """Merge neighbouring spans of one kind if there are too many."""
     found = list(spans)
     if len(found) <= _SPANS:
         return found

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from bitwright.bench.comparison import Accuracy, Size, Timing
-from bitwright.bench.leaderboard import Sites
+from bitwright.bench.comparison import Accuracy, LatencyRow, Size
+from bitwright.bench.leaderboard import ExecutedSites
 from bitwright.core.formatting import number, span
 from bitwright.quantizers.site_statistics import SiteRow
 from bitwright.report.record import GridRow, Record
@@ -16,7 +16,7 @@ def own_accuracy(record: Record) -> Accuracy:
     return next((found[name] for name in names if name in found), record.accuracies[-1])
 
 
-def own_timings(record: Record) -> tuple[Timing, ...]:
+def own_timings(record: Record) -> tuple[LatencyRow, ...]:
     """Timings of the run, else those that `bitwright bench` measured on the backend's runtime, else on the first."""
     if record.timings or record.comparison is None:
         return record.timings
@@ -30,7 +30,7 @@ def float_and_quantized(record: Record) -> tuple[Size, Size] | None:
     return (record.sizes[0], record.sizes[-1]) if len(record.sizes) > 1 else None
 
 
-def seen(site: SiteRow) -> tuple[float, float] | None:
+def observed_range(site: SiteRow) -> tuple[float, float] | None:
     """The smallest and largest number that reached a site; None: not measured."""
     return None if site.seen_low is None or site.seen_high is None else (site.seen_low, site.seen_high)
 
@@ -42,7 +42,7 @@ def ranges(site: SiteRow) -> tuple[str, str]:
     """
     wide = site.format.startswith("int32")
     grid = "" if wide else span(number(site.low), number(site.high))
-    found = seen(site)
+    found = observed_range(site)
     return ("–" if wide else grid, "") if found is None else (span(*map(number, found)), grid)
 
 
@@ -60,7 +60,7 @@ def environment_facts(record: Record) -> list[tuple[str, str]]:
     return items if record.plan_sha256 is None else [*items, ("Plan (SHA-256)", record.plan_sha256)]
 
 
-def executed_sites(row: GridRow) -> list[tuple[str, Sites]]:
+def executed_sites(row: GridRow) -> list[tuple[str, ExecutedSites]]:
     """What ran at weights, then at activations."""
     both = {"weights": row.executed.weights, "activations": row.executed.activations}
     return [(role, one) for role, found in both.items() for one in found]

@@ -11,7 +11,7 @@ from bitwright.bench.rows import FinishedRow
 from bitwright.report.build import make_record
 from bitwright.report.folder import write_report
 from bitwright.report.record import GridRow, Record
-from bitwright.report.training import Training
+from bitwright.report.training import TrainingRecord
 from bitwright.training import TrainConfig
 
 
@@ -37,7 +37,7 @@ def row_record(finished: FinishedRow) -> Record:
         sites=finished.sites,
     )
     usual = TrainConfig().model_dump()
-    training = Training(
+    training = TrainingRecord(
         metric=workload.metric,
         precision=f"{algorithm}, {task.bits} bits",
         metrics=tuple(trained.metrics),
@@ -62,7 +62,7 @@ def row_record(finished: FinishedRow) -> Record:
 
 
 def _accuracies(result: Result) -> Iterator[Accuracy]:
-    """Float, simulated, and on the runtime where that was measured."""
+    """Float, simulated and, if measured, on the runtime."""
     device = result.device
     found = {"float": result.float_accuracy, "simulated": result.accuracy}
     if device is not None:

@@ -1,4 +1,4 @@
-"""A leaderboard as Markdown: who stays nearest to float, where, and what was refused."""
+"""A leaderboard as Markdown: accuracy of each algorithm and backend, hardware gaps, and rows that are not done."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from bitwright.bench.leaderboard import (
     Spread,
     Summary,
     comparable,
-    drop_words,
+    drop_reference,
     reasons,
     short_reason,
     spread,
-    spread_words,
+    spread_text,
     summary,
 )
 from bitwright.core.formatting import counted
-from bitwright.report.markdown import escaped  # one way to escape, for reports and for leaderboards
+from bitwright.report.markdown import escaped, table
 
 
 def markdown(board: Leaderboard) -> str:
@@ -33,17 +33,16 @@ def _lines(board: Leaderboard) -> Iterator[str]:
     yield ""
     yield f"{counted(len(board.rows), 'row')}: {', '.join(f'{count} {state}' for state, count in states.items())}. "
     minutes = sum(row.cpu_minutes or 0.0 for row in board.rows)
-    yield f"{minutes:.1f} CPU minutes. Points below float are below {drop_words(board)}; "
+    yield f"{minutes:.1f} CPU minutes. Points below float are below {drop_reference(board)}; "
     yield "± is the deviation over all rows taken together. Config " + escaped(board.config_hash) + "."
     notes = board.config.get("notes") or ()
     for note in notes:
         yield f"\n{escaped(str(note))}"
     if board.floats:
         yield ""
-        yield "| model | seed | float | trained on as long as a row |"
-        yield "|---|---:|---:|---:|"
-        for one in board.floats:
-            yield f"| {escaped(one.model)} | {one.seed} | {one.accuracy:.2f} | {_value(one.trained_on)} |"
+        heads = ["model", "#seed", "#float", "#trained on as long as a row"]
+        floats = board.floats
+        yield table(heads, [(o.model, str(o.seed), f"{o.accuracy:.2f}", _value(o.trained_on)) for o in floats])
     yield from _overall(board)
     for model in dict.fromkeys(row.model for row in board.rows):
         for bits in dict.fromkeys(row.bits for row in board.rows):
@@ -62,7 +61,7 @@ def _lines(board: Leaderboard) -> Iterator[str]:
 
 
 def _overall(board: Leaderboard) -> Iterator[str]:
-    """Points below float by algorithm and width, best first; how they vary over backends and models."""
+    """Points below float by algorithm and width, best first, and their deviation over backends and models."""
     widths = list(dict.fromkeys(row.bits for row in board.rows))
     shared = comparable(board.rows)
     rows: dict[tuple[str, int], Summary] = {}
@@ -74,19 +73,20 @@ def _overall(board: Leaderboard) -> Iterator[str]:
     names.sort(key=lambda name: _mean(rows[name, widths[-1]].drop))
     yield "\n## Points below float, over backends, models and seeds that all algorithms have\n"
     yield from _left_out(board.rows, shared)
-    yield f"| algorithm | {' | '.join(f'{bits} bits | over backends | over models' for bits in widths)} |"
-    yield f"|---|{'---:|' * (3 * len(widths))}"
+    heads = ["algorithm", *(head for bits in widths for head in (f"#{bits} bits", "#over backends", "#over models"))]
+    lines = []
     for name in names:
-        cells = []
+        cells = [name]
         for bits in widths:
             one = rows[name, bits]
-            cells += [spread_words(one.drop), _value(one.over_backends), _value(one.over_models)]
-        yield f"| {escaped(name)} | {' | '.join(cells)} |"
+            cells += [spread_text(one.drop), _value(one.over_backends), _value(one.over_models)]
+        lines.append(cells)
+    yield table(heads, lines)
     yield "\n“Over backends” and “over models” are deviations of mean points below float.\n"
 
 
 def _left_out(rows: Sequence[Row], shared: Sequence[Row]) -> Iterator[str]:
-    """Backends that are in no mean, since some algorithm isn't done there."""
+    """Backends that are in no mean because some algorithm is not done there."""
     kept = {row.backend for row in shared}
     out = [backend for backend in dict.fromkeys(row.backend for row in rows) if backend not in kept]
     done = sum(row.accuracy is not None for row in rows)
@@ -101,20 +101,20 @@ def _cells(board: Leaderboard, model: str, bits: int) -> Iterator[str]:
     cells = {(s.algorithm, s.backend): s for s in own if None not in (s.algorithm, s.backend)}
     backends = list(dict.fromkeys(row.backend for row in board.rows))
     yield f"\n## {escaped(model)}, {bits} bits: accuracy, mean ± deviation over seeds\n"
-    yield f"| algorithm | {' | '.join(map(escaped, backends))} |"
-    yield f"|---|{'---:|' * len(backends)}"
     best = {b: max((_mean(cells[a, b].accuracy, -1.0) for a, c in cells if c == b), default=-1.0) for b in backends}
+    lines = []
     for name in dict.fromkeys(row.algorithm for row in board.rows):
-        texts = []
+        texts = [escaped(name)]
         for backend in backends:
             one = cells.get((name, backend))
             if one is None:  # the grid has no such row
                 texts.append("")
                 continue
-            text = spread_words(one.accuracy) or _states(one)
+            text = spread_text(one.accuracy) or _states(one)
             mark = "**" if one.accuracy is not None and one.accuracy.mean == best[backend] else ""
             texts.append(f"{mark}{text}{mark}")
-        yield f"| {escaped(name)} | {' | '.join(texts)} |"
+        lines.append(texts)
+    yield table(["algorithm", *(f"#{backend}" for backend in backends)], lines, escape=False)
 
 
 def _schemes(board: Leaderboard) -> Iterator[str]:
@@ -123,12 +123,11 @@ def _schemes(board: Leaderboard) -> Iterator[str]:
     models = list(dict.fromkeys(row.model for row in board.rows))
     widths = list(dict.fromkeys(row.bits for row in board.rows))
     yield "\n## Points below float by backend, over algorithms that run on all of them\n"
-    common = everywhere(board.rows)
+    common = _always_done(board.rows)
     yield f"Algorithms: {', '.join(map(escaped, common)) or 'none'}.\n"
-    yield f"| backend | {' | '.join(f'{escaped(m)}, {b} bits' for m in models for b in widths)} |"
-    yield f"|---|{'---:|' * (len(models) * len(widths))}"
+    lines = []
     for backend in dict.fromkeys(s.backend for s in groups):
-        cells = []
+        cells = [backend or ""]
         for model in models:
             for bits in widths:
                 own = (
@@ -136,12 +135,13 @@ def _schemes(board: Leaderboard) -> Iterator[str]:
                     for r in board.rows
                     if (r.backend, r.model, r.bits) == (backend, model, bits) and r.algorithm in common
                 )
-                cells.append(spread_words(spread(own)))
-        yield f"| {escaped(backend or '')} | {' | '.join(cells)} |"
+                cells.append(spread_text(spread(own)))
+        lines.append(cells)
+    yield table(["backend", *(f"#{model}, {bits} bits" for model in models for bits in widths)], lines)
 
 
-def everywhere(rows: Sequence[Row]) -> list[str]:
-    """Algorithms all of whose rows are done: only they can be compared over backends."""
+def _always_done(rows: Sequence[Row]) -> list[str]:
+    """Algorithms with all rows done: only these can be compared over backends."""
     return [
         name
         for name in dict.fromkeys(row.algorithm for row in rows)
@@ -155,17 +155,17 @@ def _gaps(board: Leaderboard) -> Iterator[str]:
     if not measured:
         return
     yield "\n## Hardware gap: accuracy on the runtime minus simulated, in points\n"
-    yield "| runtime | bits | rows | mean | largest | products by type |"
-    yield "|---|---:|---:|---:|---:|---|"
+    lines = []
     for runtime, bits in dict.fromkeys((row.device.runtime, row.bits) for row in measured if row.device):
         own = [row.device for row in measured if row.device and (row.device.runtime, row.bits) == (runtime, bits)]
         gaps = [device.gap for device in own if device.gap is not None]
         kinds: Counter[str] = Counter()
         for device in own:
             kinds.update(device.kinds or {})
-        text = escaped(", ".join(f"{count} {kind}" for kind, count in kinds.items() if count))
+        text = ", ".join(f"{count} {kind}" for kind, count in kinds.items() if count)
         mean, most = sum(gaps) / len(gaps), max(gaps, key=abs)
-        yield f"| {escaped(runtime)} | {bits} | {len(gaps)} | {mean:+.3f} | {most:+.3f} | {text} |"
+        lines.append((runtime, str(bits), str(len(gaps)), f"{mean:+.3f}", f"{most:+.3f}", text))
+    yield table(["runtime", "#bits", "#rows", "#mean", "#largest", "products by type"], lines)
 
 
 def _reasons(rows: Iterable[Row]) -> Iterator[str]:
@@ -174,10 +174,8 @@ def _reasons(rows: Iterable[Row]) -> Iterator[str]:
     if not why:
         return
     yield "\n## Not done, and why\n"
-    yield "| what | algorithm | backend | rows | reason |"
-    yield "|---|---|---|---:|---|"
-    for what, algorithm, backend, reason, count in why:
-        yield f"| {what} | {escaped(algorithm)} | {escaped(backend)} | {count} | {escaped(short_reason(reason))} |"
+    lines = [(what, name, backend, str(count), short_reason(reason)) for what, name, backend, reason, count in why]
+    yield table(["what", "algorithm", "backend", "#rows", "reason"], lines)
 
 
 def _states(one: Summary) -> str:

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any
 from urllib.parse import quote
 
-from bitwright.bench.leaderboard import Leaderboard, Row, Spread, Summary, comparable, drop_words
+from bitwright.bench.leaderboard import Leaderboard, Row, Spread, Summary, comparable, drop_reference
 from bitwright.bench.machine import Machine
 from bitwright.bench.rows import report_folder
 from bitwright.core.files import write_text, yaml_text
@@ -26,16 +26,16 @@ _KEYS = ("algorithm", "backend", "bits", "model")
 def write_page(
     board: Leaderboard, path: str | Path, *, results: str = "leaderboard.json", reports: str | Path | None = None
 ) -> Path:
-    """Write the page, whole or not at all. It links to the rows' reports in the folder `reports`, where there are any.
+    """Write the page atomically, with links to existing reports of rows in the folder `reports`.
 
-    `results` is the leaderboard's file, as commands on the page name it.
+    `results` is the name of the leaderboard's file in the commands on the page.
     """
     found = {} if reports is None else links(board, Path(path), Path(reports))
     return write_text(Path(path), page(board, results=results, reports=found))
 
 
 def links(board: Leaderboard, path: Path, reports: Path) -> dict[str, str]:
-    """Row → its report as the page sees it; only reports that are there."""
+    """Relative addresses of the reports that exist, by row."""
     found = {}
     for one in board.rows:
         report = report_folder(reports, one.id) / "report.html"
@@ -54,7 +54,7 @@ def page(
         board=board,
         title=title,
         reports=reports,
-        reference=drop_words(board),
+        reference=drop_reference(board),
         summary=_cards(board),
         filters=_filters(board),
         cells=_cells(board),

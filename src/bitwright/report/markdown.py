@@ -1,4 +1,4 @@
-"""`write_markdown`: the record as text that a pull request, a wiki or a terminal can show."""
+"""The Markdown file of a report, and the Markdown tables of all reports."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from bitwright.report.record import Record
 
 
 def write_markdown(record: Record, path: str | Path) -> Path:
-    """Write the text, whole or not at all."""
+    """Write the file atomically."""
     return write_text(Path(path), markdown(record))
 
 
 def markdown(record: Record) -> str:
-    """The same figures as the page has, without its drawings and histograms."""
+    """The figures of the page, without charts and histograms."""
     parts = [
         f"# {escaped(record.title)}",
         _line(record),
         *_warnings(record),
         *_measured(record),
-        *_ran(record),
+        *_executed(record),
         *_sites(record),
-        *_searched(record),
+        *_verbs(record),
         *_devices(record),
         "## Environment",
-        _table(["What", "Value"], environment_facts(record)),
+        table(["What", "Value"], environment_facts(record)),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -44,7 +44,7 @@ def _line(record: Record) -> str:
 def _warnings(record: Record) -> Iterable[str]:
     if record.warnings:
         yield "## Warnings"
-        yield _table(
+        yield table(
             ["what", "where", "fix"],
             [(warning.what, warning.where or "", warning.fix or "") for warning in record.warnings],
         )
@@ -55,10 +55,10 @@ def _measured(record: Record) -> Iterable[str]:
         first = record.accuracies[0]
         rows = [(a.where, a.text, "" if a is first else a.change_from(first)) for a in record.accuracies]
         yield "## Accuracy"
-        yield _table(["run by", f"#{first.metric}", "#change"], rows)
+        yield table(["run by", f"#{first.metric}", "#change"], rows)
     if record.sizes:
         yield "## Size"
-        yield _table(["form", "#size"], [(size.name, formatting.size(size.bytes)) for size in record.sizes])
+        yield table(["form", "#size"], [(size.name, formatting.size(size.bytes)) for size in record.sizes])
     if record.timings:
         yield "## Latency"
         heads = ["runtime", "variant", "#batch", "#threads", "#median", "#p10", "#p90", "#of float"]
@@ -73,7 +73,7 @@ def _measured(record: Record) -> Iterable[str]:
             )
             for t in record.timings
         ]
-        yield _table(heads, times)
+        yield table(heads, times)
     if record.parities:
         yield "## Runtime against simulation"
         heads = ["runtime", "outputs", "#SQNR", "#largest error", "first diverging site"]
@@ -87,17 +87,15 @@ def _measured(record: Record) -> Iterable[str]:
             )
             for p in record.parities
         ]
-        yield _table(heads, checks)
+        yield table(heads, checks)
     if record.distance is not None:
         far = record.distance
         yield "## Quantized against float"
         agreement = "" if far.top1_agreement is None else f"{100 * far.top1_agreement:.4g} %"
         verdict = "far from float" if far.far else "close to float"
         row = (verdict, formatting.decibels(far.sqnr_db), agreement, f"{far.samples:,}")
-        yield _table(["simulated model", "#SQNR", "#same top-1", "#samples"], [row])
-        yield _table(
-            ["site with a large error", "#SQNR"], [(s, formatting.decibels(db)) for s, db in far.worst.items()]
-        )
+        yield table(["simulated model", "#SQNR", "#same top-1", "#samples"], [row])
+        yield table(["site with a large error", "#SQNR"], [(s, formatting.decibels(db)) for s, db in far.worst.items()])
     if record.others:
         yield "## Other runs"
         others = [
@@ -110,17 +108,17 @@ def _measured(record: Record) -> Iterable[str]:
             )
             for o in record.others
         ]
-        yield _table(["run", "when", "#accuracy", "#size", "#of float's latency"], others)
+        yield table(["run", "when", "#accuracy", "#size", "#of float's latency"], others)
 
 
-def _ran(record: Record) -> Iterable[str]:
+def _executed(record: Record) -> Iterable[str]:
     if record.row is None:
         return
     yield "## What ran"
     heads = ["role", "quantizer", "format in force", "#sites", "#levels counted"]
     found = executed_sites(record.row)
-    yield _table(heads, [(role, o.quantizer, o.format, str(o.sites), str(o.levels)) for role, o in found])
-    yield _table(["what", "value"], row_facts(record.row))
+    yield table(heads, [(role, o.quantizer, o.format, str(o.sites), str(o.levels)) for role, o in found])
+    yield table(["what", "value"], row_facts(record.row))
 
 
 def _sites(record: Record) -> Iterable[str]:
@@ -137,7 +135,7 @@ def _sites(record: Record) -> Iterable[str]:
             )
             for s in record.sensitivity.sites
         ]
-        yield _table(heads, scores)
+        yield table(heads, scores)
     if record.sites:
         yield "## Plan"
         heads = ["site", "format", "#SQNR", "#clipped", "#range", "why"]
@@ -152,23 +150,23 @@ def _sites(record: Record) -> Iterable[str]:
             )
             for s in record.sites
         ]
-        yield _table(heads, rows)
+        yield table(heads, rows)
     if record.float_operators:
         yield "## Left in float"
-        yield _table(["operator", "kind", "why"], [(o.operator, o.kind, o.why) for o in record.float_operators])
+        yield table(["operator", "kind", "why"], [(o.operator, o.kind, o.why) for o in record.float_operators])
     if record.folds:
         yield "## Folded"
-        yield _table(["batch norm", "into"], list(record.folds.items()))
+        yield table(["batch norm", "into"], list(record.folds.items()))
     if record.steps:
         yield "## Steps"
         ran = [
             (s.step, str(s.units), f"{s.seconds:.1f} s", "; ".join(f"{k}: {v}" for k, v in s.skipped.items()))
             for s in record.steps
         ]
-        yield _table(["step", "#units", "#time", "left alone"], ran)
+        yield table(["step", "#units", "#time", "left alone"], ran)
 
 
-def _searched(record: Record) -> Iterable[str]:
+def _verbs(record: Record) -> Iterable[str]:
     if record.tuning is not None:
         found = record.tuning
         verdict = {True: "the goal holds", False: "the goal is missed", None: "no goal was checked"}[found.met_goal]
@@ -187,7 +185,7 @@ def _searched(record: Record) -> Iterable[str]:
             )
             for t in found.trials
         ]
-        yield _table(heads, rows)
+        yield table(heads, rows)
     if record.training is not None:
         names = [name for name in (record.training.metrics or ({},))[0] if name != "n"]
         yield f"## Training: {escaped(record.training.precision)}"
@@ -195,14 +193,14 @@ def _searched(record: Record) -> Iterable[str]:
             (str(n), *(f"{epoch[name]:.4g}" if name in epoch else "" for name in names))
             for n, epoch in enumerate(record.training.metrics, 1)
         ]
-        yield _table(["#epoch", *(f"#{name}" for name in names)], epochs)
+        yield table(["#epoch", *(f"#{name}" for name in names)], epochs)
     if record.comparison is not None:
         yield "## Runtimes"
         ran = [(one.runtime, one.executed_text) for one in record.comparison.runtimes]
-        yield _table(["runtime", "ran as"], ran)
+        yield table(["runtime", "ran as"], ran)
         heads = ["runtime", "variant", "#batch", "#latency", "#of float"]
         timings = [t for one in record.comparison.runtimes for t in one.timings]
-        yield _table(
+        yield table(
             heads, [(t.runtime, t.variant, str(t.batch), *_ms(t.median_ms), f"{t.ratio:.2f}×") for t in timings]
         )
 
@@ -221,7 +219,7 @@ def _devices(record: Record) -> Iterable[str]:
             )
             for d in found.devices
         ]
-        yield _table(heads, rows)
+        yield table(heads, rows)
         if found.measured is not None:
             pairs = [found.measured.step, *found.measured.phases, *found.measured.groups]
             lines = [
@@ -234,24 +232,25 @@ def _devices(record: Record) -> Iterable[str]:
                 for b in pairs
                 if max(b.predicted_ms, b.measured_ms) > 0
             ]
-            yield _table([f"median of {found.measured.steps} steps", "#predicted", "#measured", "#error"], lines)
+            yield table([f"median of {found.measured.steps} steps", "#predicted", "#measured", "#error"], lines)
 
 
 def _ms(*values: float) -> tuple[str, ...]:
     return tuple(f"{value:.3g} ms" for value in values)
 
 
-def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Heads that begin with a hash are columns of numbers."""
+def table(heads: Sequence[str], rows: Iterable[Sequence[str]], *, escape: bool = True) -> str:
+    """A table. Heads that begin with # are columns of numbers. Cells are escaped unless they are Markdown already."""
     names = "| " + " | ".join(escaped(head.removeprefix("#")) for head in heads) + " |"
     rule = "|" + "|".join("---:" if head.startswith("#") else "---" for head in heads) + "|"
-    return "\n".join([names, rule, *("| " + " | ".join(map(escaped, row)) + " |" for row in rows)])
+    cells = [map(escaped, row) if escape else row for row in rows]
+    return "\n".join([names, rule, *("| " + " | ".join(row) + " |" for row in cells)])
 
 
 def escaped(value: str) -> str:
-    """Names come from others' models: neither markup, nor HTML, nor a new column begins in one.
+    """Escape Markdown, HTML and column separators: names come from models of other people.
 
-    HTML is escaped as HTML: not every renderer takes a backslash before `<` for an escape.
+    HTML is escaped as HTML, because some renderers do not accept a backslash before `<`.
     """
     plain = html.escape(visible_text(" ".join(value.split())), quote=False)
     return re.sub(r"[\\`*\[\]|~$]|^(?:#+|[-+=]+)(?=\s|$)|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])", r"\\\g<0>", plain)

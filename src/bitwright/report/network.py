@@ -1,4 +1,4 @@
-"""The model's operators as a drawing needs them: who feeds whom, and a place for each."""
+"""The operators of a model with their connections and their positions in the drawing."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ class Node(ResultModel):
 
     name: str
     kind: str
-    inputs: tuple[str, ...] = Field(description="Operators whose results it takes.")
+    inputs: tuple[str, ...] = Field(description="Operators that produce its inputs.")
     shape: tuple[int, ...] = Field(description="Of its first result.")
     macs: int
-    level: int = Field(description="Steps from the inputs, along the longest way.")
-    lane: int = Field(description="Its place among the operators of its level; 0 is the main road.")
+    level: int = Field(description="Length of the longest path from the inputs.")
+    lane: int = Field(description="Its position among the operators of its level; 0 is the main path.")
 
 
 @strict
 def network(graph: Graph) -> tuple[Node, ...]:
-    """The operators that depend on the input, each with its place in the drawing."""
+    """The operators that depend on the input, with their positions in the drawing."""
     ops = [op for op in graph.ops if not op.constant]
     known = {op.name for op in ops}
     inputs = {
@@ -48,10 +48,10 @@ def network(graph: Graph) -> tuple[Node, ...]:
 
 
 def lay_out(operators: Iterable[tuple[str, tuple[str, ...]]]) -> dict[str, tuple[int, int]]:
-    """(level, lane) of each operator; those that feed it come before it.
+    """Assign (level, lane) to each operator. Producers come before their consumers.
 
-    An operator goes on in the lane of the producer on its longest way, or in the nearest free one: a chain is a
-    straight line, and what branches off runs beside it.
+    An operator takes the lane of the producer on its longest path, or the nearest free lane. A chain is therefore a
+    straight line, and branches run parallel to it.
 
     >>> lay_out([("a", ()), ("b", ("a",)), ("short", ("a",)), ("c", ("b",)), ("add", ("c", "short"))])
     {'a': (0, 0), 'b': (1, 0), 'short': (1, 1), 'c': (2, 0), 'add': (3, 0)}
@@ -59,7 +59,7 @@ def lay_out(operators: Iterable[tuple[str, tuple[str, ...]]]) -> dict[str, tuple
     places: dict[str, tuple[int, int]] = {}
     taken: set[tuple[int, int]] = set()
     for name, inputs in operators:
-        # A producer that comes later would be a loop: recurrent code runs the same operator again.
+        # A producer that comes later is a loop of recurrent code; it is ignored.
         before = [places[producer] for producer in inputs if producer in places]
         level = 1 + max((place[0] for place in before), default=-1)
         wanted = next((lane for above, lane in before if above == level - 1), 0)

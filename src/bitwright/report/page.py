@@ -5,31 +5,30 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from itertools import groupby
 
-from markupsafe import Markup, escape
+from markupsafe import Markup
 
-from bitwright.bench.comparison import Comparison, OnRuntime, Timing
+from bitwright.bench.comparison import Comparison, LatencyRow, OnRuntime, latency_chart
 from bitwright.cluster import MemoryLimit
 from bitwright.core import charts, formatting
 from bitwright.quantizers.site_statistics import SiteRow
-from bitwright.report.forecast import Both, Device, Measured
+from bitwright.report.forecast import ForecastDevice, MeasuredSteps, PredictedAndMeasured
 from bitwright.report.formatting import (
     environment_facts,
     executed_sites,
     float_and_quantized,
+    observed_range,
     own_accuracy,
     own_timings,
     ranges,
     row_facts,
-    seen,
 )
 from bitwright.report.html import Card, all_and, document, render
 from bitwright.report.record import Record
 from bitwright.report.timeline import timelines
 from bitwright.report.tradeoff import lower_is_better, points, tradeoff_charts
-from bitwright.report.training import Training
-from bitwright.report.tuning import Tuning
+from bitwright.report.training import TrainingRecord
+from bitwright.report.tuning import TuningRecord
 
 _WORST = 10  # sites in the chart of the worst sites
 _KINDS = {
@@ -81,7 +80,7 @@ def page(record: Record) -> str:
         ranges=ranges,
         row_facts=row_facts,
         runtime_rows=runtime_rows,
-        seen=seen,
+        observed_range=observed_range,
         timelines=timelines,
         training_chart=training_chart,
         tuning_chart=tuning_chart,
@@ -194,48 +193,29 @@ def method(site: SiteRow) -> str:
     return f"{name}, guard {site.guard}" if site.guard else name
 
 
-def memory_limit(device: Device) -> MemoryLimit | None:
+def memory_limit(device: ForecastDevice) -> MemoryLimit | None:
     """The memory that a device has; None: not known."""
     if device.memory_limit is None:
         return None
     return MemoryLimit(total=device.memory_limit, reserve=device.memory_reserve)
 
 
-def compared(found: Measured) -> list[tuple[str, Both]]:
+def compared(found: MeasuredSteps) -> list[tuple[str, PredictedAndMeasured]]:
     """Predicted and measured times of a step; parts below a thousandth of the step are left out."""
     parts = [("step", found.step), *(("phase", one) for one in found.phases), *(("operators", o) for o in found.groups)]
     least = found.step.measured_ms / 1000
     return [(part, one) for part, one in parts if max(one.predicted_ms, one.measured_ms) > least]
 
 
-def runtime_rows(found: Comparison) -> list[tuple[OnRuntime, str, int, Timing | None]]:
+def runtime_rows(found: Comparison) -> list[tuple[OnRuntime, str, int, LatencyRow | None]]:
     """Runtime, variant, batch and timing; a runtime that was not timed has one row."""
-    rows: list[tuple[OnRuntime, str, int, Timing | None]] = []
+    rows: list[tuple[OnRuntime, str, int, LatencyRow | None]] = []
     for one in found.runtimes:
         timings = sorted(one.timings, key=lambda timing: (timing.batch, timing.variant))
         rows += [(one, timing.variant, timing.batch, timing) for timing in timings]
         if not timings:
             rows.append((one, "quantized", 0, None))
     return rows
-
-
-def latency_chart(timings: Iterable[Timing]) -> Markup:
-    """Float and quantized latency, in groups by runtime and batch; each group has its own scale."""
-    parts: list[str] = []
-    y = 0
-    for (runtime, batch, threads), group in groupby(timings, key=lambda t: (t.runtime, t.batch, t.threads)):
-        rows = list(group)
-        longest = max(row.median_ms for row in rows)
-        title = f"{runtime}, batch {batch}, {threads} {'thread' if threads == 1 else 'threads'}"
-        parts.append(f'<text class="head" x="0" y="{y + 14}">{escape(title)}</text>')
-        y += 23
-        for row in rows:
-            value = f"{row.median_ms:.3g} ms ({row.p10_ms:.3g} … {row.p90_ms:.3g})"
-            name = row.variant if row.variant == "float" else f"{row.variant}, {row.ratio:.2f}×"
-            parts.append(charts.bar(y, name, value, row.median_ms / longest, row.variant))
-            y += charts.BAR_HEIGHT
-        y += 12
-    return charts.svg(parts, y - 12, "Latency: float against quantized")
 
 
 def worst_sites_chart(rows: Iterable[SiteRow]) -> Markup:
@@ -252,7 +232,7 @@ def worst_sites_chart(rows: Iterable[SiteRow]) -> Markup:
     return charts.svg(parts, charts.BAR_HEIGHT * len(shown), label)
 
 
-def tuning_chart(found: Tuning) -> Markup | str:
+def tuning_chart(found: TuningRecord) -> Markup | str:
     """The metric of each trial."""
     known = [trial for trial in found.trials if found.metric in trial.metrics]
     if len(known) < 2:
@@ -281,7 +261,7 @@ def tuning_chart(found: Tuning) -> Markup | str:
     )
 
 
-def training_chart(found: Training) -> Markup | str:
+def training_chart(found: TrainingRecord) -> Markup | str:
     """The metric after each epoch."""
     values = [epoch.get(found.metric) for epoch in found.metrics]
     dots = [

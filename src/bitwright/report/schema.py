@@ -1,4 +1,4 @@
-"""The JSON Schema of `report.json`, as it is published."""
+"""The published JSON Schema of `report.json`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from bitwright.report.record import RECORD_VERSION, Record
 
 
 def json_schema() -> dict[str, Any]:
-    """What a report of this version may have in it."""
+    """The schema of the current version."""
     name = f"bitwright-report-{RECORD_VERSION}"
     schema = Record.model_json_schema()
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "$id": name, **schema}

@@ -1,4 +1,4 @@
-"""What `bitwright score` found, as a part of a record."""
+"""The result of `bitwright score` in a record."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bitwright.sensitivity import Scores, SiteScore, Suggestion
 
 
 class SiteSensitivity(ResultModel):
-    """What becomes of the model when this one site is quantized and all else is float."""
+    """Errors of the model when only this site is quantized."""
 
     site: str
     format: str
@@ -22,20 +22,20 @@ class SiteSensitivity(ResultModel):
     loss_change: float | None = Field(description="None: the workload has no loss.")
 
 
-class Kept(ResultModel):
-    """The metric with so many operators in float."""
+class FloatTrial(ResultModel):
+    """The metric with these operators in float."""
 
     operators: tuple[str, ...]
     metric: float
 
 
-class Suggested(ResultModel):
-    """What keeping the worst operators in float would bring."""
+class SuggestionRow(ResultModel):
+    """The effect of keeping the worst operators in float."""
 
     metric: str
     before: float
-    trials: tuple[Kept, ...]
-    operators: tuple[str, ...] = Field(description="The suggestion; empty: nothing is won.")
+    trials: tuple[FloatTrial, ...]
+    operators: tuple[str, ...] = Field(description="The suggestion; empty if float operators give no gain.")
 
 
 class Sensitivity(ResultModel):
@@ -44,22 +44,22 @@ class Sensitivity(ResultModel):
     samples: int
     sites: tuple[SiteSensitivity, ...]
     together: SiteSensitivity
-    suggestion: Suggested | None = None
+    suggestion: SuggestionRow | None = None
 
 
 @strict
 def sensitivity(scores: Scores, suggestion: Suggestion | None = None, metric: str = "") -> Sensitivity:
-    """The part of a record."""
+    """Make the part of a record from scores."""
     return Sensitivity(
         samples=scores.samples,
         sites=tuple(_row(score) for score in scores.sites),
         together=_row(scores.together),
         suggestion=None
         if suggestion is None
-        else Suggested(
+        else SuggestionRow(
             metric=metric,
             before=suggestion.before,
-            trials=tuple(Kept(operators=tuple(t.operators), metric=t.metric) for t in suggestion.trials),
+            trials=tuple(FloatTrial(operators=tuple(t.operators), metric=t.metric) for t in suggestion.trials),
             operators=tuple(suggestion.operators),
         ),
     )

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from markupsafe import Markup
 
 from bitwright.core import charts
-from bitwright.report.forecast import Device, Forecast
+from bitwright.report.forecast import Forecast, ForecastDevice
 
 
 def timelines(found: Forecast) -> Iterator[tuple[str, Markup]]:
@@ -18,11 +18,11 @@ def timelines(found: Forecast) -> Iterator[tuple[str, Markup]]:
             yield _title(device), drawing
 
 
-def _title(device: Device) -> str:
+def _title(device: ForecastDevice) -> str:
     return device.name if device.count == 1 else f"{device.name} × {device.count}"
 
 
-def _timeline(found: Forecast, device: Device, *, first: bool) -> Markup | None:
+def _timeline(found: Forecast, device: ForecastDevice, *, first: bool) -> Markup | None:
     """Predicted phases, operators and collectives above the measured phases, on one time axis."""
     predicted = phases(device)
     lanes: list[tuple[str, list[charts.Bar]]] = [("predicted", predicted)]
@@ -47,7 +47,7 @@ def _timeline(found: Forecast, device: Device, *, first: bool) -> Markup | None:
     return charts.lanes(lanes, end=end, unit="ms", label=f"Timeline of {_title(device)}")
 
 
-def phases(device: Device) -> list[charts.Bar]:
+def phases(device: ForecastDevice) -> list[charts.Bar]:
     """The phases on the time axis of the operators, with the wait between backward and optimizer."""
     hull: dict[str, tuple[float, float]] = {}
     for span in device.spans:
@@ -58,7 +58,7 @@ def phases(device: Device) -> list[charts.Bar]:
         return _stacked(_in_order(times.items()))
     (begins, forward), (_, backward), (tail, end) = (hull[kind] for kind in ("forward", "backward", "tail"))
     loss = min(forward + times.get("loss", 0.0), backward)
-    # Where a step accumulates, operators are those of its last batch.
+    # With gradient accumulation, the operators are those of the last batch.
     before = "earlier batches" if begins > 1.5 * times.get("other", 0.0) else "other"
     marks = [("other", before, 0.0, begins), ("forward", "forward", begins, forward), ("loss", "loss", forward, loss)]
     marks += [("backward", "backward", loss, backward), ("wait", "waits", backward, tail)]

@@ -7,7 +7,7 @@ from typing import Literal
 
 from markupsafe import Markup
 
-from bitwright.bench.comparison import Timing
+from bitwright.bench.comparison import LatencyRow
 from bitwright.core import charts, formatting
 from bitwright.report.formatting import own_accuracy
 from bitwright.report.record import Record
@@ -29,7 +29,7 @@ class Point:
 
 
 def points(record: Record) -> list[Point]:
-    """All variants with a metric, of this run, its search, the runtimes that were compared, and other runs."""
+    """All variants with a metric: of this run, its search, the compared runtimes, and other runs."""
     return [*_own(record), *_compared(record), *_trials(record), *_others(record)]
 
 
@@ -76,9 +76,9 @@ def _own(record: Record) -> list[Point]:
     return found
 
 
-def _first_batch(timings: tuple[Timing, ...]) -> list[Timing]:
+def _first_batch(timings: tuple[LatencyRow, ...]) -> list[LatencyRow]:
     """The quantized variant of each runtime at its first batch size; the latency chart shows the others."""
-    found: dict[str, Timing] = {}
+    found: dict[str, LatencyRow] = {}
     for timing in timings:
         if timing.variant == "quantized":
             found.setdefault(timing.runtime, timing)
@@ -151,7 +151,7 @@ def tradeoff_charts(record: Record) -> list[Markup]:
 def _chart(record: Record, variants: list[Point], cost: Cost) -> Markup | None:
     unit, unit_name = _unit(variants) if cost == "size" else (1.0, "")
     known = [one for one in variants if getattr(one, cost) is not None]
-    chosen = sorted(known, key=lambda one: one.kind != "trial")  # what the run is about is drawn over its trials
+    chosen = sorted(known, key=lambda one: one.kind != "trial")  # trials are drawn first, below the others
     if len(chosen) < 2:
         return None
     metric = record.accuracies[0].metric if record.accuracies else record.tuning.metric if record.tuning else "metric"
@@ -182,7 +182,7 @@ def _chart(record: Record, variants: list[Point], cost: Cost) -> Markup | None:
 
 
 def _least(chosen: list[Point], metric: str) -> float:
-    """One point of a percentage, else a hundredth of the score: less is noise."""
+    """The smallest range of the axis: one percentage point, or a hundredth of the score."""
     return 1.0 if metric.startswith("top") else max(abs(one.score) for one in chosen) / 100 or 1.0
 
 

@@ -1,4 +1,4 @@
-"""A training run as a part of a report."""
+"""The result of `bitwright train` in a record."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bitwright.core.documents import ResultModel, read_json, validated
 from bitwright.training.config import TrainConfig
 
 
-class Training(ResultModel):
+class TrainingRecord(ResultModel):
     """A training run."""
 
     metric: str
@@ -22,7 +22,7 @@ class Training(ResultModel):
     processes: int
     config_hash: str
     settings: dict[str, str] = Field(description="Those that differ from the defaults.")
-    init: str | None = Field(description="The weights that it began with.")
+    init: str | None = Field(description="The initial weights.")
     notes: tuple[str, ...]
 
 
@@ -31,7 +31,7 @@ class _Best(BaseModel):
 
 
 class _Result(BaseModel):
-    """Of what `result.json` says, the part that a report needs."""
+    """The fields of `result.json` that a report needs."""
 
     metric: str
     quantize: str | None
@@ -46,16 +46,16 @@ class _Result(BaseModel):
     notes: tuple[str, ...]
 
 
-def training_record(run: str | Path) -> Training | None:
-    """What `result.json` of a run's folder says; None: the folder has none, so nothing was trained there."""
+def training_record(run: str | Path) -> TrainingRecord | None:
+    """The training in a run's folder, from its `result.json`; None if there is no such file."""
     path = Path(run) / "result.json"
     if not path.is_file():
         return None
-    fix = "train again, or remove the file: the report is then without the training"
+    fix = "train again, or remove the file to omit the training from the report"
     data = read_json(path, what="the training's result", fix=fix, finite=False)
     facts = validated(_Result, data, title=f"{path} is not the result of a training", fix=fix)
     usual = TrainConfig().model_dump()
-    return Training(
+    return TrainingRecord(
         metric=facts.metric,
         precision=facts.quantize or facts.compute or "float",
         metrics=facts.metrics,
@@ -70,7 +70,7 @@ def training_record(run: str | Path) -> Training | None:
 
 
 def weights_before(run: str | Path) -> Path | None:
-    """The float weights that a run says it began with, if they are still there."""
+    """The initial float weights of a run, if the file still exists."""
     path = Path(run) / "result.json"
     data = read_json(path, what="the training's result", finite=False) if path.is_file() else None
     init = data.get("init") if isinstance(data, dict) else None

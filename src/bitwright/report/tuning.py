@@ -1,4 +1,4 @@
-"""A search as a part of a report."""
+"""The result of `bitwright tune` in a record."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from bitwright.tuning.result import Tuned
 from bitwright.tuning.search import Asked
 
 
-class Trial(ResultModel):
+class TrialRow(ResultModel):
     """One candidate of a search."""
 
     number: int = Field(description="From 1.")
     candidate: str
     passed: bool
     metrics: dict[str, float] = Field(description="Estimates if `stopped`.")
-    stopped: bool = Field(description="Given up on a part of the data.")
+    stopped: bool = Field(description="Evaluated on a part of the data only.")
     failed: str | None = Field(description="Why it could not be measured.")
     latency_ratio: float | None = Field(description="Relative to float in the same run.")
     size: int | None
-    pareto: bool = Field(description="No other candidate beats it in metric, latency and size at once.")
+    pareto: bool = Field(description="On the Pareto front of metric, latency and size.")
     best: bool
     seconds: float
 
 
-class Tuning(ResultModel):
-    """A search until a goal holds."""
+class TuningRecord(ResultModel):
+    """A search until the goal is met."""
 
     metric: str
     lower_is_better: bool = False
@@ -40,15 +40,15 @@ class Tuning(ResultModel):
     float_size: int | None
     full_evaluations: int
     notes: tuple[str, ...]
-    trials: tuple[Trial, ...]
+    trials: tuple[TrialRow, ...]
 
 
-def tuning_record(tuned: Tuned, metric: str) -> Tuning:
-    """The course of a search: its goal, its trials, and the one that was chosen."""
+def tuning_record(tuned: Tuned, metric: str) -> TuningRecord:
+    """The goal, the trials and the chosen candidate of a search."""
     floats = {} if tuned.baseline is None else {k: v for k, v in tuned.baseline.metrics.items() if k != "n"}
     front = {asked.number for asked in tuned.pareto}
     speaks = metric in tuned.goal.metrics(metric) and metric in floats
-    return Tuning(
+    return TuningRecord(
         metric=metric,
         lower_is_better=not tuned.goal.higher_is_better(metric),
         strategy=tuned.strategy,
@@ -64,9 +64,9 @@ def tuning_record(tuned: Tuned, metric: str) -> Tuning:
     )
 
 
-def _trial(asked: Asked, tuned: Tuned, pareto: bool) -> Trial:
+def _trial(asked: Asked, tuned: Tuned, pareto: bool) -> TrialRow:
     outcome = asked.outcome
-    return Trial(
+    return TrialRow(
         number=asked.number + 1,
         candidate=str(asked.candidate),
         passed=outcome.passed,
@@ -82,7 +82,7 @@ def _trial(asked: Asked, tuned: Tuned, pareto: bool) -> Trial:
 
 
 def _goal(goal: Goal, metric: str) -> str:
-    """What must hold, in words."""
+    """The conditions of a goal as text."""
     words = [f"{name}: at most {goal.drop_of(name)} lost" for name in goal.metrics(metric)]
     if goal.latency_ms is not None:
         words.append(f"latency at most {goal.latency_ms:g} ms")

@@ -1,4 +1,4 @@
-"""How much each site suffers from its format, and what to do about it."""
+"""Sensitivity: how much each site or operator degrades the model in low precision, and which ones to keep in float."""
 
 from bitwright.sensitivity.indicate import Indications, Subject, indicate, spec_of
 from bitwright.sensitivity.indicators.hessian import hessian_traces

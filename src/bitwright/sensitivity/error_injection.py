@@ -1,4 +1,4 @@
-"""Put kernels, or errors, onto single operators of a float model."""
+"""Run single operators of a float model with a kernel, or record the tensors where a kernel would add errors."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from bitwright.quantizers import attachment_of, prepare, strip
 
 
 class Operators:
-    """The operators of a model, each of which can be run by something else."""
+    """Operators of a model that can be executed by a substitute."""
 
     def __init__(self, model: nn.Module, graph: Graph, names: Mapping[str, Any]) -> None:
         attachment = attachment_of(model)
         self._hooks = {name: attachment.hooks_at(graph.by_name[name]) for name in names}
 
     def put(self, stand_ins: Mapping[str, Any]) -> None:
-        """These run by what is given for them, all others in float."""
+        """Execute these operators with their substitutes, and all others in float."""
         for name, hooks in self._hooks.items():
             assert hooks is not None
             hooks.kernel = stand_ins.get(name)
@@ -37,7 +37,7 @@ class Operators:
 
 @contextmanager
 def operators_of(model: nn.Module, graph: Graph, specs: Mapping[str, ComputeSpec]) -> Iterator[Operators]:
-    """Take hold of these operators; in the end the model is as it was."""
+    """Allow substitutes for these operators; the model is restored at the end."""
     prepare(model, Plan(compute=specs), graph=graph, simulate=True)
     try:
         found = Operators(model, graph, specs)
@@ -49,7 +49,7 @@ def operators_of(model: nn.Module, graph: Graph, specs: Mapping[str, ComputeSpec
 
 @contextmanager
 def as_in_training(model: nn.Module) -> Iterator[None]:
-    """Batch norms by the batch, as where gradients are made, but no dropout; running statistics are put back."""
+    """Batch norms use batch statistics, as in training, but dropout is off; running statistics are restored."""
     kept = {name: buffer.clone() for name, buffer in model.named_buffers()}
     with eval_mode(model):
         for module in model.modules():
@@ -64,75 +64,77 @@ def as_in_training(model: nn.Module) -> Iterator[None]:
 
 
 def weight_name(op: Op) -> str | None:
-    """The parameter that it multiplies with."""
+    """The name of the operator's weight parameter, or None."""
     port = op.port("weight")
     source = port.sources[0] if port is not None and port.sources else None
     return source.name if source is not None and source.kind == "param" else None
 
 
 def weight_of(model: nn.Module, op: Op) -> Tensor | None:
-    """The parameter itself."""
+    """The operator's weight, or None."""
     name = weight_name(op)
     return None if name is None else model.get_parameter(name).detach()
 
 
 def rounded_weight(weight: Tensor, kind: str, spec: ComputeSpec) -> Tensor:
-    """As the kernel's output sees it."""
+    """The weight as the kernel rounds it for the forward product."""
     found: Tensor | None = KERNELS.get(spec.format).rounded(weight, kind, spec)
     if found is None:
-        fix = "use output-error, which runs the kernel itself, or give the kernel a `rounded` (docs/add-a-kernel.md)"
-        raise BitwrightError("it isn't known how this kernel rounds weights", value=spec.format, fix=fix)
+        fix = "use output-error, which runs the kernel, or implement `rounded` in the kernel (docs/add-a-kernel.md)"
+        raise BitwrightError(
+            "this kernel doesn't define how it rounds weights", value=spec.format, fix=fix, code="rounding-unknown"
+        )
     return found
 
 
 @dataclass(frozen=True)
 class Products:
-    """The three products of an operator without bias."""
+    """The three products (forward and two backward) of an operator without bias."""
 
     kind: str
     forward: Callable[[Tensor, Tensor], Tensor]
-    #: The gradient of the left operand, from (gradient of the output, left, right); None where it has none.
+    #: The gradient of the left operand, from (gradient of the output, left, right); None if it has no gradient.
     to_left: Callable[[Tensor, Tensor, Tensor], Tensor] | None
     to_right: Callable[[Tensor, Tensor, Tensor], Tensor]
-    #: Of convolutions: stride, padding, dilation, groups.
+    #: For convolutions: stride, padding, dilation, groups.
     shape: tuple[Any, ...] = ()
 
 
 @dataclass
 class Seen:
-    """One call of an operator: its numbers, and the tensors that stand for errors.
+    """One call of an operator: its values, and the tensors at which a kernel would add errors.
 
-    Places: the operands of the output, `left` and `right`; those of the backward products, `left_again`, `right_again`
-    and the output's gradient in each, `grad_for_left` and `grad_for_right`; what the products give, `out`, `to_left`
-    and `to_right`.
+    Places: `left` and `right` are the operands of the forward product. `left_again` and `right_again` are the operands
+    of the backward products, and `grad_for_left` and `grad_for_right` are the output's gradient in each. `out`,
+    `to_left` and `to_right` are the results.
     """
 
     products: Products
     places: dict[str, Tensor]
-    #: The function that the model calls.
+    #: The function called by the model.
     func: Callable[..., Any]
-    #: The gradient of the output, known after the backward pass.
+    #: The gradient of the output, available after the backward pass.
     grad: Tensor | None = None
-    #: What the products gave, by place.
+    #: The results of the products, by place.
     given: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def channel(self) -> int:
-        """The axis of channels of what comes and what goes."""
+        """The channel axis of inputs and outputs."""
         return 1 if self.products.shape else -1
 
     def rows(self, x: Tensor) -> Tensor:
-        """Samples of a convolution, tokens of anything else: what kernels give a scale of its own."""
+        """The units with their own scale in kernels: samples of a convolution, tokens otherwise."""
         return x if self.products.shape else x.reshape(-1, x.shape[-1])
 
     @property
     def left(self) -> Tensor:
-        """Its left operand."""
+        """The left operand."""
         return self.places["left"].detach()
 
     @property
     def right(self) -> Tensor:
-        """Its right operand: the weight, if it has one."""
+        """The right operand: the weight, if there is one."""
         return self.places["right"].detach()
 
 
@@ -146,10 +148,10 @@ class _Run(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        """Made of differentiable functions: errors in here are errors of the gradients."""
+        """Use differentiable functions only, so that errors here are errors of the gradients."""
         left, right, zero = ctx.saved_tensors
         seen: Seen = ctx.seen
-        # the second backward pass comes by again, through what the gradients were made of: there is no error in it
+        # the second backward pass runs through here again; it adds no error
         first_pass = seen.grad is None
         if first_pass:
             seen.grad = grad.detach()
@@ -173,14 +175,14 @@ class _Run(torch.autograd.Function):
 
 
 class Places:
-    """Stands where a kernel would: runs the call in float, and keeps what there is to know of it."""
+    """Takes the place of a kernel: runs each call in float and records its tensors."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
         self.calls: list[Seen] = []
 
     def __call__(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the call; one that kernels leave in float is left alone."""
+        """Run the call; calls that kernels would leave in float aren't recorded."""
         known: dict[str, Callable[..., Found]] = {"linear": _linear, "embedding": _embedding, "matmul": _matmul}
         find: Callable[..., Found] = known.get(self.kind, _conv)
         named = arguments(func, args, kwargs)
@@ -188,7 +190,7 @@ class Places:
         if found is None:
             return func(*args, **kwargs)
         products, left, right, bias = found
-        # data and frozen weights have no gradient, but errors
+        # inputs and frozen weights have errors, but no gradient yet
         left, right = (_with_gradient(x) for x in (left, right))
         operands = {name: x.view_as(x) for name, x in (("left", left), ("right", right))}
         operands |= {f"{name}_again": x.view_as(x) for name, x in (("left", left), ("right", right))}

@@ -1,4 +1,4 @@
-"""`indicate(model, batches, loss)`: how much each operator suffers in low precision, by an indicator of your choice."""
+"""`indicate(model, batches, loss)`: the sensitivity of each operator to low precision, with a chosen indicator."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 from torch import Tensor, nn
 
-from bitwright.core.arguments import strict
+from bitwright.core.arguments import Seed, strict
 from bitwright.core.documents import Strict, parse_json, read_text, validated
 from bitwright.core.errors import BitwrightError, CalibrationError, UnknownName, did_you_mean
 from bitwright.core.files import write_text
@@ -30,7 +30,7 @@ _Value = Annotated[float, Field(ge=0, le=1e30)]
 
 
 class _File(Strict):
-    """What a file may say. A sensitivity is a squared error or a variance: never negative."""
+    """The file schema. A sensitivity is a squared error or a variance, so it is never negative."""
 
     version: Literal[1] = Field(alias="bitwright-indications")
     indicator: str
@@ -42,7 +42,7 @@ class _File(Strict):
 @strict
 @dataclass(frozen=True, kw_only=True)
 class Indications:
-    """Ω(operator, format): planners add it up over operators. `float` is always 0."""
+    """The sensitivity score Ω(operator, format). Planners sum it over operators; it is 0 for `float`."""
 
     indicator: str
     values: Mapping[str, Mapping[str, float]]
@@ -51,27 +51,27 @@ class Indications:
     seconds: float = 0.0
 
     def value(self, operator: str, format: str) -> float:
-        """Of one operator in one format."""
+        """The score of one operator in one format."""
         if operator not in self.values:
             fix = did_you_mean(operator, self.values)
-            raise BitwrightError("this operator was not scored", value=operator, fix=fix)
+            raise BitwrightError("this operator has no score", value=operator, fix=fix, code="not-scored")
         formats = self.values[operator]
         if format not in formats:
             fix = did_you_mean(format, formats)
-            raise BitwrightError("not scored in this format", where=operator, value=format, fix=fix)
+            raise BitwrightError("no score in this format", where=operator, value=format, fix=fix, code="not-scored")
         return formats[format]
 
     def total(self, formats: Mapping[str, str]) -> float:
-        """Of a choice of a format for each operator; operators that aren't named are float."""
+        """The sum of the scores for a choice of formats; operators that aren't listed are float."""
         return sum(self.value(operator, format) for operator, format in formats.items())
 
     def sorted(self, format: str) -> list[tuple[str, float]]:
-        """Operators with their value in this format, worst first; those without a kernel for it are left out."""
+        """Operators and their scores in this format, worst first, without operators that have no kernel for it."""
         known = [(name, found[format]) for name, found in self.values.items() if format in found]
         return sorted(known, key=lambda item: -item[1])
 
     def to_json(self) -> str:
-        """As the file has it."""
+        """The contents of a file."""
         data = {
             "bitwright-indications": _VERSION,
             "indicator": self.indicator,
@@ -83,54 +83,56 @@ class Indications:
 
     @staticmethod
     def from_json(text: str, *, where: str = "indications") -> Indications:
-        """Read what `to_json` wrote."""
-        data = parse_json(text, where=where, what="the indications", fix=_FIX)
+        """Parse the result of `to_json`."""
+        data = parse_json(text, where=where, what="the sensitivity scores", fix=_FIX)
         if isinstance(data, dict) and (version := data.get("bitwright-indications", _VERSION)) != _VERSION:
-            fix = f"this version of Bitwright reads {_VERSION}"
-            raise BitwrightError("unknown version of indications", where=where, value=version, fix=fix)
-        file = validated(_File, data, title=f"{where} is no file of indications", fix=_FIX)
+            fix = f"this version of Bitwright reads version {_VERSION}"
+            raise BitwrightError(
+                "unknown version of the scores file", where=where, value=version, fix=fix, code="unknown-version"
+            )
+        file = validated(_File, data, title=f"{where} isn't a valid scores file", fix=_FIX)
         return Indications(indicator=file.indicator, values=file.values, samples=file.samples, seconds=file.seconds)
 
     def save(self, path: str | Path) -> None:
-        """Write the file."""
+        """Write a file."""
         write_text(Path(path), self.to_json())
 
     @staticmethod
     def load(path: str | Path) -> Indications:
         """Read a file."""
-        return Indications.from_json(read_text(path, what="the indications", fix=_FIX), where=str(path))
+        return Indications.from_json(read_text(path, what="the sensitivity scores", fix=_FIX), where=str(path))
 
 
 Loss = Callable[[Any, Any], Tensor]
 Values = dict[str, dict[str, float]]
-"""By operator and format."""
+"""Scores by operator and format."""
 _WORDS = ("forward", "stochastic", "tensor", "weight")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """What an indicator is asked about."""
+    """The input of an indicator."""
 
     model: nn.Module
     #: Pairs of (inputs, target).
     batches: tuple[tuple[Any, Any], ...]
     loss: Loss
     graph: Graph
-    #: For each operator the formats that a kernel has for it, `float` aside.
+    #: For each operator, the formats (without `float`) that have a kernel for it.
     cases: Mapping[str, Mapping[str, ComputeSpec]]
     seed: int = 0
 
     def op(self, name: str) -> Op:
-        """The recorded operator."""
+        """The operator with this name."""
         return self.graph.by_name[name]
 
     @property
     def any_spec(self) -> dict[str, ComputeSpec]:
-        """One format for each operator: enough to take hold of it."""
+        """One format per operator, enough to substitute it."""
         return {name: next(iter(specs.values())) for name, specs in self.cases.items()}
 
     def each(self, function: Callable[[str, ComputeSpec], float]) -> Values:
-        """A value for each operator and format."""
+        """Call `function` for each operator and format."""
         return {
             name: {format: function(name, spec) for format, spec in specs.items()} for name, specs in self.cases.items()
         }
@@ -148,19 +150,22 @@ def indicate(
     indicator: str = "gradient-variance",
     formats: Sequence[str] = ("int8",),
     graph: Graph | None = None,
-    seed: int = 0,
+    seed: Seed = 0,
 ) -> Indications:
-    """Ask an indicator about every operator of a float model that a kernel of these formats can run.
+    """Score every operator of a float model that a kernel of these formats supports.
 
-    Batches are (inputs, target); a few are enough. A format is a kernel's name, with words after slashes: `stochastic`
-    (gradients are rounded at random), `weight` (the weight's gradient is computed in that format, too), `forward` (no
-    gradient is), `tensor` (one scale for a tensor): `int8/stochastic/weight`. The model is left as it was.
+    Batches are (inputs, target); a few are enough. A format is the name of a kernel with optional words after slashes,
+    such as `int8/stochastic/weight`: `stochastic` rounds gradients stochastically, `weight` also computes the weight's
+    gradient in this format, `forward` computes no gradient in it, `tensor` uses one scale per tensor. The model is
+    unchanged afterwards.
     """
     ask: Indicator = INDICATORS.get(indicator)
     specs = {text: spec_of(text) for text in formats}
     given = tuple(batches)
     if not given:
-        raise CalibrationError("there was no batch to score with", fix="give at least one batch of (inputs, target)")
+        raise CalibrationError(
+            "no batch to compute scores with", fix="pass at least one batch of (inputs, target)", code="no-batches"
+        )
     graph = capture(model, given[0][0]) if graph is None else graph
     cases = _cases(graph, {text: spec for text, spec in specs.items() if spec.is_low_precision})
     begin = time.process_time()
@@ -170,8 +175,13 @@ def indicate(
     for name, by_format in values.items():
         for format, value in by_format.items():
             if not isfinite(value):
-                fix = "look at the loss of these batches"
-                raise BitwrightError(f"{indicator} gave no number", where=f"{name} in {format}", value=value, fix=fix)
+                raise BitwrightError(
+                    f"{indicator} returned a score that isn't finite",
+                    where=f"{name} in {format}",
+                    value=value,
+                    fix="check the loss of these batches",
+                    code="score-not-finite",
+                )
     return Indications(
         indicator=indicator,
         values=values,
@@ -181,17 +191,19 @@ def indicate(
 
 
 def spec_of(text: str) -> ComputeSpec:
-    """A format as it is written: `int8`, `int8/stochastic/weight`.
+    """Parse a format such as `int8` or `int8/stochastic/weight`.
 
     >>> spec_of("int8/stochastic/weight").backward
     ('input', 'weight')
     """
     name, *words = text.split("/")
     if name != FLOAT and name not in KERNELS:
-        raise UnknownName("unknown kernel", value=name, fix=did_you_mean(name, [*KERNELS.names(), FLOAT]))
+        fix = did_you_mean(name, [*KERNELS.names(), FLOAT])
+        raise UnknownName("unknown kernel", value=name, fix=fix, code="unknown-kernel")
     for word in words:
         if word not in _WORDS:
-            raise BitwrightError("unknown word of a format", where=text, value=word, fix=did_you_mean(word, _WORDS))
+            fix = did_you_mean(word, _WORDS)
+            raise BitwrightError("unknown option of a format", where=text, value=word, fix=fix, code="unknown-option")
     backward = () if "forward" in words else ("input", "weight") if "weight" in words else ("input",)
     scales = "tensor" if "tensor" in words else "row"
     return ComputeSpec(format=name, backward=backward, stochastic="stochastic" in words, scales=scales)

@@ -1,9 +1,9 @@
-"""The errors that a kernel makes at each place of an operator, number by number.
+"""The rounding errors of a kernel at each place of an operator, element by element.
 
-Rounding to the nearest code is off by some part of half a step: s²/12 in the mean, and nothing for a number that is a
-code, as the zeros after a ReLU are. So the errors themselves are taken. Rounding at random to one of two neighbours,
-up with probability f, has variance s²·f(1 − f), in the mean s²/6. Floating-point numbers have steps of 2^(e−k) each.
-Scales are found by the kernels' own functions.
+Rounding to nearest has an error of up to half a step: s²/12 on average, and zero for values that are exact codes, such
+as the zeros after a ReLU. The actual errors are therefore used. Stochastic rounding to one of two neighbours, up with
+probability f, has variance s²·f(1 − f), s²/6 on average. Floating-point numbers have individual steps of 2^(e−k).
+Scales are computed with the kernels' own functions.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from bitwright.sensitivity.error_injection import Seen
 
 @dataclass(frozen=True)
 class Error:
-    """One rounding: of each number either the variance or, with a `channel` axis, the error itself.
+    """One rounding: the variance of each element or, with a `channel` axis, the error itself.
 
-    Errors of the nearest code may go together: all the numbers that are small beside the largest become 0. So within a
-    channel they keep their signs. Channels, and all numbers of a weight, are independent.
+    Errors of rounding to nearest can be correlated: all values that are small relative to the largest become 0. Errors
+    within a channel therefore keep their signs. Channels, and all elements of a weight, are independent.
     """
 
-    #: Where the rounded numbers are used: one error, several effects.
+    #: The places that use the rounded values.
     places: tuple[str, ...]
     sizes: Tensor
     channel: int | None = None
@@ -41,7 +41,7 @@ class Error:
         return float(sizes.sum(dtype=torch.float64))
 
     def moves(self, slopes: dict[str, Tensor]) -> float:
-        """The variance of what has these slopes by the places."""
+        """The variance of a quantity with these derivatives with respect to the places."""
         known = [slopes[place] for place in self.places if place in slopes]
         if not known:
             return 0.0
@@ -56,7 +56,7 @@ Errors = Callable[[Seen, ComputeSpec], Iterator[Error]]
 
 
 def stochastic_variance(x: Tensor, *, signed: bool = False, limit: int = FULL, whole: bool = False) -> Tensor:
-    """Of codes that are rounded at random."""
+    """The variance of stochastically rounded codes."""
     step = encode(x, signed=signed, limit=limit, whole=whole).steps
     up = x / step
     up -= up.floor()
@@ -64,7 +64,7 @@ def stochastic_variance(x: Tensor, *, signed: bool = False, limit: int = FULL, w
 
 
 def int8_errors(seen: Seen, spec: ComputeSpec) -> Iterator[Error]:
-    """As kernels/int8.py runs its products."""
+    """The errors of kernels/int8.py."""
     if seen.products.kind == "matmul":
         return _int8_matmul(seen, spec)
     if seen.products.kind == "embedding":
@@ -76,7 +76,7 @@ def _int8_weighted(seen: Seen, spec: ComputeSpec) -> Iterator[Error]:
     left, weight, grad, channel = seen.left, seen.right, seen.grad, seen.channel
     limit = second_limit(left)
     codes = encode(seen.rows(left), whole=spec.per_tensor)
-    # codes are kept for the backward pass
+    # the backward pass reuses the codes
     yield Error(("left", "left_again"), codes.float().view(left.shape) - left, channel)
     yield Error(("right",), _rows(weight, limit, spec))
     if grad is None:
@@ -94,9 +94,9 @@ def _int8_weighted(seen: Seen, spec: ComputeSpec) -> Iterator[Error]:
 
 
 def _for_weight(seen: Seen, grad: Tensor, steps: Tensor, spec: ComputeSpec, limit: int) -> Error:
-    """Of the gradient times the input's steps, with one scale; in units of the gradient."""
+    """The error of the gradient times the input's steps, with one scale, in units of the gradient."""
     rows = seen.rows(grad)
-    units = torch.where(steps > 0, 1.0 / steps, 0.0)  # what meets zeros has no effect
+    units = torch.where(steps > 0, 1.0 / steps, 0.0)  # errors multiplied by zeros have no effect
     if spec.stochastic:
         variance = stochastic_variance(rows * steps, signed=True, limit=limit, whole=True) * units.square()
         return Error(("grad_for_right",), variance.view(grad.shape))
@@ -129,18 +129,18 @@ def _encoded(places: tuple[str, ...], seen: Seen, x: Tensor, spec: ComputeSpec, 
 
 
 def _rows(x: Tensor, limit: int, spec: ComputeSpec) -> Tensor:
-    """Squared errors with a scale for each row."""
+    """Squared errors with one scale per row."""
     return (encode_rows(x, limit, whole=spec.per_tensor).float() - x).square_()
 
 
 def _columns(x: Tensor, limit: int, spec: ComputeSpec) -> Tensor:
-    """Squared errors with a scale for each column of each matrix."""
+    """Squared errors with one scale per column of each matrix."""
     rows = x.transpose(-1, -2)
     return _rows(rows.reshape(-1, x.shape[-2]), limit, spec).view(rows.shape).transpose(-1, -2)
 
 
 def _turned(seen: Seen, limit: int, spec: ComputeSpec) -> Tensor:
-    """Squared errors of a weight whose rows are those of its inputs: it has other scales on the way back."""
+    """Squared errors of a weight with rows per input channel, which has other scales in the backward pass."""
     weight = seen.right
     if not seen.products.shape:
         return _rows(weight.t(), limit, spec).t()
@@ -151,7 +151,7 @@ def _turned(seen: Seen, limit: int, spec: ComputeSpec) -> Tensor:
 
 
 def cast_errors(dtype: torch.dtype) -> Errors:
-    """As kernels/lowfloat.py casts what comes and what goes."""
+    """The errors of kernels/lowfloat.py, which casts inputs and outputs."""
 
     def error(places: tuple[str, ...], x: Tensor, channel: int | None) -> Error:
         sizes = x.to(dtype).to(x.dtype) - x
@@ -167,14 +167,14 @@ def cast_errors(dtype: torch.dtype) -> Errors:
             yield error(("grad_for_left", "grad_for_right"), seen.grad, seen.channel)
         if "to_left" in seen.given:
             yield error(("to_left",), seen.given["to_left"], seen.channel)
-        if "to_right" in seen.given and seen.products.kind != "embedding":  # whose sums are in float32
+        if "to_right" in seen.given and seen.products.kind != "embedding":  # embeddings sum in float32
             yield error(("to_right",), seen.given["to_right"], weight)
 
     return errors
 
 
 def measured_errors(seen: Seen, spec: ComputeSpec) -> Iterator[Error]:
-    """Of any kernel: run it on these numbers, and look at what its products give."""
+    """The errors of any kernel, measured by running it on these values."""
     operands = [x.clone().requires_grad_(x.is_floating_point()) for x in (seen.left, seen.right)]
     shape = (None, *seen.products.shape) if seen.products.shape else ()
     with torch.enable_grad():
@@ -193,7 +193,7 @@ def measured_errors(seen: Seen, spec: ComputeSpec) -> Iterator[Error]:
 
 
 def errors_of(seen: Seen, spec: ComputeSpec) -> Iterator[Error]:
-    """As this kernel makes them: place by place for Bitwright's own kernels, by its results for any other."""
+    """The errors of this kernel: per place for Bitwright's own kernels, measured at the results for others."""
     return _KNOWN.get(spec.format, measured_errors)(seen, spec)
 
 

@@ -1,4 +1,4 @@
-"""`score(model, batches)`: quantize one site at a time and look at what becomes of the outputs."""
+"""`score(model, batches)`: quantize one site at a time and measure the effect on the outputs."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from bitwright.core import formatting, notebook
 from bitwright.core.arguments import strict
 from bitwright.core.errors import CalibrationError, PlanError, Problem
 from bitwright.core.modes import eval_mode
@@ -24,44 +25,64 @@ from bitwright.workload import call
 
 @dataclass(frozen=True, kw_only=True)
 class SiteScore:
-    """What happens to the model when this one site is quantized and all else is float."""
+    """The effect of quantizing only this site."""
 
     site: str
     format: str
-    #: Of the numbers at the site itself, in dB; None for all sites together.
+    #: SQNR of the values at the site, in dB; None for all sites together.
     sqnr_db: float | None
-    #: The mean of the squared errors at the site itself; None for all sites together.
+    #: The mean squared error at the site; None for all sites together.
     mse: float | None
     #: ‖y − ŷ‖/‖y‖ of the model's outputs.
     output_error: float
-    #: 1 − cos(y, ŷ).
+    #: 1 − cos(y, ŷ) of the model's outputs.
     cosine_distance: float
-    #: Of the loss, if there is one.
+    #: The change of the loss, if there is one.
     loss_change: float | None
 
     @property
     def operator(self) -> str:
-        """The operator that the site belongs to."""
+        """The operator of the site."""
         return self.site.rpartition(":")[0]
 
     @property
     def suffering(self) -> float:
-        """What sites are sorted by: the loss if there is one, else the outputs' error."""
+        """The value by which sites are sorted: the change of the loss if there is one, otherwise the output error."""
         return self.output_error if self.loss_change is None else self.loss_change
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
-    """The sites, worst first."""
+    """The scores of all sites, worst first."""
 
     sites: tuple[SiteScore, ...]
-    #: The same for all sites at once.
+    #: The score with all sites quantized.
     together: SiteScore
     samples: int
-    #: The share of the work of separate runs that was taken from shared partial results instead.
+    #: The share of calls that reused recorded results instead of being executed.
     shared: float
-    #: Bytes of the partial results of the largest batch.
+    #: Bytes of the recorded results of the largest batch.
     kept_bytes: int
+
+    def _repr_html_(self) -> str:
+        rows = [
+            (
+                one.site,
+                one.format,
+                None if one.sqnr_db is None else formatting.decibels(one.sqnr_db),
+                formatting.percent(one.output_error),
+                None if one.loss_change is None else f"{one.loss_change:+.3g}",
+            )
+            for one in self.sites
+        ]
+        heads = ["site", "format", "#SQNR", "#output error", "#loss change"]
+        return notebook.table(heads, rows, title=f"Sensitivity of {len(self.sites)} sites, {self.samples} samples")
+
+    def plot(self, most: int = 20) -> notebook.Chart:
+        """The error of the outputs when one site is quantized, for the worst sites."""
+        worst = sorted(self.sites, key=lambda one: -one.output_error)[:most]
+        bars = [(one.site, formatting.percent(one.output_error), one.output_error) for one in worst]
+        return notebook.bar_chart(bars, label="Error of the outputs if one site is quantized")
 
     def operators(self) -> list[tuple[str, float]]:
         """Operators with the sum over their sites, worst first."""
@@ -71,7 +92,7 @@ class Scores:
         return sorted(sums.items(), key=lambda item: -item[1])
 
 
-_FIRST = -1  # what was there before the first call: inputs and parameters
+_FIRST = -1  # position of inputs and parameters, which exist before the first call
 
 
 class Recording(TorchFunctionMode):
@@ -82,8 +103,8 @@ class Recording(TorchFunctionMode):
         self.results: list[Any] = []
         self.position = 0
         self.cut = 0
-        self._made: dict[int, int] = {}  # storage → the call that made it
-        self._rewritten: list[tuple[int, int]] = []  # calls (made, written over): in between, numbers were others
+        self._made: dict[int, int] = {}  # storage → the call that allocated it
+        self._rewritten: list[tuple[int, int]] = []  # (allocated, overwritten): results in between are stale
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         here, self.position = self.position, self.position + 1
@@ -104,7 +125,7 @@ class Recording(TorchFunctionMode):
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """The run inside is kept."""
+        """Record the run in this context."""
         self.results, self._made, self._rewritten = [], {}, []
         self.position = self.cut = 0
         with self:
@@ -112,7 +133,7 @@ class Recording(TorchFunctionMode):
 
     @contextmanager
     def replaying(self, cut: int) -> Iterator[None]:
-        """The run inside gets the kept results of the calls before `cut`; later ones are made."""
+        """Reuse the recorded results of the calls before `cut`, and execute the later ones."""
         self.position, self.cut = 0, self.usable(cut)
         try:
             with self:
@@ -121,9 +142,10 @@ class Recording(TorchFunctionMode):
             self.cut = 0
 
     def usable(self, cut: int) -> int:
-        """The last call up to `cut` before which all kept numbers are those of that moment.
+        """The last call up to `cut` at which all recorded results are still valid.
 
-        A tensor that is written over in place is kept as it is in the end: a run can't start where it was otherwise.
+        A tensor that is overwritten in place is recorded with its final values, so a run can't start between its
+        allocation and the write.
         """
         while True:
             earlier = min((made for made, over in self._rewritten if made < cut <= over), default=cut)
@@ -133,7 +155,7 @@ class Recording(TorchFunctionMode):
 
     @property
     def bytes(self) -> int:
-        """What the kept results hold, each storage once."""
+        """The memory of the recorded results; each storage counts once."""
         tensors = [x for x in tree_leaves(self.results) if isinstance(x, Tensor)]
         return sum({_storage(x): x.untyped_storage().nbytes() for x in tensors}.values())
 
@@ -166,11 +188,11 @@ def score(
     loss: Loss | None = None,
     progress: Progress | None = None,
 ) -> Scores:
-    """Score every site of a prepared and calibrated model, biases (32 bits) aside.
+    """Score every site of a prepared and calibrated model, except biases (32 bits).
 
-    With a `loss`, batches are (inputs, target). The float run of a batch is recorded; the run of a site starts from
-    the recorded numbers where that site comes. Memory: the activations of one batch in float, so smaller batches need
-    less. `progress` counts batches.
+    With a `loss`, batches are (inputs, target). The float run of each batch is recorded, and the run of a site starts
+    from the recorded results at that site. This needs memory for all float activations of one batch, so smaller
+    batches need less. `progress` receives the number of finished batches.
     """
     run = _Scoring(model, loss)
     with eval_mode(model), in_mode(model, "quantize"):
@@ -182,7 +204,7 @@ def score(
 
 
 class _Sums:
-    """Squares and products of what should be and what is, over all batches."""
+    """Sums of squares and products of expected and actual values, over all batches."""
 
     def __init__(self) -> None:
         self.signal = self.error = self.got = self.product = 0.0
@@ -211,7 +233,7 @@ class _Sums:
 
 
 class _Effect:
-    """What becomes of the outputs, and of the loss, over all batches."""
+    """The effect on outputs and loss, over all batches."""
 
     def __init__(self) -> None:
         self.outputs, self.loss = _Sums(), 0.0
@@ -227,7 +249,7 @@ class _Site(_Effect):
         super().__init__()
         self.quantizer = quantizer
         self.own = _Sums()
-        self.cut: int | None = None  # the call before which this batch comes to it first
+        self.cut: int | None = None  # the position at which this batch first reaches the site
 
     def look(self, x: Tensor, position: int) -> None:
         if self.cut is not None:
@@ -244,17 +266,17 @@ class _Scoring:
         self.quantizers = attachment_of(model).quantizers
         self.sites = {site: _Site(q) for site, q in self.quantizers.items() if not q.of}
         unready = [
-            Problem(what="this site has no range", where=site, fix="calibrate(model, batches) first")
+            Problem(what="this site has no range", where=site, fix="calibrate(model, batches) first", code="no-range")
             for site, one in self.sites.items()
             if not one.quantizer.ready
         ]
         if unready:
-            raise PlanError(unready, title="what isn't calibrated can't be scored")
+            raise PlanError(unready, title="the model must be calibrated before scoring")
         self.float, self.together = _Effect(), _Effect()
         self.samples = self.calls = self.saved = self.kept_bytes = 0
 
     def add(self, inputs: Any, target: Any) -> None:
-        """One batch: float, all quantized, and each site."""
+        """Run one batch in float, fully quantized, and with each site quantized."""
         count = batch_size(inputs)
         self.samples += count
         all_quantized = self._run(inputs, target, count)
@@ -271,7 +293,7 @@ class _Scoring:
                 one.add(wanted, wanted, float_loss)
                 continue
             self._quantize_only(site)
-            # a tap keeps quantizers from doing several things in one pass: the same calls as in the recording
+            # a tap prevents quantizers from fusing operations, so the calls match the recording
             with tapped(self.model, _ignore), self.recording.replaying(one.cut):
                 one.add(wanted, *self._run(inputs, target, count))
             self.calls += len(self.recording.results)
@@ -280,9 +302,9 @@ class _Scoring:
             quantizer.enabled = True
 
     def _run(self, inputs: Any, target: Any, count: int) -> tuple[list[Tensor], float]:
-        """The outputs, and the loss of all samples."""
+        """The outputs, and the loss summed over samples."""
         output = call(self.model, inputs)
-        with torch._C.DisableTorchFunction():  # the loss is no part of the run
+        with torch._C.DisableTorchFunction():  # don't record the loss
             loss = 0.0 if self.loss is None else float(self.loss(output, target)) * count
         numbers = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.is_floating_point()]
         return numbers, loss
@@ -294,13 +316,15 @@ class _Scoring:
     def _look(self, site: str, quantizer: Quantizer, x: Tensor) -> None:
         one = self.sites.get(quantizer.site)
         if one is not None:
-            with torch._C.DisableTorchFunction():  # nor is what is computed here
+            with torch._C.DisableTorchFunction():  # don't record these computations
                 one.look(x, self.recording.position)
 
     def result(self) -> Scores:
-        """The sites, worst first."""
+        """The scores, worst first."""
         if not self.samples:
-            raise CalibrationError("there was no batch to score with", fix="give a loader with at least one batch")
+            raise CalibrationError(
+                "no batch to compute scores with", fix="pass a loader with at least one batch", code="no-batches"
+            )
         scores = [self._score(site, str(one.quantizer.format), one, one.own) for site, one in self.sites.items()]
         return Scores(
             sites=tuple(sorted(scores, key=lambda one: -one.suffering)),

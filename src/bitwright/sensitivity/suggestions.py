@@ -1,4 +1,4 @@
-"""`suggest(…)`: which operators to keep in float, and what that brings, measured."""
+"""`suggest(…)`: which operators to keep in float, with the measured gain."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from bitwright.core.arguments import strict
+from bitwright.core.arguments import Count, strict
 from bitwright.core.modes import eval_mode
 from bitwright.core.progress import Progress
 from bitwright.plan import Plan, SiteSpec
@@ -25,7 +25,7 @@ from bitwright.workload import call
 def errors_without(
     model: nn.Module, batches: Sequence[Any], variants: Mapping[str, Collection[str]]
 ) -> dict[str, float]:
-    """For each variant, a set of sites that are switched off, ‖y − ŷ‖/‖y‖ of the outputs of a prepared model."""
+    """‖y − ŷ‖/‖y‖ of a prepared model's outputs, for each variant, which is a set of disabled sites."""
     quantizers = attachment_of(model).quantizers
     with eval_mode(model):
         with in_mode(model, "float"):
@@ -35,7 +35,7 @@ def errors_without(
                 errors = {}
                 for name, off in variants.items():
                     for site, quantizer in quantizers.items():
-                        # a bias has the scale of its input and weight: it goes with either
+                        # a bias uses the scales of its input and weight, so it is disabled with either
                         quantizer.enabled = site not in off and not any(source in off for source in quantizer.of)
                     errors[name] = _error(wanted, [_outputs(model, batch) for batch in batches])
                 return errors
@@ -58,12 +58,12 @@ def _outputs(model: nn.Module, batch: Any) -> list[Tensor]:
 
 
 ENOUGH = 0.8
-"""Of the largest gain: more operators in float than bring this much aren't worth their speed."""
+"""Share of the largest possible gain at which adding more float operators stops, because each costs speed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """The plan with some operators in float, measured."""
+    """The measured metric of the plan with some operators in float."""
 
     operators: tuple[str, ...]
     metric: float
@@ -71,7 +71,7 @@ class Trial:
 
 @dataclass(frozen=True, kw_only=True)
 class Suggestion:
-    """The changed plan, with what was measured on the way to it."""
+    """The changed plan, and the measurements that led to it."""
 
     plan: Plan
     operators: tuple[str, ...]
@@ -81,7 +81,7 @@ class Suggestion:
 
     @property
     def gain(self) -> float:
-        """What it changes, in units of the metric."""
+        """The change of the metric."""
         return self.after - self.before
 
 
@@ -92,14 +92,14 @@ def suggest(
     scores: Scores,
     evaluate: Callable[[nn.Module], float],
     *,
-    most: int = 5,
+    most: Count = 5,
     lower_is_better: bool = False,
     progress: Progress | None = None,
 ) -> Suggestion:
-    """Keep the worst 1, 2, … `most` operators in float, measure each with `evaluate`, take enough of them.
+    """Evaluate the model with the worst 1, 2, … `most` operators in float, and choose the fewest with enough gain.
 
-    The model is the prepared one that was scored. Calibration is done in float arithmetic, so the ranges of all other
-    sites stay as they are: switching quantizers off gives exactly what the changed plan gives.
+    `model` is the prepared model that was scored. Calibration uses float arithmetic, so the ranges of all other sites
+    don't change: disabling quantizers is equivalent to preparing the changed plan.
     """
     attachment = attachment_of(model)
     worst = [name for name, suffering in scores.operators() if suffering > 0][:most]
@@ -127,16 +127,16 @@ def suggest(
 
 
 def _enough(before: float, trials: Sequence[Trial], sign: float) -> Trial | None:
-    """The fewest operators that bring most of what can be won; None if nothing is won."""
+    """The fewest operators with most of the possible gain; None if there is no gain."""
     gains = [sign * (trial.metric - before) for trial in trials]
     most = max(gains, default=0.0)
     return next((t for t, gain in zip(trials, gains, strict=True) if most > 0 and gain >= ENOUGH * most), None)
 
 
 def floated(attachment: Attachment, operators: Iterable[str]) -> list[str]:
-    """The sites that become float with these operators: their own, but for quantizers that others share.
+    """The sites that become float with these operators: their own sites, except quantizers shared with others.
 
-    A bias that is quantized with the scale of such a site has none any more, whoever's it is.
+    Biases that use the scale of such a site become float too.
     """
     chosen = set(operators)
     borrowed = {owner for site, owner in attachment.shared.items() if _operator(site) not in chosen}

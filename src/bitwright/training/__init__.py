@@ -1,4 +1,4 @@
-"""Training with one flag: the trainer, quantization within other people's loops, checkpoints."""
+"""Training: the trainer, quantization-aware training in other training loops, and checkpoints."""
 
 from bitwright.training.callbacks import Callback, TensorBoard, tensorboard_problem
 from bitwright.training.config import TrainConfig

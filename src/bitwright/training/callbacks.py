@@ -1,4 +1,4 @@
-"""What can look on while a run goes: each event is one method."""
+"""Callbacks of a training run: each event is one method."""
 
 from __future__ import annotations
 
@@ -16,50 +16,50 @@ if TYPE_CHECKING:
 
 
 class Callback:
-    """Look on at a run. On ranks other than 0 nothing is called."""
+    """Observes a run. Methods are called on rank 0 only."""
 
     def on_start(self, run: Run) -> None:
-        """Everything is in place, no step was made (or the run goes on at `run.step`)."""
+        """Called after the set-up, before the first step (or before step `run.step` of a resumed run)."""
 
     def on_step(self, run: Run) -> None:
-        """A step was made; `run.loss` is that of the last logged one."""
+        """Called after each step; `run.loss` is the last logged loss."""
 
     def on_log(self, run: Run, values: dict[str, float]) -> None:
-        """Every `log_steps` steps: loss, lr, and the norm of gradients where it is known."""
+        """Called every `log_steps` steps with the loss, lr, and the norm of gradients if it is known."""
 
     def on_epoch(self, run: Run, values: dict[str, float]) -> None:
-        """An epoch was finished and measured; `values` has the workload's metrics."""
+        """Called after an epoch is finished and evaluated; `values` contains the workload's metrics."""
 
     def on_result(self, run: Run, folder: Path) -> None:
         """The run is complete. What is written to `folder` moves to the run's folder together with the result."""
 
     def on_end(self, run: Run) -> None:
-        """The run is over, or was interrupted."""
+        """Called when the run ends or is interrupted."""
 
     def discard(self, run: Run) -> None:
         """The run failed before its first checkpoint: remove the files that this callback has written to its folder."""
 
 
 class History(Callback):
-    """`history.jsonl`: one line for each logged step and each epoch; what a resumed run repeats is cut off first."""
+    """`history.jsonl`: one line per logged step and epoch; lines that a resumed run repeats are removed first."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "history.jsonl"
         self._new = False
 
     def on_start(self, run: Run) -> None:
-        """Keep what was before the step at which this run begins."""
+        """Keep the lines up to the step at which this run starts."""
         self._new = not self.path.exists()
         lines = self.path.read_bytes().splitlines() if self.path.is_file() else []
         kept = [line.decode() for line in lines if (step := _step(line)) is not None and step <= run.step]
         write_text(self.path, "".join(f"{line}\n" for line in kept))
 
     def on_log(self, run: Run, values: dict[str, float]) -> None:
-        """A step's line."""
+        """Append the line of a step."""
         self._add({"step": run.step, "epoch": run.epoch, **values})
 
     def on_epoch(self, run: Run, values: dict[str, float]) -> None:
-        """An epoch's line."""
+        """Append the line of an epoch."""
         self._add({"step": run.step, "epoch": run.epoch, "metrics": values})
 
     def discard(self, run: Run) -> None:
@@ -73,7 +73,7 @@ class History(Callback):
 
 
 def _step(line: bytes) -> int | None:
-    """The step of a line; None: the line is damaged, as a kill leaves the last one."""
+    """The step of a line, or None if the line is damaged, for example by a killed process."""
     try:
         row = parse_json(line, where="history.jsonl", finite=False)
     except BitwrightError:
@@ -89,12 +89,12 @@ class TensorBoard(Callback):
         self.folder = folder
         problem = tensorboard_problem()
         if problem is not None:
-            raise BitwrightError(problem, fix='pip install "bitwright[tensorboard]"')
+            raise BitwrightError(problem, fix='pip install "bitwright[tensorboard]"', code="missing-tensorboard")
         self.writer: Any = None
         self._before: frozenset[Path] | None = None  # files that were there before; None: not even the folder was
 
     def on_start(self, run: Run) -> None:
-        """Open the files; what a resumed run repeats is purged."""
+        """Open the files and purge the steps that a resumed run repeats."""
         from torch.utils.tensorboard import SummaryWriter
 
         self._before = frozenset(self.folder.iterdir()) if self.folder.is_dir() else None
@@ -103,13 +103,13 @@ class TensorBoard(Callback):
             self._sites(run)
 
     def on_log(self, run: Run, values: dict[str, float]) -> None:
-        """Losses, learning rate, gradient norm."""
+        """Write the loss, learning rate and gradient norm."""
         with writing(self.folder):
             for name, value in values.items():
                 self.writer.add_scalar(f"train/{name}", value, run.step)
 
     def on_epoch(self, run: Run, values: dict[str, float]) -> None:
-        """Metrics and sites."""
+        """Write the metrics and the state of all sites."""
         with writing(self.folder, strict=True):
             for name, value in values.items():
                 self.writer.add_scalar(f"evaluation/{name}", value, run.step)
@@ -143,7 +143,7 @@ class TensorBoard(Callback):
 
 
 def tensorboard_problem() -> str | None:
-    """Why there are no TensorBoard logs here, if there are none."""
+    """The reason why TensorBoard isn't available, or None."""
     try:
         import tensorboard  # noqa: F401
     except ImportError as error:

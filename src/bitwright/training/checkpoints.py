@@ -31,7 +31,7 @@ _TENSOR = "$tensor"
 
 
 def pack(value: Any, tensors: dict[str, Tensor], path: str = "") -> Any:
-    """`value` as JSON can hold it; its tensors go into `tensors`, under their paths.
+    """Convert `value` to JSON types; its tensors are added to `tensors` under their paths.
 
     >>> import torch
     >>> kept = {}
@@ -47,17 +47,18 @@ def pack(value: Any, tensors: dict[str, Tensor], path: str = "") -> Any:
         return [pack(item, tensors, f"{path}/{index}") for index, item in enumerate(value)]
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    raise CheckpointError("this state can't be saved", where=path, value=type(value).__name__)
+    raise CheckpointError("this state can't be saved", where=path, value=type(value).__name__, code="unsaved-state")
 
 
 def unpack(value: Any, tensors: dict[str, Tensor]) -> Any:
-    """What `pack` was given, but for keys that weren't text and tuples."""
+    """The inverse of `pack`, except that keys become strings and tuples become lists."""
     if isinstance(value, dict):
         if set(value) == {_TENSOR}:
             name = value[_TENSOR]
             if name not in tensors:
-                what = "the checkpoint lacks this tensor"
-                raise CheckpointError(what, where=str(name), fix="resume from another one", code="damaged-checkpoint")
+                what = "the checkpoint doesn't contain this tensor"
+                fix = "resume from another checkpoint"
+                raise CheckpointError(what, where=str(name), fix=fix, code="damaged-checkpoint")
             return tensors[name]
         return {key: unpack(item, tensors) for key, item in value.items()}
     return [unpack(item, tensors) for item in value] if isinstance(value, list) else value
@@ -68,13 +69,13 @@ _KEPT = 2
 STATE = "trainer.json"
 
 
-_FIX = "remove this folder: the checkpoint before it is used then"
+_FIX = "remove this folder to resume from the previous checkpoint"
 
 
 class TrainerState(Strict):
-    """`trainer.json`: where a run stands, what it was told, and the hashes of the files beside it."""
+    """`trainer.json`: the progress and settings of a run, and the hashes of the other files."""
 
-    model_config = ConfigDict(allow_inf_nan=True)  # a metric of a run may be either
+    model_config = ConfigDict(allow_inf_nan=True)  # a metric may be infinite or NaN
 
     version: Literal[2]
     identity: dict[str, Any]
@@ -100,15 +101,15 @@ class Saved:
     step: int
 
     def state(self) -> TrainerState:
-        """What the trainer wrote beside the tensors; a file that is damaged, missing or replaced is an error."""
+        """The trainer's state; raises an error if a file is damaged, missing or replaced."""
         file = self.folder / STATE
         known = read_json(file, what="the checkpoint", fix=_FIX, error=CheckpointError, finite=False)
-        title = f"{file} is damaged, or of another version of Bitwright"
+        title = f"{file} is damaged, or from another version of Bitwright"
         state = validated(
             TrainerState, known, title=title, fix=_FIX, error=lambda found: TrainError(found, title=title)
         )
         if state.step != self.step:
-            raise self.damaged(file, f"it is the state of step {state.step}")
+            raise self.damaged(file, f"it contains the state of step {state.step}")
         for name in ("model.safetensors", "state.safetensors"):
             if name not in state.files:
                 raise self.damaged(file, f"it has no hash of {name}")
@@ -117,11 +118,11 @@ class Saved:
             if name_problem(name) is not None or not path.is_file():
                 raise self.damaged(path, "a file of the checkpoint is missing")
             if file_fingerprint(path) != written:
-                raise self.damaged(path, "its contents are not those that were saved")
+                raise self.damaged(path, "its contents changed after it was saved")
         return state
 
     def damaged(self, path: Path, what: str) -> CheckpointError:
-        """The error of a checkpoint that can't be used."""
+        """The error for a checkpoint that can't be used."""
         return CheckpointError(f"can't resume: {what}", where=str(path), fix=_FIX, code="damaged-checkpoint")
 
 
@@ -132,7 +133,7 @@ class Checkpoints:
         self.folder = run / "checkpoints"
 
     def save(self, step: int, write: Callable[[Path], None], *, best: bool = False) -> Saved:
-        """Let `write` fill a folder; only when it is whole and on the disk it gets its name."""
+        """Call `write` to fill a temporary folder, then rename it once it is complete and on disk."""
         target = self.folder / f"step-{step:08d}"
         with writing(target):
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -163,7 +164,7 @@ class Checkpoints:
             self.folder.rmdir()
 
     def all(self) -> list[Saved]:
-        """The checkpoints that there are, oldest first."""
+        """All checkpoints, oldest first."""
         if not self.folder.is_dir():
             return []
         found = [(_NAME.fullmatch(path.name), path) for path in self.folder.iterdir()]
@@ -173,13 +174,13 @@ class Checkpoints:
         )
 
     def latest(self) -> Saved | None:
-        """The newest one."""
+        """The newest checkpoint."""
         return saved[-1] if (saved := self.all()) else None
 
     def best(self) -> Saved | None:
-        """The one with the best metric."""
+        """The checkpoint with the best metric."""
         mark = self.folder / "best"
-        fix = "remove this file: another checkpoint will be the best one"
+        fix = "remove this file; the next best checkpoint creates it again"
         name = read_text(mark, what="the best checkpoint's name", fix=fix).strip() if mark.is_file() else None
         return next((saved for saved in self.all() if saved.folder.name == name), None)
 
@@ -190,13 +191,12 @@ class Checkpoints:
                 shutil.rmtree(saved.folder)
 
 
-_STATE_FIX = "remove this folder: the checkpoint before it is used then"
-# Settings that change nothing about the numbers: a resumed run may have others.
+# Settings that don't affect results; a resumed run may change them.
 _FREE = {"save_steps", "log_steps", "workers"}
 
 
 def identity(run: Run) -> dict[str, Any]:
-    """What must be the same for a run to go on."""
+    """The settings that must be equal to resume a run."""
     fixed = {key: value for key, value in run.config.model_dump().items() if key not in _FREE}
     return {
         "workload": run.workload.name,
@@ -214,12 +214,12 @@ def identity(run: Run) -> dict[str, Any]:
 
 
 def whole_state(run: Run) -> dict[str, Tensor]:
-    """The model's state as one process would have it; all ranks must ask."""
+    """The unsharded state of the model; all ranks must call this function."""
     return {name: run.parallel.whole(tensor) for name, tensor in run.model.state_dict().items()}
 
 
 def writer(run: Run) -> Callable[[Path], None]:
-    """Collect the state (with all ranks, where they share it); gives what writes it."""
+    """Gather the state from all ranks and return the function that writes it."""
     tensors: dict[str, Tensor] = {}
     state = TrainerState(
         version=2,
@@ -251,7 +251,7 @@ def writer(run: Run) -> Callable[[Path], None]:
 
 
 def checked(run: Run, saved: Saved) -> TrainerState:
-    """The state of a checkpoint; one of another run is refused, with every difference."""
+    """The state of a checkpoint; raises an error that lists every setting that differs from this run."""
     state = saved.state()
     before, now = state.identity, json.loads(json.dumps(identity(run)))
     problems = [
@@ -260,24 +260,25 @@ def checked(run: Run, saved: Saved) -> TrainerState:
             where=key,
             value=now.get(key),
             fix=f"use the same settings, or another folder (--init {saved.folder.parents[1]} starts from its weights)",
+            code="resume-mismatch",
         )
         for key in sorted({*before, *now})
         if before.get(key) != now.get(key)
     ]
     if problems:
-        raise TrainError(problems, title=f"can't resume {saved.folder.name}: this is another run")
+        raise TrainError(problems, title=f"can't resume {saved.folder.name}: it belongs to another run")
     return state
 
 
 def restore(run: Run, saved: Saved, state: TrainerState) -> None:
-    """Resume from a checkpoint whose model is loaded already."""
+    """Restore everything except the model's state, which is already loaded."""
     tensors = _tensors(run, saved)
     try:
         _put(run, state, tensors)
     except BitwrightError as error:
         raise saved.damaged(saved.folder / STATE, f"{error.problems[0].where}: {error.problems[0].what}") from error
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        what = f"the state doesn't fit this run: {type(error).__name__}: {error}"
+        what = f"the state doesn't match this run: {type(error).__name__}: {error}"
         raise saved.damaged(saved.folder / STATE, what) from error
     run.step, run.epoch, run.stale = state.step, state.epoch, state.stale
     run.stopped_early, run.best, run.metrics = state.stopped_early, state.best, state.metrics
@@ -288,7 +289,7 @@ def restore(run: Run, saved: Saved, state: TrainerState) -> None:
 
 
 def _put(run: Run, state: TrainerState, tensors: dict[str, Tensor]) -> None:
-    """Moments, averages and observers."""
+    """Restore the optimizer, averaged weights, observers and loss scale."""
     parameters = [p for group in run.optimizer.param_groups for p in group["params"]]
     moments: dict[int, dict[str, Any]] = {}
     for index, known in unpack(state.optimizer, tensors).items():
@@ -307,7 +308,7 @@ def _put(run: Run, state: TrainerState, tensors: dict[str, Tensor]) -> None:
 
 
 def load_best(run: Run, saved: Saved) -> None:
-    """The model of another checkpoint of this run, averaged if averages are kept."""
+    """Load the model of another checkpoint of this run, with averaged weights if there are any."""
     if not run.parallel.measures_together:
         load_checkpoint(run.model, saved.folder / "model.safetensors")
     else:
@@ -327,10 +328,10 @@ def _load_average(run: Run, average: dict[str, Tensor]) -> None:
 
 def _tensors(run: Run, saved: Saved) -> dict[str, Tensor]:
     file = saved.folder / "state.safetensors"
-    found = read_tensors(file, fix=_STATE_FIX, error=CheckpointError, what="the checkpoint")
+    found = read_tensors(file, fix=_FIX, error=CheckpointError, what="the checkpoint")
     return {name: tensor.to(run.device) for name, tensor in found.items()}
 
 
 def _plain(observers: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Without what the plan says already."""
+    """Remove what the plan already contains."""
     return {site: {k: v for k, v in state.items() if k != "format"} for site, state in observers.items()}

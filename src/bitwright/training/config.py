@@ -1,4 +1,4 @@
-"""What a training run is told: one frozen object, checked as a whole before anything starts."""
+"""The settings of a training run, validated together before the run starts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bitwright.core.errors import Problem, TrainError, did_you_mean
 
 @strict
 class TrainConfig(BaseModel):
-    """The settings of a run. A float run and a QAT run have the same ones: precision isn't among them."""
+    """The settings of a run. They are the same for float runs and QAT runs; precision isn't one of them."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -22,66 +22,68 @@ class TrainConfig(BaseModel):
         default=None,
         ge=1,
         le=10**9,
-        description="Samples per process and step; what the workload's loader has, else 64.",
+        description="Samples per process and step; by default that of the workload's loader, or 64.",
     )
-    optimizer: Literal["sgd", "adamw"] = Field(default="sgd", description="SGD has Nesterov momentum.")
+    optimizer: Literal["sgd", "adamw"] = Field(default="sgd", description="SGD uses Nesterov momentum.")
     lr: float = Field(
-        default=0.01, gt=0, le=1e6, description="Peak learning rate, never scaled by the number of processes."
+        default=0.01, gt=0, le=1e6, description="Peak learning rate; not scaled by the number of processes."
     )
     quantizer_lr: float | None = Field(
         default=None,
         gt=0,
         le=1e6,
-        description="Peak learning rate of scales and other quantizer state; lr if not given.",
+        description="Peak learning rate of scales and other quantizer state; by default lr.",
     )
     momentum: float = Field(default=0.9, ge=0, lt=1, description="SGD's momentum, or AdamW's first beta.")
     weight_decay: float = Field(
-        default=1e-4, ge=0, le=1e6, description="Not applied to quantizer state, norms and biases."
+        default=1e-4, ge=0, le=1e6, description="Weight decay; not applied to quantizer state, norms and biases."
     )
     quantizer_decay: float = Field(
-        default=0.0, ge=0, le=1e6, description="Weight decay of quantizer state: PACT wants some."
+        default=0.0, ge=0, le=1e6, description="Weight decay of quantizer state; useful for PACT."
     )
-    schedule: Literal["cosine", "constant"] = Field(default="cosine", description="How the learning rate goes down.")
-    warmup: float = Field(default=0.0, ge=0, le=1e6, description="Epochs, or a part of one, in which it goes up.")
-    accumulate: int = Field(default=1, ge=1, le=10**6, description="Batches whose gradients make one step.")
-    clip: float | None = Field(default=None, gt=0, le=1e30, description="Largest norm of all gradients together.")
+    schedule: Literal["cosine", "constant"] = Field(default="cosine", description="Learning-rate schedule.")
+    warmup: float = Field(default=0.0, ge=0, le=1e6, description="Epochs of linear warm-up; may be a fraction.")
+    accumulate: int = Field(default=1, ge=1, le=10**6, description="Batches of accumulated gradients per step.")
+    clip: float | None = Field(default=None, gt=0, le=1e30, description="Maximum norm of all gradients together.")
     amp: Literal["bf16", "fp16"] | None = Field(
-        default=None, description="Autocast; fp16 with loss scaling. Quantizers stay float32."
+        default=None, description="Autocast type; fp16 uses loss scaling. Quantizers stay in float32."
     )
-    ema: float | None = Field(default=None, gt=0, lt=1, description="Decay of averaged weights, which are the result.")
-    label_smoothing: float = Field(default=0.0, ge=0, lt=1, description="Needs cross entropy as the loss.")
-    distill: float = Field(default=0.0, ge=0, le=1, description="Share of the loss that the float model teaches.")
-    temperature: float = Field(default=1.0, gt=0, le=1e6, description="Of the teacher's and the student's softmax.")
+    ema: float | None = Field(
+        default=None, gt=0, lt=1, description="Decay of averaged weights, which become the result."
+    )
+    label_smoothing: float = Field(default=0.0, ge=0, lt=1, description="Label smoothing; requires cross entropy.")
+    distill: float = Field(default=0.0, ge=0, le=1, description="Weight of the distillation loss from the float model.")
+    temperature: float = Field(default=1.0, gt=0, le=1e6, description="Softmax temperature of distillation.")
     patience: int | None = Field(
         default=None,
         ge=1,
         le=10**6,
-        description="Stop after so many epochs without a better metric; the best is the result.",
+        description="Stop after this many epochs without improvement; the best epoch is the result.",
     )
     freeze_observers: int | None = Field(
-        default=None, ge=0, le=10**6, description="Ranges that follow the data stand still after so many epochs."
+        default=None, ge=0, le=10**6, description="Freeze ranges that follow the data after this many epochs."
     )
     freeze_bn: int | None = Field(
-        default=None, ge=0, le=10**6, description="Batch-norm statistics stand still after so many epochs."
+        default=None, ge=0, le=10**6, description="Freeze batch-norm statistics after this many epochs."
     )
     parallel: Literal["ddp", "fsdp"] = Field(
-        default="ddp", description="Several processes have replicas (DDP) or shards (FSDP2) of the model."
+        default="ddp", description="Whether processes hold replicas (DDP) or shards (FSDP2) of the model."
     )
-    compile: bool = Field(default=False, description="torch.compile the whole model.")
-    fuse: bool = Field(default=True, description="Compile the quantizers' arithmetic on its own.")
-    channels_last: bool = Field(default=False, description="Keep images as NHWC in memory.")
+    compile: bool = Field(default=False, description="Use torch.compile for the whole model.")
+    fuse: bool = Field(default=True, description="Compile the arithmetic of quantizers separately.")
+    channels_last: bool = Field(default=False, description="Use the NHWC memory format for images.")
     drop_last: bool = Field(
-        default=False, description="Leave an epoch's short last batch out; else each sample is seen once in it."
+        default=False, description="Drop the short last batch of an epoch; otherwise every sample is used once."
     )
-    seed: int = Field(default=0, ge=0, lt=2**63, description="Of data order, augmentation and dropout.")
-    workers: int = Field(default=0, ge=0, le=10_000, description="Processes that load data.")
+    seed: int = Field(default=0, ge=0, lt=2**63, description="Seed of data order, augmentation and dropout.")
+    workers: int = Field(default=0, ge=0, le=10_000, description="Number of data-loading processes.")
     save_steps: int | None = Field(
-        default=None, ge=1, le=2**53, description="Checkpoint so often, beside each epoch's end."
+        default=None, ge=1, le=2**53, description="Steps between checkpoints, in addition to each epoch's end."
     )
-    log_steps: int = Field(default=10, ge=1, le=2**53, description="Write losses so often.")
+    log_steps: int = Field(default=10, ge=1, le=2**53, description="Steps between logged losses.")
 
     def __init__(self, **values: Any) -> None:
-        """Check all values at once."""
+        """Validate all values at once."""
         try:
             super().__init__(**values)
         except ValidationError as error:
@@ -100,4 +102,4 @@ def _problem(detail: Any) -> Problem:
         return Problem(what="unknown setting", where=key, fix=near, code="unknown-argument")
     field = TrainConfig.model_fields.get(key)
     fix = field.description if field is not None else None
-    return Problem(what=detail["msg"], where=key, value=detail["input"], fix=fix)
+    return Problem(what=detail["msg"], where=key, value=detail["input"], fix=fix, code="invalid-setting")

@@ -1,4 +1,4 @@
-"""Training data in an order that the seed and the epoch decide: sharded over ranks, resumable at any batch."""
+"""Training data in an order determined by the seed and the epoch: sharded over ranks, resumable at any batch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from bitwright.workload import Workload, shape_of
 
 
 def seed_of(*parts: int | str) -> int:
-    """A 63-bit seed from a few words.
+    """A 63-bit seed derived from the arguments.
 
     >>> seed_of(0, "step", 1) == seed_of(0, "step", 1), seed_of(0, "step", 1) == seed_of(0, "step", 2)
     (True, False)
@@ -29,7 +29,7 @@ def seed_of(*parts: int | str) -> int:
 
 
 def seed_all(*parts: int | str) -> None:
-    """Seed Python, NumPy and torch: augmentation code uses any of them."""
+    """Seed Python, NumPy and torch, because augmentation code may use any of them."""
     seed = seed_of(*parts)
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
@@ -37,19 +37,19 @@ def seed_all(*parts: int | str) -> None:
 
 
 _DEFAULT_BATCH = 64
-_EXPECTED = "training() gives a data set with items (inputs, target), which collate makes a batch of"
-_FEWEST = 2  # samples of a rank in a short batch: batch norm's statistics need two
+_EXPECTED = "training() returns a data set with items (inputs, target), which collate combines into a batch"
+_FEWEST = 2  # minimum samples per rank in a short batch; batch-norm statistics need two
 _END = object()
 _Key = tuple[int, int, int]  # epoch, batch, sample
 
 
 class TrainingData:
-    """A workload's training set as this rank sees it.
+    """The part of a workload's training set for this rank.
 
-    An epoch is a permutation cut into global batches; each rank takes its part of every one. What is left over makes a
-    last, short one, in which each rank has two samples at least (norms can't do with one); fewer go with the batch
-    before. So each sample is seen once, and all ranks have equally many batches. `drop_last` leaves it out: another
-    shuffle leaves out others.
+    An epoch is a permutation divided into global batches, and each rank takes its part of every batch. The remaining
+    samples form a short last batch with at least two samples per rank, because norms need two. Fewer samples are added
+    to the previous batch. Every sample is therefore used once per epoch, and all ranks have the same number of
+    batches. `drop_last` omits the remaining samples, which differ in every epoch.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class TrainingData:
         drop_last: bool = False,
     ) -> None:
         where = f"workload {workload.name!r}"
-        assert workload.training is not None  # the trainer has refused it before
+        assert workload.training is not None  # checked by the trainer
         self.name = workload.name
         with self._owners_code("training"):
             source = workload.training()
@@ -71,10 +71,11 @@ class TrainingData:
         if isinstance(source, DataLoader):
             if not isinstance(source.sampler, RandomSampler | SequentialSampler):
                 raise WorkloadError(
-                    "the trainer shuffles and shards by itself: it can't use this sampler",
+                    "the trainer shuffles and shards the data, so it can't use this sampler",
                     where=where,
                     value=type(source.sampler).__name__,
-                    fix="let the data set hold what the sampler would choose",
+                    fix="return a data set that contains only the samples to train on",
+                    code="unsupported-sampler",
                 )
             batch = batch or source.batch_size
             workers = workers or source.num_workers
@@ -82,17 +83,19 @@ class TrainingData:
             source = source.dataset
         if isinstance(source, IterableDataset) or not (hasattr(source, "__getitem__") and hasattr(source, "__len__")):
             raise WorkloadError(
-                "training needs a data set with a length and an index: order and resume depend on both",
+                "training requires a data set with a length and an index, for shuffling and resuming",
                 where=where,
                 value=type(source).__name__,
                 fix="return a torch.utils.data.Dataset with __len__ and __getitem__",
+                code="unsupported-dataset",
             )
         self.batch = batch or _DEFAULT_BATCH
         self.parts: list[int] = ranks.gather(self.batch)
-        """The batch of each rank: they may differ."""
+        """The batch size of each rank; they may differ."""
         self.size = len(source)
         if self.size == 0:
-            raise WorkloadError("the training set is empty", where=where, fix="look at what training() gives")
+            fix = "check the result of training()"
+            raise WorkloadError("the training set is empty", where=where, fix=fix, code="empty-training")
         self.seed = seed
         self.ranks = ranks
         self.workers = workers
@@ -100,7 +103,7 @@ class TrainingData:
         self.samples = _Seeded(source, seed, ranks.rank)
         self.batches, left = divmod(self.size, sum(self.parts))
         self.last = self.parts
-        """The samples of each rank in an epoch's last batch."""
+        """The number of samples of each rank in the last batch of an epoch."""
         if left and self.batches and not drop_last:
             fewest = [min(_FEWEST, part) for part in self.parts]
             if left >= sum(fewest):
@@ -115,30 +118,31 @@ class TrainingData:
                 where=where,
                 value=f"{self.size} samples, {', '.join(map(str, self.parts))} on {ranks.world} processes",
                 fix=f"use a batch of at most {self.size // ranks.world}",
+                code="batch-too-large",
             )
 
     def sizes(self, number: int) -> list[int]:
-        """How many samples each rank has in a batch of an epoch."""
+        """The number of samples of each rank in a batch."""
         return self.last if number == self.batches - 1 else self.parts
 
     def steps(self, accumulate: int) -> int:
-        """Of an epoch, where so many batches make one; the last may have fewer, unless it is dropped."""
+        """The number of steps per epoch; the last step may have fewer batches, unless it is dropped."""
         return (self.batches if self.drop_last else self.batches + accumulate - 1) // accumulate
 
     def numbers(self, step: int, accumulate: int) -> range:
-        """The batches of an epoch's step."""
+        """The batches of a step within an epoch."""
         return range(step * accumulate, min((step + 1) * accumulate, self.batches))
 
     def weight(self, number: int, step: range) -> float:
-        """What the mean loss of this rank's batch counts in a step of these batches, where all ranks' are averaged.
+        """The factor of this rank's mean loss for a batch in a step, given that gradients are averaged over ranks.
 
-        So the gradient is the mean of the step's samples, whoever has however many of them.
+        With it, the gradient is the mean over all samples of the step, even if ranks have different batch sizes.
         """
         samples = sum(sum(self.sizes(other)) for other in step)
         return self.sizes(number)[self.ranks.rank] * len(self.parts) / samples
 
     def order(self, epoch: int) -> list[list[_Key]]:
-        """The keys of this rank's batches of an epoch."""
+        """The keys of this rank's batches in an epoch."""
         generator = torch.Generator().manual_seed(seed_of(self.seed, "order", epoch))
         shuffled = torch.randperm(self.size, generator=generator).tolist()
         stride, rank = sum(self.parts), self.ranks.rank
@@ -150,7 +154,7 @@ class TrainingData:
         return found
 
     def epoch(self, epoch: int, *, skip: int = 0) -> Iterator[tuple[Any, Any]]:
-        """The batches of an epoch, (inputs, target) each, from the one after `skip`."""
+        """The batches (inputs, target) of an epoch, without the first `skip` batches."""
         loader: Any = DataLoader(
             self.samples,
             batch_sampler=self.order(epoch)[skip:],
@@ -168,17 +172,18 @@ class TrainingData:
                     "a training batch is not (inputs, target)",
                     where=f"workload {self.name!r}",
                     value=shape_of(batch),
-                    fix="let the data set give pairs; several inputs are a tuple or a dict within the pair",
+                    fix="return pairs from the data set; several inputs are a tuple or a dict within the pair",
+                    code="invalid-batch",
                 )
             yield batch[0], batch[1]
 
     def _owners_code(self, what: str) -> AbstractContextManager[None]:
-        fix = "look at training()[0] in Python; items of unequal sizes need a Workload(collate=…)"
+        fix = "check training()[0] in Python; items of different sizes need Workload(collate=…)"
         return user_code(self.name, what, expected=_EXPECTED, fix=fix)
 
 
 def _shares(count: int, weights: list[int]) -> list[int]:
-    """Whole numbers in these proportions that sum up to the count.
+    """Integers in these proportions that sum to `count`.
 
     >>> _shares(7, [12, 20, 3])
     [2, 4, 1]
@@ -187,7 +192,7 @@ def _shares(count: int, weights: list[int]) -> list[int]:
     if whole == 0:
         return [0] * len(weights)
     found = [count * weight // whole for weight in weights]
-    first = sorted(range(len(weights)), key=lambda i: -(count * weights[i] % whole))  # who lost most by rounding
+    first = sorted(range(len(weights)), key=lambda i: -(count * weights[i] % whole))  # largest remainder first
     for index in first[: count - sum(found)]:
         found[index] += 1
     return found
@@ -198,7 +203,7 @@ def _sums(some: list[int], others: list[int]) -> list[int]:
 
 
 class _Seeded(Dataset[Any]):
-    """Samples whose augmentation is seeded by the batch that they are in, whichever process loads it."""
+    """Samples with augmentation seeded by their batch, independent of the process that loads it."""
 
     def __init__(self, samples: Any, seed: int, rank: int) -> None:
         self.samples = samples

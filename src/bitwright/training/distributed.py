@@ -1,4 +1,4 @@
-"""Ranks of a process group, and how they share a model: DDP or FSDP2."""
+"""The ranks of a process group, and how they share a model: DDP or FSDP2."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ from bitwright.quantizers import find_attachment
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """This process among all that train the model."""
+    """The position of this process among all training processes."""
 
     rank: int = 0
     world: int = 1
-    local: int = 0  # among those of this host: which accelerator it takes
+    local: int = 0  # rank within this host, which determines the accelerator
 
     @property
     def first(self) -> bool:
-        """Whether this process writes files and speaks."""
+        """Whether this process writes files and logs."""
         return self.rank == 0
 
     @property
     def several(self) -> bool:
-        """Whether there are others."""
+        """Whether there are other processes."""
         return self.world > 1
 
     def tell(self, value: Any) -> Any:
-        """Rank 0's value (anything that JSON can hold), on all ranks."""
+        """Send rank 0's value (any JSON value) to all ranks."""
         if not self.several:
             return value
         box = [json.dumps(value) if self.first else None]
@@ -56,7 +56,7 @@ class Ranks:
         return values
 
     def agree(self, model: nn.Module) -> None:
-        """Raise if ranks have different quantizer state or weights: replicas that drift apart train nonsense."""
+        """Raise an error if the weights or quantizer state of ranks differ."""
         if not self.several:
             return
         digests: list[Any] = [None] * self.world
@@ -64,16 +64,18 @@ class Ranks:
         wrong = [key for key, value in digests[0].items() if any(other.get(key) != value for other in digests[1:])]
         if wrong:
             raise TrainError.single(
-                "ranks have different numbers",
+                "ranks have different parameter values",
                 where=wrong[0] + (f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""),
-                fix="change parameters only through the optimizer, on all ranks alike",
+                fix="change parameters only with the optimizer, and equally on all ranks",
+                code="ranks-differ",
             )
 
 
 def _digests(model: nn.Module) -> dict[str, str]:
-    """Of each parameter and of quantizer buffers; norms keep statistics of their own until the next forward.
+    """Hashes of parameters and quantizer buffers; the statistics of norms may differ until the next forward.
 
-    Shards are different by nature. Of copies: memory that NumPy has seen can't be resized any more, as FSDP2 must.
+    Shards are skipped, because they always differ. Tensors are copied first: FSDP2 must resize their memory, which
+    isn't possible after NumPy has accessed it.
     """
     kept = {**dict(model.named_parameters()), **{n: b for n, b in model.named_buffers() if n.startswith("bitwright.")}}
     return {
@@ -84,7 +86,7 @@ def _digests(model: nn.Module) -> dict[str, str]:
 
 
 def here() -> Ranks:
-    """This process among those of the process group, if there is one."""
+    """The rank of this process in the current process group, if there is one."""
     if not (dist.is_available() and dist.is_initialized()):
         return Ranks()
     return Ranks(rank=dist.get_rank(), world=dist.get_world_size(), local=int(os.environ.get("LOCAL_RANK", "0")))
@@ -92,9 +94,9 @@ def here() -> Ranks:
 
 @contextmanager
 def joined(device: str | None = None) -> Iterator[Ranks]:
-    """The process group that there is, or torchrun's (which is left again), or nobody but this process.
+    """Use the current process group, or join torchrun's and leave it at the end, or use only this process.
 
-    `device` is where the model will be, if that is known: what is on CPUs can't be sent by what connects GPUs.
+    `device` is the device of the model, if known: NCCL can't send tensors from CPUs.
     """
     if not dist.is_available():
         yield Ranks()
@@ -110,7 +112,7 @@ def joined(device: str | None = None) -> Iterator[Ranks]:
 
 
 def device_of(said: str | None, local: int) -> torch.device:
-    """Where this process trains: as it was said, else its own GPU, if there is one.
+    """The device of this process: the given one, or by default its own GPU if there is one.
 
     >>> device_of("cpu", 1), device_of("cuda", 1), device_of("cuda:0", 1)
     (device(type='cpu'), device(type='cuda', index=1), device(type='cuda', index=0))
@@ -120,61 +122,61 @@ def device_of(said: str | None, local: int) -> torch.device:
 
 
 def _join(device: str | None) -> None:
-    """Join torchrun's group, at each restart under another name.
+    """Join torchrun's group, with a new prefix after each restart.
 
-    torchrun's store outlives a restart (torch 2.13): a process that comes back early would find the address of a dead
-    one there, and wait for it in vain.
+    torchrun's store survives a restart (torch 2.13). Without the prefix, a restarted process could find the address of
+    a dead process there and wait for it forever.
     """
     store, rank, world = next(iter(rendezvous("env://")))
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     backend = "gloo"
     if torch.cuda.is_available() and torch.device(device or "cuda").type == "cuda":
         backend = "nccl"
-        # it takes the process's current GPU for whatever has none, words too: without this all would take the first
+        # NCCL sends objects through the current GPU; without this call all ranks would use the first one
         torch.cuda.set_device(device_of(device, int(os.environ.get("LOCAL_RANK", "0"))))
     fresh = PrefixStore(f"bitwright/{attempt}", store)
     dist.init_process_group(backend, store=fresh, rank=rank, world_size=world)
 
 
 class Alone:
-    """One process. The others change what processes must do together."""
+    """Training in one process. Subclasses override what processes must do together."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.net = model
 
     measures_together = False
-    """Whether every rank must take part in a forward of the model."""
+    """Whether every rank must take part in a forward pass of the model."""
 
     def accumulating(self, last: bool) -> AbstractContextManager[Any]:
-        """Gradients of a batch that isn't the step's last stay where they are."""
+        """Don't synchronize gradients of a batch that isn't the last of its step."""
         return nullcontext()
 
     def begin_step(self) -> None:
-        """Before the first forward of a step."""
+        """Called before the first forward pass of a step."""
 
     def end_backward(self) -> None:
-        """After the last backward of a step."""
+        """Called after the last backward pass of a step."""
 
     def clip(self, largest: float) -> Tensor:
-        """Shorten all gradients together; gives their norm."""
+        """Clip all gradients together and return their norm."""
         return nn.utils.clip_grad_norm_(self.model.parameters(), largest)
 
     def whole(self, tensor: Tensor) -> Tensor:
-        """A tensor of this rank as one process would have it; all ranks must ask."""
+        """The unsharded tensor; all ranks must call this method."""
         return tensor
 
     def part(self, whole: Tensor, like: Tensor) -> Tensor:
-        """This rank's part of a tensor, as `like` is."""
+        """This rank's shard of a tensor, sharded like `like`."""
         return whole
 
     def stopping(self, asked: bool) -> bool:
-        """Whether to stop after this step, where one rank was asked to."""
+        """Whether to stop after this step because a rank was asked to."""
         return asked
 
 
 class Replicated(Alone):
-    """DistributedDataParallel: each rank has it all; gradients are averaged, rank 0's buffers are everybody's."""
+    """DistributedDataParallel: each rank has the whole model; gradients are averaged, buffers come from rank 0."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         super().__init__(model)
@@ -183,14 +185,14 @@ class Replicated(Alone):
         keep_group(self.net)
 
     def accumulating(self, last: bool) -> AbstractContextManager[Any]:
-        """DDP's own way not to communicate."""
+        """Use DDP's `no_sync`."""
         return nullcontext() if last else self.net.no_sync()
 
 
 class Sharded(Alone):
-    """FSDP2: each rank has a part of every weight. Quantizer state is too small to be cut: it is replicated.
+    """FSDP2: each rank has a shard of every weight. Quantizer state is too small to shard, so it is replicated.
 
-    FSDP2 refuses scalars, as scales per tensor are: these parameters are left out and averaged here, in one message.
+    FSDP2 rejects scalars such as per-tensor scales. They are excluded, and one collective averages their gradients.
     """
 
     measures_together = True
@@ -208,19 +210,19 @@ class Sharded(Alone):
         fully_shard(model, mesh=mesh, ignored_params=set(self.own))
 
     def accumulating(self, last: bool) -> AbstractContextManager[Any]:
-        """FSDP2's own way not to communicate."""
+        """Use FSDP2's `set_requires_gradient_sync`."""
         sharded: Any = self.model
         sharded.set_requires_gradient_sync(last)
         return nullcontext()
 
     @torch.no_grad()
     def begin_step(self) -> None:
-        """Rank 0's buffers, as with replicas."""
+        """Use the buffers of rank 0, as DDP does."""
         share_buffers(self.model)
 
     @torch.no_grad()
     def end_backward(self) -> None:
-        """Average what FSDP2 doesn't know."""
+        """Average the gradients of parameters excluded from FSDP2."""
         gradients = [p.grad for p in self.own if p.grad is not None]
         if not gradients:
             return
@@ -232,7 +234,7 @@ class Sharded(Alone):
 
     @torch.no_grad()
     def clip(self, largest: float) -> Tensor:
-        """Sharded and replicated gradients don't mix in torch's own function."""
+        """Clip gradients; torch's function doesn't support a mix of sharded and replicated ones."""
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         norms = [self.whole(torch.linalg.vector_norm(gradient)) for gradient in gradients]
         norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
@@ -242,12 +244,12 @@ class Sharded(Alone):
         return norm
 
     def whole(self, tensor: Tensor) -> Tensor:
-        """Gather."""
+        """Gather all shards."""
         full: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
         return full
 
     def part(self, whole: Tensor, like: Tensor) -> Tensor:
-        """Cut as `like` is cut."""
+        """Shard the tensor like `like`."""
         from torch.distributed.tensor import DTensor, distribute_tensor
 
         if not isinstance(like, DTensor) or whole.dim() == 0:
@@ -256,7 +258,7 @@ class Sharded(Alone):
         return cut
 
     def stopping(self, asked: bool) -> bool:
-        """Checkpoints are gathered: all stop, or none."""
+        """Stop on all ranks or on none, because saving a checkpoint needs all of them."""
         flag = torch.tensor(float(asked), device=self.device)
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
         return bool(flag)
@@ -264,7 +266,7 @@ class Sharded(Alone):
 
 @torch.no_grad()
 def share_buffers(model: nn.Module) -> None:
-    """Rank 0's buffers on all ranks, in one message per kind of number."""
+    """Copy the buffers of rank 0 to all ranks, with one message per dtype."""
     kinds: dict[torch.dtype, list[Tensor]] = {}
     for buffer in model.buffers():
         kinds.setdefault(buffer.dtype, []).append(buffer)

@@ -1,4 +1,4 @@
-"""Operators that really run in low precision while training, each rank by its own kind of device."""
+"""Training with low-precision kernels, with a plan section for each kind of device."""
 
 from __future__ import annotations
 
@@ -20,48 +20,52 @@ from bitwright.training.distributed import Ranks
 from bitwright.workload import call
 
 _SHOWN = 3
-"""Operators that a note names: it doesn't grow with the model."""
+"""Maximum number of operators listed in a note."""
 
 
 def read(plan: Plan | str | Path) -> Plan:
-    """A plan, or the plan of a file; one with quantizers of sites is refused: their state would differ by rank."""
+    """Load a plan; it must not quantize sites, because the quantizer state would differ between ranks."""
     found = plan if isinstance(plan, Plan) else Plan.load(plan)
     quantized = [site for site, _ in found.quantized]
     quantized += [site for device in found.devices.values() for site, spec in device.sites.items() if spec.quantizes]
     problems = [
         Problem(
-            what="a plan for low-precision training has no quantizers at sites",
+            what="a plan for low-precision training can't quantize sites",
             where=site,
-            fix="give operators a kernel in `compute`, or train with quantize= instead",
+            fix="set kernels of operators in `compute`, or train with quantize=",
+            code="plan-quantizes-sites",
         )
         for site in quantized[:10]
     ]
     problems += found.validate()
     if problems:
-        raise TrainError(problems, title="the plan can't be trained under")
+        raise TrainError(problems, title="the plan can't be used for training")
     if not found.compute and not found.devices:  # a planner may find that float is best on every kind of device
-        raise TrainError.single("the plan computes nothing in low precision", where="compute", fix="train without it")
+        what, fix = "the plan has no operator in low precision", "train without it"
+        raise TrainError.single(what, where="compute", fix=fix, code="plan-all-float")
     return found
 
 
 def kind_of(plan: Plan, kinds: str | None, ranks: Ranks) -> str | None:
-    """Which device this rank is: of "fast,slow" the one in its place; a plan with one kind needs no word."""
+    """The device kind of this rank: from a list such as "fast,slow", or the plan's only kind."""
     if not plan.devices:
         if kinds is not None:
-            raise TrainError.single("the plan has no devices", where="kind", value=kinds, fix="leave it out")
+            what, fix = "the plan has no devices", "omit it"
+            raise TrainError.single(what, where="kind", value=kinds, fix=fix, code="unknown-device-kind")
         return None
     if kinds is None:
         if len(plan.devices) == 1:
             return next(iter(plan.devices))
         first, every = next(iter(plan.devices)), ",".join(plan.devices)
-        fix = f"name the kind of this device: --device-kind {first}, or one for each rank: --device-kind {every}"
-        raise TrainError.single("the plan has several kinds of device", where="kind", value=[*plan.devices], fix=fix)
+        fix = f"specify the kind of this device: --device-kind {first}, or one kind per rank: {every}"
+        what = "the plan has several kinds of device"
+        raise TrainError.single(what, where="kind", value=[*plan.devices], fix=fix, code="device-kind-required")
     names = [name.strip() for name in kinds.split(",")]
     for name in names:
         if name not in plan.devices:
-            raise TrainError.single(
-                "the plan has no such device", where="kind", value=name, fix=did_you_mean(name, plan.devices)
-            )
+            fix = did_you_mean(name, plan.devices)
+            what = "the plan has no such device"
+            raise TrainError.single(what, where="kind", value=name, fix=fix, code="unknown-device-kind")
     if len(names) not in (1, ranks.world):
         there = "1 process" if ranks.world == 1 else f"{ranks.world} processes"
         raise TrainError.single(
@@ -69,27 +73,28 @@ def kind_of(plan: Plan, kinds: str | None, ranks: Ranks) -> str | None:
             where="kind",
             value=kinds,
             fix=f"start {len(names)} (torchrun --nproc-per-node {len(names)} -m bitwright train …), or name one kind",
+            code="device-kind-count",
         )
     return names[0] if len(names) == 1 else names[ranks.rank]
 
 
 class LowPrecision:
-    """Kernels in a model that trains. Weights, their gradients and what ranks exchange stay float32."""
+    """Kernels in a model during training. Weights, their gradients and exchanged tensors stay in float32."""
 
     def __init__(self, model: nn.Module, plan: Plan, kind: str | None, example: Any, *, simulate: bool) -> None:
         self.model = model
         graph = capture(model, example)
-        # every section, on every rank: another rank's mistake would leave this one waiting for it
+        # validate every section on every rank, because a failing rank would leave the others waiting
         problems = replace(plan, backend=None).validate(graph)
         if problems:
-            raise TrainError(problems, title="the plan doesn't fit the model")
+            raise TrainError(problems, title="the plan doesn't match the model")
         own = plan if kind is None else plan.for_device(kind)
         own = replace(own, devices={}, backend=None).resolve(graph)
         prepare(model, own, graph=graph, simulate=simulate)
         self.notes: list[str] = []
         where = "" if kind is None else f"{kind}: "
         if find_attachment(model) is None:
-            self.notes.append(f"{where}all operators in float, as the plan says")
+            self.notes.append(f"{where}all operators run in float, as planned")
             return
         kernels = attachment_of(model).kernels
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
@@ -101,11 +106,11 @@ class LowPrecision:
             if missing and (text := f"{kernel.name} is only simulated: {missing}") not in self.notes:
                 self.notes.append(text)
         words = ", ".join(f"{count} in {how}" for how, count in counts.items())
-        self.notes.insert(0, f"{where}of {len(graph.ops)} operators {words}; all others in float")
+        self.notes.insert(0, f"{where}of {len(graph.ops)} operators, {words}; all others in float")
         self.notes += [f"{where}{text}" for text in self._in_float(kernels, example)]
 
     def _in_float(self, kernels: Mapping[str, Any], example: Any) -> Iterator[str]:
-        """Gradients that the plan wants low and that stay float: kernels know after a call."""
+        """Gradients that stay in float although the plan lowers them; kernels report them after a call."""
         with eval_mode(self.model), torch.no_grad(), torch.random.fork_rng(devices=[]):
             call(self.model, example)
         found: dict[tuple[str, str, str], list[str]] = {}
@@ -114,18 +119,18 @@ class LowPrecision:
                 found.setdefault((kernel.name, product, reason), []).append(name)
         for (format, product, reason), names in found.items():
             which = ", ".join(names[:_SHOWN]) + (", …" if len(names) > _SHOWN else "")
-            yield f"{format}: gradients of the {product} stay float in {len(names)} operators, {reason}: {which}"
+            yield f"{format}: gradients of the {product} stay in float in {len(names)} operators, {reason}: {which}"
 
     @property
     def uncompiled(self) -> list[str]:
-        """Kernels that torch.compile of the model goes around."""
+        """Kernels that torch.compile of the model doesn't include."""
         attachment = find_attachment(self.model)
         kernels = {} if attachment is None else attachment.kernels
         return sorted({kernel.name for kernel in kernels.values() if not kernel.compiles})
 
     @contextmanager
     def float(self) -> Iterator[None]:
-        """The model as it will be used: what was trained are float weights."""
+        """Run the model in float: the trained weights are used in float."""
         if find_attachment(self.model) is None:
             yield
             return
@@ -133,10 +138,10 @@ class LowPrecision:
             yield
 
     def finish(self) -> None:
-        """The plain model again."""
+        """Remove the kernels."""
         strip(self.model)
 
 
 def batch_of(device: Device | None, usual: int | None) -> int | None:
-    """How many samples this rank takes: what its section says, else what all take."""
+    """The batch size of this rank: that of its section, or by default `usual`."""
     return usual if device is None or device.batch is None else device.batch

@@ -33,7 +33,7 @@ class Objective:
         self.temperature = config.temperature
         self.teacher = teacher
         self.sums = teacher is None and _reduction(task) == "sum"
-        """Whether the loss is a sum over samples, not their mean, as far as can be seen."""
+        """Whether the loss is known to be a sum over samples instead of a mean."""
         if teacher is not None:
             teacher.requires_grad_(False)
 
@@ -51,7 +51,7 @@ class Objective:
 
 
 def _reduction(loss: Loss) -> object:
-    """Of a loss module, or of a function with its reduction fixed; others are taken as means."""
+    """The reduction of a loss module or of a partial function; other losses count as means."""
     return loss.keywords.get("reduction") if isinstance(loss, partial) else getattr(loss, "reduction", None)
 
 
@@ -59,14 +59,17 @@ def _logits(output: Any) -> Tensor:
     logits = getattr(output, "logits", output)
     if not isinstance(logits, Tensor):
         raise TrainError.single(
-            "distillation needs logits", value=type(output).__name__, fix="return a tensor, or an object with .logits"
+            "distillation requires logits",
+            value=type(output).__name__,
+            fix="return a tensor, or an object with .logits",
+            code="no-logits",
         )
     return logits
 
 
 def _task(workload: Workload, smoothing: float) -> Loss:
     loss = workload.loss
-    assert loss is not None  # the trainer has refused it before
+    assert loss is not None  # checked by the trainer
     if smoothing == 0.0:
         return loss
     if loss is F.cross_entropy:
@@ -79,15 +82,16 @@ def _task(workload: Workload, smoothing: float) -> Loss:
             label_smoothing=smoothing,
         )
     raise TrainError.single(
-        "labels are smoothed within cross entropy only",
+        "label smoothing requires cross entropy",
         where="label_smoothing",
         value=smoothing,
         fix="smooth in the workload's own loss, or use F.cross_entropy",
+        code="smoothing-unsupported",
     )
 
 
 def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
-    """SGD or AdamW; each group keeps its highest learning rate as `peak`, of which the schedule takes a share."""
+    """SGD or AdamW; each group stores its peak learning rate as `peak`, which the schedule multiplies."""
     trainable_parameters(model)
     groups = parameter_groups(model, weight_decay=config.weight_decay, quantizer_lr=config.quantizer_lr)
     for group in groups:
@@ -103,7 +107,7 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimiz
 
 
 def rate(config: TrainConfig, step: int, steps_per_epoch: int) -> float:
-    """The share of the peak learning rate at `step` (from 0).
+    """The learning rate at `step` (from 0), relative to its peak.
 
     >>> [round(rate(TrainConfig(epochs=2, warmup=0.5), step, 4), 3) for step in range(8)]
     [0.333, 0.667, 1.0, 0.933, 0.75, 0.5, 0.25, 0.067]
@@ -118,7 +122,7 @@ def rate(config: TrainConfig, step: int, steps_per_epoch: int) -> float:
 
 
 class Ema:
-    """average ← d·average + (1−d)·now after each step; d rises to its value, so the start is soon forgotten."""
+    """average ← d·average + (1−d)·now after each step; d increases to its value, so the start loses its weight soon."""
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         self.decay = decay
@@ -128,7 +132,7 @@ class Ema:
 
     @torch.no_grad()
     def update(self, model: nn.Module, step: int) -> None:
-        """Take in the state after `step` (from 1)."""
+        """Include the state after `step` (from 1)."""
         decay = min(self.decay, (1 + step) / (10 + step))
         now = model.state_dict()
         for name, average in self.average.items():
@@ -136,14 +140,14 @@ class Ema:
 
     @torch.no_grad()
     def put(self, model: nn.Module) -> None:
-        """Make the average the model's state."""
+        """Copy the average into the model."""
         state = model.state_dict()
         for name, tensor in self.average.items():
             state[name].copy_(tensor)
 
     @contextmanager
     def shown(self, model: nn.Module) -> Iterator[None]:
-        """The average in the model, for a while."""
+        """Use the average in the model temporarily."""
         state = model.state_dict()
         before = {name: state[name].detach().clone() for name in self.average}
         self.put(model)
@@ -157,20 +161,20 @@ class Ema:
 
 @dataclass(frozen=True, kw_only=True)
 class Placing:
-    """A device, and a layout of images."""
+    """A device and a memory format of images."""
 
     device: torch.device
     channels_last: bool
 
     def model(self, model: nn.Module) -> nn.Module:
-        """The same module, put there in place."""
+        """Move the module in place and return it."""
         model = model.to(self.device)
         if self.channels_last:
             model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         return model
 
     def __call__(self, value: Any) -> Any:
-        """All tensors in a value."""
+        """Move all tensors in a value."""
         if self.device.type == "cpu" and not self.channels_last:
             return value
         return map_tensors(value, self._tensor)

@@ -1,4 +1,4 @@
-"""Quantization within anybody's training loop: quantizers before the optimizer, two calls within the loop."""
+"""Quantization-aware training in any loop: add quantizers before the optimizer, and two calls in the loop."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from bitwright.backends import Choices, make_plan
 from bitwright.backends.precisions import Precision, resolve
-from bitwright.core.arguments import strict
+from bitwright.core.arguments import Amount, strict
 from bitwright.core.errors import CalibrationError, Problem, TrainError
 from bitwright.core.process_group import keep_groups
 from bitwright.core.progress import Progress
@@ -42,15 +42,15 @@ _RECORDED = 4
 
 @strict
 class Qat:
-    """A model that trains with quantizers in it.
+    """A model that trains with quantizers.
 
-    Make it before the optimizer, DDP and torch.compile; call `after_step()` after each step of the optimizer,
-    `after_epoch()` at the end of each epoch, and `finish()` at the end of all. With a process group each rank gives
-    its own calibration batches, and ranges are reduced over all. `fuse` compiles the quantizers' arithmetic, in a model
-    that isn't compiled itself.
+    Create it before the optimizer, DDP and torch.compile. Call `after_step()` after each optimizer step,
+    `after_epoch()` at the end of each epoch, and `finish()` at the end of training. With a process group, each rank
+    passes its own calibration batches, and ranges are merged over all ranks. `fuse` compiles the quantizers' arithmetic
+    in a model that isn't compiled itself.
 
-    `state_dict()` is what the model's and the optimizer's checkpoints lack: to resume, make the same Qat again, then
-    load all three.
+    `state_dict()` contains what the checkpoints of the model and the optimizer don't. To resume, create the same Qat,
+    then load all three.
     """
 
     def __init__(
@@ -62,8 +62,8 @@ class Qat:
         backend: str | None = None,
         example: Any = None,
         name: str | None = None,
-        freeze_observers: int | None = None,
-        freeze_bn: int | None = None,
+        freeze_observers: Amount | None = None,
+        freeze_bn: Amount | None = None,
         fuse: bool = True,
         progress: Progress | None = None,
         **choices: Unpack[Choices],
@@ -79,11 +79,11 @@ class Qat:
         plan: Plan,
         example: Any,
         *,
-        freeze_observers: int | None = None,
-        freeze_bn: int | None = None,
+        freeze_observers: Amount | None = None,
+        freeze_bn: Amount | None = None,
         fuse: bool = True,
     ) -> Qat:
-        """Quantizers without ranges: a checkpoint is about to bring them."""
+        """Create quantizers without ranges, which a checkpoint provides next."""
         self = cls.__new__(cls)
         self.notes = []
         graph = capture(model, example)
@@ -96,7 +96,9 @@ class Qat:
     def _begin(self, freeze_observers: int | None, freeze_bn: int | None, fuse: bool) -> None:
         if find_attachment(self.model) is None:
             raise TrainError.single(
-                "the plan quantizes nothing", fix="give at least one site a format, or train without quantize"
+                "the plan has no quantized site",
+                fix="set the format of at least one site, or train without quantize",
+                code="plan-all-float",
             )
         compile_arithmetic(self.model, fuse)
         self.epochs = 0
@@ -106,33 +108,33 @@ class Qat:
         self.following = [q for q in attachment_of(self.model).quantizers.values() if not (q.learned or q.of)]
         for quantizer in self.following:
             quantizer.following = True
-            if quantizer.observer is None or quantizer.weight:  # else calibration's goes on
+            if quantizer.observer is None or quantizer.weight:  # otherwise keep the observer of calibration
                 quantizer.observer = quantizer.new_observer()
         self._freeze_when_due()
 
     # -- in the loop ---------------------------------------------------------------------------------------
 
     def after_step(self) -> None:
-        """Ranges that aren't learned follow what this step has seen."""
+        """Update the ranges that aren't learned with the data of this step."""
         if self.following:
             settle_ranges(self.following)
 
     def after_epoch(self) -> None:
-        """Make the model what would be deployed now, and freeze what is due."""
-        keep_groups()  # of DDPs that the loop's framework made: it may leave the group before they are freed
+        """Settle the model as for deployment, and freeze what is configured."""
+        keep_groups()  # the framework may leave the process group before its DDP modules are freed
         self.settle()
         self.at_epoch(self.epochs + 1)
 
     def at_epoch(self, epochs: int) -> None:
-        """So many epochs are behind us: freeze what is due. A trainer that resumes says so by itself."""
+        """Set the number of finished epochs and freeze what is configured; for trainers that count epochs."""
         self.epochs = epochs
         self._freeze_when_due()
 
     def settle(self, *, alone: bool = False) -> None:
-        """Ranges of weights as they are now; guards that training has broken hold again.
+        """Refit the ranges of weights, and restore guards that training violated.
 
-        All ranks call it: in DDP the statistics of norms are each rank's own, and folded weights depend on them, so
-        rank 0's are given to all first. `alone`: this rank only looks, the others don't take part.
+        All ranks must call it: in DDP each rank has its own statistics of norms, which folded weights depend on, so
+        rank 0's statistics are sent to all first. With `alone`, the other ranks don't take part.
         """
         self._find_replaced()
         self._follow_device()
@@ -140,11 +142,11 @@ class Qat:
             share_buffers(self.model)
         raised = set(settle_weights(self.model, self.quantized.example))
         if raised - self.raised and here().first:
-            log.info("%d weight scales were raised: training had moved them beyond their guard", len(raised))
+            log.info("raised %d weight scales that training had moved beyond their guard", len(raised))
         self.raised |= raised
 
     def finish(self) -> Quantized:
-        """No more training: what is exported is what was trained, without a trainer's autocast around it."""
+        """End training and return the model for export, without a trainer's autocast wrapper."""
         keep_groups()
         self.stop_following()
         unwrap_forward(self.model)
@@ -156,7 +158,7 @@ class Qat:
         """Write the artefact for the backend's runtime."""
         return self.quantized.export(path, dynamic_batch=dynamic_batch)
 
-    # -- what a trainer asks -------------------------------------------------------------------------------
+    # -- for trainers --------------------------------------------------------------------------------------
 
     @property
     def model(self) -> nn.Module:
@@ -165,15 +167,15 @@ class Qat:
 
     @property
     def plan(self) -> Plan:
-        """The plan that is trained under."""
+        """The plan of the model."""
         return self.quantized.plan
 
     def parameter_groups(self, *, weight_decay: float, lr: float | None = None) -> list[dict[str, Any]]:
-        """Groups for an optimizer: weights; norms and biases, and quantizer state, without decay (`lr` is theirs)."""
+        """Optimizer groups: weights; norms and biases, and quantizer state, without decay (`lr` is for the last)."""
         return parameter_groups(self.model, weight_decay=weight_decay, quantizer_lr=lr)
 
     def check_optimizer(self, *optimizers: torch.optim.Optimizer) -> None:
-        """Raise if the optimizers don't train what is learned here, or would let it decay; call it before a step."""
+        """Raise an error if the optimizers omit learned quantizer state or apply weight decay to it."""
         self._find_replaced()
         decay = {
             parameter: float(group.get("weight_decay", 0.0))
@@ -186,16 +188,18 @@ class Qat:
         decaying = [site for site, p in learned if decay.get(p, 0.0) > 0.0]
         problems = []
         if absent:
-            fix = "make the optimizer after Qat(...), of all parameters of the model"
-            problems.append(Problem(what="what is learned here isn't in the optimizer", where=_some(absent), fix=fix))
+            fix = "create the optimizer after Qat(...), with all parameters of the model"
+            what = "the optimizer doesn't contain learned quantizer parameters"
+            problems.append(Problem(what=what, where=_some(absent), fix=fix, code="not-in-optimizer"))
         if decaying:
-            fix = "make the optimizer of parameter_groups(model, weight_decay=...), which spares quantizers"
-            problems.append(Problem(what="weight decay would pull scales to zero", where=_some(decaying), fix=fix))
+            fix = "create the optimizer with parameter_groups(model, weight_decay=...), which excludes quantizers"
+            what = "weight decay would pull scales to zero"
+            problems.append(Problem(what=what, where=_some(decaying), fix=fix, code="scales-decay"))
         if problems:
             raise TrainError(problems)
 
     def state_dict(self) -> dict[str, Any]:
-        """Plan, epochs, and what observers have seen: plain values and tensors."""
+        """The plan, the number of epochs and the state of observers, as plain values and tensors."""
         observers = {
             site: {name: value for name, value in state.items() if name != "format"}
             for site, state in self.observer_state().items()
@@ -203,44 +207,45 @@ class Qat:
         return {"plan": self.plan.to_yaml(), "epochs": self.epochs, "observers": observers}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from what `state_dict` gave. A damaged state, or one of another plan, is refused as a whole."""
+        """Resume from the result of `state_dict`. A damaged state, or one of another plan, is rejected."""
         kinds = {"plan": str, "epochs": int, "observers": dict}
         wrong = [key for key, kind in kinds.items() if not isinstance(state.get(key), kind)]
         if wrong or state["epochs"] < 0:
             raise _damaged(
-                ", ".join(wrong) or "epochs", "the saved state of quantization lacks this, or has no such value"
+                ", ".join(wrong) or "epochs", "this entry of the saved quantization state is missing or invalid"
             )
         changes = Plan.from_yaml(state["plan"], where="the checkpoint's plan").diff(self.plan)
         if changes:
             first, more = changes[0], f"; {len(changes) - 1} more differ" if len(changes) > 1 else ""
             raise TrainError.single(
-                f"the checkpoint was trained under another plan{more}",
+                f"the checkpoint was trained with another plan{more}",
                 where=first.where,
                 value=first.after,
                 fix="save qat.plan with the first run, and resume with quantize=Plan.load(...)",
+                code="resume-mismatch",
             )
         self.load_observer_state(state["observers"], state["epochs"])
 
     def stop_following(self) -> None:
-        """Ranges stand still from now on."""
+        """Freeze all ranges."""
         for quantizer in self.following:
             quantizer.following, quantizer.observer = False, None
         self.following = []
 
     def observer_state(self) -> dict[str, dict[str, Any]]:
-        """What observers have seen so far, for a checkpoint."""
+        """The state of the observers, for a checkpoint."""
         return {q.site: dict(vars(q.observer)) for q in self.following if q.observer is not None}
 
     def load_observer_state(self, state: dict[str, dict[str, Any]], epochs: int) -> None:
-        """Resume after so many epochs."""
+        """Restore the state of the observers after this many epochs."""
         self.at_epoch(epochs)
         for quantizer in self.following:
             assert quantizer.observer is not None
             known = state.get(quantizer.site)
             if not isinstance(known, dict):
-                raise _damaged(quantizer.site, "the saved state has nothing of this observer")
+                raise _damaged(quantizer.site, "the saved state doesn't contain this observer")
             if not known.keys() <= vars(quantizer.observer).keys():
-                raise _damaged(quantizer.site, "the saved state is not that of this observer")
+                raise _damaged(quantizer.site, "the saved state belongs to another kind of observer")
             device = quantizer.scale.device
             seen = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in known.items()}
             vars(quantizer.observer).update(seen, format=quantizer.spec.format)
@@ -248,13 +253,14 @@ class Qat:
     def _find_replaced(self) -> None:
         if replaced := replaced_modules(self.model):
             raise TrainError.single(
-                "modules were replaced after quantizers were put on: these would run in float",
+                "modules were replaced after Qat added quantizers, so they would run in float",
                 where=_some(replaced),
-                fix="change the model first (convert_sync_batchnorm, adapters, …), then make Qat",
+                fix="change the model first (convert_sync_batchnorm, adapters, …), then create Qat",
+                code="modules-replaced",
             )
 
     def _follow_device(self) -> None:
-        """Trainers move the model after Qat was made: the example call goes with it."""
+        """Move the example to the model's device, which a trainer may have changed."""
         device = next((p.device for p in self.model.parameters()), None)
         example = self.quantized.example
         if device is not None and any(tensor.device != device for _, tensor in tensors_in(example)):
@@ -271,7 +277,7 @@ class Qat:
 def parameter_groups(
     model: nn.Module, *, weight_decay: float, quantizer_lr: float | None = None
 ) -> list[dict[str, Any]]:
-    """Weights decay; norms, biases and quantizer state don't: decay would pull a scale to zero, not to a better one."""
+    """Optimizer groups in which only weights decay; decay would pull scales to zero."""
     own = {p for module in model.modules() if isinstance(module, Quantizer) for p in module.parameters()}
     trained = [p for p in model.parameters() if p.requires_grad]
     groups: list[dict[str, Any]] = [
@@ -293,7 +299,7 @@ def parameter_groups(
 
 
 def freeze_norms(model: nn.Module) -> None:
-    """Batch norms use running statistics from now on, whatever mode the model is put into; γ and β train on."""
+    """Make batch norms use running statistics, even in training mode; γ and β still train."""
     for module in model.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             module.eval()
@@ -323,7 +329,7 @@ def _quantized(
     progress: Progress | None,
     choices: Choices,
 ) -> Quantized:
-    """As `bitwright.quantize`; with several ranks, rank 0's plan is everybody's, as hosts may differ."""
+    """Like `bitwright.quantize`; with several ranks, all use rank 0's plan, because hosts may differ."""
     ranks = here()
     if plan is None and ranks.several:
         first = list(islice(batches, _RECORDED))
@@ -331,7 +337,8 @@ def _quantized(
             raise CalibrationError(
                 "this rank has no calibration batch",
                 where=f"rank {ranks.rank}",
-                fix="give at least as many batches as there are processes",
+                fix="pass at least as many batches as there are processes",
+                code="no-calibration-data",
             )
         graph = capture(model, *(first if example is None else [example, *first]))
         text = make_plan(graph, backend, model=name, **choices).to_yaml() if ranks.first else None

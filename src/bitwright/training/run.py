@@ -1,4 +1,4 @@
-"""One run from its first step, or from a checkpoint, to its end."""
+"""One training run, from the first step or a checkpoint to the end."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ RESULT = "result.json"
 
 
 def finish(run: Run) -> None:
-    """Put the result together, on all ranks, and write it on the first."""
+    """Assemble the result on all ranks, and write it on rank 0."""
     if run.ema is not None:
         run.ema.put(run.model)
     best = run.checkpoints.best() if run.checkpoints is not None else None
@@ -75,7 +75,7 @@ def finish(run: Run) -> None:
 
 
 def facts(run: Run) -> dict[str, Any]:
-    """What was run, and how it ended."""
+    """The settings and results of the run."""
     return {
         "bitwright": __version__,
         "torch": torch.__version__,
@@ -102,12 +102,12 @@ def facts(run: Run) -> dict[str, Any]:
 
 log = getLogger("bitwright.training")
 progress_log = getLogger("bitwright.progress")
-_CALIBRATION_BATCHES = 8  # of the training data, where the workload has no calibration data
+_CALIBRATION_BATCHES = 8  # number of training batches used if the workload has no calibration data
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Run:
-    """The state of a training run, and its loop. Made by `Trainer.fit`; callbacks look at it."""
+    """The state and the loop of a training run. `Trainer.fit` creates it; callbacks receive it."""
 
     def __init__(
         self,
@@ -161,6 +161,7 @@ class Run:
                 where="accumulate",
                 value=f"{config.accumulate} of {self.data.batches}",
                 fix=f"use at most {self.data.batches}",
+                code="accumulate-too-large",
             )
         self.steps = config.epochs * self.steps_per_epoch
         self.epoch = self.step = self.stale = 0
@@ -196,8 +197,8 @@ class Run:
         if self.compute is not None:
             self.low = LowPrecision(self.model, self.compute, self.kind, self._example(), simulate=self.simulate)
             for note in dict.fromkeys(note for notes in self.ranks.gather(self.low.notes) for note in notes):
-                self.note(note)  # a line for each kind of device, not only for the first rank's
-        if resume is not None:  # before anybody holds parameters: a checkpoint gives scales their shapes
+                self.note(note)  # one line per kind of device, not only for rank 0
+        if resume is not None:  # before parameters are referenced, because loading changes the shape of scales
             load_checkpoint(model, resume.folder / "model.safetensors")
         self.parallel = self._share()
         self.net: Any = self.parallel.net
@@ -206,7 +207,7 @@ class Run:
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.amp == "fp16")
         if config.compile:
             for name in [] if self.low is None else self.low.uncompiled:
-                self.note(f"operators in {name} aren't compiled with the rest of the model: they are as fast without")
+                self.note(f"operators in {name} aren't compiled with the model; compilation wouldn't speed them up")
             self.net = torch.compile(self.net, options=for_this_cpu())
         doubt = self.workload.direction_note()
         if doubt is not None:
@@ -219,23 +220,23 @@ class Run:
         self.note(
             f"{self.data.size} samples, {self.steps_per_epoch} steps of {whole} samples per epoch"
             + (f", the last one of {last}" if last != whole else "")
-            + (f" ({self._parts()} of {world} processes; the learning rate is as given)" if world > 1 else "")
+            + (f" ({self._parts()} of {world} processes; the learning rate isn't scaled)" if world > 1 else "")
         )
 
     def _parts(self) -> str:
         parts = self.data.parts
-        return f"{parts[0]} on each" if len(set(parts)) == 1 else f"{', '.join(map(str, parts))} on those"
+        return f"{parts[0]} on each" if len(set(parts)) == 1 else f"{', '.join(map(str, parts))} on the ranks"
 
     def _share(self) -> Alone:
         if not self.ranks.several:
             return Alone(self.model)
         if self.config.parallel == "ddp":
             return Replicated(self.model, self.device)
-        self.whole_model = copy.deepcopy(self.model)  # a sharded model can't be put together again in place
+        self.whole_model = copy.deepcopy(self.model)  # sharding in place can't be undone
         return Sharded(self.model, self.device, self.ranks)
 
     def release(self) -> None:
-        """Drop what belongs to the process group, before the group is left."""
+        """Release objects of the process group before leaving it."""
         self.parallel = Alone(self.model)
         self.net = self.model
 
@@ -268,7 +269,7 @@ class Run:
         return self.place(self.workload.inputs)
 
     def _calibration(self) -> Iterator[Any]:
-        """This rank's calibration batches; training batches where the workload has none."""
+        """This rank's calibration batches; training batches if the workload has none."""
         if self.workload.calibration is not None:
             yield from islice(batches(self.workload.calibration), self.ranks.rank, None, self.ranks.world)
             return
@@ -277,7 +278,7 @@ class Run:
             yield inputs
 
     def note(self, text: str) -> None:
-        """Something that was decided for the user: logged once, kept for the report."""
+        """Log an automatic decision and keep it for the report."""
         self.notes.append(text)
         if self.ranks.first:
             log.info(text)
@@ -328,7 +329,7 @@ class Run:
             for callback in self.callbacks:
                 callback.on_step(self)
             if last:
-                break  # the epoch's own checkpoint comes with its metrics
+                break  # `_finish_epoch` saves a checkpoint with metrics
             if self.config.save_steps is not None and self.step % self.config.save_steps == 0:
                 self.save()
             self._obey()
@@ -349,7 +350,9 @@ class Run:
                 with self._autocast():
                     loss = self.objective(call_on("training", self.net, inputs, where=self.where), inputs, target)
                 weight = self.data.weight(number, numbers)
-                share_of_batch = 1 / config.accumulate if self.objective.sums else weight  # samples count already
+                share_of_batch = (
+                    1 / config.accumulate if self.objective.sums else weight
+                )  # a sum already counts samples
                 self.scaler.scale(loss * share_of_batch).backward()
             total += loss.detach().float() * share_of_batch
         self.parallel.end_backward()
@@ -371,7 +374,7 @@ class Run:
         return torch.autocast(self.device.type, dtype=_DTYPES[self.config.amp])
 
     def _log(self) -> None:
-        """The mean loss since the last time, over all ranks; a number that isn't one ends the run here."""
+        """Log the mean loss since the last call, over all ranks; stop the run if it isn't finite."""
         if not self._losses:
             return
         mean = torch.stack(self._losses).mean()
@@ -389,8 +392,9 @@ class Run:
                 "the loss is not finite",
                 where=f"step {self.step}",
                 value=self.loss,
-                fix="lower the learning rate, clip gradients (clip), or warm up"
-                + (f"; {saved.folder.name} is the last sound checkpoint" if saved is not None else ""),
+                fix="lower the learning rate, clip gradients (clip), or use warm-up"
+                + (f"; {saved.folder.name} is the last valid checkpoint" if saved is not None else ""),
+                code="loss-not-finite",
             )
         for callback in self.callbacks:
             callback.on_log(self, values)
@@ -398,7 +402,7 @@ class Run:
     def _finish_epoch(self) -> None:
         self.epoch += 1
         self.ranks.agree(self.model)
-        if self.ranks.several:  # statistics of norms are each rank's own until here, and folded weights depend on them
+        if self.ranks.several:  # ranks have their own norm statistics until here, and folded weights depend on them
             share_buffers(self.model)
         if self.qat is not None:
             self.qat.after_epoch()
@@ -415,12 +419,12 @@ class Run:
             self._obey()
 
     def _measure(self) -> bool:
-        """The workload's metrics on rank 0, told to all; gives whether they are the best so far."""
+        """Compute the workload's metrics on rank 0 and send them to all; returns whether they are the best so far."""
         values: dict[str, float] = {}
         if can_measure(self.workload) and (self.ranks.first or self.parallel.measures_together):
             with self.ema.shown(self.model) if self.ema is not None else nullcontext():
                 if self.ema is not None and self.qat is not None:
-                    self.qat.settle(alone=True)  # buffers were shared already
+                    self.qat.settle(alone=True)  # buffers are already synchronized
                 values = evaluate(self.workload, self.predict)
         values = self.ranks.tell(values)
         self.metrics.append(values)
@@ -448,16 +452,16 @@ class Run:
         words = f"interrupted{by} after step {self.step} of {self.steps}"
         self.stop.raised = True
         if self.checkpoints is None:
-            raise Interrupted(words, "the run has no folder to be saved in")
+            raise Interrupted(words, "the run isn't saved, because it has no output folder")
         self.save()
         raise Interrupted(words, "the run is saved; rerun the command to resume (in Python: resume=True)")
 
     def facts(self) -> dict[str, Any]:
-        """What was run, and how it ended."""
+        """The settings and results of the run."""
         return facts(self)
 
     def sites(self) -> tuple[SiteRow, ...]:
-        """Scales, ranges and clipped shares per site on the example; nothing for a float run."""
+        """Scales, ranges and clipped shares per site, measured on one batch; empty for a float run."""
         if self.qat is None:
             return ()
         with report_data_errors("training", self._probe, where=self.where):
@@ -465,11 +469,11 @@ class Run:
 
     @cached_property
     def _probe(self) -> Any:
-        """A real batch to look at sites with: always the same one."""
+        """A fixed training batch to measure sites with."""
         return self.place(next(iter(self.data.epoch(0)))[0])
 
     def save(self, *, best: bool = False) -> None:
-        """Write a checkpoint, once: on rank 0."""
+        """Write a checkpoint on rank 0."""
         self._log()
         if self.checkpoints is None:
             return

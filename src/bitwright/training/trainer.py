@@ -1,4 +1,4 @@
-"""`Trainer(workload, quantize="int8").fit()`: one flag between a float run and a quantized one."""
+"""`Trainer(workload, quantize="int8").fit()`: training in float, or quantized with one argument."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from bitwright.workload import Workload, can_measure
 
 @dataclass(frozen=True, kw_only=True)
 class TrainResult:
-    """A trained model, and how it came about."""
+    """A trained model and the results of the run."""
 
     model: nn.Module
     quantized: Quantized | None  # None after a float run
@@ -46,15 +46,16 @@ class TrainResult:
 
 @strict
 class Trainer:
-    """Trains a workload, in float or (with `quantize`) with quantizers in place from before the first step.
+    """Trains a workload in float or, with `quantize`, with quantizers from the first step.
 
-    `quantize` is "int8", "int4", "w4a8", a Plan or the path of one. Processes come from the process group or from
-    torchrun. `out` gets checkpoints, history.jsonl, and at the end checkpoint.safetensors, plan.yaml and result.json.
-    `compute` is a plan (or its path) whose `compute` section says which operators run in real low precision; `kind` is
-    this process's device in it (or one for each rank, with commas between), `simulate` rounds in float instead.
-    `init` is a float checkpoint (or the folder of a run) to start from; `resume=True` continues the run in
-    `out`, if there is one; "auto" does so only if that run did not finish. `choices` go to the planner, as in
-    `bitwright.quantize`. A signal that the command line notes ends a run between two steps, with a checkpoint.
+    `quantize` is "int8", "int4", "w4a8", a Plan or its path. Processes come from the process group or from torchrun.
+    `out` is the folder for checkpoints and history.jsonl, and at the end checkpoint.safetensors, plan.yaml and
+    result.json. `compute` is a plan (or its path) with a `compute` section, which lists the operators that run in low
+    precision. `kind` is the device kind of this process in that plan (or a comma-separated list, one per rank), and
+    `simulate` rounds in float instead of using low-precision kernels. `init` is a float checkpoint (or the folder of a
+    run) to start from. `resume=True` continues the run in `out`, if there is one; "auto" does so only if that run
+    did not finish. `choices` are passed to the planner, as in `bitwright.quantize`. On the command line, a signal ends
+    the run between two steps, with a checkpoint.
     """
 
     def __init__(
@@ -92,49 +93,54 @@ class Trainer:
             raise TrainError(problems)
 
     def _problems(self) -> Any:
-        """What can be seen to be wrong before anything is loaded."""
+        """Problems that are visible before anything is loaded."""
         config, workload = self.config, self.workload
         where = f"workload {workload.name!r}"
         if self.precision is None:
             for name, value in self.choices.items():
                 if value not in (None, [], ()):
-                    what, fix = "this does nothing in a float run", 'give quantize="int8" (or another precision), too'
+                    what, fix = "a float run doesn't use this argument", 'add quantize="int8" or another precision'
                     yield Problem(what=what, where=name, value=value, fix=fix, code="ignored-argument")
         if workload.training is None:
-            fix = "give Workload(training=...) a function that returns a data set of (inputs, target)"
-            yield Problem(what="the workload has no training data", where=where, fix=fix)
+            fix = "pass Workload(training=...), a function that returns a data set of (inputs, target)"
+            yield Problem(what="the workload has no training data", where=where, fix=fix, code="no-training-data")
         if workload.loss is None:
-            fix = "give Workload(loss=F.cross_entropy), or your own"
-            yield Problem(what="the workload has no loss", where=where, fix=fix)
+            fix = "pass Workload(loss=F.cross_entropy) or another loss"
+            yield Problem(what="the workload has no loss", where=where, fix=fix, code="no-loss")
         if config.patience is not None:
             if not can_measure(workload):
-                fix = "give the Workload evaluation= or evaluate="
-                yield Problem(what="stopping early needs a metric", where="patience", value=config.patience, fix=fix)
+                fix, value = "pass evaluation= or evaluate= to the Workload", config.patience
+                what = "early stopping requires a metric"
+                yield Problem(what=what, where="patience", value=value, fix=fix, code="metric-required")
             if self.out is None:
-                fix = "give out=, a folder"
-                yield Problem(what="stopping early keeps the best checkpoint", where="patience", fix=fix)
+                what, fix = "early stopping saves the best checkpoint in a folder", "pass out="
+                yield Problem(what=what, where="patience", fix=fix, code="out-required")
         if config.save_steps is not None and self.out is None:
-            yield Problem(what="checkpoints need a folder", where="save_steps", fix="give out=")
+            what = "checkpoints require a folder"
+            yield Problem(what=what, where="save_steps", fix="pass out=", code="out-required")
         if config.warmup >= config.epochs:
-            what = "the learning rate would only ever rise"
-            yield Problem(what=what, where="warmup", value=config.warmup, fix=f"use less than {config.epochs} epochs")
+            what, fix = "the warm-up is as long as the training", f"use less than {config.epochs} epochs"
+            yield Problem(what=what, where="warmup", value=config.warmup, fix=fix, code="warmup-too-long")
         if self.init is not None and not self.init.exists():
-            fix = "give the folder of a run, or a .safetensors file"
-            yield Problem(what="there is no such checkpoint", where="init", value=str(self.init), fix=fix)
+            what, fix = "the checkpoint doesn't exist", "pass the folder of a run, or a .safetensors file"
+            yield Problem(what=what, where="init", value=str(self.init), fix=fix, code="no-such-checkpoint")
         if self.resume is True and self.out is None:
-            yield Problem(what="there is no folder to resume", where="resume", fix="give out=")
+            yield Problem(what="resuming requires a folder", where="resume", fix="pass out=", code="out-required")
         if self.compute is not None and self.precision is not None:
-            what = "quantizers and low-precision kernels exclude each other"
-            yield Problem(what=what, where="compute", fix="leave one of compute and quantize out")
+            what, fix = "quantizers and low-precision kernels can't be combined", "omit either compute or quantize"
+            yield Problem(what=what, where="compute", fix=fix, code="compute-and-quantize")
         if self.compute is None and (self.kind is not None or self.simulate):
-            yield Problem(what="only a plan's compute section has kinds and simulation", where="kind, simulate")
+            what, fix = "kind and simulate require a plan", "pass compute="
+            yield Problem(what=what, where="kind, simulate", fix=fix, code="compute-required")
         if self.precision is None:
             given = [key for key, value in {**self.choices, "backend": self.backend}.items() if value]
             for key in given:
-                yield Problem(what="a float run has no use for this", where=key, fix='add quantize="int8"')
+                what, fix = "a float run doesn't use this argument", 'add quantize="int8"'
+                yield Problem(what=what, where=key, fix=fix, code="ignored-argument")
             for key in ("quantizer_lr", "freeze_observers"):
                 if getattr(config, key) is not None:
-                    yield Problem(what="a float run has no quantizers", where=key, fix='add quantize="int8"')
+                    what, fix = "a float run has no quantizers", 'add quantize="int8"'
+                    yield Problem(what=what, where=key, fix=fix, code="ignored-argument")
         else:
             try:
                 resolve(self.precision, self.backend, self.choices)
@@ -142,7 +148,7 @@ class Trainer:
                 yield from error.problems
 
     def fit(self) -> TrainResult:
-        """Train. From then on this process keeps memory that it frees."""
+        """Train the model. The allocator keeps freed memory for the rest of this process."""
         keep_freed_memory()
         stop = current_stop()
         with joined(self.device) as ranks, self._locked(ranks):
@@ -166,7 +172,7 @@ class Trainer:
                 simulate=self.simulate,
             )
             try:
-                with stop.deferred():  # a run stops between two steps, with a checkpoint
+                with stop.deferred():  # signals take effect between two steps, after a checkpoint
                     run.go()
             except BitwrightError as error:
                 error.rank = ranks.rank
@@ -187,7 +193,7 @@ class Trainer:
 
     @contextmanager
     def _locked(self, ranks: Ranks) -> Iterator[None]:
-        """The folder of the run is this run's alone: the first rank locks it, and all ranks hear if it can't."""
+        """Lock the output folder on rank 0; a failure raises an error on all ranks."""
         if self.out is None:
             yield
             return
@@ -204,21 +210,22 @@ class Trainer:
             yield
 
     def _saved(self, ranks: Ranks) -> Saved | None:
-        """The checkpoint to go on from; rank 0 says which. A used folder is never overwritten by surprise."""
+        """The checkpoint to resume from, chosen by rank 0. An existing run is never overwritten."""
         if self.out is None:
             return None
         checkpoints = Checkpoints(self.out)
         latest = checkpoints.latest()
-        # torchrun starts all processes again when one dies: they go on where the run was saved
+        # torchrun restarts all processes when one dies; they resume from the last checkpoint
         restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-        # "auto" also resumes a finished run: it has no steps left, and other settings are refused with each difference
+        # "auto" also resumes a finished run: no steps are left, and changed settings are reported
         step, resume = ranks.tell([None if latest is None else latest.step, bool(self.resume) or restarted])
         if step is None:
             return None
         if not resume:
             raise TrainError.single(
-                f"a run was saved here already, at step {step}",
+                f"this folder already contains a run, saved at step {step}",
                 where=str(self.out),
-                fix="resume it (resume=True), or choose another folder (init= takes a run's weights there)",
+                fix="resume it (resume=True), or choose another folder (init= starts from the weights of a run)",
+                code="run-exists",
             )
         return next((saved for saved in checkpoints.all() if saved.step == step), None)

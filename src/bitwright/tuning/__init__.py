@@ -1,4 +1,4 @@
-"""Search until the goal holds."""
+"""Tuning: search for a quantized model that meets an accuracy goal."""
 
 from bitwright.tuning.candidate import Base, Candidate, Outcome, Override
 from bitwright.tuning.config import TuneConfig

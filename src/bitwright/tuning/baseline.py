@@ -1,4 +1,4 @@
-"""The float model: what all candidates are compared with, and what the data is like."""
+"""The float model as the reference of all candidates, and facts about the evaluation data."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from bitwright.core.tensor_tree import batch_size, tensors_in
 from bitwright.workload import Workload, evaluate, hits_of, pairs
 from bitwright.workload.data import joined, take
 
-_PART, _LEAST = 512, 256  # samples of the part, and of the whole if a part shall be worth it
+_PART, _LEAST = 512, 256  # samples in the part, and the minimum size of the data for using a part
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,39 +31,39 @@ class Part:
     samples: int
 
     def hits(self, predict: Callable[..., Any]) -> int:
-        """How many of them a model gets right."""
+        """The number of samples that a model classifies correctly."""
         with torch.no_grad(), eval_mode(predict):
             return sum(int(right.sum()) for right, _ in hits_of([(self.inputs, self.target)], predict))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Baseline:
-    """The float model on the evaluation data."""
+    """The results of the float model on the evaluation data."""
 
     metrics: dict[str, float]
     data: str
-    """A fingerprint of the evaluation data; of the float model's metrics if the workload evaluates by itself."""
+    """A fingerprint of the evaluation data, or of the metrics if the workload has its own evaluation."""
     right: Tensor | None = None
-    """Which samples it gets right; None: they can't be seen, or have no classes."""
+    """Whether each sample is classified correctly; None if samples aren't accessible or have no classes."""
     majority: float | None = None
-    """What always saying the most frequent class would score, in percent."""
+    """The accuracy of always predicting the most frequent class, in percent."""
     part: Part | None = None
     overlap: int | None = None
-    """Calibration samples that are evaluation samples, too; None: can't be seen."""
+    """The number of calibration samples that are also evaluation samples; None if unknown."""
 
     @property
     def hit_rate(self) -> float:
-        """Percent of the samples that it gets right."""
+        """The percentage of correctly classified samples."""
         return 0.0 if self.right is None else 100.0 * int(self.right.sum()) / len(self.right)
 
     @property
     def samples(self) -> int | None:
-        """How many there are, if they can be counted."""
+        """The number of samples, if known."""
         return None if self.right is None else len(self.right)
 
 
 def measure_float(workload: Workload, metrics: Iterable[str], calibration: Iterable[Any], *, seed: int) -> Baseline:
-    """Evaluate the float model, and look at the data on the way."""
+    """Evaluate the float model, and collect facts about the data in the same pass."""
     seen = None if workload.evaluation is None else _look(workload, lenient=workload.evaluate is not None)
     if seen is None:
         known = _complete(evaluate(workload, workload.model), metrics, workload)
@@ -93,7 +93,7 @@ class _Seen:
 
 
 def _look(workload: Workload, *, lenient: bool) -> _Seen | None:
-    """Which samples the float model gets right. `lenient`: None if the data isn't that of a classifier."""
+    """The hits of the float model. With `lenient`, returns None if the data isn't for classification."""
     right: list[Tensor] = []
     targets: list[Tensor] = []
     samples: set[str] = set()
@@ -123,16 +123,17 @@ def _complete(values: dict[str, float], metrics: Iterable[str], workload: Worklo
     for metric in metrics:
         if metric not in values:
             raise WorkloadError(
-                "the goal is set on a metric that was not measured",
+                "the goal uses a metric that wasn't measured",
                 where=f"workload {workload.name!r}",
                 value=metric,
                 fix=did_you_mean(metric, values),
+                code="metric-not-measured",
             )
     return values
 
 
 def _part(workload: Workload, right: Tensor, seed: int) -> Part | None:
-    """Random samples, fetched in a second walk through the data: only they are kept."""
+    """Random samples, collected in a second pass over the data so that only they are kept in memory."""
     whole = len(right)
     if whole < _LEAST:
         return None

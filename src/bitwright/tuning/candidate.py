@@ -1,4 +1,4 @@
-"""One point of the search space: what is the same for the whole model, and what differs at operators."""
+"""A candidate of the search: settings for the whole model, and overrides for single operators."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FLOAT: Literal["float"] = "float"
 
 @dataclass(frozen=True, kw_only=True)
 class Base:
-    """What holds for the whole model; None: as the backend's table says."""
+    """Settings for the whole model; None means the default of the backend's table."""
 
     weights: str | None = None
     activations: str | None = None
@@ -32,7 +32,7 @@ class Base:
     samples: int | None = None
 
     def choices(self) -> Choices:
-        """As `make_plan` takes them."""
+        """The arguments for `make_plan`."""
         chosen: Choices = {}
         if self.weights is not None:
             chosen["weights"] = self.weights
@@ -58,7 +58,7 @@ class Base:
 
 @dataclass(frozen=True, kw_only=True)
 class Override:
-    """What differs at one operator."""
+    """Settings that differ at one operator."""
 
     weights: str | None = None
     activations: str | None = None
@@ -70,18 +70,18 @@ class Override:
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A way to quantize the model."""
+    """One way to quantize the model."""
 
     base: Base = Base()
     float: frozenset[str] = frozenset()
     overrides: Mapping[str, Override] = field(default_factory=dict)
 
     def with_float(self, operators: Iterable[str]) -> Candidate:
-        """The same with exactly these operators in float."""
+        """A copy with exactly these operators in float."""
         return replace(self, float=frozenset(operators))
 
     def to_json(self) -> dict[str, Any]:
-        """As a store keeps it; equal candidates give equal texts."""
+        """The representation in a store; equal candidates have equal representations."""
         return {
             "base": {k: v for k, v in asdict(self.base).items() if v not in (None, ())},
             "float": sorted(self.float),
@@ -104,7 +104,7 @@ class Candidate:
 
     @property
     def key(self) -> str:
-        """Equal for equal candidates."""
+        """A hash that is equal for equal candidates."""
         return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()[:16]
 
     def __str__(self) -> str:
@@ -112,11 +112,11 @@ class Candidate:
         kept = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         parts = [str(self.base), f"{kept} in float" if names else "all quantized"]
         if self.overrides:
-            parts.append(f"{len(self.overrides)} operators otherwise")
+            parts.append(f"{len(self.overrides)} operators with other settings")
         return "; ".join(parts)
 
     def plan(self, graph: Graph, backend: str, *, model: str | None, choices: Choices) -> Plan:
-        """The plan that this candidate stands for; `choices` are what the user fixed for all candidates."""
+        """The plan of this candidate; `choices` are the user's settings for all candidates."""
         kept = [*choices.get("keep_float", ()), *(glob.escape(name) for name in sorted(self.float))]
         merged: Choices = {**choices, **self.base.choices(), "keep_float": kept}
         made = make_plan(graph, backend, model=model, **merged)
@@ -136,38 +136,38 @@ class Candidate:
 
 
 class Outcome(BaseModel):
-    """What was measured; everything that a strategy may know."""
+    """The measurements of a candidate, which strategies use."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
-    passed: bool = Field(description="All that the goal demands holds.")
-    accurate: bool = Field(description="The metrics are good enough, whatever the limits say.")
-    metrics: dict[str, float] = Field(default_factory=dict, description="Estimates if `stopped`.")
-    margin: float = Field(description="The smallest margin of all metrics, relative to float; negative: too bad.")
-    stopped: bool = Field(default=False, description="Given up on a part of the data: it can't pass.")
-    samples: int | None = Field(default=None, description="On how many samples; None: the workload's own evaluation.")
+    passed: bool = Field(description="Whether the candidate meets the goal.")
+    accurate: bool = Field(description="Whether the metrics are good enough, regardless of other limits.")
+    metrics: dict[str, float] = Field(default_factory=dict, description="Measured metrics; estimates if `stopped`.")
+    margin: float = Field(description="Smallest margin of all metrics, relative to float; negative if insufficient.")
+    stopped: bool = Field(default=False, description="Whether evaluation stopped early because it can't pass.")
+    samples: int | None = Field(default=None, description="Evaluated samples; None if the workload evaluates itself.")
     latency_ms: float | None = None
     float_latency_ms: float | None = None
     size: int | None = None
     float_size: int | None = None
     memory: int | None = None
     float_memory: int | None = None
-    objective: float | None = Field(default=None, description="What is to be small, relative to float.")
-    exceeded: tuple[str, ...] = Field(default=(), description="Limits that don't hold.")
-    failed: str | None = Field(default=None, description="Why it could not be measured.")
+    objective: float | None = Field(default=None, description="The value to minimize, relative to float.")
+    exceeded: tuple[str, ...] = Field(default=(), description="Exceeded limits.")
+    failed: str | None = Field(default=None, description="The reason why it could not be measured.")
     seconds: float = 0.0
 
     @property
     def latency_ratio(self) -> float | None:
-        """Relative to the float artefact in the same run."""
+        """The latency relative to the float artefact in the same run."""
         return None if self.latency_ms is None or not self.float_latency_ms else self.latency_ms / self.float_latency_ms
 
     @property
     def full(self) -> bool:
-        """Whether it took a whole evaluation."""
+        """Whether it took a full evaluation."""
         return not self.stopped and self.failed is None
 
     def rank(self) -> tuple[float, ...]:
-        """Smaller is better: what passes, by the objective; else what is nearest to passing."""
+        """A sort key, smaller is better: candidates that pass by objective, then those nearest to passing."""
         if self.passed:
             return (0.0, self.objective if self.objective is not None else 0.0, -self.margin)
         if self.accurate:
@@ -176,5 +176,5 @@ class Outcome(BaseModel):
 
 
 def failure(reason: str, seconds: float = 0.0) -> Outcome:
-    """A candidate that can't be measured."""
+    """The outcome of a candidate that can't be measured."""
     return Outcome(passed=False, accurate=False, margin=float("-inf"), failed=reason, seconds=seconds)

@@ -1,4 +1,4 @@
-"""A search as a file: what to tune, the goal, the budget, and where to look."""
+"""The configuration file of a search: model, data, goal, budget and search space."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ CONFIG_VERSION = 1
 
 @strict
 class TuneConfig(Strict, populate_by_name=True):
-    """One search. The model and its data come from a workload, or from `model` with data named here."""
+    """One search. The model and data come from a workload, or from `model` with the data given here."""
 
     version: Literal[1] = Field(default=1, alias="bitwright-tune")
-    workload: str | None = Field(default=None, description="file.py:function, or the name of a built-in.")
-    model: NonBlank | None = Field(default=None, description="file.py:function that gives an nn.Module.")
-    name: NonBlank | None = Field(default=None, description="Of the study; by default the workload's.")
+    workload: str | None = Field(default=None, description="file.py:function, or the name of a built-in workload.")
+    model: NonBlank | None = Field(default=None, description="file.py:function that returns an nn.Module.")
+    name: NonBlank | None = Field(default=None, description="Name of the study; by default the workload's.")
     calibration: Dataset | None = None
     evaluation: Dataset | None = None
     metric: str | dict[str, dict[str, Any]] | None = Field(
@@ -53,13 +53,15 @@ class TuneConfig(Strict, populate_by_name=True):
     store: NonBlank | None = None
     resume: bool = False
     seed: int = Field(default=0, ge=0, lt=2**32)
-    samples: int | None = Field(default=None, gt=0, le=10**12, description="Calibration samples.")
+    samples: int | None = Field(default=None, gt=0, le=10**12, description="Number of calibration samples.")
     measuring: Measuring = Measuring()
-    early: bool = Field(default=True, description="Give up hopeless candidates on a part of the data.")
+    early: bool = Field(
+        default=True, description="Stop evaluating candidates that can't pass after a part of the data."
+    )
 
     @staticmethod
     def load(path: str | Path) -> TuneConfig:
-        """Read a file, ours or LPOT's; all its problems at once. Paths in it are relative to it."""
+        """Read a file of Bitwright or LPOT; all problems are reported together. Paths are relative to the file."""
         file = Path(path)
         data = read_settings(file, "a search", "workload: …")
         ours = translated(data, "tune", where=str(file)) or data
@@ -67,7 +69,7 @@ class TuneConfig(Strict, populate_by_name=True):
         return config._beside(file.parent)
 
     def _beside(self, folder: Path) -> TuneConfig:
-        """Paths as seen from the file."""
+        """Resolve paths relative to the folder of the file."""
 
         def of(data: Dataset | None) -> Dataset | None:
             if data is None:
@@ -90,7 +92,7 @@ class TuneConfig(Strict, populate_by_name=True):
         )
 
     def make_workload(self, given: Workload | None = None) -> Workload:
-        """The workload of this search: the given one, or the named one, with the data and metric that are said here."""
+        """The given or the configured workload, with the data and metric of this configuration."""
         if given is None and self.workload is not None:
             given = load_workload(self.workload)
         if given is None:
@@ -112,45 +114,57 @@ class TuneConfig(Strict, populate_by_name=True):
         if self.model is None or self.calibration is None:
             missing = "model" if self.model is None else "calibration"
             raise WorkloadError(
-                f"there is neither a workload nor a {missing}",
+                f"neither a workload nor a {missing} is given",
                 where=missing,
-                fix="name a workload (file.py:function), or give model, calibration and evaluation",
+                fix="set workload (file.py:function), or model, calibration and evaluation",
+                code="workload-required",
             )
         model = load_object(self.model)
         if not isinstance(model, nn.Module):
             raise WorkloadError(
-                "the function gave no nn.Module", where="model", value=type(model).__name__, fix="return the model"
+                "the function didn't return an nn.Module",
+                where="model",
+                value=type(model).__name__,
+                fix="return the model",
+                code="not-a-module",
             )
         example = next(iter(self.calibration.inputs()))[:1]
         name = self.name or self.model.rpartition(":")[2]
         return Workload(name=name, model=model, inputs=(example,), loss=torch.nn.functional.cross_entropy)
 
     def _measured(self, workload: Workload) -> Workload:
-        """Metrics by name, on the workload's own data."""
+        """The workload with the metrics of this configuration, on its own data."""
         if workload.evaluation is None:
             raise WorkloadError(
-                "there is a metric but no data to measure it on", where="metric", fix="give evaluation= or evaluation:"
+                "the metric has no data to be measured on",
+                where="metric",
+                fix="set evaluation= or evaluation:",
+                code="no-evaluation-data",
             )
         wanted = {self.metric: {}} if isinstance(self.metric, str) else dict(self.metric or {})
         unknown = [name for name in wanted if name not in METRICS]
         if unknown:
             raise WorkloadError(
-                "unknown metric", where="metric", value=unknown[0], fix=did_you_mean(unknown[0], METRICS)
+                "unknown metric",
+                where="metric",
+                value=unknown[0],
+                fix=did_you_mean(unknown[0], METRICS),
+                code="unknown-metric",
             )
         names = [metric_name(name, options) for name, options in wanted.items()]
-        if names == ["top1"]:  # the built-in one sees samples, so that it can pair and give up early
+        if names == ["top1"]:  # the built-in metric has access to samples, for pairing and early stopping
             return replace(workload, evaluate=None, metric="top1", lower_is_better=False)
         evaluate = make_evaluate(wanted, workload.evaluation)
         return replace(workload, evaluate=evaluate, metric=names[0], lower_is_better=self.lower_is_better)
 
     @property
     def lower_is_better(self) -> tuple[str, ...]:
-        """The named metrics of which less is better."""
+        """The configured metrics for which lower is better."""
         wanted = {self.metric: {}} if isinstance(self.metric, str) else dict(self.metric or {})
         return tuple(metric_name(n, o) for n, o in wanted.items() if n in METRICS and not METRICS[n][1])
 
     def tune(self, workload: Workload | None = None, **others: Any) -> Tuned:
-        """Search as this says; `others` are further arguments of `tune`, and count before what is said here."""
+        """Run the search; `others` are arguments of `tune` that override this configuration."""
         reject_unknown("TuneConfig.tune", others, inspect.signature(tune).parameters)
         lower = self.lower_is_better
         goal = self.goal
@@ -176,7 +190,7 @@ class TuneConfig(Strict, populate_by_name=True):
 
 
 def json_schema() -> dict[str, Any]:
-    """The JSON Schema of a file."""
+    """The JSON Schema of a configuration file."""
     schema = TuneConfig.model_json_schema()
     identity = f"bitwright-tune-{CONFIG_VERSION}"
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "$id": identity, **schema}

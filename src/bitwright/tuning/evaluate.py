@@ -1,4 +1,4 @@
-"""From a candidate to what it is worth: quantize, evaluate, and measure the artefact on the real runtime."""
+"""Evaluate a candidate: quantize the model, compute metrics, and measure the artefact on the real runtime."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Tell = Callable[[str], None]
 
 
 class Measuring(BaseModel):
-    """How latency is measured: medians of runs that take turns with the float artefact."""
+    """Settings of latency measurements, which alternate with the float artefact and report medians."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     batch: int = Field(default=1, gt=0, le=10**6)
@@ -41,7 +41,7 @@ class Measuring(BaseModel):
 
 
 class Evaluator:
-    """Measures candidates of one workload; the model is float again after each."""
+    """Measures candidates of one workload; the model is restored to float after each."""
 
     def __init__(
         self,
@@ -71,12 +71,12 @@ class Evaluator:
         return candidate.plan(self.graph, self.backend, model=self.workload.name, choices=self.choices)
 
     def forget(self, candidate: Candidate | None = None) -> None:
-        """Remove the state of a candidate's steps, or of all."""
+        """Remove the saved PTQ state of a candidate, or of all."""
         folder = self.state if candidate is None else self.state / candidate.key
         shutil.rmtree(folder, ignore_errors=True)
 
     def make_float(self) -> None:
-        """Give the model back as it came, unless the search ended well."""
+        """Restore the original float model, unless the search succeeded."""
         if not self.done and find_attachment(self.workload.model) is not None:
             strip(self.workload.model)
             put_back(self.workload.model, self._before)
@@ -85,7 +85,7 @@ class Evaluator:
     def quantized(
         self, candidate: Candidate, *, plan: Plan | None = None, tell: Tell | None = None
     ) -> Iterator[Quantized]:
-        """The model, quantized as the candidate says, while this lasts."""
+        """Quantize the model with this candidate inside the context."""
         made = quantize_candidate(self, candidate, self.plan(candidate) if plan is None else plan, tell)
         before, result = made
         try:
@@ -95,7 +95,7 @@ class Evaluator:
             put_back(self.workload.model, before)
 
     def __call__(self, candidate: Candidate, baseline: Baseline, tell: Tell) -> Outcome:
-        """What the candidate is worth; whatever can't be measured is an outcome, too."""
+        """The outcome of a candidate; a failure to measure it is also an outcome."""
         begin = time.perf_counter()
         try:
             plan = self.plan(candidate)
@@ -105,7 +105,7 @@ class Evaluator:
                 with self.quantized(candidate, plan=plan, tell=tell) as quantized:
                     outcome = self._measure(quantized, baseline, tell)
         except DiskError:
-            raise  # says nothing about the candidate
+            raise  # unrelated to the candidate
         except BitwrightError as error:
             outcome = failure(str(error))
         return outcome.model_copy(update={"seconds": time.perf_counter() - begin})
@@ -124,7 +124,7 @@ class Evaluator:
         return self._on_runtime(quantized, outcome, tell)
 
     def _given_up(self, quantized: Quantized, baseline: Baseline) -> Outcome | None:
-        """Look at a random part of the data first: what can't pass any more isn't evaluated on the rest."""
+        """Evaluate a random part of the data first, and stop if the candidate can't pass."""
         part, samples = baseline.part, baseline.samples
         if part is None or samples is None:
             return None
@@ -132,7 +132,7 @@ class Evaluator:
         required = required_hits(self.goal.required("top1", baseline.metrics["top1"]), samples)
         if not hopeless(hits, part.samples, samples, required):
             return None
-        # both models on the same samples: most of the part's own luck cancels out
+        # compare both models on the same samples, which cancels most of the sampling error
         estimate = baseline.metrics["top1"] + 100.0 * (hits - part.float_hits) / part.samples
         metrics = {"top1": estimate, "n": float(part.samples)}
         margin = min(self.goal.worst_margin("top1", baseline.metrics, metrics), -1e-9)
@@ -149,7 +149,7 @@ class Evaluator:
         return self.judged(outcome)
 
     def write(self, quantized: Quantized, name: str) -> Path:
-        """The artefact that the runtime reads."""
+        """Write the artefact for the runtime."""
         assert self.runtime is not None
         kind: type[Runtime] = RUNTIMES.get(self.runtime)
         path = self.folder / f"{name}{kind.suffix}"
@@ -157,7 +157,7 @@ class Evaluator:
         return path
 
     def measured(self, artefacts: dict[str, Path], tell: Tell) -> dict[str, dict[str, Any]]:
-        """Latency, size and memory of artefacts and of the float one, in turns."""
+        """Latency, size and memory of artefacts, measured in alternation with the float artefact."""
         assert self.runtime is not None
         plain = self.float_artefact
         tell(f"timing on {self.runtime}")
@@ -186,7 +186,7 @@ class Evaluator:
         return result
 
     def judged(self, outcome: Outcome) -> Outcome:
-        """Whether limits hold, and the objective."""
+        """Check the limits and compute the objective."""
         goal = self.goal
         ratios = {"latency": outcome.latency_ratio, "size": _ratio(outcome.size, outcome.float_size)}
         ratios["memory"] = _ratio(outcome.memory, outcome.float_memory)
@@ -208,7 +208,7 @@ class Evaluator:
         )
 
     def _float(self, baseline: Baseline) -> Outcome:
-        """Nothing is quantized: the float model itself."""
+        """The outcome of the float model, for a candidate without quantized sites."""
         margin = self.goal.worst_margin(self.workload.metric, baseline.metrics, baseline.metrics)
         outcome = Outcome(
             passed=False, accurate=True, metrics=baseline.metrics, margin=margin, samples=baseline.samples
@@ -220,7 +220,7 @@ class Evaluator:
 
     @cached_property
     def float_artefact(self) -> Path:
-        """The float model's file; first asked for while the model is float."""
+        """The artefact of the float model; it must be created while the model is float."""
         assert self.runtime is not None
         kind: type[Runtime] = RUNTIMES.get(self.runtime)
         path = self.folder / f"float{kind.suffix}"
@@ -229,13 +229,13 @@ class Evaluator:
 
     @cached_property
     def sample(self) -> Any:
-        """The inputs that are timed."""
+        """The inputs for latency measurements."""
         size = self.measuring.batch
         return next(rebatched(regrouped(self.calibration, size), size))
 
     @property
     def example(self) -> Any:
-        """The call that is exported."""
+        """The example call for the export."""
         assert self.runtime is not None
         return self.workload.inputs if RUNTIMES.get(self.runtime).any_batch else self.sample
 
@@ -243,7 +243,7 @@ class Evaluator:
 def quantize_candidate(
     evaluator: Evaluator, candidate: Candidate, plan: Plan, tell: Tell | None
 ) -> tuple[dict[str, Tensor], Quantized]:
-    """Quantize the workload's model in place; also what its weights were if steps change them."""
+    """Quantize the workload's model in place; also returns its original weights if PTQ steps change them."""
     workload, base = evaluator.workload, candidate.base
     model = workload.model
     before = {n: t.detach().clone() for n, t in model.state_dict().items()} if base.steps else {}
@@ -270,14 +270,14 @@ def quantize_candidate(
 
 
 def usable_runtime(table: BackendTable) -> str | None:
-    """The runtime on which a backend's artefacts can be measured here, if there is one."""
+    """The runtime that can measure the backend's artefacts on this machine, or None."""
     if table.runtime is None:
         return None
-    return table.runtime if available_runtimes().get(table.runtime, "nobody registers it") is None else None
+    return table.runtime if available_runtimes().get(table.runtime, "it isn't registered") is None else None
 
 
 def kept_calibration(workload: Workload, samples: int | None, memory: int) -> list[Any]:
-    """Calibration batches, kept: every candidate reads them. At most `memory` MiB of them."""
+    """The calibration batches as a list of at most `memory` MiB, because every candidate reads them."""
     kept: list[Any] = []
     held = 0
     for batch in first(batches(workload.calibration, name=workload.name), samples):
@@ -286,7 +286,8 @@ def kept_calibration(workload: Workload, samples: int | None, memory: int) -> li
             raise BitwrightError(
                 f"the calibration data is larger than {memory} MiB",
                 value=f"{sum(batch_size(one) for one in kept)} samples fit",
-                fix="give fewer samples (--samples), or more memory (--memory)",
+                fix="use fewer samples (--samples), or more memory (--memory)",
+                code="calibration-too-large",
             )
         kept.append(batch)
     return kept

@@ -1,4 +1,4 @@
-"""What the user wants: how much may be lost, what must not be exceeded, and what should be as small as possible."""
+"""Goals of a search: allowed accuracy drops, limits and objectives; and statistics to decide whether they hold."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from bitwright.core.arguments import strict
-from bitwright.core.errors import shortened
+from bitwright.core.errors import PlanError, Problem, shortened
 from bitwright.workload import Workload
 
 ERROR = 1e-3
-"""How likely a candidate that would pass is given up on a part of the data, at most, for each candidate."""
+"""The maximum probability, per candidate, of stopping the evaluation of a candidate that would have passed."""
 
 
 def hopeless(hits: int, looked_at: int, samples: int, required: int, error: float = ERROR) -> bool:
-    """Whether a model with `hits` on a random part of the data can be given up.
+    """Whether a model with `hits` on a random part of the data can be rejected.
 
     The part is drawn without replacement, so the number of hits in it has a hypergeometric distribution. If the model
-    had the `required` hits on all `samples`, so few hits in the part would have at most the probability `error`. This
-    is exact: no normal approximation, no independence of samples.
+    had the `required` hits on all `samples`, the probability of so few hits in the part would be at most `error`. The
+    test is exact: it uses no normal approximation and doesn't assume independent samples.
 
     >>> hopeless(40, 64, 1000, 900), hopeless(56, 64, 1000, 900)
     (True, False)
@@ -32,13 +32,13 @@ def hopeless(hits: int, looked_at: int, samples: int, required: int, error: floa
         return False
     if required > samples:
         return True
-    from scipy.stats import hypergeom  # takes most of a second, also here below
+    from scipy.stats import hypergeom  # imported here because it takes most of a second
 
     return bool(hypergeom.cdf(hits, samples, required, looked_at) <= error)
 
 
 def required_hits(required_percent: float, samples: int) -> int:
-    """The fewest hits whose percentage is good enough.
+    """The smallest number of hits with a sufficient percentage.
 
     >>> required_hits(90.0, 1000), required_hits(89.95, 1000)
     (900, 900)
@@ -51,17 +51,17 @@ def required_hits(required_percent: float, samples: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Paired:
-    """Two classifiers on the same samples."""
+    """The comparison of two classifiers on the same samples."""
 
     only_float: int
-    """Samples that only the float model gets right."""
+    """Samples that only the float model classifies correctly."""
     only_quantized: int
     p_value: float
-    """McNemar's test, exact: how likely so uneven a split of the differing samples is if both are equally good."""
+    """Exact McNemar test: the probability of such an uneven split of the differing samples if both are equally good."""
 
 
 def mcnemar(only_float: int, only_quantized: int) -> Paired:
-    """Exact (binomial) form.
+    """The exact (binomial) McNemar test.
 
     >>> round(mcnemar(2, 10).p_value, 4)
     0.0386
@@ -78,7 +78,7 @@ _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "m
 
 
 def read_bytes(value: Any) -> Any:
-    """Bytes from a number or a text.
+    """Parse a size in bytes from a number or text.
 
     >>> read_bytes("1.5 MB"), read_bytes(2048)
     (1500000, 2048)
@@ -98,7 +98,7 @@ Bytes = Annotated[int, BeforeValidator(read_bytes), Field(gt=0, lt=2**60)]
 
 
 class Drop(BaseModel):
-    """How much worse a metric may be than the float model's.
+    """The allowed decrease of a metric relative to the float model.
 
     >>> Drop.read("1%").limit(90.0, higher_is_better=True)
     89.1
@@ -113,24 +113,24 @@ class Drop(BaseModel):
     @model_validator(mode="after")
     def _one(self) -> Drop:
         if (self.relative is None) == (self.absolute is None):
-            raise ValueError("give exactly one of relative and absolute")
+            raise ValueError("set exactly one of relative and absolute")
         return self
 
     @staticmethod
     def read(value: Any) -> Any:
-        """ "1%" is relative to float, a number is in units of the metric."""
+        """Parse a drop: "1%" is relative to float, a number is in units of the metric."""
         if isinstance(value, str):
             text = value.strip()
             try:
                 return Drop(relative=float(text[:-1]) / 100) if text.endswith("%") else Drop(absolute=float(text))
             except ValueError as error:
                 raise ValueError(
-                    f"{value!r} is no drop: write '1%' (relative) or 0.5 (in the metric's units)"
+                    f"{value!r} is not a drop: write '1%' (relative) or 0.5 (in the metric's units)"
                 ) from error
         return Drop(absolute=value) if isinstance(value, int | float) else value
 
     def limit(self, reference: float, *, higher_is_better: bool) -> float:
-        """The worst value that is still good enough."""
+        """The worst acceptable value."""
         room = self.absolute if self.absolute is not None else abs(reference) * (self.relative or 0.0)
         return reference - room if higher_is_better else reference + room
 
@@ -143,11 +143,11 @@ AnyDrop = Annotated[Drop, BeforeValidator(Drop.read)]
 
 @strict
 class Goal(BaseModel):
-    """What must hold, and what should then be as small as possible.
+    """The limits that a model must meet, and the objective to minimize.
 
-    `drop` is that of the workload's own metric, or one for each of several metrics. Limits are those of the artefact
-    on the real runtime; `latency_ratio` is relative to the float artefact in the same run. Several objectives are
-    weighted, each relative to float.
+    `drop` applies to the workload's metric, or is a dict with one drop per metric. The other limits apply to the
+    artefact on the real runtime; `latency_ratio` is relative to the float artefact in the same run. Several objectives
+    are combined with weights, each relative to float.
 
     >>> Goal(drop="1%").drop_of("top1")
     Drop(relative=0.01, absolute=None)
@@ -165,35 +165,52 @@ class Goal(BaseModel):
     @model_validator(mode="after")
     def _one(self) -> Goal:
         if isinstance(self.drop, dict) and {"relative", "absolute"} & set(self.drop):
-            raise ValueError("drop: give exactly one of relative and absolute")
+            raise ValueError("drop: set exactly one of relative and absolute")
         return self
 
     def metrics(self, default: str) -> tuple[str, ...]:
-        """The metrics that the goal speaks of."""
+        """The metrics of the goal."""
         return tuple(self.drop) if isinstance(self.drop, dict) else (default,)
 
     def drop_of(self, metric: str) -> Drop:
-        """How much of this metric may be lost."""
+        """The allowed drop of this metric."""
         return self.drop[metric] if isinstance(self.drop, dict) else self.drop
 
     def higher_is_better(self, metric: str) -> bool:
-        """Whether more of this metric is better."""
+        """Whether higher values of this metric are better."""
         lower = self.lower_is_better
         return not (lower if isinstance(lower, bool) else metric in lower)
 
     def directed(self, workload: Workload) -> Goal:
-        """With the workload's own word on directions, where the goal has none."""
-        if "lower_is_better" in self.model_fields_set or workload.lower_is_better is None:
-            return self
-        lower = tuple(name for name in self.metrics(workload.metric) if workload.less_is_better(name))
-        return self.model_copy(update={"lower_is_better": lower})
+        """The goal with the workload's directions of metrics, where the goal has none itself.
+
+        A drop of more than 100% is an error for metrics that should be high: every model would be good enough.
+        """
+        goal = self
+        if "lower_is_better" not in self.model_fields_set and workload.lower_is_better is not None:
+            lower = tuple(name for name in self.metrics(workload.metric) if workload.less_is_better(name))
+            goal = self.model_copy(update={"lower_is_better": lower})
+        problems = [
+            Problem(
+                what="a metric that should be high can't lose more than 100%",
+                where=f"drop of {name}",
+                value=str(goal.drop_of(name)),
+                fix="allow less, such as 1%; or say lower_is_better, if the metric should be low",
+                code="impossible-drop",
+            )
+            for name in goal.metrics(workload.metric)
+            if goal.higher_is_better(name) and (goal.drop_of(name).relative or 0.0) > 1.0
+        ]
+        if problems:
+            raise PlanError(problems, title="the goal has problems")
+        return goal
 
     def required(self, metric: str, reference: float) -> float:
-        """The worst value of a metric that is still good enough."""
+        """The worst acceptable value of a metric."""
         return self.drop_of(metric).limit(reference, higher_is_better=self.higher_is_better(metric))
 
     def margin(self, metric: str, reference: float, value: float) -> float:
-        """By how much a value is better than it must be, in the metric's units; negative: not good enough."""
+        """How much a value exceeds the required value, in units of the metric; negative if it is insufficient."""
         if math.isnan(value):
             return -math.inf
         room = value - self.required(metric, reference)
@@ -210,13 +227,13 @@ class Goal(BaseModel):
 
     @property
     def needs_memory(self) -> bool:
-        """Whether anybody asks how much memory the artefact takes."""
+        """Whether the goal depends on the memory of the artefact."""
         return self.memory is not None or "memory" in self.weights
 
 
 @strict
 class Budget(BaseModel):
-    """How long to look: whichever comes first. It is spent on a faster model, unless `stop` is "first"."""
+    """When to stop: after `minutes` or `trials`, whichever comes first, or at the first success (`stop="first"`)."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
     minutes: float | None = Field(default=None, gt=0, le=1e9)

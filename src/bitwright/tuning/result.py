@@ -1,4 +1,4 @@
-"""What a search found: the best model, how it compares, and everything that was tried."""
+"""The result of a search: the best model, its comparison with float, and all trials."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from bitwright.core import charts, formatting, notebook
 from bitwright.core.arguments import strict
+from bitwright.core.errors import BitwrightError
 from bitwright.core.files import write_text
 from bitwright.core.output_folder import staged_output
 from bitwright.deploy.checkpoint import save_checkpoint
@@ -30,13 +32,13 @@ class Tuned:
 
     workload: str
     met_goal: bool | None
-    """Whether the best model holds what the goal demands; None: the workload doesn't say how good a model is."""
+    """Whether the best model meets the goal; None if the workload has no evaluation."""
     quantized: Quantized | None
-    """The best model, prepared and calibrated; None: it is the float model itself."""
+    """The best model, prepared and calibrated; None if it is the float model."""
     candidate: Candidate
     outcome: Outcome
     on_runtime: dict[str, float] | None
-    """The artefact's own metrics on the real runtime; None: it can't run here."""
+    """The metrics of the artefact on the real runtime; None if it can't run here."""
     baseline: Baseline | None
     goal: Goal
     budget: Budget
@@ -49,23 +51,64 @@ class Tuned:
 
     @property
     def plan(self) -> Plan | None:
-        """The best plan; None: everything is float."""
+        """The best plan; None if the result is the float model."""
         return None if self.quantized is None else self.quantized.plan
 
     @property
     def full_evaluations(self) -> int:
-        """How many candidates took a whole evaluation."""
+        """The number of candidates with a full evaluation."""
         return sum(asked.outcome.full for asked in self.history)
 
     @property
+    def _metrics(self) -> list[str]:
+        return [name for name in self.outcome.metrics if name != "n"]
+
+    def _repr_html_(self) -> str:
+        names = self._metrics
+        rows = [
+            (
+                asked.number + 1,
+                "failed" if asked.outcome.failed else "passes" if asked.outcome.passed else "fails",
+                *(formatting.metric_value(name, found[name]) if name in found else None for name in names),
+                None if (ratio := asked.outcome.latency_ratio) is None else f"{ratio:.2f}×",
+                None if asked.outcome.size is None else formatting.size(asked.outcome.size),
+                str(asked.candidate) + (" (best)" if asked.candidate == self.candidate else ""),
+            )
+            for asked in self.history
+            for found in (asked.outcome.metrics,)
+        ]
+        heads = ["#trial", "goal", *(f"#{name}" for name in names), "#latency", "#size", "candidate"]
+        verdict = {True: "goal met", False: "goal missed", None: "no goal was checked"}[self.met_goal]
+        return notebook.table(heads, rows, title=f"{self.workload}: {verdict}, {self.stopped_because}")
+
+    def plot(self) -> notebook.Chart:
+        """The first metric of each trial; filled points are on the Pareto front."""
+        name = next(iter(self._metrics), "")
+        front = {asked.number for asked in self.pareto}
+        dots = [
+            charts.Dot(
+                x=asked.number + 1,
+                y=asked.outcome.metrics[name],
+                name=f"trial {asked.number + 1}",
+                text=str(asked.candidate),
+                kind="trial best" if asked.number in front else "trial",
+            )
+            for asked in self.history
+            if name in asked.outcome.metrics
+        ]
+        if not dots:
+            raise BitwrightError("no trial has a metric", code="nothing-to-plot")
+        return notebook.Chart(charts.scatter(dots, x_name="trial", y_name=name, label="Trials", counted=True))
+
+    @property
     def pareto(self) -> list[Asked]:
-        """Candidates that no other beats in the metric, latency and size at once."""
+        """The candidates on the Pareto front of metric, latency and size."""
         measured = [asked for asked in self.history if asked.outcome.latency_ms is not None]
         points = {asked.number: _point(asked.outcome) for asked in measured}
         return [a for a in measured if not any(_beats(points[b.number], points[a.number]) for b in measured)]
 
     def to_json(self) -> dict[str, Any]:
-        """Everything but the model."""
+        """Everything except the model."""
         front = {asked.number for asked in self.pareto}
         return {
             "bitwright-tuning": TUNING_VERSION,
@@ -98,7 +141,7 @@ class Tuned:
         }
 
     def save(self, folder: str | Path) -> Path:
-        """Plan, checkpoint, artefact and `tuning.json`, also when the goal was missed."""
+        """Save the plan, checkpoint, artefact and `tuning.json`, even if the goal was missed."""
         with staged_output(folder) as staged:
             if self.quantized is not None:
                 self.quantized.plan.save(staged / "plan.yaml")

@@ -1,4 +1,4 @@
-"""What a strategy knows: the space, the goal, and rankings of operators, each made once for a whole study."""
+"""Run a strategy, and provide it with the space, the goal, and rankings of operators that a study computes once."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ Study: TypeAlias = AnyStudy[Candidate, Outcome]
 
 
 def open_study(store: str | Path | None, name: str, identity: Mapping[str, Any], *, resume: bool) -> Study:
-    """Begin a search's study, or go on with one; one that differs in model, data, goal or space is refused.
+    """Create or resume a study; a study with a different model, data, goal or space is rejected.
 
-    `store` is a file, a URL (postgresql://…), or None for one that ends with this process.
+    `store` is a file, a URL (postgresql://…), or None for an in-memory study.
     """
     return open_any(store, name, identity, resume=resume, kind=Outcome, gave_up=failure)
 
 
 def own_sites(plan: Plan) -> set[str]:
-    """Sites with a quantizer of their own."""
+    """Sites with their own quantizer."""
     return {site for site, spec in plan.quantized if spec.share is None}
 
 
 def credit(values: Mapping[str, float], gone: Mapping[str, Collection[str]], graph: Graph) -> dict[str, float]:
-    """What each operator suffers, from what each site does.
+    """The penalty of each operator, computed from the penalties of sites.
 
-    `gone` has the sites that vanish with each operator. A site that no single operator takes away belongs in equal
-    parts to all that read its tensor.
+    `gone` maps each operator to the sites that disappear when it stays in float. The penalty of a site that no single
+    operator removes is divided equally among the operators that read its tensor.
     """
     sums = {name: sum(values.get(site, 0.0) for site in sites) for name, sites in gone.items()}
     alone = {site for sites in gone.values() for site in sites}
@@ -60,7 +60,7 @@ def credit(values: Mapping[str, float], gone: Mapping[str, Collection[str]], gra
 
 
 def _readers(site: str, graph: Graph, known: Mapping[str, float]) -> set[str]:
-    """The operators that read what a site quantizes, also behind operators that are never quantized."""
+    """The operators that read the tensor of a site, including those after operators that are never quantized."""
     operator, _, port = site.rpartition(":")
     if operator not in graph.by_name:
         return set()
@@ -83,14 +83,14 @@ def _readers(site: str, graph: Graph, known: Mapping[str, float]) -> set[str]:
 
 Wave = Sequence[Candidate]
 Asking = Generator[Wave, list[Outcome], None]
-"""A strategy yields candidates that may be evaluated at the same time, and is sent their outcomes, in this order."""
+"""A strategy yields candidates that may be evaluated in parallel, and receives their outcomes in the same order."""
 Strategy = Callable[["Search"], Asking]
-_SAMPLES, _BATCH = 64, 32  # of a ranking
-_LABELLED = 256  # samples of a Hessian
+_SAMPLES, _BATCH = 64, 32  # for a ranking
+_LABELLED = 256  # samples for Hessian traces
 
 
 class Search:
-    """Given to a strategy."""
+    """The interface between a strategy and the search."""
 
     def __init__(
         self,
@@ -107,20 +107,21 @@ class Search:
         self._evaluator, self._study, self._tell = evaluator, study, tell
 
     def need_loss(self, strategy: str) -> None:
-        """Refuse at once what can't be ranked later."""
+        """Raise an error early if the workload lacks what a ranking needs."""
         if self.workload.loss is None or self.workload.evaluation is None:
             raise BitwrightError(
-                f"{strategy} needs a loss and data with targets",
+                f"{strategy} requires a loss and data with targets",
                 where=f"workload {self.workload.name!r}",
-                fix="give Workload(loss=..., evaluation=...), or use another strategy",
+                fix="pass Workload(loss=..., evaluation=...), or use another strategy",
+                code="loss-required",
             )
 
     def by_output(self) -> list[str]:
-        """Operators by what quantizing each alone does to the outputs, worst first."""
+        """Operators by the output error of quantizing each alone, worst first."""
         return self._ranking("output", lambda: self._scored(lambda one: one.output_error))
 
     def by_mse(self) -> list[str]:
-        """Operators by the mean squared error of the numbers that they read, worst first."""
+        """Operators by the mean squared error of their inputs, worst first."""
         return self._ranking("mse", lambda: self._scored(lambda one: one.mse or 0.0, weights=False))
 
     def by_hessian(self) -> list[str]:
@@ -128,7 +129,7 @@ class Search:
         return self._ranking("hessian", self._curved)
 
     def by_outputs_of(self, floats: Mapping[str, Iterable[str]]) -> list[str]:
-        """Names by the outputs' error with the operators of each in float, the smallest first."""
+        """Names sorted by the output error with the given operators in float, smallest first."""
         sets = {name: sorted(kept) for name, kept in floats.items()}
 
         def compute() -> dict[str, float]:
@@ -143,12 +144,12 @@ class Search:
         return sorted(sets, key=lambda name: known[name])
 
     def _gone(self, start: Candidate, floats: Iterable[str]) -> set[str]:
-        """The sites that vanish from the plan when these operators stay float, too."""
+        """The sites that disappear from the plan if these operators stay in float too."""
         every = own_sites(self._evaluator.plan(start))
         return every - own_sites(self._evaluator.plan(start.with_float({*start.float, *floats})))
 
     def _remembered(self, name: str, compute: Callable[[], dict[str, float]]) -> dict[str, float]:
-        """Kept with the study: all workers, and later runs, go by the same one."""
+        """Store the values with the study, so that all workers and later runs use the same ones."""
         known = self._study.recall(name)
         values: dict[str, float] = self._study.keep(name, compute()) if known is None else known
         return values
@@ -185,7 +186,7 @@ class Search:
 
     @torch.no_grad()
     def _weight_errors(self) -> dict[str, float]:
-        """‖ΔW‖² of each operator's weight, as it is quantized (folded norms and all)."""
+        """‖ΔW‖² of each operator's quantized weight, including folded norms."""
         errors: dict[str, float] = {}
         with self._evaluator.quantized(self.space.start()) as quantized:
             scores = score(quantized.model, split(first(self._evaluator.calibration, 1), 1))
@@ -201,31 +202,31 @@ class Search:
 
 
 progress_log = getLogger("bitwright.progress")
-_WAIT = 0.1  # seconds between looks at what another worker does
+_WAIT = 0.1  # seconds between checks of another worker's progress
 Evaluate = Callable[[Candidate], Outcome]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """One candidate of the sequence, with what became of it."""
+    """A candidate with its outcome."""
 
     number: int
     candidate: Candidate
     outcome: Outcome
     fresh: bool
-    """Evaluated now, and here."""
+    """Whether it was evaluated by this process."""
 
 
 class Explorer:
-    """One run of a strategy."""
+    """Runs a strategy."""
 
     def __init__(self, study: Study, budget: Budget, evaluate: Evaluate, watch: Callable[[Asked], None]) -> None:
         self.study, self.budget, self.evaluate, self.watch = study, budget, evaluate, watch
         self.asked: dict[str, Asked] = {}
-        self.why = "the strategy has nothing more to try"
+        self.why = "the strategy has no more candidates"
 
     def run(self, strategy: Strategy, search: Search) -> None:
-        """Until the strategy ends, or the budget, or the goal holds and the first such model is enough."""
+        """Run until the strategy or the budget ends, or until the first success if that is enough."""
         asking = strategy(search)
         try:
             wave = list(next(asking))
@@ -237,7 +238,7 @@ class Explorer:
             asking.close()
 
     def _wave(self, wave: list[Candidate]) -> bool:
-        """Whether to go on."""
+        """Evaluate the candidates and return whether to continue."""
         todo = [candidate for candidate in wave if candidate.key not in self.asked]
         numbers = {candidate.key: len(self.asked) + place for place, candidate in enumerate(todo)}
         trials = self.budget.trials
@@ -259,7 +260,7 @@ class Explorer:
                 self.asked[candidate.key] = asked
                 self.watch(asked)
                 if outcome.passed and self.budget.stop == "first":
-                    self.why = "the goal holds, and the first such model is enough"
+                    self.why = "the first model met the goal"
                     return False
             if waiting and len(waiting) == len(todo):
                 time.sleep(_WAIT)
@@ -269,7 +270,7 @@ class Explorer:
         return not cut
 
     def _outcome(self, candidate: Candidate) -> tuple[Outcome, bool] | None:
-        """What is known, or what is found now; None: another worker is at it, or there is no time."""
+        """The known or new outcome; None if another worker evaluates the candidate or the time is over."""
         known = self.study.known(candidate)
         if known is not None:
             return known, False
@@ -292,11 +293,13 @@ class Explorer:
         begin = time.perf_counter()
         try:
             return self.evaluate(candidate)
-        except Exception as error:  # one candidate that breaks the model, the exporter or the metric must not end all
+        except (
+            Exception
+        ) as error:  # a candidate that breaks the model, the exporter or the metric must not end the search
             if current_stop().received:
-                raise  # a signal broke it
+                raise  # caused by a signal
             if (refused := disk_error(error)) is not None:
-                raise refused from error  # it says nothing about the candidate
+                raise refused from error  # unrelated to the candidate
             return failure(f"{type(error).__name__}: {error}", time.perf_counter() - begin)
 
     def _out_of_time(self) -> bool:

@@ -1,4 +1,4 @@
-"""Where to search: from the graph, the backend's table, and what the user allows."""
+"""The search space, derived from the graph, the backend's table and the user's settings."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from bitwright.ptq import read_steps
 from bitwright.tuning.candidate import FLOAT, Base, Candidate, Override
 
 Option = Override | Literal["float"] | None
-"""At one operator: as the base says (None), float, or something of its own."""
+"""The setting of one operator: that of the base (None), float, or its own."""
 
 
 def _list(value: Any) -> Any:
@@ -35,7 +35,7 @@ Names = Annotated[tuple[str, ...], BeforeValidator(_list)]
 
 
 class Rule(BaseModel):
-    """What is allowed at some operators."""
+    """The allowed settings of some operators."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     keep: Literal["float", "quantized"] | None = None
@@ -46,9 +46,9 @@ class Rule(BaseModel):
 
 @strict
 class Space(BaseModel):
-    """What may be tried. Lists have the preferred one first; an empty one means what fits the backend.
+    """The values to try. Lists start with the preferred value; an empty list means the values the backend supports.
 
-    `types` (kinds of operators) and `operators` (names, patterns, or `re:` and a regular expression) narrow it:
+    `types` (kinds of operators) and `operators` (names, patterns, or `re:` with a regular expression) restrict it:
     {"linear": {"keep": "float"}}.
     """
 
@@ -57,18 +57,20 @@ class Space(BaseModel):
     activations: Names = ()
     observer: Names = ()
     weight_observer: Names = ()
-    steps: tuple[Names, ...] | None = Field(default=None, description="Each a list of PTQ steps; [] is none.")
+    steps: tuple[Names, ...] | None = Field(default=None, description="Lists of PTQ steps to try; [] means no step.")
     samples: Annotated[tuple[Annotated[int, Field(ge=1, le=10**12)], ...], BeforeValidator(_list)] = Field(
-        default=(), description="Numbers of calibration samples."
+        default=(), description="Numbers of calibration samples to try."
     )
     types: dict[str, Rule] = Field(default_factory=dict)
     operators: dict[str, Rule] = Field(default_factory=dict)
-    first: Literal["float"] | None = Field(default=None, description="Of the first convolution or matrix product.")
+    first: Literal["float"] | None = Field(
+        default=None, description="Keep the first convolution or matrix product in float."
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Operator:
-    """One operator that can be quantized, with what may be done there."""
+    """A quantizable operator with its allowed settings."""
 
     name: str
     kind: str
@@ -77,7 +79,7 @@ class Operator:
 
     @property
     def can_float(self) -> bool:
-        """Whether it may stay float."""
+        """Whether it may stay in float."""
         return FLOAT in self.options
 
     @property
@@ -88,30 +90,30 @@ class Operator:
 
 @dataclass(frozen=True, kw_only=True)
 class SearchSpace:
-    """All candidates, without ever writing them all down."""
+    """All candidates, generated on demand."""
 
     axes: Mapping[str, tuple[Any, ...]]
     operators: tuple[Operator, ...]
 
     @property
     def size(self) -> int:
-        """How many candidates there are."""
+        """The number of candidates."""
         return prod(map(len, self.axes.values())) * prod(len(op.options) for op in self.operators)
 
     @property
     def free(self) -> list[Operator]:
-        """Operators for which it is open whether they are quantized."""
+        """Operators that may be quantized or stay in float."""
         return [op for op in self.operators if op.can_float and op.can_quantize]
 
     def bases(self) -> Iterator[Base]:
-        """All of them, the most preferred and most alike first: one axis is changed, then two, …"""
+        """All settings of the whole model, preferred ones and those with few changes first."""
         names = list(self.axes)
         spans = [range(len(self.axes[name])) for name in names]
         for places in sorted(product(*spans), key=lambda p: (sum(map(bool, p)), sum(p), p)):
             yield Base(**{name: self.axes[name][i] for name, i in zip(names, places, strict=True)})
 
     def start(self, base: Base | None = None) -> Candidate:
-        """Everything quantized that may be, in the preferred way."""
+        """The candidate with preferred settings and as many quantized operators as possible."""
         base = next(self.bases()) if base is None else base
         return self.choose(base, {op.name: op.options[0] for op in self.operators})
 
@@ -124,24 +126,24 @@ class SearchSpace:
         )
 
     def floated(self, base: Base | None, operators: Any) -> Candidate:
-        """`start` with these operators in float as well."""
+        """`start` with these additional operators in float."""
         start = self.start(base)
         return start.with_float(start.float | set(operators))
 
     def random(self, generator: random.Random) -> Candidate:
-        """Any candidate, all alike."""
+        """A uniformly random candidate."""
         base = Base(**{name: generator.choice(values) for name, values in self.axes.items()})
         return self.choose(base, {op.name: generator.choice(op.options) for op in self.operators})
 
     def everything(self) -> Iterator[Candidate]:
-        """All candidates, one after the other: fewest changes from the start come first within a base."""
+        """All candidates; within a base, those with the fewest changes come first."""
         for base in self.bases():
             for options in _by_changes([op.options for op in self.operators]):
                 yield self.choose(base, dict(zip((op.name for op in self.operators), options, strict=True)))
 
 
 def _by_changes(options: list[tuple[Option, ...]]) -> Iterator[tuple[Option, ...]]:
-    """The product, those with the fewest choices other than the first at first, without keeping it."""
+    """The product of the options, with the fewest changes from the first options first, without storing it."""
 
     def rest(index: int, changes: int) -> Iterator[tuple[Option, ...]]:
         if index == len(options):
@@ -161,7 +163,7 @@ def _by_changes(options: list[tuple[Option, ...]]) -> Iterator[tuple[Option, ...
 
 
 def make_space(space: Space, graph: Graph, table: BackendTable, plan: Plan, choices: Choices) -> SearchSpace:
-    """What can be tried on this model for this backend; `plan` is the uniform one. All problems at once."""
+    """The search space for this model and backend; `plan` is the uniform plan. All problems are reported together."""
     problems = _problems(space, graph, table)
     if problems:
         raise PlanError(problems, title="the search space has problems")
@@ -190,7 +192,7 @@ def make_space(space: Space, graph: Graph, table: BackendTable, plan: Plan, choi
 
 
 def _options(space: Space, name: str, kind: str) -> tuple[Option, ...]:
-    """The last rule that speaks of it counts; one for names before one for types."""
+    """The last matching rule applies; rules for names take precedence over rules for types."""
     rules = [rule for pattern, rule in space.operators.items() if _matches(name, pattern)]
     rules = rules or [rule for pattern, rule in space.types.items() if fnmatch.fnmatchcase(kind, pattern)]
     rule = rules[-1] if rules else Rule()
@@ -213,7 +215,7 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def _granularities(table: BackendTable) -> tuple[str, ...]:
-    """One scale per channel, or one for all: the latter may be faster, the former is more exact."""
+    """Scales per channel and per tensor: channels are more accurate, tensors may be faster."""
     usual = table.weights.format
     others = [usual.replace("/channel/", "/tensor/"), usual.replace("/tensor/", "/channel/")]
     allowed = [text for text in others if text != usual and table.weights.allows(Format.parse(text))]
@@ -225,7 +227,7 @@ def _observers(usual: str) -> tuple[str, ...]:
 
 
 def _steps(graph: Graph) -> tuple[tuple[str, ...], ...]:
-    """The PTQ steps that suit this kind of model, the cheap ones first."""
+    """PTQ steps for this kind of model, cheap ones first."""
     kinds = {op.kind for op in graph.ops}
     if "layer_norm" in kinds:
         return ((), ("smoothquant",), ("smoothquant:alpha=0.7",), ("bias-correction",))
@@ -242,21 +244,23 @@ def _problems(space: Space, graph: Graph, table: BackendTable) -> list[Problem]:
             rules.append((place, rule))
             if not any(_matches(name, pattern) for name in known):
                 fix = did_you_mean(pattern, known)
-                problems.append(Problem(what="matches nothing in this model", where=place, value=pattern, fix=fix))
+                what = "the pattern matches nothing in this model"
+                problems.append(Problem(what=what, where=place, value=pattern, fix=fix, code="pattern-matches-nothing"))
     for place, one in rules:
         for role, choice in (("weights", table.weights), ("activations", table.activations)):
             for text in getattr(one, role):
                 try:
                     if not choice.allows(Format.parse(text)):
                         fix = f"use one of: {', '.join(choice.formats)}"
-                        what = f"{table.name} can't run this format"
-                        problems.append(Problem(what=what, where=f"{place}.{role}", value=text, fix=fix))
+                        what, where = f"{table.name} can't run this format", f"{place}.{role}"
+                        problems.append(Problem(what=what, where=where, value=text, fix=fix, code="unsupported-format"))
                 except BitwrightError as error:
                     problems += error.problems
         for name in one.observer:
             if name not in OBSERVERS:
                 fix = did_you_mean(name, OBSERVERS.names())
-                problems.append(Problem(what="unknown observer", where=f"{place}.observer", value=name, fix=fix))
+                what, where = "unknown observer", f"{place}.observer"
+                problems.append(Problem(what=what, where=where, value=name, fix=fix, code="unknown-observer"))
     for steps in space.steps or ():
         try:
             read_steps(steps)

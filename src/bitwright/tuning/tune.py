@@ -1,4 +1,4 @@
-"""`tune(workload)`: the fastest model that meets the goal, or the best one that was seen."""
+"""`tune(workload)`: find the fastest model that meets the goal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 from bitwright.backends import Choices, make_plan
 from bitwright.backends import backend as find_backend
-from bitwright.core.arguments import strict
+from bitwright.core.arguments import Amount, Count, Seed, strict
 from bitwright.core.errors import BitwrightError, PlanError, Problem
 from bitwright.core.files import disk_error, fingerprint, scratch_folder
 from bitwright.core.modes import eval_mode
@@ -38,8 +38,8 @@ from bitwright.workload import Workload, can_measure, hits_of, pairs
 log = logging.getLogger("bitwright")
 STUDY = "study.db"  # in the output folder, unless a store is given
 _RECORDED = 16
-_HEAT = 3  # finalists that are timed once more, in turns
-_CLOSE = 1.1  # as near to the best as that
+_HEAT = 3  # finalists that are timed again, in alternation
+_CLOSE = 1.1  # maximum objective of finalists, relative to the best
 _NOISE = 1.03
 
 
@@ -56,34 +56,33 @@ def tune(
     name: str | None = None,
     output: str | Path | None = None,
     resume: bool | Literal["auto"] = False,
-    seed: int = 0,
-    samples: int | None = None,
+    seed: Seed = 0,
+    samples: Count | None = None,
     measuring: Measuring | None = None,
     early: bool = True,
-    memory: int = MEMORY,
+    memory: Amount = MEMORY,
     progress: Progress | None = None,
     watch: Callable[[Asked, Baseline], None] | None = None,
     on_result: Callable[[Tuned, Path], None] | None = None,
     **choices: Unpack[Choices],
 ) -> Tuned:
-    """Search until the budget is spent for the fastest quantized model with which the goal holds.
+    """Search for the fastest quantized model that meets the goal, until the budget is spent.
 
-    The workload's model is left as the best one, prepared and calibrated (`strip` makes it float again). If no
-    candidate meets the goal, the best one that was seen is the result, with `met_goal=False`. With `output` everything
-    is saved there. `store` is where trials are kept: a file or postgresql://…; by default a file in `output`, else
-    nothing is kept. With `resume` a study that exists is continued, by one process or by many; "auto" continues only a
-    study in `output` whose search did not finish. `output` is for one process: workers that share a store need one
-    each. `on_result` may add files to the folder that becomes `output`, so that all appear together. `early` gives a
-    candidate up on a random part of the evaluation data if it can't pass any more. If anything fails, the model is
-    float again.
+    Afterwards the workload's model is the best one, prepared and calibrated (`strip` restores float). If no candidate
+    meets the goal, the result is the best one found, with `met_goal=False`. `output` is a folder in which everything is
+    saved. `store` keeps the trials: a file or postgresql://…; by default a file in `output`, if there is one. With
+    `resume`, one or many processes continue an existing study; "auto" continues only an unfinished study in `output`.
+    Each process needs its own `output`, even if they share a store. `on_result` may add files to the folder that
+    becomes `output`, so that all files appear together. With `early`, the evaluation of a candidate stops after a
+    random part of the data if the candidate can't pass. If the search fails, the model is restored to float.
 
-    A workload that doesn't say how good a model is gets quantized once.
+    A workload without an evaluation is quantized once, without a search.
     """
     goal = (goal or Goal()).directed(workload)
     budget, measuring = budget or Budget(), measuring or Measuring()
     space = space or Space()
     if find_attachment(workload.model) is not None:
-        raise BitwrightError("this model is quantized already", fix="strip(model) first")
+        raise BitwrightError("this model is already quantized", fix="strip(model) first", code="already-quantized")
     search_by: Strategy = STRATEGIES.get(strategy)
     table = find_backend(backend)
     tell = phases(progress)
@@ -134,7 +133,7 @@ def tune(
                 with closing(study):
                     if evaluator.runtime is not None:
                         tell("exporting the float model")
-                        _ = evaluator.float_artefact  # now, while the model is float
+                        _ = evaluator.float_artefact  # write it while the model is float
                     run = _Run(workload, evaluator, candidates, baseline, study, budget, tell, watch)
                     result = run(search_by, strategy, seed)
             if place is not None:
@@ -149,7 +148,7 @@ def tune(
 
 
 class _Run:
-    """One process's part of a study, and its end."""
+    """The part of a study that this process runs, and the choice of the result."""
 
     def __init__(
         self,
@@ -180,7 +179,10 @@ class _Run:
         history = sorted(explorer.asked.values(), key=lambda asked: asked.number)
         if not history:
             raise BitwrightError(
-                "the budget ended before the first trial", value=self.budget.minutes, fix="give more minutes"
+                "the budget ended before the first trial",
+                value=self.budget.minutes,
+                fix="increase minutes",
+                code="budget-too-small",
             )
         best, outcome, quantized, on_runtime = self._chosen(history)
         return Tuned(
@@ -202,29 +204,32 @@ class _Run:
         )
 
     def _told(self, asked: Asked) -> None:
-        """The outcome is in the study: the state of its steps is not needed any more."""
+        """Remove the PTQ state of a candidate, because the study now contains its outcome."""
         self.evaluator.forget(asked.candidate)
         self.watch(asked, self.baseline)
 
     def _chosen(self, history: list[Asked]) -> tuple[Candidate, Outcome, Quantized | None, dict[str, float] | None]:
-        """The best one that holds what it promises on the real runtime; its model is left quantized."""
+        """The best candidate that also passes on the real runtime; the model stays quantized with it."""
         ranked = self._ranked(history)
         best = ranked[0]
         if best[1].failed is not None:
             raise PlanError(
-                [Problem(what=asked.outcome.failed or "", where=str(asked.candidate)) for asked in history[:10]],
+                [
+                    Problem(what=asked.outcome.failed or "", where=str(asked.candidate), code="candidate-failed")
+                    for asked in history[:10]
+                ],
                 title="no candidate could be measured",
             )
         for candidate, outcome in [pair for pair in ranked if pair[1].passed][:_HEAT] or ranked[:1]:
             plan = self.evaluator.plan(candidate)
             if not any(True for _ in plan.quantized):
                 return candidate, outcome, None, None
-            self.tell("making the best model again")
+            self.tell("rebuilding the best model")
             before, quantized = quantize_candidate(self.evaluator, candidate, plan, self.tell)
             found = self._on_runtime(quantized)
             if not outcome.passed or found is None or self._holds(found):
                 return candidate, outcome, quantized, found
-            self._note(f"a candidate passes when simulated, but not on {self.evaluator.runtime}: {found}; {candidate}")
+            self._note(f"a candidate passes in simulation, but not on {self.evaluator.runtime}: {found}; {candidate}")
             failed = (candidate, outcome.model_copy(update={"passed": False, "accurate": False}), quantized, found)
             strip(self.workload.model)
             put_back(self.workload.model, before)
@@ -236,17 +241,17 @@ class _Run:
         return self.evaluator.goal.worst_margin(self.workload.metric, self.baseline.metrics, metrics) >= 0
 
     def _on_runtime(self, quantized: Quantized) -> dict[str, float] | None:
-        """The metrics of the artefact itself."""
+        """The metrics of the artefact on the runtime."""
         runtime = self.evaluator.runtime
         if runtime is None:
             return None
         self.tell(f"eval_mode on {runtime}")
         try:
             return open_runtime(runtime, self.evaluator.write(quantized, "best")).accuracy(self.workload)
-        except Exception as error:  # an owner's metric may want an nn.Module
+        except Exception as error:  # a user's metric may require an nn.Module
             if (refused := disk_error(error)) is not None:
                 raise refused from error
-            self._note(f"the artefact's own accuracy on {runtime} can't be measured: {type(error).__name__}: {error}")
+            self._note(f"can't measure the accuracy of the artefact on {runtime}: {type(error).__name__}: {error}")
             return None
 
     def _note(self, text: str) -> None:
@@ -254,7 +259,7 @@ class _Run:
         self.notes.append(text)
 
     def _ranked(self, history: list[Asked]) -> list[tuple[Candidate, Outcome]]:
-        """Best first; where several are near to the best, after they were timed once more, in turns."""
+        """Candidates, best first; those close to the best are timed again, in alternation."""
         asked = sorted(history, key=lambda asked: asked.outcome.rank())
         ranked = [(one.candidate, one.outcome) for one in asked]
         limit = _CLOSE * (ranked[0][1].objective or 0.0)
@@ -270,7 +275,7 @@ class _Run:
         found = self.study.recall(heat) or self.study.keep(heat, self._heat([candidate for candidate, _ in near]))
         again = [(c, self.evaluator.judged(o.model_copy(update=found[c.key]))) for c, o in near]
         fastest = min((outcome.objective or 0.0 for _, outcome in again if outcome.passed), default=0.0)
-        # differences within the noise don't count: there the more accurate one is better
+        # within the noise of timings, the more accurate candidate is better
         again.sort(
             key=lambda pair: (not pair[1].passed, (pair[1].objective or 0.0) > _NOISE * fastest, -pair[1].margin)
         )
@@ -285,7 +290,7 @@ class _Run:
         return self.evaluator.measured(files, self.tell)
 
     def _paired(self, is_float: bool) -> Paired | None:
-        """Sample by sample against float, where samples can be counted."""
+        """Compare with float sample by sample, if samples are accessible."""
         before = self.baseline.right
         if before is None or is_float:
             return None
@@ -306,9 +311,9 @@ def _once(
     seed: int,
     tell: Callable[[str], None],
 ) -> Tuned:
-    """Nobody says how good a model is: quantize it in the preferred way."""
+    """Quantize with the preferred settings, because the workload has no evaluation."""
     log.info(
-        "workload %r has neither evaluation= nor evaluate=: it is quantized once, no goal is checked", workload.name
+        "workload %r has neither evaluation= nor evaluate=: it is quantized once without checking a goal", workload.name
     )
     candidate = space.start()
     _, quantized = quantize_candidate(evaluator, candidate, evaluator.plan(candidate), tell)
@@ -326,14 +331,14 @@ def _once(
         strategy=strategy,
         seed=seed,
         history=(),
-        stopped_because="the workload doesn't say how good a model is",
-        notes=("no goal was checked: the workload has neither evaluation= nor evaluate=",),
+        stopped_because="the workload has no evaluation",
+        notes=("no goal was checked, because the workload has neither evaluation= nor evaluate=",),
         paired=None,
     )
 
 
 def _open(store: str | Path | None, name: str, identity: dict[str, Any], resume: bool | Literal["auto"]) -> Study:
-    """The study; "auto" continues one that has trials, and starts over where a search failed before its first."""
+    """Open the study; "auto" continues a study with trials, or starts over if an earlier search failed before that."""
     if resume == "auto":
         try:
             return open_study(store, name, identity, resume=False)
@@ -356,7 +361,7 @@ def _identity(
     early: bool,
     choices: Choices,
 ) -> dict[str, Any]:
-    """What must be the same for a study to go on."""
+    """The properties that must be equal to resume a study."""
     weights = [t for _, t in sorted(workload.model.state_dict().items())]
     operators = [f"{op.name} {op.kind} {[port.shape[1:] for port in op.ports]}" for op in graph.ops]
     batches = workload.calibration() if workload.calibration is not None else ()
@@ -377,31 +382,31 @@ def _identity(
 
 
 def _notes(baseline: Baseline, evaluator: Evaluator, outcome: Outcome) -> tuple[str, ...]:
-    """What a reader of the result must know; said in the log, too."""
+    """Notes for readers of the result, which are also logged."""
     notes = []
     if baseline.overlap:
         notes.append(
-            f"{baseline.overlap} calibration samples are evaluation samples, too: the measured accuracy may be too good"
+            f"{baseline.overlap} calibration samples are also evaluation samples: the measured accuracy may be too high"
         )
     if baseline.overlap is None:
-        notes.append("whether calibration and evaluation data overlap can't be seen: the workload evaluates by itself")
+        notes.append("can't check whether calibration and evaluation data overlap: the workload has its own evaluation")
     if baseline.majority is not None and baseline.right is not None and baseline.hit_rate <= baseline.majority:
         notes.append(
-            f"the float model ({baseline.hit_rate:.2f} %) is no better than always saying the most frequent "
-            f"class ({baseline.majority:.2f} %): keeping its accuracy proves nothing"
+            f"the float model ({baseline.hit_rate:.2f} %) is no better than always predicting the most frequent "
+            f"class ({baseline.majority:.2f} %), so keeping its accuracy proves nothing"
         )
     if evaluator.runtime is None:
         notes.append(
-            f"no runtime of {evaluator.table.name} runs here: the share of multiplications in float stood for latency"
+            f"no runtime of {evaluator.table.name} is available: the share of float multiplications replaced latency"
         )
     if baseline.part is not None and evaluator.early:
         notes.append(
-            f"hopeless candidates were given up on a random part of {baseline.part.samples} samples; one that would "
-            f"have passed was with a probability of at most {ERROR:g} each (exact hypergeometric bound)"
+            f"candidates that can't pass were rejected on a random part of {baseline.part.samples} samples; the "
+            f"probability of rejecting one that would pass is at most {ERROR:g} each (exact hypergeometric bound)"
         )
     if outcome.latency_ratio is not None and outcome.latency_ratio >= 1.0:
         notes.append(
-            f"the float model is faster on {evaluator.runtime} here: {outcome.latency_ratio:.2f} times its latency"
+            f"the float model is faster on {evaluator.runtime}: this takes {outcome.latency_ratio:.2f} times as long"
         )
     for note in notes:
         log.info("%s", note)

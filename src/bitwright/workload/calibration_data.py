@@ -39,7 +39,7 @@ class CalibrationData:
         self,
         name: str = "the calibration data",
         *,
-        fix: str = "calibrate with some hundred samples of the data in use, preprocessed in the same way",
+        fix: str = "calibrate with a few hundred samples of real data, with the preprocessing used in production",
         suffix: str = "calibration",
     ) -> tuple[Problem, ...]:
         """The problems of the data. Their codes end with `suffix`."""

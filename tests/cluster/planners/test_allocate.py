@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bitwright import PlanError
-from bitwright.cluster.cost_model import FLOAT, Additive, Assignment, OperatorCost, total_penalty
+from bitwright.cluster.cost_model import FLOAT, Assignment, TableCost, TableCostModel, total_penalty
 from bitwright.cluster.planners import (
     Allocation,
     dynamic_batching,
@@ -25,9 +25,9 @@ from bitwright.cluster.planners import (
 MB = 10**6
 
 
-def machine(
+def cost_model(
     speeds: dict[str, float], operators: int = 6, *, seed: int = 0, gain: float = 0.6, count: int = 1
-) -> Additive:
+) -> TableCostModel:
     """Kinds with these speeds; int8 takes `gain` of float's time and a quarter of its bytes, mostly."""
     import random
 
@@ -39,24 +39,26 @@ def machine(
     costs = {
         kind: {
             name: {
-                FLOAT: OperatorCost(seconds=float_seconds[name] / speed, bytes=size[name]),
-                "bf16": OperatorCost(seconds=float_seconds[name] / speed * 1.3, bytes=size[name] // 2),
-                "int8": OperatorCost(seconds=float_seconds[name] / speed * ratio[name], bytes=size[name] // 4),
+                FLOAT: TableCost(seconds=float_seconds[name] / speed, bytes=size[name]),
+                "bf16": TableCost(seconds=float_seconds[name] / speed * 1.3, bytes=size[name] // 2),
+                "int8": TableCost(seconds=float_seconds[name] / speed * ratio[name], bytes=size[name] // 4),
             }
             for name in names
         }
         for kind, speed in speeds.items()
     }
     penalties = {name: {"bf16": draw.uniform(0.001, 0.01), "int8": draw.uniform(0.1, 5.0)} for name in names}
-    return Additive(kinds=dict.fromkeys(speeds, count), operators=names, costs=costs, penalties=penalties, batch=32)
+    return TableCostModel(
+        kinds=dict.fromkeys(speeds, count), operators=names, costs=costs, penalties=penalties, batch=32
+    )
 
 
-def every(given: Additive, kind: str) -> list[dict[str, str]]:
+def every(given: TableCostModel, kind: str) -> list[dict[str, str]]:
     options = [given.formats(kind, name) for name in given.operators]
     return [dict(zip(given.operators, choice, strict=True)) for choice in product(*options)]
 
 
-def least_penalty(given: Additive, kind: str, others: dict[str, dict[str, str]], limit: float) -> float:
+def least_penalty(given: TableCostModel, kind: str, others: dict[str, dict[str, str]], limit: float) -> float:
     """By trying all plans of one kind."""
     batches = dict.fromkeys(given.kinds, given.batch)
     most = given.limit(kind)
@@ -71,20 +73,20 @@ def least_penalty(given: Additive, kind: str, others: dict[str, dict[str, str]],
 @given(st.integers(0, 10_000), st.integers(3, 7))
 @settings(max_examples=40, deadline=None)
 def test_ilp_is_brute_force(seed: int, operators: int) -> None:
-    given = machine({"small": 1.0}, operators, seed=seed)
+    given = cost_model({"small": 1.0}, operators, seed=seed)
     plans = every(given, "small")
     works = sorted(given.work("small", plan, 32) for plan in plans)
     budget = works[len(works) // 3]
-    room = sorted(given.memory("small", plan, 32) for plan in plans)[len(plans) // 2]
+    most = sorted(given.memory("small", plan, 32) for plan in plans)[len(plans) // 2]
     feasible = [
-        plan for plan in plans if given.work("small", plan, 32) <= budget and given.memory("small", plan, 32) <= room
+        plan for plan in plans if given.work("small", plan, 32) <= budget and given.memory("small", plan, 32) <= most
     ]
     if not feasible:
         with pytest.raises(PlanError, match="at its fastest"):
-            ilp(given, "small", seconds=budget, memory=room)
+            ilp(given, "small", seconds=budget, memory=most)
         return
     wanted = min(sum(given.penalty(op, f) for op, f in plan.items()) for plan in feasible)
-    found = ilp(given, "small", seconds=budget + 1e-9, memory=room)
+    found = ilp(given, "small", seconds=budget + 1e-9, memory=most)
     assert sum(given.penalty(op, f) for op, f in found.items()) == pytest.approx(wanted, rel=1e-6)
 
 
@@ -92,7 +94,7 @@ def test_ilp_is_brute_force(seed: int, operators: int) -> None:
 @settings(max_examples=25, deadline=None)
 def test_greedy_recovery_is_near_brute_force(seed: int) -> None:
     """A slow device must keep up with a fast one: within 5 % of the best plan."""
-    given = machine({"fast": 2.0, "slow": 1.2}, 6, seed=seed)
+    given = cost_model({"fast": 2.0, "slow": 1.2}, 6, seed=seed)
     quick = fastest(given)
     found = recover(given, slack=0.02)
     limit = quick.seconds * 1.02
@@ -102,7 +104,7 @@ def test_greedy_recovery_is_near_brute_force(seed: int) -> None:
 
 
 def test_a_device_that_has_time_stays_float() -> None:
-    given = machine({"fast": 4.0, "slow": 1.0})
+    given = cost_model({"fast": 4.0, "slow": 1.0})
     found = recover(given)
     assert found.low["fast"] == 0
     assert found.seconds <= fastest(given).seconds * 1.02
@@ -110,7 +112,7 @@ def test_a_device_that_has_time_stays_float() -> None:
 
 
 def test_what_is_not_faster_in_low_precision_stays_float() -> None:
-    given = machine({"only": 1.0}, 8, gain=0.9, seed=3)
+    given = cost_model({"only": 1.0}, 8, gain=0.9, seed=3)
     plan = fastest(given).plans["only"]
     assert set(plan.values()) == {"int8", FLOAT}  # some are faster, some aren't
     for name, costs in given.costs["only"].items():
@@ -119,15 +121,15 @@ def test_what_is_not_faster_in_low_precision_stays_float() -> None:
 
 def test_the_most_sensitive_is_raised_first() -> None:
     names = ["a", "b", "c"]
-    costs = {"only": {n: {FLOAT: OperatorCost(seconds=2.0), "int8": OperatorCost(seconds=1.0)} for n in names}}
+    costs = {"only": {n: {FLOAT: TableCost(seconds=2.0), "int8": TableCost(seconds=1.0)} for n in names}}
     penalties = {"a": {"int8": 1.0}, "b": {"int8": 9.0}, "c": {"int8": 4.0}}
-    given = Additive(kinds={"only": 1}, operators=names, costs=costs, penalties=penalties)
+    given = TableCostModel(kinds={"only": 1}, operators=names, costs=costs, penalties=penalties)
     assert recover(given, slack=0.34).plans["only"] == {"a": "int8", "b": FLOAT, "c": "int8"}
     assert recover(given, slack=0.67).plans["only"] == {"a": "int8", "b": FLOAT, "c": FLOAT}
 
 
 def test_memory_decides_where_it_must() -> None:
-    given = machine({"small": 1.0}, 8, gain=1.3, seed=1)  # low precision is never faster here
+    given = cost_model({"small": 1.0}, 8, gain=1.3, seed=1)  # low precision is never faster here
     whole = given.memory("small", dict.fromkeys(given.operators, FLOAT), 32)
     tight = given.with_limits(small=whole * 6 // 10)
     found = recover(tight, slack=0.5)
@@ -138,7 +140,7 @@ def test_memory_decides_where_it_must() -> None:
 
 
 def test_an_impossible_limit_is_explained() -> None:
-    given = machine({"small": 1.0}).with_limits(small=MB)
+    given = cost_model({"small": 1.0}).with_limits(small=MB)
     with pytest.raises(PlanError) as caught:
         fastest(given)
     text = str(caught.value)
@@ -150,7 +152,7 @@ def test_an_impossible_limit_is_explained() -> None:
 @given(st.integers(0, 10_000), st.integers(1, 3))
 @settings(max_examples=30, deadline=None)
 def test_batches_keep_their_sum_and_nobody_is_needlessly_late(seed: int, count: int) -> None:
-    given = machine({"fast": 2.0, "slow": 1.0, "middle": 1.5}, 4, seed=seed, count=count)
+    given = cost_model({"fast": 2.0, "slow": 1.0, "middle": 1.5}, 4, seed=seed, count=count)
     plans = {kind: dict.fromkeys(given.operators, FLOAT) for kind in given.kinds}
     batches = split_batch(given, plans)
     assert sum(given.kinds[kind] * size for kind, size in batches.items()) == 3 * count * 32
@@ -162,7 +164,7 @@ def test_batches_keep_their_sum_and_nobody_is_needlessly_late(seed: int, count: 
 
 
 def test_precision_and_batches_together_are_fastest() -> None:
-    given = machine({"fast": 2.0, "slow": 1.0}, 8, seed=5)
+    given = cost_model({"fast": 2.0, "slow": 1.0}, 8, seed=5)
     both = recover_and_split(given)
     rivals: list[Allocation] = [recover(given), uniform(given, "int8"), uniform(given, FLOAT), dynamic_batching(given)]
     assert all(both.seconds < rival.seconds for rival in rivals)
@@ -171,13 +173,13 @@ def test_precision_and_batches_together_are_fastest() -> None:
 
 
 def test_any_number_of_kinds() -> None:
-    given = machine({f"kind{i}": 1 + i / 4 for i in range(5)}, 6, seed=2)
+    given = cost_model({f"kind{i}": 1 + i / 4 for i in range(5)}, 6, seed=2)
     found = recover(given)
     assert set(found.plans) == set(given.kinds)
     assert found.low["kind4"] <= found.low["kind0"]
 
 
-class Begins(Additive):
+class Begins(TableCostModel):
     """Where some operators are low, but few, the step has a cost that no single operator shows."""
 
     def work(self, kind: str, assignment: Assignment, batch: int) -> float:
@@ -188,8 +190,8 @@ class Begins(Additive):
 def test_a_program_whose_sums_mislead_near_the_limit_finds_a_plan_further_below() -> None:
     """It gave up, and the fastest plan stayed: 12 operators low instead of 4."""
     names = [f"op{i}" for i in range(12)]
-    fast = {name: {FLOAT: OperatorCost(seconds=1.0), "int8": OperatorCost(seconds=0.9)} for name in names}
-    slow = {name: {FLOAT: OperatorCost(seconds=11.99 / 1.01 / 12)} for name in names}
+    fast = {name: {FLOAT: TableCost(seconds=1.0), "int8": TableCost(seconds=0.9)} for name in names}
+    slow = {name: {FLOAT: TableCost(seconds=11.99 / 1.01 / 12)} for name in names}
     penalties = {name: {"int8": 1.0 + i / 100} for i, name in enumerate(names)}
     kinds, costs = {"fast": 1, "slow": 1}, {"fast": fast, "slow": slow}
     given = Begins(kinds=kinds, operators=names, costs=costs, penalties=penalties, batch=1)

@@ -13,21 +13,21 @@ from torch import Tensor, nn
 
 from bitwright import Plan, PlanError, capture, prepare
 from bitwright.cluster import Cluster, Link, Predictor
-from bitwright.cluster.cluster_cost_model import OnCluster
-from bitwright.cluster.cost_model import FLOAT, Additive
-from bitwright.cluster.cost_model import OperatorCost as CostOfOne
+from bitwright.cluster.cluster_cost_model import ClusterCostModel
+from bitwright.cluster.cost_model import FLOAT, TableCostModel
+from bitwright.cluster.cost_model import TableCost as CostOfOne
 from bitwright.cluster.planners import all_float, dynamic_batching, fastest, recover, recover_and_split, uniform
 from bitwright.cluster.planners.precision import over_limits
 from bitwright.kernels.int8 import Int8
 from bitwright.plan import ComputeSpec
 from bitwright.profiling import DeviceProfile, StepGraph, Variant, profile_variants, record_step
-from bitwright.profiling.device_profile import OperatorCost, Timing
+from bitwright.profiling.device_profile import OperatorTime, TableCost
 
 INT8 = ComputeSpec(format="int8", backward=("input", "weight"))
 PENALTIES = {"0": {"int8": 3.0}, "2": {"int8": 1.0}, "4": {"int8": 0.1}, "6": {"int8": 9.0}}
 
 
-def _scaled(timing: Timing | None, factor: float) -> Timing | None:
+def _scaled(timing: OperatorTime | None, factor: float) -> OperatorTime | None:
     if timing is None:
         return None
     return timing.model_copy(
@@ -38,7 +38,7 @@ def _scaled(timing: Timing | None, factor: float) -> Timing | None:
 def _with(own: DeviceProfile, factor: float, low: float) -> DeviceProfile:
     """A device `factor` times as slow, on which kernels take `low` of float's time: chosen, not measured."""
     floats = {cost.operator: cost for cost in own.operators if cost.format == "float32"}
-    operators: list[OperatorCost] = []
+    operators: list[TableCost] = []
     for cost in own.operators:
         base = floats[cost.operator] if cost.format.startswith("kernel") else cost
         times = factor * (low if cost.format.startswith("kernel") else 1.0)
@@ -64,15 +64,15 @@ def measured() -> tuple[StepGraph, DeviceProfile]:
     return record_step(model, batch, F.cross_entropy), own
 
 
-def machine(measured: tuple[StepGraph, DeviceProfile], **options: object) -> OnCluster:
+def cost_model(measured: tuple[StepGraph, DeviceProfile], **options: object) -> ClusterCostModel:
     graph, own = measured
     profiles = {"fast": _with(own, 1.0, 0.5), "slow": _with(own, 2.0, 0.5)}
     cluster = Cluster.of({"fast": 1, "slow": 1}, link=Link(latency_us=10, gbit_per_s=10))
-    return OnCluster(graph, profiles, cluster, PENALTIES, {"int8": INT8}, **options)  # type: ignore[arg-type]
+    return ClusterCostModel(graph, profiles, cluster, PENALTIES, {"int8": INT8}, **options)  # type: ignore[arg-type]
 
 
 def test_the_planner_sees_what_was_measured(measured: tuple[StepGraph, DeviceProfile]) -> None:
-    given = machine(measured)
+    given = cost_model(measured)
     assert list(given.operators) == ["0", "2", "4", "6"]
     assert given.formats("slow", "2") == [FLOAT, "int8"]
     assert given.batch == 64
@@ -87,8 +87,8 @@ def test_a_kernel_may_say_its_cost_where_nobody_measured_it(
     graph, own = measured
     bare = own.model_copy(update={"operators": [c for c in own.operators if not c.format.startswith("kernel")]})
 
-    def planner() -> OnCluster:
-        return OnCluster(graph, {"here": bare}, Cluster.of({"here": 1}), PENALTIES, {"int8": INT8})
+    def planner() -> ClusterCostModel:
+        return ClusterCostModel(graph, {"here": bare}, Cluster.of({"here": 1}), PENALTIES, {"int8": INT8})
 
     assert not planner().operators
     monkeypatch.setattr(Int8, "seconds", lambda kind, shapes, spec: (1.0, 2.0 * (kind, shapes["weight"][0]).count(64)))
@@ -96,11 +96,11 @@ def test_a_kernel_may_say_its_cost_where_nobody_measured_it(
     assert told.formats("here", "2") == [FLOAT, "int8"]
     plain, low = (told.work("here", plan, 64) for plan in ({}, {"2": "int8"}))
     assert low - plain == pytest.approx(3.0, abs=0.1)
-    assert machine(measured).work("slow", {"2": "int8"}, 64) < 1.0  # what was measured counts more
+    assert cost_model(measured).work("slow", {"2": "int8"}, 64) < 1.0  # what was measured counts more
 
 
 def test_a_replay_of_the_planner_is_the_predictors(measured: tuple[StepGraph, DeviceProfile]) -> None:
-    given = machine(measured)
+    given = cost_model(measured)
     plans = {"fast": {"0": "int8"}, "slow": dict.fromkeys(given.operators, "int8")}
     seconds = given.step(plans, {"fast": 64, "slow": 64})
     own = {kind: given.plan_of(plan) for kind, plan in plans.items()}
@@ -109,7 +109,7 @@ def test_a_replay_of_the_planner_is_the_predictors(measured: tuple[StepGraph, De
 
 
 def test_a_plan_with_batches_is_predicted_with_them(measured: tuple[StepGraph, DeviceProfile]) -> None:
-    given = machine(measured)
+    given = cost_model(measured)
     both = recover_and_split(given)
     predicted = Predictor.make(given.graph, given.to_plan(both), given.profiles, given.cluster).predict()
     assert predicted.seconds == pytest.approx(both.seconds)
@@ -122,7 +122,7 @@ def test_a_plan_with_batches_is_predicted_with_them(measured: tuple[StepGraph, D
 
 
 def test_the_slow_device_is_low_and_the_fast_one_is_not(measured: tuple[StepGraph, DeviceProfile]) -> None:
-    given = machine(measured)
+    given = cost_model(measured)
     found = recover(given)
     assert found.low["fast"] == 0
     assert found.low["slow"] > 0
@@ -135,7 +135,7 @@ def test_the_slow_device_is_low_and_the_fast_one_is_not(measured: tuple[StepGrap
 
 
 def test_precision_and_batches_together_are_the_fastest(measured: tuple[StepGraph, DeviceProfile]) -> None:
-    given = machine(measured)
+    given = cost_model(measured)
     both = recover_and_split(given)
     assert both.batches["fast"] > both.batches["slow"]
     assert sum(both.batches.values()) == 128
@@ -145,13 +145,13 @@ def test_precision_and_batches_together_are_the_fastest(measured: tuple[StepGrap
 
 
 def test_layers_are_kept_in_float_by_name(measured: tuple[StepGraph, DeviceProfile]) -> None:
-    assert list(machine(measured, keep_float=["[06]"]).operators) == ["2", "4"]
+    assert list(cost_model(measured, keep_float=["[06]"]).operators) == ["2", "4"]
     with pytest.raises(PlanError, match="matches no operator"):
-        machine(measured, keep_float=["head"])
+        cost_model(measured, keep_float=["head"])
 
 
 def test_memory_that_is_too_small_is_explained(measured: tuple[StepGraph, DeviceProfile]) -> None:
-    given = machine(measured)
+    given = cost_model(measured)
     tiny = {**given.cluster.devices, "slow": given.cluster.devices["slow"].model_copy(update={"memory_gb": 1e-6})}
     given.cluster = replace(given.predictor, cluster=given.cluster.model_copy(update={"devices": tiny})).cluster
     with pytest.raises(PlanError, match=r"needs .* GB on `slow`, limit .* largest contributors the process itself"):
@@ -160,7 +160,7 @@ def test_memory_that_is_too_small_is_explained(measured: tuple[StepGraph, Device
 
 def test_planners_leave_the_reserve_free(measured: tuple[StepGraph, DeviceProfile]) -> None:
     """A plan that needs the limit to its last byte is none: predictions are some percent wrong."""
-    given = machine(measured)
+    given = cost_model(measured)
     needs = given.memory("slow", dict.fromkeys(given.operators, FLOAT), given.batch)
 
     def with_reserve(share: float) -> None:
@@ -176,17 +176,17 @@ def test_planners_leave_the_reserve_free(measured: tuple[StepGraph, DeviceProfil
     (problem,) = over_limits(given, all_float(given))
     assert "less 50 % in reserve" in problem.what
     assert problem.fix is not None
-    assert "fits only into the reserve" in problem.fix
+    assert "only fits if it uses the reserve" in problem.fix
     with_reserve(20_000 / needs)  # some samples' worth
     batches = dynamic_batching(given)
-    assert batches.memory["slow"] <= given.limit("slow") == given.room("slow").usable  # type: ignore[operator, union-attr]
+    assert batches.memory["slow"] <= given.limit("slow") == given.memory_limit("slow").usable  # type: ignore[operator, union-attr]
 
 
 def test_what_a_process_needs_is_the_sum_of_its_parts(measured: tuple[StepGraph, DeviceProfile]) -> None:
     """The compiler, too, which INT8 brings; nothing large is missing in the explanation."""
     graph, own = measured
     memory = own.memory.model_copy(update={"process": 10**6, "compiler": 10**6})
-    given = machine((graph, own.model_copy(update={"memory": memory})))
+    given = cost_model((graph, own.model_copy(update={"memory": memory})))
     for format in (FLOAT, "int8"):
         plan = dict.fromkeys(given.operators, format)
         parts = given.parts("slow", plan, 64)
@@ -198,7 +198,7 @@ def test_the_operators_of_a_deep_model_are_explained_together() -> None:
     names = [f"op{i}" for i in range(200)]
     costs = {"only": {name: {FLOAT: CostOfOne(seconds=1.0, bytes=10**7)} for name in names}}
 
-    class Deep(Additive):
+    class Deep(TableCostModel):
         def parts(self, kind: str, assignment: Mapping[str, str], batch: int) -> Mapping[str, int]:
             return {"weights": 10**8, **{f"activations of {name}": 10**7 for name in assignment}}
 
@@ -232,8 +232,8 @@ def test_operators_that_read_the_same_are_known() -> None:
     own = profile_variants(variants, batch, F.cross_entropy, rounds=1, fit_casts=False)
     step = record_step(model, batch, F.cross_entropy)
     penalties = {name: {"int8": 1.0} for name in "qkv"} | {"head": {"int8": 1.0}}
-    given = OnCluster(step, {"here": own}, Cluster.of({"here": 1}), penalties, {"int8": INT8})
-    assert {name: set(given.beside(name)) for name in given.operators} == {
+    given = ClusterCostModel(step, {"here": own}, Cluster.of({"here": 1}), penalties, {"int8": INT8})
+    assert {name: set(given.shares_input_with(name)) for name in given.operators} == {
         "q": {"k", "v"},
         "k": {"q", "v"},
         "v": {"q", "k"},
@@ -256,6 +256,6 @@ def test_convolutions_behind_convolutions_can_be_low() -> None:
     own = profile_variants(variants, batch, F.cross_entropy, rounds=3, fit_casts=False)
     step = record_step(model, batch, F.cross_entropy)
     penalties = {name: {"int8": 1.0} for name in ("0", "2", "4")}
-    machine = OnCluster(step, {"here": own}, Cluster.of({"here": 1}), penalties, {"int8": INT8})
-    assert machine.operators == ["0", "2", "4"]
-    assert machine.work("here", {"2": "int8"}, 4) != machine.work("here", {}, 4)
+    cost_model = ClusterCostModel(step, {"here": own}, Cluster.of({"here": 1}), penalties, {"int8": INT8})
+    assert cost_model.operators == ["0", "2", "4"]
+    assert cost_model.work("here", {"2": "int8"}, 4) != cost_model.work("here", {}, 4)

@@ -10,7 +10,7 @@ from itertools import pairwise, product
 import pytest
 
 from bitwright import PlanError
-from bitwright.cluster.cost_model import FLOAT, Additive, OperatorCost
+from bitwright.cluster.cost_model import FLOAT, TableCost, TableCostModel
 from bitwright.cluster.planners import (
     dynamic_batching,
     fastest,
@@ -27,7 +27,7 @@ from bitwright.cluster.planners.precision import _climb
 MB = 10**6
 
 
-class Coupled(Additive):
+class Coupled(TableCostModel):
     """Formats that differ between neighbours cost a cast."""
 
     asked = 0
@@ -43,15 +43,13 @@ def chain(operators: int, seed: int, *, low: float = 0.3) -> Coupled:
     draw = random.Random(seed)
     names = [f"op{i}" for i in range(operators)]
     costs = {
-        "a": {
-            n: {FLOAT: OperatorCost(seconds=1.0), "int8": OperatorCost(seconds=draw.uniform(low, 0.8))} for n in names
-        }
+        "a": {n: {FLOAT: TableCost(seconds=1.0), "int8": TableCost(seconds=draw.uniform(low, 0.8))} for n in names}
     }
     penalties = {n: {"int8": draw.uniform(0.1, 1)} for n in names}
     return Coupled(kinds={"a": 1}, operators=names, costs=costs, penalties=penalties, batch=32)
 
 
-def limited(seed: int, operators: int, *, memory: bool) -> Additive:
+def limited(seed: int, operators: int, *, memory: bool) -> TableCostModel:
     """Two kinds, three formats, costs without any order; limits of memory on both."""
     draw = random.Random(seed)
     names = [f"op{i}" for i in range(operators)]
@@ -62,24 +60,24 @@ def limited(seed: int, operators: int, *, memory: bool) -> Additive:
         speed = draw.uniform(0.7, 2.5)
         costs[kind] = {
             n: {
-                FLOAT: OperatorCost(seconds=plain[n] / speed, bytes=size[n]),
-                "bf16": OperatorCost(seconds=plain[n] / speed * draw.uniform(0.6, 1.3), bytes=size[n] // 2),
-                "int8": OperatorCost(seconds=plain[n] / speed * draw.uniform(0.4, 1.3), bytes=size[n] // 4),
+                FLOAT: TableCost(seconds=plain[n] / speed, bytes=size[n]),
+                "bf16": TableCost(seconds=plain[n] / speed * draw.uniform(0.6, 1.3), bytes=size[n] // 2),
+                "int8": TableCost(seconds=plain[n] / speed * draw.uniform(0.4, 1.3), bytes=size[n] // 4),
             }
             for n in names
         }
     penalties = {n: {"bf16": 10 ** draw.uniform(-3, -1), "int8": 10 ** draw.uniform(-2, 1)} for n in names}
-    given = Additive(kinds={"a": 1, "b": 1}, operators=names, costs=costs, penalties=penalties, batch=32)
+    given = TableCostModel(kinds={"a": 1, "b": 1}, operators=names, costs=costs, penalties=penalties, batch=32)
     if not memory:
         return given
     whole = {kind: given.memory(kind, dict.fromkeys(names, FLOAT), 32) for kind in given.kinds}
     return given.with_limits(**{kind: int(used * draw.uniform(0.35, 1)) for kind, used in whole.items()})
 
 
-class Shared(Additive):
+class Shared(TableCostModel):
     """Operators "a.0", "a.1", … read one tensor: in float it is kept once for all, of codes each has its own."""
 
-    def beside(self, operator: str) -> list[str]:
+    def shares_input_with(self, operator: str) -> list[str]:
         return [op for op in self.operators if op != operator and op[0] == operator[0]]
 
     def memory(self, kind: str, assignment: Mapping[str, str], batch: int) -> int:
@@ -91,14 +89,14 @@ class Shared(Additive):
 def sharing(seed: int) -> Shared:
     """Three tensors with one to three readers each, and a limit that not all plans hold."""
     draw = random.Random(seed)
-    costs: dict[str, dict[str, OperatorCost]] = {}
+    costs: dict[str, dict[str, TableCost]] = {}
     for tensor in "abc":
         size = draw.randint(2, 9) * 4 * MB
         for number in range(draw.randint(1, 3)):
             plain = draw.uniform(0.5, 3)
             costs[f"{tensor}.{number}"] = {
-                FLOAT: OperatorCost(seconds=plain, bytes=size),
-                "int8": OperatorCost(seconds=plain * draw.uniform(0.8, 1.3), bytes=size // 4),
+                FLOAT: TableCost(seconds=plain, bytes=size),
+                "int8": TableCost(seconds=plain * draw.uniform(0.8, 1.3), bytes=size // 4),
             }
     penalties = {name: {"int8": draw.uniform(0.1, 5)} for name in costs}
     given = Shared(kinds={"a": 1}, operators=list(costs), costs={"a": costs}, penalties=penalties, batch=32)
@@ -106,7 +104,7 @@ def sharing(seed: int) -> Shared:
     return replace(given, limits={"a": sizes[int(len(sizes) * draw.uniform(0.1, 0.6))]})
 
 
-def every(given: Additive, kind: str) -> Iterator[tuple[float, float, dict[str, str]]]:
+def every(given: TableCostModel, kind: str) -> Iterator[tuple[float, float, dict[str, str]]]:
     """Work and penalty of all plans that fit."""
     limit = given.limit(kind)
     for choice in product(*(given.formats(kind, op) for op in given.operators)):
@@ -136,7 +134,7 @@ def test_ilp_is_brute_force_with_casts_between_neighbours(seed: int) -> None:
 def test_blocks_end_where_nothing_reaches_across() -> None:
     """Operators that only have float can't have a cast on either side that a choice would change."""
     costs = dict(chain(6, 0).costs["a"])
-    costs["op3"] = {FLOAT: OperatorCost(seconds=1.0)}
+    costs["op3"] = {FLOAT: TableCost(seconds=1.0)}
     given = Coupled(
         kinds={"a": 1},
         operators=list(costs),
@@ -149,8 +147,8 @@ def test_blocks_end_where_nothing_reaches_across() -> None:
 
 def test_blocks_that_are_alike_are_asked_once() -> None:
     layer = {
-        "in": {FLOAT: OperatorCost(seconds=1.0)},
-        **{f"{i}": {FLOAT: OperatorCost(seconds=1.0), "int8": OperatorCost(seconds=0.3 + i / 10)} for i in range(3)},
+        "in": {FLOAT: TableCost(seconds=1.0)},
+        **{f"{i}": {FLOAT: TableCost(seconds=1.0), "int8": TableCost(seconds=0.3 + i / 10)} for i in range(3)},
     }
 
     def layers(count: int) -> Coupled:
@@ -170,9 +168,9 @@ def test_blocks_that_are_alike_are_asked_once() -> None:
 
 def test_float_stays_where_low_precision_is_hardly_faster() -> None:
     names = [f"op{i}" for i in range(5)]
-    costs = {"a": {n: {FLOAT: OperatorCost(seconds=1.0), "int8": OperatorCost(seconds=0.998)} for n in names}}
-    costs["a"]["op3"]["int8"] = OperatorCost(seconds=0.9)
-    given = Additive(kinds={"a": 1}, operators=names, costs=costs, penalties={n: {"int8": 1.0} for n in names})
+    costs = {"a": {n: {FLOAT: TableCost(seconds=1.0), "int8": TableCost(seconds=0.998)} for n in names}}
+    costs["a"]["op3"]["int8"] = TableCost(seconds=0.9)
+    given = TableCostModel(kinds={"a": 1}, operators=names, costs=costs, penalties={n: {"int8": 1.0} for n in names})
     assert [op for op, f in fastest(given).plans["a"].items() if f != FLOAT] == ["op3"]
 
 
@@ -180,6 +178,7 @@ def test_float_stays_where_low_precision_is_hardly_faster() -> None:
 @pytest.mark.parametrize(("operators", "seeds"), [(6, range(40)), (8, range(100, 106))])
 def test_recovery_is_within_5_percent_of_brute_force_on_two_kinds(operators: int, seeds: range, memory: bool) -> None:
     """Jointly: a kind that waits has the whole step's time, not what it happened to take."""
+    assert seeds
     for seed in seeds:
         given = limited(seed, operators, memory=memory)
         plans = {kind: list(every(given, kind)) for kind in given.kinds}
@@ -198,14 +197,14 @@ def test_recovery_is_within_5_percent_of_brute_force_on_two_kinds(operators: int
             assert all(found.memory[kind] <= (given.limit(kind) or found.memory[kind]) for kind in given.kinds)
 
 
-def _small(limit: int) -> Additive:
-    def cost(seconds: float, megabytes: float) -> OperatorCost:
-        return OperatorCost(seconds=seconds, bytes=int(megabytes * MB))
+def _small(limit: int) -> TableCostModel:
+    def cost(seconds: float, megabytes: float) -> TableCost:
+        return TableCost(seconds=seconds, bytes=int(megabytes * MB))
 
-    def device(seconds: float) -> dict[str, dict[str, OperatorCost]]:
+    def device(seconds: float) -> dict[str, dict[str, TableCost]]:
         return {op: {FLOAT: cost(seconds, 80), "int8": cost(0.6 * seconds, 40)} for op in "ab"}
 
-    return Additive(
+    return TableCostModel(
         kinds={"big": 1, "small": 1},
         operators=["a", "b"],
         costs={"big": device(0.5), "small": device(1.0)},
@@ -233,7 +232,7 @@ def test_a_raise_that_makes_room_lets_others_be_tried_again() -> None:
     """The most sensitive one fits only once the others no longer keep codes of what is kept in float."""
     sizes = {"a.0": 100, "b.0": 10, "b.1": 10, "b.2": 10}
     costs = {
-        op: {FLOAT: OperatorCost(seconds=1, bytes=size), "int8": OperatorCost(seconds=1, bytes=size // 4)}
+        op: {FLOAT: TableCost(seconds=1, bytes=size), "int8": TableCost(seconds=1, bytes=size // 4)}
         for op, size in sizes.items()
     }
     penalties = {op: {"int8": penalty} for op, penalty in {"a.0": 3.0, "b.0": 4.0, "b.1": 2.0, "b.2": 1.0}.items()}
@@ -258,8 +257,8 @@ def test_a_limit_of_memory_can_be_held_by_a_smaller_batch() -> None:
 
 def test_a_device_that_holds_no_sample_is_the_only_problem() -> None:
     """A smaller batch wouldn't help, and the others have nothing to do with it."""
-    cost = {"a": {FLOAT: OperatorCost(seconds=1.0, bytes=40 * MB)}}
-    given = Additive(
+    cost = {"a": {FLOAT: TableCost(seconds=1.0, bytes=40 * MB)}}
+    given = TableCostModel(
         kinds={"big": 1, "small": 1},
         operators=["a"],
         costs={"big": cost, "small": cost},
@@ -277,7 +276,7 @@ def test_a_device_that_holds_no_sample_is_the_only_problem() -> None:
 def test_a_batch_that_nobody_holds_is_refused() -> None:
     given = _small(21 * MB)
     with pytest.raises(PlanError, match="hold 18 of 64 samples"):
-        dynamic_batching(Additive(**{**vars(given), "limits": {"small": 30 * MB, "big": 80 * MB}}))
+        dynamic_batching(TableCostModel(**{**vars(given), "limits": {"small": 30 * MB, "big": 80 * MB}}))
     for planner in (recover_and_split, dynamic_batching):
         with pytest.raises(PlanError, match="not even one sample fits"):
             planner(given)
@@ -288,8 +287,8 @@ def test_batches_are_brute_forces(seed: int) -> None:
     draw = random.Random(seed)
     kinds = {kind: draw.randint(1, 4) for kind in "xyz"}
     pace = {kind: draw.uniform(0.2, 1.5) for kind in kinds}
-    costs = {kind: {"a": {FLOAT: OperatorCost(seconds=pace[kind])}} for kind in kinds}
-    given = Additive(kinds=kinds, operators=["a"], costs=costs, penalties={"a": {}}, batch=8)
+    costs = {kind: {"a": {FLOAT: TableCost(seconds=pace[kind])}} for kind in kinds}
+    given = TableCostModel(kinds=kinds, operators=["a"], costs=costs, penalties={"a": {}}, batch=8)
     batches = split_batch(given, {kind: {"a": FLOAT} for kind in kinds})
     total = 8 * sum(kinds.values())
     assert sum(kinds[kind] * size for kind, size in batches.items()) == total

@@ -1,4 +1,4 @@
-"""Planners: from a graph, a backend and a goal to a plan; from a cluster and penalties to precisions."""
+"""Planners that choose precisions and batch sizes for a cluster."""
 
 from bitwright.cluster.planners.batches import dynamic_batching, recover_and_split, split_batch
 from bitwright.cluster.planners.ilp import ilp

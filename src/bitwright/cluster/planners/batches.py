@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
 
-from bitwright.cluster.cost_model import FLOAT, Machine, Plans
+from bitwright.cluster.cost_model import FLOAT, CostModel, Plans
 from bitwright.cluster.planners.blocks import quickest
 from bitwright.cluster.planners.explanation import largest_batch, too_large
 from bitwright.cluster.planners.ilp import smallest
@@ -17,23 +17,23 @@ from bitwright.core.errors import PlanError, Problem
 _HALVINGS = 24  # of the time within which all must be done
 
 
-def split_batch(machine: Machine, plans: Plans) -> dict[str, int]:
+def split_batch(costs: CostModel, plans: Plans) -> dict[str, int]:
     """Samples for each kind so that the last one is done as early as can be; their sum over all devices stays.
 
     No kind gets more than its memory holds. The shortest time is searched for: within a time each kind can take so many
     samples, and whole numbers of them, the same on each device of a kind, must make up the sum.
     """
-    kinds = machine.kinds
-    total = sum(kinds.values()) * machine.batch
+    kinds = costs.kinds
+    total = sum(kinds.values()) * costs.batch
     most = {kind: (total - sum(kinds.values())) // count + 1 for kind, count in kinds.items()}  # one for all others
-    caps = {kind: largest_batch(machine, kind, plans[kind], most[kind]) for kind in kinds}
+    caps = {kind: largest_batch(costs, kind, plans[kind], most[kind]) for kind in kinds}
     found = _summing(kinds, caps, total)
     if found is None:
-        raise PlanError(_too_many(machine, plans, caps, total), title="no split of the batch fits")
+        raise PlanError(_too_many(costs, plans, caps, total), title="no split of the batch fits")
 
     @cache
     def work(kind: str, batch: int) -> float:
-        return machine.work(kind, plans[kind], batch)
+        return costs.work(kind, plans[kind], batch)
 
     def within(seconds: float) -> dict[str, int]:
         """The most samples of each kind: more of them take longer."""
@@ -94,83 +94,83 @@ def _summing(kinds: Mapping[str, int], most: Mapping[str, int], total: int) -> d
     return {kind: found[kind] for kind in names}
 
 
-def _too_many(machine: Machine, plans: Plans, caps: Mapping[str, int], total: int) -> list[Problem]:
-    held = sum(count * caps[kind] for kind, count in machine.kinds.items())
+def _too_many(costs: CostModel, plans: Plans, caps: Mapping[str, int], total: int) -> list[Problem]:
+    held = sum(count * caps[kind] for kind, count in costs.kinds.items())
     what = f"all devices together hold {held}" if held < total else "no whole numbers of samples within this sum up to"
     whole = Problem(
         what=f"{what} of {total} samples" if held < total else f"{what} {total}",
         where="batch",
         value=", ".join(f"{kind} {cap}" for kind, cap in caps.items()),
-        fix=f"a smaller --batch: at most {min(held, total - 1) // sum(machine.kinds.values())}; or more memory",
+        fix=f"a smaller --batch: at most {min(held, total - 1) // sum(costs.kinds.values())}; or more memory",
     )
-    limits = {kind: machine.limit(kind) for kind in machine.kinds}
+    limits = {kind: costs.limit(kind) for kind in costs.kinds}
     none = any(cap == 0 for cap in caps.values())  # a smaller batch wouldn't help: not even one sample fits somewhere
     return [
         *([] if none else [whole]),
         *(
-            too_large(machine, kind, plans[kind], machine.batch, limit, split=True)
+            too_large(costs, kind, plans[kind], costs.batch, limit, split=True)
             for kind, limit in limits.items()
             if limit is not None
-            and machine.memory(kind, plans[kind], machine.batch) > limit
+            and costs.memory(kind, plans[kind], costs.batch) > limit
             and (caps[kind] == 0 or not none)
         ),
     ]
 
 
-def dynamic_batching(machine: Machine) -> Allocation:
+def dynamic_batching(costs: CostModel) -> Allocation:
     """Everything in float; only the batches differ."""
-    plans = {kind: dict.fromkeys(machine.operators, FLOAT) for kind in machine.kinds}
-    return allocation(machine, plans, split_batch(machine, plans))
+    plans = {kind: dict.fromkeys(costs.operators, FLOAT) for kind in costs.kinds}
+    return allocation(costs, plans, split_batch(costs, plans))
 
 
 @strict
-def recover_and_split(machine: Machine, *, slack: float = SLACK) -> Allocation:
+def recover_and_split(costs: CostModel, *, slack: float = SLACK) -> Allocation:
     """Precisions and batches together: no earlier system has both.
 
     The fastest plans, with the batches that balance them, set the pace. Then operators are raised within that pace. A
     raise takes time from one kind alone, so batches are balanced again, and again raised, until nothing changes.
     """
-    quick = _paced(machine)
-    best = recover(machine, quick.batches, start=quick, slack=slack)
+    quick = _paced(costs)
+    best = recover(costs, quick.batches, start=quick, slack=slack)
     limit = quick.seconds * (1 + slack)
-    for _ in range(len(machine.operators)):
-        other = split_batch(machine, best.plans)
+    for _ in range(len(costs.operators)):
+        other = split_batch(costs, best.plans)
         if other == best.batches:
             return best
-        again = recover(machine, other, start=allocation(machine, best.plans, other), target=limit)
+        again = recover(costs, other, start=allocation(costs, best.plans, other), target=limit)
         if again.seconds > limit or again.penalty >= best.penalty:
             return best
         best = again
     return best
 
 
-def _paced(machine: Machine) -> Allocation:
+def _paced(costs: CostModel) -> Allocation:
     """The fastest plans and batches: from several starts, as either decides what the other can be.
 
     Memory may want smaller batches, or smaller formats: batches are split for the fastest formats, and for the smallest
     ones, which hold the most; equal batches count where they fit.
     """
-    equal, size = equal_batches(machine), machine.batch
-    quick = {kind: quickest(machine, kind, size) for kind in machine.kinds}
-    tight = {kind for kind in quick if largest_batch(machine, kind, quick[kind], size) < size}
+    equal, size = equal_batches(costs), costs.batch
+    quick = {kind: quickest(costs, kind, size) for kind in costs.kinds}
+    tight = {kind for kind in quick if largest_batch(costs, kind, quick[kind], size) < size}
     starts = [quick]
     if tight:
-        starts.append({kind: smallest(machine, kind, size) if kind in tight else quick[kind] for kind in quick})
+        starts.append({kind: smallest(costs, kind, size) if kind in tight else quick[kind] for kind in quick})
     found: list[Allocation] = []
     problem: PlanError | None = None
     with suppress(PlanError):
-        found.append(fastest(machine, equal))
+        found.append(fastest(costs, equal))
         if tight:
             starts.append({kind: dict(plan) for kind, plan in found[0].plans.items()})
     for plans in starts:
         try:
-            found.append(fastest(machine, split_batch(machine, plans)))
+            found.append(fastest(costs, split_batch(costs, plans)))
         except PlanError as error:
             problem = error
     if not found and problem is not None:
         raise problem
     best = min(found, key=lambda one: one.seconds)
     with suppress(PlanError):  # the plans of those batches may be balanced otherwise
-        again = fastest(machine, split_batch(machine, best.plans))
+        again = fastest(costs, split_batch(costs, best.plans))
         best = min(best, again, key=lambda one: one.seconds)
     return best

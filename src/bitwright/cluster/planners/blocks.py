@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import product
 from math import prod
 
-from bitwright.cluster.cost_model import FLOAT, Machine
+from bitwright.cluster.cost_model import FLOAT, CostModel
 
 MARGIN = 0.005
 """Gain that lowering all operators must have at least, each its part of it: less is within what profiles are wrong."""
@@ -33,13 +33,13 @@ class Sampled:
         return self.base + alone + joined
 
 
-def sample(machine: Machine, kind: str, batch: int) -> Sampled:
+def sample(costs: CostModel, kind: str, batch: int) -> Sampled:
     """Ask for differences from float; of operators and pairs that are alike, once."""
-    order = list(machine.operators)
+    order = list(costs.operators)
     place = {operator: index for index, operator in enumerate(order)}
-    alike = [machine.likeness(kind, operator) for operator in order]
+    alike = [costs.cost_key(kind, operator) for operator in order]
     floats = dict.fromkeys(order, FLOAT)
-    base = machine.work(kind, floats, batch)
+    base = costs.work(kind, floats, batch)
     known: dict[Hashable, float] = {}
 
     def added(changed: Mapping[str, str]) -> float:
@@ -48,18 +48,18 @@ def sample(machine: Machine, kind: str, batch: int) -> Sampled:
         around = alike[max(0, first - 1) : last + 2]  # whoever is before or follows may need a cast
         key = (tuple(around), first == 0, last + 1 == len(order), formats)
         if key not in known:
-            known[key] = machine.work(kind, {**floats, **changed}, batch) - base
+            known[key] = costs.work(kind, {**floats, **changed}, batch) - base
         return known[key]
 
     single = {
         (operator, format): 0.0 if format == FLOAT else added({operator: format})
         for operator in order
-        for format in machine.formats(kind, operator)
+        for format in costs.formats(kind, operator)
     }
     pairs: dict[Pair, dict[Pair, float]] = {}
     for operator in order:
-        for before in machine.reads(operator):
-            options = product(machine.formats(kind, before), machine.formats(kind, operator))
+        for before in costs.reads(operator):
+            options = product(costs.formats(kind, before), costs.formats(kind, operator))
             own = {
                 (f, g): added({before: f, operator: g}) - single[before, f] - single[operator, g]
                 for f, g in options
@@ -71,9 +71,9 @@ def sample(machine: Machine, kind: str, batch: int) -> Sampled:
     return Sampled(base, single, pairs)
 
 
-def price_of(machine: Machine, sampled: Sampled) -> float:
+def price_of(costs: CostModel, sampled: Sampled) -> float:
     """Seconds that an operator must gain before it is lowered: float stays where a kernel isn't really faster."""
-    return MARGIN * sampled.base / max(1, len(machine.operators))
+    return MARGIN * sampled.base / max(1, len(costs.operators))
 
 
 _ENUMERATED = 64  # plans of a block that are all asked for; larger blocks are gone through in order
@@ -96,35 +96,35 @@ def blocks(order: Sequence[str], sampled: Sampled) -> list[list[str]]:
     return found
 
 
-def quickest(machine: Machine, kind: str, batch: int) -> dict[str, str]:
+def quickest(costs: CostModel, kind: str, batch: int) -> dict[str, str]:
     """The least work, memory aside; float where a lower format is hardly faster.
 
     The sampled costs say which operators depend on each other. All plans of a small block are tried on the machine
     itself; of a large one the frontier's formats are followed from operator to operator. Blocks that are alike have one
     answer. At the end single changes are tried on the whole plan, as three operators may depend on each other, too.
     """
-    sampled = sample(machine, kind, batch)
-    price = price_of(machine, sampled)
+    sampled = sample(costs, kind, batch)
+    price = price_of(costs, sampled)
     answers: dict[Hashable, list[str]] = {}
     plan: dict[str, str] = {}
-    for block in blocks(machine.operators, sampled):
+    for block in blocks(costs.operators, sampled):
         place = {operator: index for index, operator in enumerate(block)}
         inner = [(place[a], place[b], tuple(own.items())) for (a, b), own in sampled.pairs.items() if a in place]
-        alike = (tuple(machine.likeness(kind, operator) for operator in block), tuple(inner))
+        alike = (tuple(costs.cost_key(kind, operator) for operator in block), tuple(inner))
         if alike not in answers:
-            answers[alike] = _answer(machine, kind, batch, block, sampled, price)
+            answers[alike] = _answer(costs, kind, batch, block, sampled, price)
         plan.update(zip(block, answers[alike], strict=True))
     if sampled.pairs:
-        plan = polished(machine, kind, batch, plan)
-    return plan if _priced(machine, kind, batch, plan, price) < sampled.base else dict.fromkeys(plan, FLOAT)
+        plan = polished(costs, kind, batch, plan)
+    return plan if _priced(costs, kind, batch, plan, price) < sampled.base else dict.fromkeys(plan, FLOAT)
 
 
-def _answer(machine: Machine, kind: str, batch: int, block: Sequence[str], sampled: Sampled, price: float) -> list[str]:
-    formats = [machine.formats(kind, operator) for operator in block]
+def _answer(costs: CostModel, kind: str, batch: int, block: Sequence[str], sampled: Sampled, price: float) -> list[str]:
+    formats = [costs.formats(kind, operator) for operator in block]
     if len(block) > 2 and prod(map(len, formats)) <= _ENUMERATED:
-        floats = dict.fromkeys(machine.operators, FLOAT)
+        floats = dict.fromkeys(costs.operators, FLOAT)
         plans = [dict(zip(block, choice, strict=True)) for choice in product(*formats)]
-        best = min(plans, key=lambda plan: _priced(machine, kind, batch, {**floats, **plan}, price))
+        best = min(plans, key=lambda plan: _priced(costs, kind, batch, {**floats, **plan}, price))
         return list(best.values())
     return _in_order(block, formats, sampled, price)
 
@@ -155,26 +155,26 @@ def _in_order(block: Sequence[str], formats: Sequence[Sequence[str]], sampled: S
     return min(states.values(), key=lambda state: state[0])[1]
 
 
-def _priced(machine: Machine, kind: str, batch: int, plan: Mapping[str, str], price: float) -> float:
-    return machine.work(kind, plan, batch) + price * sum(format != FLOAT for format in plan.values())
+def _priced(costs: CostModel, kind: str, batch: int, plan: Mapping[str, str], price: float) -> float:
+    return costs.work(kind, plan, batch) + price * sum(format != FLOAT for format in plan.values())
 
 
 def polished(
-    machine: Machine, kind: str, batch: int, plan: dict[str, str], *, limit: int | None = None
+    costs: CostModel, kind: str, batch: int, plan: dict[str, str], *, limit: int | None = None
 ) -> dict[str, str]:
     """Single changes, the most helpful first, while they make the work less and the memory stays within a limit."""
-    price = price_of(machine, sample(machine, kind, batch))
-    best = _priced(machine, kind, batch, plan, price)
+    price = price_of(costs, sample(costs, kind, batch))
+    best = _priced(costs, kind, batch, plan, price)
     changed = True
     while changed:
         changed = False
-        options = [(op, format) for op in machine.operators for format in machine.formats(kind, op)]
-        gains = {(op, f): best - _priced(machine, kind, batch, {**plan, op: f}, price) for op, f in options}
+        options = [(op, format) for op in costs.operators for format in costs.formats(kind, op)]
+        gains = {(op, f): best - _priced(costs, kind, batch, {**plan, op: f}, price) for op, f in options}
         for op, format in sorted(options, key=lambda option: -gains[option]):
             if gains[op, format] <= 1e-9 * best:
                 break
             other = {**plan, op: format}
-            seconds = _priced(machine, kind, batch, other, price)
-            if seconds < best * (1 - 1e-9) and (limit is None or machine.memory(kind, other, batch) <= limit):
+            seconds = _priced(costs, kind, batch, other, price)
+            if seconds < best * (1 - 1e-9) and (limit is None or costs.memory(kind, other, batch) <= limit):
                 plan, best, changed = other, seconds, True
     return plan

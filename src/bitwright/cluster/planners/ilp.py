@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from bitwright.cluster.cost_model import FLOAT, Machine
+from bitwright.cluster.cost_model import FLOAT, CostModel
 from bitwright.cluster.planners.blocks import Sampled, price_of, sample
 from bitwright.cluster.planners.explanation import too_large
 from bitwright.core.errors import PlanError, Problem
@@ -19,7 +19,7 @@ _SECONDS = 5.0  # for one program; the best plan until then counts
 
 
 def ilp(
-    machine: Machine,
+    costs: CostModel,
     kind: str,
     *,
     batch: int | None = None,
@@ -27,7 +27,7 @@ def ilp(
     memory: int | None = None,
 ) -> dict[str, str]:
     """The plan with the least penalty whose work and memory stay within what is given."""
-    return Program(machine, kind, batch or machine.batch).solve("penalty", seconds=seconds, memory=memory)
+    return Program(costs, kind, batch or costs.batch).solve("penalty", seconds=seconds, memory=memory)
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Program:
     machine, and the limit tightened by what exceeds it.
     """
 
-    machine: Machine
+    costs: CostModel
     kind: str
     batch: int
     around: Mapping[str, str] | None = None
@@ -49,19 +49,19 @@ class Program:
         self, least: Literal["penalty", "seconds"], *, seconds: float | None = None, memory: int | None = None
     ) -> dict[str, str]:
         """The plan with the least penalty or work; raises with what it would take, if nothing is within the limits."""
-        time, room = seconds, None  # most plans fit: memory is only looked at when one doesn't
+        time, memory_limit = seconds, None  # most plans fit: memory is only looked at when one doesn't
         for _ in range(_TRIES):
-            plan = self._solved(least, time, room)
+            plan = self._solved(least, time, memory_limit)
             if plan is None:
                 break
-            late = 0.0 if seconds is None else self.machine.work(self.kind, plan, self.batch) - seconds * (1 + 1e-9)
-            over = 0 if memory is None else self.machine.memory(self.kind, plan, self.batch) - memory
+            late = 0.0 if seconds is None else self.costs.work(self.kind, plan, self.batch) - seconds * (1 + 1e-9)
+            over = 0 if memory is None else self.costs.memory(self.kind, plan, self.batch) - memory
             if late <= 0 and over <= 0:
                 return plan
             if late > 0 and time is not None:
                 time -= late
             if over > 0 and memory is not None:
-                room = memory if room is None else room - over
+                memory_limit = memory if memory_limit is None else memory_limit - over
         raise PlanError([self._infeasible(seconds, memory)], title="no plan fits")
 
     def _solved(
@@ -95,7 +95,7 @@ class Program:
 
     @cached_property
     def _sampled(self) -> Sampled:
-        return sample(self.machine, self.kind, self.batch)
+        return sample(self.costs, self.kind, self.batch)
 
     @cached_property
     def _pairs(self) -> list[tuple[str, str]]:
@@ -110,7 +110,7 @@ class Program:
 
     @cached_property
     def _penalties(self) -> np.ndarray[Any, Any]:
-        own = [self.machine.penalty(op, format) for op, format in self._pairs]
+        own = [self.costs.penalty(op, format) for op, format in self._pairs]
         return np.array([*own, *(0.0 for _ in self._joined)])
 
     @cached_property
@@ -120,7 +120,7 @@ class Program:
     @cached_property
     def _prices(self) -> np.ndarray[Any, Any]:
         """What a lower format must gain at least."""
-        price = price_of(self.machine, self._sampled)
+        price = price_of(self.costs, self._sampled)
         return np.array([*(price * (f != FLOAT) for _, f in self._pairs), *(0.0 for _ in self._joined)])
 
     @cached_property
@@ -128,8 +128,8 @@ class Program:
         """Of a plan to begin with; what each variable adds; and what those that read the same keep for all in float."""
         used = float(self._memory({}))
         begin, own, shared = used, dict.fromkeys(self._pairs, 0.0), []
-        formats = {op: self.machine.formats(self.kind, op) for op in self.machine.operators}
-        groups = _groups(self.machine, [op for op, known in formats.items() if FLOAT in known and len(known) > 1])
+        formats = {op: self.costs.formats(self.kind, op) for op in self.costs.operators}
+        groups = _groups(self.costs, [op for op, known in formats.items() if FLOAT in known and len(known) > 1])
         for group in groups:
             low = {op: next(f for f in formats[op] if f != FLOAT) for op in group}
             base = float(self._memory(low))
@@ -148,7 +148,7 @@ class Program:
         return begin, [*own.values(), *(0.0 for _ in self._joined)], shared
 
     def _memory(self, changed: Mapping[str, str]) -> int:
-        return self.machine.memory(self.kind, {**self._near, **changed}, self.batch)
+        return self.costs.memory(self.kind, {**self._near, **changed}, self.batch)
 
     @cached_property
     def _kept_for_any(self) -> list[Any]:
@@ -173,7 +173,7 @@ class Program:
     @cached_property
     def smallest(self) -> dict[str, str]:
         """As few bytes as one gets by changing operators one after the other."""
-        return smallest(self.machine, self.kind, self.batch)
+        return smallest(self.costs, self.kind, self.batch)
 
     @cached_property
     def _structure(self) -> list[Any]:
@@ -181,7 +181,7 @@ class Program:
         from scipy.optimize import LinearConstraint
 
         place = {pair: index for index, pair in enumerate(self._pairs)}
-        operators = list(self.machine.operators)
+        operators = list(self.costs.operators)
         row = {op: index for index, op in enumerate(operators)}
         width = len(self._pairs) + len(self._joined)
         one_each = np.zeros((len(operators), width))
@@ -206,15 +206,15 @@ class Program:
         return found
 
     def _infeasible(self, seconds: float | None, memory: int | None) -> Problem:
-        if memory is not None and self.machine.memory(self.kind, self.smallest, self.batch) > memory:
-            return too_large(self.machine, self.kind, self.smallest, self.batch, memory)
+        if memory is not None and self.costs.memory(self.kind, self.smallest, self.batch) > memory:
+            return too_large(self.costs, self.kind, self.smallest, self.batch, memory)
         words = []
         if seconds is not None:
             quick = self._solved("seconds", None, None) or self.smallest
-            needs = self.machine.work(self.kind, quick, self.batch)
+            needs = self.costs.work(self.kind, quick, self.batch)
             words.append(f"needs {needs:.4g} s at its fastest, {seconds:.4g} are allowed")
         if memory is not None:
-            needs = self.machine.memory(self.kind, self.smallest, self.batch)
+            needs = self.costs.memory(self.kind, self.smallest, self.batch)
             words.append(f"needs {needs / 1e9:.3g} GB at its smallest, {memory / 1e9:.3g} are allowed")
         return Problem(what="; ".join(words), where=self.kind, fix="allow more, or give it a smaller batch")
 
@@ -226,28 +226,32 @@ def _wider(constraint: Any, columns: int) -> Any:
     return LinearConstraint(np.pad(constraint.A, ((0, 0), (0, columns))), constraint.lb, constraint.ub)
 
 
-def _groups(machine: Machine, operators: list[str]) -> list[list[str]]:
+def _groups(costs: CostModel, operators: list[str]) -> list[list[str]]:
     """Operators that read the same, two at least of them together."""
     found: list[list[str]] = []
     seen: set[str] = set()
     for operator in operators:
-        own = [other for other in (operator, *machine.beside(operator)) if other in operators and other not in seen]
+        own = [
+            other
+            for other in (operator, *costs.shares_input_with(operator))
+            if other in operators and other not in seen
+        ]
         if operator not in seen and len(own) > 1:
             found.append(own)
             seen.update(own)
     return found
 
 
-def smallest(machine: Machine, kind: str, batch: int) -> dict[str, str]:
+def smallest(costs: CostModel, kind: str, batch: int) -> dict[str, str]:
     """The plan with the fewest bytes: from the best single format on, operators change one after the other."""
-    formats = {op: machine.formats(kind, op) for op in machine.operators}
+    formats = {op: costs.formats(kind, op) for op in costs.operators}
     every = dict.fromkeys(f for own in formats.values() for f in own)
     plans = [{op: format if format in own else FLOAT for op, own in formats.items()} for format in every]
-    best = min(plans, key=lambda plan: machine.memory(kind, plan, batch), default={})
-    used = machine.memory(kind, best, batch)
+    best = min(plans, key=lambda plan: costs.memory(kind, plan, batch), default={})
+    used = costs.memory(kind, best, batch)
     for op, own in formats.items():
         for format in own:
             other = {**best, op: format}
-            if format != best[op] and (now := machine.memory(kind, other, batch)) < used:
+            if format != best[op] and (now := costs.memory(kind, other, batch)) < used:
                 best, used = other, now
     return best

@@ -1,4 +1,4 @@
-"""Precisions for unequal devices: the fastest plan, and the recovery of whatever need not be low."""
+"""Planners of precisions: the fastest plan, and the most exact plan that is as fast."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
-from bitwright.cluster.cost_model import FLOAT, Machine, Plans, total_penalty
+from bitwright.cluster.cost_model import FLOAT, CostModel, Plans, total_penalty
 from bitwright.cluster.planners.blocks import polished, quickest
 from bitwright.cluster.planners.explanation import too_large
 from bitwright.cluster.planners.ilp import Program, smallest
-from bitwright.core.arguments import strict
+from bitwright.core.arguments import Positive, Share, strict
 from bitwright.core.errors import PlanError, Problem
 
 SLACK = 0.01
-"""How much longer than the fastest step a plan may take to be more exact."""
+"""Share of the fastest step time that a more exact plan may take longer."""
 _SEARCHED = 6  # programs for one kind: each halves what isn't known of the work that it may have
 Assignment = dict[str, str]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Allocation:
-    """A plan for each kind of device, with what it is expected to be worth."""
+    """A plan for each kind of device, with its predicted time, memory and penalty."""
 
     plans: Mapping[str, Mapping[str, str]]
     batches: Mapping[str, int]
@@ -32,115 +32,116 @@ class Allocation:
 
     @property
     def low(self) -> dict[str, int]:
-        """How many operators of each kind aren't float."""
+        """The number of low-precision operators on each kind of device."""
         return {kind: sum(f != FLOAT for f in plan.values()) for kind, plan in self.plans.items()}
 
 
 @strict
-def allocation(machine: Machine, plans: Plans, batches: Mapping[str, int]) -> Allocation:
-    """What these plans are worth."""
+def allocation(costs: CostModel, plans: Plans, batches: Mapping[str, int]) -> Allocation:
+    """Predict the time, memory and penalty of plans."""
     return Allocation(
         plans={kind: dict(plan) for kind, plan in plans.items()},
         batches=dict(batches),
-        seconds=machine.step(plans, batches),
-        penalty=total_penalty(machine, plans, batches),
-        memory={kind: machine.memory(kind, plan, batches[kind]) for kind, plan in plans.items()},
+        seconds=costs.step(plans, batches),
+        penalty=total_penalty(costs, plans, batches),
+        memory={kind: costs.memory(kind, plan, batches[kind]) for kind, plan in plans.items()},
     )
 
 
 @strict
-def equal_batches(machine: Machine) -> dict[str, int]:
-    """The same number of samples everywhere."""
-    return dict.fromkeys(machine.kinds, machine.batch)
+def equal_batches(costs: CostModel) -> dict[str, int]:
+    """Return the same batch size for all kinds."""
+    return dict.fromkeys(costs.kinds, costs.batch)
 
 
 @strict
-def uniform(machine: Machine, format: str, batches: Mapping[str, int] | None = None) -> Allocation:
-    """One format wherever it can be run, float elsewhere."""
-    batches = batches or equal_batches(machine)
+def uniform(costs: CostModel, format: str, batches: Mapping[str, int] | None = None) -> Allocation:
+    """Use one format wherever an operator supports it, and float elsewhere."""
+    batches = batches or equal_batches(costs)
     plans = {
-        kind: {op: format if format in machine.formats(kind, op) else FLOAT for op in machine.operators}
-        for kind in machine.kinds
+        kind: {op: format if format in costs.formats(kind, op) else FLOAT for op in costs.operators}
+        for kind in costs.kinds
     }
-    return allocation(machine, plans, batches)
+    return allocation(costs, plans, batches)
 
 
-def one_format(machine: Machine) -> Allocation:
-    """One format on all kinds: of those that fit the fastest."""
-    every = dict.fromkeys(f for kind in machine.kinds for op in machine.operators for f in machine.formats(kind, op))
-    found = [uniform(machine, format) for format in every]
-    fitting = [one for one in found if not over_limits(machine, one)]
+def one_format(costs: CostModel) -> Allocation:
+    """Return the fastest uniform format that fits."""
+    every = dict.fromkeys(f for kind in costs.kinds for op in costs.operators for f in costs.formats(kind, op))
+    found = [uniform(costs, format) for format in every]
+    fitting = [one for one in found if not over_limits(costs, one)]
     if not fitting:
         smallest_one = min(found, key=lambda one: max(one.memory.values()))
-        raise PlanError(over_limits(machine, smallest_one), title="no plan fits")
+        raise PlanError(over_limits(costs, smallest_one), title="no plan fits")
     return min(fitting, key=lambda one: one.seconds)
 
 
-def over_limits(machine: Machine, found: Allocation) -> list[Problem]:
-    """What doesn't fit, explained; plans that nobody fitted may need more than there is."""
+def over_limits(costs: CostModel, found: Allocation) -> list[Problem]:
+    """Return a problem for each device whose memory limit the plan exceeds."""
     return [
-        too_large(machine, kind, found.plans[kind], found.batches[kind], limit)
+        too_large(costs, kind, found.plans[kind], found.batches[kind], limit)
         for kind, used in found.memory.items()
-        if (limit := machine.limit(kind)) is not None and used > limit
+        if (limit := costs.limit(kind)) is not None and used > limit
     ]
 
 
 @strict
-def all_float(machine: Machine) -> Allocation:
-    """Everything in float, equal batches: what is there without a plan."""
-    return uniform(machine, FLOAT)
+def all_float(costs: CostModel) -> Allocation:
+    """Return the plan with everything in float and equal batches."""
+    return uniform(costs, FLOAT)
 
 
-def fastest(machine: Machine, batches: Mapping[str, int] | None = None) -> Allocation:
-    """Each kind as fast as it can be within its memory; float where a lower format is hardly faster.
+def fastest(costs: CostModel, batches: Mapping[str, int] | None = None) -> Allocation:
+    """Return the fastest plan of each kind within its memory limit; float where a lower format is hardly faster.
 
-    Block by block, memory aside (`blocks.quickest`). What doesn't fit is made smaller where that costs the least time
-    for each byte, and around that plan by the integer program: the faster one of both counts.
+    It first optimizes block by block without the limit (`blocks.quickest`). If the result doesn't fit, a greedy search
+    (least time per byte) and an integer program around its result reduce the memory; the faster plan is used.
     """
-    batches = batches or equal_batches(machine)
+    batches = batches or equal_batches(costs)
     plans: dict[str, Assignment] = {}
     problems: list[Problem] = []
-    for kind in machine.kinds:
+    for kind in costs.kinds:
         try:
-            plans[kind] = _fit(machine, kind, quickest(machine, kind, batches[kind]), batches[kind])
+            plans[kind] = _fit(costs, kind, quickest(costs, kind, batches[kind]), batches[kind])
         except PlanError as error:
             problems += error.problems
     if problems:
         raise PlanError(problems, title="no plan fits")
-    return allocation(machine, plans, batches)
+    return allocation(costs, plans, batches)
 
 
-def _fit(machine: Machine, kind: str, plan: Assignment, batch: int) -> Assignment:
-    """Within memory, as fast as can be; a device that can't is explained."""
-    limit = machine.limit(kind)
-    if limit is None or machine.memory(kind, plan, batch) <= limit:
+def _fit(costs: CostModel, kind: str, plan: Assignment, batch: int) -> Assignment:
+    """Return the fastest plan within the memory limit; raise if none fits."""
+    limit = costs.limit(kind)
+    if limit is None or costs.memory(kind, plan, batch) <= limit:
         return plan
-    least = smallest(machine, kind, batch)
-    if machine.memory(kind, least, batch) > limit:
-        raise PlanError([too_large(machine, kind, least, batch, limit)], title="no plan fits")
-    near = _shrunk(machine, kind, plan, batch, limit) or least
+    least = smallest(costs, kind, batch)
+    if costs.memory(kind, least, batch) > limit:
+        raise PlanError([too_large(costs, kind, least, batch, limit)], title="no plan fits")
+    near = _shrunk(costs, kind, plan, batch, limit) or least
     found = [near]
     with suppress(PlanError):  # bytes that are no sum: the program may have tightened its limit too far
-        found.append(Program(machine, kind, batch, near).solve("seconds", memory=limit))
-    plans = [polished(machine, kind, batch, one, limit=limit) for one in found]
-    return min(plans, key=lambda one: machine.work(kind, one, batch))
+        found.append(Program(costs, kind, batch, near).solve("seconds", memory=limit))
+    plans = [polished(costs, kind, batch, one, limit=limit) for one in found]
+    return min(plans, key=lambda one: costs.work(kind, one, batch))
 
 
-def _shrunk(machine: Machine, kind: str, plan: Assignment, batch: int, limit: int) -> Assignment | None:
-    """Smaller formats until it fits, the cheapest byte first; None where single changes don't lead there.
+def _shrunk(costs: CostModel, kind: str, plan: Assignment, batch: int, limit: int) -> Assignment | None:
+    """Reduce formats until the plan fits, least time per byte first; None if single changes don't suffice.
 
-    What a change saves is asked again before it is made, as others were since; only if it is much less all are.
+    The saving of a change is computed again before it is applied, because earlier changes affect it. If it is much
+    smaller than expected, all savings are computed again.
     """
-    used = machine.memory(kind, plan, batch)
+    used = costs.memory(kind, plan, batch)
     while used > limit:
         options = []
-        work = machine.work(kind, plan, batch)
-        for operator in machine.operators:
-            for format in machine.formats(kind, operator):
+        work = costs.work(kind, plan, batch)
+        for operator in costs.operators:
+            for format in costs.formats(kind, operator):
                 other = {**plan, operator: format}
-                saved = used - machine.memory(kind, other, batch)
+                saved = used - costs.memory(kind, other, batch)
                 if saved > 0:
-                    lost = machine.work(kind, other, batch) - work
+                    lost = costs.work(kind, other, batch) - work
                     # of what costs nothing the largest; else the least time for each byte
                     options.append((lost / saved if lost > 0 else 0.0, -saved, operator, format))
         if not options:
@@ -148,7 +149,7 @@ def _shrunk(machine: Machine, kind: str, plan: Assignment, batch: int, limit: in
         begun = used
         for _, expected, operator, format in sorted(options):
             other = {**plan, operator: format}
-            now = machine.memory(kind, other, batch)
+            now = costs.memory(kind, other, batch)
             if used - now >= -expected / 2:
                 plan, used = other, now
             elif used < begun:
@@ -160,67 +161,67 @@ def _shrunk(machine: Machine, kind: str, plan: Assignment, batch: int, limit: in
 
 @strict
 def recover(
-    machine: Machine,
+    costs: CostModel,
     batches: Mapping[str, int] | None = None,
     *,
     start: Allocation | None = None,
-    slack: float = SLACK,
-    target: float | None = None,
+    slack: Share = SLACK,
+    target: Positive | None = None,
 ) -> Allocation:
-    """Raise operators from the fastest plan, those that training suffers most from first, while nobody waits longer.
+    """Raise the precision of operators of the fastest plan, largest penalty first, without slowing the step.
 
-    A raise is kept if the device's memory is enough and the cluster's step takes no longer than the target: by default
-    that of the fastest plans, and a little. A raise that isn't kept leaves no trace; it is tried again when another one
-    made room. In the end each device's plan is exchanged for that of the integer program with as much time and memory,
-    where that suffers less: one operator at a time can't find what takes a step back first.
+    A raise is kept if the device has enough memory and the cluster's step takes no longer than the target, by default
+    the time of the fastest plans plus `slack`. A rejected raise is tried again after another one frees time or memory.
+    Finally an integer program with the same time and memory replaces a device's plan if its penalty is smaller; raising
+    single operators can't find plans that lower another operator first.
     """
-    batches = batches or equal_batches(machine)
-    begin = start or fastest(machine, batches)
+    batches = batches or equal_batches(costs)
+    begin = start or fastest(costs, batches)
     plans = {kind: dict(plan) for kind, plan in begin.plans.items()}
     limit = begin.seconds * (1 + slack) if target is None else target
-    plans = _climb(machine, plans, batches, limit)
+    plans = _climb(costs, plans, batches, limit)
     for kind in plans:
-        other = _exchanged(machine, plans, batches, kind, limit)
+        other = _exchanged(costs, plans, batches, kind, limit)
         if other is not None:
-            plans = _climb(machine, {**plans, kind: other}, batches, limit)
-    return allocation(machine, plans, batches)
+            plans = _climb(costs, {**plans, kind: other}, batches, limit)
+    return allocation(costs, plans, batches)
 
 
-def integer(machine: Machine, *, slack: float = SLACK) -> Allocation:
-    """The least penalty by integer programming, within each kind's memory and the fastest step, and a little."""
-    batches = equal_batches(machine)
-    begin = fastest(machine, batches)
+def integer(costs: CostModel, *, slack: float = SLACK) -> Allocation:
+    """Minimize the penalty by integer programming, within the memory limits and the fastest step time plus `slack`."""
+    batches = equal_batches(costs)
+    begin = fastest(costs, batches)
     plans = {kind: dict(plan) for kind, plan in begin.plans.items()}
     for kind in plans:
-        plans[kind] = _exchanged(machine, plans, batches, kind, begin.seconds * (1 + slack)) or plans[kind]
-    return allocation(machine, plans, batches)
+        plans[kind] = _exchanged(costs, plans, batches, kind, begin.seconds * (1 + slack)) or plans[kind]
+    return allocation(costs, plans, batches)
 
 
 def _exchanged(
-    machine: Machine, plans: dict[str, Assignment], batches: Mapping[str, int], kind: str, limit: float
+    costs: CostModel, plans: dict[str, Assignment], batches: Mapping[str, int], kind: str, limit: float
 ) -> Assignment | None:
-    """Another plan that suffers less; as much work as the limit allows, which for one that waits is more than it has.
+    """Return a plan with a smaller penalty whose step stays within the limit; None if there is none.
 
-    How much that is only the cluster's step can say, so it is searched for, between all of it and what is left now.
+    A device that waits for others has spare time. Its amount follows only from the cluster's step and is searched.
     """
     plan, batch = plans[kind], batches[kind]
-    program = Program(machine, kind, batch, plan)
-    before = sum(machine.penalty(op, f) for op, f in plan.items())
+    program = Program(costs, kind, batch, plan)
+    before = sum(costs.penalty(op, f) for op, f in plan.items())
     if before == 0:
         return None
-    sure, most = machine.work(kind, plan, batch) + max(0.0, limit - machine.step(plans, batches)), limit
+    sure, most = costs.work(kind, plan, batch) + max(0.0, limit - costs.step(plans, batches)), limit
     found: Assignment | None = None
     seconds = most
     for _ in range(_SEARCHED):
         other = None
         with suppress(PlanError):  # costs that depend on each other: no plan is as quick as its sum says
-            other = program.solve("penalty", seconds=seconds, memory=machine.limit(kind))
-        after = before if other is None else sum(machine.penalty(op, f) for op, f in other.items())
+            other = program.solve("penalty", seconds=seconds, memory=costs.limit(kind))
+        after = before if other is None else sum(costs.penalty(op, f) for op, f in other.items())
         if other is not None and after >= before and seconds == limit:  # even all of it helps nothing
             break
         if other is None:
             most = seconds if seconds > sure else most
-        elif after < before and machine.step({**plans, kind: other}, batches) <= limit * (1 + 1e-12):
+        elif after < before and costs.step({**plans, kind: other}, batches) <= limit * (1 + 1e-12):
             found, before, sure = other, after, seconds
         elif after < before:
             most = seconds
@@ -233,13 +234,13 @@ def _exchanged(
 
 
 def _climb(
-    machine: Machine, plans: dict[str, Assignment], batches: Mapping[str, int], limit: float
+    costs: CostModel, plans: dict[str, Assignment], batches: Mapping[str, int], limit: float
 ) -> dict[str, Assignment]:
     again = True
     while again:
         again = False
         heap = [
-            (-machine.kinds[kind] * (batches[kind] ** 2) * machine.penalty(op, format), kind, op)
+            (-costs.kinds[kind] * (batches[kind] ** 2) * costs.penalty(op, format), kind, op)
             for kind, plan in plans.items()
             for op, format in plan.items()
             if format != FLOAT
@@ -250,51 +251,60 @@ def _climb(
             _, kind, operator = heapq.heappop(heap)
             if plans[kind][operator] == FLOAT:  # with another one already
                 continue
-            better = _raised(machine, plans, batches, kind, operator, limit)
+            better = _raised(costs, plans, batches, kind, operator, limit)
             if better is None:
                 refused = True
                 continue
-            room = refused and _makes_room(machine, kind, plans[kind], better, batches[kind])
+            retry = refused and _frees_resources(costs, kind, plans[kind], better, batches[kind])
             plans = {**plans, kind: better}
-            again = again or room or better[operator] != FLOAT
+            again = again or retry or better[operator] != FLOAT
     return plans
 
 
-def _makes_room(machine: Machine, kind: str, before: Assignment, after: Assignment, batch: int) -> bool:
-    """Whether a raise leaves more time or memory than there was, so that what was refused is worth another try."""
-    return machine.memory(kind, after, batch) < machine.memory(kind, before, batch) or (
-        machine.work(kind, after, batch) < machine.work(kind, before, batch)
+def _frees_resources(costs: CostModel, kind: str, before: Assignment, after: Assignment, batch: int) -> bool:
+    """Whether a raise frees time or memory, so that rejected raises are worth another try."""
+    return costs.memory(kind, after, batch) < costs.memory(kind, before, batch) or (
+        costs.work(kind, after, batch) < costs.work(kind, before, batch)
     )
 
 
 def _raised(
-    machine: Machine, plans: dict[str, Assignment], batches: Mapping[str, int], kind: str, operator: str, limit: float
+    costs: CostModel,
+    plans: dict[str, Assignment],
+    batches: Mapping[str, int],
+    kind: str,
+    operator: str,
+    limit: float,
 ) -> Assignment | None:
-    """The device's plan with this operator as exact as time and memory allow; None if it stays as it is.
+    """Return the plan with this operator as exact as time and memory allow; None if it can't be raised.
 
-    Where it doesn't fit alone, it may together with others that read the same: float keeps that once for all of them.
+    If it doesn't fit alone, raise it together with the operators that share its input, which float saves only once.
     """
-    now = machine.penalty(operator, plans[kind][operator])
+    now = costs.penalty(operator, plans[kind][operator])
     finer = sorted(
-        (f for f in machine.formats(kind, operator) if machine.penalty(operator, f) < now),
-        key=lambda format: machine.penalty(operator, format),
+        (f for f in costs.formats(kind, operator) if costs.penalty(operator, f) < now),
+        key=lambda format: costs.penalty(operator, format),
     )
-    most = machine.limit(kind)
+    most = costs.limit(kind)
     for format in finer:
         plan = {**plans[kind], operator: format}
-        if most is not None and machine.memory(kind, plan, batches[kind]) > most:
+        if most is not None and costs.memory(kind, plan, batches[kind]) > most:
             plan.update(
-                {other: format for other in machine.beside(operator) if _finer(machine, kind, plan, other, format)}
+                {
+                    other: format
+                    for other in costs.shares_input_with(operator)
+                    if _finer(costs, kind, plan, other, format)
+                }
             )
-            if machine.memory(kind, plan, batches[kind]) > most:
+            if costs.memory(kind, plan, batches[kind]) > most:
                 continue
-        if machine.step({**plans, kind: plan}, batches) <= limit:
+        if costs.step({**plans, kind: plan}, batches) <= limit:
             return plan
     return None
 
 
-def _finer(machine: Machine, kind: str, plan: Assignment, operator: str, format: str) -> bool:
-    """Whether an operator can have this format, and suffers less in it than in its own."""
-    return format in machine.formats(kind, operator) and (
-        machine.penalty(operator, format) < machine.penalty(operator, plan[operator])
+def _finer(costs: CostModel, kind: str, plan: Assignment, operator: str, format: str) -> bool:
+    """Whether an operator supports this format with a smaller penalty than its current one."""
+    return format in costs.formats(kind, operator) and (
+        costs.penalty(operator, format) < costs.penalty(operator, plan[operator])
     )

@@ -1,4 +1,4 @@
-"""What is written for targets whose tools don't read Q/DQ pairs: a float model and a file of grids beside it."""
+"""Artefacts for targets without support for Q/DQ pairs: a float ONNX model and a file with its grids."""
 
 from bitwright.deploy.artefacts.base import Document, Grid, Sidecar, TensorGrid
 from bitwright.deploy.artefacts.store import Stored, read_artefact

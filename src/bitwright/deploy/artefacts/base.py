@@ -1,4 +1,4 @@
-"""Artefacts beside a float ONNX model: the grids of its tensors, and the files that carry them."""
+"""The base classes of artefacts that store a float ONNX model and the grids of its tensors in a second file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from bitwright.quantizers import Quantizer
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Grid:
-    """Scale and zero point (one each, or one per channel), lowest and highest code."""
+    """Scale and zero point (one per tensor or channel), and the lowest and highest code."""
 
     scale: NDArray[np.float32]
     zero_point: NDArray[np.int64]
@@ -27,16 +27,16 @@ class Grid:
 
     @property
     def bits(self) -> int:
-        """The narrowest integer that holds the codes."""
+        """The number of bits of the narrowest integer for the codes."""
         return int(self.qmax - min(self.qmin, 0)).bit_length()
 
     @property
     def symmetric(self) -> bool:
-        """Signed, without zero points."""
+        """Whether codes are signed and all zero points are 0."""
         return self.qmin < 0 and not self.zero_point.any()
 
     def same(self, other: Grid) -> bool:
-        """Equal in every bit; one channel is as good as a whole tensor."""
+        """Whether both are bit-identical; a single channel is equal to a tensor."""
         return (
             self.scale.tobytes() == other.scale.tobytes()
             and np.array_equal(self.zero_point.ravel(), other.zero_point.ravel())
@@ -44,7 +44,7 @@ class Grid:
         )
 
     def ends(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """The lowest and highest number; 24 bits of scale times 17 of codes are exact in float64."""
+        """The lowest and highest value; exact in float64 (24 bits of scale times 17 of codes)."""
         scale = self.scale.astype(np.float64)
         return (self.qmin - self.zero_point) * scale, (self.qmax - self.zero_point) * scale
 
@@ -64,19 +64,19 @@ class Grid:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class TensorGrid:
-    """A grid with the tensor that has it."""
+    """A grid and its tensor."""
 
     tensor: str
     grid: Grid
     weight: bool
     axis: int | None
-    """Where channels lie, if there is a scale for each."""
+    """The axis of the channels, if there is one scale per channel."""
     layers: tuple[str, ...]
-    """The operators with a weight that read this tensor, or whose weight it is."""
+    """The operators that read this tensor, or that it is the weight of."""
 
 
 def grid_of(quantizer: Quantizer) -> Grid:
-    """What a quantizer rounds to."""
+    """The grid of a quantizer."""
     grid = quantizer.grid()
     return Grid(
         scale=grid.scale.cpu().numpy().astype(np.float32),
@@ -87,16 +87,16 @@ def grid_of(quantizer: Quantizer) -> Grid:
 
 
 class Document(Strict):
-    """A JSON sidecar's contents: strict, published as JSON Schema."""
+    """The schema of a JSON sidecar, which is published as JSON Schema."""
 
 
 class Sidecar(ABC):
-    """One file format. Adding one is a class and an entry point; a table names it in `artefacts`."""
+    """One file format. A new format is a class and an entry point; backend tables list it in `artefacts`."""
 
     suffix: ClassVar[str]
-    """`model.onnx` has its grids in `model` + suffix."""
+    """The grids of `model.onnx` are stored in `model` + suffix."""
     document: ClassVar[type[Document] | None] = None
-    """What a JSON file may say; None for other text."""
+    """The schema of a JSON file; None for other text."""
 
     @abstractmethod
     def write(self, grids: Sequence[TensorGrid]) -> str:
@@ -104,43 +104,43 @@ class Sidecar(ABC):
 
     @abstractmethod
     def read(self, text: str) -> dict[str, Grid]:
-        """The grids in a file, by key; bit by bit what was written."""
+        """The grids in a file, by key, bit-identical to those written."""
 
     def refusal(self, grid: TensorGrid) -> tuple[str, str] | None:
-        """Why the format can't say this grid, and what to use instead; None if it can."""
+        """Why the format can't store this grid, and the fix; None if it can."""
         return None
 
     def keys(self, grid: TensorGrid) -> tuple[str, ...]:
-        """Under which names the file has this grid."""
+        """The keys of this grid in the file."""
         return (grid.tensor,)
 
     def grid(self, quantizer: Quantizer) -> Grid:
-        """A quantizer's numbers as this format has them."""
+        """The grid of a quantizer as this format stores it."""
         return grid_of(quantizer)
 
     def carries(self, quantizer: Quantizer) -> bool:
-        """Whether the format has words for this quantizer's levels."""
+        """Whether the format can store this quantizer's levels."""
         return quantizer.exportable
 
     def path(self, model: Path) -> Path:
-        """Where the file of a model lies."""
+        """The path of the file for a model."""
         return model.with_suffix(self.suffix)
 
     @classmethod
     def parse(cls, text: str) -> Any:
-        """Read JSON as the document says; anything else is one clear error."""
+        """Parse and validate JSON."""
         assert cls.document is not None
         fix = "export it again"
         try:
             data = parse_json(text, where=cls.suffix, what="the file with the grids", fix=fix, error=ArtefactError)
         except ArtefactError as error:
             first = error.problems[0]
-            what = f"this is no file of this format: {first.what}"
+            what = f"not a file of this format: {first.what}"
             raise ArtefactError(what, where=first.where, value=first.value, fix=fix, code=first.code) from error
 
         def refusal(problems: list[Problem]) -> ArtefactError:
             first = problems[0]
-            what = f"this is no file of this format: {first.what}"
+            what = f"not a file of this format: {first.what}"
             return ArtefactError(what, where=first.where, value=first.value, fix=fix, code=first.code)
 
         return validated(cls.document, data, title="", error=refusal)

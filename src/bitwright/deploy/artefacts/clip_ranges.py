@@ -1,4 +1,4 @@
-"""Clip ranges: thresholds of ±127 codes, which TensorRT takes as dynamic ranges."""
+"""Clip ranges: thresholds for ±127 codes, which TensorRT uses as dynamic ranges."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _CODES = 127
 
 
 class Thresholds(Document):
-    """The number of code 127; lists have one for each output channel."""
+    """The value of code 127; lists have one entry per output channel."""
 
-    blob_range: dict[str, float] = Field(description="Activations by their tensor's name.")
-    weight_range: dict[str, float | list[float]] = Field(description="Weights by their initializer's name.")
+    blob_range: dict[str, float] = Field(description="Activations by tensor name.")
+    weight_range: dict[str, float | list[float]] = Field(description="Weights by initializer name.")
 
 
 class ClipRangesFile(Document):
@@ -26,19 +26,19 @@ class ClipRangesFile(Document):
 
 
 class ClipRanges(Sidecar):
-    """ONNX and thresholds in JSON."""
+    """ONNX with thresholds in JSON."""
 
     suffix = ".clip-ranges.json"
     document = ClipRangesFile
 
     def refusal(self, grid: TensorGrid) -> tuple[str, str] | None:
-        """One number can only say ±127 codes."""
+        """A single number can represent only ±127 codes."""
         if not grid.grid.symmetric or (grid.grid.qmin, grid.grid.qmax) != (-_CODES, _CODES):
-            return "a threshold stands for codes from −127 to 127", "use int8/…/sym/narrow"
+            return "a threshold requires codes from −127 to 127", "use int8/…/sym/narrow"
         return None
 
     def write(self, grids: Sequence[TensorGrid]) -> str:
-        """Activations and weights apart."""
+        """Write activations and weights separately."""
         ends = {g.tensor: (g.weight, g.grid.ends()[1].tolist()) for g in grids}
         return ClipRangesFile(
             tensorrt=Thresholds(
@@ -48,7 +48,7 @@ class ClipRanges(Sidecar):
         ).model_dump_json(indent=1)
 
     def read(self, text: str) -> dict[str, Grid]:
-        """Both together."""
+        """Read activations and weights."""
         file: ClipRangesFile = self.parse(text)
         return {
             name: Grid.of_ends(-np.array(end), np.array(end), -_CODES, _CODES)

@@ -1,4 +1,4 @@
-"""Encodings: what Qualcomm's SNPE and QNN converters read to override quantization."""
+"""Encodings: quantization overrides for Qualcomm's SNPE and QNN converters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bitwright.deploy.artefacts.base import Document, Grid, Sidecar, TensorGrid
 
 
 class Encoding(Document):
-    """One scale: code = round(x/scale) − offset, from 0 on; `min` and `max` follow."""
+    """One scale: code = round(x/scale) − offset, starting at 0; `min` and `max` are derived."""
 
     bitwidth: int = Field(ge=2, le=32)
     dtype: Literal["int"] = "int"
@@ -27,7 +27,7 @@ Encoded = Annotated[list[Encoding], Field(min_length=1)]
 
 
 class EncodingsFile(Document):
-    """Lists have one entry, or one for each channel."""
+    """Lists have one entry, or one per channel."""
 
     version: Literal["0.6.1"] = "0.6.1"
     activation_encodings: dict[str, Encoded]
@@ -35,26 +35,26 @@ class EncodingsFile(Document):
 
 
 class Encodings(Sidecar):
-    """ONNX and encodings in JSON."""
+    """ONNX with encodings in JSON."""
 
     suffix = ".encodings.json"
     document = EncodingsFile
 
     def refusal(self, grid: TensorGrid) -> tuple[str, str] | None:
-        """Codes with a zero point are unsigned there."""
+        """Codes with a zero point must be unsigned."""
         if grid.grid.qmin < 0 and not grid.grid.symmetric:
-            return "signed codes with a zero point", "use uint8/…/asym, or int8/…/sym"
+            return "the format doesn't support signed codes with a zero point", "use uint8/…/asym, or int8/…/sym"
         return None
 
     def write(self, grids: Sequence[TensorGrid]) -> str:
-        """Activations and parameters apart."""
+        """Write activations and parameters separately."""
         return EncodingsFile(
             activation_encodings={g.tensor: _encodings(g.grid) for g in grids if not g.weight},
             param_encodings={g.tensor: _encodings(g.grid) for g in grids if g.weight},
         ).model_dump_json(indent=1)
 
     def read(self, text: str) -> dict[str, Grid]:
-        """Both together."""
+        """Read activations and parameters."""
         file: EncodingsFile = self.parse(text)
         return {name: _grid(e) for name, e in (file.activation_encodings | file.param_encodings).items()}
 

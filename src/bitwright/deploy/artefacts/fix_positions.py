@@ -1,4 +1,4 @@
-"""Fix positions: how many bits stand behind the binary point, as AMD's Vitis AI keeps them."""
+"""Fix positions: the number of fractional bits of each tensor, for AMD's Vitis AI."""
 
 from __future__ import annotations
 
@@ -10,36 +10,34 @@ from pydantic import Field
 
 from bitwright.deploy.artefacts.base import Document, Grid, Sidecar, TensorGrid
 
-# bits and position: number = code · 2^−position
+# bits and position: value = code · 2^−position
 Position = tuple[Annotated[int, Field(ge=2, le=32)], Annotated[int, Field(ge=-126, le=149)]]
 
 
 class FixPositionsFile(Document):
-    """[bits, position] of each tensor; number = code · 2^−position, codes from −2^(bits−1)."""
+    """[bits, position] of each tensor; value = code · 2^−position, codes start at −2^(bits−1)."""
 
     format: Literal["bitwright-fix-positions-1"] = "bitwright-fix-positions-1"
-    param: dict[str, Position] = Field(description="Weights by their initializer's name.")
-    output: dict[str, Position] = Field(
-        description="Activations by their tensor's name, the model's inputs among them."
-    )
+    param: dict[str, Position] = Field(description="Weights by initializer name.")
+    output: dict[str, Position] = Field(description="Activations by tensor name, including the model's inputs.")
 
 
 class FixPositions(Sidecar):
-    """ONNX and fix positions in JSON."""
+    """ONNX with fix positions in JSON."""
 
     suffix = ".fix-positions.json"
     document = FixPositionsFile
 
     def refusal(self, grid: TensorGrid) -> tuple[str, str] | None:
-        """Fixed point: powers of two, one per tensor, all codes."""
+        """Fixed point requires a power of two per tensor and all codes."""
         mantissa, _ = np.frexp(grid.grid.scale)
         full = (grid.grid.qmin, grid.grid.qmax) == (-(1 << grid.grid.bits - 1), (1 << grid.grid.bits - 1) - 1)
         if grid.grid.scale.ndim or not grid.grid.symmetric or not full or mantissa != 0.5:
-            return "fixed point has one power of two per tensor and all signed codes", "use int8/tensor/sym/pot"
+            return "fixed point requires one power of two per tensor and all signed codes", "use int8/tensor/sym/pot"
         return None
 
     def write(self, grids: Sequence[TensorGrid]) -> str:
-        """Parameters and what operators put out."""
+        """Write parameters and activations separately."""
         positions = {g.tensor: (g.weight, (g.grid.bits, 1 - int(np.frexp(g.grid.scale)[1]))) for g in grids}
         return FixPositionsFile(
             param={name: position for name, (weight, position) in positions.items() if weight},
@@ -47,7 +45,7 @@ class FixPositions(Sidecar):
         ).model_dump_json(indent=1)
 
     def read(self, text: str) -> dict[str, Grid]:
-        """Both together."""
+        """Read parameters and activations."""
         file: FixPositionsFile = self.parse(text)
         return {
             name: Grid(

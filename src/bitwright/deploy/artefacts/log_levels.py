@@ -1,4 +1,4 @@
-"""Logarithmic levels: the parameters of HiSilicon's NNIE, one offset in the log domain per tensor."""
+"""Logarithmic levels for HiSilicon's NNIE: one offset in the log domain per tensor."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _PER_OCTAVE, _HIGHEST = 16, 127
 
 
 class Level(Document):
-    """|x| = 2^((code + offset)/16), code up to 127; `largest` is the number that `offset` was made from."""
+    """|x| = 2^((code + offset)/16), code up to 127; `offset` is computed from `largest`."""
 
     largest: float = Field(gt=0)
     offset: int = Field(ge=-(2**20), le=2**20, description="round(16·log2(largest)) − 127")
 
 
 class LogLevelsFile(Document):
-    """Tensors by their name in the ONNX model."""
+    """Levels by tensor name in the ONNX model."""
 
     format: Literal["bitwright-log-levels-1"] = "bitwright-log-levels-1"
     per_octave: Literal[16] = 16
@@ -31,23 +31,23 @@ class LogLevelsFile(Document):
 
 
 class LogLevels(Sidecar):
-    """ONNX and log-domain offsets in JSON; in a `Grid`, scale is the largest number and zero_point the offset."""
+    """ONNX with log-domain offsets in JSON; in a `Grid`, scale is the largest value and zero_point the offset."""
 
     suffix = ".log-levels.json"
     document = LogLevelsFile
 
     def carries(self, quantizer: Quantizer) -> bool:
-        """These levels, and no others."""
+        """Only logarithmic levels are supported."""
         return quantizer.spec.quantizer == "nnie"
 
     def refusal(self, grid: TensorGrid) -> tuple[str, str] | None:
-        """One offset per tensor."""
+        """The format has one offset per tensor."""
         if grid.grid.scale.ndim or grid.grid.qmax != _HIGHEST:
-            return "these levels are those of 8 bits, one offset per tensor", "use int8/tensor/sym"
+            return "logarithmic levels require 8 bits and one offset per tensor", "use int8/tensor/sym"
         return None
 
     def grid(self, quantizer: Quantizer) -> Grid:
-        """The upper end and its offset, rounded as the quantizer rounds."""
+        """The largest value and its offset, rounded as in the quantizer."""
         largest = quantizer.scale.detach().cpu()
         offset = (_PER_OCTAVE * largest.log2()).round() - _HIGHEST
         return Grid(
@@ -58,7 +58,7 @@ class LogLevels(Sidecar):
         )
 
     def write(self, grids: Sequence[TensorGrid]) -> str:
-        """Activations and weights apart."""
+        """Write activations and weights separately."""
         levels = {
             g.tensor: (g.weight, Level(largest=float(g.grid.scale), offset=int(g.grid.zero_point))) for g in grids
         }
@@ -68,7 +68,7 @@ class LogLevels(Sidecar):
         ).model_dump_json(indent=1)
 
     def read(self, text: str) -> dict[str, Grid]:
-        """Both together."""
+        """Read activations and weights."""
         file: LogLevelsFile = self.parse(text)
         return {
             name: Grid(

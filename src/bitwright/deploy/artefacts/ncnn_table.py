@@ -1,4 +1,4 @@
-"""ncnn's table: `layer_param_0` with the factors of its weight, `layer` with that of its input; factor = 1/scale."""
+"""ncnn's table: `layer_param_0` with the factors of a weight, `layer` with that of an input; factor = 1/scale."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ _CODES = 127
 
 
 class NcnnTable(Sidecar):
-    """ONNX and ncnn's table, by the names of layers."""
+    """ONNX with ncnn's table, keyed by layer names."""
 
     suffix = ".table"
 
     def refusal(self, grid: TensorGrid) -> tuple[str, str] | None:
-        """A factor stands for codes from −127 to 127, at a layer with a weight."""
+        """A factor requires codes from −127 to 127 and a layer with a weight."""
         if not grid.grid.symmetric or (grid.grid.qmin, grid.grid.qmax) != (-_CODES, _CODES):
-            return "a factor stands for codes from −127 to 127", "use int8/…/sym/narrow"
+            return "a factor requires codes from −127 to 127", "use int8/…/sym/narrow"
         if not grid.layers:
             return "only layers with a weight have factors", "keep this site in float"
         return None
 
     def keys(self, grid: TensorGrid) -> tuple[str, ...]:
-        """Layers, not tensors."""
+        """Keys are layers, not tensors."""
         return tuple(f"{layer}_param_0" if grid.weight else layer for layer in grid.layers)
 
     def write(self, grids: Sequence[TensorGrid]) -> str:
-        """Weights first. The double 1/scale gives the float scale back, bit by bit."""
+        """Write weights first. The double 1/scale reproduces the float scale exactly."""
         lines = []
         for g in sorted(grids, key=lambda g: not g.weight):
             factors = " ".join(repr(float(1 / np.float64(scale))) for scale in np.ravel(g.grid.scale))
@@ -38,7 +38,7 @@ class NcnnTable(Sidecar):
         return "".join(lines)
 
     def read(self, text: str) -> dict[str, Grid]:
-        """Line by line."""
+        """Parse the file line by line."""
         grids: dict[str, Grid] = {}
         for number, line in enumerate(text.splitlines(), 1):
             try:
@@ -46,7 +46,11 @@ class NcnnTable(Sidecar):
                 scale = np.array([1 / float(factor) for factor in (first, *more)]).astype(np.float32)
             except (ValueError, ZeroDivisionError) as error:
                 raise ArtefactError(
-                    "a line is a name and its factors", where=f"line {number}", value=line, fix="export again"
+                    "a line must contain a name and its factors",
+                    where=f"line {number}",
+                    value=line,
+                    fix="export again",
+                    code="invalid-line",
                 ) from error
             scale = scale if len(scale) > 1 else scale.reshape(())
             grids[name] = Grid(scale=scale, zero_point=np.zeros(scale.shape, np.int64), qmin=-_CODES, qmax=_CODES)

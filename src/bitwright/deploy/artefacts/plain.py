@@ -1,4 +1,4 @@
-"""Markers in an ONNX graph → nothing: a float model with rounded weights, and the grids of its tensors."""
+"""Remove markers from an ONNX graph: the result is a float model with rounded weights, and the grids of its tensors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bitwright.deploy.artefacts.base import Sidecar, TensorGrid
 from bitwright.deploy.qdq import MARKER, Recorded, permutation_of, set_constant
 from bitwright.quantizers import Attachment, Quantizer
 
-Keys = dict[str, tuple[str, str, int | None]]  # site → key in the sidecar, tensor in the model, axis of its channels
+Keys = dict[str, tuple[str, str, int | None]]  # site → key in the sidecar, tensor in the model, channel axis
 
 
 @dataclass
@@ -30,7 +30,7 @@ class _Quantized:
 def write_plain(
     model: ir.Model, attachment: Attachment, recorded: Recorded, sidecar: Sidecar
 ) -> tuple[list[TensorGrid], Keys]:
-    """Replace all markers, in place; the grids that the sidecar is to carry, and where each site's is."""
+    """Replace all markers, in place; returns the grids for the sidecar and the keys of all sites."""
     writer = _Plain(model, attachment, recorded)
     writer.run()
     passes.RemoveUnusedNodesPass()(model)
@@ -50,7 +50,7 @@ class _Plain:
                 site, source, output = node.attributes["site"].as_string(), node.inputs[0], node.outputs[0]
                 assert source is not None
                 value = self._value(site, source)
-                if value.type is None:  # the model's outputs keep theirs
+                if value.type is None:  # outputs of the model keep their type
                     value.type, value.shape = output.type, output.shape
                 ir.convenience.replace_all_uses_with(output, value, replace_graph_outputs=True)
                 self.graph.remove(node, safe=True)
@@ -71,7 +71,7 @@ class _Plain:
         if key not in self.constants:
             array = self.recorded.values[site].float().cpu().numpy()
             if source.name in self.graph.initializers and len(source.uses()) == 1:
-                set_constant(source, array)  # under the parameter's own name
+                set_constant(source, array)  # keeps the parameter's name
                 self.constants[key] = source
             else:
                 self.constants[key] = self._initializer(site, array)
@@ -84,9 +84,10 @@ class _Plain:
         known = self.found.setdefault(value, _Quantized(quantizer, value, weight, axis))
         if known.quantizer is not quantizer:
             raise ExportError(
-                "this artefact has one grid per tensor, and two sites quantize this one differently",
+                "this artefact has one grid per tensor, but two sites quantize this tensor differently",
                 where=f"{known.sites[0]} and {site}",
-                fix="let one share the other's quantizer (share: …), or export the artefact qdq",
+                fix="share the quantizer (share: …), or export the artefact qdq",
+                code="conflicting-grids",
             )
         known.sites.append(site)
 
@@ -102,7 +103,7 @@ class _Plain:
         return value
 
     def _turn(self, found: _Quantized) -> None:
-        """Transposes of a weight are done now: tools look for weights at the operator itself."""
+        """Apply transposes of a weight now, because tools expect weights directly at the operator."""
         users = [use.node for use in found.value.uses()]
         assert found.value.const_value is not None
         array = found.value.const_value.numpy()
@@ -117,12 +118,12 @@ class _Plain:
             self.graph.remove(node, safe=True)
 
     def _name_layers(self, found: _Quantized) -> None:
-        """Operators with a weight are called as in the plan."""
+        """Name operators with a weight as in the plan."""
         for use, site in zip(found.value.uses(), found.sites, strict=False):
             use.node.name = site.rpartition(":")[0]
 
     def grids(self, sidecar: Sidecar) -> tuple[list[TensorGrid], Keys]:
-        """All grids; what the format can't say is refused at once."""
+        """All grids; raises an error that lists every grid the format can't store."""
         grids: list[TensorGrid] = []
         keys: Keys = {}
         problems: list[Problem] = []
@@ -136,13 +137,15 @@ class _Plain:
             )
             reason = sidecar.refusal(grid)
             if found.quantizer.layout.granularity == "group":
-                reason = ("no scales per group in this artefact", "use channel or tensor")
+                reason = ("this artefact doesn't support scales per group", "use channel or tensor")
             if reason is not None:
                 format = str(found.quantizer.format)
-                problems.append(Problem(what=reason[0], where=found.sites[0], value=format, fix=reason[1]))
+                what, fix = reason
+                where = found.sites[0]
+                problems.append(Problem(what=what, where=where, value=format, fix=fix, code="unsupported-format"))
                 continue
             grids.append(grid)
             keys.update(dict.fromkeys(found.sites, (sidecar.keys(grid)[0], grid.tensor, grid.axis)))
         if problems:
-            raise PlanError(problems, title="the artefact can't say these grids")
+            raise PlanError(problems, title="the artefact can't store these grids")
         return grids, keys

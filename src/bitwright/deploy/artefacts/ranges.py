@@ -1,4 +1,4 @@
-"""Ranges: the lowest and highest number of each tensor, as OpenPPL and STPU read them."""
+"""Ranges: the lowest and highest value of each tensor, for OpenPPL and STPU."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ Ends = float | list[float]
 
 
 class Range(Document):
-    """From the number of the lowest code to that of the highest; lists have one entry for each channel."""
+    """The values of the lowest and highest code; lists have one entry per channel."""
 
     min: Ends
     max: Ends
     bits: int = Field(ge=2, le=32)
     qmin: int
     qmax: int
-    axis: int | None = Field(default=None, description="The axis of the channels, if min and max are lists.")
+    axis: int | None = Field(default=None, description="The channel axis, if min and max are lists.")
 
 
 class RangesFile(Document):
-    """Tensors by their name in the ONNX model. Numbers are exact: scale = (max − min)/(qmax − qmin)."""
+    """Ranges by tensor name in the ONNX model. Values are exact: scale = (max − min)/(qmax − qmin)."""
 
     format: Literal["bitwright-ranges-1"] = "bitwright-ranges-1"
     activations: dict[str, Range]
@@ -33,20 +33,20 @@ class RangesFile(Document):
 
 
 class Ranges(Sidecar):
-    """ONNX and ranges in JSON."""
+    """ONNX with ranges in JSON."""
 
     suffix = ".ranges.json"
     document = RangesFile
 
     def write(self, grids: Sequence[TensorGrid]) -> str:
-        """Activations and weights apart."""
+        """Write activations and weights separately."""
         return RangesFile(
             activations={g.tensor: _range(g) for g in grids if not g.weight},
             weights={g.tensor: _range(g) for g in grids if g.weight},
         ).model_dump_json(indent=1, exclude_none=True)
 
     def read(self, text: str) -> dict[str, Grid]:
-        """Both together."""
+        """Read activations and weights."""
         file: RangesFile = self.parse(text)
         return {
             name: Grid.of_ends(np.array(r.min), np.array(r.max), r.qmin, r.qmax)

@@ -1,4 +1,4 @@
-"""Scale text: one line per tensor, `name scale zero_point`, as Tengine's uint8 tool reads."""
+"""Scale text: one line per tensor, `name scale zero_point`, for Tengine's uint8 tool."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from bitwright.deploy.artefacts.base import Grid, Sidecar, TensorGrid
 
 
 class ScaleText(Sidecar):
-    """ONNX and a text of scales; codes are uint8."""
+    """ONNX with a text file of scales; codes are uint8."""
 
     suffix = ".scale"
 
     def refusal(self, grid: TensorGrid) -> tuple[str, str] | None:
-        """The text has no words for other codes."""
+        """The format supports only uint8 codes per tensor."""
         if grid.grid.scale.ndim or (grid.grid.qmin, grid.grid.qmax) != (0, 255):
-            return "each line is one scale of uint8 codes", "use uint8/tensor/asym"
+            return "the format requires uint8 codes with one scale per tensor", "use uint8/tensor/asym"
         return None
 
     def write(self, grids: Sequence[TensorGrid]) -> str:
-        """A double's shortest decimal text gives back every float."""
+        """Write one line per tensor; the shortest decimal of a double reproduces every float."""
         return "".join(f"{g.tensor} {float(g.grid.scale)!r} {int(g.grid.zero_point)}\n" for g in grids)
 
     def read(self, text: str) -> dict[str, Grid]:
-        """Line by line."""
+        """Parse the file line by line."""
         grids: dict[str, Grid] = {}
         for number, line in enumerate(text.splitlines(), 1):
             try:
@@ -39,6 +39,10 @@ class ScaleText(Sidecar):
                 )
             except ValueError as error:
                 raise ArtefactError(
-                    "a line is a name, a scale and a zero point", where=f"line {number}", value=line, fix="export again"
+                    "a line must contain a name, a scale and a zero point",
+                    where=f"line {number}",
+                    value=line,
+                    fix="export again",
+                    code="invalid-line",
                 ) from error
         return grids

@@ -1,4 +1,4 @@
-"""The JSON Schemas of all sidecars: `python -m bitwright.deploy.artefacts.schemas docs/schemas` writes them."""
+"""JSON Schemas of all sidecars; `python -m bitwright.deploy.artefacts.schemas docs/schemas` writes them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bitwright.deploy.artefacts.base import Sidecar
 
 
 def json_schemas() -> dict[str, dict[str, Any]]:
-    """Schemas by the name of their file; other texts than JSON have none."""
+    """Schemas by file name, for JSON formats."""
     found: dict[str, dict[str, Any]] = {}
     for name in ARTEFACTS.names():
         sidecar: type[Sidecar] = ARTEFACTS.get(name)

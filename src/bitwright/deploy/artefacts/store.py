@@ -1,4 +1,4 @@
-"""Read an artefact's quantization back: grids and codes, by site, bit by bit what was exported."""
+"""Read the grids and codes of an artefact, by site, bit-identical to the export."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from bitwright.core.documents import parse_json, read_text, validated
 from bitwright.core.errors import ArtefactError, PlanError, Problem
 from bitwright.core.registry import ARTEFACTS
 from bitwright.deploy.artefacts.base import Grid, Sidecar
-from bitwright.deploy.integrity import compare_digests, onnx_tensors, read_digests, text_digest
+from bitwright.deploy.integrity import compare_digests, onnx_tensors, read_digests, structure_damages, text_digest
 from bitwright.deploy.onnx_files import load_onnx
 
 KIND, KEYS = "bitwright.artefact", "bitwright.keys"  # metadata of the ONNX file
@@ -25,14 +25,14 @@ QDQ = "qdq"
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Stored:
-    """One site: its grid and, for a weight, its codes as the file has them (a linear's may be transposed)."""
+    """The grid of one site and, for a weight, its stored codes (a linear weight may be transposed)."""
 
     grid: Grid
     codes: NDArray[np.int64] | None = None
 
 
 def kind_of_artefact(path: Path) -> str:
-    """Which artefact an ONNX file belongs to."""
+    """The kind of artefact of an ONNX file."""
     return str(load_onnx(path).metadata_props.get(KIND, QDQ))
 
 
@@ -53,7 +53,8 @@ def read_artefact(path: str | Path) -> dict[str, Stored]:
     stored: dict[str, Stored] = {}
     for site, (key, tensor, axis) in _keys(model, path).items():
         if key not in grids:
-            raise ArtefactError("the file with the grids lacks this one", where=site, value=key, fix="export again")
+            what = "the file with the grids doesn't contain this grid"
+            raise ArtefactError(what, where=site, value=key, fix="export again", code="damaged-artefact")
         weight = weights.get(tensor)
         codes = None if weight is None or kind == "log-levels" else grids[key].codes(weight.numpy(), axis)
         stored[site] = Stored(grid=grids[key], codes=codes)
@@ -61,20 +62,20 @@ def read_artefact(path: str | Path) -> dict[str, Stored]:
 
 
 def _refuse_damage(model: ir.Model, sidecar: Sidecar, text: str, beside: Path) -> None:
-    """Both files must be as they were written, by the digests in the model's metadata."""
+    """Compare both files with the digests in the model's metadata."""
     digests = read_digests(model)
     expected = digests.pop(sidecar.suffix, None)
-    found = compare_digests(digests, onnx_tensors(model))
+    found = compare_digests(digests, onnx_tensors(model)) + structure_damages(model)
     problems = [Problem(what=one.what, where=one.site, fix="export again", code="damaged-artefact") for one in found]
     if expected is not None and expected != text_digest(text):
-        what = "the file with the grids isn't the one that was exported with the model"
+        what = "the file with the grids doesn't belong to the exported model"
         problems.append(Problem(what=what, where=str(beside), fix="export again", code="damaged-artefact"))
     if problems:
         raise PlanError(problems, title="the artefact is damaged")
 
 
 def _keys(model: ir.Model, path: Path) -> dict[str, tuple[str, str, int | None]]:
-    """Of each site: its key in the sidecar, its tensor in the model, the axis of its channels."""
+    """The key in the sidecar, the tensor in the model and the channel axis of each site."""
     fix = "export it again"
     where = f"{path}, {KEYS}"
     data = parse_json(
@@ -85,19 +86,20 @@ def _keys(model: ir.Model, path: Path) -> dict[str, tuple[str, str, int | None]]
 
 
 def read_sidecar(kind: str, path: Path) -> dict[str, Grid]:
-    """The grids in the file beside an artefact, by key."""
+    """The grids in the sidecar of an artefact, by key."""
     sidecar: Sidecar = ARTEFACTS.get(kind)()
     return sidecar.read(_sidecar_text(path))
 
 
 def _sidecar_text(path: Path) -> str:
     if not path.is_file():
-        raise ArtefactError("the file with the grids is missing", where=str(path), fix="export again, keep both files")
+        what, fix = "the file with the grids is missing", "export again, and keep both files together"
+        raise ArtefactError(what, where=str(path), fix=fix, code="missing-file")
     return read_text(path, what="the file with the grids", fix="export it again", error=ArtefactError)
 
 
 def _from_pairs(model: ir.Model) -> dict[str, Stored]:
-    """Scales and zero points lie in initializers that are named by their site."""
+    """Read scales and zero points from initializers named by site."""
     constants = {
         str(name): value.const_value.numpy() for name, value in model.graph.initializers.items() if value.const_value
     }

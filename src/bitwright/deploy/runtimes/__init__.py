@@ -1,1 +1,1 @@
-"""deploy.runtimes."""
+"""Runtimes that execute artefacts, one file or package each."""

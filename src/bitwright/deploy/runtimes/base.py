@@ -1,4 +1,4 @@
-"""One interface to all runtimes: load an artefact, call it as the model is called."""
+"""The interface of all runtimes: load an artefact, and call it like the model."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ from bitwright.workload.data import in_chunks
 
 
 class Runtime(ABC):
-    """An artefact, loaded. Calling it looks like calling the model: tensors in, a tensor or a tuple of them out."""
+    """A loaded artefact. It is called like the model: with tensors, and it returns a tensor or a tuple of tensors."""
 
     name: ClassVar[str]
     suffix: ClassVar[str]
-    """How files that it reads are called."""
+    """The suffix of its files."""
     any_batch: ClassVar[bool] = True
-    """Whether one artefact can take batches of any size; else `write` fixes it to that of the example inputs."""
+    """Whether an artefact can take any batch size; otherwise `write` fixes it to that of the example inputs."""
     deploys: ClassVar[bool] = True
-    """False for what only explains: it is used by name, and isn't among the runtimes that are tried and timed."""
+    """False for runtimes that aren't for deployment; they are used only by name, and aren't compared or timed."""
     activations: ClassVar[str] = "uint8/tensor/asym"
-    """A format of activations for which it has integer kernels."""
+    """A format of activations with integer kernels in this runtime."""
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     batch: int | None
-    """The batch size that the artefact is bound to, or None if it takes any."""
+    """The fixed batch size of the artefact, or None if it takes any."""
 
     @staticmethod
     @abstractmethod
     def missing() -> str | None:
-        """Why this runtime can't be used here, or None."""
+        """The reason why this runtime isn't available, or None."""
 
     @abstractmethod
     def __init__(self, path: Path, *, threads: int | None = None) -> None:
@@ -54,56 +54,56 @@ class Runtime(ABC):
 
     @abstractmethod
     def run(self, feed: dict[str, NDArray[Any]]) -> list[NDArray[Any]]:
-        """Arrays by input name → output arrays in order."""
+        """Run once, with arrays by input name; returns the output arrays in order."""
 
     @classmethod
     @abstractmethod
     def write(cls, model: nn.Module, path: Path, inputs: Any) -> None:
-        """Write the artefact of a prepared, calibrated model; `inputs` is one example call."""
+        """Write the artefact of a prepared, calibrated model; `inputs` is an example call."""
 
     @classmethod
     @abstractmethod
     def write_float(cls, model: nn.Module, path: Path, inputs: Any) -> None:
-        """Write the float model: what the quantized one is compared with."""
+        """Write the float model, as a reference for comparisons."""
 
     @classmethod
     def size(cls, path: Path) -> int:
-        """The bytes of what is deployed: the artefact, and files that lie beside it."""
+        """The deployed size in bytes: the artefact and files next to it."""
         return path.stat().st_size
 
     def executed(self) -> dict[str, int] | None:
-        """Convolutions and matrix products by the type in which they really run: {"int8": 20, "float": 1}.
+        """The number of convolutions and matrix products by the type in which they run: {"int8": 20, "float": 1}.
 
-        It is read from the runtime's own optimized program, not from the artefact; None: this runtime doesn't tell.
+        The numbers come from the runtime's optimized program, not from the artefact; None if they aren't available.
         """
         return None
 
     def left_in_float(self) -> tuple[str, ...] | None:
-        """Operators among those of `executed` that run in float, by name; None: this runtime doesn't name them."""
+        """The names of the operators counted as float by `executed`; None if they aren't available."""
         return None
 
     @classmethod
     def stored(cls, path: Path) -> dict[str, NDArray[Any]]:
-        """What the artefact stores of each site, by name: `<site>.codes` of weights, `<site>.scale`, `.zero_point`."""
+        """The stored tensors of each site: `<site>.codes` of weights, `<site>.scale`, `.zero_point`."""
         raise _hidden(cls.name)
 
     @classmethod
     def damages(cls, path: Path) -> list[Damage]:
-        """What isn't as it was written, by the digests that artefacts carry; nothing where there are none."""
+        """Differences from the exported contents, according to the digests; empty without digests."""
         return []
 
     @classmethod
     def has_digests(cls, path: Path) -> bool:
-        """Whether `damages` can tell if the artefact is as it was written."""
+        """Whether the artefact has digests, so that `damages` is meaningful."""
         return True
 
     @classmethod
     def probing(cls, path: Path, sites: Iterable[str]) -> Runtime:
-        """The artefact, opened so that it also returns the codes of these sites, as outputs named `<site>.codes`."""
+        """Open the artefact with additional outputs `<site>.codes` for these sites."""
         raise _hidden(cls.name)
 
     def feed(self, *args: Any, **kwargs: Any) -> dict[str, NDArray[Any]]:
-        """The arrays that a call of the model stands for: keywords by name, the rest in order."""
+        """The input arrays of a call of the model: keywords by name, the others in order."""
         arrays: dict[str, NDArray[Any]] = {}
         rest: list[Tensor] = [tensor for _, tensor in tensors_in(args)]
         for path, tensor in tensors_in(kwargs):
@@ -117,24 +117,25 @@ class Runtime(ABC):
                 f"the artefact takes {len(self.inputs)} tensors",
                 value=f"{len(rest) + len(arrays)} given",
                 fix=f"inputs: {', '.join(self.inputs)}",
+                code="wrong-inputs",
             )
         arrays.update({name: self.array(tensor) for name, tensor in zip(free, rest, strict=True)})
         return arrays
 
     def array(self, tensor: Tensor) -> NDArray[Any]:
-        """One input as the artefact takes it."""
+        """Convert one input for the artefact."""
         return as_array(tensor)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run as the model is called; an artefact with a fixed batch takes more samples piece by piece."""
+        """Call it like the model; an artefact with a fixed batch processes larger inputs in pieces."""
         return in_chunks(self._call, self.batch)(*args, **kwargs)
 
     def latency(self, *args: Any, runs: int = 50, **kwargs: Any) -> Latency:
-        """Time one call. To compare runtimes, measure them in turns instead: `measure_latency`, `benchmark`."""
+        """Time one call. To compare runtimes, measure them in alternation: `measure_latency`, `benchmark`."""
         return measure_latency({self.name: partial(self.run, self.feed(*args, **kwargs))}, runs=runs)[self.name]
 
     def accuracy(self, workload: Workload) -> dict[str, float]:
-        """What the workload measures, on its evaluation data; its metric sees outputs as its model gives them."""
+        """The workload's metrics on its evaluation data; outputs have the structure of the model's outputs."""
         with torch.no_grad(), eval_mode(workload.model):
             example = call(workload.model, workload.inputs)
         return evaluate(workload, partial(_shaped, self, example))
@@ -145,7 +146,7 @@ class Runtime(ABC):
 
 
 def _shaped(runtime: Runtime, example: Any, *args: Any, **kwargs: Any) -> Any:
-    """A call of the runtime, with its tensors put into the nest that the model returned: dicts, dataclasses, …"""
+    """Call the runtime and return its tensors in the structure of the model's output: dicts, dataclasses, …"""
     output = runtime(*args, **kwargs)
     tensors = [output] if isinstance(output, Tensor) else list(output)
     if len(tensors) != sum(1 for _ in tensors_in(example)):
@@ -155,39 +156,44 @@ def _shaped(runtime: Runtime, example: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _hidden(runtime: str) -> ArtefactError:
-    return ArtefactError(f"{runtime} doesn't show what is inside its artefacts", fix="check without --per-site")
+    what = f"{runtime} doesn't expose the contents of its artefacts"
+    return ArtefactError(what, fix="check without --per-site", code="contents-not-accessible")
 
 
 def refused(runtime: str, error: Exception) -> ArtefactError:
-    """A runtime's own exception for inputs that don't fit, in our words; each runtime has types of its own."""
+    """Convert a runtime's exception about its inputs to an ArtefactError."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return ArtefactError(
         f"{runtime} can't run the artefact with these inputs: {lines[0]}",
-        fix="call it with the shapes and the batch that it was exported with",
+        fix="use the shapes and the batch size of the export",
+        code="runtime-failed",
     )
 
 
 @strict
 def open_runtime(name: str, path: str | Path, *, threads: int | None = None) -> Runtime:
-    """Load an artefact; what can't be loaded is one clear error."""
+    """Load an artefact."""
     kind: type[Runtime] = RUNTIMES.get(name)
     reason = kind.missing()
     if reason is not None:
-        raise ArtefactError(f"{name} can't be used here: {reason}", fix=f"pip install 'bitwright[{name}]'")
+        what, fix = f"{name} isn't available: {reason}", f"pip install 'bitwright[{name}]'"
+        raise ArtefactError(what, fix=fix, code="runtime-unavailable")
     path = Path(path)
     if not path.is_file():
-        raise ArtefactError("no such artefact", where=str(path), fix=f"give the path of an exported {kind.suffix} file")
+        fix = f"pass the path of an exported {kind.suffix} file"
+        raise ArtefactError("the artefact doesn't exist", where=str(path), fix=fix, code="no-such-artefact")
     others = [other for other, (suffix, _) in _suffixes().items() if suffix == path.suffix]
     if others and path.suffix != kind.suffix:
-        what = f"{name} reads {kind.suffix} files, and this is one of {' and '.join(others)}"
-        raise ArtefactError(what, where=str(path), fix=f"check it on {others[0]} (--runtime {others[0]})")
+        what = f"{name} reads {kind.suffix} files, but this is a file of {' and '.join(others)}"
+        fix = f"check it on {others[0]} (--runtime {others[0]})"
+        raise ArtefactError(what, where=str(path), fix=fix, code="other-runtime")
     if kind.suffix == ".onnx":
-        load_onnx(path)  # runtimes read weights wherever the file says they are
+        load_onnx(path)  # validates file references, which runtimes would follow anywhere
     try:
         return kind(path, threads=threads)
     except BitwrightError:
         raise
-    except Exception as error:  # each runtime has its own exception types for a broken file
+    except Exception as error:  # runtimes raise different types for a broken file
         raise ArtefactError(
             f"{name} can't load the artefact: {_cause(error)}",
             where=str(path),
@@ -197,50 +203,50 @@ def open_runtime(name: str, path: str | Path, *, threads: int | None = None) -> 
 
 
 def _loading_fix(kind: type[Runtime], path: Path) -> str:
-    """Export again only what was damaged; a whole file would be the same."""
+    """The fix for an artefact that can't be loaded: a new export helps only if the file is damaged."""
     try:
         damages = kind.damages(path)
-    except Exception:  # the file can't even be read
-        return "the file is cut off or isn't an artefact: export it again"
+    except Exception:  # the file can't be read
+        return "the file is truncated or isn't an artefact: export it again"
     if damages:
         return f"the file is damaged ({damages[0].what}): export it again"
-    return f"{kind.name} can't run this model: take another runtime, or keep the operators that it names in float"
+    return f"{kind.name} doesn't support this model: use another runtime, or keep the operators it reports in float"
 
 
 def _cause(error: Exception) -> str:
-    """The first line that says something: torch's compiler begins with `backend='inductor' raised:`."""
+    """The first informative line: torch's compiler starts with `backend='inductor' raised:`."""
     lines = [line for line in str(error).strip().splitlines() if line.strip()] or [type(error).__name__]
     return lines[1] if len(lines) > 1 and lines[0].endswith("raised:") else lines[0]
 
 
 def available_runtimes() -> dict[str, str | None]:
-    """Every registered runtime that deploys, with the reason why it can't be used here, or None."""
+    """All deployment runtimes, each with the reason why it isn't available, or None."""
     found: dict[str, str | None] = {}
     for name in RUNTIMES.names():
         try:
             kind: type[Runtime] = RUNTIMES.get(name)
             if kind.deploys:
                 found[name] = kind.missing()
-        except Exception as error:  # somebody's plugin that can't be imported must not stop the others
+        except Exception as error:  # a broken plugin must not affect the others
             found[name] = f"its plugin can't be loaded: {error}"
     return found
 
 
 def _suffixes() -> dict[str, tuple[str | None, str | None]]:
-    """What each runtime reads (None: its plugin can't be loaded), and why it can't be used here, or None."""
+    """The file suffix of each runtime (None if its plugin is broken), and why it isn't available, or None."""
     found: dict[str, tuple[str | None, str | None]] = {}
     for name, problem in available_runtimes().items():
         try:
             found[name] = (RUNTIMES.get(name).suffix, problem)
-        except Exception:  # somebody's plugin; `problem` says so
+        except Exception:  # a broken plugin; `problem` describes it
             found[name] = (None, problem)
     return found
 
 
 def readers(path: Path) -> list[str]:
-    """The runtimes that can be used here and read files with this suffix; a file with an unknown one is ONNX.
+    """The available runtimes that read files with this suffix; unknown suffixes count as ONNX.
 
-    A file of a runtime that can't be used here is an error, with the reason.
+    Raises an error if no runtime for this file is available.
     """
     known = _suffixes()
     suffix = path.suffix if path.suffix in {own for own, _ in known.values()} else ".onnx"
@@ -249,6 +255,10 @@ def readers(path: Path) -> list[str]:
     if not usable:
         reasons = "; ".join(f"{name}: {problem}" for name, problem in problems.items())
         raise ArtefactError(
-            "no runtime here reads this file", where=str(path), value=reasons, fix="see `bitwright doctor`"
+            "no available runtime reads this file",
+            where=str(path),
+            value=reasons,
+            fix="run `bitwright doctor`",
+            code="runtime-unavailable",
         )
     return usable

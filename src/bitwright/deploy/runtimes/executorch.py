@@ -1,4 +1,4 @@
-"""ExecuTorch with the XNNPACK delegate: integer kernels for CPUs of phones, and of this machine."""
+"""ExecuTorch with the XNNPACK delegate: integer kernels for mobile and desktop CPUs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from bitwright.deploy.runtimes.base import Runtime, refused
 
 
 class ExecuTorch(Runtime):
-    """Runs .pte files. Beside each lies the program that it was made of (.pt2): a .pte says nothing about sites."""
+    """Runs .pte files. The program that each was made from (.pt2) is stored next to it, because a .pte has no sites."""
 
     name = "executorch"
     suffix: ClassVar[str] = ".pte"
@@ -35,19 +35,19 @@ class ExecuTorch(Runtime):
 
     @staticmethod
     def missing() -> str | None:
-        """Whether the package is there."""
+        """Check that the package is installed."""
         return None if find_spec("executorch") else "the package executorch is not installed"
 
     @classmethod
     def write(cls, model: nn.Module, path: Path, inputs: Any) -> None:
-        """The program lowered to XNNPACK; a convolution or a linear that would stay in float is an error."""
+        """Write the program lowered to XNNPACK; convolutions and linear operators in float are an error."""
         quantized = quantized_program(model, inputs)
         _lower(quantized.program, path, integer=True)
         program_file.save_program(_beside(path), quantized.program, quantized, beside=path)
 
     @classmethod
     def write_float(cls, model: nn.Module, path: Path, inputs: Any) -> None:
-        """The float program, lowered to XNNPACK as well."""
+        """Write the float program lowered to XNNPACK."""
         program = program_file.float_program(model, inputs)
         _lower(program, path, integer=False)
         program_file.save_program(_beside(path), program)
@@ -58,7 +58,7 @@ class ExecuTorch(Runtime):
             from executorch.runtime import Runtime as Engine
 
             if threads is not None:
-                portable_lib._unsafe_reset_threadpool(threads)  # the process has one pool
+                portable_lib._unsafe_reset_threadpool(threads)  # there is one pool per process
             self.method = Engine.get().load_program(path).load_method("forward")
         program, _ = program_file.load_program(_beside(path))
         self.path = path
@@ -72,37 +72,37 @@ class ExecuTorch(Runtime):
             results = self.method.execute([torch.from_numpy(np.ascontiguousarray(feed[name])) for name in self.inputs])
         except Exception as error:
             raise refused(self.name, error) from error
-        return [result.numpy().copy() for result in results]  # the buffers are the engine's own
+        return [result.numpy().copy() for result in results]  # the engine owns the buffers
 
     def executed(self) -> dict[str, int]:
-        """What the delegate was given: `write` refuses whatever would stay outside."""
+        """The operators in the delegate; `write` rejects products outside of it."""
         program, quantized = program_file.load_program(_beside(self.path))
         products = sum(_is_product(node) for node in program.graph.nodes)
         integer = 0 if quantized is None else sum(_is_product(n) and _integer(n) for n in program.graph.nodes)
         return {"int8": integer, "float": products - integer}
 
     def left_in_float(self) -> tuple[str, ...] | None:
-        """Operators of a program have no names of modules."""
+        """Operators of a program have no module names."""
         return None if self.executed()["float"] else ()
 
     @classmethod
     def stored(cls, path: Path) -> dict[str, NDArray[Any]]:
-        """What the program beside the artefact holds."""
+        """The tensors of the program next to the artefact."""
         return program_file.stored_in(_quantized(path))
 
     @classmethod
     def damages(cls, path: Path) -> list[Damage]:
-        """By the digests in the program's file."""
+        """Check the digests in the program's file."""
         return program_file.damages_of(_beside(path))
 
     @classmethod
     def probing(cls, path: Path, sites: Iterable[str]) -> Runtime:
-        """A program with more outputs, lowered anew."""
+        """Lower a program with additional outputs."""
         return _Probe.of(_quantized(path), sites)
 
 
 class _Probe(ExecuTorch):
-    """Its sites come out as dequantized numbers: XNNPACK's delegate doesn't end in integers."""
+    """Returns dequantized values of sites, because XNNPACK's delegate can't end in integers."""
 
     grids: dict[str, NDArray[Any]]
 
@@ -124,7 +124,7 @@ class _Probe(ExecuTorch):
         return probe
 
     def run(self, feed: dict[str, NDArray[Any]]) -> list[NDArray[Any]]:
-        """Run once; numbers of sites become codes."""
+        """Run once, and convert values of sites to codes."""
         return [self._codes(name, array) for name, array in zip(self.outputs, super().run(feed), strict=True)]
 
     def _codes(self, name: str, array: NDArray[Any]) -> NDArray[Any]:
@@ -142,7 +142,8 @@ def _beside(path: Path) -> Path:
 def _quantized(path: Path) -> QuantizedProgram:
     quantized = program_file.load_program(_beside(path))[1]
     if quantized is None:
-        raise ArtefactError("this program has no sites", where=str(path), fix="give the quantized model's artefact")
+        fix = "pass the artefact of the quantized model"
+        raise ArtefactError("this program has no sites", where=str(path), fix=fix, code="no-sites")
     return quantized
 
 
@@ -175,9 +176,10 @@ def _lower(program: torch.export.ExportedProgram, path: Path, *, integer: bool) 
         outside = {kind: count for kind, count in left.items() if kind.split(".")[0] in _PRODUCTS}
         if integer and outside:
             raise ExportError(
-                "XNNPACK would leave these operators in float",
+                "XNNPACK would run these operators in float",
                 value=", ".join(f"{count} {kind}" for kind, count in outside.items()),
-                fix="use a plan with signed 8-bit activations and a quantized output behind each of them",
+                fix="use a plan with signed 8-bit activations and a quantized output after each of them",
+                code="operators-in-float",
             )
         with replacing(path) as temporary:
             temporary.write_bytes(lowered.to_executorch().buffer)
@@ -185,7 +187,7 @@ def _lower(program: torch.export.ExportedProgram, path: Path, *, integer: bool) 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Importing and lowering write notes for their own developers."""
+    """Suppress developer messages of imports and lowering."""
     before = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:

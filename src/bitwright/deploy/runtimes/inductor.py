@@ -1,4 +1,4 @@
-"""torch's own compiler, inductor, on x86 CPUs: oneDNN's integer kernels in a compiled program."""
+"""torch's compiler, inductor, on x86 CPUs, with oneDNN's integer kernels."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from bitwright.deploy.integrity import Damage
 from bitwright.deploy.runtimes.base import Runtime, refused
 from bitwright.quantizers.compiled import for_this_cpu
 
-# What these names of torch's profiler stand for.
+# Names of integer and float products in torch's profiler.
 _INTEGER = ("onednn::qconv", "onednn::qlinear")
 _FLOAT = ("aten::mkldnn_convolution", "mkldnn::_convolution", "aten::addmm", "aten::mm", "aten::bmm", "mkldnn::_linear")
 
 
 class Inductor(Runtime):
-    """Compiles a torch.export program when it is opened: that takes up to a minute, later opens find it cached."""
+    """Compiles a torch.export program when it is opened: this takes up to a minute, and the result is cached."""
 
     name = "inductor"
     suffix: ClassVar[str] = ".pt2"
@@ -37,22 +37,22 @@ class Inductor(Runtime):
 
     @staticmethod
     def missing() -> str | None:
-        """Inductor is a part of torch, but it needs a C++ compiler and oneDNN."""
+        """Check for a C++ compiler and oneDNN, which inductor needs."""
         if not torch.backends.mkldnn.is_available():
             return "this torch has no oneDNN"
         if not any(shutil.which(name) for name in ("g++", "clang++", "c++")):
-            return "there is no C++ compiler (g++ or clang++)"
+            return "no C++ compiler is installed (g++ or clang++)"
         return None
 
     @classmethod
     def write(cls, model: nn.Module, path: Path, inputs: Any) -> None:
-        """A torch.export program with quantize and dequantize operators, weights as integers."""
+        """Write a torch.export program with quantize and dequantize operators and integer weights."""
         quantized = quantized_program(model, inputs)
         program_file.save_program(path, quantized.program, quantized)
 
     @classmethod
     def write_float(cls, model: nn.Module, path: Path, inputs: Any) -> None:
-        """The float program."""
+        """Write the float program."""
         program_file.save_program(path, program_file.float_program(model, inputs))
 
     def __init__(self, path: Path, *, threads: int | None = None, show: Iterable[str] = ()) -> None:
@@ -62,10 +62,10 @@ class Inductor(Runtime):
         self.batch = program_file.example_batch(program)
         self.threads = threads
         self.example = program_file.flat_example(program)
-        # freezing: only constants that inductor may look at are packed for integer kernels
-        # an error of the compiler is told once, by us: its loggers write the traceback before they raise
+        # freezing: inductor packs only frozen constants for integer kernels
+        # suppress torch's loggers, because they print tracebacks of errors that are raised anyway
         with self._threads(), warnings.catch_warnings(), quiet("torch", level=CRITICAL):
-            warnings.simplefilter("ignore")  # torch's own notes about its internals
+            warnings.simplefilter("ignore")  # torch's internal warnings
             with torch._inductor.config.patch(freezing=True):
                 self.compiled = torch.compile(module, dynamic=False, options=for_this_cpu())
                 self._run(self.example)
@@ -74,8 +74,8 @@ class Inductor(Runtime):
         """Run once."""
         tensors = tuple(torch.from_numpy(np.ascontiguousarray(feed[name])) for name in self.inputs)
         if self.batch is not None and any(len(tensor) != self.batch for tensor in tensors if tensor.dim()):
-            error = ValueError(f"the batch is {len(tensors[0])}, the artefact's is {self.batch}")
-            raise refused(self.name, error)  # torch would compile anew, in silence
+            error = ValueError(f"the batch is {len(tensors[0])}, but the artefact's is {self.batch}")
+            raise refused(self.name, error)  # torch would silently recompile
         with self._threads():
             return [result.numpy() for result in self._run(tensors)]
 
@@ -86,7 +86,7 @@ class Inductor(Runtime):
 
     @contextmanager
     def _threads(self) -> Iterator[None]:
-        """torch has one number of threads for all: it is this one's only while it runs."""
+        """Set torch's global number of threads temporarily."""
         before = torch.get_num_threads()
         if self.threads in (None, before):
             yield
@@ -98,8 +98,8 @@ class Inductor(Runtime):
             torch.set_num_threads(before)
 
     def executed(self) -> dict[str, int]:
-        """Calls that torch's profiler sees in one run."""
-        with torch.autograd.profiler_legacy.profile() as profile:  # the other one writes to stderr
+        """Count the calls in torch's profile of one run."""
+        with torch.autograd.profiler_legacy.profile() as profile:  # the newer profiler writes to stderr
             self._run(self.example)
         calls = {event.key: event.count for event in profile.key_averages()}
         return {
@@ -108,27 +108,28 @@ class Inductor(Runtime):
         }
 
     def left_in_float(self) -> tuple[str, ...] | None:
-        """The profiler counts calls, it has no names for them."""
+        """The profiler counts calls without operator names."""
         return None if self.executed()["float"] else ()
 
     @classmethod
     def stored(cls, path: Path) -> dict[str, NDArray[Any]]:
-        """What the program holds."""
+        """The tensors of the program."""
         return program_file.stored_in(_quantized(path))
 
     @classmethod
     def damages(cls, path: Path) -> list[Damage]:
-        """By the digests in the program's file."""
+        """Check the digests in the program's file."""
         return program_file.damages_of(path)
 
     @classmethod
     def probing(cls, path: Path, sites: Iterable[str]) -> Runtime:
-        """The same program with more outputs, compiled anew."""
+        """Compile the program with additional outputs."""
         return cls(path, show=sites)
 
 
 def _quantized(path: Path) -> QuantizedProgram:
     quantized = program_file.load_program(path)[1]
     if quantized is None:
-        raise ArtefactError("this program has no sites", where=str(path), fix="give the quantized model's artefact")
+        fix = "pass the artefact of the quantized model"
+        raise ArtefactError("this program has no sites", where=str(path), fix=fix, code="no-sites")
     return quantized

@@ -25,17 +25,17 @@ _INTEGER = {
     "QLinearConvTranspose",
 }
 _FLOAT = {"Conv", "FusedConv", "Gemm", "FusedGemm", "MatMul", "FusedMatMul", "ConvTranspose", "NhwcFusedConv"}
-_BLOCKED = "_nchwc"  # a layout of ONNX Runtime's own for float convolutions
+_BLOCKED = "_nchwc"  # ONNX Runtime's own layout for float convolutions
 
 
 class OnnxRuntime(OnnxReader):
-    """Runs ONNX files; all graph optimizations on, as in deployment."""
+    """Runs ONNX files with all graph optimizations, as in deployment."""
 
     name = "onnxruntime"
 
     @staticmethod
     def missing() -> str | None:
-        """Whether the package is there."""
+        """Check that the package is installed."""
         return None if find_spec("onnxruntime") else "the package onnxruntime is not installed"
 
     def __init__(self, path: Path, *, threads: int | None = None) -> None:
@@ -61,7 +61,7 @@ class OnnxRuntime(OnnxReader):
         return results
 
     def executed(self) -> dict[str, int]:
-        """Operators of the graph that ONNX Runtime made of the artefact."""
+        """Count the operators in ONNX Runtime's optimized graph."""
         kinds = Counter(node.op_type for node in self._optimized)
         return {
             "int8": sum(count for kind, count in kinds.items() if kind in _INTEGER),
@@ -69,13 +69,13 @@ class OnnxRuntime(OnnxReader):
         }
 
     def left_in_float(self) -> tuple[str, ...]:
-        """By the weights or sites that they read: `export` names values so."""
+        """The names come from the weights or sites that operators read."""
         written = load_onnx(self.path).graph
         found = []
         for node in self._optimized:
             if node.op_type in _FLOAT:
                 name = str(node.name)
-                if name.endswith(_BLOCKED):  # its weights have new names, itself that of what it writes in the end
+                if name.endswith(_BLOCKED):  # its weights are renamed, and its name is that of the final output
                     found.append(behind(written, name.removesuffix(_BLOCKED), _FLOAT) or name)
                 else:
                     found.append(operator_of(node))
@@ -90,7 +90,7 @@ class OnnxRuntime(OnnxReader):
         with scratch_folder() as folder:
             optimized = folder / "optimized.onnx"
             options.optimized_model_filepath = str(optimized)
-            if data_files(self.path):  # of what is too large for one file, so is this
+            if data_files(self.path):  # too large for one file
                 options.add_session_config_entry("session.optimized_model_external_initializers_file_name", "data")
             onnxruntime.InferenceSession(str(self.path), options, providers=["CPUExecutionProvider"])
             return ir.load(optimized).graph

@@ -20,10 +20,11 @@ _PRODUCTS = {"Convolution", "GroupConvolution", "Deconvolution", "FullyConnected
 
 @cache
 def _core() -> Any:
-    """One for the process, and never given up.
+    """One core for the whole process, which is never released.
 
-    On CPUs with AVX-512 each core's plugin gives the thread a stack for signals, and puts the one before back when it
-    goes: of several, that is one whose memory is gone, and the next signal (Ctrl-C, a child's end) ends the process.
+    On CPUs with AVX-512 each core's plugin sets an alternate signal stack for the thread, and restores the previous one
+    when it is destroyed. With several cores that stack may already be freed, and the next signal (Ctrl-C, the exit of a
+    child process) would crash the process.
     """
     import openvino
 
@@ -31,13 +32,13 @@ def _core() -> Any:
 
 
 class OpenVino(OnnxReader):
-    """Runs ONNX files on OpenVINO, with float32 wherever it isn't integer (no bf16 behind the user's back)."""
+    """Runs ONNX files on OpenVINO, with float32 for everything that isn't integer (never bf16)."""
 
     name = "openvino"
 
     @staticmethod
     def missing() -> str | None:
-        """Whether the package is there."""
+        """Check that the package is installed."""
         return None if find_spec("openvino") else "the package openvino is not installed"
 
     def __init__(self, path: Path, *, threads: int | None = None) -> None:
@@ -63,12 +64,12 @@ class OpenVino(OnnxReader):
         return [np.array(results[port]) for port in self.compiled.outputs]
 
     def executed(self) -> dict[str, int]:
-        """Layers of the program that the CPU plugin compiled, by the precision that it gave them."""
+        """Count the layers of the compiled program by their precision."""
         kinds = [integer for _, integer in self._products()]
         return {"int8": sum(kinds), "float": len(kinds) - sum(kinds)}
 
     def left_in_float(self) -> tuple[str, ...]:
-        """A layer says which values of the artefact it was made of."""
+        """The names come from the original values of each layer."""
         ours = {str(node.outputs[0].name): operator_of(node) for node in load_onnx(self.path).graph}
         found = []
         for layer, integer in self._products():
@@ -78,7 +79,7 @@ class OpenVino(OnnxReader):
         return tuple(dict.fromkeys(found))
 
     def _products(self) -> Iterator[tuple[str, bool]]:
-        """Layers that multiply: what each was made of, and whether it does so in integers."""
+        """Layers that multiply: the origin of each, and whether it runs in integers."""
         for node in self.compiled.get_runtime_model().get_ordered_ops():
             facts = {key: value.astype(str) for key, value in node.get_rt_info().items()}
             if facts["layerType"] in _PRODUCTS:

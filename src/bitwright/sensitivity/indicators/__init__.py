@@ -1,1 +1,1 @@
-"""Indicators: each says in its own way how much an operator suffers in low precision."""
+"""Indicators: different measures of an operator's sensitivity to low precision."""

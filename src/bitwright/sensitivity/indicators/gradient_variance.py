@@ -1,9 +1,10 @@
-"""gradient-variance: the variance that one operator's low precision adds to the gradients of the whole model.
+"""gradient-variance: the variance that low precision in one operator adds to the gradients of the whole model.
 
-To first order, rounding errors ε at the places of an operator (places.py) move the gradients g by J·ε, with J the
-derivative of g by the places; errors are independent, so E‖J·ε‖² = Σᵢ ‖Jᵢ‖²·var(εᵢ). For a vector u of random signs,
-E(uᵀJ)ᵢ² = ‖Jᵢ‖², and uᵀJ is the derivative of the one number u·g: a second backward pass gives it for all places of all
-operators at once. Nothing is assumed of the model between the operators. docs/indicators.md has the derivation.
+To first order, rounding errors ε at the places of an operator (error_injection.py) change the gradients g by J·ε, where
+J is the derivative of g with respect to the places. Errors are independent, so E‖J·ε‖² = Σᵢ ‖Jᵢ‖²·var(εᵢ). For a vector
+u of random signs, E(uᵀJ)ᵢ² = ‖Jᵢ‖², and uᵀJ is the derivative of the single number u·g. A second backward pass computes
+it for all places of all operators at once. The method makes no assumption about the model between the operators.
+docs/indicators.md contains the derivation.
 """
 
 from __future__ import annotations
@@ -59,13 +60,13 @@ class _Relu(torch.autograd.Function):
 
 
 class SmoothRelus(TorchFunctionMode):
-    """While this lasts, the slope of ReLUs is differentiable; `noise` is the expected size of errors in rms units."""
+    """Makes the slope of ReLUs differentiable; `noise` is the expected size of errors in rms units."""
 
     def __init__(self, noise: float) -> None:
         super().__init__()
         self.noise = noise
         self.count = 0
-        self.curved = True  # switched off, ReLUs have no second derivative, as usual
+        self.curved = True  # if False, ReLUs have no second derivative, as usual
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -80,14 +81,14 @@ class SmoothRelus(TorchFunctionMode):
 
 
 NOISE = 0.01
-"""For which errors, in units of the numbers, ReLUs are smoothed: about what 8 bits make. Others are scaled to it."""
+"""ReLUs are smoothed for errors of this relative size, about that of 8 bits; other sizes are scaled to it."""
 
 Slopes = dict[str, Tensor]
-"""The derivatives of u·g by the places of one call."""
+"""The derivatives of u·g with respect to the places of one call."""
 
 
 def gradient_variance(subject: Subject) -> Values:
-    """In the mean over batches; one forward and two backward passes for each, and one more where there are ReLUs."""
+    """The mean over batches; each needs one forward and two backward passes, and one more if there are ReLUs."""
     sums = subject.each(lambda name, spec: 0.0)
     generator = torch.Generator().manual_seed(subject.seed)
     with as_in_training(subject.model), operators_of(subject.model, subject.graph, subject.any_spec) as operators:
@@ -107,7 +108,7 @@ def gradient_variance(subject: Subject) -> Values:
 def _slopes(
     loss: Tensor, model: nn.Module, calls: list[Seen], relus: SmoothRelus, generator: torch.Generator
 ) -> tuple[list[Slopes], list[Slopes]]:
-    """For each call, what comes of everything smooth, and what comes of the kinks of ReLUs alone."""
+    """For each call, the derivatives without the kinks of ReLUs, and the contribution of the kinks."""
     parameters = trainable_parameters(model)
     gradients: Any = torch.autograd.grad(loss, parameters, create_graph=True, allow_unused=True)
     signs = [torch.randint(0, 2, p.shape, generator=generator).to(p) * 2 - 1 for p in parameters]
@@ -136,7 +137,7 @@ def _slopes(
 
 
 def _variance(seen: Seen, spec: ComputeSpec, smooth: Slopes, kinks: Slopes) -> float:
-    """Flips of ReLUs go with the size of the error, not with its square: scaled to the size that this kernel makes."""
+    """Flips of ReLUs grow with the size of errors, not with its square, so they are scaled to the kernel's error."""
     errors = list(errors_of(seen, spec))
     flips = sum(error.moves(kinks) for error in errors)
     relative = _relative(errors, seen) if flips else 0.0
@@ -144,7 +145,7 @@ def _variance(seen: Seen, spec: ComputeSpec, smooth: Slopes, kinks: Slopes) -> f
 
 
 def _relative(errors: list[Error], seen: Seen) -> float:
-    """What the output is off by, squared, in units of the output: relative errors of factors add up."""
+    """The squared relative error of the output: relative errors of factors add up."""
     numbers = {"left": seen.left, "right": seen.right, "out": seen.given["out"]}
     forward = [(error, numbers[error.places[0]]) for error in errors if error.places[0] in numbers]
     return sum(error.energy / max(float(x.square().sum(dtype=torch.float64)), 1e-300) for error, x in forward)

@@ -1,7 +1,7 @@
-"""`hessian_traces(…)`: Hutchinson's estimate of the trace of the loss's Hessian, weight by weight.
+"""`hessian_traces(…)`: Hutchinson's estimate of the trace of the loss's Hessian, for each weight.
 
-For a random vector v of signs, E[vᵀHv] is the trace of H. The product Hv is the gradient of (gradient · v), so no
-Hessian is ever written down.
+For a random vector v of signs, E[vᵀHv] is the trace of H. The product Hv is the gradient of (gradient · v), so the
+Hessian itself is never computed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def hessian_traces(
     vectors: int = 8,
     seed: int = 0,
 ) -> dict[str, float]:
-    """The trace for each of these parameters of a float model, in the mean over batches of (inputs, target)."""
+    """The trace for each of these parameters of a float model, averaged over batches of (inputs, target)."""
     known = dict(model.named_parameters(remove_duplicate=False))
     chosen = {name: known[name] for name in parameters}
     sums = dict.fromkeys(chosen, 0.0)
@@ -50,7 +50,9 @@ def hessian_traces(
         for name, parameter in chosen.items():
             parameter.requires_grad_(asked[name])
     if not count:
-        raise CalibrationError("there was no batch to score with", fix="give a loader with at least one batch")
+        raise CalibrationError(
+            "no batch to compute scores with", fix="pass a loader with at least one batch", code="no-batches"
+        )
     return {name: value / count for name, value in sums.items()}
 
 
@@ -61,11 +63,11 @@ def _add(
     generator: torch.Generator,
     vectors: int,
 ) -> None:
-    """One random vector: blocks of other parameters meet it in the mean at zero."""
+    """Add one random vector; the contributions of other parameters' blocks average to zero."""
     signs = [torch.randint(0, 2, p.shape, generator=generator).to(p) * 2 - 1 for p in chosen.values()]
     product = sum(((g * v).sum() for g, v in zip(gradients, signs, strict=True) if g is not None), torch.zeros(()))
     if not product.requires_grad:
-        return  # linear in every weight
+        return  # the loss is linear in every weight
     curved = torch.autograd.grad(product, list(chosen.values()), retain_graph=True, allow_unused=True)
     for name, sign, column in zip(chosen, signs, curved, strict=True):
         if column is not None:
@@ -73,7 +75,7 @@ def _add(
 
 
 def hessian(subject: Subject) -> Values:
-    """(trace(H)/n)·‖ΔW‖², twice what an error in any direction adds to the loss; 0 for operators without a weight."""
+    """(trace(H)/n)·‖ΔW‖², twice the expected increase of the loss; 0 for operators without a weight."""
     names = {name: weight_name(subject.op(name)) for name in subject.cases}
     wanted = dict.fromkeys(name for name in names.values() if name is not None)
     traces = hessian_traces(subject.model, subject.batches, subject.loss, wanted, seed=subject.seed) if wanted else {}

@@ -1,4 +1,4 @@
-"""output-error: run one operator at a time in its kernel, and look at the outputs of the model."""
+"""output-error: run one operator at a time with its kernel and measure the error of the model's outputs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from bitwright.workload import call
 
 
 def output_error(subject: Subject) -> Values:
-    """‖y − ŷ‖²/‖y‖² of the outputs; a forward pass for each operator, format and batch, with simulated kernels."""
+    """‖y − ŷ‖²/‖y‖² of the outputs; one forward pass per operator, format and batch, with simulated kernels."""
     with (
         torch.no_grad(),
         eval_mode(subject.model),

@@ -1,4 +1,4 @@
-"""random: what any other indicator must be better than."""
+"""random: a baseline that every other indicator must beat."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from bitwright.sensitivity.indicate import Subject, Values
 
 
 def random(subject: Subject) -> Values:
-    """A number between 0 and 1, always the same for a seed, an operator and a format."""
+    """A number between 0 and 1 that depends only on the seed, the operator and the format."""
     return subject.each(lambda name, spec: Random(f"{subject.seed} {name} {spec}").random())

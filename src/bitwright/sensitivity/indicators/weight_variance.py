@@ -8,7 +8,7 @@ from bitwright.sensitivity.indicate import Subject, Values
 
 
 def weight_variance(subject: Subject) -> Values:
-    """|var(Ŵ) − var(W)|; 0 for operators without a weight. No data is looked at."""
+    """|var(Ŵ) − var(W)|; 0 for operators without a weight. Uses no data."""
 
     def change(name: str, spec: ComputeSpec) -> float:
         weight = weight_of(subject.model, subject.op(name))

@@ -1,1 +1,1 @@
-"""Other people's training loops, one file each; import the one that you need: each needs its own library."""
+"""Callbacks for other training loops, one file each; each requires its own library."""

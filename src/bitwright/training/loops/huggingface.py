@@ -1,4 +1,4 @@
-"""`transformers.Trainer`: quantizers before the Trainer, this callback within it."""
+"""`transformers.Trainer`: create `Qat` before the Trainer, and pass this callback to it."""
 
 from __future__ import annotations
 
@@ -19,38 +19,38 @@ __all__ = ["QatCallback"]
 
 
 class QatCallback(TrainerCallback, ExportableState):
-    """Keeps a `Qat` in step with a `transformers.Trainer`, its evaluations and its checkpoints.
+    """Synchronizes a `Qat` with the steps, evaluations and checkpoints of a `transformers.Trainer`.
 
-    Make `Qat(model, …)` first, then `Trainer(model, …, callbacks=[QatCallback(qat)])`. With `weight_decay` in the
-    arguments, also `optimizer_cls_and_kwargs=callback.optimizer(args)`: the Trainer decays by names, and scales aren't
-    among those that it spares.
+    Create `Qat(model, …)` first, then `Trainer(model, …, callbacks=[QatCallback(qat)])`. If the arguments contain
+    `weight_decay`, also pass `optimizer_cls_and_kwargs=callback.optimizer(args)`: the Trainer selects parameters for
+    weight decay by name, and would include scales.
     """
 
     def __init__(self, qat: Qat) -> None:
         self.qat = qat
 
     def optimizer(self, args: TrainingArguments, *, lr: float | None = None) -> tuple[Any, dict[str, Any]]:
-        """The optimizer that the arguments ask for, without decay of quantizers (`lr` is theirs), norms and biases."""
+        """The optimizer of the arguments, without decay of quantizers (`lr` applies to them), norms and biases."""
         model: Any = self.qat.model
         made, options = Trainer.get_optimizer_cls_and_kwargs(args, model)
         groups = self.qat.parameter_groups(weight_decay=args.weight_decay, lr=lr)
         return made, {**options, "params": groups}
 
     def state(self) -> dict[str, Any]:
-        """What goes into a checkpoint's trainer_state.json."""
+        """The contents for a checkpoint's trainer_state.json."""
         tensors: dict[str, torch.Tensor] = {}
         packed = pack(self.qat.state_dict(), tensors)
         held = b64encode(save({name: tensor.cpu() for name, tensor in tensors.items()})).decode()
         return {"args": {}, "attributes": {"state": packed, "tensors": held}}
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Refuse what can't work while nothing is lost."""
+        """Reject unsupported arguments early."""
         _refuse(args)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **trainer: Any
     ) -> None:
-        """Everything is in place but no step was made: look at it; go on where a checkpoint ends."""
+        """Check the optimizer, and restore the state of a resumed checkpoint."""
         _refuse(args)
         self.qat.check_optimizer(trainer["optimizer"])
         if state.global_step == 0:
@@ -59,9 +59,10 @@ class QatCallback(TrainerCallback, ExportableState):
         saved = callbacks.get(type(self).__name__)
         if not isinstance(saved, dict):
             raise TrainError.single(
-                "this checkpoint has no quantizer state: it was saved without the callback",
+                "this checkpoint has no quantizer state, because it was saved without the callback",
                 where=f"step {state.global_step}",
-                fix="load its weights into the model, make Qat, and train without resume_from_checkpoint",
+                fix="load its weights into the model, create Qat, and train without resume_from_checkpoint",
+                code="missing-quantizer-state",
             )
         try:
             held = saved["attributes"]
@@ -78,32 +79,34 @@ class QatCallback(TrainerCallback, ExportableState):
         self.qat.at_epoch(int(state.epoch))
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Ranges follow; what is evaluated or saved now is what would be deployed."""
+        """Update ranges; settle weights before an evaluation or a checkpoint, as for deployment."""
         self.qat.after_step()
         if control.should_evaluate or control.should_save:
             self.qat.settle()
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Settle, and freeze what is due."""
+        """Settle weights, and freeze what is configured."""
         self.qat.after_epoch()
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """After the best checkpoint was loaded, if the arguments say so."""
+        """Finish after the best checkpoint was loaded, if the arguments request it."""
         self.qat.finish()
 
 
 def _refuse(args: TrainingArguments) -> None:
     problems = []
     if args.n_gpu > 1:
-        what = "one process with several GPUs (DataParallel) runs copies that quantizers don't see"
-        problems.append(Problem(what=what, value=args.n_gpu, fix="start it with torchrun: one process for each GPU"))
+        what = "DataParallel (one process with several GPUs) runs copies of the model without quantizers"
+        fix = "use torchrun with one process per GPU"
+        problems.append(Problem(what=what, value=args.n_gpu, fix=fix, code="unsupported-parallelism"))
     for name in ("fsdp", "deepspeed"):
         if getattr(args, name, None):
-            fix = "train with DDP (torchrun), or with bitwright.Trainer, which has FSDP2"
-            problems.append(Problem(what="shards parameters, quantizers can't follow them", where=name, fix=fix))
+            fix = "train with DDP (torchrun), or with bitwright.Trainer, which supports FSDP2"
+            what = "it shards parameters, which quantizers don't support"
+            problems.append(Problem(what=what, where=name, fix=fix, code="unsupported-parallelism"))
     if args.restore_callback_states_from_checkpoint:
-        what = "makes callbacks anew, which this one can't be: it resumes without that"
-        fix = "leave it off"
-        problems.append(Problem(what=what, where="restore_callback_states_from_checkpoint", fix=fix))
+        what = "it creates new callbacks, which isn't possible for this one; the callback resumes without this option"
+        where, fix = "restore_callback_states_from_checkpoint", "set it to False"
+        problems.append(Problem(what=what, where=where, fix=fix, code="unsupported-option"))
     if problems:
         raise TrainError(problems)

@@ -1,1 +1,1 @@
-"""How to search: each strategy is one generator that yields candidates and is sent their outcomes."""
+"""Search strategies: each is a generator that yields candidates and receives their outcomes."""

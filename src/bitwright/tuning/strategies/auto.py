@@ -1,4 +1,4 @@
-"""auto: the default, then conservative, then basic."""
+"""auto: the default candidate, then the strategies conservative and basic."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from bitwright.tuning.strategies.fallback import one
 
 
 def auto(search: Search) -> Asking:
-    """What is cheap to try comes first."""
+    """Try cheap candidates first."""
     outcome = yield from one([search.space.start()])
     if outcome.passed:
         return

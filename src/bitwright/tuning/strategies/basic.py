@@ -1,4 +1,4 @@
-"""basic: all ways for the whole model, then operators back to float one by one, then together."""
+"""basic: try settings for the whole model, then single operators in float, then several."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from bitwright.tuning.strategies.fallback import accumulate, one
 
 
 def basic(search: Search) -> Asking:
-    """The most alike ways first; from the most accurate of them operators go back, from the last to the first.
+    """Start with the settings closest to the default, then move operators to float, from the last to the first.
 
-    Then those that helped are put together, the most helpful first: with a step back where one doesn't help, and if
-    that isn't enough, without.
+    Then combine the operators that helped, most helpful first: only those that improve the result and, if that isn't
+    enough, all of them.
     """
     space = search.space
     bases = list(space.bases())

@@ -1,4 +1,4 @@
-"""bisect: operators in the order of their sensitivity, and the fewest of them in float by bisection. The default."""
+"""bisect (default): find the fewest sensitive operators that must stay in float, by bisection."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from bitwright.tuning.strategies.fallback import one
 
 
 def bisect(search: Search) -> Asking:
-    """Few whole evaluations: 1, 2, 4, … of the most sensitive operators in float until the goal holds, then between.
+    """Keep the 1, 2, 4, … most sensitive operators in float until the goal is met, then bisect.
 
-    From what is then in float, everything that isn't needed is quantized again, the most expensive first, until each
-    single one is needed. What is left of the budget goes to other ways for the whole model (formats, observers, PTQ
-    steps): with one of them the goal may hold with fewer operators in float, or none.
+    Then quantize again every operator that doesn't need to be in float, most expensive first. The rest of the budget
+    is spent on other settings of the whole model (formats, observers, PTQ steps), which may meet the goal with fewer
+    operators in float.
     """
     space = search.space
     start = yield from one([space.start()])
@@ -31,7 +31,7 @@ def bisect(search: Search) -> Asking:
 def _fewest(
     search: Search, base: Base | None, order: Sequence[str]
 ) -> Generator[Wave, list[Outcome], list[str] | None]:
-    """The shortest beginning of `order` that must be float; nothing in float is known not to do."""
+    """The shortest prefix of `order` that must be float; an empty prefix is known to be insufficient."""
     low, high, count = 0, None, 1
     while high is None and low < len(order):
         count = min(count, len(order))
@@ -50,7 +50,7 @@ def _fewest(
 
 
 def _minimal(search: Search, base: Base | None, kept: list[str]) -> Generator[Wave, list[Outcome], list[str]]:
-    """Quantize again what need not be float: half of them at once, then quarters, … then each, until none can go."""
+    """Quantize unnecessary float operators again: half of them at once, then quarters, … then single ones."""
     macs = {op.name: op.macs for op in search.space.operators}
     size = len(kept) // 2
     while size >= 1 and len(kept) > 1:
@@ -70,7 +70,7 @@ def _minimal(search: Search, base: Base | None, kept: list[str]) -> Generator[Wa
 
 
 def _faster(search: Search) -> Asking:
-    """All is quantized already: other formats may be faster still."""
+    """Everything is quantized: other formats may be even faster."""
     start, formats = search.space.start(), ("weights", "activations")
     others = [base for base in search.space.bases() if base != start.base]
     quick = [b for b in others if all(getattr(b, n) == getattr(start.base, n) for n in vars(b) if n not in formats)]
@@ -79,7 +79,7 @@ def _faster(search: Search) -> Asking:
 
 
 def _recover(search: Search, kept: Sequence[str]) -> Asking:
-    """Other ways for the whole model, those that differ least first: how few of `kept` do they need?"""
+    """Try other settings of the whole model, most similar first, and find how few of `kept` they need."""
     default, *others = search.space.bases()
     if not others:
         return

@@ -1,4 +1,4 @@
-"""conservative: from float, one kind of operator after the other."""
+"""conservative: start from float and quantize one kind of operator at a time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _ORDER = ("conv", "matmul", "linear")
 
 
 def conservative(search: Search) -> Asking:
-    """Quantize convolutions, then matrix products, linears, and the rest; keep each kind with which the goal holds."""
+    """Quantize convolutions, matrix products, linear operators and the rest; keep each kind that meets the goal."""
     free = search.space.free
     kinds = sorted({op.kind for op in free}, key=lambda kind: (_place(kind), kind))
     quantized: set[str] = set()

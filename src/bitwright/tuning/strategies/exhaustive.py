@@ -6,11 +6,11 @@ from itertools import islice
 
 from bitwright.tuning.search import Asking, Search
 
-_WAVE = 8  # how many may be at work at the same time
+_WAVE = 8  # candidates that may be evaluated in parallel
 
 
 def exhaustive(search: Search) -> Asking:
-    """Never written down as a whole: the budget ends it."""
+    """Generate candidates until the budget ends."""
     everything = search.space.everything()
     while wave := list(islice(everything, _WAVE)):
         yield wave

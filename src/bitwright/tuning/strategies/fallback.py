@@ -1,4 +1,4 @@
-"""What strategies that send operators back to float share."""
+"""Functions shared by strategies that move operators back to float."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from bitwright.tuning.search import Asking, Search, Wave
 
 
 def one(wave_of_one: Wave) -> Generator[Wave, list[Outcome], Outcome]:
-    """Ask for one candidate."""
+    """Request a single candidate."""
     [outcome] = yield wave_of_one
     return outcome
 
 
 def accumulate(search: Search, order: Sequence[str], base: Base | None = None) -> Generator[Wave, list[Outcome], bool]:
-    """Send operators to float one after the other, all staying there, until the goal holds."""
+    """Move operators to float one by one, cumulatively, until the goal is met."""
     for count in range(1, len(order) + 1):
         outcome = yield from one([search.space.floated(base, order[:count])])
         if outcome.passed:
@@ -24,9 +24,9 @@ def accumulate(search: Search, order: Sequence[str], base: Base | None = None) -
 
 
 def worst_first(search: Search, order: Sequence[str]) -> Asking:
-    """Everything quantized; each operator alone in float, the worst first; then more and more of them.
+    """Quantize everything, then try single operators in float, worst first, then accumulate them.
 
-    What helps most alone is first in the accumulation.
+    The accumulation starts with the operators that help most on their own.
     """
     start = yield from one([search.space.start()])
     if start.passed:

@@ -1,4 +1,4 @@
-"""hawq_v2: back to float by the curvature of the loss."""
+"""hawq_v2: move operators to float by the curvature of the loss."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from bitwright.tuning.strategies.fallback import accumulate, one
 
 
 def hawq_v2(search: Search) -> Asking:
-    """Operators by trace(H)·‖ΔW‖², Hutchinson's estimate on the user's own loss; accumulated from the highest."""
+    """Accumulate operators by trace(H)·‖ΔW‖², largest first, with Hutchinson's estimate on the user's loss."""
     search.need_loss("hawq_v2")
     start = yield from one([search.space.start()])
     if not start.passed:

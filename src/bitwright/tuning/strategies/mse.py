@@ -1,4 +1,4 @@
-"""mse: back to float by the error of what operators read."""
+"""mse: move operators to float by the error of their inputs."""
 
 from __future__ import annotations
 

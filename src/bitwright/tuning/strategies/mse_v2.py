@@ -1,4 +1,4 @@
-"""mse_v2: the most helpful operator back to float, again and again; then as many as possible quantized again."""
+"""mse_v2: repeatedly move the most helpful operator to float, then quantize as many as possible again."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from bitwright.tuning.strategies.fallback import one
 
 
 def mse_v2(search: Search) -> Asking:
-    """While the goal is missed, the operator whose return helps the outputs most returns.
+    """While the goal is missed, move the operator to float that improves the outputs most.
 
-    All are ranked anew each time. Once the goal holds, the least helpful are quantized again until it doesn't.
+    Operators are ranked in every round. Once the goal is met, quantize the least helpful ones again until it is missed.
     """
     space, kept = search.space, list[str]()
     outcome = yield from one([space.start()])

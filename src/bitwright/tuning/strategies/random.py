@@ -1,4 +1,4 @@
-"""random: any candidates."""
+"""random: random candidates."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from random import Random
 from bitwright.tuning.candidate import Candidate
 from bitwright.tuning.search import Asking, Search
 
-_WAVE = 8  # how many may be at work at the same time
-_MISSES = 1000  # in a row: nearly all were seen
+_WAVE = 8  # candidates that may be evaluated in parallel
+_MISSES = 1000  # consecutive repeats after which nearly all candidates have been seen
 
 
 def random(search: Search) -> Asking:
-    """Each at most once; the default comes first."""
+    """Try each candidate at most once, starting with the default."""
     generator, seen = Random(search.seed), set[str]()
     wave: list[Candidate] = [search.space.start()]
     while wave:

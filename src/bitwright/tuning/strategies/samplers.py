@@ -1,4 +1,4 @@
-"""bayesian and tpe: Optuna's samplers choose what to try next."""
+"""bayesian and tpe: strategies based on Optuna's samplers."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from optuna.trial import Trial
 from bitwright.tuning.candidate import Base, Candidate, Outcome
 from bitwright.tuning.search import Asking, Search
 
-_WAVE = 4  # how many may be at work at the same time
-_START = 10  # random ones at first
-_MISSES = 50  # in a row: the sampler has nothing new to say
+_WAVE = 4  # candidates that may be evaluated in parallel
+_START = 10  # random candidates at the start
+_MISSES = 50  # consecutive repeats after which the sampler has no new candidates
 
 
 def tpe(search: Search) -> Asking:
-    """Tree-structured Parzen estimator."""
+    """Use a tree-structured Parzen estimator."""
     sampler = TPESampler(seed=search.seed, n_startup_trials=_START, multivariate=True, constant_liar=True)
     yield from _sampled(search, sampler)
 
 
 def bayesian(search: Search) -> Asking:
-    """A Gaussian process."""
+    """Use a Gaussian process."""
     yield from _sampled(search, GPSampler(seed=search.seed, n_startup_trials=_START))
 
 
 def _sampled(search: Search, sampler: BaseSampler) -> Asking:
-    """The sampler's own study is in memory and made again from what the real one knows: it follows from the seed."""
+    """Use an in-memory study for the sampler, which is rebuilt deterministically from the seed and known outcomes."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
         study = optuna.create_study(sampler=sampler)
@@ -74,7 +74,7 @@ def _candidate(search: Search, trial: Trial) -> Candidate:
 
 
 def _loss(outcome: Outcome) -> float:
-    """What passes, by its objective; the rest behind it, by what it lacks."""
+    """The objective if the candidate passes, otherwise a larger value that depends on what is missing."""
     if outcome.passed:
         return outcome.objective or 0.0
     return 3.0 + min(-outcome.margin, 1.0) if not outcome.accurate else 2.5

@@ -1,4 +1,4 @@
-"""ncnn's own files from our ONNX: a .param of layers, a .bin of their weights, and beside them what sites have."""
+"""ncnn: convert ONNX to a .param file of layers and a .bin file of weights, with a .json file of sites, and run it."""
 
 from bitwright.deploy.runtimes.ncnn.runtime import Files, load, save
 from bitwright.deploy.runtimes.ncnn.writer import convert

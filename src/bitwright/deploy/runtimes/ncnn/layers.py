@@ -1,4 +1,4 @@
-"""ncnn's layers: a line of the .param file and a piece of the .bin file each."""
+"""ncnn's layers: each is a line of the .param file and a part of the .bin file."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ import numpy as np
 from numpy.typing import NDArray
 
 MAGIC = 7767517
-# What stands before a weight in the .bin file: which numbers follow.
+# Tags before a weight in the .bin file, which determine its type.
 _INT8_TAG = 0x000D4B38
 _FLOAT_TAG = 0
 
-# Numbers of parameters that more than one kind of layer has.
+# Ids of parameters shared by several kinds of layers.
 INT8, ACTIVATION, ACTIVATION_PARAMETERS = 8, 9, 10
 PRODUCTS = ("Convolution", "ConvolutionDepthWise", "InnerProduct")
-REQUANTIZES = 100  # added to INT8: the layer also rounds what it hands on
+REQUANTIZES = 100  # added to INT8 if the layer also quantizes its output
 
 Parameter = int | float | tuple[int, ...] | tuple[float, ...]
 
 
 @dataclass(frozen=True, eq=False)
 class Weight:
-    """Numbers in the .bin file. The main weight of a layer is `tagged`; biases and factors are plain floats."""
+    """An array in the .bin file. The main weight of a layer is `tagged`; biases and factors are plain floats."""
 
     array: NDArray[Any]
     tagged: bool = False
     name: str | None = None
-    """How it is found again: `<site>.codes`, `<site>.value`, `<site>.factor`."""
+    """The name for lookups: `<site>.codes`, `<site>.value`, `<site>.factor`."""
 
     def data(self) -> bytes:
-        """As ncnn reads it: whole words."""
+        """The bytes, padded to whole words."""
         raw = np.ascontiguousarray(self.array).tobytes()
         return raw + bytes(-len(raw) % 4)
 
     def head(self) -> bytes:
-        """The tag."""
+        """The tag bytes."""
         if not self.tagged:
             return b""
         return (_INT8_TAG if self.array.dtype == np.int8 else _FLOAT_TAG).to_bytes(4, "little")
@@ -45,7 +45,7 @@ class Weight:
 
 @dataclass(eq=False)
 class Layer:
-    """One layer; blobs have names."""
+    """One layer; its inputs and outputs are names of blobs."""
 
     kind: str
     name: str
@@ -61,7 +61,7 @@ class Layer:
 
     @property
     def rounds(self) -> bool:
-        """Whether it hands on codes."""
+        """Whether its output is codes."""
         return self._int8 > REQUANTIZES
 
     @property
@@ -70,14 +70,14 @@ class Layer:
         return found if self.kind in PRODUCTS and isinstance(found, int) else 0
 
     def line(self) -> str:
-        """Its line of the .param file."""
+        """The line in the .param file."""
         parts = [self.kind, self.name, str(len(self.reads)), str(len(self.writes)), *self.reads, *self.writes]
         return " ".join([*parts, *(_text(number, value) for number, value in sorted(self.parameters.items()))])
 
 
 @dataclass
 class Reading:
-    """A site that a layer rounds: the blob that it reads, and the zeros that it puts around it first."""
+    """A site that a layer quantizes itself: the layer, and the zero padding it applies first."""
 
     layer: Layer
     scale: float
@@ -87,19 +87,19 @@ class Reading:
 
 @dataclass
 class Net:
-    """Layers in order, and what our own names are there."""
+    """Layers in order, and the inputs, outputs and sites of the model."""
 
     layers: list[Layer]
     inputs: dict[str, tuple[int, ...]]
-    """Shapes of one sample."""
+    """The shape of one sample of each input."""
     outputs: dict[str, tuple[str, tuple[int, ...]]]
-    """Name → blob, shape of one sample."""
+    """Output name → blob and shape of one sample."""
     sites: dict[str, Reading]
     scales: dict[str, NDArray[np.float32]]
-    """Scales of weights, by site; the layers have their reciprocals."""
+    """Scales of weights, by site; the layers store their reciprocals."""
 
     def readers(self) -> dict[str, list[Layer]]:
-        """Who reads each blob; a layer that reads one twice is there twice."""
+        """The layers that read each blob; a layer that reads one twice is listed twice."""
         found: dict[str, list[Layer]] = {}
         for layer in self.layers:
             for blob in layer.reads:
@@ -107,7 +107,7 @@ class Net:
         return found
 
     def param(self) -> str:
-        """The .param file."""
+        """The contents of the .param file."""
         blobs = sum(len(layer.writes) for layer in self.layers)
         return "".join(f"{line}\n" for line in (MAGIC, f"{len(self.layers)} {blobs}", *(y.line() for y in self.layers)))
 
@@ -118,16 +118,16 @@ class Net:
 
 
 def factor(scale: NDArray[Any] | float) -> NDArray[np.float32]:
-    """What ncnn multiplies by to get codes."""
+    """The factor by which ncnn multiplies to get codes."""
     return (1 / np.asarray(scale, np.float64)).astype(np.float32)
 
 
 def _text(number: int, value: Parameter) -> str:
-    if isinstance(value, tuple):  # lists have numbers of their own
+    if isinstance(value, tuple):  # lists have other ids
         return f"{-23300 - number}={','.join([str(len(value)), *map(_number, value)])}"
     return f"{number}={_number(value)}"
 
 
 def _number(value: int | float) -> str:
-    """A float is told from an int by its point or exponent."""
+    """Floats have a point or exponent, which distinguishes them from integers."""
     return f"{np.float32(value):.9e}" if isinstance(value, float) else str(value)

@@ -1,4 +1,4 @@
-"""Looking at our ONNX: constants, shapes, and Q/DQ pairs as what they mean to ncnn."""
+"""Read constants, shapes and Q/DQ pairs of an exported ONNX graph in ncnn's terms."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _CODES = 127
 
 
 class Unwritable(Exception):
-    """Why ncnn can't have an operator: a few words that complete its name."""
+    """ncnn doesn't support an operator; the text is the reason."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Rounded:
 
 @dataclass(frozen=True)
 class Codes:
-    """A constant behind DQ."""
+    """A constant before a DQ."""
 
     site: str
     codes: NDArray[Any]
@@ -36,7 +36,7 @@ class Codes:
 
     @property
     def numbers(self) -> NDArray[np.float32]:
-        """What the codes stand for."""
+        """The values of the codes."""
         scale = self.scale
         if self.axis is not None:
             scale = scale.reshape([-1 if axis == self.axis else 1 for axis in range(self.codes.ndim)])
@@ -44,7 +44,7 @@ class Codes:
 
 
 def array_of(value: ir.Value | None) -> NDArray[Any] | None:
-    """A constant's numbers, also behind DQ."""
+    """The values of a constant, dequantized if needed."""
     if value is None:
         return None
     if value.const_value is not None:
@@ -63,15 +63,15 @@ def shape_of(value: ir.Value | None) -> tuple[int, ...]:
     """The static shape of a tensor with a batch of one."""
     shape = None if value is None or value.shape is None else list(value.shape)
     if shape is None or not all(isinstance(size, int) for size in shape):
-        raise Unwritable("a shape that isn't known before it runs")
+        raise Unwritable("a shape that isn't static")
     sizes = tuple(int(size) for size in shape)  # type: ignore[arg-type]
     if not 2 <= len(sizes) <= 4 or sizes[0] != 1:
-        raise Unwritable(f"a tensor of shape {list(sizes)} (ncnn has one sample with 1 to 3 axes)")
+        raise Unwritable(f"a tensor of shape {list(sizes)} (ncnn supports one sample with 1 to 3 axes)")
     return sizes
 
 
 def axis_of(axis: int, rank: int) -> int:
-    """ONNX's axis as ncnn counts them: without the batch."""
+    """Convert an axis of ONNX to ncnn, which has no batch axis."""
     axis %= rank
     if axis == 0:
         raise Unwritable("along the batch")
@@ -79,7 +79,7 @@ def axis_of(axis: int, rank: int) -> int:
 
 
 def codes_of(value: ir.Value | None) -> Codes | None:
-    """The integers behind DQ, if they are constant."""
+    """The constant integers before a DQ, or None."""
     node = None if value is None else value.producer()
     if node is None or node.op_type != "DequantizeLinear":
         return None
@@ -98,7 +98,7 @@ def codes_of(value: ir.Value | None) -> Codes | None:
 
 
 def rounded(value: ir.Value | None) -> Rounded | None:
-    """The Q/DQ pair before a value; one that isn't ncnn's grid is refused."""
+    """The Q/DQ pair before a value, or None; raises if ncnn doesn't support its grid."""
     node = None if value is None else value.producer()
     if node is None or node.op_type != "DequantizeLinear":
         return None
@@ -106,7 +106,7 @@ def rounded(value: ir.Value | None) -> Rounded | None:
     if quantize is None or quantize.op_type != "QuantizeLinear":
         return None
     source, scale, zero = quantize.inputs[:3]
-    assert source is not None and scale is not None and zero is not None  # we wrote it
+    assert source is not None and scale is not None and zero is not None  # guaranteed by `export`
     site = str(quantize.outputs[0].name).removesuffix(".codes")
     clip = source.producer()
     bounds = [_constant(bound) for bound in clip.inputs[1:3]] if clip is not None and is_idle_clip(clip) else []
@@ -119,7 +119,7 @@ def rounded(value: ir.Value | None) -> Rounded | None:
 
 
 def is_idle_clip(node: ir.Node) -> bool:
-    """The clip to −127 … 127 that `export` writes before Q: ncnn's own rounding has it."""
+    """Whether it is the clip to −127 … 127 that `export` adds before Q; ncnn's quantization includes it."""
     low = node.inputs[1] if node.op_type == "Clip" and len(node.inputs) == 3 else None
     uses = node.outputs[0].uses()
     return (

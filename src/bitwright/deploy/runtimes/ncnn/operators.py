@@ -1,4 +1,4 @@
-"""ONNX operators as ncnn's layers. An operator that isn't here can't be written."""
+"""Conversions of ONNX operators to ncnn layers; other operators are unsupported."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ _LEFT, _TOP, _RIGHT, _BOTTOM = 4, 14, 15, 16  # parameters of a convolution's pa
 
 
 def attribute(node: ir.Node, name: str, default: Any) -> Any:
-    """An attribute's plain value."""
+    """The value of an attribute."""
     found = node.attributes.get(name)
     return default if found is None else found.value
 
 
 def conv(writer: Writer, node: ir.Node) -> None:
-    """Convolution, or ConvolutionDepthWise for groups."""
+    """Convert to Convolution, or to ConvolutionDepthWise for groups."""
     weight = array_of(node.inputs[1])
     if weight is None:
         raise Unwritable("a convolution with a computed weight")
@@ -71,7 +71,7 @@ def conv(writer: Writer, node: ir.Node) -> None:
 
 
 def gemm(writer: Writer, node: ir.Node) -> None:
-    """InnerProduct."""
+    """Convert to InnerProduct."""
     if attribute(node, "alpha", 1.0) != 1 or attribute(node, "beta", 1.0) != 1 or attribute(node, "transA", 0):
         raise Unwritable("a Gemm with alpha, beta or transA")
     bias = node.inputs[2] if len(node.inputs) > 2 else None
@@ -79,15 +79,15 @@ def gemm(writer: Writer, node: ir.Node) -> None:
 
 
 def matmul(writer: Writer, node: ir.Node) -> None:
-    """InnerProduct, if the right operand is constant."""
+    """Convert to InnerProduct if the right operand is constant."""
     _linear(writer, node, None, turned=False)
 
 
 def _linear(writer: Writer, node: ir.Node, bias: ir.Value | None, *, turned: bool) -> None:
     weight, codes = array_of(node.inputs[1]), codes_of(node.inputs[1])
     if weight is None or weight.ndim != 2 or len(shape_of(node.inputs[0])) != 2:
-        raise Unwritable(f"{node.op_type} that isn't a linear of one vector a sample")
-    if not turned:  # ncnn wants a row for each output
+        raise Unwritable(f"{node.op_type} that isn't a linear operator on one vector per sample")
+    if not turned:  # ncnn stores one row per output
         weight = weight.T
         if codes is not None:
             codes = Codes(codes.site, codes.codes.T, codes.scale, None if codes.axis is None else 1 - codes.axis)
@@ -139,7 +139,7 @@ def _int8(codes: Codes) -> NDArray[np.int8]:
 
 
 def _factors(codes: Codes, outputs: int, groups: int) -> NDArray[np.float32]:
-    """One for each output, or for each group."""
+    """One factor per output, or per group."""
     if codes.axis not in (None, 0):
         raise Unwritable(f"scales along the inputs at {codes.site}")
     found = np.broadcast_to(factor(codes.scale).ravel(), (outputs,))
@@ -163,7 +163,7 @@ _MOST = float(np.finfo(np.float32).max)
 
 
 def _plain(kind: str, **named: tuple[int, float]) -> Write:
-    """A layer with one input; `named` has the attributes that it takes, with their number and ONNX's default."""
+    """A layer with one input; `named` maps its attributes to parameter ids and ONNX's defaults."""
 
     def write(writer: Writer, node: ir.Node) -> None:
         parameters: dict[int, Parameter] = {
@@ -199,7 +199,7 @@ def _clip(writer: Writer, node: ir.Node) -> None:
 
 
 def _binary(operation: int, turned: int) -> Write:
-    """Two blobs, or one and a number; `turned` is the operation with its operands exchanged."""
+    """Two blobs, or a blob and a number; `turned` is the operation with exchanged operands."""
 
     def write(writer: Writer, node: ir.Node) -> None:
         rank = len(shape_of(node.outputs[0]))
@@ -217,7 +217,7 @@ def _binary(operation: int, turned: int) -> Write:
 
 
 def _ranked(writer: Writer, value: ir.Value | None, rank: int) -> str:
-    """A blob with as many axes as the result has: how ncnn would spread another one isn't how ONNX does."""
+    """A blob with as many axes as the result, because ncnn broadcasts other ranks differently from ONNX."""
     if array_of(value) is not None:
         return writer.blob(value, rank=rank)
     shape = shape_of(value)
@@ -228,12 +228,12 @@ def _ranked(writer: Writer, value: ir.Value | None, rank: int) -> str:
 
 
 def _sizes(shape: tuple[int, ...]) -> dict[int, Parameter]:
-    """Width, height, channels of one sample."""
+    """Width, height and channels of one sample."""
     return dict(zip((0, 1, 2), reversed(shape[1:]), strict=False))
 
 
 def _reshape(writer: Writer, node: ir.Node) -> None:
-    """All that gives the same numbers in the same order another shape."""
+    """Convert all operators that only change the shape."""
     shape_of(node.inputs[0])
     writer.add("Reshape", node, [writer.blob(node.inputs[0])], _sizes(shape_of(node.outputs[0])))
 
@@ -247,16 +247,16 @@ def _pool(kind: int) -> Write:
         shape, out = shape_of(node.inputs[0]), shape_of(node.outputs[0])
         kernel = attribute(node, "kernel_shape", [])
         if len(shape) != 4 or any(step != 1 for step in attribute(node, "dilations", [1, 1])):
-            raise Unwritable(f"{node.op_type} that isn't of pictures, or with dilations")
+            raise Unwritable(f"{node.op_type} with dilations, or with an input that isn't an image")
         strides = attribute(node, "strides", [1, 1])
         top, left, bottom, right = attribute(node, "pads", [0, 0, 0, 0])
-        # the last window may hang over (ceil_mode): more padding, which a maximum doesn't see
+        # the last window may exceed the input (ceil_mode): add padding, which doesn't affect a maximum
         over = [
             max(0, (out[i + 2] - 1) * strides[i] + kernel[i] - shape[i + 2] - begin - end)
             for i, (begin, end) in enumerate(((top, bottom), (left, right)))
         ]
         if kind == 1 and any(over):
-            raise Unwritable("AveragePool with windows that hang over (ceil_mode)")
+            raise Unwritable("AveragePool with windows that exceed the input (ceil_mode)")
         parameters: dict[int, Parameter] = {0: kind, 1: kernel[1], 11: kernel[0], 2: strides[1], 12: strides[0]}
         parameters |= {3: left, 13: top, 14: right + over[1], 15: bottom + over[0], 5: 1}
         if kind == 1:
@@ -269,14 +269,14 @@ def _pool(kind: int) -> Write:
 def _global_pool(kind: int) -> Write:
     def write(writer: Writer, node: ir.Node) -> None:
         if len(shape_of(node.inputs[0])) != 4:
-            raise Unwritable(f"{node.op_type} that isn't of pictures")
+            raise Unwritable(f"{node.op_type} with an input that isn't an image")
         _pool_all(writer, node, kind)
 
     return write
 
 
 def _pool_all(writer: Writer, node: ir.Node, kind: int) -> None:
-    """ncnn's global pooling gives a vector; the axes that ONNX keeps are put back."""
+    """ncnn's global pooling returns a vector; a Reshape restores the axes that ONNX keeps."""
     shape = shape_of(node.outputs[0])
     blob = writer.blob(node.inputs[0])
     if len(shape) == 2:
@@ -287,7 +287,7 @@ def _pool_all(writer: Writer, node: ir.Node, kind: int) -> None:
 
 
 def _reduce(operation: int, pooling: int) -> Write:
-    """Over a picture it is a pooling: that is the faster layer."""
+    """A reduction over an image becomes a pooling, which is faster."""
 
     def write(writer: Writer, node: ir.Node) -> None:
         rank = len(shape_of(node.inputs[0]))
@@ -340,7 +340,7 @@ def _pad(writer: Writer, node: ir.Node) -> None:
 
 
 def _slice(writer: Writer, node: ir.Node) -> None:
-    """Crop, and for steps a pooling whose window is one pixel."""
+    """Convert to Crop and, for steps, a pooling with a window of one pixel."""
     shape = shape_of(node.inputs[0])
     lists = [ints_of(value) for value in node.inputs[1:]]
     if any(found is None for found in lists) or len(lists) < 3:
@@ -351,12 +351,12 @@ def _slice(writer: Writer, node: ir.Node) -> None:
         range(*slice(*bounds).indices(shape[axis])) for axis, *bounds in zip(axes, starts, ends, steps, strict=True)
     ]
     if any(step < 1 for step in steps) or not all(ranges):
-        raise Unwritable("Slice backwards, or of nothing")
+        raise Unwritable("Slice with negative steps or an empty result")
     by_axis = {axis % len(shape): found for axis, found in zip(axes, ranges, strict=True)}
     if len(by_axis.pop(0, range(1))) != 1:
         raise Unwritable("Slice along the batch")
     if any(found.step > 1 and (len(shape) != 4 or axis == 1) for axis, found in by_axis.items()):
-        raise Unwritable("Slice with steps that isn't of a picture's rows or columns")
+        raise Unwritable("Slice with steps along another axis than rows or columns of an image")
     blob = writer.blob(node.inputs[0])
     last = {axis: found[-1] + 1 for axis, found in by_axis.items()}
     cut = [axis for axis, found in by_axis.items() if found[0] > 0 or shape[axis] - last[axis] >= found.step]
@@ -384,7 +384,7 @@ def _split(writer: Writer, node: ir.Node) -> None:
 
 
 def _batch_norm(writer: Writer, node: ir.Node) -> None:
-    """One that the plan didn't fold: scale and bias by channel."""
+    """Convert an unfolded batch norm to scale and bias per channel."""
     slope, bias, mean, variance = (array_of(value) for value in node.inputs[1:5])
     if slope is None or bias is None or mean is None or variance is None:
         raise Unwritable("a batch norm with computed statistics")

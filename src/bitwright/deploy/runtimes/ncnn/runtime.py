@@ -1,4 +1,4 @@
-"""The ncnn runtime, and the files that it loads."""
+"""The ncnn runtime and its files."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class Output(Strict):
 
     blob: str
     shape: Shape
-    """Of one sample."""
+    """The shape of one sample."""
 
 
 class Piece(Strict):
-    """Numbers in the .bin file."""
+    """An array in the .bin file."""
 
     offset: int = Field(ge=0, le=MOST)
     shape: Shape
@@ -47,55 +47,69 @@ class Piece(Strict):
 
     @property
     def end(self) -> int:
-        """The first byte after it."""
+        """The position after the last byte."""
         return self.offset + prod(self.shape) * np.dtype(self.type).itemsize
 
 
+_OWN = ".json"  # its digest is stored in the file itself
+
+
 class Site(Strict):
-    """A site that a layer rounds itself: it is seen in the blob that the layer reads."""
+    """A site that a layer quantizes itself; it is observed in the layer's input blob."""
 
     blob: str
     integer: bool
-    """The layer before already wrote codes."""
+    """Whether the previous layer already outputs codes."""
     scale: float = Field(gt=0)
     pads: tuple[int, int, int, int]
 
 
 class Files(Strict):
-    """The .json file."""
+    """The contents of the .json file."""
 
     version: Literal[1] = 1
     inputs: dict[str, Shape]
     outputs: dict[str, Output]
     layers: int = Field(ge=0, le=MOST)
     bytes: int = Field(ge=0, le=MOST)
-    """Of the .bin file."""
+    """The size of the .bin file."""
     products: dict[str, int]
-    """Convolutions and linears by type."""
+    """The number of convolutions and linear layers by type."""
     floats: tuple[str, ...] | None = None
-    """Which of them multiply floats, by operator."""
+    """The names of those that run in float."""
     sites: dict[str, Site]
     pieces: dict[str, Piece]
     scales: dict[str, list[float]]
-    """Of weights; ncnn's files have their reciprocals, from which not every scale can be had back."""
+    """Scales of weights; ncnn's files contain their reciprocals, from which not every scale can be recovered."""
 
     digests: dict[str, str] = Field(default_factory=dict)
-    """Of all pieces by site, and of the whole .param and .bin files; earlier versions have none."""
+    """Digests of all pieces by site, of the .param and .bin files, and of the rest of this file.
+
+    Files of earlier versions have none.
+    """
 
     def damages(self, path: Path) -> list[Damage]:
-        """What isn't as it was written."""
+        """Differences from the exported contents."""
         raw = weights_of(path).read_bytes()
         pieces = {name: _piece(raw, piece) for name, piece in self.pieces.items()}
         files = {file.suffix: file for file in (path, weights_of(path)) if file.suffix in self.digests}
         stored = {name: value for name, value in self.digests.items() if name not in files}
+        own = stored.pop(_OWN, None)
         found = compare_digests(stored, pieces)
+        if own is not None and own != self.own_digest():
+            name = notes_of(path).name
+            found.append(Damage(site=name, what=f"{name} has other values than were exported"))
         for suffix, file in files.items():
             if not found and file_digest(file) != self.digests[suffix]:
-                found.append(Damage(site=file.name, what=f"{file.name} has other bytes than were exported"))
+                found.append(Damage(site=file.name, what=f"the contents of {file.name} changed after the export"))
         return found
 
+    def own_digest(self) -> str:
+        """The digest of this file without digests."""
+        return text_digest(json.dumps(self.model_dump(mode="json", exclude={"digests"}), sort_keys=True))
+
     def stored(self, path: Path) -> dict[str, NDArray[Any]]:
-        """Codes, scales and biases that ncnn's own files have, by site."""
+        """Codes, scales and biases in ncnn's files, by site."""
         raw = weights_of(path).read_bytes()
         found = {name: _piece(raw, piece) for name, piece in self.pieces.items()}
         for site, scale in (*self.scales.items(), *((site, [what.scale]) for site, what in self.sites.items())):
@@ -122,7 +136,7 @@ def notes_of(path: Path) -> Path:
 
 
 def save(net: Net, path: Path) -> None:
-    """Write the three files; the .param file, which stands for them all, comes last."""
+    """Write the three files; the .param file, which represents the artefact, comes last."""
     pieces: dict[str, Piece] = {}
     position = 0
     with replacing(weights_of(path)) as temporary, temporary.open("wb") as file:
@@ -156,12 +170,13 @@ def save(net: Net, path: Path) -> None:
         digests=digests,
         scales={site: [float(str(value)) for value in np.ravel(scale)] for site, scale in net.scales.items()},
     )
+    notes = notes.model_copy(update={"digests": {**digests, _OWN: notes.own_digest()}})
     write_text(notes_of(path), json.dumps(notes.model_dump(mode="json"), ensure_ascii=False) + "\n")
     write_text(path, net.param())
 
 
 def load(path: Path) -> Files:
-    """Read the .json file, and see that the others are whole: ncnn itself would read beyond their ends."""
+    """Read the .json file, and check that the other files are complete, because ncnn would read beyond their ends."""
     fix = "keep model.param, model.bin and model.json together, or export again"
 
     def refusal(problems: list[Problem]) -> ArtefactError:
@@ -177,7 +192,8 @@ def load(path: Path) -> Files:
         first, counts, *lines = text.splitlines()
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
-        raise ArtefactError(f"ncnn can't load the artefact: {reason}", where=str(path), fix=fix) from error
+        what = f"ncnn can't load the artefact: {reason}"
+        raise ArtefactError(what, where=str(path), fix=fix, code="damaged-artefact") from error
     beyond = [name for name, piece in notes.pieces.items() if piece.end > notes.bytes]
     lacking = [site for site in (*notes.scales, *notes.sites) if f"{site}.factor" not in notes.pieces]
     if beyond or lacking:
@@ -187,20 +203,21 @@ def load(path: Path) -> Files:
     whole = (str(MAGIC), str(notes.layers)) == (first, counts.split(" ")[0]) and len(lines) == notes.layers
     if not whole or size != notes.bytes:
         raise ArtefactError(
-            "ncnn can't load the artefact: its files aren't whole, or not of one export",
+            "ncnn can't load the artefact: its files are incomplete, or from different exports",
             where=str(path),
             value=f"{len(lines)} layers of {notes.layers}, {size} bytes of {notes.bytes}",
             fix="export it again",
+            code="damaged-artefact",
         )
     return notes
 
 
-# Halves would be faster, but they are not the numbers of the plan.
+# Half precision would be faster, but would change the plan's values.
 _HALVES = ("use_fp16_packed", "use_fp16_storage", "use_fp16_arithmetic", "use_bf16_packed", "use_bf16_storage")
 
 
 class Ncnn(Runtime):
-    """Runs .param files, sample by sample. Beside each lie its weights (.bin) and where our sites are (.json)."""
+    """Runs .param files sample by sample, with the weights (.bin) and the sites (.json) next to them."""
 
     name = "ncnn"
     suffix: ClassVar[str] = ".param"
@@ -208,12 +225,12 @@ class Ncnn(Runtime):
 
     @staticmethod
     def missing() -> str | None:
-        """Whether the package is there."""
+        """Check that the package is installed."""
         return None if find_spec("ncnn") else "the package ncnn is not installed"
 
     @classmethod
     def write(cls, model: nn.Module, path: Path, inputs: Any) -> None:
-        """Our Q/DQ graph as ncnn's layers; operators that it can't have are one error."""
+        """Convert the Q/DQ graph to ncnn's layers; one error lists all unsupported operators."""
         with scratch_folder() as folder:
             file = folder / "model.onnx"
             export(model, file, _one(inputs), dynamic_batch=False, artefact=QDQ)
@@ -222,14 +239,14 @@ class Ncnn(Runtime):
 
     @classmethod
     def write_float(cls, model: nn.Module, path: Path, inputs: Any) -> None:
-        """The float model as ncnn's layers."""
+        """Convert the float model to ncnn's layers."""
         with scratch_folder() as folder:
             net = convert(ir.load(export_float(model, folder / "model.onnx", _one(inputs), dynamic_batch=False)))
             save(net, path)
 
     @classmethod
     def size(cls, path: Path) -> int:
-        """Layers and weights: what ncnn reads."""
+        """The size of layers and weights, which ncnn reads."""
         return path.stat().st_size + weights_of(path).stat().st_size
 
     def __init__(self, path: Path, *, threads: int | None = None) -> None:
@@ -242,25 +259,26 @@ class Ncnn(Runtime):
         if threads is not None:
             self.net.opt.num_threads = threads
         if self.net.load_param(str(path)) != 0 or self.net.load_model(str(weights_of(path))) != 0:
-            raise ArtefactError("ncnn can't load the artefact", where=str(path), fix="export it again")
+            what = "ncnn can't load the artefact"
+            raise ArtefactError(what, where=str(path), fix="export it again", code="artefact-not-loadable")
         self.inputs = tuple(self.files.inputs)
         self.outputs = tuple(self.files.outputs)
         self.batch = None
 
     def run(self, feed: dict[str, NDArray[Any]]) -> list[NDArray[Any]]:
-        """One sample after the other: ncnn has no batches."""
+        """Run one sample after the other, because ncnn has no batches."""
         samples = [self._sample(feed, index) for index in range(self._count(feed))]
         return [np.stack(arrays) for arrays in zip(*samples, strict=True)]
 
     def _count(self, feed: dict[str, NDArray[Any]]) -> int:
-        """How many samples; ncnn itself doesn't look at shapes, and would read what lies behind an array."""
+        """The number of samples; shapes are checked here, because ncnn would read beyond the end of an array."""
         sizes = {len(array) for array in feed.values() if array.ndim}
         for name, shape in self.files.inputs.items():
             array = feed[name]
             if array.shape[1:] != shape or array.dtype != np.float32 or len(sizes) != 1 or 0 in sizes:
                 found = f"{name} is {array.dtype} of shape {list(array.shape)}"
                 raise refused(
-                    self.name, ValueError(f"{found}, the artefact's is float32 of [any, {str(list(shape))[1:]}")
+                    self.name, ValueError(f"{found}, but the artefact takes float32 of [any, {str(list(shape))[1:]}")
                 )
         return sizes.pop()
 
@@ -273,7 +291,7 @@ class Ncnn(Runtime):
 
         extractor = self.net.create_extractor()
         for name in self.inputs:
-            # a copy: ncnn's rows of channels begin at multiples of 16 bytes
+            # copy, because ncnn aligns channels to 16 bytes
             extractor.input(name, ncnn.Mat(np.ascontiguousarray(feed[name][index])).clone())
         return extractor
 
@@ -284,36 +302,39 @@ class Ncnn(Runtime):
         return np.array(found)
 
     def executed(self) -> dict[str, int]:
-        """Layers with integer weights, as they were written: ncnn itself doesn't tell."""
+        """The layers with integer weights in the file; ncnn doesn't report them."""
         return dict(self.files.products)
 
     def left_in_float(self) -> tuple[str, ...] | None:
-        """As they were written; files of earlier versions have no names."""
+        """The names in the file; files of earlier versions have none."""
         return self.files.floats
 
     @classmethod
     def stored(cls, path: Path) -> dict[str, NDArray[Any]]:
-        """What ncnn's own files have."""
+        """The tensors in ncnn's files."""
         files = load(path)
         if not files.sites:
             raise ArtefactError(
-                "this artefact has no sites", where=str(path), fix="give the quantized model's artefact"
+                "this artefact has no sites",
+                where=str(path),
+                fix="pass the artefact of the quantized model",
+                code="no-sites",
             )
         return files.stored(path)
 
     @classmethod
     def damages(cls, path: Path) -> list[Damage]:
-        """By the digests in the .json file."""
+        """Check the digests in the .json file."""
         return load(path).damages(path)
 
     @classmethod
     def probing(cls, path: Path, sites: Iterable[str]) -> Runtime:
-        """The artefact itself: what is inside can be asked for."""
+        """Open the same artefact: ncnn can return any blob."""
         return _Probe(path, sites)
 
 
 class _Probe(Ncnn):
-    """Layers round what they read; here ncnn's own rounding is applied to that once more, to see it."""
+    """Layers quantize their inputs internally; this class repeats ncnn's quantization to obtain the codes."""
 
     def __init__(self, path: Path, sites: Iterable[str]) -> None:
         super().__init__(path)
@@ -322,7 +343,7 @@ class _Probe(Ncnn):
 
     def _sample(self, feed: dict[str, NDArray[Any]], index: int) -> list[NDArray[Any]]:
         extractor = self._extractor(feed, index)
-        extractor.set_light_mode(False)  # else blobs vanish when they are read
+        extractor.set_light_mode(False)  # otherwise blobs are freed after use
         results = [
             self._extract(extractor, output.blob).reshape(output.shape) for output in self.files.outputs.values()
         ]
@@ -334,7 +355,7 @@ class _Probe(Ncnn):
         found = self._extract(extractor, site.blob)
         if not site.integer:
             option = ncnn.Option()
-            option.use_packing_layout = False  # NumPy can't read numbers that are packed by eights
+            option.use_packing_layout = False  # NumPy can't read packed values
             option.num_threads = 1
             scale = ncnn.Mat(factor(site.scale).reshape(1)).clone()
             found = np.array(ncnn.quantize_to_int8(ncnn.Mat(np.ascontiguousarray(found)).clone(), scale, option))
@@ -345,5 +366,5 @@ class _Probe(Ncnn):
 
 
 def _one(inputs: Any) -> Any:
-    """One sample: ncnn's blobs have no axis for a batch."""
+    """One sample, because ncnn's blobs have no batch axis."""
     return slice_batch(inputs, 0, 1)

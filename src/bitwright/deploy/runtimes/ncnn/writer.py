@@ -1,4 +1,4 @@
-"""From our ONNX to ncnn's layers: operator by operator, then fused as ncnn runs them."""
+"""Convert ONNX to ncnn's layers: operator by operator, then fused as ncnn executes them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _AROUND = (4, 15, 14, 16)  # a convolution's left, right, top, bottom
 
 
 def fuse(net: Net) -> Net:
-    """In place."""
+    """Fuse layers, in place."""
     _drop_unread(net)
     _fuse_padding(net)
     _fuse_activations(net)
@@ -45,7 +45,7 @@ def _outputs(net: Net) -> set[str]:
 
 
 def _drop_unread(net: Net) -> None:
-    """Layers that nobody reads; the inputs stay, since they are given."""
+    """Remove layers without readers, except inputs."""
     wanted = _outputs(net)
     kept: list[Layer] = []
     for layer in reversed(net.layers):
@@ -62,7 +62,7 @@ def _only_reader(net: Net, blob: str) -> Layer | None:
 
 
 def _fuse_padding(net: Net) -> None:
-    """Zeros around a picture before one convolution are that convolution's own padding: 0 is code 0."""
+    """Move zero padding of an image into the only convolution that reads it: 0 is code 0."""
     for layer in list(net.layers):
         reader = _only_reader(net, layer.writes[0]) if layer.kind == "Padding" else None
         top, bottom, left, right, mode, fill, front, behind = (layer.parameters.get(i, 0) for i in (*range(6), 7, 8))
@@ -102,7 +102,7 @@ def _fuse_activations(net: Net) -> None:
 
 
 def _fuse_rounding(net: Net) -> None:
-    """A convolution whose readers all are integer convolutions with one grid hands on codes: no float in between."""
+    """Let a convolution output codes if all its readers are integer convolutions with the same grid."""
     readers, outputs = net.readers(), _outputs(net)
     for layer in net.layers:
         behind = readers.get(layer.writes[0], [])
@@ -118,7 +118,7 @@ def _fuse_rounding(net: Net) -> None:
 
 
 def _split(net: Net) -> None:
-    """ncnn gives each blob to one reader; an output that is read as well is one more."""
+    """Add Split layers: each blob in ncnn has one reader, and an output counts as a reader."""
     readers, outputs = net.readers(), _outputs(net)
     layers: list[Layer] = []
     for layer in net.layers:
@@ -139,11 +139,11 @@ def _split(net: Net) -> None:
     net.layers = layers
 
 
-_SKIPPED = ("QuantizeLinear", "DequantizeLinear", "Constant")  # their readers look through them
+_SKIPPED = ("QuantizeLinear", "DequantizeLinear", "Constant")  # handled by their readers
 
 
 def convert(model: ir.Model) -> Net:
-    """The layers of an ONNX model with a batch of one; every operator that can't be written is named at once."""
+    """The layers of an ONNX model with a batch of one; one error lists all unsupported operators."""
     passes.ShapeInferencePass()(model)
     writer = Writer(model.graph)
     writer.run()
@@ -151,23 +151,23 @@ def convert(model: ir.Model) -> Net:
 
 
 class _Missing(Unwritable):
-    """An operand that no layer makes."""
+    """An operand that no layer computes."""
 
 
 class Writer:
-    """What operators are written with."""
+    """Collects the layers that conversions of operators add."""
 
     def __init__(self, graph: ir.Graph) -> None:
         self.graph = graph
         self.net = Net(layers=[], inputs={}, outputs={}, sites={}, scales={})
-        self.blobs: dict[str, str] = {}  # name of a value → the blob that has its numbers
-        self.names: dict[str, int] = {}  # of blobs
-        self.called: dict[str, int] = {}  # of layers
+        self.blobs: dict[str, str] = {}  # name of a value → its blob
+        self.names: dict[str, int] = {}  # used names of blobs
+        self.called: dict[str, int] = {}  # used names of layers
         self.problems: dict[str, list[str]] = {}
         self.missing: list[str] = []
 
     def run(self) -> None:
-        """All operators; refuses with a list of those that can't be written."""
+        """Convert all operators; raises an error that lists unsupported ones."""
         for value in self.graph.inputs:
             self._attempt(value.name or "", self._input, value)
         for node in self.graph:
@@ -175,13 +175,14 @@ class Writer:
                 self._attempt(str(node.outputs[0].name), self._node, node)
         for value in self.graph.outputs:
             self._attempt(value.name or "", self._output, value)
-        if self.missing and not self.problems:  # else they read what could not be written: one problem is enough
-            self.problems["an operand that no layer makes"] = self.missing
+        if self.missing and not self.problems:  # otherwise they depend on an operator that is already reported
+            self.problems["an operand that no layer computes"] = self.missing
         if self.problems:
             raise ExportError(
-                "Bitwright can't write these operators for ncnn",
+                "these operators can't be converted to ncnn",
                 value="; ".join(f"{what}: {', '.join(dict.fromkeys(names))}" for what, names in self.problems.items()),
-                fix="plan for the backend ncnn; for operators that docs/runtimes.md doesn't list, use another runtime",
+                fix="plan for the backend ncnn; for operators that aren't in docs/runtimes.md, use another runtime",
+                code="operator-without-translation",
             )
 
     def _attempt(self, name: str, step: Callable[..., None], *args: object) -> None:
@@ -210,7 +211,7 @@ class Writer:
         writes: int = 1,
         name: str | None = None,
     ) -> Layer:
-        """A layer whose blobs are called as the node's outputs are; a string is a name for one in between."""
+        """Add a layer with blobs named after the node's outputs; a string names an intermediate blob."""
         tops = [node] if isinstance(node, str) else [str(value.name) for value in node.outputs[:writes]]
         blobs = [_unique(self.names, _plain(top)) for top in tops]
         called = _unique(self.called, _plain(name or tops[0]))
@@ -221,11 +222,11 @@ class Writer:
         return layer
 
     def alias(self, value: ir.Value, blob: str) -> None:
-        """This value's numbers are in that blob."""
+        """Use an existing blob for this value."""
         self.blobs[str(value.name)] = blob
 
     def blob(self, value: ir.Value | None, *, rank: int | None = None) -> str:
-        """The blob with a value's numbers; what is rounded there is rounded by layers of its own."""
+        """The blob of a value; quantization is added as separate layers."""
         assert value is not None
         if (constant := array_of(value)) is not None:
             return self._memory(value, constant, rank)
@@ -239,7 +240,7 @@ class Writer:
         return self.blobs[found.site]
 
     def _round(self, found: Rounded) -> str:
-        """Codes, and the numbers that they stand for again: ncnn's Dequantize only reads sums."""
+        """Quantize, and dequantize with Cast and BinaryOp, because ncnn's Dequantize only reads accumulators."""
         weight = Weight(factor(found.scale).reshape(1), name=f"{found.site}.factor")
         codes = self.add("Quantize", f"{found.site}.codes", [self.blob(found.source)], {0: 1}, [weight])
         self.net.sites.setdefault(found.site, Reading(codes, found.scale))
@@ -247,7 +248,7 @@ class Writer:
         return self.add("BinaryOp", found.site, wide.writes, {0: 2, 1: 1, 2: found.scale}).writes[0]
 
     def _memory(self, value: ir.Value, array: NDArray[np.generic], rank: int | None) -> str:
-        """A constant as a blob of its own, without the axis of the batch."""
+        """A constant as a blob, without the batch axis."""
         shape = array.shape
         if rank is not None:
             shape = (1,) * (rank - len(shape)) + shape
@@ -275,5 +276,5 @@ def _unique(names: dict[str, int], name: str) -> str:
 
 
 def _plain(name: str) -> str:
-    """ncnn splits lines at spaces and reads at most 255 bytes of a name."""
+    """Remove spaces, which separate fields in ncnn's files, and limit the length (ncnn reads at most 255 bytes)."""
     return "_".join(name.split())[-200:]

@@ -1,4 +1,4 @@
-"""The integer-only executor: what targets without floats compute, in NumPy."""
+"""The reference runtime: an integer-only executor in NumPy."""
 
 from bitwright.deploy.runtimes.reference.runtime import Reference
 

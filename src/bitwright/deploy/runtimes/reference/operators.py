@@ -1,4 +1,4 @@
-"""Integers with a scale, sums of integer products, and ONNX operators on them, in NumPy."""
+"""Integers with a scale, and integer implementations of ONNX operators, in NumPy."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from numpy.typing import NDArray
 from bitwright.core.errors import ArtefactError
 
 Codes = NDArray[np.int64]
-_ROOM = 62  # bits of an int64 that a product may take
-_FINE = 44  # bits that numbers on a common scale may take: leaves 18 for the next multiplier
+_ROOM = 62  # bits of an int64 available for a product
+_FINE = 44  # bits available for values on a common scale, which leaves 18 for the next multiplier
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Integers:
-    """Real numbers (codes − zero_point)·scale; scale and zero point broadcast against the codes.
+    """Real numbers (codes − zero_point)·scale; scale and zero point broadcast to the codes.
 
-    Accumulators, which aren't rounded to a grid yet, are of the same kind, with zero point 0.
+    Accumulators, which aren't rounded to a grid yet, use the same class with zero point 0.
     """
 
     codes: Codes
@@ -28,30 +28,30 @@ class Integers:
     zero_point: Codes
     bits: int = 32
     stored: Any = None
-    """The type of the codes, where they themselves are what is asked for (the output of QuantizeLinear)."""
+    """The type of the codes if they are the result themselves (the output of QuantizeLinear)."""
 
     @property
     def centred(self) -> Codes:
-        """The codes around zero."""
+        """The codes minus the zero point."""
         return self.codes - self.zero_point
 
     def real(self) -> NDArray[np.float32]:
-        """What the codes stand for."""
+        """The values of the codes."""
         return (self.centred * self.scale).astype(np.float32)
 
 
 def accumulator(codes: Codes, scale: Any) -> Integers:
-    """Integers around zero."""
+    """Integers with zero point 0."""
     return Integers(codes=codes, scale=np.asarray(scale, np.float64), zero_point=np.zeros((), np.int64))
 
 
 def bit_length(codes: Codes) -> int:
-    """The bits of the largest magnitude."""
+    """The number of bits of the largest magnitude."""
     return int(np.abs(codes).max(initial=0)).bit_length()
 
 
 def rescale(codes: Codes, ratio: NDArray[np.float64]) -> Codes:
-    """round(codes·ratio), ties to even: the ratio as an integer multiplier and a shift."""
+    """round(codes·ratio), ties to even, with the ratio as an integer multiplier and a shift."""
     mantissa, exponent = np.frexp(ratio)
     width = min(31, _ROOM - bit_length(codes))
     multiplier = np.rint(np.ldexp(mantissa, width)).astype(np.int64)
@@ -72,7 +72,7 @@ def requantize(x: Integers, scale: NDArray[np.float64], zero_point: Codes, low: 
 
 
 def common(values: list[Integers]) -> tuple[list[Codes], float]:
-    """The values on one scale, finer than the coarsest of theirs, so that they can be added and compared."""
+    """The values on a common scale, finer than the coarsest one, so that they can be added and compared."""
     coarsest = max(float(value.scale.max()) for value in values)
     centred = [value.centred for value in values]
     if all((value.scale == coarsest).all() for value in values):
@@ -83,7 +83,7 @@ def common(values: list[Integers]) -> tuple[list[Codes], float]:
 
 
 def uniform(x: Integers) -> Integers:
-    """The same numbers with one scale for all: what moves numbers between channels needs that."""
+    """The same values with a single scale, for operators that move values between channels."""
     if x.scale.size == 1:
         return replace(x, scale=x.scale.reshape(()), zero_point=x.zero_point.reshape(()))
     (codes,), scale = common([x])
@@ -91,20 +91,20 @@ def uniform(x: Integers) -> Integers:
 
 
 def finer(x: Integers) -> Integers:
-    """The same numbers with room between their codes, for bounds that lie between them."""
+    """The same values with a finer scale, for bounds between codes."""
     extra = max(0, min(24, _FINE - bit_length(x.centred)))
     return accumulator(x.centred << extra, np.ldexp(x.scale, -extra))
 
 
 def fixed_point(constant: NDArray[Any]) -> Integers:
-    """A float constant, to 24 bits."""
+    """A float constant with 24 bits."""
     largest = float(np.abs(constant).max(initial=0)) or 1.0
     scale = largest / 2**24
     return accumulator(np.rint(constant.astype(np.float64) / scale).astype(np.int64), scale)
 
 
 def padded(x: Codes, pads: Sequence[int], fill: int) -> Codes:
-    """`x` with ONNX's pads (all begins, all ends) around its last axes; negative ones crop."""
+    """`x` with ONNX's pads (all begins, then all ends) around its last axes; negative pads crop."""
     rank = len(pads) // 2
     begins, ends = list(pads[:rank]), list(pads[rank:])
     crop: list[Any] = [
@@ -116,7 +116,7 @@ def padded(x: Codes, pads: Sequence[int], fill: int) -> Codes:
 
 
 def windows(x: Codes, kernel: Sequence[int], strides: Sequence[int], dilations: Sequence[int]) -> Codes:
-    """(N, C, *out, *kernel): what each position of the kernel sees."""
+    """The values in each window of the kernel: (N, C, *out, *kernel)."""
     rank = len(kernel)
     span = [d * (k - 1) + 1 for k, d in zip(kernel, dilations, strict=True)]
     view = np.lib.stride_tricks.sliding_window_view(x, span, axis=tuple(range(-rank, 0)))
@@ -126,7 +126,7 @@ def windows(x: Codes, kernel: Sequence[int], strides: Sequence[int], dilations: 
 
 
 def conv(x: Codes, weight: Codes, *, strides: Sequence[int], dilations: Sequence[int], group: int) -> Codes:
-    """A convolution over `x` (N, C, *space), padded already, with `weight` (O, C/group, *kernel)."""
+    """A convolution of the padded `x` (N, C, *space) with `weight` (O, C/group, *kernel)."""
     rank = weight.ndim - 2
     seen = windows(x, weight.shape[2:], strides, dilations)
     batch, channels, out = seen.shape[0], seen.shape[1], seen.shape[2 : 2 + rank]
@@ -148,7 +148,7 @@ def conv_transpose(
     group: int,
     output_padding: Sequence[int],
 ) -> Codes:
-    """A deconvolution: zeros between the inputs, then a convolution with the kernel turned round."""
+    """A transposed convolution: insert zeros between inputs, then convolve with the flipped kernel."""
     rank = weight.ndim - 2
     spread = np.zeros(
         (*x.shape[:2], *(s * (n - 1) + 1 for n, s in zip(x.shape[2:], strides, strict=True))), dtype=np.int64
@@ -167,20 +167,21 @@ def conv_transpose(
 Value = Integers | NDArray[Any] | None
 Attributes = dict[str, Any]
 
-# They only move numbers: what is done to the codes is done to the numbers.
+# These operators only move values, so they can run on codes.
 MOVES = frozenset(
     "Reshape Flatten Transpose Squeeze Unsqueeze Identity Slice Gather Split Expand Tile DepthToSpace".split()  # noqa: SIM905
 )
 
 
 def _code(value: Value) -> TypeGuard[Integers]:
-    """Codes can be multiplied. Accumulators can't: a plan that doesn't round them first multiplies in float."""
+    """Whether a value can be multiplied. Accumulators can't: without rounding, the product runs in float."""
     return isinstance(value, Integers) and value.bits <= 16
 
 
 def _spatial(attributes: Attributes, rank: int) -> dict[str, Any]:
     if attributes.get("auto_pad", b"NOTSET") not in (b"NOTSET", b"VALID"):
-        raise ArtefactError("the reference executor needs explicit pads", value=attributes["auto_pad"])
+        what, value = "the reference executor requires explicit pads", attributes["auto_pad"]
+        raise ArtefactError(what, value=value, code="operator-without-translation")
     return {
         "strides": attributes.get("strides", [1] * rank),
         "pads": attributes.get("pads", [0] * 2 * rank),
@@ -189,9 +190,10 @@ def _spatial(attributes: Attributes, rank: int) -> dict[str, Any]:
 
 
 def _sums(codes: Codes, x: Integers, weight: Integers) -> Codes:
-    """8-bit products are added up in int32 on every target: more would wrap round there."""
+    """Check that sums of 8-bit products fit into int32, which all targets use as accumulator."""
     if x.bits <= 8 and weight.bits <= 8 and bit_length(codes) > 31:
-        raise ArtefactError("an int32 accumulator overflows", value=int(np.abs(codes).max()), fix="use smaller weights")
+        what, value = "an int32 accumulator overflows", int(np.abs(codes).max())
+        raise ArtefactError(what, value=value, fix="use smaller weights", code="accumulator-overflow")
     return codes
 
 
@@ -222,7 +224,7 @@ def _conv_transpose(attributes: Attributes, x: Value, weight: Value, bias: Value
     more = attributes.get("output_padding", [0] * rank)
     sums = conv_transpose(x.centred, weight.centred, group=group, output_padding=more, **_spatial(attributes, rank))
     scale = x.scale * weight.scale
-    if weight.scale.ndim:  # one for each index of the second axis, the same in all groups
+    if weight.scale.ndim:  # one per index of the second axis, equal in all groups
         scale = np.tile(scale.reshape(-1), group).reshape(-1, *[1] * rank)
     return _with_bias(_sums(sums, x, weight), scale, bias, (-1, *[1] * rank))
 
@@ -288,7 +290,7 @@ def _clip(attributes: Attributes, x: Value, low: Value = None, high: Value = Non
 
 
 def _window_pads(attributes: Attributes, size: tuple[int, ...]) -> tuple[list[int], dict[str, Any]]:
-    """ONNX's pads, and more at the ends where the last window may hang over (ceil_mode)."""
+    """ONNX's pads, with additional padding at the ends for windows that exceed the input (ceil_mode)."""
     kernel = attributes["kernel_shape"]
     space = _spatial(attributes, len(kernel))
     pads: list[int] = list(space.pop("pads"))
@@ -296,7 +298,7 @@ def _window_pads(attributes: Attributes, size: tuple[int, ...]) -> tuple[list[in
         for i, (k, n) in enumerate(zip(kernel, size, strict=True)):
             step, span = space["strides"][i], space["dilations"][i] * (k - 1) + 1
             count = -(-(n + pads[i] + pads[i + len(kernel)] - span) // step) + 1
-            if (count - 1) * step >= n + pads[i]:  # a window must begin in the input or before it
+            if (count - 1) * step >= n + pads[i]:  # a window must start inside the input or its leading padding
                 count -= 1
             pads[i + len(kernel)] += max(0, (count - 1) * step + span - n - pads[i] - pads[i + len(kernel)])
     return pads, space

@@ -1,4 +1,4 @@
-"""`reference`: a Q/DQ model in integers only, in NumPy: what a target without floats would compute."""
+"""`reference`: executes a Q/DQ model with integers only, in NumPy, like a target without floats."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from bitwright.deploy.runtimes.reference.operators import (
 
 
 class Reference(OnnxReader):
-    """Integer products, int32 sums, fixed-point rescaling. What the plan leaves in float runs in float."""
+    """Integer products, int32 sums and fixed-point rescaling. Float operators of the plan run in float."""
 
     name = "reference"
     deploys = False
 
     @staticmethod
     def missing() -> str | None:
-        """NumPy and onnx are always there."""
+        """Always available: NumPy and onnx are dependencies."""
         return None
 
     def __init__(self, path: Path, *, threads: int | None = None) -> None:
@@ -48,19 +48,19 @@ class Reference(OnnxReader):
         self.outputs = tuple(value.name for value in graph.output)
         firsts = [value.type.tensor_type.shape.dim[:1] for value in graph.input if value.name in self.inputs]
         sizes = [dim[0].dim_value for dim in firsts if dim]
-        self.batch = sizes[0] if sizes and all(sizes) else None  # a free axis has no value
+        self.batch = sizes[0] if sizes and all(sizes) else None  # a dynamic axis has no value
         self.evaluators: dict[int, ReferenceEvaluator] = {}
         self.in_integers: list[str] = []
-        """The operators of the last run that were computed in integers, by their first output."""
+        """The operators of the last run that ran in integers, by their first output."""
         self.in_float: list[str] = []
         self._given: Mapping[str, NDArray[Any]] = {}
         self._differences: dict[str, int] = {}
 
     def compare(self, feed: dict[str, NDArray[Any]], simulated: Mapping[str, NDArray[Any]]) -> dict[str, int]:
-        """The largest difference of codes at each site, when every operator is given the simulation's codes.
+        """The largest difference of codes at each site if every operator reads the simulation's codes.
 
-        A code that differs by one because a sum lies on the edge between two may become two further on; here each site
-        answers for itself alone.
+        A sum near a rounding boundary may change a code by one, and the difference may grow in later operators. Here
+        each site is compared independently.
         """
         self._given, self._differences = simulated, {}
         try:
@@ -70,7 +70,7 @@ class Reference(OnnxReader):
         return self._differences
 
     def run(self, feed: dict[str, NDArray[Any]]) -> list[NDArray[Any]]:
-        """Node by node."""
+        """Run node by node."""
         self.in_integers, self.in_float = [], []
         values: dict[str, Value] = {"": None, **self.constants, **feed}
         try:
@@ -79,7 +79,7 @@ class Reference(OnnxReader):
                 values.update(zip(node.output, results, strict=False))
         except ArtefactError:
             raise
-        except Exception as error:  # NumPy's own for shapes that don't fit
+        except Exception as error:  # NumPy's errors for mismatched shapes
             raise refused(self.name, error) from error
         return [_array(values[name]) for name in self.outputs]
 
@@ -95,7 +95,7 @@ class Reference(OnnxReader):
             moved = self._evaluate(index, node, [x.codes, *values[1:]])
             self.in_integers.append(node.output[0])
             return [Integers(codes=codes, scale=x.scale, zero_point=x.zero_point, bits=x.bits) for codes in moved]
-        if node.op_type == "Add":  # a constant beside integers is one in fixed point
+        if node.op_type == "Add":  # convert constant operands to fixed point
             values = [self._fixed(name, value) for name, value in zip(node.input, values, strict=True)]
         if node.op_type in OPERATORS:
             found = OPERATORS[node.op_type](attributes, *values)
@@ -120,7 +120,7 @@ class Reference(OnnxReader):
         return fixed_point(self.constants[name]) if constant else value
 
     def _evaluate(self, index: int, node: onnx.NodeProto, values: list[Any]) -> list[Any]:
-        """What isn't an operator of integers: by onnx's own evaluator, one node at a time."""
+        """Run a node without an integer implementation with onnx's evaluator."""
         if index not in self.evaluators:
             names = [name for name in dict.fromkeys(node.input) if name]
             unknown = onnx.TypeProto()
@@ -135,7 +135,7 @@ class Reference(OnnxReader):
             )
         feed = {name: value for name, value in zip(node.input, values, strict=True) if name}
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of overflows that the operator itself deals with (exp, softmax)
+            warnings.simplefilter("ignore")  # overflows that the operator handles (exp, softmax)
             return list(self.evaluators[index].run(None, feed))
 
 
@@ -147,7 +147,7 @@ def _array(value: Value) -> NDArray[Any]:
 
 
 def _limits(kind: Any) -> tuple[int, int]:
-    narrow: Any = ml_dtypes.iinfo  # of four bits and less
+    narrow: Any = ml_dtypes.iinfo  # for four bits and less
     info = np.iinfo(kind) if np.issubdtype(kind, np.integer) else narrow(kind)
     return int(info.min), int(info.max)
 
@@ -179,7 +179,7 @@ def _dequantize(values: list[Value], attributes: dict[str, Any]) -> Value:
     codes = x.astype(np.int64)
     zero = np.zeros(scale.shape, np.int64) if not rest or rest[0] is None else _array(rest[0]).astype(np.int64)
     axis = attributes.get("axis", 1)
-    if attributes.get("block_size", 0):  # scales in blocks: no integer sum has them, the operator runs in float
+    if attributes.get("block_size", 0):  # blocked scales aren't possible in integer sums, so the operator runs in float
         spread = [np.repeat(part, attributes["block_size"], axis=axis) for part in (scale, zero)]
         return ((codes - spread[1]) * spread[0]).astype(np.float32)
     if x.ndim == 0 or scale.size == 1:

@@ -4,22 +4,22 @@ from itertools import count
 
 import pytest
 import torch
-from step_cases import Net, bert, digits, int8_plan, net, prepared, watched
+from step_cases import Net, bert, digits, int8_plan, net, prepared, timed_sample
 
-from bitwright.cluster.device_step import Local
+from bitwright.cluster.device_step import DeviceStep
 from bitwright.plan import Plan
 from bitwright.profiling import StepSettings, Variant, record_step
-from bitwright.profiling.device_profile import DeviceProfile, Host, OperatorCost, TensorsCost, Timing
+from bitwright.profiling.device_profile import DeviceProfile, Host, OperatorCost, OperatorTime, TensorsCost
 from bitwright.profiling.profiler import assemble
 from bitwright.profiling.sample_store import SampleStore
 from bitwright.profiling.step import CLOCKS
-from bitwright.profiling.step_timer import ACCUMULATE, Sample, Watch, WatchedStep
-from bitwright.profiling.timing import seen_beyond
+from bitwright.profiling.step_timer import ACCUMULATE, Sample, StepTimer, TimedStep
+from bitwright.profiling.timing import timer_overhead
 
 
 def profile_of_sample(sample: Sample) -> DeviceProfile:
     free = [TensorsCost(name=name, per_element=0, per_tensor=0) for name in ("sgd/loop", "zero_grad")]
-    costs = [OperatorCost(operator=key[0], format=key[1], forward=Timing(seconds=1)) for key in sample.calls]
+    costs = [OperatorCost(operator=key[0], format=key[1], forward=OperatorTime(seconds=1)) for key in sample.calls]
     return DeviceProfile(bitwright_profile=1, device="seen", operators=costs, tensors=free)
 
 
@@ -35,8 +35,8 @@ def test_what_is_measured_is_what_is_asked_for(make, backend, amp) -> None:  # t
         variant = Variant(model=model, settings=settings)
     else:
         variant = prepared(model, batch, int8_plan(model, batch, backend), settings)
-    sample = watched(variant, batch, loss)
-    local = Local.build(graph, variant.plan, profile_of_sample(sample), settings)
+    sample = timed_sample(variant, batch, loss)
+    local = DeviceStep.build(graph, variant.plan, profile_of_sample(sample), settings)
     assert not local.costs.stood_in
     seen = sum(n for (_, format), n in sample.calls.items() if format != ACCUMULATE)
     assert seen == len(local.blocks) + sum(len(block.casts) for block in local.blocks) + 1
@@ -46,9 +46,9 @@ def test_parts_add_up_to_the_whole() -> None:
     """With a clock that ticks at each look, backward's parts are all ticks between its start and its end."""
     model, batch, loss = net()
     ticks = count()
-    step = WatchedStep(model.train(), [batch], loss, StepSettings())
-    watch = Watch(model, Plan(), StepSettings(), lambda: float(next(ticks)))
-    sample = watch.run(step)
+    step = TimedStep(model.train(), [batch], loss, StepSettings())
+    timer = StepTimer(model, Plan(), StepSettings(), lambda: float(next(ticks)))
+    sample = timer.run(step)
     assert sample.nodes > len(sample.backward) > 5
     assert sum(sample.backward.values()) == sample.nodes
     assert sample.engine == 1
@@ -57,7 +57,7 @@ def test_parts_add_up_to_the_whole() -> None:
 def test_backward_of_an_operator_is_not_its_quantizers() -> None:
     """The output's quantizer comes last: what is behind it in autograd's graph is the operator's."""
     model, batch, loss = bert()
-    sample = watched(prepared(model, batch, int8_plan(model, batch)), batch, loss)
+    sample = timed_sample(prepared(model, batch, int8_plan(model, batch)), batch, loss)
     attention = [key for key in sample.calls if key[0].startswith("scaled_dot_product_attention")]
     assert attention
     assert all(sample.backward[key] > 0 for key in attention)
@@ -72,11 +72,11 @@ def test_watching_changes_nothing() -> None:
         for module in variant.model.modules():
             if isinstance(module, torch.nn.BatchNorm2d):
                 module.reset_running_stats()
-        step = WatchedStep(variant.model, [batch], loss, variant.settings)
+        step = TimedStep(variant.model, [batch], loss, variant.settings)
         for group in step.optimizer.param_groups:
             group["lr"] = 0.0
         if watching:
-            Watch(variant.model, variant.plan, variant.settings, lambda: 0.0).run(step, saving=True)
+            StepTimer(variant.model, variant.plan, variant.settings, lambda: 0.0).run(step, saving=True)
         else:
             step()
         return [p.grad.clone() for p in variant.model.parameters() if p.grad is not None]
@@ -113,15 +113,15 @@ def test_a_predicted_step_is_as_long_as_the_plain_one_beside_the_watched(backend
     plan = Plan() if backend is None else int8_plan(model, batch, backend)
     variant = Variant(model=model) if backend is None else prepared(model, batch, plan, settings)
     host = Host(gap=2e-6, prepared_gap=3e-6, seen=1e-6, hooked=2e-6, engine=1e-5, engine_operator=1e-7)
-    step = WatchedStep(variant.model.train(), [batch], loss, settings)
-    watch = Watch(variant.model, plan, settings, CLOCKS["wall"], host=host)
-    sample = watch.run(step)
+    step = TimedStep(variant.model.train(), [batch], loss, settings)
+    timer = StepTimer(variant.model, plan, settings, CLOCKS["wall"], host=host)
+    sample = timer.run(step)
     shown = sum(t for (text, _), t in sample.forward.items() if not text.startswith("loss:"))
     plain = {"forward": share * shown, "loss": 1e-4, "backward": share * sum(sample.backward.values())}
     store = SampleStore()
     store.add({"facts": {"host": host.model_dump()}})
     store.add({"facts": {"tensors": [cost.model_dump() for cost in profile_of_sample(sample).tensors]}})
-    store.add_round(sample, wanted=1, beyond=seen_beyond(watch, sample, plain))
-    phases = Local.build(graph, plan, assemble(store, "wall"), settings).phases
+    store.add_round(sample, wanted=1, overhead=timer_overhead(timer, sample, plain))
+    phases = DeviceStep.build(graph, plan, assemble(store, "wall"), settings).phases
     # operators that take less than their share of what is taken off stay at nothing
     assert {name: phases[name] for name in plain} == pytest.approx(plain, rel=0.05)

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from step_cases import net, watched
+from step_cases import net, timed_sample
 
 from bitwright.core.errors import BitwrightError
 from bitwright.profiling import SampleStore, Variant
@@ -40,7 +40,7 @@ def test_what_watching_adds_is_not_told_from_pauses(
 ) -> None:
     """With half of a core, whether a step has a pause in it is chance, or the turn that it had."""
     monkeypatch.setattr("bitwright.profiling.machine.cpu_quota", lambda: quota)
-    assert bool(filled(tmp_path / "samples.jsonl").beyond) == (quota is None)
+    assert bool(filled(tmp_path / "samples.jsonl").overhead) == (quota is None)
 
 
 def test_known_operators_are_not_measured_again(tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_a_killed_process_leaves_whole_rounds(tmp_path: Path) -> None:
 
 def test_rounds_are_the_mean_of_a_steps_calls() -> None:
     model, batch, loss = net()
-    sample = watched(Variant(model=model), batch, loss)
+    sample = timed_sample(Variant(model=model), batch, loss)
     key = next(key for key in sample.calls if key[0].startswith("relu("))
     assert sample.calls[key] == 2
     store = SampleStore()

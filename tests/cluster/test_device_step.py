@@ -6,23 +6,23 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from step_cases import digits, int8_plan, net, prepared, profile_of, watched
+from step_cases import digits, int8_plan, net, prepared, profile_of, timed_sample
 from torch import nn
 
-from bitwright.cluster import Local, Predictor, predict_step
+from bitwright.cluster import DeviceStep, Predictor, predict_step
 from bitwright.core.errors import BitwrightError, PlanError
 from bitwright.core.formats import Format
 from bitwright.plan import FoldSpec, Plan, SiteSpec
-from bitwright.profiling import IMPLEMENTATIONS, Cast, OperatorUnderPlan, StepSettings, Variant, Way, record_step
-from bitwright.profiling.device_profile import CastCost, Line, TensorsCost, Timing
+from bitwright.profiling import IMPLEMENTATIONS, Cast, Execution, OperatorUnderPlan, StepSettings, Variant, record_step
+from bitwright.profiling.device_profile import CastCost, Line, OperatorTime, TensorsCost
 from bitwright.profiling.profiler import restricted
 
 
 def test_every_second_is_somebodys() -> None:
     model, batch, loss = net()
     graph = record_step(model, batch, loss)
-    made = profile_of(watched(Variant(model=model), batch, loss).calls)
-    local = Local.build(graph, Plan(), made, StepSettings())
+    made = profile_of(timed_sample(Variant(model=model), batch, loss).calls)
+    local = DeviceStep.build(graph, Plan(), made, StepSettings())
     calls = len(graph.ops)
     assert local.phases["forward"] == pytest.approx(calls * 1e-3)
     assert local.phases["backward"] == pytest.approx((calls + 1) * 2e-3)
@@ -32,7 +32,7 @@ def test_every_second_is_somebodys() -> None:
 def test_clipping_accumulation_and_the_optimizer_are_in_the_step() -> None:
     model, batch, loss = net()
     graph = record_step(model, batch, loss)
-    made = profile_of(watched(Variant(model=model), batch, loss).calls)
+    made = profile_of(timed_sample(Variant(model=model), batch, loss).calls)
     costs = {"sgd/loop": 1.0, "adamw/loop": 3.0, "clip": 10.0, "accumulate": 100.0, "zero_grad": 0.0}
     tensors = [TensorsCost(name=name, per_element=0, per_tensor=0, fixed=s) for name, s in costs.items()]
     made = made.model_copy(update={"tensors": tensors})
@@ -50,30 +50,30 @@ def test_all_that_a_profile_lacks_is_said_at_once() -> None:
     model, batch, loss = net()
     graph = record_step(model, batch, loss)
     plan = int8_plan(model, batch)
-    made = profile_of(watched(Variant(model=model), batch, loss).calls)
+    made = profile_of(timed_sample(Variant(model=model), batch, loss).calls)
     with pytest.raises(PlanError) as error:
-        Local.build(graph, plan, made, StepSettings(fuse=False))
+        DeviceStep.build(graph, plan, made, StepSettings(fuse=False))
     missing = {problem.where for problem in error.value.problems}
     assert {"conv:weight", "conv:input", "head:weight"} <= missing
     assert "bitwright profile" in str(error.value)
     for source, words in (("published", "--published"), ("imported", "--trace")):
         with pytest.raises(PlanError, match=words):
-            Local.build(graph, plan, made.model_copy(update={"source": source}), StepSettings(fuse=False))
+            DeviceStep.build(graph, plan, made.model_copy(update={"source": source}), StepSettings(fuse=False))
 
 
 def test_a_batch_that_the_profile_has_is_named() -> None:
     model, batch, loss = net()
     graph = record_step(model, (batch[0][:2], batch[1][:2]), loss)
-    made = profile_of(watched(Variant(model=model), batch, loss).calls)
+    made = profile_of(timed_sample(Variant(model=model), batch, loss).calls)
     with pytest.raises(PlanError, match="predict with --batch 4, which the profile has"):
-        Local.build(graph, Plan(), made, StepSettings())
+        DeviceStep.build(graph, Plan(), made, StepSettings())
 
 
 def test_an_operator_that_was_not_measured_in_its_format_is_counted() -> None:
     model, batch, loss = net()
     graph = record_step(model, batch, loss)
     plan = replace(int8_plan(model, batch), sites={})
-    made = profile_of(watched(Variant(model=model), batch, loss).calls)
+    made = profile_of(timed_sample(Variant(model=model), batch, loss).calls)
     assert plan.fold  # the norm is folded, which was never measured
     device = predict_step(graph, plan, made).devices[0]
     assert device.stood_in == 2
@@ -83,26 +83,26 @@ def test_unknown_sizes_of_casts_are_fitted() -> None:
     model, batch, loss = net()
     graph = record_step(model, batch, loss)
     plan = Plan(sites={"head:input": SiteSpec(format=Format.parse("int8/tensor/sym"), quantizer="lsq")})
-    made = profile_of(watched(Variant(model=model), batch, loss).calls)
+    made = profile_of(timed_sample(Variant(model=model), batch, loss).calls)
     line = Line(per_element=1e-3, fixed=1.0)
     fitted = CastCost(kind="lsq int8/tensor/sym", forward=[line], backward=[Line(per_element=0, fixed=5.0)])
     settings = StepSettings(fuse=False)
-    without = Local.build(graph, Plan(), made, settings)
-    local = Local.build(graph, plan, made.model_copy(update={"casts": [fitted]}), settings)
+    without = DeviceStep.build(graph, Plan(), made, settings)
+    local = DeviceStep.build(graph, plan, made.model_copy(update={"casts": [fitted]}), settings)
     assert local.forward_seconds - without.forward_seconds == pytest.approx(1.0 + 4 * 8 * 1e-3)
     assert local.backward_seconds - without.backward_seconds == pytest.approx(5.0)
-    assert Local.build(graph, plan, made.model_copy(update={"casts": [fitted]}), settings, casts=False).seconds == (
-        pytest.approx(without.seconds)
-    )
+    assert DeviceStep.build(
+        graph, plan, made.model_copy(update={"casts": [fitted]}), settings, casts=False
+    ).seconds == (pytest.approx(without.seconds))
 
 
 class IntegerKernel:
     """Runs products in integers, as a kernel's registration would say it."""
 
-    def way(self, operator: OperatorUnderPlan) -> Way | None:
+    def execution(self, operator: OperatorUnderPlan) -> Execution | None:
         if operator.call.kind != "linear" or operator.spec("weight") is None:
             return None
-        return Way("int8", (Cast("weight", "pack", weight=True),), takes="int8", gives="int8")
+        return Execution("int8", (Cast("weight", "pack", weight=True),), takes="int8", gives="int8")
 
 
 def test_a_kernel_is_one_registration_and_casts_stand_where_formats_change() -> None:
@@ -114,7 +114,7 @@ def test_a_kernel_is_one_registration_and_casts_stand_where_formats_change() -> 
     graph = record_step(model, batch, F.cross_entropy)
     spec = SiteSpec(format=Format.parse("int8/channel/sym"))
     plan = Plan(sites={"2:weight": spec, "4:weight": spec})
-    calls = watched(Variant(model=model), batch, F.cross_entropy).calls
+    calls = timed_sample(Variant(model=model), batch, F.cross_entropy).calls
     keys = (
         set(calls)
         | {(text, "int8") for text, _ in calls}
@@ -125,7 +125,7 @@ def test_a_kernel_is_one_registration_and_casts_stand_where_formats_change() -> 
     made = profile_of(keys, forward=0.0, backward=0.0, casts=casts)
     IMPLEMENTATIONS.register("integers", IntegerKernel())
     try:
-        local = Local.build(graph, plan, made, StepSettings())
+        local = DeviceStep.build(graph, plan, made, StepSettings())
     finally:
         IMPLEMENTATIONS.unregister("integers")
     found = {block.op.name: [placed.cast.kind for placed in block.casts] for block in local.blocks}
@@ -155,8 +155,8 @@ def test_a_changed_operator_is_predicted_as_if_from_nothing() -> None:
     graph = record_step(model, batch, loss)
     plan = int8_plan(model, batch)
     settings = StepSettings(fuse=False)
-    sample = watched(prepared(model, batch, plan), batch, loss)
-    keys = set(sample.calls) | set(watched(Variant(model=model), batch, loss).calls)
+    sample = timed_sample(prepared(model, batch, plan), batch, loss)
+    keys = set(sample.calls) | set(timed_sample(Variant(model=model), batch, loss).calls)
     made = profile_of(keys)
     predictor = Predictor.make(graph, plan, made, None, settings)
     changed = replace(plan, sites={s: spec for s, spec in plan.sites.items() if not s.startswith("head:")})
@@ -170,7 +170,7 @@ def test_a_changed_operator_is_predicted_as_if_from_nothing() -> None:
 def test_a_trial_that_fails_leaves_nothing_behind() -> None:
     model, batch, loss = net()
     graph = record_step(model, batch, loss)
-    made = profile_of(watched(Variant(model=model), batch, loss).calls)
+    made = profile_of(timed_sample(Variant(model=model), batch, loss).calls)
     predictor = Predictor.make(graph, Plan(), made, None, StepSettings())
     before = predictor.seconds
     unknown = Plan(sites={"head:input": SiteSpec(format=Format.parse("int4/tensor/sym"), quantizer="lsq")})
@@ -190,13 +190,15 @@ def test_gradients_come_in_autograds_order(backend: str, strategy: int) -> None:
     folds = {norm: FoldSpec(into=fold.into, strategy=strategy) for norm, fold in plan.folds.items()}
     plan = replace(plan, fold=folds)
     variant = prepared(model, batch, plan)
-    made = profile_of({*watched(variant, batch, loss).calls, *watched(Variant(model=model), batch, loss).calls})
+    made = profile_of(
+        {*timed_sample(variant, batch, loss).calls, *timed_sample(Variant(model=model), batch, loss).calls}
+    )
     real: list[str] = []
     for name, parameter in variant.model.named_parameters():
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(lambda _, name=name: real.append(name))
     loss(variant.model(batch[0]), batch[1]).backward()
-    local = Local.build(graph, plan, made, StepSettings(fuse=False))
+    local = DeviceStep.build(graph, plan, made, StepSettings(fuse=False))
     assert [name for name, _ in local.trained] == real
     shapes = {name: tuple(parameter.shape) for name, parameter in variant.model.named_parameters()}
     assert all(spec.shape == shapes[name] for name, spec in local.trained)
@@ -209,11 +211,13 @@ def test_changed_plans_are_predicted_as_if_from_nothing() -> None:
     settings = StepSettings(fuse=False)
     whole = int8_plan(model, batch)
     names = sorted({site.rpartition(":")[0] for site in whole.sites})
-    keys = set(watched(prepared(model, batch, whole), batch, loss).calls)
-    keys |= set(watched(Variant(model=model), batch, loss).calls)
+    keys = set(timed_sample(prepared(model, batch, whole), batch, loss).calls)
+    keys |= set(timed_sample(Variant(model=model), batch, loss).calls)
     made = profile_of(sorted(keys))
     # each costs something else, so that no change hides another
-    costs = [cost.model_copy(update={"forward": Timing(seconds=1e-3 * n)}) for n, cost in enumerate(made.operators, 1)]
+    costs = [
+        cost.model_copy(update={"forward": OperatorTime(seconds=1e-3 * n)}) for n, cost in enumerate(made.operators, 1)
+    ]
     made = made.model_copy(update={"operators": costs})
     casts = [
         CastCost(kind=kind, forward=[Line(per_element=1e-6, fixed=1e-3)]) for _, kind in keys if kind.startswith("lsq")
@@ -235,7 +239,7 @@ def test_changed_plans_are_predicted_as_if_from_nothing() -> None:
 def test_a_changed_operator_that_is_not_there_is_said() -> None:
     model, batch, loss = net()
     graph = record_step(model, batch, loss)
-    made = profile_of(watched(Variant(model=model), batch, loss).calls)
+    made = profile_of(timed_sample(Variant(model=model), batch, loss).calls)
     predictor = Predictor.make(graph, Plan(), made)
     with pytest.raises(BitwrightError, match="did you mean 'head'"):
         predictor.changed("device", Plan(), {"haed"})
@@ -247,14 +251,16 @@ def test_fp16_has_its_loss_scaled() -> None:
     model, batch, loss = net()
     graph = record_step(model, batch, loss)
     settings = StepSettings(amp="fp16")
-    made = profile_of(watched(Variant(model=model, settings=settings), batch, loss).calls)
+    made = profile_of(timed_sample(Variant(model=model, settings=settings), batch, loss).calls)
     scaling = TensorsCost(name="scaling", per_element=0, per_tensor=0, fixed=1.0)
-    without = Local.build(graph, Plan(), made.model_copy(), settings)
+    without = DeviceStep.build(graph, Plan(), made.model_copy(), settings)
     assert without.lacks_scaling
     made = made.model_copy(update={"tensors": [*made.tensors, scaling]})
-    local = Local.build(graph, Plan(), made, settings)
+    local = DeviceStep.build(graph, Plan(), made, settings)
     assert not local.lacks_scaling
     assert local.phases["optimizer"] == pytest.approx(without.phases["optimizer"] + 1)
-    clipped = Local.build(graph, Plan(), made, settings.model_copy(update={"clip": 1.0}))
+    clipped = DeviceStep.build(graph, Plan(), made, settings.model_copy(update={"clip": 1.0}))
     assert clipped.phases["clip"] == pytest.approx(1.0)
-    assert Local.build(graph, Plan(), made, StepSettings(amp="fp16", clip=1.0)).seconds == pytest.approx(local.seconds)
+    assert DeviceStep.build(graph, Plan(), made, StepSettings(amp="fp16", clip=1.0)).seconds == pytest.approx(
+        local.seconds
+    )

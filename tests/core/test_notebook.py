@@ -1,0 +1,90 @@
+"""Results in notebooks."""
+
+from __future__ import annotations
+
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from leaderboards import made_up
+from records import EVIL, record
+from torch import nn
+
+import bitwright
+from bitwright.core.notebook import Chart, bar_chart, table
+from bitwright.sensitivity.score import Scores, SiteScore
+
+
+class Tags(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.names.append(tag)
+
+
+def tags(text: str) -> list[str]:
+    parser = Tags()
+    parser.feed(text)
+    return parser.names
+
+
+def score(site: str, error: float) -> SiteScore:
+    return SiteScore(
+        site=site, format="int8", sqnr_db=30.0, mse=0.1, output_error=error, cosine_distance=0.0, loss_change=None
+    )
+
+
+def results() -> dict[str, Any]:
+    model = nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 2))
+    quantized = bitwright.quantize(model, [torch.randn(16, 6)])
+    sites = (score(f"{EVIL}:weight", 0.5), score("0:input", 0.25))
+    scores = Scores(sites=sites, together=score("", 0.6), samples=4, shared=0.0, kept_bytes=0)
+    return {
+        "graph": quantized.graph,
+        "plan": quantized.plan,
+        "quantized": quantized,
+        "scores": scores,
+        "comparison": record(EVIL).comparison,
+        "leaderboard": made_up(evil=EVIL),
+    }
+
+
+def test_results_are_tables_without_foreign_markup() -> None:
+    for name, result in results().items():
+        found = set(tags(result._repr_html_()))
+        assert "table" in found, name
+        assert found <= {"table", "thead", "tbody", "tr", "th", "td", "p", "b"}, name
+
+
+def test_a_check_is_a_table(tmp_path: Path) -> None:
+    data = [torch.randn(16, 6)]
+    quantized = bitwright.quantize(nn.Sequential(nn.Linear(6, 4)), data)
+    text = quantized.check(quantized.export(tmp_path / "model.onnx").path, data)._repr_html_()
+    assert "onnxruntime: passed, 16 samples" in text
+
+
+def test_plots_are_svg(tmp_path: Path) -> None:
+    found = results()
+    for name in ("scores", "comparison", "leaderboard"):
+        chart = found[name].plot()
+        assert isinstance(chart, Chart)
+        assert ElementTree.fromstring(chart._repr_svg_()).tag.endswith("svg")
+        assert "script" not in tags(chart._repr_html_())
+    assert ElementTree.parse(chart.save(tmp_path / "chart.svg")).getroot() is not None
+
+
+def test_tables_escape_and_shorten() -> None:
+    text = table(["name", "#value"], [(EVIL, None)] * 60, title=EVIL)
+    assert set(tags(text)) == {"p", "b", "table", "thead", "tbody", "tr", "th", "td"}
+    assert "10 more rows" in text
+    with pytest.raises(ValueError, match="zip"):
+        table(["one"], [(1, 2)])
+
+
+def test_bars_without_values_are_drawn() -> None:
+    assert "<rect" in bar_chart([("a", "0", 0.0)], label="none").svg
