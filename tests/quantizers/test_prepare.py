@@ -324,8 +324,9 @@ def test_prepare_twice_is_refused(zoo: SimpleNamespace) -> None:
 def test_a_model_with_a_child_of_our_name_is_refused() -> None:
     model = nn.Sequential(nn.Linear(2, 2))
     model.add_module(CONTAINER, nn.ReLU())
-    with pytest.raises(BitwrightError, match="attribute 'bitwright' of its own"):
+    with pytest.raises(BitwrightError) as raised:
         prepare(model, Plan(sites={"0:weight": spec("int8/tensor/sym")}))
+    assert raised.value.codes == ["name-in-use"]
     assert isinstance(model.get_submodule(CONTAINER), nn.ReLU)
 
 
@@ -380,5 +381,5 @@ def test_sites_that_the_graph_does_not_have(zoo: SimpleNamespace) -> None:
 def test_groups_that_do_not_divide_are_refused_by_name() -> None:
     model = nn.Sequential(nn.Linear(6, 4))
     prepare(model, Plan(sites={"0:weight": spec("int4/group4/sym")}))
-    with pytest.raises(BitwrightError, match=r"0:weight: groups of 4 don't divide 6"):
+    with pytest.raises(BitwrightError, match="0:weight: group size 4"):
         calibrate(model, [torch.randn(2, 6)])
