@@ -16,7 +16,11 @@ __all__ = ["defined_at", "first_line", "line_of", "owners_code"]
 
 # Code of packages and of the language is nobody's own: the line that called it is what can be mended.
 _FOREIGN = tuple(
-    {str(Path(__file__).parent), *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")), sys.prefix}
+    {
+        str(Path(__file__).parents[1]),
+        *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
+        sys.prefix,
+    }
 )
 
 
