@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from bitwright.backends import make_plan
 from bitwright.core.errors import BitwrightError
 from bitwright.graph import capture
 from bitwright.graph.naming import SiteName, operator_name
@@ -119,3 +120,15 @@ def test_what_is_no_site(text: str) -> None:
     assert caught.value.codes == ["invalid-site-name"]
     assert caught.value.problems[0].value == text
     assert caught.value.problems[0].fix
+
+
+def test_modules_that_sites_can_not_be_named_after_are_listed() -> None:
+    model = nn.Sequential()
+    for name in ("a#0", "b/c", "d:e", "fine"):
+        model.add_module(name, nn.Linear(4, 4))
+    with pytest.raises(BitwrightError) as caught:
+        make_plan(capture(model, torch.ones(1, 4)))
+    assert [(problem.code, problem.where) for problem in caught.value.problems] == [
+        ("module-name", name) for name in ("a#0", "b/c", "d:e")
+    ]
+    assert all("rename" in (problem.fix or "") for problem in caught.value.problems)

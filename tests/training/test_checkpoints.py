@@ -98,6 +98,21 @@ def test_a_damaged_checkpoint_is_refused(finished: Path, tmp_path: Path, damage:
     assert str(latest) in str(caught.value)
 
 
+def test_all_damaged_files_are_listed(finished: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    shutil.copytree(finished, out)
+    latest = sorted((out / "checkpoints").glob("step-*"))[-1]
+    cut("state.safetensors")(latest)
+    (latest / "model.safetensors").unlink()
+    with pytest.raises(BitwrightError) as caught:
+        trainer(out, resume=True).fit()
+    assert caught.value.codes == ["damaged-checkpoint"] * 2
+    assert [Path(str(problem.where)).name for problem in caught.value.problems] == [
+        "model.safetensors",
+        "state.safetensors",
+    ]
+
+
 def test_an_intact_checkpoint_resumes(finished: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     shutil.copytree(finished, out)

@@ -14,7 +14,7 @@ from bitwright.core.errors import PlanError, Problem
 from bitwright.core.formats import Format
 from bitwright.core.registry import QUANTIZERS
 from bitwright.graph import Graph, Op, Port, Source
-from bitwright.graph.naming import SiteName
+from bitwright.graph.naming import SiteName, refuse_module_names
 from bitwright.graph.operators import can_hook, channel_axis, is_product
 from bitwright.plan import DEFAULT_STRATEGY, FoldSpec, Plan, SiteSpec
 
@@ -413,6 +413,7 @@ def make_plan(
 
     If `saturating` is not given, this machine is tested. Set it if another machine runs the model.
     """
+    refuse_module_names(op.module for op in graph.ops)
     table = backend(target)
     choices["keep_float"] = patterns_of(choices)
     if problems := choice_problems(choices, table, graph):  # before testing this machine

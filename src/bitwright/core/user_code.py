@@ -16,7 +16,11 @@ __all__ = ["defined_at", "first_line", "line_of", "user_code"]
 
 # Code of packages and of the standard library; the user's code is the line that calls it.
 _FOREIGN = tuple(
-    {str(Path(__file__).parent), *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")), sys.prefix}
+    {
+        str(Path(__file__).parents[1]),
+        *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
+        sys.prefix,
+    }
 )
 
 

@@ -254,8 +254,8 @@ def _translate(program: torch.export.ExportedProgram) -> ir.Model:
         except Exception as error:
             raise ExportError(
                 f"torch.onnx can't translate the program: {reason_of(error)}",
-                fix="torch.onnx.export(model, inputs, dynamo=True) fails in the same way for the float model: "
-                "replace the operator that it names, or export the part of the model without it",
+                fix="replace the operator that it names, or export the part of the model without it; "
+                "torch.onnx.export(model, inputs, dynamo=True) on the float model shows whether it is the model's own",
                 code="torch-onnx-failed",
             ) from error
     assert exported is not None

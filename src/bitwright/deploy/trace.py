@@ -287,8 +287,8 @@ def advice_for(error: BaseException) -> str:
             "torch.cond, or export the part of the model without it"
         )
     return (
-        "torch.export.export(model, inputs, strict=False) also fails for the float model: "
-        "change the code there, or export the part of the model without it"
+        "change the code there, or export the part of the model without it; "
+        "torch.export.export(model, inputs, strict=False) on the float model shows whether it is the model's own"
     )
 
 

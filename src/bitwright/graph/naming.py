@@ -13,11 +13,12 @@ A site is `operator:port`.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import nn
 
-from bitwright.core.errors import BitwrightError
+from bitwright.core.errors import BitwrightError, PlanError, Problem
 
 # The primary operator of each torch.nn module. Subclasses have the operator of their base class.
 _PRIMARY: dict[type[nn.Module], str] = {
@@ -134,6 +135,22 @@ def site_name(operator: str, port: str) -> str:
 _SITE = re.compile(
     r"^(?P<path>[^#/:]*)(?:#(?P<call>\d+))?(?:/(?P<kind>[A-Za-z_]\w*)#(?P<index>\d+))?(?::(?P<port>\w+))?$"
 )
+
+
+def refuse_module_names(paths: Iterable[str]) -> None:
+    """Raise for modules whose names have marks that separate the parts of a site's name."""
+    problems = [
+        Problem(
+            what="a module's name can't have '#', '/' or ':'",
+            where=path,
+            fix=f"rename the module, e.g. to {re.sub('[#/:]', '_', path)!r}",
+            code="module-name",
+        )
+        for path in dict.fromkeys(paths)
+        if re.search("[#/:]", path)
+    ]
+    if problems:
+        raise PlanError(problems, title="sites of this model can't be named")
 
 
 @dataclass(frozen=True)

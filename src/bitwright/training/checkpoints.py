@@ -109,16 +109,22 @@ class SavedCheckpoint:
             TrainerState, known, title=title, fix=_FIX, error=lambda found: TrainError(found, title=title)
         )
         if state.step != self.step:
-            raise self.damaged(file, f"it contains the state of step {state.step}")
-        for name in ("model.safetensors", "state.safetensors"):
-            if name not in state.files:
-                raise self.damaged(file, f"it has no hash of {name}")
+            raise self.damaged(file, f"it is the state of step {state.step}")
+        found = [
+            self.damaged(file, f"it has no hash of {name}")
+            for name in ("model.safetensors", "state.safetensors")
+            if name not in state.files
+        ]
         for name, written in state.files.items():
             path = self.folder / name
             if name_problem(name) is not None or not path.is_file():
-                raise self.damaged(path, "a file of the checkpoint is missing")
-            if file_fingerprint(path) != written:
-                raise self.damaged(path, "its contents changed after it was saved")
+                found.append(self.damaged(path, "a file of the checkpoint is missing"))
+            elif file_fingerprint(path) != written:
+                found.append(self.damaged(path, "its contents are not those that were saved"))
+        if len(found) == 1:
+            raise found[0]
+        if found:
+            raise TrainError([error.problems[0] for error in found], title="the checkpoint is damaged")
         return state
 
     def damaged(self, path: Path, what: str) -> CheckpointError:
