@@ -159,6 +159,6 @@ def test_the_page_links_to_the_reports_that_are_there(made: Path, board: Leaderb
 
 
 def test_reports_of_rows_that_ran_before_are_told_of(made: Path, tmp_path: Path) -> None:
-    result = invoke("bench", made / "grid.yaml", "--reports", tmp_path)
+    result = invoke("grid", "run", made / "grid.yaml", "--reports", tmp_path)
     assert "0 of 2 finished rows have a report" in result.stdout
     assert re.search(r"--row\s+\w{16}", result.output)
