@@ -35,7 +35,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "grid", "run", folder / "grid.yaml", "-o", folder / "board.json", "--reports", folder / "rows of it"
     )
     assert result.exit_code == 0, result.output
-    assert "2 of 2 rows that are done have a report" in result.stdout
+    assert "2 of 2 finished rows have a report" in result.stdout
     return folder
 
 
@@ -99,7 +99,7 @@ def test_a_row_runs_again_from_the_file_and_is_the_same(made: Path, board: Leade
     result = invoke("grid", "rerun", tmp_path / "board.json", "--starts", starts, "--row", row.id)
     assert result.exit_code == 1
     assert "accuracy was 12.0, is" in result.stderr
-    assert "the rows are of revision" in result.stderr
+    assert "the rows were made by revision" in result.stderr
     assert "ATEN_CPU_CAPABILITY" not in result.stderr
 
 
@@ -161,6 +161,6 @@ def test_the_page_links_to_the_reports_that_are_there(made: Path, board: Leaderb
 
 
 def test_reports_of_rows_that_ran_before_are_told_of(made: Path, tmp_path: Path) -> None:
-    result = invoke("bench", made / "grid.yaml", "--reports", tmp_path)
-    assert "0 of 2 rows that are done have a report" in result.stdout
+    result = invoke("grid", "run", made / "grid.yaml", "--reports", tmp_path)
+    assert "0 of 2 finished rows have a report" in result.stdout
     assert re.search(r"--row\s+\w{16}", result.output)

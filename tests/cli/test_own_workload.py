@@ -187,7 +187,7 @@ def test_what_was_made_of_another_workload_is_replaced_with_a_note(run, own: Pat
     for name, noted in (("two", False), ("two", False), ("own_number", True)):
         ran = run("quantize", f"{own}:{name}", "-o", tmp_path / "out")
         assert ran.code == 0, ran.err
-        assert ("has what was made of 'two': it is replaced" in ran.err) is noted
+        assert ("has the results of 'two': they are replaced" in ran.err) is noted
 
 
 def test_bench_names_what_stays_in_float(run, own: Path, tmp_path: Path) -> None:

@@ -88,8 +88,8 @@ def test_one_process_says_for_all_that_there_is_no_tensorboard(tmp_path: Path, m
 
         def fit(self) -> None: ...
 
-    monkeypatch.setattr("bitwright.cli.train.Trainer", Trains)
-    monkeypatch.setattr("bitwright.cli.train.tensorboard_problem", lambda: "it isn't installed")
+    monkeypatch.setattr("bitwright.training.trainer.Trainer", Trains)
+    monkeypatch.setattr("bitwright.training.callbacks.tensorboard_problem", lambda: "it isn't installed")
     for rank, count in (("0", 1), ("1", 0)):
         monkeypatch.setenv("RANK", rank)
         assert run("train", TINY, "-o", tmp_path / "run").stderr.count("no TensorBoard logs") == count
