@@ -13,6 +13,7 @@ __all__ = [
     "Data",
     "PtqContext",
     "Step",
+    "StepResult",
     "calibrate",
     "find_ranges",
     "read_steps",
