@@ -10,12 +10,12 @@ case $task in
 digits)
   workload=digits-untrained
   bitwright train $workload --amp bf16 --epochs "${FLOAT_EPOCHS:-6}" --lr 0.05 -o "$out/float"
-  bitwright train $workload --init "$out/float" --quantize int8 --epochs "${INT8_EPOCHS:-2}" --lr 0.005 -o "$out/int8"
+  bitwright train $workload --init "$out/float" --precision int8 --epochs "${INT8_EPOCHS:-2}" --lr 0.005 -o "$out/int8"
   ;;
 cifar10)
   # The float checkpoint is given: it comes with the workload. Needs BITWRIGHT_DATA.
   workload=resnet20-cifar10
-  bitwright train $workload --quantize int8 --epochs "${INT8_EPOCHS:-2}" --lr 0.0005 --freeze-bn 0 --distill 0.5 -o "$out/int8"
+  bitwright train $workload --precision int8 --epochs "${INT8_EPOCHS:-2}" --lr 0.0005 --freeze-bn 0 --distill 0.5 -o "$out/int8"
   ;;
 *)
   echo "usage: run.sh [digits|cifar10] [FOLDER]" >&2
