@@ -55,6 +55,7 @@ _SAMPLES = 256  # for the statistics of sites
 _STATE = ".steps"  # where PTQ steps keep their state while they run
 
 
+@strict
 @dataclass(frozen=True, kw_only=True)
 class Deployment:
     """A quantized model in a folder, with what was measured of it."""

@@ -52,7 +52,7 @@ def _public() -> Iterator[tuple[str, Any]]:
 def _callables() -> Iterator[tuple[str, Callable[..., Any]]]:
     """Every public function, constructor and method."""
     for name, value in _public():
-        if not callable(value):
+        if not (inspect.isroutine(value) or isinstance(value, type)):  # such as the alias Progress
             continue
         yield name, value
         if isinstance(value, type) and not issubclass(value, Exception):

@@ -184,4 +184,4 @@ def test_the_command_line_takes_it(tmp_path: Path) -> None:
     target = tmp_path / "plan.yaml"
     done = CliRunner().invoke(app, ["plan", "digits-untrained", "--mapper", str(path), "-o", str(target)])
     assert done.exit_code == 0, done.output
-    assert sum(spec.low for spec in Plan.load(target).compute.values()) == 2
+    assert sum(spec.is_low_precision for spec in Plan.load(target).compute.values()) == 2

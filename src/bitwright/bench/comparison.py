@@ -228,6 +228,7 @@ class Fastest(ResultModel):
     throughput: float | None = Field(default=None, description="Of several instances; by it they are compared.")
 
 
+@strict
 class Comparison(ResultModel):
     """All runtimes; latencies were measured in turns, in one process."""
 

@@ -30,6 +30,7 @@ from bitwright.quantizers import attachment_of, in_mode, warnings_of
 from bitwright.workload.calibration_data import CalibrationData
 
 
+@strict
 @dataclass(frozen=True, kw_only=True)
 class Check:
     """How an artefact on a runtime compares with the simulated model, per output and, if asked for, per site."""

@@ -41,6 +41,7 @@ _Rest = TypeVarTuple("_Rest")  # what is known of a file that was written, besid
 OPSET = 21
 
 
+@strict
 @dataclass(frozen=True, kw_only=True)
 class Artefact:
     """An exported file and what it contains."""

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from bitwright.core.arguments import strict
 from bitwright.bench.comparison import Accuracy, Comparison, LatencyRow, Parity, Size
 from bitwright.bench.leaderboard import Executed, OnDevice
 from bitwright.core import documents
@@ -84,6 +85,7 @@ class RunRow(ResultModel):
     timing: LatencyRow | None = None
 
 
+@strict
 class Record(ResultModel):
     """One run. Each verb adds its part; parts that were not recorded are empty or None, and are not on the page."""
 
