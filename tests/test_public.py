@@ -42,9 +42,8 @@ def test_quantize_does_not_import_training_profiling_or_cluster_code() -> None:
 
 
 def test_functions_hide_the_packages_with_their_names() -> None:
-    import bitwright.report.record
-
     import bitwright.deploy.check
+    import bitwright.report.record
 
     assert callable(bitwright.deploy)
     assert callable(bitwright.report)

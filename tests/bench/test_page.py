@@ -50,7 +50,7 @@ def test_each_cell_says_mean_and_deviation() -> None:
 
 def test_the_verb(tmp_path: Path) -> None:
     results = made_up(*FEW).save(tmp_path / "leaderboard.json")
-    command = ["leaderboard", str(results), "-o", str(tmp_path / "p.html")]
+    command = ["grid", "leaderboard", str(results), "-o", str(tmp_path / "p.html")]
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 0, result.output
     assert "48 rows" in result.stdout

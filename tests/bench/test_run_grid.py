@@ -94,7 +94,7 @@ def test_the_gap_to_the_runtime_is_measured_where_it_runs(tmp_path: Path) -> Non
 def test_what_cannot_be_done_is_a_row_with_its_reason(board: Leaderboard) -> None:
     refused = row(board, "tqt", "snpe")
     assert refused.status == "refused"
-    assert "Tqt is symmetric" in str(refused.reason)
+    assert "Tqt supports only symmetric formats" in str(refused.reason)
     simulated = row(board, "lsq", "tensorrt")
     assert simulated.status == "done"
     assert "can't run int4/channel/sym/narrow" in str(simulated.beyond)
@@ -107,7 +107,7 @@ def test_what_cannot_be_done_is_a_row_with_its_reason(board: Leaderboard) -> Non
 def test_a_leaderboard_comes_back_from_its_file(board: Leaderboard, tmp_path: Path) -> None:
     assert Leaderboard.load(board.save(tmp_path / "board.json")) == board
     text = markdown(board)
-    assert "Tqt is symmetric" in text
+    assert "Tqt supports only symmetric formats" in text
     assert "| lsq |" in text
     (tmp_path / "other.json").write_text("{}")
     with pytest.raises(BitwrightError, match="not a leaderboard"):

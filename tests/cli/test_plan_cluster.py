@@ -115,7 +115,7 @@ def test_what_is_wrong_with_files_is_said_with_a_fix(plan: Any, measured: Path) 
     assert "did you mean 'count'" in ran.err
     ran = plan(scores="none.json")
     assert ran.code == 2
-    assert "none.json: can't read the indications: No such file" in ran.err
+    assert "none.json: can't read the sensitivity scores: No such file" in ran.err
     assert "--indicator gradient-variance" in ran.err
 
 

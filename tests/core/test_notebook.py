@@ -55,7 +55,9 @@ def results() -> dict[str, Any]:
 
 
 def test_results_are_tables_without_foreign_markup() -> None:
-    for name, result in results().items():
+    shown = results()
+    assert len(shown) == 6
+    for name, result in shown.items():
         found = set(tags(result._repr_html_()))
         assert "table" in found, name
         assert found <= {"table", "thead", "tbody", "tr", "th", "td", "p", "b"}, name

@@ -127,11 +127,11 @@ def test_a_child_does_not_keep_its_parents_lock(tmp_path: Path) -> None:
 def test_a_file_system_without_locks_goes_by_the_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(output, "fcntl", None)
     file = tmp_path / output.LOCK
-    alive = {**output._owner(), "pid": os.getppid(), "process_start": output.process_start(os.getppid())}
+    alive = {**output._owner(), "pid": os.getppid(), "born": output.process_start(os.getppid())}
     for owner, codes in (
         (alive, ["folder-locked"]),
         ({**alive, "boot": "elsewhere 1"}, ["folder-locked"]),  # can't be asked
-        ({**alive, "process_start": "0"}, None),  # another process has the number now
+        ({**alive, "born": "0"}, None),  # another process has the number now
     ):
         file.write_text(json.dumps(owner))
         found = None

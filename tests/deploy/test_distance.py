@@ -243,7 +243,7 @@ def test_calibrate_warns_of_constant_data(caplog: pytest.LogCaptureFixture) -> N
     caplog.clear()
     with caplog.at_level(logging.WARNING):
         bw.calibrate(quantized.model, [torch.zeros_like(data()[0])])
-    assert "all values of the calibration data are equal" in caplog.text
+    assert "all values of the calibration data are the same" in caplog.text
 
 
 def test_a_float_model_that_overflows_is_told() -> None:

@@ -231,7 +231,7 @@ def test_check_finds_a_changed_digit_in_a_file_of_grids(backend: str, batches: l
     assert artefact.sidecar is not None
     with pytest.raises(BitwrightError) as raised:
         quantized.check(artefact.path, batches)
-    assert raised.value.codes == ["grids-in-another-file"]
+    assert raised.value.codes == ["float-artefact"]
     text = artefact.sidecar.read_text(encoding="utf-8")
     digits = [index for index, letter in enumerate(text) if letter.isdigit()]
     for index in digits[:: max(1, len(digits) // 8)]:

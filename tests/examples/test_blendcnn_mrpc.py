@@ -66,7 +66,7 @@ def test_an_untrained_model_is_not_reported(monkeypatch: pytest.MonkeyPatch, tmp
         bw.load_workload(workload)
     assert bw.load_workload(f"{workload}_choose").training is not None
     monkeypatch.setenv("BLENDCNN_FLOAT", str(tmp_path))
-    with pytest.raises(BitwrightError, match="no such checkpoint"):
+    with pytest.raises(BitwrightError, match="the checkpoint doesn't exist"):
         bw.load_workload(f"{workload}_choose")
 
 

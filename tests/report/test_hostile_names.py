@@ -9,8 +9,8 @@ import pytest
 from leaderboards import made_up
 from records import record
 
-from bitwright.bench import page as leaderboard
-from bitwright.report.folder import page
+from bitwright.report import leaderboard_page as leaderboard
+from bitwright.report.page import page
 
 HOSTILE = "</script><script>alert(1)</script>\"'><img src=x onerror=alert(2)> javascript:alert(3) <!--<script>"
 

@@ -393,7 +393,7 @@ def prepare() -> None:
     sys.path.insert(0, str(HERE))
     for name in ("quantize", "tune", "train", "grid_run", "tune_tables", "train_bar", "board_tables"):
         import_module(f"bitwright.cli.{name}")
-    for name in ("bench", "bench.deployment", "training.trainer", "tuning"):
+    for name in ("bench", "deployment", "training.trainer", "tuning"):
         import_module(f"bitwright.{name}")
     import_module("bitwright.zoo.digits")
     import_module("onnxruntime")

@@ -110,8 +110,10 @@ def test_the_notes_say_which_gradients_stay_float() -> None:
     )
     low = LowPrecision(model, Plan(compute={"*": INT8}), None, torch.randn(3, 2, 5, 5), simulate=False)
     assert any("2 in int8" in note for note in low.notes)
-    assert any("of the input stay float in 1 operators, strided" in note and note.endswith(": 0") for note in low.notes)
-    assert any("of the weight stay float in 1 operators, in groups: 1" in note for note in low.notes)
+    assert any(
+        "of the input stay in float in 1 operators, strided" in note and note.endswith(": 0") for note in low.notes
+    )
+    assert any("of the weight stay in float in 1 operators, in groups: 1" in note for note in low.notes)
     assert low.uncompiled == ["int8"]
 
 

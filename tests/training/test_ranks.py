@@ -27,7 +27,7 @@ def test_each_process_has_a_gpu_of_its_own(
     monkeypatch.setattr(ranks, "rendezvous", lambda where: iter([(dist.HashStore(), 1, 2)]))
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **more: asked.update(backend=backend))
     monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
-    with ranks.joined(said):
+    with ranks.process_group(said):
         pass
     assert asked["backend"] == backend
     assert (asked["device"].index if taken is not None else asked.get("device")) == taken

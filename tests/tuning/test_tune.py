@@ -125,7 +125,7 @@ def test_overlap_of_calibration_and_evaluation_is_said() -> None:
     tuned = search(replace(work, calibration=lambda: [data[:30]]), budget=Budget(trials=1))
     assert tuned.baseline is not None
     assert tuned.baseline.overlap == 30
-    assert any("30 calibration samples are evaluation samples" in note for note in tuned.notes)
+    assert any("30 calibration samples are also evaluation samples" in note for note in tuned.notes)
     assert search(workload(4, ()), budget=Budget(trials=1)).baseline.overlap == 0  # type: ignore[union-attr]
 
 

@@ -29,7 +29,10 @@ def read_plan(plan: Path | None, checkpoint: Path | None) -> tuple[Plan, Path]:
         )
     if not checkpoint.is_file():
         raise BitwrightError(
-            "there is no such checkpoint", where=str(checkpoint), fix="give the path of a .safetensors file"
+            "the checkpoint doesn't exist",
+            where=str(checkpoint),
+            fix="pass the path of a .safetensors file",
+            code="no-such-checkpoint",
         )
     from bitwright.plan import Plan
 

@@ -43,7 +43,7 @@ class _Line(BaseModel):
     model_config = ConfigDict(allow_inf_nan=False)
     round: list[tuple[str, str, _Seconds, _Seconds]] = []
     total: _Seconds | None = None
-    overhead: tuple[_Seconds, _Seconds, _Seconds] | None = None
+    beyond: tuple[_Seconds, _Seconds, _Seconds] | None = None  # the overhead of the timer
     yardstick: _Seconds | None = None
     engine: _Seconds | None = None
     saved: list[tuple[str, str, list[str], Annotated[int, Field(ge=0, le=2**50)]]] = []
@@ -165,7 +165,7 @@ class SampleStore:
     def add_round(self, sample: Sample, *, wanted: int, overhead: TimerOverhead | None = None) -> None:
         """Keep one step: the mean of a key's calls. Keys that have enough rounds from other models stay as they are.
 
-        `beyond`: what the watch shows more than a plain step beside it took.
+        `overhead` is the difference between this step and a plain step next to it.
         """
         keys = [key for key in sample.calls if len(self.samples[key]) < wanted]
         rows = [

@@ -7,10 +7,10 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from bitwright.core.arguments import strict
 from bitwright.bench.comparison import Accuracy, Comparison, LatencyRow, Parity, Size
 from bitwright.bench.leaderboard import Executed, OnDevice
 from bitwright.core import documents
+from bitwright.core.arguments import strict
 from bitwright.core.documents import ResultModel, validated
 from bitwright.core.environment import Environment
 from bitwright.core.errors import BitwrightError, Problem

@@ -109,7 +109,7 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimiz
 def learning_rate_factor(config: TrainConfig, step: int, steps_per_epoch: int) -> float:
     """The learning rate at `step` (from 0), relative to its peak.
 
-    >>> [round(rate(TrainConfig(epochs=2, warmup=0.5), step, 4), 3) for step in range(8)]
+    >>> [round(learning_rate_factor(TrainConfig(epochs=2, warmup=0.5), step, 4), 3) for step in range(8)]
     [0.333, 0.667, 1.0, 0.933, 0.75, 0.5, 0.25, 0.067]
     """
     warm = round(config.warmup * steps_per_epoch)

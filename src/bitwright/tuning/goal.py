@@ -25,7 +25,7 @@ def cannot_pass(hits: int, looked_at: int, samples: int, required: int, error: f
     had the `required` hits on all `samples`, the probability of so few hits in the part would be at most `error`. The
     test is exact: it uses no normal approximation and doesn't assume independent samples.
 
-    >>> hopeless(40, 64, 1000, 900), hopeless(56, 64, 1000, 900)
+    >>> cannot_pass(40, 64, 1000, 900), cannot_pass(56, 64, 1000, 900)
     (True, False)
     """
     if required <= 0:
