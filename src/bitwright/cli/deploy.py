@@ -11,7 +11,6 @@ from bitwright.cli.deliver import show
 from bitwright.cli.options import WorkloadArg
 from bitwright.cli.out import Out
 from bitwright.cli.verb import verb
-from bitwright.deployment import deploy as deploy_run
 
 
 @verb(
@@ -36,6 +35,8 @@ def deploy(
     ] = None,
 ) -> None:
     """Export a trained model, check it on the real runtime, and measure accuracy and throughput on real data."""
+
+    from bitwright.deployment import deploy as deploy_run
 
     with out.progress(f"loading {workload}") as progress:
         result = deploy_run(workload, run, output, reference=reference, progress=progress)
