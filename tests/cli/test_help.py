@@ -15,7 +15,7 @@ from bitwright.training.config import TrainConfig
 
 COMMANDS = dict(all_commands())
 #: Verbs that still import torch for their help.
-SLOW = {"plan", "plan-cluster", "profile", "predict"}
+SLOW = {"predict"}
 
 
 def complete(*words: str, cwd: Path | None = None) -> list[str]:

@@ -5,21 +5,19 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bitwright.backends import Choices, make_plan, resolve_for_backend
-from bitwright.backends import backend as find_backend
 from bitwright.cli.choosing import with_choices
 from bitwright.cli.data import open_workload
 from bitwright.cli.options import load_plan
 from bitwright.cli.out import Out
 from bitwright.cli.verb import verb
 from bitwright.core.errors import BitwrightError, visible_text
-from bitwright.graph import capture
-from bitwright.importers.qsync import load_mapper, plan_of_mapper
-from bitwright.plan import Plan, json_schema
+
+if TYPE_CHECKING:
+    from bitwright.plan import Plan
 
 
 @verb(
@@ -40,9 +38,9 @@ def plan(
         typer.Argument(metavar="WORKLOAD", help="file.py:function, or a registered name.", show_default=False),
     ] = None,
     *,
-    backend: str,
-    plan: Plan | None,
-    choices: Choices,
+    backend: Any,
+    plan: Any,
+    choices: Any,
     against: Annotated[
         Path | None,
         typer.Option(help="Show the changes from this plan to the new one.", show_default=False),
@@ -60,6 +58,12 @@ def plan(
 
     With --plan, an existing plan is validated for the workload instead. `plan-cluster` plans low-precision training.
     """
+    from bitwright.backends import backend as find_backend
+    from bitwright.backends import make_plan, resolve_for_backend
+    from bitwright.graph import capture
+    from bitwright.importers.qsync import load_mapper, plan_of_mapper
+    from bitwright.plan import json_schema
+
     if schema:
         out.result(json.dumps(json_schema(), indent=1))
         return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,13 +12,13 @@ from bitwright.cli.options import KeepFloatOption, WorkloadArg
 from bitwright.cli.out import Out
 from bitwright.cli.step_options import BatchOption, LayoutOption
 from bitwright.cli.verb import verb
-from bitwright.cluster import Cluster, MemoryLimit
-from bitwright.cluster.memory_limit import describe_limits
-from bitwright.cluster.plan_cluster import PlannerComparison, compare_planners
 from bitwright.core import formatting
 from bitwright.core.errors import BitwrightError
 from bitwright.core.registry import PLANNERS
-from bitwright.sensitivity import Indications
+
+if TYPE_CHECKING:
+    from bitwright.cluster import MemoryLimit
+    from bitwright.cluster.plan_cluster import PlannerComparison
 
 _SMALL_SHARE = 32
 
@@ -55,6 +55,10 @@ def plan_cluster(
     ] = None,
 ) -> None:
     """Choose a precision for every operator on each kind of device of a cluster, and compare planners."""
+    from bitwright.cluster import Cluster
+    from bitwright.cluster.plan_cluster import compare_planners
+    from bitwright.sensitivity import Indications
+
     PLANNERS.get(planner)
     if scores is None:
         raise BitwrightError(
@@ -96,6 +100,8 @@ def _by_kind(profiles: list[str]) -> dict[str, Path]:
 
 
 def _show(out: Out, comparison: PlannerComparison, output: Path | None, trained: str) -> None:
+    from bitwright.cluster.memory_limit import describe_limits
+
     limits, chosen = comparison.limits, comparison.chosen
     out.data({"output": None if output is None else str(output), **comparison.to_dict()})
     out.table(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, cast
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,15 +14,10 @@ from bitwright.cli.options import WorkloadArg
 from bitwright.cli.out import Out
 from bitwright.cli.step_options import BatchOption, ClockOption, LayoutOption
 from bitwright.cli.verb import verb
-from bitwright.cluster.profile_workload import AmpName, profile
 from bitwright.core.errors import BitwrightError
-from bitwright.importers.trace import import_trace
-from bitwright.profiling import DeviceProfile, StepGraph
-from bitwright.profiling.machine import of_rank
-from bitwright.profiling.profile_quality import operators_of_step, poor_fits, relative_uncertainty
-from bitwright.profiling.step import Clock
-from bitwright.profiling.workload_step import record_workload_step
-from bitwright.training.distributed import process_group
+
+if TYPE_CHECKING:
+    from bitwright.profiling import DeviceProfile, StepGraph
 
 _ROUNDS = 30
 _UNCERTAIN = 0.1
@@ -91,6 +86,12 @@ def profile_(
     Earlier measurements, also of other models, are taken from the cache. Rerun an interrupted command to resume. Under
     torchrun, collectives are measured too, and each rank writes its own profile: device.json, device.rank1.json.
     """
+    from bitwright.cluster.profile_workload import profile
+    from bitwright.importers.trace import import_trace
+    from bitwright.profiling.machine import of_rank
+    from bitwright.profiling.workload_step import record_workload_step
+    from bitwright.training.distributed import process_group
+
     measuring = {
         "--cache": cache is not None,
         "--rounds": rounds != _ROUNDS,
@@ -110,17 +111,19 @@ def profile_(
             recorded = record_workload_step(found, batch=batch, channels_last=channels_last)
             made = import_trace(trace, recorded)
         else:
+            amp_types: list[Any] = amp or []
+            chosen_clock: Any = clock
             with out.units() as tell:
                 made = profile(
                     found,
                     plans=[*(precision or []), *(plan or [])],
                     kernels=kernel or [],
-                    amp=cast(list[AmpName], amp or []),
+                    amp=amp_types,
                     batch=batch,
                     half_batch=half_batch,
                     channels_last=channels_last,
                     rounds=rounds,
-                    clock=cast(Clock, clock),
+                    clock=chosen_clock,
                     fit_casts=casts,
                     cache=cache,
                     published=published,
@@ -149,6 +152,8 @@ def _reject(flag: str, others: Mapping[str, object]) -> None:
 
 
 def _show(out: Out, made: DeviceProfile, output: Path, recorded: StepGraph) -> None:
+    from bitwright.profiling.profile_quality import operators_of_step, poor_fits, relative_uncertainty
+
     own = operators_of_step(made, recorded)
     out.data({"file": str(output), **made.model_dump(exclude={"operators"}), "operators": len(made.operators)})
     out.table(
