@@ -6,6 +6,7 @@ import random
 import signal
 import subprocess
 import sys
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -176,3 +177,24 @@ def test_a_pause_that_hits_another_operator_in_each_step_is_in_the_sum() -> None
             sample.forward[key] = 1.0 + (10.0 if index == number % 4 else 0.0) + (500.0 if number in (7, 11) else 0.0)
         store.add_round(sample, wanted=100)
     assert sum(cost.forward.seconds for cost in store.costs().values()) == pytest.approx(14.0)
+
+
+def _add_lines(path: Path, name: str) -> None:
+    store = SampleStore(path)
+    for number in range(40):
+        store.add({"facts": {}, "yardstick": 1.0, "saved": [[f"{name} {number} " + "x" * 20_000, "float", [], 1]]})
+
+
+def test_two_processes_can_add_to_one_file(tmp_path: Path) -> None:
+    path = tmp_path / "samples.jsonl"
+    context = get_context("fork")
+    processes = [context.Process(target=_add_lines, args=(path, name)) for name in ("a", "b")]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(timeout=60)
+    assert [process.exitcode for process in processes] == [0, 0]
+    found = SampleStore(path)
+    assert len(found.yardsticks) == 80
+    assert len(found.saved) == 80
+    assert [file.name for file in tmp_path.iterdir()] == ["samples.jsonl"]

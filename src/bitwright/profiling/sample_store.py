@@ -6,6 +6,7 @@ import json
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from math import sqrt
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 from bitwright.core.documents import parse_json, read_bytes
 from bitwright.core.errors import BitwrightError
 from bitwright.core.files import writing
+from bitwright.core.output_folder import locked
 from bitwright.profiling.cost_key import is_loss
 from bitwright.profiling.device_profile import (
     CastCost,
@@ -32,6 +34,7 @@ from bitwright.profiling.timing import TimerOverhead, middle_half, typical
 
 VERSION = 1
 _DRAWS = 400
+_LOCK_SECONDS = 30.0
 
 
 _Seconds = Annotated[float, Field(ge=-1e6, le=1e6)]
@@ -88,10 +91,17 @@ class SampleStore:
         self.facts: dict[str, Any] = {}
         self.engine: list[float] = []
         self.yardsticks: list[float] = []
-        if path is not None and path.exists():
-            self._load(path)
-        elif path is not None:
-            self._append(self._head)
+        if path is not None:
+            with self._locked(path):
+                if path.exists():
+                    self._load(path)
+                else:
+                    self._append(self._head)
+
+    @staticmethod
+    def _locked(path: Path) -> AbstractContextManager[None]:
+        """Lock the file, because several processes may add samples to it."""
+        return locked(path.parent, name=path.name, wait=_LOCK_SECONDS)
 
     def _load(self, path: Path) -> None:
         raw = read_bytes(path, what="the samples", fix="delete the file to measure again")
@@ -131,9 +141,7 @@ class SampleStore:
     def _append(self, line: dict[str, Any]) -> None:
         if self.path is None:
             return
-        with writing(self.path):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-        with writing(self.path), self.path.open("a", encoding="utf-8") as file:
+        with self._locked(self.path), writing(self.path), self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
             file.flush()
             os.fsync(file.fileno())
