@@ -6,13 +6,16 @@ import random
 import signal
 import subprocess
 import sys
+import time
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import pytest
 from step_cases import net, timed_sample
 
 from bitwright.core.errors import BitwrightError
+from bitwright.core.output_folder import locked
 from bitwright.profiling import SampleStore, Variant
 from bitwright.profiling.profiler import measure
 from bitwright.profiling.step_timer import Sample
@@ -179,22 +182,27 @@ def test_a_pause_that_hits_another_operator_in_each_step_is_in_the_sum() -> None
     assert sum(cost.forward.seconds for cost in store.costs().values()) == pytest.approx(14.0)
 
 
-def _add_lines(path: Path, name: str) -> None:
-    store = SampleStore(path)
-    for number in range(40):
-        store.add({"facts": {}, "yardstick": 1.0, "saved": [[f"{name} {number} " + "x" * 20_000, "float", [], 1]]})
+def _write_slowly(path: Path, begun: Any) -> None:
+    """Write a line in two parts, as a process does that the system interrupts."""
+    with locked(path.parent, name=path.name), path.open("a") as file:
+        file.write('{"yardstick": 1')
+        file.flush()
+        begun.set()
+        time.sleep(0.5)
+        file.write(".5}\n")
 
 
-def test_two_processes_can_add_to_one_file(tmp_path: Path) -> None:
+def test_a_line_that_another_process_is_writing_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "samples.jsonl"
+    SampleStore(path)
     context = get_context("fork")
-    processes = [context.Process(target=_add_lines, args=(path, name)) for name in ("a", "b")]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(timeout=60)
-    assert [process.exitcode for process in processes] == [0, 0]
+    begun = context.Event()
+    process = context.Process(target=_write_slowly, args=(path, begun))
+    process.start()
+    assert begun.wait(30)
     found = SampleStore(path)
-    assert len(found.yardsticks) == 80
-    assert len(found.saved) == 80
+    found.add({"yardstick": 2.0})
+    process.join(30)
+    assert process.exitcode == 0
+    assert SampleStore(path).yardsticks == [1.5, 2.0]
     assert [file.name for file in tmp_path.iterdir()] == ["samples.jsonl"]
