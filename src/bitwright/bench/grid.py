@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from bitwright.bench.grid_validation import file_problem, mended, schema_problems
+from bitwright.bench.grid_validation import file_problem, schema_problems, without_invalid_parts
 from bitwright.core.addresses import is_address
 from bitwright.core.arguments import strict
 from bitwright.core.documents import name_problem, read_settings
@@ -321,7 +321,7 @@ def _all_problems(data: dict[str, Any], error: ValidationError, folder: Path) ->
     places = {problem.where for problem in found}
     lists = {str(one["loc"][0]) for one in error.errors()}  # with stand-ins, which may be there twice
     try:
-        rest = GridConfig.model_validate(mended(data, error))._beside(folder).problems()
+        rest = GridConfig.model_validate(without_invalid_parts(data, error))._beside(folder).problems()
     except (ValidationError, LookupError, TypeError, AttributeError):  # too far from a grid to be looked at
         return found
     return [*found, *(one for one in rest if one.where not in {*places, *lists})]

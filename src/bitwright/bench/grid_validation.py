@@ -36,8 +36,8 @@ def schema_problems(error: ValidationError, model: type[BaseModel]) -> Iterator[
             yield problem
 
 
-def mended(data: dict[str, Any], error: ValidationError) -> dict[str, Any]:
-    """The file with something harmless in each place that the schema refuses: the rest can then be looked at."""
+def without_invalid_parts(data: dict[str, Any], error: ValidationError) -> dict[str, Any]:
+    """A copy with a valid example in each place that the schema rejects, so that the rest can be validated too."""
     made = copy.deepcopy(data)
     for key in _EXAMPLES.keys() & made.keys():
         items = made[key] if isinstance(made[key], list | tuple) else [made[key]]

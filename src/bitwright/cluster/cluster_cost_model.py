@@ -193,9 +193,9 @@ class ClusterCostModel:
 
     @cached_property
     def _readable(self) -> Mapping[str, Sequence[str]]:
-        """For each operator with a choice those whose results reach it through none that has one.
+        """For each operator with several formats: the operators with several formats that it reads directly.
 
-        Kernels that give float, as operators do, change nothing for whoever reads them.
+        Operators with a single format between them are skipped. Kernels with float outputs don't affect their readers.
         """
         choices = set(self.operators)
         behind: dict[str, set[str]] = {}  # choices that an operator's result depends on directly

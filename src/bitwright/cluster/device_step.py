@@ -235,7 +235,7 @@ class DeviceStep:
             for (port, spec), (_, type), source in zip(op.call.ports, types, op.sources, strict=True)
             if execution.takes is not None and source.startswith("op:") and spec.is_float and type != execution.takes
         ]
-        if back:  # a kernel's own format is undone for whoever can't read it
+        if back:  # cast a kernel's own format back for operators that can't read it
             placed += [
                 self._placed(op, Cast(port, f"{type}→float32"), spec, gives)
                 for (port, spec), (_, type) in zip(op.call.ports, types, strict=True)

@@ -1,1 +1,1 @@
-"""importers."""
+"""Importers: read configurations, mappers and traces of other systems."""

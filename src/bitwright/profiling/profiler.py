@@ -232,13 +232,13 @@ def check_device(model: nn.Module) -> None:
 
 
 def training_peak(model: nn.Module, batch: Batch, loss: Loss, *, steps: int = 5) -> int:
-    """The most memory that this process has within a few steps; the model is left as it was. 0: nobody can tell.
+    """The peak memory of this process within a few steps, without the weights. 0 if it can't be measured.
 
-    To be called before anything else is measured: a trainer's process is like this one then, and the heap that other
-    steps leave would be in it (INT8 steps after float ones needed 7 % more than in a process of their own). The heap
-    has gaps where blocks of other sizes were, and grows by them for some steps.
+    The model is restored afterwards. Call this before other measurements: the heap that other steps leave would count
+    (INT8 steps after float steps needed 7 % more than in their own process). Several steps are needed because the heap
+    grows by gaps between blocks of different sizes.
     """
-    before_it, anew = peak_resident_bytes(), reset_peak_memory()
+    peak_before, was_reset = peak_resident_bytes(), reset_peak_memory()
     training = model.training
     before: dict[str, Tensor] = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     step = TrainingStep(model.train(), [batch], loss, StepSettings())
@@ -248,7 +248,7 @@ def training_peak(model: nn.Module, batch: Batch, loss: Loss, *, steps: int = 5)
     peak = peak_resident_bytes()
     model.load_state_dict(before)
     model.train(training)
-    if not anew and peak == before_it:  # something before these steps has needed more
+    if not was_reset and peak == peak_before:  # earlier work of this process had a higher peak
         return 0
     return max(0, peak - sum(tensor.numel() * tensor.element_size() for tensor in before.values()))
 

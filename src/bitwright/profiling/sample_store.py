@@ -294,5 +294,5 @@ def _damaged(path: Path, number: int, value: str) -> BitwrightError:
         "the samples are damaged",
         where=f"{path}, line {number}",
         value=value,
-        fix="delete the file to measure anew" if number == 1 else "delete this line: what it had is measured again",
+        fix="delete the file to measure again" if number == 1 else "delete this line; its samples are measured again",
     )

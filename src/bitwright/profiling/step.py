@@ -37,7 +37,7 @@ class StepSettings(BaseModel):
     clip: float | None = Field(default=None, gt=0, le=1e30, description="Largest norm of all gradients together.")
     accumulate: int = Field(default=1, ge=1, le=10**6, description="Batches whose gradients make one step.")
     amp: Amp | None = Field(default=None, description="Autocast; fp16 with loss scaling.")
-    schedule: bool = Field(default=True, description="Whether the learning rate is set anew at each step.")
+    schedule: bool = Field(default=True, description="Whether the learning rate changes at each step.")
     bucket_cap_mb: float | None = Field(
         default=None, gt=0, description="DDP's bucket size; its own default if not given."
     )

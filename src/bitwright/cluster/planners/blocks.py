@@ -45,7 +45,7 @@ def sample(costs: CostModel, kind: str, batch: int) -> Sampled:
     def added(changed: Mapping[str, str]) -> float:
         first, last = (pick(place[operator] for operator in changed) for pick in (min, max))
         formats = tuple((place[operator] - first, format) for operator, format in changed.items())
-        around = alike[max(0, first - 1) : last + 2]  # whoever is before or follows may need a cast
+        around = alike[max(0, first - 1) : last + 2]  # neighbours may need a cast
         key = (tuple(around), first == 0, last + 1 == len(order), formats)
         if key not in known:
             known[key] = costs.work(kind, {**floats, **changed}, batch) - base
