@@ -28,7 +28,7 @@ from bitwright.bench.float_networks import Starts
 from bitwright.bench.grid import RowTask
 from bitwright.bench.rows import Outcome, gave_up, on_device, plan_of
 from bitwright.core.task_store import open_study
-from bitwright.deploy.runtimes.openvino import OpenVino
+from bitwright.deployment.runtimes.openvino import OpenVino
 from bitwright.workload import Workload, evaluate
 
 HERE = Path(__file__).parent

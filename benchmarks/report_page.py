@@ -21,7 +21,7 @@ import torch
 from common import environment, save
 
 import bitwright
-from bitwright.report import Accuracy, Record, Size, make_record, sensitivity, write_report
+from bitwright.reports import Accuracy, Record, Size, make_record, sensitivity, write_report
 from bitwright.sensitivity import Scores, SiteScore
 
 _FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from bitwright import Workload
 from bitwright.core.errors import WorkloadError
-from bitwright.deploy.checkpoint import checkpoint_file
+from bitwright.deployment.checkpoint import checkpoint_file
 from bitwright.zoo.descriptions import blendcnn_descriptions
 from bitwright.zoo.mrpc import blendcnn_mrpc
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -19,9 +17,8 @@ if TYPE_CHECKING:
     from bitwright.core.errors import BitwrightError, PlanError, Problem
     from bitwright.core.formats import Format
     from bitwright.core.progress import Progress
-    from bitwright.deploy import Artefact, Check, check, export, export_float, measure_latency, open_runtime
-    from bitwright.deploy.checkpoint import load_checkpoint, save_checkpoint
-    from bitwright.deployment import Deployment, deploy, quantize_workload
+    from bitwright.deployment import Artefact, Check, check, export, export_float, measure_latency, open_runtime
+    from bitwright.deployment.checkpoint import load_checkpoint, save_checkpoint
     from bitwright.graph import Graph, capture
     from bitwright.plan import Plan, SiteSpec
     from bitwright.profiling import DeviceProfile
@@ -29,12 +26,13 @@ if TYPE_CHECKING:
     from bitwright.ptq.quantize import Quantized, quantize
     from bitwright.ptq.saved_model import load
     from bitwright.quantizers import compile_arithmetic, prepare, quantizers_of, set_mode, strip
-    from bitwright.report.record import Record
-    from bitwright.report.summary_page import report
+    from bitwright.reports.record import Record
+    from bitwright.reports.summary_page import report
     from bitwright.sensitivity import Indications, indicate, score, suggest
     from bitwright.training import Qat, TrainConfig, Trainer
     from bitwright.tuning import Budget, Goal, Space, TuneConfig, Tuned, tune
     from bitwright.version import __version__
+    from bitwright.workflows import Deployment, deploy, quantize_workload
     from bitwright.workload import Workload, evaluate, load_workload
 
 # Names are fetched when they are first used: `bitwright --help` shouldn't wait seconds for torch.
@@ -47,7 +45,7 @@ _HOMES = {
         "strip",
     ),
     "bitwright.backends": ("backend", "make_plan"),
-    "bitwright.deployment": ("Deployment", "deploy", "quantize_workload"),
+    "bitwright.workflows": ("Deployment", "deploy", "quantize_workload"),
     "bitwright.bench": (
         "GridConfig",
         "Leaderboard",
@@ -60,11 +58,11 @@ _HOMES = {
     "bitwright.cluster.predict_workload": ("predict",),
     "bitwright.cluster.profile_workload": ("profile",),
     "bitwright.profiling": ("DeviceProfile",),
-    "bitwright.deploy.checkpoint": (
+    "bitwright.deployment.checkpoint": (
         "load_checkpoint",
         "save_checkpoint",
     ),
-    "bitwright.deploy": (
+    "bitwright.deployment": (
         "Artefact",
         "Check",
         "check",
@@ -94,8 +92,8 @@ _HOMES = {
     ),
     "bitwright.ptq.saved_model": ("load",),
     "bitwright.bench.comparison": ("Comparison",),
-    "bitwright.report.record": ("Record",),
-    "bitwright.report.summary_page": ("report",),
+    "bitwright.reports.record": ("Record",),
+    "bitwright.reports.summary_page": ("report",),
     "bitwright.core.progress": ("Progress",),
     "bitwright.sensitivity": (
         "Indications",
@@ -137,17 +135,6 @@ def __getattr__(name: str) -> Any:
 def __dir__() -> list[str]:
     return sorted({*globals(), *_HOME})
 
-
-class _Package(ModuleType):
-    """The package: its functions `deploy` and `report` hide the subpackages with these names."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Ignore the subpackages that the import system sets."""
-        if not (name in _HOME and isinstance(value, ModuleType)):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package
 
 __all__ = [
     "Artefact",

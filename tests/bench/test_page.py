@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 
 from bitwright.bench.leaderboard import comparable, summaries
 from bitwright.cli import app
-from bitwright.report.leaderboard_markdown import markdown
-from bitwright.report.leaderboard_page import page
+from bitwright.reports.leaderboard_markdown import markdown
+from bitwright.reports.leaderboard_page import page
 
 FEW = (("lsq", "apot"), ("tvm", "onnxruntime"))
 

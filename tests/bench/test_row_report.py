@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from bitwright import BitwrightError, GridConfig, Leaderboard, run_again
 from bitwright.bench.leaderboard import summaries
 from bitwright.cli import app
-from bitwright.report import read_json
+from bitwright.reports import read_json
 
 
 def invoke(*words: object) -> Any:

@@ -17,9 +17,9 @@ from bitwright import BitwrightError, GridConfig, Leaderboard, Plan, make_plan, 
 from bitwright.bench import Told
 from bitwright.bench.leaderboard import Row
 from bitwright.bench.machine import revision
-from bitwright.deploy.checkpoint import load_checkpoint, save_checkpoint
+from bitwright.deployment.checkpoint import load_checkpoint, save_checkpoint
 from bitwright.quantizers import attachment_of
-from bitwright.report.leaderboard_markdown import markdown
+from bitwright.reports.leaderboard_markdown import markdown
 from bitwright.training import Trainer
 from bitwright.workload import load_workload
 
@@ -323,7 +323,9 @@ def test_rows_do_not_depend_on_the_cpu_that_runs_them(tmp_path: Path, monkeypatc
     """Weights are guarded against products that saturate, also where this CPU's don't."""
     found = []
     for saturates in (False, True):
-        monkeypatch.setattr(sys.modules["bitwright.deploy.saturation"], "saturates", lambda _, answer=saturates: answer)
+        monkeypatch.setattr(
+            sys.modules["bitwright.deployment.saturation"], "saturates", lambda _, answer=saturates: answer
+        )
         one = run(tmp_path / str(saturates), backends=["onnxruntime"], bits=[8], seeds=[0], runtimes="none").rows[0]
         assert one.executed is not None
         found.append((one.accuracy, one.executed))

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 import bitwright as bw
 from bitwright.core.errors import BitwrightError
 from bitwright.core.registry import RUNTIMES
-from bitwright.deploy import Runtime
-from bitwright.deploy.runtimes.onnxruntime import OnnxRuntime
-from bitwright.report import Comparison
+from bitwright.deployment import Runtime
+from bitwright.deployment.runtimes.onnxruntime import OnnxRuntime
+from bitwright.reports import Comparison
 
 BOTH = ["onnxruntime", "openvino"]
 

@@ -12,8 +12,8 @@ from contrast import CONTRAST
 from leaderboards import made_up
 from records import EVIL, record
 
-from bitwright.report import write_report
-from bitwright.report.leaderboard_page import write_page
+from bitwright.reports import write_report
+from bitwright.reports.leaderboard_page import write_page
 
 Show = Callable[..., Any]
 FEW = (("lsq", "apot", "tqt"), ("tvm", "onnxruntime"))

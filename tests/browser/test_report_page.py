@@ -10,7 +10,7 @@ import pytest
 from contrast import CONTRAST
 from records import EVIL, large, record
 
-from bitwright.report import write_html
+from bitwright.reports import write_html
 
 Show = Callable[..., Any]
 

@@ -142,7 +142,7 @@ def test_levels_that_no_artefact_has_are_found_before_calibration(run, small, ou
         raise AssertionError("this is long work")
 
     monkeypatch.setattr("bitwright.ptq.quantize.find_ranges", never)
-    monkeypatch.setattr("bitwright.deployment.evaluate", never)
+    monkeypatch.setattr("bitwright.workflows.evaluate", never)
     ran = run("quantize", small, *options, "--activations", "int8/tensor/sym", "-o", output)
     fails(ran, *NO_PAIRS, *sites)
     assert ran.err.count("fix: ") == sum(option.endswith("quantizer") for option in options)

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from bitwright.cli import app
 from bitwright.profiling import DeviceProfile
 from bitwright.profiling.machine import samples_file
-from bitwright.report import read_json
+from bitwright.reports import read_json
 
 
 def run(*arguments: str, code: int = 0) -> dict:  # type: ignore[type-arg]

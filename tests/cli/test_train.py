@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from bitwright.cli import app
-from bitwright.report import read_json
+from bitwright.reports import read_json
 from bitwright.workload.data import regrouped
 
 TINY = f"{Path(__file__).parents[1] / 'training' / 'tiny.py'}:workload"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bitwright.report import read_json
+from bitwright.reports import read_json
 
 CODE = Path(__file__).parents[1] / "support" / "planted.py"
 WORKLOAD = """\

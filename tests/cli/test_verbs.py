@@ -13,7 +13,7 @@ import torch
 
 import bitwright
 from bitwright.plan import FoldSpec, Plan
-from bitwright.report import new_record, read_json, write_report
+from bitwright.reports import new_record, read_json, write_report
 from bitwright.sensitivity import Indications
 
 FILES = ["checkpoint.safetensors", "model.onnx", "plan.yaml", "report.html", "report.json", "report.md"]
@@ -280,7 +280,7 @@ def test_list(run, kind):
 
 
 def test_doctor(run, monkeypatch):
-    from bitwright.deploy import saturates
+    from bitwright.deployment import saturates
     from bitwright.profiling import kernel_speed
     from bitwright.profiling.kernel_speed import judge
 

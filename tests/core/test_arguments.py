@@ -16,12 +16,12 @@ from torch import nn
 import bitwright
 from bitwright import BitwrightError, PlanError, Qat, capture, make_plan, quantize, quantizers_of
 from bitwright.core.arguments import Amount, Count, ImpossibleArgument, Seed, Share, UnknownArgument, strict
-from bitwright.deploy.measure import measure_latency
+from bitwright.deployment.measure import measure_latency
 
 # Shown in docs/, but not in `bitwright.__all__`.
 SHOWN = {
-    "bitwright.deploy.checkpoint": ["checkpoint_file"],
-    "bitwright.deploy": ["read_artefact"],
+    "bitwright.deployment.checkpoint": ["checkpoint_file"],
+    "bitwright.deployment": ["read_artefact"],
     "bitwright.plan": ["ComputeSpec"],
     "bitwright.cluster.cost_model": ["TableCost", "TableCostModel"],
     "bitwright.cluster.planners": [
@@ -37,7 +37,7 @@ SHOWN = {
         "profile_variants",
         "record_step",
     ],
-    "bitwright.report": ["Accuracy", "add_to_report", "make_record", "network", "sensitivity", "write_report"],
+    "bitwright.reports": ["Accuracy", "add_to_report", "make_record", "network", "sensitivity", "write_report"],
     "bitwright.training": ["parameter_groups"],
 }
 
@@ -99,7 +99,7 @@ def test_no_public_signature_hides_its_arguments(name: str) -> None:
     open_ended = {
         "TuneConfig.tune",  # those of `tune`, which are checked against its signature
         "TrainConfig",  # pydantic: fields are checked
-        "bitwright.report.add_to_report",  # parts of the record, checked against its fields
+        "bitwright.reports.add_to_report",  # parts of the record, checked against its fields
         "Cluster.of",
         "bitwright.cluster.Cluster.of",
         WITH_LIMITS,

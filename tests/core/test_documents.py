@@ -30,14 +30,14 @@ from bitwright.core.documents import gunzip, name_problem, parse_json, parse_yam
 from bitwright.core.errors import BitwrightError, FormatError
 from bitwright.core.formats import Format
 from bitwright.core.task_store import open_study
-from bitwright.deploy import export, open_runtime, read_artefact
-from bitwright.deploy.checkpoint import load_checkpoint, save_checkpoint
+from bitwright.deployment import export, open_runtime, read_artefact
+from bitwright.deployment.checkpoint import load_checkpoint, save_checkpoint
 from bitwright.importers.qsync import plan_of_mapper
 from bitwright.importers.trace_events import read_trace
 from bitwright.plan import Plan
 from bitwright.profiling import DeviceProfile, StepGraph
-from bitwright.report import write_markdown
-from bitwright.report.leaderboard_markdown import markdown
+from bitwright.reports import write_markdown
+from bitwright.reports.leaderboard_markdown import markdown
 from bitwright.sensitivity import Indications
 from bitwright.tuning.config import TuneConfig
 from bitwright.workload.datasets import Dataset

@@ -24,10 +24,10 @@ from bitwright.bench import GridConfig, Leaderboard
 from bitwright.cluster import Cluster, Predictor
 from bitwright.core.files import file_fingerprint
 from bitwright.core.registry import ARTEFACTS, RUNTIMES
-from bitwright.deploy import export, open_runtime, read_artefact
-from bitwright.deploy.artefacts.base import StoredGrid, TensorGrid
-from bitwright.deploy.artefacts.store import read_sidecar
-from bitwright.deploy.checkpoint import load_checkpoint, save_checkpoint
+from bitwright.deployment import export, open_runtime, read_artefact
+from bitwright.deployment.artefacts.base import StoredGrid, TensorGrid
+from bitwright.deployment.artefacts.store import read_sidecar
+from bitwright.deployment.checkpoint import load_checkpoint, save_checkpoint
 from bitwright.graph import Graph, capture
 from bitwright.importers.qsync import load_mapper, plan_of_mapper
 from bitwright.importers.trace import import_trace
@@ -36,10 +36,10 @@ from bitwright.profiling import DeviceProfile, StepGraph, record_step
 from bitwright.profiling.device_profile import CollectiveCost, Host, OperatorCost, OperatorTime, TensorsCost
 from bitwright.profiling.sample_store import SampleStore
 from bitwright.quantizers import prepare
-from bitwright.report import read_json, write_html, write_json, write_markdown
-from bitwright.report.leaderboard_markdown import markdown
-from bitwright.report.leaderboard_page import write_page
-from bitwright.report.training import training_record
+from bitwright.reports import read_json, write_html, write_json, write_markdown
+from bitwright.reports.leaderboard_markdown import markdown
+from bitwright.reports.leaderboard_page import write_page
+from bitwright.reports.training import training_record
 from bitwright.sensitivity import Indications
 from bitwright.training.callbacks import History
 from bitwright.training.checkpoints import STATE, Checkpoints, TrainerState

@@ -7,7 +7,7 @@ from statistics import mean, stdev
 
 from bitwright.bench.leaderboard import FloatNet, Leaderboard, Row, SiteFacts, Spread, Summary
 from bitwright.bench.machine import machine
-from bitwright.report import Executed, ExecutedSites, OnDevice
+from bitwright.reports import Executed, ExecutedSites, OnDevice
 
 ALGORITHMS = ("lsq", "lsqplus", "pact", "dorefa", "dsq", "qil", "apot", "tqt", "nnie", "plain")
 BACKENDS = ("academic", "tensorrt", "snpe", "tvm", "openvino", "onnxruntime")

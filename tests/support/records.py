@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from bitwright.bench.comparison import Fastest, OnRuntime, Skipped
-from bitwright.deploy import Latency
-from bitwright.report import (
+from bitwright.deployment import Latency
+from bitwright.reports import (
     Accuracy,
     Comparison,
     Executed,
@@ -31,8 +31,8 @@ from bitwright.report import (
     environment,
     timings,
 )
-from bitwright.report.forecast import ForecastDevice, MeasuredSteps, PredictedAndMeasured, Span
-from bitwright.report.sensitivity import FloatTrial, SiteSensitivity, SuggestionRow
+from bitwright.reports.forecast import ForecastDevice, MeasuredSteps, PredictedAndMeasured, Span
+from bitwright.reports.sensitivity import FloatTrial, SiteSensitivity, SuggestionRow
 
 EVIL = '</script><script>alert("1")</script><img src=x onerror=alert(2)>'
 

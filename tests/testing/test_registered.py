@@ -8,7 +8,7 @@ import torch
 from bitwright.core.registry import OBSERVERS, QUANTIZERS
 from bitwright.testing import check_observer, check_quantizer
 
-# A bias has no range of its own: its grid is the product of two others'. tests/deploy checks it.
+# A bias has no range of its own: its grid is the product of two others'. tests/deployment checks it.
 WITHOUT_RANGE = {"product"}
 
 

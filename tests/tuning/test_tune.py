@@ -26,7 +26,7 @@ from bitwright import (
     tune,
 )
 from bitwright.core.registry import STRATEGIES
-from bitwright.deploy import open_runtime
+from bitwright.deployment import open_runtime
 from bitwright.tuning import Base, CandidateGenerator, Measuring, Search, Strategy
 from bitwright.zoo.workloads import digits_untrained
 

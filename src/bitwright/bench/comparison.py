@@ -14,7 +14,7 @@ from bitwright.core import charts, formatting, notebook
 from bitwright.core.arguments import strict
 from bitwright.core.documents import ResultModel
 from bitwright.core.environment import Environment
-from bitwright.deploy import Check, Latency
+from bitwright.deployment import Check, Latency
 
 _NAMED = 6  # operators named in a text; the JSON file has all
 

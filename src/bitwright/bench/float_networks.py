@@ -20,7 +20,7 @@ from bitwright.core.errors import PlanError, WorkloadError
 from bitwright.core.files import fingerprint
 from bitwright.core.task_store import Study
 from bitwright.core.tensor_tree import tensors_in
-from bitwright.deploy.checkpoint import load_checkpoint, save_checkpoint
+from bitwright.deployment.checkpoint import load_checkpoint, save_checkpoint
 from bitwright.graph import Graph, capture
 from bitwright.training import TrainConfig, Trainer
 from bitwright.training.data import seed_all

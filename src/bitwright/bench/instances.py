@@ -22,7 +22,7 @@ from bitwright.bench.comparison import Instance, Together
 from bitwright.core.errors import BitwrightError
 from bitwright.core.files import scratch_folder
 from bitwright.core.progress import Progress
-from bitwright.deploy import Latency, open_runtime
+from bitwright.deployment import Latency, open_runtime
 
 
 def _channel() -> TextIO:

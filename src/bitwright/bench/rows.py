@@ -26,7 +26,7 @@ from bitwright.core.errors import BitwrightError, DiskError, PlanError, RangeDiv
 from bitwright.core.files import scratch_folder
 from bitwright.core.formats import Format
 from bitwright.core.registry import QUANTIZERS, ROW_REPORTERS, RUNTIMES
-from bitwright.deploy import Runtime, open_runtime, unexportable
+from bitwright.deployment import Runtime, open_runtime, unexportable
 from bitwright.plan import NO_FOLDING, Plan
 from bitwright.quantizers.site_statistics import SiteRow, site_rows
 from bitwright.training import TrainConfig, Trainer, TrainResult

@@ -33,7 +33,7 @@ from bitwright.core.files import scratch_folder
 from bitwright.core.progress import Progress, phases
 from bitwright.core.registry import BACKENDS, RUNTIMES
 from bitwright.core.tensor_tree import as_call
-from bitwright.deploy import Runtime, available_runtimes, measure_latency, open_runtime
+from bitwright.deployment import Runtime, available_runtimes, measure_latency, open_runtime
 from bitwright.ptq.quantize import Quantized, quantize
 from bitwright.ptq.saved_model import SavedModel, load_prepared
 from bitwright.quantizers import strip

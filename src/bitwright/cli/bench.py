@@ -92,7 +92,7 @@ def bench(
     from bitwright.cli.comparison_tables import show_comparison
     from bitwright.core.files import write_text
     from bitwright.ptq.saved_model import SavedModel
-    from bitwright.report import add_to_report, report_of
+    from bitwright.reports import add_to_report, report_of
 
     saved = None
     if plan is not None or checkpoint is not None:

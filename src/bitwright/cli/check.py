@@ -16,7 +16,7 @@ from bitwright.cli.verb import CHECK_FAILED, verb
 from bitwright.core import formatting
 
 if TYPE_CHECKING:
-    from bitwright.deploy import Check
+    from bitwright.deployment import Check
 
 
 @verb(
@@ -47,8 +47,8 @@ def check(
     Exits with 1 if an output diverges, or if the weights or scales of the file are not those of the model, and names
     the first such site. A large distance from the float model is only a warning.
     """
-    from bitwright.deploy import check as check_model
-    from bitwright.deploy import default_runtime, open_runtime, readers
+    from bitwright.deployment import check as check_model
+    from bitwright.deployment import default_runtime, open_runtime, readers
     from bitwright.ptq.saved_model import load_prepared
     from bitwright.workload.data import rebatched
 

@@ -21,14 +21,14 @@ def open_workload(out: Out, ref: str) -> Workload:
 
 def calibration(workload: Workload, samples: int | None = None) -> Iterator[Any]:
     """Batches of the calibration data, with at most `samples` samples."""
-    from bitwright.deployment import calibration as find
+    from bitwright.workflows import calibration as find
 
     return find(workload, samples)
 
 
 def probes(workload: Workload, samples: int | None = None) -> Iterator[Any]:
     """Inputs to check a model with."""
-    from bitwright.deployment import probes as find
+    from bitwright.workflows import probes as find
 
     return find(workload, samples)
 

@@ -11,13 +11,13 @@ from bitwright.cli.verb import CHECK_FAILED
 from bitwright.core import formatting
 
 if TYPE_CHECKING:
-    from bitwright.deployment import Deployment
+    from bitwright.workflows import Deployment
 
 
 def show(out: Out, result: Deployment) -> None:
     """Print a summary and the files, and exit with 1 if a runtime diverges."""
 
-    from bitwright.report.formatting import float_and_quantized
+    from bitwright.reports.formatting import float_and_quantized
 
     record = result.record
     out.data(result.to_dict())

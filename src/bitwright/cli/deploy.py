@@ -36,7 +36,7 @@ def deploy(
 ) -> None:
     """Export a trained model, check it on the real runtime, and measure accuracy and throughput on real data."""
 
-    from bitwright.deployment import deploy as deploy_run
+    from bitwright.workflows import deploy as deploy_run
 
     with out.progress(f"loading {workload}") as progress:
         result = deploy_run(workload, run, output, reference=reference, progress=progress)

@@ -40,9 +40,9 @@ def doctor(out: Out) -> None:
     Exits with 1 if no runtime can be used.
     """
     from bitwright.cli import examining
-    from bitwright.deploy import available_runtimes
+    from bitwright.deployment import available_runtimes
     from bitwright.profiling.kernel_speed import BATCH, WIDTH, kernel_speeds
-    from bitwright.report import environment
+    from bitwright.reports import environment
 
     found = environment()
     missing = available_runtimes()
@@ -139,7 +139,7 @@ def _runtime(name: str, problem: str | None, packages: dict[str, str]) -> dict[s
         }
     from bitwright.backends import backend as find_backend
     from bitwright.core.registry import BACKENDS
-    from bitwright.deploy import saturates
+    from bitwright.deployment import saturates
 
     lossy = saturates(name)
     tables = [find_backend(backend) for backend in BACKENDS.names()]

@@ -16,7 +16,7 @@ from bitwright.cli.verb import verb
 from bitwright.core import formatting
 
 if TYPE_CHECKING:
-    from bitwright.deploy import Runtime
+    from bitwright.deployment import Runtime
     from bitwright.plan import Plan
 
 
@@ -51,9 +51,9 @@ def export(
     """
     from bitwright.core.output_folder import replacing_with_siblings
     from bitwright.core.registry import ARTEFACTS
-    from bitwright.deploy import export as export_model
-    from bitwright.deploy import export_float, readers
-    from bitwright.deploy.onnx_files import stored_bytes
+    from bitwright.deployment import export as export_model
+    from bitwright.deployment import export_float, readers
+    from bitwright.deployment.onnx_files import stored_bytes
     from bitwright.ptq.saved_model import load_prepared
 
     if output.suffix != ".onnx" and (own := readers(output)) != readers(Path("model.onnx")):

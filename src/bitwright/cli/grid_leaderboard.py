@@ -39,7 +39,7 @@ def grid_leaderboard(
     """
     from bitwright.bench.leaderboard import Leaderboard
     from bitwright.core.formatting import counted
-    from bitwright.report.leaderboard_page import links, write_page
+    from bitwright.reports.leaderboard_page import links, write_page
 
     board = Leaderboard.load(results)
     if reports is not None and not reports.is_dir():

@@ -79,7 +79,7 @@ def run_grid_file(
     from bitwright.cli.board_tables import show_board, show_reports
     from bitwright.core.files import write_text
     from bitwright.core.output_folder import replacing_with_siblings
-    from bitwright.report.leaderboard_markdown import markdown
+    from bitwright.reports.leaderboard_markdown import markdown
 
     if output is not None and output.suffix != ".json":
         what = "a leaderboard is a JSON file"

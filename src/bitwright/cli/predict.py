@@ -23,7 +23,7 @@ from bitwright.cluster.predict_workload import compare_with_steps, predict
 from bitwright.core import formatting
 from bitwright.core.errors import BitwrightError, PlanError, Problem
 from bitwright.profiling import DeviceProfile, StepGraph, StepSettings
-from bitwright.report import add_to_report, forecast, report_of
+from bitwright.reports import add_to_report, forecast, report_of
 
 
 @verb(

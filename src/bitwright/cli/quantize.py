@@ -48,7 +48,7 @@ def quantize(
     PTQ algorithms that recover accuracy without training. If they are interrupted, rerun the command to resume after
     the last finished layer or block.
     """
-    from bitwright.deployment import quantize_workload
+    from bitwright.workflows import quantize_workload
 
     with out.progress(f"loading {workload}") as progress:
         result = quantize_workload(

@@ -65,7 +65,7 @@ def score(
     from bitwright.cli.indicating import refuse_choices, show_indications
     from bitwright.cli.score_tables import show_scores
     from bitwright.ptq.quantize import quantize as quantize_model
-    from bitwright.report import add_to_report, network, report_of, sensitivity
+    from bitwright.reports import add_to_report, network, report_of, sensitivity
     from bitwright.sensitivity import score as score_model
     from bitwright.workload import can_measure, loss_of
     from bitwright.workload.data import split

@@ -14,7 +14,7 @@ from bitwright.cli.verb import CHECK_FAILED, verb
 from bitwright.core.errors import BitwrightError
 
 if TYPE_CHECKING:
-    from bitwright.report import Accuracy
+    from bitwright.reports import Accuracy
     from bitwright.tuning import Goal, TuneConfig, Tuned
     from bitwright.tuning.baseline import Baseline
 
@@ -74,11 +74,11 @@ def tune(
     from bitwright.cli.tune_tables import missed, show_trial, show_tuned
     from bitwright.core.errors import WorkloadError
     from bitwright.core.interrupts import resumable
-    from bitwright.deployment import finish, usable_runtimes
-    from bitwright.report import Size, new_record
-    from bitwright.report import write_report as write_files
-    from bitwright.report.tuning import tuning_record
+    from bitwright.reports import Size, new_record
+    from bitwright.reports import write_report as write_files
+    from bitwright.reports.tuning import tuning_record
     from bitwright.tuning import TuneConfig
+    from bitwright.workflows import finish, usable_runtimes
     from bitwright.workload import can_measure
 
     config = TuneConfig.load(what) if what.endswith((".yaml", ".yml")) else TuneConfig(workload=what)
@@ -178,7 +178,7 @@ def _changed(
 
 
 def _accuracy(metric: str, baseline: Baseline, goal: Goal) -> Accuracy:
-    from bitwright.report import Accuracy
+    from bitwright.reports import Accuracy
 
     value, lower = baseline.metrics[metric], not goal.higher_is_better(metric)
     return Accuracy(where="float", metric=metric, value=value, samples=baseline.samples, lower_is_better=lower)

@@ -20,8 +20,8 @@ from bitwright.core.arguments import Amount, Seed, strict
 from bitwright.core.errors import BitwrightError, CalibrationError, PlanError, Problem, log_warnings
 from bitwright.core.output_folder import staged_output
 from bitwright.core.progress import Progress
-from bitwright.deploy import Artefact, Check, Distance, check, export, measure_distance, unexportable
-from bitwright.deploy.checkpoint import save_checkpoint
+from bitwright.deployment import Artefact, Check, Distance, check, export, measure_distance, unexportable
+from bitwright.deployment.checkpoint import save_checkpoint
 from bitwright.graph import Graph, capture_paths
 from bitwright.graph.interception import bare
 from bitwright.plan import Plan
@@ -34,7 +34,7 @@ from bitwright.workload.calibration_data import CalibrationData
 from bitwright.workload.metrics import top1
 
 if TYPE_CHECKING:
-    from bitwright.report import Record
+    from bitwright.reports import Record
 
 log = getLogger(__name__)
 _RECORDED = 16  # the most batches that are recorded to find paths that only some inputs take
@@ -107,7 +107,7 @@ class Quantized:
 
     def report(self, path: str | Path, data: Iterable[Any] | None = None) -> Record:
         """Write a page (.html, .md or .json) about every site, with statistics over the inputs `data`."""
-        from bitwright.report import make_record, write_page
+        from bitwright.reports import make_record, write_page
 
         name = self.plan.model or type(self.model).__name__
         given = [self.example] if data is None else data

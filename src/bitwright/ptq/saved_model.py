@@ -12,7 +12,7 @@ from bitwright.backends import problems_title
 from bitwright.core.arguments import strict
 from bitwright.core.errors import BitwrightError, PlanError, Problem
 from bitwright.core.registry import WORKLOADS
-from bitwright.deploy.checkpoint import load_checkpoint
+from bitwright.deployment.checkpoint import load_checkpoint
 from bitwright.graph import capture
 from bitwright.plan import Plan
 from bitwright.ptq.quantize import Quantized

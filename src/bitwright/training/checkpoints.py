@@ -21,7 +21,7 @@ from bitwright.core.arrays import read_tensors
 from bitwright.core.documents import Strict, name_problem, read_json, read_text, validated
 from bitwright.core.errors import BitwrightError, CheckpointError, Problem, TrainError
 from bitwright.core.files import file_fingerprint, note_written, sync_to_disk, temporary_folder, write_text, writing
-from bitwright.deploy.checkpoint import load_checkpoint, read_state, save_state
+from bitwright.deployment.checkpoint import load_checkpoint, read_state, save_state
 
 if TYPE_CHECKING:
     from bitwright.training.run import TrainingRun

@@ -20,7 +20,7 @@ from bitwright.core.errors import CalibrationError, Problem, TrainError
 from bitwright.core.process_group import keep_groups
 from bitwright.core.progress import Progress
 from bitwright.core.tensor_tree import map_tensors, tensors_in
-from bitwright.deploy import Artefact
+from bitwright.deployment import Artefact
 from bitwright.graph import capture
 from bitwright.plan import Plan
 from bitwright.ptq import settle_ranges, settle_weights

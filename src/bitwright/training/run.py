@@ -26,7 +26,7 @@ from bitwright.core.interrupts import Interrupted, Stop
 from bitwright.core.modes import eval_mode
 from bitwright.core.output_folder import staged_output
 from bitwright.core.tensor_tree import map_tensors
-from bitwright.deploy.checkpoint import checkpoint_file, load_checkpoint, save_checkpoint
+from bitwright.deployment.checkpoint import checkpoint_file, load_checkpoint, save_checkpoint
 from bitwright.plan import Plan
 from bitwright.quantizers.compiled import for_this_cpu
 from bitwright.quantizers.site_statistics import SiteRow, site_rows

@@ -17,7 +17,7 @@ from bitwright.backends import BackendTable, Choices
 from bitwright.core.errors import BitwrightError, DiskError
 from bitwright.core.registry import RUNTIMES
 from bitwright.core.tensor_tree import as_call, batch_size, tensors_in
-from bitwright.deploy import Runtime, available_runtimes, measure_latency, open_runtime, peak_memory
+from bitwright.deployment import Runtime, available_runtimes, measure_latency, open_runtime, peak_memory
 from bitwright.graph import Graph
 from bitwright.plan import Plan
 from bitwright.ptq.quantize import Quantized, put_back, quantize

@@ -13,7 +13,7 @@ from bitwright.core.arguments import strict
 from bitwright.core.errors import BitwrightError
 from bitwright.core.files import write_text
 from bitwright.core.output_folder import staged_output
-from bitwright.deploy.checkpoint import save_checkpoint
+from bitwright.deployment.checkpoint import save_checkpoint
 from bitwright.plan import Plan
 from bitwright.ptq.quantize import Quantized
 from bitwright.tuning.baseline import Baseline

@@ -21,7 +21,7 @@ from bitwright.core.output_folder import locked, recover, staged_output
 from bitwright.core.progress import Progress, phases
 from bitwright.core.registry import STRATEGIES
 from bitwright.core.tensor_tree import tensors_in
-from bitwright.deploy import open_runtime
+from bitwright.deployment import open_runtime
 from bitwright.graph import Graph, capture_paths
 from bitwright.ptq import MEMORY
 from bitwright.ptq.quantize import Quantized, put_back

@@ -6,10 +6,10 @@ from pathlib import Path
 
 from bitwright.core.output_folder import staged_output
 from bitwright.core.progress import Progress, phases
-from bitwright.deploy import export_float, readers
-from bitwright.deployment import Deployment, accuracy, calibration, finish
+from bitwright.deployment import export_float, readers
 from bitwright.ptq.quantize import quantize
-from bitwright.report import Size
+from bitwright.reports import Size
+from bitwright.workflows import Deployment, accuracy, calibration, finish
 from bitwright.zoo.workloads import digits
 
 __all__ = ["run_quickstart"]

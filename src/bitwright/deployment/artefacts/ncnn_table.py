@@ -1,0 +1,57 @@
+"""ncnn's table: `layer_param_0` with the factors of a weight, `layer` with that of an input; factor = 1/scale."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from bitwright.core.errors import ArtefactError
+from bitwright.deployment.artefacts.base import Sidecar, StoredGrid, TensorGrid
+
+_CODES = 127
+
+
+class NcnnTable(Sidecar):
+    """ONNX with ncnn's table, keyed by layer names."""
+
+    suffix = ".table"
+
+    def refusal(self, grid: TensorGrid) -> tuple[str, str] | None:
+        """A factor requires codes from −127 to 127 and a layer with a weight."""
+        if not grid.grid.symmetric or (grid.grid.qmin, grid.grid.qmax) != (-_CODES, _CODES):
+            return "a factor requires codes from −127 to 127", "use int8/…/sym/narrow"
+        if not grid.layers:
+            return "only layers with a weight have factors", "keep this site in float"
+        return None
+
+    def keys(self, grid: TensorGrid) -> tuple[str, ...]:
+        """Keys are layers, not tensors."""
+        return tuple(f"{layer}_param_0" if grid.weight else layer for layer in grid.layers)
+
+    def write(self, grids: Sequence[TensorGrid]) -> str:
+        """Write weights first. The double 1/scale reproduces the float scale exactly."""
+        lines = []
+        for g in sorted(grids, key=lambda g: not g.weight):
+            factors = " ".join(repr(float(1 / np.float64(scale))) for scale in np.ravel(g.grid.scale))
+            lines += [f"{key} {factors}\n" for key in self.keys(g)]
+        return "".join(lines)
+
+    def read(self, text: str) -> dict[str, StoredGrid]:
+        """Parse the file line by line."""
+        grids: dict[str, StoredGrid] = {}
+        for number, line in enumerate(text.splitlines(), 1):
+            try:
+                name, first, *more = line.split()
+                scale = np.array([1 / float(factor) for factor in (first, *more)]).astype(np.float32)
+            except (ValueError, ZeroDivisionError) as error:
+                raise ArtefactError(
+                    "a line must contain a name and its factors",
+                    where=f"line {number}",
+                    value=line,
+                    fix="export again",
+                    code="invalid-line",
+                ) from error
+            scale = scale if len(scale) > 1 else scale.reshape(())
+            grids[name] = StoredGrid(scale=scale, zero_point=np.zeros(scale.shape, np.int64), qmin=-_CODES, qmax=_CODES)
+        return grids

@@ -1,0 +1,226 @@
+"""`check(model, artefact, batches)`: compare an artefact on the real runtime with the simulated model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from bitwright.backends import backend
+from bitwright.core.arguments import Count, strict
+from bitwright.core.errors import ArtefactError, Problem, WorkloadError, log_warnings
+from bitwright.core.formatting import decibels, number, percent
+from bitwright.core.modes import call_copied, eval_mode
+from bitwright.core.notebook import table
+from bitwright.core.registry import RUNTIMES
+from bitwright.core.tensor_tree import as_call, tensors_in
+from bitwright.deployment.agreement import AgreementSums, OutputCheck, as_array, refuse_nan
+from bitwright.deployment.artefacts.store import QDQ, kind_of_artefact, read_artefact
+from bitwright.deployment.distance import Distance, SiteDistance, distance_of, measure_sites
+from bitwright.deployment.integrity import Damage
+from bitwright.deployment.runtimes.base import Runtime, open_runtime, readers
+from bitwright.deployment.site_check import ProbeInfo, SiteCheck, StoredSites, check_sites
+from bitwright.graph.capture import report_batch_errors
+from bitwright.quantizers import attachment_of, in_mode, warnings_of
+from bitwright.workload.calibration_data import CalibrationData
+
+
+@strict
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """How an artefact on a runtime compares with the simulated model, per output and, if asked for, per site."""
+
+    runtime: str
+    samples: int
+    outputs: tuple[OutputCheck, ...]
+    sites: tuple[SiteCheck, ...] = ()
+    unseen: tuple[str, ...] = ()
+    """Sites without codes of their own in the artefact: their tensor passes the same quantizer elsewhere."""
+    probe: ProbeInfo | None = None
+    """How the sites were seen."""
+    distance: Distance | None = None
+    """How far the simulated model is from the float model on the same data: `passed` doesn't say."""
+    warnings: tuple[Problem, ...] = ()
+    """Problems that don't change the verdict. Each was also logged."""
+    damages: tuple[Damage, ...] = ()
+    """Numbers of the artefact that aren't what was exported, or aren't the model's."""
+
+    def __repr__(self) -> str:
+        """One line: the verdict."""
+        verdict = "passed" if self.passed else f"diverges at {self.first_divergence or 'the output'}"
+        return f"<Check on {self.runtime}: {verdict}, {self.samples} samples>"
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields and the verdict as plain data."""
+        return {**asdict(self), "passed": self.passed, "first_divergence": self.first_divergence}
+
+    @property
+    def passed(self) -> bool:
+        """All outputs agree, and the artefact stores the numbers that the model has."""
+        intact = not self.damages and not any(site.damaged for site in self.sites)
+        return intact and all(output.passed for output in self.outputs)
+
+    def _repr_html_(self) -> str:
+        rows = [
+            (
+                one.name,
+                "agrees" if one.passed else "diverges",
+                decibels(one.sqnr_db if isfinite(one.sqnr_db) else None),
+                number(one.max_error),
+                None if one.top1_agreement is None else percent(one.top1_agreement),
+            )
+            for one in self.outputs
+        ]
+        title = f"{self.runtime}: {'passed' if self.passed else 'failed'}, {self.samples} samples"
+        return table(["output", "result", "#SQNR", "#largest error", "#same top-1"], rows, title=title)
+
+    @property
+    def first_divergence(self) -> str | None:
+        """The first site, in the order of execution, whose codes differ by more than rounding."""
+        damaged = next((damage.site for damage in self.damages), None)
+        return next((site.site for site in self.sites if site.diverges), damaged)
+
+
+@strict
+def check(
+    model: nn.Module,
+    artefact: str | Path,
+    batches: Iterable[Any],
+    *,
+    runtime: str | None = None,
+    per_site: bool = False,
+    threads: Count | None = None,
+    measure: bool = True,
+) -> Check:
+    """Run `batches` through the prepared model and through the artefact on the real runtime, and compare.
+
+    `runtime` is by default that of the plan's backend. Two questions are answered: whether the runtime computes what
+    the simulated model computes (`passed`), and how far that is from the float model (`distance`, with warnings). With
+    `per_site`, the first batch is also compared at every site, in the order of execution; without `measure`, the
+    distance from float is left out.
+    """
+    artefact = Path(artefact)
+    noted: list[Problem] = []
+    if runtime is None:
+        runtime, other = default_runtime(attachment_of(model).plan.backend, artefact)
+        noted += [] if other is None else [other]
+    real = open_runtime(runtime, artefact, threads=threads)
+    if real.suffix == ".onnx" and (kind := kind_of_artefact(artefact)) != QDQ:
+        read_artefact(artefact)  # files that were changed since the export are an error of their own
+        raise ArtefactError(
+            "this artefact is a float model with a separate file of quantization parameters",
+            where=str(artefact),
+            value=kind,
+            fix='export with artefact="qdq" (--artefact qdq) to check the same numbers here',
+            code="float-artefact",
+        )
+    sums: dict[str, AgreementSums] = {}
+    samples, seen = 0, CalibrationData()
+    first: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+    with eval_mode(model):
+        for batch in batches:
+            args, kwargs = as_call(batch)
+            first = first or (args, kwargs)
+            samples += next((int(t.shape[0]) if t.dim() else 1 for _, t in tensors_in((args, kwargs))), 1)
+            if any(tensor.numel() for _, tensor in tensors_in(seen.see(batch))):
+                with report_batch_errors(model, batch):
+                    _compare(model, real, args, kwargs, sums)
+        if first is None or not sums:
+            what = "there is no batch to check with" if first is None else "all batches to check with are empty"
+            raise WorkloadError(what, fix="give at least one batch with a sample in it", code="no-data")
+        sites = check_sites(model, real, artefact, *first) if per_site else None
+        looked, damages = _look(model, real, artefact, *first)
+    distance = distance_of(attachment_of(model), sums, looked, samples) if measure else None
+    noted += [] if distance is None else distance.warnings
+    noted += seen.warnings("the data to check with", fix="check with samples of the data in use", suffix="check")
+    if not type(real).has_digests(artefact):
+        noted.append(_no_digests(artefact))
+    log_warnings(noted)
+    noted += warnings_of(model)  # logged when they came up
+    return Check(
+        runtime=runtime,
+        samples=samples,
+        outputs=tuple(sum_.result(name) for name, sum_ in sums.items()),
+        sites=() if sites is None else sites.checks,
+        unseen=() if sites is None else sites.unseen,
+        probe=None if sites is None else sites.probe,
+        distance=distance,
+        warnings=tuple(noted),
+        damages=damages,
+    )
+
+
+def _no_digests(artefact: Path) -> Problem:
+    return Problem(
+        what="the artefact has no digests, so changed numbers outside of quantized weights may not be found",
+        where=str(artefact),
+        fix="export it again with this version",
+        code="no-digests",
+    )
+
+
+def default_runtime(name: str | None, artefact: Path) -> tuple[str, Problem | None]:
+    """The runtime of a backend if it can read the file here, else one that can, with the reason."""
+    usable = readers(artefact)
+    table = None if name is None else backend(name)
+    if table is not None and table.runtime in usable:
+        return table.runtime, None
+    chosen = "onnxruntime" if "onnxruntime" in usable else usable[0]
+    if table is None or table.runtime is None:
+        return chosen, None
+    kind: type[Runtime] | None = RUNTIMES.get(table.runtime) if table.runtime in RUNTIMES else None
+    if kind is not None and kind.suffix != artefact.suffix:
+        reason, fix = f"reads {kind.suffix} files", f"export a {kind.suffix} file, and check that"
+    else:
+        problem = "it is not registered" if kind is None else kind.missing()
+        reason, fix = f"can't be used here ({problem})", f"pip install 'bitwright[{table.runtime}]'"
+    what = f"checked on {chosen}, not on {table.runtime}, for which the model was quantized: {table.runtime} {reason}"
+    return chosen, Problem(what=what, where=str(artefact), fix=fix, code="other-runtime")
+
+
+def _look(
+    model: nn.Module, real: Runtime, artefact: Path, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[SiteDistance, ...], tuple[Damage, ...]]:
+    """What quantizers do, and whether the artefact's numbers are those that were exported, and the model's own."""
+    kind = type(real)
+    try:
+        stored = StoredSites(kind.stored(artefact))
+    except ArtefactError:  # this runtime doesn't show them, or the artefact is of another model: the outputs say so
+        stored = StoredSites({})
+    with torch.no_grad(), in_mode(model, "quantize"):
+        looked = measure_sites(model, lambda: call_copied(model, args, kwargs), stored.look)
+    by_site = {damage.site: damage for damage in kind.damages(artefact)}
+    ordered = {**{site: by_site[site] for site in stored.seen_in_order if site in by_site}, **by_site}
+    return looked.sites, tuple({**stored.found, **ordered}.values())
+
+
+def _compare(
+    model: nn.Module, real: Runtime, args: tuple[Any, ...], kwargs: dict[str, Any], sums: dict[str, AgreementSums]
+) -> None:
+    with torch.no_grad():
+        with in_mode(model, "quantize"):
+            simulated = list(tensors_in(call_copied(model, args, kwargs)))
+        with in_mode(model, "float"):
+            exact = [tensor for _, tensor in tensors_in(call_copied(model, args, kwargs))]
+    results = real.run(real.feed(*args, **kwargs))
+    if len(results) != len(simulated):
+        raise ArtefactError(
+            f"the artefact has {len(results)} outputs, the model {len(simulated)}",
+            fix="export the artefact from this model",
+        )
+    for (path, tensor), array, truth in zip(simulated, results, exact, strict=True):
+        if tuple(array.shape) != tuple(tensor.shape):
+            raise ArtefactError(
+                "the artefact's output has another shape than the model's",
+                where=path or "output",
+                value=f"{tuple(array.shape)} against {tuple(tensor.shape)}",
+                fix="export the artefact from this model",
+            )
+        ours, exactly = as_array(tensor), as_array(truth)
+        refuse_nan(path, simulated=ours, real=array, exact=exactly, runtime=real.name)
+        sums.setdefault(path or "output", AgreementSums()).add(ours, array, exactly)

@@ -1,0 +1,308 @@
+"""`export(model, path, inputs)`: the prepared model as its target's tools read it, nothing lost on the way."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVarTuple
+
+import onnx_ir as ir
+import torch
+from torch import nn
+
+from bitwright.backends import backend
+from bitwright.core.arguments import strict
+from bitwright.core.errors import ExportError, PlanError, Problem, log_warnings
+from bitwright.core.files import write_text
+from bitwright.core.logging import quiet
+from bitwright.core.modes import eval_mode
+from bitwright.core.registry import ARTEFACTS
+from bitwright.core.tensor_tree import as_call, batch_size
+from bitwright.deployment.artefacts.base import Sidecar
+from bitwright.deployment.artefacts.plain import write_plain
+from bitwright.deployment.artefacts.store import KEYS, KIND, QDQ
+from bitwright.deployment.dynamic_axes import frozen_size
+from bitwright.deployment.integrity import text_digest, write_digests
+from bitwright.deployment.onnx_files import replacing_onnx, save_onnx, stored_bytes
+from bitwright.deployment.onnx_translation import to_float32, translations
+from bitwright.deployment.qdq import Counts, Recorded, write_qdq
+from bitwright.deployment.rewrites import fold_constants
+from bitwright.deployment.trace import Exported, export_program, fixed_batch, reason_of, trace
+from bitwright.quantizers import Attachment, attachment_of
+from bitwright.quantizers.state import parameter_problems, state_problems
+from bitwright.version import __version__
+
+_Rest = TypeVarTuple("_Rest")  # what is known of a file that was written, beside its program
+
+OPSET = 21
+
+
+@strict
+@dataclass(frozen=True, kw_only=True)
+class Artefact:
+    """An exported file and what it contains."""
+
+    path: Path
+    bytes: int
+    activation_pairs: int
+    weights: int
+    int32_biases: int
+    dynamic_batch: bool
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    kind: str = QDQ
+    sidecar: Path | None = None
+    """The file with the quantization parameters, if the model file itself is float."""
+    warnings: tuple[Problem, ...] = ()
+    """Requests that the artefact doesn't fulfil. Each was also logged."""
+
+    def __repr__(self) -> str:
+        """One line: the file and what it has."""
+        return f"<Artefact {self.path}: {self.kind}, {self.bytes:,} bytes, {self.weights} integer weights>"
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields as plain data."""
+        sidecar = None if self.sidecar is None else str(self.sidecar)
+        return {**asdict(self), "path": str(self.path), "sidecar": sidecar}
+
+
+@strict
+def export(
+    model: nn.Module, path: str | Path, inputs: Any, *, dynamic_batch: bool = True, artefact: str | None = None
+) -> Artefact:
+    """Write a prepared, calibrated model as ONNX (opset 21); `inputs` is one example call.
+
+    Which `artefact` is written says the table of the plan's backend: Q/DQ pairs with integer weights, or a float model
+    with a file of grids beside it (docs/backends/artefacts.md). What is exported must pass the quantizers that the
+    model passes, else nothing is written and an error names the missing sites.
+    """
+    path = Path(path)
+    attachment = attachment_of(model)
+    kind = artefact or default_artefact(attachment)
+    sidecar = _sidecar(kind)
+    for problem in unexportable(model, kind):
+        raise ExportError(problem.what, where=problem.where, value=problem.value, fix=problem.fix)
+    refuse_odd_state(model, attachment)
+    args, kwargs = as_call(inputs)
+    with replacing_onnx(path) as (temporary, data):
+        write = partial(_export, model, temporary, data, args, kwargs, kind)
+        (exported, onnx_model, counts, text), noted = _verified(model, temporary, (args, kwargs), write, dynamic_batch)
+        if sidecar is not None:
+            write_text(sidecar.path(path), text)
+    log_warnings(noted)
+    return Artefact(
+        path=path,
+        bytes=stored_bytes(path),
+        activation_pairs=counts.activations,
+        weights=counts.weights,
+        int32_biases=counts.biases,
+        dynamic_batch=bool(exported.axes),
+        inputs=tuple(str(value.name) for value in onnx_model.graph.inputs),
+        outputs=tuple(str(value.name) for value in onnx_model.graph.outputs),
+        kind=kind,
+        sidecar=None if sidecar is None else sidecar.path(path),
+        warnings=noted,
+    )
+
+
+def _export(
+    model: nn.Module,
+    path: Path,
+    data: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    kind: str,
+    dynamic_batch: bool,
+) -> tuple[Exported, ir.Model, Counts, str]:
+    """Trace the model and write one ONNX file (large: with `data` beside it); gives the text of its sidecar, too."""
+    attachment, sidecar = attachment_of(model), _sidecar(kind)
+    traced = trace(model, args, kwargs, dynamic_batch=dynamic_batch, codes=sidecar is None)
+    onnx_model = _translate(traced.program)
+    noted = to_float32(onnx_model, model, (args, kwargs))
+    counts, text = _write(onnx_model, attachment, traced.recorded, kind, sidecar)
+    onnx_model.producer_name, onnx_model.producer_version = "bitwright", __version__
+    onnx_model.metadata_props["bitwright.plan"] = attachment.plan.to_yaml()
+    write_digests(onnx_model, None if sidecar is None else {sidecar.suffix: text_digest(text)})
+    save_onnx(onnx_model, path, data)
+    exported = replace(traced.exported, warnings=(*traced.exported.warnings, *noted))
+    return exported, onnx_model, counts, text
+
+
+def _verified(
+    model: nn.Module, path: Path, call: Any, write: Callable[[bool], tuple[Exported, *_Rest]], dynamic_batch: bool
+) -> tuple[tuple[Exported, *_Rest], tuple[Problem, ...]]:
+    """Write a file that takes any batch, and see that it does; else one that takes that of the example."""
+    try:
+        written = write(dynamic_batch)
+        exported = written[0]
+        if not exported.axes:
+            return written, exported.warnings
+        reason = frozen_size(
+            model, exported.program, path, exported.args, exported.kwargs, exported.axes, flat=exported.flat
+        )
+        if reason is None:
+            return written, exported.warnings
+    except ExportError as error:
+        if not dynamic_batch or "torch-onnx-failed" not in error.codes:
+            raise
+        reason = error.problems[0].what  # fewer operators are known for sizes that are free
+    written = write(False)
+    return written, (fixed_batch(reason, batch_size(call)), *written[0].warnings)
+
+
+def refuse_odd_state(model: nn.Module, attachment: Attachment) -> None:
+    """Raise if a quantizer has a scale or a zero point that can't be, or a parameter isn't finite."""
+    found = [state_problems(q, q.state_dict()) for q in attachment.quantizers.values() if q.calibrated and not q.of]
+    problems = [problem for problems in found for problem in problems]
+    problems += parameter_problems(attachment.quantizers, model.named_parameters())
+    if problems:
+        raise PlanError(problems, title="a model with impossible state can't be exported")
+
+
+def default_artefact(attachment: Attachment) -> str:
+    """What the tools of the plan's backend read."""
+    return QDQ if attachment.plan.backend is None else backend(attachment.plan.backend).artefacts[0]
+
+
+def _sidecar(kind: str) -> Sidecar | None:
+    if kind == QDQ:
+        return None
+    found: Sidecar = ARTEFACTS.get(kind)()
+    return found
+
+
+def _write(
+    model: ir.Model, attachment: Attachment, recorded: Recorded, kind: str, sidecar: Sidecar | None
+) -> tuple[Counts, str]:
+    if sidecar is None:
+        counts = write_qdq(model, attachment, recorded)
+        _drop_inferable(model)
+        return counts, ""
+    _drop_inferable(model)  # before operators with a weight get their names
+    grids, keys = write_plain(model, attachment, recorded, sidecar)
+    model.metadata_props[KIND] = kind
+    model.metadata_props[KEYS] = json.dumps(keys)
+    return Counts(weights=sum(grid.weight for grid in grids)), sidecar.write(grids)
+
+
+def marked_program(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[torch.export.ExportedProgram, Recorded]:
+    """The prepared model with a marker at each site, its batch fixed, and the integers of what is constant."""
+    for problem in unexportable(model):
+        raise ExportError(problem.what, where=problem.where, value=problem.value, fix=problem.fix)
+    refuse_odd_state(model, attachment_of(model))
+    traced = trace(model, args, kwargs, dynamic_batch=False)
+    return traced.program, traced.recorded
+
+
+@strict
+def export_float(model: nn.Module, path: str | Path, inputs: Any, *, dynamic_batch: bool = True) -> Path:
+    """The float model as ONNX: the reference that sizes, latencies and accuracies are compared with."""
+    path = Path(path)
+    args, kwargs = as_call(inputs)
+    with replacing_onnx(path) as (temporary, data):
+        write = partial(_export_float, model, temporary, data, args, kwargs)
+        _, noted = _verified(model, temporary, (args, kwargs), write, dynamic_batch)
+    log_warnings(noted)
+    return path
+
+
+def _export_float(
+    model: nn.Module, path: Path, data: str, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_batch: bool
+) -> tuple[Exported]:
+    with eval_mode(model):
+        exported = export_program(model, args, kwargs, dynamic_batch)
+    onnx_model = _translate(exported.program)
+    noted = to_float32(onnx_model, model, (args, kwargs))
+    _drop_inferable(onnx_model)
+    save_onnx(onnx_model, path, data)
+    return (replace(exported, warnings=(*exported.warnings, *noted)),)
+
+
+def unexportable(model: nn.Module, artefact: str | None = None) -> list[Problem]:
+    """Quantizers that the artefact can't represent, with their sites. The model needs no calibration for this."""
+    attachment = attachment_of(model)
+    kind = artefact or default_artefact(attachment)
+    sidecar = _sidecar(kind)
+    sites: dict[str, list[str]] = {}
+    for site, quantizer in attachment.quantizers.items():
+        if not (quantizer.exportable if sidecar is None else sidecar.carries(quantizer)):
+            sites.setdefault(quantizer.spec.quantizer, []).append(site)
+    return [
+        Problem(
+            what=f"this quantizer has levels that {'QuantizeLinear' if sidecar is None else kind} can't write",
+            where=", ".join(where),
+            value=name,
+            fix="use evenly spaced levels here (plain, lsq, lsqplus, pact, dsq, tqt), or keep these sites in float"
+            if name != "plain"
+            else "use the backend's own quantizer here, or keep these sites in float",
+        )
+        for name, where in sites.items()
+    ]
+
+
+def _translate(program: torch.export.ExportedProgram) -> ir.Model:
+    # no_grad: with gradients torch lowers attention with a learned mask to views that don't fit its strides
+    with torch.no_grad(), warnings.catch_warnings(), quiet("torch.onnx", "onnxscript", "onnx_ir"):
+        warnings.simplefilter("ignore")
+        try:
+            exported = _to_onnx(program)
+        except Exception as error:
+            raise ExportError(
+                f"torch.onnx can't translate the program: {reason_of(error)}",
+                fix="replace the operator that it names, or export the part of the model without it; "
+                "torch.onnx.export(model, inputs, dynamo=True) on the float model shows whether it is the model's own",
+                code="torch-onnx-failed",
+            ) from error
+    assert exported is not None
+    model: ir.Model = exported.model
+    _drop_traces(model)
+    return model
+
+
+def _to_onnx(program: torch.export.ExportedProgram) -> torch.onnx.ONNXProgram | None:
+    def translate() -> torch.onnx.ONNXProgram | None:
+        return torch.onnx.export(
+            program,
+            dynamo=True,
+            opset_version=OPSET,
+            verbose=False,
+            optimize=True,
+            custom_translation_table=translations(program),
+        )
+
+    try:
+        return translate()
+    except Exception:
+        # An operator without a translation may compute a weight: then its result is all that is needed.
+        if not fold_constants(program):
+            raise
+    return translate()
+
+
+def _drop_inferable(model: ir.Model) -> None:
+    """Node names and the types of inner values: every runtime infers them, and a small model is mostly these."""
+    kept = set(model.graph.outputs)
+    for node in model.graph:
+        node.name = None
+        for value in node.outputs:
+            if value not in kept:
+                value.type, value.shape = None, None
+
+
+def _drop_traces(model: ir.Model) -> None:
+    """torch.onnx notes Python stack traces at every node: more bytes than a small model's weights, and our paths."""
+    model.metadata_props.clear()
+    model.graph.metadata_props.clear()
+    for node in ir.traversal.RecursiveGraphIterator(model.graph):
+        node.metadata_props.clear()
+        node.doc_string = None
+        for value in node.outputs:
+            value.metadata_props.clear()
+    for value in [*model.graph.inputs, *model.graph.initializers.values()]:
+        value.metadata_props.clear()

@@ -1,0 +1,264 @@
+"""The interface of all runtimes: load an artefact, and call it like the model."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from bitwright.core.arguments import strict
+from bitwright.core.errors import ArtefactError, BitwrightError
+from bitwright.core.modes import eval_mode
+from bitwright.core.registry import RUNTIMES
+from bitwright.core.tensor_tree import map_tensors, tensors_in
+from bitwright.deployment.agreement import as_array
+from bitwright.deployment.integrity import Damage
+from bitwright.deployment.measure import Latency, measure_latency
+from bitwright.deployment.onnx_files import load_onnx
+from bitwright.workload import Workload, call, evaluate
+from bitwright.workload.data import in_chunks
+
+
+class Runtime(ABC):
+    """A loaded artefact. It is called like the model: with tensors, and it returns a tensor or a tuple of tensors."""
+
+    name: ClassVar[str]
+    suffix: ClassVar[str]
+    """The suffix of its files."""
+    any_batch: ClassVar[bool] = True
+    """Whether an artefact can take any batch size; otherwise `write` fixes it to that of the example inputs."""
+    deploys: ClassVar[bool] = True
+    """False for runtimes that aren't for deployment; they are used only by name, and aren't compared or timed."""
+    activations: ClassVar[str] = "uint8/tensor/asym"
+    """A format of activations with integer kernels in this runtime."""
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    batch: int | None
+    """The fixed batch size of the artefact, or None if it takes any."""
+
+    @staticmethod
+    @abstractmethod
+    def missing() -> str | None:
+        """The reason why this runtime isn't available, or None."""
+
+    @abstractmethod
+    def __init__(self, path: Path, *, threads: int | None = None) -> None:
+        """Load the artefact."""
+
+    @abstractmethod
+    def run(self, feed: dict[str, NDArray[Any]]) -> list[NDArray[Any]]:
+        """Run once, with arrays by input name; returns the output arrays in order."""
+
+    @classmethod
+    @abstractmethod
+    def write(cls, model: nn.Module, path: Path, inputs: Any) -> None:
+        """Write the artefact of a prepared, calibrated model; `inputs` is an example call."""
+
+    @classmethod
+    @abstractmethod
+    def write_float(cls, model: nn.Module, path: Path, inputs: Any) -> None:
+        """Write the float model, as a reference for comparisons."""
+
+    @classmethod
+    def size(cls, path: Path) -> int:
+        """The deployed size in bytes: the artefact and files next to it."""
+        return path.stat().st_size
+
+    def executed(self) -> dict[str, int] | None:
+        """The number of convolutions and matrix products by the type in which they run: {"int8": 20, "float": 1}.
+
+        The numbers come from the runtime's optimized program, not from the artefact; None if they aren't available.
+        """
+        return None
+
+    def left_in_float(self) -> tuple[str, ...] | None:
+        """The names of the operators counted as float by `executed`; None if they aren't available."""
+        return None
+
+    @classmethod
+    def stored(cls, path: Path) -> dict[str, NDArray[Any]]:
+        """The stored tensors of each site: `<site>.codes` of weights, `<site>.scale`, `.zero_point`."""
+        raise _hidden(cls.name)
+
+    @classmethod
+    def damages(cls, path: Path) -> list[Damage]:
+        """Differences from the exported contents, according to the digests; empty without digests."""
+        return []
+
+    @classmethod
+    def has_digests(cls, path: Path) -> bool:
+        """Whether the artefact has digests, so that `damages` is meaningful."""
+        return True
+
+    @classmethod
+    def probing(cls, path: Path, sites: Iterable[str]) -> Runtime:
+        """Open the artefact with additional outputs `<site>.codes` for these sites."""
+        raise _hidden(cls.name)
+
+    def feed(self, *args: Any, **kwargs: Any) -> dict[str, NDArray[Any]]:
+        """The input arrays of a call of the model: keywords by name, the others in order."""
+        arrays: dict[str, NDArray[Any]] = {}
+        rest: list[Tensor] = [tensor for _, tensor in tensors_in(args)]
+        for path, tensor in tensors_in(kwargs):
+            if path in self.inputs:
+                arrays[path] = self.array(tensor)
+            else:
+                rest.append(tensor)
+        free = [name for name in self.inputs if name not in arrays]
+        if len(rest) != len(free):
+            raise ArtefactError(
+                f"the artefact takes {len(self.inputs)} tensors",
+                value=f"{len(rest) + len(arrays)} given",
+                fix=f"inputs: {', '.join(self.inputs)}",
+                code="wrong-inputs",
+            )
+        arrays.update({name: self.array(tensor) for name, tensor in zip(free, rest, strict=True)})
+        return arrays
+
+    def array(self, tensor: Tensor) -> NDArray[Any]:
+        """Convert one input for the artefact."""
+        return as_array(tensor)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call it like the model; an artefact with a fixed batch processes larger inputs in pieces."""
+        return in_chunks(self._call, self.batch)(*args, **kwargs)
+
+    def latency(self, *args: Any, runs: int = 50, **kwargs: Any) -> Latency:
+        """Time one call. To compare runtimes, measure them in alternation: `measure_latency`, `benchmark`."""
+        return measure_latency({self.name: partial(self.run, self.feed(*args, **kwargs))}, runs=runs)[self.name]
+
+    def accuracy(self, workload: Workload) -> dict[str, float]:
+        """The workload's metrics on its evaluation data; outputs have the structure of the model's outputs."""
+        with torch.no_grad(), eval_mode(workload.model):
+            example = call(workload.model, workload.inputs)
+        return evaluate(workload, partial(_shaped, self, example))
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        results = [torch.from_numpy(np.ascontiguousarray(a)) for a in self.run(self.feed(*args, **kwargs))]
+        return results[0] if len(results) == 1 else tuple(results)
+
+
+def _shaped(runtime: Runtime, example: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call the runtime and return its tensors in the structure of the model's output: dicts, dataclasses, …"""
+    output = runtime(*args, **kwargs)
+    tensors = [output] if isinstance(output, Tensor) else list(output)
+    if len(tensors) != sum(1 for _ in tensors_in(example)):
+        return output
+    left = iter(tensors)
+    return map_tensors(example, lambda _: next(left))
+
+
+def _hidden(runtime: str) -> ArtefactError:
+    what = f"{runtime} doesn't expose the contents of its artefacts"
+    return ArtefactError(what, fix="check without --per-site", code="contents-not-accessible")
+
+
+def input_error(runtime: str, error: Exception) -> ArtefactError:
+    """Convert a runtime's exception about its inputs to an ArtefactError."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return ArtefactError(
+        f"{runtime} can't run the artefact with these inputs: {lines[0]}",
+        fix="use the shapes and the batch size of the export",
+        code="runtime-failed",
+    )
+
+
+@strict
+def open_runtime(name: str, path: str | Path, *, threads: int | None = None) -> Runtime:
+    """Load an artefact."""
+    kind: type[Runtime] = RUNTIMES.get(name)
+    reason = kind.missing()
+    if reason is not None:
+        what, fix = f"{name} isn't available: {reason}", f"pip install 'bitwright[{name}]'"
+        raise ArtefactError(what, fix=fix, code="runtime-unavailable")
+    path = Path(path)
+    if not path.is_file():
+        fix = f"pass the path of an exported {kind.suffix} file"
+        raise ArtefactError("the artefact doesn't exist", where=str(path), fix=fix, code="no-such-artefact")
+    others = [other for other, (suffix, _) in _suffixes().items() if suffix == path.suffix]
+    if others and path.suffix != kind.suffix:
+        what = f"{name} reads {kind.suffix} files, but this is a file of {' and '.join(others)}"
+        fix = f"check it on {others[0]} (--runtime {others[0]})"
+        raise ArtefactError(what, where=str(path), fix=fix, code="other-runtime")
+    if kind.suffix == ".onnx":
+        load_onnx(path)  # validates file references, which runtimes would follow anywhere
+    try:
+        return kind(path, threads=threads)
+    except BitwrightError:
+        raise
+    except Exception as error:  # runtimes raise different types for a broken file
+        raise ArtefactError(
+            f"{name} can't load the artefact: {_cause(error)}",
+            where=str(path),
+            fix=_loading_fix(kind, path),
+            code="artefact-not-loadable",
+        ) from error
+
+
+def _loading_fix(kind: type[Runtime], path: Path) -> str:
+    """The fix for an artefact that can't be loaded: a new export helps only if the file is damaged."""
+    try:
+        damages = kind.damages(path)
+    except Exception:  # the file can't be read
+        return "the file is truncated or isn't an artefact: export it again"
+    if damages:
+        return f"the file is damaged ({damages[0].what}): export it again"
+    return f"{kind.name} doesn't support this model: use another runtime, or keep the operators it reports in float"
+
+
+def _cause(error: Exception) -> str:
+    """The first informative line: torch's compiler starts with `backend='inductor' raised:`."""
+    lines = [line for line in str(error).strip().splitlines() if line.strip()] or [type(error).__name__]
+    return lines[1] if len(lines) > 1 and lines[0].endswith("raised:") else lines[0]
+
+
+def available_runtimes() -> dict[str, str | None]:
+    """All deployment runtimes, each with the reason why it isn't available, or None."""
+    found: dict[str, str | None] = {}
+    for name in RUNTIMES.names():
+        try:
+            kind: type[Runtime] = RUNTIMES.get(name)
+            if kind.deploys:
+                found[name] = kind.missing()
+        except Exception as error:  # a broken plugin must not affect the others
+            found[name] = f"its plugin can't be loaded: {error}"
+    return found
+
+
+def _suffixes() -> dict[str, tuple[str | None, str | None]]:
+    """The file suffix of each runtime (None if its plugin is broken), and why it isn't available, or None."""
+    found: dict[str, tuple[str | None, str | None]] = {}
+    for name, problem in available_runtimes().items():
+        try:
+            found[name] = (RUNTIMES.get(name).suffix, problem)
+        except Exception:  # a broken plugin; `problem` describes it
+            found[name] = (None, problem)
+    return found
+
+
+def readers(path: Path) -> list[str]:
+    """The available runtimes that read files with this suffix; unknown suffixes count as ONNX.
+
+    Raises an error if no runtime for this file is available.
+    """
+    known = _suffixes()
+    suffix = path.suffix if path.suffix in {own for own, _ in known.values()} else ".onnx"
+    problems = {name: problem for name, (own, problem) in known.items() if own == suffix}
+    usable = [name for name, problem in problems.items() if problem is None]
+    if not usable:
+        reasons = "; ".join(f"{name}: {problem}" for name, problem in problems.items())
+        raise ArtefactError(
+            "no available runtime reads this file",
+            where=str(path),
+            value=reasons,
+            fix="run `bitwright doctor`",
+            code="runtime-unavailable",
+        )
+    return usable

@@ -1,0 +1,126 @@
+"""The report files of a run: `report.json`, `report.html` and `report.md`. Later verbs add parts to them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from bitwright.core.arguments import reject_unknown, strict
+from bitwright.core.environment import environment
+from bitwright.core.errors import BitwrightError
+from bitwright.core.files import write_text
+from bitwright.core.output_folder import locked, staged_output
+from bitwright.reports.formatting import own_accuracy
+from bitwright.reports.markdown import write_markdown
+from bitwright.reports.page import page
+from bitwright.reports.record import RECORD_VERSION, Record, RunRow, read_json, write_json
+
+
+def write_html(record: Record, path: str | Path) -> Path:
+    """Write the page atomically."""
+    return write_text(Path(path), page(record))
+
+
+REPORT = "report.json"
+_PARTS = ("sensitivity", "tuning", "training", "comparison")
+
+
+@strict
+def write_report(record: Record, folder: str | Path) -> Path:
+    """Write the record as JSON, HTML and Markdown. Returns the path of the HTML page."""
+    with staged_output(folder) as staged:  # all three files appear at the same time
+        write_json(record, staged / REPORT)
+        write_markdown(record, staged / "report.md")
+        write_html(record, staged / "report.html")
+    return Path(folder) / "report.html"
+
+
+def new_record(workload: str, **parts: Any) -> Record:
+    """A record without a quantized model, with the given parts."""
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    return Record(title=workload, workload=workload, created=now, environment=environment(), **parts)
+
+
+def report_of(folder: str | Path, workload: str) -> Record:
+    """The report in a folder, or a new one if there is none. A report of another workload is an error."""
+    path = Path(folder) / REPORT
+    if not path.is_file():
+        return new_record(workload)
+    found = read_json(path)
+    if found.workload != workload:
+        raise BitwrightError(
+            "the report in this folder belongs to another workload",
+            where=str(folder),
+            value=f"{found.workload!r}, not {workload!r}",
+            fix="choose another folder",
+            code="other-workload",
+        )
+    return found
+
+
+@strict
+def add_to_report(folder: str | Path, workload: str, **parts: Any) -> Record:
+    """Add parts (`sensitivity=`, `forecasts=`, …) to the report in a folder, or create it.
+
+    Existing parts of the same name are replaced; forecasts are replaced by their own name.
+    """
+    reject_unknown("add_to_report", parts, Record.model_fields)
+    with locked(folder, wait=30.0):  # a second process waits until the first has finished
+        return _added(folder, workload, parts)
+
+
+def _added(folder: str | Path, workload: str, parts: dict[str, Any]) -> Record:
+    before = report_of(folder, workload)
+    if "forecasts" in parts:
+        new = {one.name for one in parts["forecasts"]}
+        parts["forecasts"] = (*(one for one in before.forecasts if one.name not in new), *parts["forecasts"])
+    record = before.model_copy(update={**parts, "version": RECORD_VERSION})
+    write_report(record, folder)
+    return record
+
+
+def join(records: Sequence[Record], names: Sequence[str] | None = None) -> Record:
+    """Join several runs of one workload into one record.
+
+    The first record with sites is shown in full. Parts that it lacks come from the others. Each of the others is also
+    a row, named by its title or by `names`.
+    """
+    if not records:
+        raise BitwrightError("no reports to join", fix="give folders that contain a report.json", code="no-reports")
+    first = next((record for record in records if record.sites), records[0])
+    others = [record for record in records if record is not first]
+    titles = dict(zip(map(id, records), names or [record.title for record in records], strict=True))
+    strange = sorted({other.workload for other in others} - {first.workload})
+    if strange:
+        raise BitwrightError(
+            "the reports belong to different workloads",
+            value=", ".join(map(repr, [first.workload, *strange])),
+            fix="join runs of one workload; write a separate page for each of the others",
+            code="different-workloads",
+        )
+    found: dict[str, Any] = {}
+    for other in others:
+        for name in _PARTS:
+            if getattr(first, name) is None and name not in found and getattr(other, name) is not None:
+                found[name] = getattr(other, name)
+    there = {one.name for one in first.forecasts}
+    more = [one for other in others for one in other.forecasts]
+    found["forecasts"] = (*first.forecasts, *(one for one in more if one.name not in there))
+    found["others"] = (
+        *first.others,
+        *(_row(other, titles[id(other)]) for other in others if other.accuracies or other.timings),
+    )
+    return first.model_copy(update={**found, "version": RECORD_VERSION})
+
+
+def _row(record: Record, title: str) -> RunRow:
+    timing = next((one for one in record.timings if one.variant == "quantized"), None)
+    return RunRow(
+        title=title,
+        created=record.created,
+        accuracy=own_accuracy(record) if record.accuracies else None,
+        size=record.sizes[-1] if record.sizes else None,
+        timing=timing,
+    )

@@ -1,0 +1,383 @@
+"""`deploy(workload, run, output)`: export a quantized model, check and measure it on real runtimes, write a report."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import partial
+from logging import getLogger
+from pathlib import Path
+from typing import Any, Unpack
+
+from torch import nn
+
+from bitwright.backends import Choices
+from bitwright.backends import backend as find_backend
+from bitwright.core.arguments import strict
+from bitwright.core.errors import BitwrightError, PlanError, Problem, log_warnings
+from bitwright.core.files import write_text
+from bitwright.core.interrupts import resumable
+from bitwright.core.output_folder import staged_output, visible_files
+from bitwright.core.progress import Progress, phases
+from bitwright.core.registry import RUNTIMES
+from bitwright.core.tensor_tree import as_call
+from bitwright.deployment import (
+    Artefact,
+    Check,
+    Distance,
+    Runtime,
+    available_runtimes,
+    export_float,
+    measure_distance,
+    measure_latency,
+    open_runtime,
+)
+from bitwright.deployment.checkpoint import checkpoint_file, load_checkpoint
+from bitwright.graph import capture
+from bitwright.plan import Plan
+from bitwright.ptq import MEMORY, Step, read_steps
+from bitwright.ptq.quantize import Quantized, quantize
+from bitwright.ptq.saved_model import SavedModel, load_prepared
+from bitwright.quantizers import in_mode
+from bitwright.reports import Accuracy, LatencyRow, Record, Size, make_record, parity, read_json, timings, write_report
+from bitwright.workload import Workload, batches, can_measure, evaluate, open_workload, pairs
+from bitwright.workload.data import first, rebatched, regrouped
+
+__all__ = ["Deployment", "deploy", "quantize_workload"]
+
+log = getLogger("bitwright")
+_BATCHES, _RUNS = (1, 64), 100
+_THREADS = 1  # a second thread only adds noise on a small model
+_SAMPLES = 256  # for the statistics of sites
+_STATE = ".steps"  # where PTQ steps keep their state while they run
+
+
+@strict
+@dataclass(frozen=True, kw_only=True)
+class Deployment:
+    """A quantized model in a folder, with what was measured of it."""
+
+    folder: Path
+    record: Record
+    """The content of report.json: accuracy, size, latency, agreement with the simulation."""
+    quantized: Quantized
+
+    @property
+    def passed(self) -> bool:
+        """Whether all runtimes compute what the simulated model computes."""
+        return all(row.passed for row in self.record.parities)
+
+    @property
+    def files(self) -> dict[str, Path]:
+        """The files in the folder, by name."""
+        return {file.name: file for file in visible_files(self.folder)}
+
+    def __repr__(self) -> str:
+        verdict = "passed" if self.passed else "diverges"
+        runtimes = ", ".join(row.runtime for row in self.record.parities) or "no runtime"
+        return f"<Deployment {self.record.workload} in {self.folder}: {verdict} on {runtimes}>"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The files and the report as plain data."""
+        files = {name: str(file) for name, file in self.files.items()}
+        return {"files": files, "report": self.record.model_dump(mode="json")}
+
+
+@strict
+def deploy(
+    workload: Workload | str,
+    run: str | Path,
+    output: str | Path,
+    *,
+    reference: str | Path | None = None,
+    progress: Progress | None = None,
+) -> Deployment:
+    """Export a trained or quantized model, check it on the real runtime, and measure accuracy and latency.
+
+    `run` is the output folder of `Trainer`, `Quantized.save`, or of the commands `train`, `quantize` and `tune`.
+    `reference` has the float weights to compare with: a folder or a file (default: the weights before the training).
+
+    >>> import bitwright  # doctest: +SKIP
+    >>> bitwright.deploy("digits-untrained", "runs/int8", "out")  # doctest: +SKIP
+    <Deployment digits-untrained in out: passed on onnxruntime>
+    """
+    from bitwright.reports.training import training_record, weights_before
+
+    begin = phases(progress)
+    folder = Path(run)
+    if not (folder / "checkpoint.safetensors").is_file() or not (folder / "plan.yaml").is_file():
+        what = "there is no such folder" if not folder.is_dir() else "this is not the folder of a quantized run"
+        fix = "give the output folder of `bitwright train --precision …` or `bitwright quantize`"
+        raise BitwrightError(what, where=str(run), fix=fix, code="no-saved-model")
+    saved = SavedModel.read(folder)
+    runtimes = usable_runtimes(saved.plan.backend or "onnxruntime")
+    with staged_output(output) as staged:
+        found = open_workload(workload) if isinstance(workload, str) else workload
+        weights = reference or weights_before(folder)
+        _check_same_model(found, saved.plan, folder)
+        if weights is not None:
+            load_checkpoint(found.model, checkpoint_file(Path(weights)))
+        before = accuracy(found, found.model, "float", begin)
+        begin("exporting the float model")
+        float_file = export_float(found.model, staged / "model-float.onnx", found.inputs)
+        quantized = load_prepared(found, saved.plan, saved.checkpoint)
+        record = finish(
+            found,
+            quantized,
+            staged,
+            runtimes=runtimes,
+            accuracies=before,
+            float_size=Size(name="model-float.onnx", bytes=float_file.stat().st_size),
+            float_file=float_file,
+            training=training_record(folder),
+            progress=progress,
+        )
+    return Deployment(folder=Path(output), record=record, quantized=quantized)
+
+
+@strict
+def quantize_workload(
+    workload: Workload | str,
+    output: str | Path,
+    *,
+    backend: str | None = None,
+    plan: Plan | None = None,
+    precision: str | None = None,
+    samples: int | None = None,
+    steps: Sequence[str | Step] = (),
+    seed: int = 0,
+    memory: int = MEMORY,
+    histograms: bool = True,
+    progress: Progress | None = None,
+    **choices: Unpack[Choices],
+) -> Deployment:
+    """Quantize a workload's model into a folder: plan, checkpoint, artefact and report.
+
+    Accuracy is measured before and after, simulated and on the real runtime, if the workload has a metric. An
+    interrupted run of `steps` resumes when the function is called again with the same arguments.
+    """
+    begin, output = phases(progress), Path(output)
+    wanted = read_steps(steps)  # unknown names and wrong settings fail before the model is loaded
+    if precision is None:
+        backend = backend or (plan.backend if plan is not None else None) or "onnxruntime"
+    runtimes = None if backend is None else usable_runtimes(backend)
+    state = output / _STATE
+    with resumable(lambda: _resume_hint(state)), staged_output(output) as staged:
+        found = open_workload(workload) if isinstance(workload, str) else workload
+        _note_overwritten(output, found.name)
+        float_size = sum(t.numel() * t.element_size() for t in found.model.state_dict().values())
+        before: list[Accuracy] = []
+
+        def measure_float(model: nn.Module) -> None:
+            before.extend(accuracy(found, model, "float", begin))
+
+        quantized = quantize(
+            found.model,
+            partial(calibration, found, samples),
+            precision,
+            backend=backend,
+            plan=plan,
+            example=found.inputs,
+            name=found.name,
+            artefact=True,
+            steps=wanted,
+            seed=seed,
+            memory=memory,
+            folder=state,
+            keep_state=True,
+            on_start=measure_float if wanted else None,  # steps change the float weights
+            progress=progress,
+            **choices,
+        )
+        if not wanted:
+            # Later than with steps, because problems of the plan or the data should come before a long evaluation.
+            with in_mode(quantized.model, "float"):
+                measure_float(quantized.model)
+        _write_steps(quantized, staged)
+        record = finish(
+            found,
+            quantized,
+            staged,
+            runtimes=usable_runtimes(quantized.backend) if runtimes is None else runtimes,
+            accuracies=before,
+            float_size=Size(name="float weights", bytes=float_size),
+            histograms=histograms,
+            progress=progress,
+        )
+    shutil.rmtree(state, ignore_errors=True)  # not earlier: the results of the steps must be saved first
+    return Deployment(folder=output, record=record, quantized=quantized)
+
+
+def finish(
+    workload: Workload,
+    quantized: Quantized,
+    folder: Path,
+    *,
+    runtimes: Iterable[str],
+    accuracies: Iterable[Accuracy],
+    float_size: Size,
+    float_file: Path | None = None,
+    seed: int | None = None,
+    histograms: bool = True,
+    written: Artefact | None = None,
+    progress: Progress | None = None,
+    **parts: Any,
+) -> Record:
+    """Save and export the model unless it is `written`, check and evaluate it on `runtimes`, and write the report.
+
+    With `float_file`, the float and the quantized artefact are timed. `parts` are further fields of the record.
+    """
+    begin, runtimes = phases(progress), list(runtimes)
+    artefact = folder / "model.onnx"
+    if written is None and not artefact.is_file():
+        begin("exporting")
+        written = quantized.write(folder)
+    measured = [
+        row for name in runtimes if float_file for row in _latencies(workload, name, float_file, artefact, begin)
+    ]
+    scores = [*accuracies, *accuracy(workload, quantized.model, "simulated", begin)]
+    checks: list[Check] = []
+    for runtime in runtimes:
+        begin(f"checking on {runtime}")
+        opened = open_runtime(runtime, artefact)
+        data = rebatched(probes(workload), opened.batch)
+        checks.append(quantized.check(artefact, data, runtime=runtime, per_site=True))
+        scores += accuracy(workload, opened, runtime, begin)
+    begin("measuring sites")
+    # Prefer the evaluation data of the check to the few calibration samples of `quantize`.
+    distance = checks[0].distance if checks else quantized.distance
+    if distance is None:
+        distance = measure_distance(quantized.model, next(iter(probes(workload))))
+        log_warnings(distance.warnings)
+    record = make_record(
+        quantized,
+        first(probes(workload), _SAMPLES),
+        workload=workload.name,
+        seed=seed,
+        accuracies=scores,
+        sizes=[float_size, Size(name="model.onnx", bytes=artefact.stat().st_size)],
+        timings=measured,
+        parities=[parity(check) for check in checks],
+        histograms=histograms,
+        distance=distance,
+        warnings=_warnings(quantized, written, checks, distance),
+    ).model_copy(update=parts)
+    write_report(record, folder)
+    return record
+
+
+def accuracy(workload: Workload, predict: object, where: str, begin: Callable[[str], None]) -> list[Accuracy]:
+    """The workload's metric of a model or an open runtime; empty if the workload has no metric."""
+    if not can_measure(workload) or not callable(predict):
+        return []
+    begin(f"eval_mode: {where}")
+    values = predict.accuracy(workload) if isinstance(predict, Runtime) else evaluate(workload, predict)
+    samples = int(values["n"]) if "n" in values else None
+    value, lower = values[workload.metric], workload.less_is_better()
+    return [Accuracy(where=where, metric=workload.metric, value=value, samples=samples, lower_is_better=lower)]
+
+
+def usable_runtimes(backend: str) -> list[str]:
+    """The runtime on which the ONNX file of a backend is checked: the backend's own if it reads ONNX."""
+    table = find_backend(backend)
+    runtime = table.runtime or "onnxruntime"
+    own = runtime in RUNTIMES and RUNTIMES.get(runtime).suffix != ".onnx"
+    if own:
+        log.info("%s reads other artefacts: `bitwright bench` measures it, `bitwright export` writes them", runtime)
+        runtime = "onnxruntime"
+    if table.artefacts[0] != "qdq":
+        if not own:
+            log.info("the artefact is not checked: only %s reads %s", table.title, table.artefacts[0])
+        return []
+    problem = available_runtimes().get(runtime, "it is not registered")
+    if problem is not None:
+        log.info("the artefact is not checked: %s can't be used here: %s", runtime, problem)
+        return []
+    return [runtime]
+
+
+def calibration(workload: Workload, samples: int | None = None) -> Iterator[Any]:
+    """Batches of the calibration data, with at most `samples` samples."""
+    return first(batches(workload.calibration, name=workload.name), samples)
+
+
+def probes(workload: Workload, samples: int | None = None) -> Iterator[Any]:
+    """Inputs to check a model with: those of the evaluation, else of the calibration, else the example."""
+    if workload.evaluation is not None:
+        return first((inputs for inputs, _ in pairs(workload)), samples)
+    if workload.calibration is not None:
+        return calibration(workload, samples)
+    return iter([workload.inputs])
+
+
+def _latencies(
+    workload: Workload, runtime: str, reference: Path, artefact: Path, begin: Callable[[str], None]
+) -> list[LatencyRow]:
+    """Time both artefacts in turns on real samples, so that other load on the machine affects both."""
+    plain, fast = (open_runtime(runtime, path, threads=_THREADS) for path in (reference, artefact))
+    rows: list[LatencyRow] = []
+    for batch in _BATCHES if fast.batch is None else (fast.batch,):
+        args, kwargs = as_call(next(rebatched(regrouped(probes(workload), batch), batch)))
+        begin(f"timing on {runtime}, batch {batch}")
+        measured = measure_latency(
+            {
+                "float": partial(plain.run, plain.feed(*args, **kwargs)),
+                "quantized": partial(fast.run, fast.feed(*args, **kwargs)),
+            },
+            runs=_RUNS,
+        )
+        rows += timings(runtime, batch, _THREADS, float=measured["float"], quantized=measured["quantized"])
+    return rows
+
+
+def _warnings(
+    quantized: Quantized, written: Artefact | None, checks: list[Check], distance: Distance
+) -> tuple[Problem, ...]:
+    """All warnings, one of each code. Those of the checks come first because they are based on evaluation data."""
+    given = [*(problem for check in checks for problem in check.warnings), *distance.warnings, *quantized.warnings]
+    codes: dict[str | None, Problem] = {}
+    for problem in given:
+        codes.setdefault(problem.code, problem)
+    return (*codes.values(), *(() if written is None else written.warnings))
+
+
+def _resume_hint(state: Path) -> str | None:
+    if not state.is_dir():
+        return None
+    return f"the finished units of the steps are kept in {state}; rerun the command to resume"
+
+
+def _note_overwritten(output: Path, workload: str) -> None:
+    """Log it if the folder has the results of another workload."""
+    with suppress(BitwrightError):  # no report, or a damaged one
+        before = read_json(output / "report.json").workload
+        if before != workload:
+            log.info("%s has the results of %r: they are replaced", output, before)
+
+
+def _write_steps(quantized: Quantized, folder: Path) -> None:
+    if quantized.steps:
+        ran = [asdict(one) for one in quantized.steps]
+        write_text(folder / "steps.json", json.dumps(ran, indent=1, ensure_ascii=False) + "\n")
+    for one in quantized.steps:
+        if one.skipped:
+            log.info("%s skipped %d operators; steps.json has the reasons", one.step, len(one.skipped))
+
+
+def _check_same_model(workload: Workload, plan: Plan, run: Path) -> None:
+    """Report a run of another workload as such, and not tensor by tensor."""
+    if plan.model in (None, workload.name):
+        return
+    try:
+        plan.resolve(capture(workload.model, workload.inputs))
+    except PlanError as error:
+        raise BitwrightError(
+            f"this run is of another workload, {plan.model!r}, and its plan doesn't fit {workload.name!r}",
+            where=str(run),
+            value=f"{len(error.problems)} problems",
+            fix=f"deploy the workload {plan.model!r}, or a run of {workload.name!r}",
+            code="other-workload",
+        ) from error
