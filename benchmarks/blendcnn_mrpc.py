@@ -11,6 +11,7 @@ the float body's bytes; INT8 / float latency at most 0.7 on the best runtime.
 from __future__ import annotations
 
 import argparse
+import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -21,10 +22,13 @@ import torch
 from common import environment, save
 from torch import Tensor, nn
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "blendcnn_mrpc"))
+
+from mrpc import blendcnn_mrpc
+
 import bitwright as bw
 from bitwright.training import TrainConfig
 from bitwright.workload import evaluate
-from bitwright.zoo.mrpc import blendcnn_mrpc
 
 RUNTIMES = ["onnxruntime", "openvino"]
 TABLES = ("token.weight", "position.weight", "segment.weight")

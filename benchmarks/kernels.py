@@ -29,7 +29,7 @@ from bitwright.kernels import products
 from bitwright.kernels.codes import FULL
 from bitwright.plan import ComputeSpec
 from bitwright.profiling import Variant, halves, profile_variants, record_step
-from bitwright.zoo.resnet20 import ResNet20
+from bitwright.zoo.networks import ResNet20
 
 WAYS = {
     "forward": ComputeSpec(format="int8", backward=()),

@@ -27,7 +27,7 @@ from torch.utils.data import Dataset, Subset
 import bitwright as bw
 from bitwright import TrainConfig, Trainer, Workload
 from bitwright.plan import ComputeSpec
-from bitwright.zoo.resnet20 import ResNet20
+from bitwright.zoo.networks import ResNet20
 from kernels import planned
 
 ENDS = ("conv1", "linear")

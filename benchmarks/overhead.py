@@ -17,7 +17,7 @@ import torch
 from common import environment, save
 
 import bitwright as bw
-from bitwright.zoo.resnet20 import ResNet20
+from bitwright.zoo.networks import ResNet20
 
 LIMITS = {"off, batch 64": 1.05, "off, training, batch 64": 1.05, "capture, batch 1": 5.0, "capture, batch 64": 5.0}
 

@@ -29,7 +29,7 @@ from torch import nn
 
 import bitwright as bw
 from bitwright.quantizers import compile_arithmetic
-from bitwright.zoo.resnet20 import ResNet20
+from bitwright.zoo.networks import ResNet20
 
 GOALS = {"onnxruntime, compiled arithmetic": 1.25, "onnxruntime, whole": 1.10}
 BATCH = (64, 3, 32, 32)

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bitwright.zoo.resnet20 import ResNet20
+from bitwright.zoo.networks import ResNet20
 
 Peer = Callable[[nn.Module, Tensor], nn.Module]
 

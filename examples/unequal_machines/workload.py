@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 from bitwright import Workload
-from bitwright.zoo.descriptions import description_pairs
 from bitwright.zoo.digits import digits_split
-from bitwright.zoo.text import Words, encode_pairs
+from bitwright.zoo.text import Words, description_pairs, encode_pairs
 
 LENGTH = 48  # tokens of a pair
 

@@ -62,8 +62,9 @@ def test_the_readme_shows_what_the_script_runs() -> None:
 def test_an_untrained_model_is_not_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     workload = f"{EXAMPLE}/workload.py:descriptions"
     monkeypatch.delenv("BLENDCNN_FLOAT", raising=False)
-    with pytest.raises(BitwrightError, match="set BLENDCNN_FLOAT"):
+    with pytest.raises(BitwrightError) as raised:
         bw.load_workload(workload)
+    assert raised.value.problems[0].code == "weights-required"
     assert bw.load_workload(f"{workload}_choose").training is not None
     monkeypatch.setenv("BLENDCNN_FLOAT", str(tmp_path))
     with pytest.raises(BitwrightError, match="the checkpoint doesn't exist"):

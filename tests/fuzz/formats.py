@@ -17,6 +17,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))  # records and leaderboards of the tests
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "blendcnn_mrpc"))
+
+from mrpc import read_pairs
 
 import bitwright
 from bitwright.backends.table import backend, load_table
@@ -46,7 +49,6 @@ from bitwright.training.checkpoints import STATE, Checkpoints, TrainerState
 from bitwright.tuning.config import TuneConfig
 from bitwright.workload.datasets import Dataset
 from bitwright.zoo import data as zoo_data
-from bitwright.zoo.mrpc import read_pairs
 
 SAVED = "checkpoints/step-00000004"
 TENSORS = ("sgd/loop", "sgd/foreach", "zero_grad", "accumulate", "clip")

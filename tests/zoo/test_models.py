@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bitwright.workload import Workload, batches, evaluate
-from bitwright.zoo.efficientnet_lite import EfficientNetLite0, same_padding
-from bitwright.zoo.resnet20 import ResNet20
+from bitwright.zoo.networks import EfficientNetLite0, ResNet20, same_padding
 from bitwright.zoo.workloads import efficientnet_lite0_imagenet, resnet20_cifar10
 
 

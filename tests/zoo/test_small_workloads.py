@@ -9,7 +9,8 @@ import torch
 
 import bitwright as bw
 from bitwright.zoo.data import DATA_VARIABLE
-from bitwright.zoo.small_networks import TESTED_ON, TRAINED_ON, DepthwiseNet, ResidualNet
+from bitwright.zoo.networks import DepthwiseNet, ResidualNet
+from bitwright.zoo.workloads import TESTED_ON, TRAINED_ON
 
 NAMES = ("residual-fashion-mnist", "depthwise-fashion-mnist", "residual-cifar10", "depthwise-cifar10")
 

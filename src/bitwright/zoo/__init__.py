@@ -1,8 +1,7 @@
 """Reference models and data sets for examples, tests and benchmarks."""
 
 from bitwright.zoo.digits import DigitsNet, train_digits
-from bitwright.zoo.efficientnet_lite import EfficientNetLite0
-from bitwright.zoo.resnet20 import ResNet20
+from bitwright.zoo.networks import EfficientNetLite0, ResNet20
 from bitwright.zoo.workloads import digits, efficientnet_lite0_imagenet, resnet20_cifar10
 
 __all__ = [

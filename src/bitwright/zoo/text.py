@@ -1,24 +1,35 @@
-"""Encode pairs of texts as token ids and segment ids. Segments mark the words that both texts have."""
+"""Pairs of texts: encode them as token ids and segment ids, and a task without download.
+
+Segments mark the words that both texts have. The task is: are two passages near-duplicates? scikit-learn includes
+descriptions of its data sets: 5,300 words of real text. A pair consists of two passages of the same text that start a
+few words apart. They are near-duplicates if they share half of their words.
+"""
 
 from __future__ import annotations
 
+import random
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Protocol
+from importlib.resources import files
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from bitwright.core.errors import WorkloadError
 
-__all__ = ["MATCHED", "Pairs", "Vocabulary", "WordPieces", "Words", "encode_pairs"]
+__all__ = ["MATCHED", "Pairs", "Vocabulary", "Words", "description_pairs", "encode_pairs", "split_words"]
 
 MATCHED = 2  # added to the segment (0 or 1) of a word that also occurs in the other text
 _WORD = re.compile(r"\w+|[^\w\s]")
 _UNKNOWN, _START, _END = 1, 2, 3
+_PASSAGE, _APART = 16, 24  # words per passage; the largest distance between two passages
+_BLOCK = 48  # words; both passages of a pair are in one block
+_PARTS = {"training": (0, 2), "held-out": (1,), "test": (3,)}  # of every four blocks
+_COUNTS = {"training": 1600, "held-out": 320, "test": 320}  # pairs
+Part = Literal["training", "held-out", "test"]
 
 
 class Vocabulary(Protocol):
@@ -60,48 +71,18 @@ class Words:
         >>> Words.learn(["a rose is a rose", "A nose"], least=2).tokens
         {'a': 4, 'rose': 5}
         """
-        counts = Counter(word for text in texts for word in _split(text))
+        counts = Counter(word for text in texts for word in split_words(text))
         # Words of equal frequency are sorted, so that tokens are reproducible.
         ranked = sorted((word for word in counts if counts[word] >= least), key=lambda word: (-counts[word], word))
         return cls({word: index for index, word in enumerate(ranked, start=4)})
 
     def words(self, text: str) -> list[tuple[str, tuple[int, ...]]]:
         """Each word in lower case, with its token."""
-        return [(word, (self.tokens.get(word, _UNKNOWN),)) for word in _split(text)]
+        return [(word, (self.tokens.get(word, _UNKNOWN),)) for word in split_words(text)]
 
 
-class WordPieces:
-    """The word pieces of a BERT-like model's `tokenizer.json`."""
-
-    def __init__(self, file: Path) -> None:
-        try:
-            from tokenizers import Tokenizer
-        except ImportError as error:
-            raise WorkloadError(
-                "the package tokenizers is required", fix='pip install "bitwright[examples]"', code="missing-package"
-            ) from error
-        self._tokenizer = Tokenizer.from_file(str(file))
-        self._tokenizer.no_padding()
-        self._tokenizer.no_truncation()
-        self.size: int = self._tokenizer.get_vocab_size()
-        self.start, self.end = (_known(self._tokenizer.token_to_id(token)) for token in ("[CLS]", "[SEP]"))
-
-    def words(self, text: str) -> list[tuple[str, tuple[int, ...]]]:
-        """Each word in lower case, with its pieces."""
-        words = _split(text)
-        coded = self._tokenizer.encode_batch(words, add_special_tokens=False)
-        return [(word, tuple(code.ids)) for word, code in zip(words, coded, strict=True)]
-
-
-def _known(token: int | None) -> int:
-    if token is None:
-        raise WorkloadError(
-            "the tokenizer has no [CLS] and [SEP]", fix="use a BERT-like tokenizer", code="invalid-tokenizer"
-        )
-    return token
-
-
-def _split(text: str) -> list[str]:
+def split_words(text: str) -> list[str]:
+    """The words and punctuation marks of a text, in lower case."""
     return _WORD.findall(text.lower())
 
 
@@ -159,3 +140,32 @@ class Pairs:
         ways = zip(self.straight, self.swapped, strict=True)
         tokens, segments = (torch.where(swap, other[indices], one[indices]) for one, other in ways)
         return (tokens, segments), self.labels[indices]
+
+
+def description_pairs(part: Part) -> tuple[list[tuple[str, str]], list[int]]:
+    """The pairs of one part, and whether each is a near-duplicate (every second one is).
+
+    The texts are divided into blocks: half for training, a quarter held out for model selection, and a quarter for the
+    final test. The parts have no block in common.
+    """
+    folder = files("sklearn.datasets.descr")
+    names = sorted(file.name for file in folder.iterdir() if file.name.endswith(".rst"))
+    texts = [(folder / name).read_text(encoding="utf-8").split() for name in names]
+    blocks = [own[at : at + _BLOCK] for own in texts for at in range(0, len(own) - _BLOCK + 1, _BLOCK)]
+    if len(blocks) < len(_PARTS) + 1:
+        raise WorkloadError(
+            "this version of scikit-learn doesn't include the descriptions of its data sets",
+            value=names,
+            fix="use 1.9",
+            code="unsupported-version",
+        )
+    own = [block for index, block in enumerate(blocks) if index % 4 in _PARTS[part]]
+    draw = random.Random(part)
+    pairs: list[tuple[str, str]] = []
+    labels = [index % 2 for index in range(_COUNTS[part])]
+    for label in labels:
+        block, at = draw.choice(own), draw.randrange(_BLOCK - _PASSAGE - _APART)
+        apart = draw.randint(1, _PASSAGE // 2) if label else draw.randint(_PASSAGE // 2 + 1, _APART)
+        first, second = (" ".join(block[start : start + _PASSAGE]) for start in (at, at + apart))
+        pairs.append((first, second))
+    return pairs, labels

@@ -13,18 +13,17 @@ from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from blendcnn import BlendCNN, scores
 from torch import Tensor
 
 from bitwright.core.arrays import read_tensors
 from bitwright.core.documents import read_text
 from bitwright.core.errors import WorkloadError
 from bitwright.workload import Workload
-from bitwright.zoo.blendcnn import BlendCNN
 from bitwright.zoo.data import data_folder, existing, load_weights, whole
-from bitwright.zoo.scores import scores
-from bitwright.zoo.text import Pairs, Vocabulary, WordPieces, Words, encode_pairs
+from bitwright.zoo.text import Pairs, Vocabulary, Words, encode_pairs, split_words
 
-__all__ = ["SentencePair", "blendcnn_mrpc", "read_pairs"]
+__all__ = ["SentencePair", "WordPieces", "blendcnn_mrpc", "read_pairs"]
 
 _HEADS = ["Quality", "#1 ID", "#2 ID", "#1 String", "#2 String"]
 _LENGTH, _BATCH = 128, 32
@@ -162,3 +161,34 @@ def _minilm() -> tuple[Vocabulary, BlendCNN]:
         model.norm.bias.copy_(tables["embeddings.LayerNorm.bias"])
     model.token.requires_grad_(False)
     return vocabulary, model
+
+
+class WordPieces:
+    """The word pieces of a BERT-like model's `tokenizer.json`."""
+
+    def __init__(self, file: Path) -> None:
+        try:
+            from tokenizers import Tokenizer
+        except ImportError as error:
+            raise WorkloadError(
+                "the package tokenizers is required", fix='pip install "bitwright[examples]"', code="missing-package"
+            ) from error
+        self._tokenizer = Tokenizer.from_file(str(file))
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+        self.size: int = self._tokenizer.get_vocab_size()
+        self.start, self.end = (_known(self._tokenizer.token_to_id(token)) for token in ("[CLS]", "[SEP]"))
+
+    def words(self, text: str) -> list[tuple[str, tuple[int, ...]]]:
+        """Each word in lower case, with its pieces."""
+        words = split_words(text)
+        coded = self._tokenizer.encode_batch(words, add_special_tokens=False)
+        return [(word, tuple(code.ids)) for word, code in zip(words, coded, strict=True)]
+
+
+def _known(token: int | None) -> int:
+    if token is None:
+        raise WorkloadError(
+            "the tokenizer has no [CLS] and [SEP]", fix="use a BERT-like tokenizer", code="invalid-tokenizer"
+        )
+    return token
