@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch import nn
 
 import bitwright
 from bitwright.core.notebook import Chart, bar_chart, table
+from bitwright.sensitivity import Indications
 from bitwright.sensitivity.score import Scores, SiteScore
 
 
@@ -44,7 +46,9 @@ def results() -> dict[str, Any]:
     quantized = bitwright.quantize(model, [torch.randn(16, 6)])
     sites = (score(f"{EVIL}:weight", 0.5), score("0:input", 0.25))
     scores = Scores(sites=sites, together=score("", 0.6), samples=4, shared=0.0, kept_bytes=0)
+    indications = Indications(indicator="hessian", values={EVIL: {"float": 0.0, "int8": 0.5}}, samples=4)
     return {
+        "indications": indications,
         "graph": quantized.graph,
         "plan": quantized.plan,
         "quantized": quantized,
@@ -56,11 +60,29 @@ def results() -> dict[str, Any]:
 
 def test_results_are_tables_without_foreign_markup() -> None:
     shown = results()
-    assert len(shown) == 6
+    assert len(shown) == 7
     for name, result in shown.items():
         found = set(tags(result._repr_html_()))
         assert "table" in found, name
         assert found <= {"table", "thead", "tbody", "tr", "th", "td", "p", "b"}, name
+
+
+def test_results_have_one_line_and_plain_data() -> None:
+    for name, result in results().items():
+        assert "\n" not in repr(result), name
+        assert len(repr(result)) < 200, name
+        assert json.loads(json.dumps(result.to_dict())), name
+
+
+def test_one_line_says_what_a_result_contains() -> None:
+    shown = {name: repr(result) for name, result in results().items()}
+    assert shown["graph"] == "<Graph: 3 operators, 38 parameters, 64 MACs>"
+    assert shown["plan"] == "<Plan of any model for onnxruntime: 6 quantized sites>"
+    assert shown["scores"] == f"<Scores of 2 sites on 4 samples, most sensitive: {EVIL}:weight>"
+    assert shown["indications"] == "<Indications of 1 operators by hessian on 4 samples>"
+    assert repr(bitwright.Plan()) == "<Plan of any model for any backend: empty>"
+    workload = bitwright.Workload(name="tiny", model=nn.Linear(2, 2), inputs=(torch.ones(1, 2),))
+    assert repr(workload) == "<Workload tiny: Linear with no data>"
 
 
 def test_a_check_is_a_table(tmp_path: Path) -> None:

@@ -59,6 +59,8 @@ def test_a_float_run_learns_and_a_quantized_one_differs_by_the_flag_alone(tmp_pa
     assert floating.losses[-1] < 0.5 * floating.losses[0]
     assert result.quantized is None
     assert result.metrics[-1]["top1"] > 80
+    assert f"{result.epochs} epochs, {result.steps} steps" in repr(result)
+    assert json.loads(json.dumps(result.to_dict()))["metrics"] == result.metrics
     _, again = train(out=tmp_path / "int8", quantize="int8", init=tmp_path / "float")
     assert again.metrics[-1]["top1"] > result.metrics[-1]["top1"] - 3
     sites = quantizers_of(again.model)

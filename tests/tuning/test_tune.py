@@ -44,6 +44,8 @@ def test_a_passing_model_is_measured_on_the_real_runtime_and_saved(tmp_path: Pat
     tuned = tune(work, Goal(drop="5%"), space=ONE_BASE, output=tmp_path, measuring=QUICK)
     assert tuned.met_goal
     assert "goal met" in tuned._repr_html_()
+    assert repr(tuned).startswith("<Tuned planted: goal met, top1 ")
+    assert "\n" not in repr(tuned)
     assert tuned.plot()._repr_svg_().startswith("<svg")
     outcome = tuned.outcome
     assert outcome.latency_ms is not None
@@ -62,6 +64,7 @@ def test_a_passing_model_is_measured_on_the_real_runtime_and_saved(tmp_path: Pat
     assert kept["met_goal"] is True
     assert kept["history"][0]["pareto"] is True
     assert kept["paired"]["only_float"] >= 0
+    assert kept == json.loads(json.dumps(tuned.to_dict()))
 
 
 def test_a_missed_goal_gives_the_best_model_and_says_by_how_much(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def missed(tuned: Tuned, metric: str) -> str:
 def show_tuned(out: Out, tuned: Tuned, metric: str, folder: Path) -> None:
     """Print the best trials and the result, or all as JSON."""
     files = [str(file) for file in visible_files(folder) if file.is_file()]
-    out.data({"files": files, **tuned.to_json()})
+    out.data({"files": files, **tuned.to_dict()})
     front = {asked.number for asked in tuned.pareto}
     best = sorted(tuned.history, key=lambda asked: asked.outcome.rank())[:_SHOWN]
     rows = [

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
@@ -140,6 +141,14 @@ class Graph:
             if op.name in read:
                 read.update(source.name for port in op.ports for source in port.sources if source.kind == "op")
         return frozenset(op.name for op in self.ops if op.name not in read)
+
+    def __repr__(self) -> str:
+        parameters = sum(math.prod(parameter.shape) for parameter in self.parameters)
+        return f"<Graph: {len(self.ops)} operators, {parameters:,} parameters, {self.macs:,} MACs>"
+
+    def to_dict(self) -> dict[str, Any]:
+        """All operators, inputs, outputs and parameters as plain data."""
+        return asdict(self)
 
     def _repr_html_(self) -> str:
         rows = [

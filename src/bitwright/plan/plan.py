@@ -152,6 +152,16 @@ class Plan:
 
         return plan_data(self)
 
+    def __repr__(self) -> str:
+        content = {
+            "quantized sites": sum(1 for _ in self.quantized),
+            "low-precision operators": len(self.compute),
+            "in float": len(self.float),
+            "device types": len(self.devices),
+        }
+        listed = ", ".join(f"{count} {what}" for what, count in content.items() if count)
+        return f"<Plan {self.model or 'of any model'} for {self.backend or 'any backend'}: {listed or 'empty'}>"
+
     def _repr_html_(self) -> str:
         rows = [
             *((name, spec.format, spec.why) for name, spec in self.quantized),

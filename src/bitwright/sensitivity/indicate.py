@@ -17,6 +17,7 @@ from bitwright.core.arguments import Seed, strict
 from bitwright.core.documents import Strict, parse_json, read_text, validated
 from bitwright.core.errors import BitwrightError, CalibrationError, UnknownName, did_you_mean
 from bitwright.core.files import write_text
+from bitwright.core.notebook import table
 from bitwright.core.registry import INDICATORS, KERNELS
 from bitwright.core.tensor_tree import batch_size
 from bitwright.graph import Graph, Op, capture
@@ -50,6 +51,18 @@ class Indications:
     #: CPU time of the whole run, for all operators and formats.
     seconds: float = 0.0
 
+    def __repr__(self) -> str:
+        return f"<Indications of {len(self.values)} operators by {self.indicator} on {self.samples} samples>"
+
+    def _repr_html_(self) -> str:
+        rows = [
+            (operator, format, f"{value:.3g}")
+            for operator, found in self.values.items()
+            for format, value in found.items()
+            if format != FLOAT
+        ]
+        return table(["operator", "format", "#score"], rows, title=repr(self)[1:-1])
+
     def value(self, operator: str, format: str) -> float:
         """The score of one operator in one format."""
         if operator not in self.values:
@@ -70,16 +83,19 @@ class Indications:
         known = [(name, found[format]) for name, found in self.values.items() if format in found]
         return sorted(known, key=lambda item: -item[1])
 
-    def to_json(self) -> str:
-        """The contents of a file."""
-        data = {
+    def to_dict(self) -> dict[str, Any]:
+        """The scores as plain data, as `save` writes them."""
+        return {
             "bitwright-indications": _VERSION,
             "indicator": self.indicator,
             "samples": self.samples,
             "seconds": self.seconds,
             "values": {name: dict(found) for name, found in self.values.items()},
         }
-        return json.dumps(data, indent=1) + "\n"
+
+    def to_json(self) -> str:
+        """The contents of a file."""
+        return json.dumps(self.to_dict(), indent=1) + "\n"
 
     @staticmethod
     def from_json(text: str, *, where: str = "indications") -> Indications:

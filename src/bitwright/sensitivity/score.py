@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import log10, sqrt
 from typing import Any
 
@@ -63,6 +63,14 @@ class Scores:
     shared: float
     #: Bytes of the recorded results of the largest batch.
     kept_bytes: int
+
+    def __repr__(self) -> str:
+        worst = f", most sensitive: {self.sites[0].site}" if self.sites else ""
+        return f"<Scores of {len(self.sites)} sites on {self.samples} samples{worst}>"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The scores of all sites as plain data."""
+        return asdict(self)
 
     def _repr_html_(self) -> str:
         rows = [

@@ -43,6 +43,24 @@ class TrainResult:
     notes: list[str]
     out: Path | None
 
+    def __repr__(self) -> str:
+        best = ", ".join(f"{name} {value:.4g}" for name, value in (self.best or {}).items() if name != "n")
+        name = type(self.model).__name__
+        return f"<TrainResult {name}: {self.epochs} epochs, {self.steps} steps{', best ' + best if best else ''}>"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything except the model as plain data."""
+        return {
+            "plan": None if self.quantized is None else self.quantized.plan.to_dict(),
+            "metrics": self.metrics,
+            "best": self.best,
+            "steps": self.steps,
+            "epochs": self.epochs,
+            "stopped_early": self.stopped_early,
+            "notes": self.notes,
+            "out": None if self.out is None else str(self.out),
+        }
+
 
 @strict
 class Trainer:

@@ -63,6 +63,16 @@ class Tuned:
     def _metrics(self) -> list[str]:
         return [name for name in self.outcome.metrics if name != "n"]
 
+    @property
+    def _verdict(self) -> str:
+        return {True: "goal met", False: "goal missed", None: "no goal was checked"}[self.met_goal]
+
+    def __repr__(self) -> str:
+        best = [f"{name} {formatting.metric_value(name, self.outcome.metrics[name])}" for name in self._metrics]
+        if self.outcome.latency_ratio is not None:
+            best.append(f"{self.outcome.latency_ratio:.2f}× latency")
+        return f"<Tuned {self.workload}: {', '.join([self._verdict, *best, f'{len(self.history)} trials'])}>"
+
     def _repr_html_(self) -> str:
         names = self._metrics
         rows = [
@@ -78,8 +88,7 @@ class Tuned:
             for found in (asked.outcome.metrics,)
         ]
         heads = ["#trial", "goal", *(f"#{name}" for name in names), "#latency", "#size", "candidate"]
-        verdict = {True: "goal met", False: "goal missed", None: "no goal was checked"}[self.met_goal]
-        return notebook.table(heads, rows, title=f"{self.workload}: {verdict}, {self.stopped_because}")
+        return notebook.table(heads, rows, title=f"{self.workload}: {self._verdict}, {self.stopped_because}")
 
     def plot(self) -> notebook.Chart:
         """The first metric of each trial; filled points are on the Pareto front."""
@@ -107,8 +116,8 @@ class Tuned:
         points = {asked.number: _point(asked.outcome) for asked in measured}
         return [a for a in measured if not any(_beats(points[b.number], points[a.number]) for b in measured)]
 
-    def to_json(self) -> dict[str, Any]:
-        """Everything except the model."""
+    def to_dict(self) -> dict[str, Any]:
+        """Everything except the model as plain data."""
         front = {asked.number for asked in self.pareto}
         return {
             "bitwright-tuning": TUNING_VERSION,
@@ -147,7 +156,7 @@ class Tuned:
                 self.quantized.plan.save(staged / "plan.yaml")
                 save_checkpoint(self.quantized.model, staged / "checkpoint.safetensors")
                 self.quantized.export(staged / "model.onnx")
-            text = json.dumps(self.to_json(), indent=1, ensure_ascii=False)
+            text = json.dumps(self.to_dict(), indent=1, ensure_ascii=False)
             write_text(staged / TUNING, text + "\n")
         return Path(folder)
 

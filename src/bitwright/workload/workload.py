@@ -49,6 +49,10 @@ class Workload:
     #: Whether lower values of ``metric`` are better, or the names of all such measured values.
     lower_is_better: bool | Collection[str] | None = None
 
+    def __repr__(self) -> str:
+        data = [name for name in ("calibration", "evaluation", "training") if getattr(self, name) is not None]
+        return f"<Workload {self.name}: {type(self.model).__name__} with {', '.join(data) or 'no'} data>"
+
     def less_is_better(self, metric: str | None = None) -> bool:
         """Whether a lower value of a metric (default: ``metric``) is better."""
         lower, name = self.lower_is_better, self.metric if metric is None else metric
