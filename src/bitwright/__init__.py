@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from bitwright.ptq.quantize import Quantized, quantize
     from bitwright.ptq.saved_model import load
     from bitwright.quantizers import compile_arithmetic, prepare, quantizers_of, set_mode, strip
+    from bitwright.reports.files import report
     from bitwright.reports.record import Record
-    from bitwright.reports.summary_page import report
     from bitwright.sensitivity import Indications, indicate, score, suggest
     from bitwright.training import Qat, TrainConfig, Trainer
     from bitwright.tuning import Budget, Goal, Space, TuneConfig, Tuned, tune
@@ -93,7 +93,7 @@ _HOMES = {
     "bitwright.ptq.saved_model": ("load",),
     "bitwright.bench.comparison": ("Comparison",),
     "bitwright.reports.record": ("Record",),
-    "bitwright.reports.summary_page": ("report",),
+    "bitwright.reports.files": ("report",),
     "bitwright.core.progress": ("Progress",),
     "bitwright.sensitivity": (
         "Indications",

@@ -104,7 +104,7 @@ def deploy(
     >>> bitwright.deploy("digits-untrained", "runs/int8", "out")  # doctest: +SKIP
     <Deployment digits-untrained in out: passed on onnxruntime>
     """
-    from bitwright.reports.training import training_record, weights_before
+    from bitwright.reports.sections import training_record, weights_before
 
     begin = phases(progress)
     folder = Path(run)

@@ -15,14 +15,13 @@ from typer.testing import CliRunner
 
 from bitwright.bench.leaderboard import comparable, summaries
 from bitwright.cli import app
-from bitwright.reports.leaderboard_markdown import markdown
-from bitwright.reports.leaderboard_page import page
+from bitwright.reports.leaderboard import leaderboard_markdown, leaderboard_page
 
 FEW = (("lsq", "apot"), ("tvm", "onnxruntime"))
 
 
 def test_every_name_is_escaped() -> None:
-    text = page(made_up(*FEW, evil=EVIL))
+    text = leaderboard_page(made_up(*FEW, evil=EVIL))
     seen: list[str] = []
     parser = HTMLParser()
     parser.handle_starttag = lambda tag, attrs: seen.append(tag)  # type: ignore[method-assign]
@@ -34,7 +33,7 @@ def test_every_name_is_escaped() -> None:
 
 def test_each_cell_says_mean_and_deviation() -> None:
     board = made_up(*FEW)
-    text = page(board)
+    text = leaderboard_page(board)
     cell = next(one for one in board.summaries if one.model is not None and one.accuracy is not None)
     assert cell.accuracy is not None
     assert f"{cell.accuracy.mean:.2f} ± {cell.accuracy.std:.2f} %" in text
@@ -61,7 +60,7 @@ def test_the_verb(tmp_path: Path) -> None:
 
 
 def test_markdown_escapes_every_name() -> None:
-    text = markdown(made_up(*FEW, evil=EVIL))
+    text = leaderboard_markdown(made_up(*FEW, evil=EVIL))
     assert "made" in text.lower()
     assert not re.search(r"(?<!\\)<", text)
     assert not re.search(r"(?<!\\)`(?!0123456789abcdef`)(?<!0123456789abcdef`)", text)
@@ -70,12 +69,12 @@ def test_markdown_escapes_every_name() -> None:
 def test_one_value_has_no_deviation_and_one_row_no_plural() -> None:
     board = made_up(("lsq",), ("tvm",))
     rows = tuple(row for row in board.rows if (row.seed, row.bits) == (0, 8))[:1]
-    text = markdown(board.model_copy(update={"rows": rows, "summaries": summaries(rows)}))
+    text = leaderboard_markdown(board.model_copy(update={"rows": rows, "summaries": summaries(rows)}))
     assert text.splitlines()[2].startswith("1 row: 1 done")
     assert "±" not in text.split("Config")[1].replace("mean ± deviation", "")
     for threads, words in ((1, "1 thread"), (3, "3 threads")):
         machines = {key: one.model_copy(update={"threads": threads}) for key, one in board.machines.items()}
-        text = markdown(board.model_copy(update={"machines": machines}))
+        text = leaderboard_markdown(board.model_copy(update={"machines": machines}))
         assert f", {words}, Python" in text
 
 
@@ -84,7 +83,7 @@ def test_means_over_backends_are_of_rows_that_all_algorithms_have() -> None:
     shared = comparable(board.rows)
     assert {row.backend for row in shared} == {"onnxruntime"}
     assert {row.algorithm for row in shared} == {"lsq", "apot"}
-    text = markdown(board)
+    text = leaderboard_markdown(board)
     assert "backends left out: tvm" in text
     own = [row.drop for row in shared if (row.algorithm, row.bits) == ("lsq", 8) and row.drop is not None]
     assert f"| lsq | {mean(own):.2f} ±" in text
@@ -100,11 +99,13 @@ def test_drops_are_from_the_float_network_that_was_trained_on() -> None:
     assert row.drop == row.float_accuracy - row.accuracy
     assert row.model_copy(update={"float_trained": 80.0}).drop == 80.0 - row.accuracy
     board = made_up(*FEW)
-    start, trained = (markdown(board.model_copy(update={"drops_from": name})) for name in ("start", "trained"))
+    start, trained = (
+        leaderboard_markdown(board.model_copy(update={"drops_from": name})) for name in ("start", "trained")
+    )
     assert "below the float weights that a row started from" in start
     assert "below the float network after the same training without quantizers" in trained
 
 
 @pytest.mark.parametrize("algorithms", [("lsq",), ()])
 def test_small_boards(algorithms: tuple[str, ...]) -> None:
-    assert "Results" in page(made_up(algorithms, ("academic",)))
+    assert "Results" in leaderboard_page(made_up(algorithms, ("academic",)))

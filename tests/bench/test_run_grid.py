@@ -19,7 +19,7 @@ from bitwright.bench.leaderboard import Row
 from bitwright.bench.machine import revision
 from bitwright.deployment.checkpoint import load_checkpoint, save_checkpoint
 from bitwright.quantizers import attachment_of
-from bitwright.reports.leaderboard_markdown import markdown
+from bitwright.reports.leaderboard import leaderboard_markdown
 from bitwright.training import Trainer
 from bitwright.workload import load_workload
 
@@ -106,7 +106,7 @@ def test_what_cannot_be_done_is_a_row_with_its_reason(board: Leaderboard) -> Non
 
 def test_a_leaderboard_comes_back_from_its_file(board: Leaderboard, tmp_path: Path) -> None:
     assert Leaderboard.load(board.save(tmp_path / "board.json")) == board
-    text = markdown(board)
+    text = leaderboard_markdown(board)
     assert "Tqt supports only symmetric formats" in text
     assert "| lsq |" in text
     (tmp_path / "other.json").write_text("{}")

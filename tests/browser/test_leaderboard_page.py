@@ -13,7 +13,7 @@ from leaderboards import made_up
 from records import EVIL, record
 
 from bitwright.reports import write_report
-from bitwright.reports.leaderboard_page import write_page
+from bitwright.reports.leaderboard import write_leaderboard_page
 
 Show = Callable[..., Any]
 FEW = (("lsq", "apot", "tqt"), ("tvm", "onnxruntime"))
@@ -22,7 +22,7 @@ FEW = (("lsq", "apot", "tqt"), ("tvm", "onnxruntime"))
 @pytest.mark.slow
 def test_filters_hold_for_overview_and_table(show: Show, tmp_path: Path) -> None:
     board = made_up(*FEW)
-    page = show(write_page(board, tmp_path / "board.html"))
+    page = show(write_leaderboard_page(board, tmp_path / "board.html"))
     assert page.inner_text("#shown") == "36 lines, 72 rows"
     assert page.locator(".matrix").count() == 3
     page.select_option("#by-bits", "4")
@@ -44,7 +44,7 @@ def test_filters_hold_for_overview_and_table(show: Show, tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_a_line_opens_to_config_and_what_was_executed(show: Show, tmp_path: Path) -> None:
-    page = show(write_page(made_up(*FEW), tmp_path / "board.html"))
+    page = show(write_leaderboard_page(made_up(*FEW), tmp_path / "board.html"))
 
     def drops() -> list[float]:
         return [float(cell.get_attribute("data-v")) for cell in page.locator("#board tbody td:nth-child(6)").all()]
@@ -68,7 +68,7 @@ def test_a_line_opens_to_config_and_what_was_executed(show: Show, tmp_path: Path
 @pytest.mark.slow
 def test_many_lines_are_shown_a_part_at_a_time(show: Show, tmp_path: Path) -> None:
     board = made_up(("lsq", "apot", "tqt", "dsq", "pact"), ("tvm", "onnxruntime", "academic"))
-    page = show(write_page(board, tmp_path / "board.html"))
+    page = show(write_leaderboard_page(board, tmp_path / "board.html"))
     lines = page.locator("#board tbody tr:not([hidden])")
     assert lines.count() == 60
     assert page.inner_text("#more") == "Show 30 more of 30"
@@ -87,7 +87,7 @@ def test_many_lines_are_shown_a_part_at_a_time(show: Show, tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_a_phone(show: Show, tmp_path: Path) -> None:
-    page = show(write_page(made_up(*FEW), tmp_path / "board.html"), width=390)
+    page = show(write_leaderboard_page(made_up(*FEW), tmp_path / "board.html"), width=390)
     assert page.locator("#board tbody tr:not([hidden])").count() == 20
     for cell in page.locator("#board tbody tr >> nth=0").locator("td").all():
         box = cell.bounding_box()
@@ -105,7 +105,9 @@ def test_a_row_opens_to_its_sites_and_its_report(show: Show, tmp_path: Path, wid
     board = made_up(*FEW)
     told = next(row for row in board.rows if row.status == "done")
     write_report(record("its net"), tmp_path / "rows & reports" / told.id)
-    page = show(write_page(board, tmp_path / "board.html", reports=tmp_path / "rows & reports"), width=width)
+    page = show(
+        write_leaderboard_page(board, tmp_path / "board.html", reports=tmp_path / "rows & reports"), width=width
+    )
     page.goto(f"{page.url}#{told.id}")
     page.reload()
     row = page.locator(f"article[id='{told.id}']")
@@ -129,7 +131,7 @@ def test_a_row_opens_to_its_sites_and_its_report(show: Show, tmp_path: Path, wid
 @pytest.mark.slow
 @pytest.mark.parametrize("width", [1280, 360])
 def test_names_of_others_are_only_text(show: Show, tmp_path: Path, width: int) -> None:
-    page = show(write_page(made_up(*FEW, evil=EVIL), tmp_path / "board.html"), width=width)
+    page = show(write_leaderboard_page(made_up(*FEW, evil=EVIL), tmp_path / "board.html"), width=width)
     for opener in page.locator("#board .opener").all()[:6]:
         opener.click()
     assert page.locator("img").count() == 0
@@ -139,7 +141,7 @@ def test_names_of_others_are_only_text(show: Show, tmp_path: Path, width: int) -
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_text_can_be_read_on_every_colour(show: Show, tmp_path: Path, scheme: str) -> None:
-    page = show(write_page(made_up(*FEW), tmp_path / "board.html"), scheme=scheme)
+    page = show(write_leaderboard_page(made_up(*FEW), tmp_path / "board.html"), scheme=scheme)
     steps = "document.querySelectorAll('.heat').forEach((cell, n) => { cell.className = `heat q${n % 7}`; })"
     page.evaluate(steps)
     page.locator("#board .opener").first.click()

@@ -37,7 +37,7 @@ from bitwright.importers.trace_events import read_trace
 from bitwright.plan import Plan
 from bitwright.profiling import DeviceProfile, StepGraph
 from bitwright.reports import write_markdown
-from bitwright.reports.leaderboard_markdown import markdown
+from bitwright.reports.leaderboard import leaderboard_markdown
 from bitwright.sensitivity import Indications
 from bitwright.tuning.config import TuneConfig
 from bitwright.workload.datasets import Dataset
@@ -297,7 +297,7 @@ def test_stores_keep_their_secrets(url: str, code: str) -> None:
 
 
 def test_markdown_has_no_markup_of_names(tmp_path: Path) -> None:
-    for text in (write_markdown(record(EVIL), tmp_path / "r.md").read_text(), markdown(made_up(evil=EVIL))):
+    for text in (write_markdown(record(EVIL), tmp_path / "r.md").read_text(), leaderboard_markdown(made_up(evil=EVIL))):
         assert "<script" not in text
         assert "<img" not in text
         assert "&lt;script&gt;" in text
@@ -470,7 +470,7 @@ def test_markdown_has_no_control_characters(tmp_path: Path) -> None:
     name = "a\x1b[31mb\x9b0m\u202ec"
     for text in (
         write_markdown(record(name).model_copy(update={"created": "<script>"}), tmp_path / "r.md").read_text(),
-        markdown(made_up(evil=name)),
+        leaderboard_markdown(made_up(evil=name)),
     ):
         assert not set("\x1b\x9b\u202e") & set(text)
         assert "<script" not in text

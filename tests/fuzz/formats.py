@@ -40,9 +40,8 @@ from bitwright.profiling.device_profile import CollectiveCost, Host, OperatorCos
 from bitwright.profiling.sample_store import SampleStore
 from bitwright.quantizers import prepare
 from bitwright.reports import read_json, write_html, write_json, write_markdown
-from bitwright.reports.leaderboard_markdown import markdown
-from bitwright.reports.leaderboard_page import write_page
-from bitwright.reports.training import training_record
+from bitwright.reports.leaderboard import leaderboard_markdown, write_leaderboard_page
+from bitwright.reports.sections import training_record
 from bitwright.sensitivity import Indications
 from bitwright.training.callbacks import History
 from bitwright.training.checkpoints import STATE, Checkpoints, TrainerState
@@ -272,8 +271,8 @@ def _make_board(folder: Path) -> None:
 
 def _read_board(folder: Path) -> None:
     board = Leaderboard.load(folder / "board.json")
-    write_page(board, folder / "page.html")
-    markdown(board)
+    write_leaderboard_page(board, folder / "page.html")
+    leaderboard_markdown(board)
 
 
 def _make_report(folder: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from leaderboards import made_up
 from records import record
 
-from bitwright.reports import leaderboard_page as leaderboard
+from bitwright.reports.leaderboard import leaderboard_page
 from bitwright.reports.page import page
 
 HOSTILE = "</script><script>alert(1)</script>\"'><img src=x onerror=alert(2)> javascript:alert(3) <!--<script>"
@@ -34,7 +34,7 @@ class Elements(HTMLParser):
 @pytest.mark.parametrize("kind", ["report", "leaderboard"])
 def test_hostile_names_stay_text(kind: str) -> None:
     def made(name: str) -> Elements:
-        return Elements(page(record(name)) if kind == "report" else leaderboard.page(made_up(evil=name)))
+        return Elements(page(record(name)) if kind == "report" else leaderboard_page(made_up(evil=name)))
 
     plain, hostile = made("x"), made(HOSTILE)
     assert hostile.active == []

@@ -31,8 +31,15 @@ from bitwright.reports import (
     environment,
     timings,
 )
-from bitwright.reports.forecast import ForecastDevice, MeasuredSteps, PredictedAndMeasured, Span
-from bitwright.reports.sensitivity import FloatTrial, SiteSensitivity, SuggestionRow
+from bitwright.reports.sections import (
+    FloatTrial,
+    ForecastDevice,
+    MeasuredSteps,
+    PredictedAndMeasured,
+    SiteSensitivity,
+    Span,
+    SuggestionRow,
+)
 
 EVIL = '</script><script>alert("1")</script><img src=x onerror=alert(2)>'
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import fnmatch
-import json
-import sys
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field, field_validator
 
@@ -15,8 +13,6 @@ from bitwright.core.documents import Strict, read_yaml, validated
 from bitwright.core.errors import BackendError, BitwrightError
 from bitwright.core.formats import Format
 from bitwright.core.registry import BACKENDS
-
-TABLE_VERSION = 2
 
 
 class Choice(Strict):
@@ -113,13 +109,6 @@ class BackendTable(Strict):
     )
 
 
-def json_schema() -> dict[str, Any]:
-    """The JSON Schema of a table."""
-    schema = BackendTable.model_json_schema()
-    identity = f"bitwright-backend-{TABLE_VERSION}"
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "$id": identity, **schema}
-
-
 def load_table(path: Path) -> BackendTable:
     """Load a table from a YAML file."""
     try:
@@ -141,7 +130,3 @@ def backend(name: str | BackendTable) -> BackendTable:
         return load_table(Path(name))
     table: BackendTable = BACKENDS.get(name)()
     return table
-
-
-if __name__ == "__main__":  # python -m bitwright.backends.table > docs/schemas/backend-2.json
-    sys.stdout.write(json.dumps(json_schema(), indent=2, ensure_ascii=False) + "\n")

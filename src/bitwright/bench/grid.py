@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -339,14 +338,3 @@ def _file_name(ref: str) -> str:
 
 def _digest(data: Any) -> str:
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def json_schema() -> dict[str, Any]:
-    """The JSON Schema of a file."""
-    schema = GridConfig.model_json_schema()
-    identity = f"bitwright-grid-{GRID_VERSION}"
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "$id": identity, **schema}
-
-
-if __name__ == "__main__":  # python -m bitwright.bench.grid > docs/schemas/grid-1.json
-    sys.stdout.write(json.dumps(json_schema(), indent=2, ensure_ascii=False) + "\n")

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def show(out: Out, result: Deployment) -> None:
     """Print a summary and the files, and exit with 1 if a runtime diverges."""
 
-    from bitwright.reports.formatting import float_and_quantized
+    from bitwright.reports.record import float_and_quantized
 
     record = result.record
     out.data(result.to_dict())

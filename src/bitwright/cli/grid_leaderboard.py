@@ -39,7 +39,7 @@ def grid_leaderboard(
     """
     from bitwright.bench.leaderboard import Leaderboard
     from bitwright.core.formatting import counted
-    from bitwright.reports.leaderboard_page import links, write_page
+    from bitwright.reports.leaderboard import report_links, write_leaderboard_page
 
     board = Leaderboard.load(results)
     if reports is not None and not reports.is_dir():
@@ -49,7 +49,7 @@ def grid_leaderboard(
             value=str(reports),
             fix=f"run bitwright grid run grid.yaml --reports {reports}",
         )
-    linked = 0 if reports is None else len(links(board, output, reports))
-    write_page(board, output, results=results.name, reports=reports)
+    linked = 0 if reports is None else len(report_links(board, output, reports))
+    write_leaderboard_page(board, output, results=results.name, reports=reports)
     out.data({"page": str(output), "rows": len(board.rows), "reports": linked, "config_hash": board.config_hash})
     out.say(f"{output}: {counted(len(board.rows), 'row')}{'' if reports is None else f', {linked} with a report'}")

@@ -79,7 +79,7 @@ def run_grid_file(
     from bitwright.cli.board_tables import show_board, show_reports
     from bitwright.core.files import write_text
     from bitwright.core.output_folder import replacing_with_siblings
-    from bitwright.reports.leaderboard_markdown import markdown
+    from bitwright.reports.leaderboard import leaderboard_markdown
 
     if output is not None and output.suffix != ".json":
         what = "a leaderboard is a JSON file"
@@ -103,7 +103,7 @@ def run_grid_file(
     if output is not None:
         with replacing_with_siblings(output) as temporary:  # both or none
             board.save(temporary)
-            write_text(temporary.with_suffix(".md"), markdown(board))
+            write_text(temporary.with_suffix(".md"), leaderboard_markdown(board))
         files = [output, output.with_suffix(".md")]
     show_board(out, board, files)
     if reports is not None:

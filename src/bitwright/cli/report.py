@@ -34,7 +34,7 @@ def report(
     The first run that quantized something is shown whole; sensitivity, tuning, training, runtimes and forecasts are
     taken from whichever run has them; all runs are points of accuracy against latency and size.
     """
-    from bitwright.reports.summary_page import report as make_report
+    from bitwright.reports.files import report as make_report
 
     record = make_report(runs, output)
     out.data(record.model_dump(mode="json"))

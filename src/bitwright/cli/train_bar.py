@@ -9,7 +9,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from bitwright.cli.out import Out
 from bitwright.core import formatting
 from bitwright.reports import new_record, write_report
-from bitwright.reports.training import training_record
+from bitwright.reports.sections import training_record
 from bitwright.training.callbacks import Callback
 from bitwright.training.run import TrainingRun
 

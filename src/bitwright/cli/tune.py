@@ -76,7 +76,7 @@ def tune(
     from bitwright.core.interrupts import resumable
     from bitwright.reports import Size, new_record
     from bitwright.reports import write_report as write_files
-    from bitwright.reports.tuning import tuning_record
+    from bitwright.reports.sections import tuning_record
     from bitwright.tuning import TuneConfig
     from bitwright.workflows import finish, usable_runtimes
     from bitwright.workload import can_measure

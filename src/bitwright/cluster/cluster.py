@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -184,13 +182,3 @@ class Cluster(Strict):
             fix=f"give the cluster a `link`, or one to {', '.join(without)}; or profile a process group of this size "
             f"with {self.backend}",
         )
-
-
-def json_schema() -> dict[str, Any]:
-    """The JSON Schema of a cluster file."""
-    schema = Cluster.model_json_schema()
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "$id": "bitwright-cluster-1", **schema}
-
-
-if __name__ == "__main__":  # python -m bitwright.cluster.cluster > docs/schemas/cluster-1.json
-    sys.stdout.write(json.dumps(json_schema(), indent=2, ensure_ascii=False) + "\n")

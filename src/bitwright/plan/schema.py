@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -131,7 +129,3 @@ def json_schema() -> dict[str, Any]:
     """The JSON Schema of a plan file."""
     schema = PlanFile.model_json_schema()
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "$id": "bitwright-plan-1", **schema}
-
-
-if __name__ == "__main__":  # python -m bitwright.plan.schema > docs/schemas/plan-1.json
-    sys.stdout.write(json.dumps(json_schema(), indent=2, ensure_ascii=False) + "\n")

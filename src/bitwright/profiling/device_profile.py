@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -18,7 +17,6 @@ from bitwright.core.documents import Strict, parse_json, read_text, validated
 from bitwright.core.errors import BitwrightError, PlanError, Problem
 from bitwright.core.files import write_text
 
-SCHEMA_VERSION = 1
 MOST_SECONDS, MOST_BYTES, MOST_COUNT = 1e9, 2**50, 2**40
 _MANY = 8
 
@@ -282,13 +280,3 @@ def html_table(caption: str, heads: Sequence[str], rows: Iterable[Sequence[str]]
     lines = [f"<th>{escape(head)}</th>" for head in heads], *([f"<td>{escape(c)}</td>" for c in row] for row in rows)
     body = "".join(f"<tr>{''.join(cells)}</tr>" for cells in lines)
     return f"<table><caption>{escape(caption)}</caption>{body}</table>"
-
-
-def json_schema() -> dict[str, Any]:
-    """The JSON Schema of a profile."""
-    schema = DeviceProfile.model_json_schema()
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "$id": "bitwright-device-profile-1", **schema}
-
-
-if __name__ == "__main__":  # python -m bitwright.profiling.device_profile > docs/schemas/device-profile-1.json
-    sys.stdout.write(json.dumps(json_schema(), indent=2, ensure_ascii=False) + "\n")

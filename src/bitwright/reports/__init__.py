@@ -4,9 +4,7 @@ from bitwright.bench.comparison import Accuracy, Comparison, LatencyRow, Parity,
 from bitwright.bench.leaderboard import Executed, ExecutedSites, OnDevice
 from bitwright.core.environment import Environment, environment
 from bitwright.quantizers.site_statistics import Histogram, SiteRow, site_rows
-from bitwright.reports.build import float_distance, make_record, warning_rows
-from bitwright.reports.folder import add_to_report, join, new_record, report_of, write_html, write_report
-from bitwright.reports.forecast import Forecast, forecast
+from bitwright.reports.files import add_to_report, join, new_record, report_of, write_html, write_page, write_report
 from bitwright.reports.markdown import write_markdown
 from bitwright.reports.network import Node, network
 from bitwright.reports.record import (
@@ -18,13 +16,21 @@ from bitwright.reports.record import (
     RunRow,
     StepRow,
     WarningRow,
+    float_distance,
+    make_record,
     read_json,
+    warning_rows,
     write_json,
 )
-from bitwright.reports.sensitivity import Sensitivity, sensitivity
-from bitwright.reports.summary_page import write_page
-from bitwright.reports.training import TrainingRecord
-from bitwright.reports.tuning import TrialRow, TuningRecord
+from bitwright.reports.sections import (
+    Forecast,
+    Sensitivity,
+    TrainingRecord,
+    TrialRow,
+    TuningRecord,
+    forecast,
+    sensitivity,
+)
 
 __all__ = [
     "RECORD_VERSION",

@@ -8,10 +8,9 @@ from pathlib import Path
 from bitwright.bench.comparison import Accuracy
 from bitwright.bench.leaderboard import Result
 from bitwright.bench.rows import FinishedRow
-from bitwright.reports.build import make_record
-from bitwright.reports.folder import write_report
-from bitwright.reports.record import GridRow, Record
-from bitwright.reports.training import TrainingRecord
+from bitwright.reports.files import write_report
+from bitwright.reports.record import GridRow, Record, make_record
+from bitwright.reports.sections import TrainingRecord
 from bitwright.training import TrainConfig
 
 

@@ -10,8 +10,7 @@ from pathlib import Path
 from bitwright.core import formatting
 from bitwright.core.errors import visible_text
 from bitwright.core.files import write_text
-from bitwright.reports.formatting import environment_facts, executed_sites, ranges, row_facts
-from bitwright.reports.record import Record
+from bitwright.reports.record import Record, environment_facts, executed_sites, ranges, row_facts
 
 
 def write_markdown(record: Record, path: str | Path) -> Path:

@@ -1,19 +1,34 @@
-"""The HTML page of a report: what its template needs."""
+"""The HTML page of a report, and the frame and templates of all pages."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any
 
+from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from bitwright.bench.comparison import Comparison, LatencyRow, OnRuntime, latency_chart
 from bitwright.cluster import MemoryLimit
-from bitwright.core import charts, formatting
+from bitwright.core import formatting
+from bitwright.core.files import yaml_text
 from bitwright.quantizers.site_statistics import SiteRow
-from bitwright.reports.forecast import ForecastDevice, MeasuredSteps, PredictedAndMeasured
-from bitwright.reports.formatting import (
+from bitwright.reports.charts import (
+    lower_is_better,
+    points,
+    timelines,
+    tradeoff_charts,
+    training_chart,
+    tuning_chart,
+    worst_sites_chart,
+)
+from bitwright.reports.record import (
+    Record,
     environment_facts,
     executed_sites,
     float_and_quantized,
@@ -23,14 +38,82 @@ from bitwright.reports.formatting import (
     ranges,
     row_facts,
 )
-from bitwright.reports.html import Card, all_and, document, render
-from bitwright.reports.record import Record
-from bitwright.reports.timeline import timelines
-from bitwright.reports.tradeoff import lower_is_better, points, tradeoff_charts
-from bitwright.reports.training import TrainingRecord
-from bitwright.reports.tuning import TuningRecord
+from bitwright.reports.sections import ForecastDevice, MeasuredSteps, PredictedAndMeasured
 
-_WORST = 10  # sites in the chart of the worst sites
+
+@dataclass(frozen=True, kw_only=True)
+class Card:
+    """One figure at the top of a page."""
+
+    title: str
+    value: str
+    lines: Sequence[str] = ()
+    tone: str = ""
+
+
+@cache
+def templates() -> Environment:
+    """The templates of this package; values are escaped."""
+    made = Environment(
+        loader=PackageLoader("bitwright.reports"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    made.filters.update(
+        size=formatting.size,
+        counted=formatting.counted,
+        decibels=formatting.decibels,
+        percent=formatting.percent,
+        number=formatting.number,
+        repr=repr,
+        yaml=yaml_text,
+        port=port,
+        hashed=lambda name: f"#{name}",
+        reasons=_reasons,
+    )
+    made.globals.update(span=formatting.span, relative_error=formatting.relative_error)
+    return made
+
+
+def port(site: str) -> str:
+    """The kind of a site: `input` for `add#0:input1`."""
+    return site.rpartition(":")[2].rstrip("0123456789") or "site"
+
+
+def _reasons(skipped: Mapping[str, str]) -> str:
+    return "; ".join(f"{site}: {why}" for site, why in skipped.items())
+
+
+def all_and(values: Iterable[Any]) -> list[tuple[str, str]]:
+    """Options of a filter: all, and each value."""
+    return [("", "all"), *((str(value), str(value)) for value in sorted(set(values)))]
+
+
+def render(template: str, **values: Any) -> Markup:
+    """A template of this package, filled in."""
+    return Markup(templates().get_template(f"{template}.html.jinja").render(**values))
+
+
+def document(title: str, body: Markup, *, data: str, nav: Iterable[tuple[str, str]], scripts: Iterable[str]) -> str:
+    """A whole page. `scripts` are assets that read `data`, which is JSON; `nav` has ids and names of sections."""
+    return render(
+        "page",
+        title=title,
+        body=body,
+        nav=nav,
+        css=_asset("page.css"),
+        script=Markup("\n").join(map(_asset, ("page.js", *scripts))),
+        # Only "<" could end the script element; as an escape it is the same JSON.
+        data=Markup(data.replace("<", "\\u003c")),
+    )
+
+
+def _asset(name: str) -> Markup:
+    return Markup(files("bitwright.reports").joinpath("assets", name).read_text(encoding="utf-8"))
+
+
 _KINDS = {
     "float": "float",
     "quantized": "this run",
@@ -216,66 +299,3 @@ def runtime_rows(found: Comparison) -> list[tuple[OnRuntime, str, int, LatencyRo
         if not timings:
             rows.append((one, "quantized", 0, None))
     return rows
-
-
-def worst_sites_chart(rows: Iterable[SiteRow]) -> Markup:
-    """The sites with the lowest SQNR; the length of a bar is the relative noise."""
-    known = sorted((row.sqnr_db, row.site) for row in rows if row.sqnr_db is not None and row.share is None)
-    shown = known[:_WORST]
-    most = 10 ** (-shown[0][0] / 20) if shown else 1.0
-    parts = []
-    for index, (sqnr, site) in enumerate(shown):
-        noise = 10 ** (-sqnr / 20)
-        value = f"{formatting.percent(noise)} · {sqnr:.1f} dB"
-        parts.append(charts.bar(charts.BAR_HEIGHT * index, site, value, noise / most, "quantized"))
-    label = "The sites with the most quantization noise, relative to their signal"
-    return charts.svg(parts, charts.BAR_HEIGHT * len(shown), label)
-
-
-def tuning_chart(found: TuningRecord) -> Markup | str:
-    """The metric of each trial."""
-    known = [trial for trial in found.trials if found.metric in trial.metrics]
-    if len(known) < 2:
-        return ""
-    dots = [
-        charts.Dot(
-            x=trial.number,
-            y=trial.metrics[found.metric],
-            name=f"trial {trial.number}",
-            text=f"{found.metric} {trial.metrics[found.metric]:.4g}, {trial.candidate}",
-            kind=f"trial{' best' if trial.pareto else ''}{' chosen' if trial.best else ''}",
-            label=trial.best,
-        )
-        for trial in known
-    ]
-    best = max(trial.metrics[found.metric] for trial in known)
-    return charts.scatter(
-        dots,
-        x_name="trial",
-        y_name=found.metric,
-        label="The course of the search",
-        limit=found.limit,
-        limit_name="" if found.limit is None else f"goal: {found.limit:.4g}",
-        least_y=1.0 if found.metric.startswith("top") else abs(best) / 100 or 1.0,
-        counted=True,
-    )
-
-
-def training_chart(found: TrainingRecord) -> Markup | str:
-    """The metric after each epoch."""
-    values = [epoch.get(found.metric) for epoch in found.metrics]
-    dots = [
-        charts.Dot(
-            x=number,
-            y=value,
-            name=f"epoch {number}",
-            text=f"{found.metric} {value:.4g}",
-            kind=f"trial{' best' if number == found.best_epoch else ''}",
-        )
-        for number, value in enumerate(values, 1)
-        if value is not None
-    ]
-    if len(dots) < 2:
-        return ""
-    least = 1.0 if found.metric.startswith("top") else 0.0
-    return charts.scatter(dots, x_name="epoch", y_name=found.metric, label="Training", least_y=least, counted=True)

@@ -1,26 +1,30 @@
-"""`Record`: all results of one run, as versioned JSON."""
+"""`Record`: all results of one run, as versioned JSON. `make_record` makes it from a quantized model."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from hashlib import sha256
+from math import isfinite
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field
 
 from bitwright.bench.comparison import Accuracy, Comparison, LatencyRow, Parity, Size
-from bitwright.bench.leaderboard import Executed, OnDevice
+from bitwright.bench.leaderboard import Executed, ExecutedSites, OnDevice
 from bitwright.core import documents
 from bitwright.core.arguments import strict
 from bitwright.core.documents import ResultModel, validated
-from bitwright.core.environment import Environment
+from bitwright.core.environment import Environment, environment
 from bitwright.core.errors import BitwrightError, Problem
 from bitwright.core.files import write_text
-from bitwright.quantizers.site_statistics import SiteRow
-from bitwright.reports.forecast import Forecast
-from bitwright.reports.network import Node
-from bitwright.reports.sensitivity import Sensitivity
-from bitwright.reports.training import TrainingRecord
-from bitwright.reports.tuning import TuningRecord
+from bitwright.core.formatting import number, span
+from bitwright.deployment import Distance
+from bitwright.ptq.quantize import Quantized
+from bitwright.quantizers.site_statistics import SiteRow, site_rows
+from bitwright.reports.network import Node, network
+from bitwright.reports.sections import Forecast, Sensitivity, TrainingRecord, TuningRecord
 
 RECORD_VERSION: Literal[2] = 2
 
@@ -141,3 +145,154 @@ def read_json(path: str | Path) -> Record:
         return BitwrightError(f"can't read the report: {words}{more}", where=str(path), fix=fix, code="invalid-value")
 
     return validated(Record, data, title="", error=refusal)
+
+
+def float_distance(distance: Distance) -> FloatDistance:
+    """The row of a distance from the float model."""
+    return FloatDistance(
+        samples=distance.samples,
+        sqnr_db=_finite(distance.sqnr_db),
+        top1_agreement=distance.top1_agreement,
+        far=distance.far,
+        worst={site.site: _finite(site.sqnr_db) for site in distance.worst},
+    )
+
+
+def _finite(sqnr: float) -> float | None:
+    """JSON has no infinities: +inf dB (no deviation) becomes None, and -inf dB becomes -999."""
+    return sqnr if isfinite(sqnr) else None if sqnr > 0 else -999.0
+
+
+def warning_rows(problems: Iterable[Problem]) -> tuple[WarningRow, ...]:
+    """Warnings as rows."""
+    return tuple(WarningRow(code=one.code, what=one.what, where=one.where, fix=one.fix) for one in problems)
+
+
+@strict
+def make_record(
+    quantized: Quantized,
+    batches: Iterable[Any],
+    *,
+    workload: str,
+    title: str | None = None,
+    seed: int | None = None,
+    accuracies: Iterable[Accuracy] = (),
+    sizes: Iterable[Size] = (),
+    timings: Iterable[LatencyRow] = (),
+    parities: Iterable[Parity] = (),
+    histograms: bool = True,
+    sites: tuple[SiteRow, ...] | None = None,
+    distance: Distance | None = None,
+    warnings: Iterable[Problem] | None = None,
+) -> Record:
+    """Make the record of one run.
+
+    The statistics and `histograms` of the sites are measured on `batches`, unless `sites` has them already. `distance`
+    from the float model and `warnings` are by default those of `quantize`.
+    """
+    plan, graph = quantized.plan, quantized.graph
+    distance = distance or quantized.distance
+    return Record(
+        title=title or f"{workload} for {quantized.backend}",
+        workload=workload,
+        backend=quantized.backend,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        seed=seed,
+        plan_sha256=sha256(plan.to_yaml().encode()).hexdigest(),
+        environment=environment(),
+        accuracies=tuple(accuracies),
+        sizes=tuple(sizes),
+        timings=tuple(timings),
+        parities=tuple(parities),
+        sites=site_rows(quantized.model, batches, histograms=histograms) if sites is None else sites,
+        graph=network(graph),
+        float_operators=tuple(
+            FloatOperator(
+                operator=name, kind=graph.by_name[name].kind if name in graph.by_name else "parameter", why=why
+            )
+            for name, why in plan.float.items()
+        ),
+        folds={norm: str(fold) for norm, fold in plan.fold.items()},
+        distance=None if distance is None else float_distance(distance),
+        warnings=warning_rows(quantized.warnings if warnings is None else warnings),
+        steps=tuple(
+            StepRow(step=ran.step, units=ran.units, seconds=ran.seconds, skipped=ran.skipped) for ran in quantized.steps
+        ),
+    )
+
+
+def own_accuracy(record: Record) -> Accuracy:
+    """The quantized model's accuracy on the backend's runtime, else on the first checked one, else the last known."""
+    names = [record.backend, *(one.runtime for one in record.parities), *(one.runtime for one in record.timings)]
+    found = {one.where: one for one in record.accuracies[1:]}
+    return next((found[name] for name in names if name in found), record.accuracies[-1])
+
+
+def own_timings(record: Record) -> tuple[LatencyRow, ...]:
+    """Timings of the run, else those that `bitwright bench` measured on the backend's runtime, else on the first."""
+    if record.timings or record.comparison is None:
+        return record.timings
+    rows = [row for row in record.comparison.runtimes if row.timings]
+    own = [row for row in rows if record.backend in (row.backend, row.runtime)]
+    return next((row.timings for row in (*own, *rows)), ())
+
+
+def float_and_quantized(record: Record) -> tuple[Size, Size] | None:
+    """The two sizes to compare; the first is the reference."""
+    return (record.sizes[0], record.sizes[-1]) if len(record.sizes) > 1 else None
+
+
+def observed_range(site: SiteRow) -> tuple[float, float] | None:
+    """The smallest and largest number that reached a site; None: not measured."""
+    return None if site.seen_low is None or site.seen_high is None else (site.seen_low, site.seen_high)
+
+
+def ranges(site: SiteRow) -> tuple[str, str]:
+    """The range of the numbers at a site, and the range of its grid.
+
+    The grid of a 32-bit accumulator is far wider than any number, so it is omitted.
+    """
+    wide = site.format.startswith("int32")
+    grid = "" if wide else span(number(site.low), number(site.high))
+    found = observed_range(site)
+    return ("–" if wide else grid, "") if found is None else (span(*map(number, found)), grid)
+
+
+def environment_facts(record: Record) -> list[tuple[str, str]]:
+    """Names and values of the environment of a run."""
+    found = record.environment
+    items = [
+        ("Machine", f"{found.cpu}, {found.cores} cores, {found.platform}"),
+        ("CPU features", ", ".join(found.cpu_features) or "none known"),
+        ("Threads of torch", str(found.threads)),
+        ("Python", found.python),
+        ("Packages", ", ".join(f"{name} {version}" for name, version in found.packages.items())),
+        ("Seed", "none" if record.seed is None else str(record.seed)),
+    ]
+    return items if record.plan_sha256 is None else [*items, ("Plan (SHA-256)", record.plan_sha256)]
+
+
+def executed_sites(row: GridRow) -> list[tuple[str, ExecutedSites]]:
+    """What ran at weights, then at activations."""
+    both = {"weights": row.executed.weights, "activations": row.executed.activations}
+    return [(role, one) for role, found in both.items() for one in found]
+
+
+def row_facts(row: GridRow) -> list[tuple[str, str]]:
+    """Names and values that describe how a row of a grid ran, without its quantizers."""
+    folded = ", ".join(f"{count} by strategy {strategy}" for strategy, count in row.executed.folding.items())
+    items = [
+        ("Row", row.id),
+        ("Float weights", row.start),
+        ("Norms", f"folded: {folded}" if folded else "run as they are"),
+        ("Biases on the accumulator's grid", str(row.executed.biases)),
+    ]
+    device = row.device
+    if device is not None:
+        kinds = ", ".join(f"{count} {kind}" for kind, count in (device.kinds or {}).items() if count)
+        told = [] if device.gap is None else [f"{device.gap:+.2f} points from simulated"]
+        told += [f"ran {kinds}"] if kinds else []
+        items.append((f"On {device.runtime}", device.reason or "; ".join(told)))
+    if row.beyond is not None:
+        items.append(("Beyond the backend", row.beyond))
+    return [*items, *(("Note", note) for note in row.notes)]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -27,8 +25,6 @@ from bitwright.tuning.tune import tune
 from bitwright.workload import Workload, load_object, load_workload
 from bitwright.workload.datasets import Dataset
 from bitwright.workload.metrics import METRICS, make_evaluate, metric_name
-
-CONFIG_VERSION = 1
 
 
 @strict
@@ -187,14 +183,3 @@ class TuneConfig(Strict, populate_by_name=True):
             **choices,
         }
         return tune(self.make_workload(workload), **{**arguments, **others})
-
-
-def json_schema() -> dict[str, Any]:
-    """The JSON Schema of a configuration file."""
-    schema = TuneConfig.model_json_schema()
-    identity = f"bitwright-tune-{CONFIG_VERSION}"
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "$id": identity, **schema}
-
-
-if __name__ == "__main__":  # python -m bitwright.tuning.config > docs/schemas/tune-1.json
-    sys.stdout.write(json.dumps(json_schema(), indent=2, ensure_ascii=False) + "\n")

@@ -1,7 +1,8 @@
-"""The charts of accuracy against latency and size: which variants there are, and which of them are best."""
+"""The charts of a report page: trade-offs, timelines, and the course of tuning and training."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -9,9 +10,11 @@ from markupsafe import Markup
 
 from bitwright.bench.comparison import LatencyRow
 from bitwright.core import charts, formatting
-from bitwright.reports.formatting import own_accuracy
-from bitwright.reports.record import Record
+from bitwright.quantizers.site_statistics import SiteRow
+from bitwright.reports.record import Record, own_accuracy
+from bitwright.reports.sections import Forecast, ForecastDevice, TrainingRecord, TuningRecord
 
+_WORST_SITES = 10
 Kind = Literal["float", "quantized", "trial", "other"]
 Cost = Literal["ratio", "size"]
 
@@ -201,3 +204,146 @@ def _text(one: Point, metric: str) -> str:
     if one.size is not None:
         parts.append(formatting.size(one.size))
     return ", ".join(parts)
+
+
+def timelines(found: Forecast) -> Iterator[tuple[str, Markup]]:
+    """A title and a drawing for each kind of device; devices without times are left out."""
+    for index, device in enumerate(found.devices):
+        drawing = _timeline(found, device, first=index == 0)
+        if drawing is not None:
+            yield _title(device), drawing
+
+
+def _title(device: ForecastDevice) -> str:
+    return device.name if device.count == 1 else f"{device.name} × {device.count}"
+
+
+def _timeline(found: Forecast, device: ForecastDevice, *, first: bool) -> Markup | None:
+    """Predicted phases, operators and collectives above the measured phases, on one time axis."""
+    predicted = phases(device)
+    lanes: list[tuple[str, list[charts.Bar]]] = [("predicted", predicted)]
+    compute = [s for s in device.spans if s.kind != "collective"]
+    if compute:
+        lanes.append(
+            (
+                "operators",
+                [charts.Bar(start=s.start_ms, end=s.end_ms, name=s.name, kind=f"op {s.kind}") for s in compute],
+            )
+        )
+    sent = [s for s in device.spans if s.kind == "collective"]
+    if sent:
+        lanes.append(
+            ("collectives", [charts.Bar(start=s.start_ms, end=s.end_ms, name=s.name, kind="collective") for s in sent])
+        )
+    if found.measured is not None and first:
+        lanes.append(("measured", _stacked(_in_order((b.name, b.measured_ms) for b in found.measured.phases))))
+    end = max((bar.end for _, bars in lanes for bar in bars), default=0.0)
+    if end <= 0:
+        return None
+    return charts.lanes(lanes, end=end, unit="ms", label=f"Timeline of {_title(device)}")
+
+
+def phases(device: ForecastDevice) -> list[charts.Bar]:
+    """The phases on the time axis of the operators, with the wait between backward and optimizer."""
+    hull: dict[str, tuple[float, float]] = {}
+    for span in device.spans:
+        start, end = hull.get(span.kind, (span.start_ms, span.end_ms))
+        hull[span.kind] = min(start, span.start_ms), max(end, span.end_ms)
+    times = device.phases_ms
+    if not {"forward", "backward", "tail"} <= set(hull):
+        return _stacked(_in_order(times.items()))
+    (begins, forward), (_, backward), (tail, end) = (hull[kind] for kind in ("forward", "backward", "tail"))
+    loss = min(forward + times.get("loss", 0.0), backward)
+    # With gradient accumulation, the operators are those of the last batch.
+    before = "earlier batches" if begins > 1.5 * times.get("other", 0.0) else "other"
+    marks = [("other", before, 0.0, begins), ("forward", "forward", begins, forward), ("loss", "loss", forward, loss)]
+    marks += [("backward", "backward", loss, backward), ("wait", "waits", backward, tail)]
+    at = tail
+    for name in ("clip", "optimizer"):
+        last = end if name == "optimizer" else min(at + times.get(name, 0.0), end)
+        marks.append((name, name, at, last))
+        at = last
+    least = end / 1e4  # rounding
+    return [
+        charts.Bar(start=start, end=stop, name=name, kind=f"phase {kind}")
+        for kind, name, start, stop in marks
+        if stop - start > least
+    ]
+
+
+def _in_order(items: Iterable[tuple[str, float]]) -> list[tuple[str, float]]:
+    """Time outside of all phases comes first, as in the prediction."""
+    return sorted(items, key=lambda item: item[0] != "other")
+
+
+def _stacked(items: Iterable[tuple[str, float]]) -> list[charts.Bar]:
+    bars: list[charts.Bar] = []
+    at = 0.0
+    for name, length in items:
+        if length > 0:
+            bars.append(charts.Bar(start=at, end=at + length, name=name, kind=f"phase {name}"))
+        at += length
+    return bars
+
+
+def worst_sites_chart(rows: Iterable[SiteRow]) -> Markup:
+    """The sites with the lowest SQNR; the length of a bar is the relative noise."""
+    known = sorted((row.sqnr_db, row.site) for row in rows if row.sqnr_db is not None and row.share is None)
+    shown = known[:_WORST_SITES]
+    most = 10 ** (-shown[0][0] / 20) if shown else 1.0
+    parts = []
+    for index, (sqnr, site) in enumerate(shown):
+        noise = 10 ** (-sqnr / 20)
+        value = f"{formatting.percent(noise)} · {sqnr:.1f} dB"
+        parts.append(charts.bar(charts.BAR_HEIGHT * index, site, value, noise / most, "quantized"))
+    label = "The sites with the most quantization noise, relative to their signal"
+    return charts.svg(parts, charts.BAR_HEIGHT * len(shown), label)
+
+
+def tuning_chart(found: TuningRecord) -> Markup | str:
+    """The metric of each trial."""
+    known = [trial for trial in found.trials if found.metric in trial.metrics]
+    if len(known) < 2:
+        return ""
+    dots = [
+        charts.Dot(
+            x=trial.number,
+            y=trial.metrics[found.metric],
+            name=f"trial {trial.number}",
+            text=f"{found.metric} {trial.metrics[found.metric]:.4g}, {trial.candidate}",
+            kind=f"trial{' best' if trial.pareto else ''}{' chosen' if trial.best else ''}",
+            label=trial.best,
+        )
+        for trial in known
+    ]
+    best = max(trial.metrics[found.metric] for trial in known)
+    return charts.scatter(
+        dots,
+        x_name="trial",
+        y_name=found.metric,
+        label="The course of the search",
+        limit=found.limit,
+        limit_name="" if found.limit is None else f"goal: {found.limit:.4g}",
+        least_y=1.0 if found.metric.startswith("top") else abs(best) / 100 or 1.0,
+        counted=True,
+    )
+
+
+def training_chart(found: TrainingRecord) -> Markup | str:
+    """The metric after each epoch."""
+    values = [epoch.get(found.metric) for epoch in found.metrics]
+    dots = [
+        charts.Dot(
+            x=number,
+            y=value,
+            name=f"epoch {number}",
+            text=f"{found.metric} {value:.4g}",
+            kind=f"trial{' best' if number == found.best_epoch else ''}",
+        )
+        for number, value in enumerate(values, 1)
+        if value is not None
+    ]
+    if len(dots) < 2:
+        return ""
+    least = 1.0 if found.metric.startswith("top") else 0.0
+    return charts.scatter(dots, x_name="epoch", y_name=found.metric, label="Training", least_y=least, counted=True)
