@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from bitwright import capture, load_workload
 from bitwright.core.registry import KERNELS
 from bitwright.plan import ComputeSpec
-from bitwright.sensitivity import indicate
+from bitwright.sensitivity import score_operators
 from bitwright.sensitivity.error_injection import substitutable_operators, training_batch_norms
-from bitwright.sensitivity.indicate import spec_of
+from bitwright.sensitivity.operator_scores import spec_of
 from bitwright.workload import call
 from bitwright.workload.data import split
 
@@ -111,7 +111,7 @@ def compare(model: nn.Module, data: Batches, loss: Callable[[Any, Any], Tensor],
     variance_of, loss_of = list(variances.values()), [abs(x) for x in losses.values()]
 
     def row(indicator: str, batches: Batches, seed: int = 0) -> dict[str, Any]:
-        found = indicate(model, batches, loss, indicator=indicator, formats=(format,), seed=seed)
+        found = score_operators(model, batches, loss, indicator=indicator, formats=(format,), seed=seed)
         values = [found.value(name, format) for name in variances]
         return {
             "variance": float(spearmanr(values, variance_of).statistic),

@@ -25,7 +25,7 @@ from bitwright import GridConfig, TrainConfig, Trainer
 from bitwright.backends import backend
 from bitwright.bench.float_networks import Starts
 from bitwright.bench.grid import RowTask
-from bitwright.bench.rows import Outcome, gave_up, plan_of
+from bitwright.bench.rows import RowOutcome, gave_up, plan_of
 from bitwright.core.task_store import open_study
 from bitwright.core.tensor_tree import as_call
 from bitwright.quantizers import Layout
@@ -98,7 +98,7 @@ def scaled(layout: Layout, x: Tensor) -> Tensor:
 def main() -> None:
     torch.set_num_threads(1)
     found = []
-    study = open_study(None, "folding", {}, resume=True, kind=Outcome, gave_up=gave_up)
+    study = open_study(None, "folding", {}, resume=True, kind=RowOutcome, gave_up=gave_up)
     starts = Starts(HERE / "leaderboard.starts", study)
     for way, bnfold in WAYS.items():
         grid = GridConfig.load(HERE / "leaderboard.yaml").model_copy(update={"bnfold": bnfold})

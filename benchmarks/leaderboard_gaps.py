@@ -26,7 +26,7 @@ from bitwright import GridConfig, TrainConfig, Trainer, check
 from bitwright.backends import backend
 from bitwright.bench.float_networks import Starts
 from bitwright.bench.grid import RowTask
-from bitwright.bench.rows import Outcome, gave_up, on_device, plan_of
+from bitwright.bench.rows import RowOutcome, gave_up, on_device, plan_of
 from bitwright.core.task_store import open_study
 from bitwright.deployment.runtimes.openvino import OpenVino
 from bitwright.workload import Workload, evaluate
@@ -167,7 +167,7 @@ def first_images(workload: Workload) -> torch.Tensor:
 
 def main() -> None:
     torch.set_num_threads(1)
-    study = open_study(None, "gaps", {}, resume=True, kind=Outcome, gave_up=gave_up)
+    study = open_study(None, "gaps", {}, resume=True, kind=RowOutcome, gave_up=gave_up)
     starts = Starts(HERE / "leaderboard.starts", study)
     tasks = {
         (task.model.label, task.algorithm.label, task.bits): task

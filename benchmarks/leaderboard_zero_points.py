@@ -20,7 +20,7 @@ from bitwright import GridConfig, TrainConfig, Trainer
 from bitwright.backends import backend
 from bitwright.bench.float_networks import Starts
 from bitwright.bench.grid import RowTask
-from bitwright.bench.rows import Outcome, gave_up, plan_of
+from bitwright.bench.rows import RowOutcome, gave_up, plan_of
 from bitwright.core.task_store import open_study
 from bitwright.quantizers import quantizers_of
 from bitwright.training import Callback
@@ -70,7 +70,7 @@ def main() -> None:
     torch.set_num_threads(1)
     grid = GridConfig.load(HERE / "leaderboard.yaml")
     found = []
-    study = open_study(None, "zero points", {}, resume=True, kind=Outcome, gave_up=gave_up)
+    study = open_study(None, "zero points", {}, resume=True, kind=RowOutcome, gave_up=gave_up)
     starts = Starts(HERE / "leaderboard.starts", study)
     for name in BACKENDS:
         tasks = {

@@ -89,8 +89,14 @@ def command(profiles: dict[str, DeviceProfile], limits: dict[str, float], penalt
             limit = f", memory_gb: {limits[kind]}" if kind in limits else ""
             lines.append(f"  {kind}: {{profile: {kind}.json, count: {KINDS[kind][0]}{limit}}}")
         (folder / "cluster.yaml").write_text("\n".join(lines) + "\n")
-        scores = {"bitwright-indications": 1, "indicator": "random", "samples": 1, "seconds": 0.0, "values": penalties}
-        (folder / "indications.json").write_text(json.dumps(scores))
+        scores = {
+            "bitwright-operator-scores": 1,
+            "indicator": "random",
+            "samples": 1,
+            "seconds": 0.0,
+            "values": penalties,
+        }
+        (folder / "scores.json").write_text(json.dumps(scores))
         asked = [
             sys.executable,
             "-m",
@@ -100,7 +106,7 @@ def command(profiles: dict[str, DeviceProfile], limits: dict[str, float], penalt
             "--batch",
             str(BATCH),
         ]
-        asked += ["--cluster", "cluster.yaml", "--scores", "indications.json", "-o", "plan.yaml"]
+        asked += ["--cluster", "cluster.yaml", "--scores", "scores.json", "-o", "plan.yaml"]
         paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
         start, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
         subprocess.run(asked, cwd=folder, check=True, env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"})
@@ -207,7 +213,7 @@ def main() -> None:
         f"`bitwright plan-cluster`, from its start to its end, with all rows: {whole['cpu_seconds']:.1f} CPU seconds "
         f"({whole['wall_seconds']:.0f} s on a machine that others used, too).",
         "",
-        "| planner | planning | step | suffers | operators in INT8 | batches | of the limits |",
+        "| planner | planning | step | penalty | operators in INT8 | batches | of the limits |",
         "|---|---|---|---|---|---|---|",
     ]
     for row in rows:

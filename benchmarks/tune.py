@@ -117,7 +117,7 @@ def main() -> None:
     lines = [
         "# Whole evaluations until the goal holds",
         "",
-        "Chains of linear layers of which some suffer; the others don't. Early stopping is off: every trial is whole.",
+        "Chains of linear layers; some lose accuracy in low precision. Early stopping is off: every trial is whole.",
         "",
         "| layers | planted | metric | strategy | goal holds | found | whole evaluations | in float | CPU s |",
         "|---|---|---|---|---|---|---|---|---|",

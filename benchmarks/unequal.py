@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
-from bitwright import Plan, TrainConfig, Trainer, Workload, capture, indicate, prepare
+from bitwright import Plan, TrainConfig, Trainer, Workload, capture, prepare, score_operators
 from bitwright.cluster import Cluster
 from bitwright.cluster.cluster_cost_model import ClusterCostModel
 from bitwright.cluster.cost_model import FLOAT
@@ -127,7 +127,7 @@ def run_rank(rank: int, rounds: int, meeting: str, out: Path) -> None:
     found: list[Any] = [None]
     if rank == 0:
         pairs = list(zip(x.split(64), y.split(64), strict=True))[:2]
-        suffering = indicate(model, pairs, F.cross_entropy, formats=["int8"]).values
+        penalties = score_operators(model, pairs, F.cross_entropy, formats=["int8"]).values
         profiles = dict(zip(KINDS, map(DeviceProfile.from_json, gathered), strict=True))
         cluster = Cluster.of(dict.fromkeys(KINDS, 1))
         slow = cluster.devices["slow"].model_copy(update={"memory_gb": MEMORY_GB})
@@ -135,7 +135,7 @@ def run_rank(rank: int, rounds: int, meeting: str, out: Path) -> None:
         step = record_step(model, batch, F.cross_entropy, name="vgg")
         smaller = record_step(model, half, F.cross_entropy, name="vgg")
         machine = ClusterCostModel(
-            step, profiles, cluster, suffering, {"int8": INT8}, keep_float=list(KEPT), smaller=smaller
+            step, profiles, cluster, penalties, {"int8": INT8}, keep_float=list(KEPT), smaller=smaller
         )
         made = {name: planner(machine) for name, planner in COMPARED.items()}
         found = [{name: (machine.to_plan(one).to_yaml(), facts(one)) for name, one in made.items()}]
@@ -276,7 +276,7 @@ def main() -> None:
         f"samples. Wall time, medians of {chosen.rounds} rounds of two steps, in turns; accuracy of 2,000 test images "
         f"after {chosen.epochs} epochs of {chosen.images:,}, from scratch.",
         "",
-        "| way | step | of uniform INT8 | predicted | error | INT8 operators | batches | suffers | top-1 | seeds |",
+        "| way | step | of uniform INT8 | predicted | error | INT8 operators | batches | penalty | top-1 | seeds |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:

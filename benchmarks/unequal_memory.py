@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from unequal import COMPARED, INT8, KINDS, QUOTA, facts
 
-from bitwright import Plan, capture, indicate, prepare
+from bitwright import Plan, capture, prepare, score_operators
 from bitwright.cluster import Cluster, predict_step
 from bitwright.cluster.cluster_cost_model import ClusterCostModel
 from bitwright.cluster.planners.precision import over_limits
@@ -94,7 +94,7 @@ def plan_rank(rank: int, rounds: int, out: Path, memory_gb: float | None) -> Non
     gathered: list[Any] = [None, None]
     dist.all_gather_object(gathered, (own.to_json(), file_bytes()))
     if rank == 0:
-        suffering = indicate(model, [half, half], logits_loss, formats=["int8"]).values
+        penalties = score_operators(model, [half, half], logits_loss, formats=["int8"]).values
         profiles = {kind: DeviceProfile.from_json(text) for kind, (text, _) in zip(KINDS, gathered, strict=True)}
         smaller = record_step(model, half, logits_loss, name="bert")
 
@@ -104,7 +104,7 @@ def plan_rank(rank: int, rounds: int, out: Path, memory_gb: float | None) -> Non
             cluster = cluster.model_copy(update={"devices": {**cluster.devices, "slow": slow}})
             computes = {"int8": INT8}
             return ClusterCostModel(
-                step, profiles, cluster, suffering, computes, keep_float=list(KEPT), smaller=smaller
+                step, profiles, cluster, penalties, computes, keep_float=list(KEPT), smaller=smaller
             )
 
         needs = {planner: COMPARED[planner](with_limit(None)).memory["slow"] for planner in ("float", "uniform int8")}
@@ -251,7 +251,7 @@ def table(found: dict[str, Any], steps: int) -> list[str]:
         f"for each way, medians of {steps} steps; the most that a process had resident.",
         "",
         "| way | slow needs, predicted | planner | slow, measured | error | fast, predicted | measured | step "
-        "| predicted | INT8 operators | batches | suffers |",
+        "| predicted | INT8 operators | batches | penalty |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     lines += [line(row) for row in rows]

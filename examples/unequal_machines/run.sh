@@ -22,8 +22,8 @@ layout=$(case $model in resnet | vgg) echo --channels-last ;; esac)
 measure="--kernel int8 --batch 32 --half-batch --rounds ${ROUNDS:-15} $layout"
 bitwright profile "$workload" $measure -o "$out/fast.json" --cache "$out/fast.jsonl"
 "$here/half_speed.sh" bitwright profile "$workload" $measure -o "$out/slow.json" --cache "$out/slow.jsonl"
-bitwright score "$workload" --indicator gradient-variance --formats int8 -o "$out/suffering.json"
-bitwright plan-cluster "$workload" --cluster "$out/cluster.yaml" --scores "$out/suffering.json" --batch 32 $layout \
+bitwright score "$workload" --indicator gradient-variance --formats int8 -o "$out/scores.json"
+bitwright plan-cluster "$workload" --cluster "$out/cluster.yaml" --scores "$out/scores.json" --batch 32 $layout \
   --planner "${PLANNER:-recover+split}" -o "$out/plan.yaml"
 bitwright predict "$workload" --cluster "$out/cluster.yaml" --plan "$out/plan.yaml" --batch 32 $layout
 torchrun --nproc-per-node 2 --no-python "$here/rank.sh" \

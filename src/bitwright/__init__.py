@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from bitwright.quantizers import compile_arithmetic, prepare, quantizers_of, set_mode, strip
     from bitwright.reports.files import report
     from bitwright.reports.record import Record
-    from bitwright.sensitivity import Indications, indicate, score, suggest
+    from bitwright.sensitivity import OperatorScores, score, score_operators, suggest
     from bitwright.training import Qat, TrainConfig, Trainer
     from bitwright.tuning import Budget, Goal, Space, TuneConfig, Tuned, tune
     from bitwright.version import __version__
@@ -96,8 +96,8 @@ _HOMES = {
     "bitwright.reports.files": ("report",),
     "bitwright.core.progress": ("Progress",),
     "bitwright.sensitivity": (
-        "Indications",
-        "indicate",
+        "OperatorScores",
+        "score_operators",
         "score",
         "suggest",
     ),
@@ -149,8 +149,8 @@ __all__ = [
     "Goal",
     "Graph",
     "GridConfig",
-    "Indications",
     "Leaderboard",
+    "OperatorScores",
     "Plan",
     "PlanError",
     "Prediction",
@@ -177,7 +177,6 @@ __all__ = [
     "evaluate",
     "export",
     "export_float",
-    "indicate",
     "load",
     "load_checkpoint",
     "load_workload",
@@ -196,6 +195,7 @@ __all__ = [
     "run_grid",
     "save_checkpoint",
     "score",
+    "score_operators",
     "set_mode",
     "strip",
     "suggest",

@@ -114,7 +114,7 @@ STEPS = {
     "profile": ["--rounds", "3", "-o", "other.json"],
     "profile from a data sheet": ["--published", "nvidia-t4", "-o", "other.json"],
     "predict": ["--profile", "here.json", "--compare", "3"],
-    "plan-cluster": ["--cluster", "cluster.yaml", "--scores", "indications.json", "-o", "plan.yaml"],
+    "plan-cluster": ["--cluster", "cluster.yaml", "--scores", "scores.json", "-o", "plan.yaml"],
     "train": ["--epochs", "1", "-o", "run"],
     "train quantized": ["--epochs", "1", "--precision", "int8", "-o", "run"],
 }
@@ -130,7 +130,7 @@ def folder(run, tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.chdir(folder)
         profile = run("profile", "own.py:good", "--kernel", "int8", "--rounds", "3", "--cache", "c", "-o", "here.json")
         assert profile.code == 0, profile.err
-        assert run("score", "own.py:good", "--indicator", "random", "-o", "indications.json").code == 0
+        assert run("score", "own.py:good", "--indicator", "random", "-o", "scores.json").code == 0
     return folder
 
 

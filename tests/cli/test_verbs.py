@@ -14,7 +14,7 @@ import torch
 import bitwright
 from bitwright.plan import FoldSpec, Plan
 from bitwright.reports import new_record, read_json, write_report
-from bitwright.sensitivity import Indications
+from bitwright.sensitivity import OperatorScores
 
 FILES = ["checkpoint.safetensors", "model.onnx", "plan.yaml", "report.html", "report.json", "report.md"]
 
@@ -87,13 +87,13 @@ def test_score(run, tmp_path):
 
 
 def test_score_by_an_indicator(run, small, tmp_path):
-    path, workload = tmp_path / "indications.json", small.replace(":small", ":with_loss")
+    path, workload = tmp_path / "scores.json", small.replace(":small", ":with_loss")
     ran = run(
         "score", workload, "--indicator", "gradient-variance", "--formats", "int8,bf16", "-o", path, "--samples", 16
     )
     assert ran.code == 0, ran.err
     assert "16 samples" in ran.out
-    found = Indications.load(path)
+    found = OperatorScores.load(path)
     assert set(found.values) == {"conv", "head"}
     # which of the two is the larger one depends on the CPU: without VNNI int8 has one bit less for weights
     assert all(min(values["int8"], values["bf16"]) > values["float"] for values in found.values.values())

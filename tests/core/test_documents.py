@@ -38,7 +38,7 @@ from bitwright.plan import Plan
 from bitwright.profiling import DeviceProfile, StepGraph
 from bitwright.reports import write_markdown
 from bitwright.reports.leaderboard import leaderboard_markdown
-from bitwright.sensitivity import Indications
+from bitwright.sensitivity import OperatorScores
 from bitwright.tuning.config import TuneConfig
 from bitwright.workload.datasets import Dataset
 from bitwright.workload.metrics import make_evaluate
@@ -114,7 +114,7 @@ def refused_slowly(path: Path) -> BitwrightError:
 )
 def test_json_is_limited(text: str, code: str) -> None:
     assert refused(parse_json, text, where="file").codes == [code]
-    assert refused(Indications.from_json, text).codes == [code]
+    assert refused(OperatorScores.from_json, text).codes == [code]
     assert refused(DeviceProfile.from_json, text).codes == [code]
     assert refused(StepGraph.from_json, text).codes == [code]
 
@@ -148,8 +148,8 @@ def test_events_of_a_trace_must_be_whole(tmp_path: Path, event: dict[str, Any]) 
 
 @pytest.mark.parametrize("value", ["-0.5", "1e300", "1e999"])
 def test_sensitivity_values_are_sane(value: str) -> None:
-    text = '{"bitwright-indications": 1, "indicator": "x", "samples": 1, "values": {"a": {"int8": VALUE}}}'
-    error = refused(Indications.from_json, text.replace("VALUE", value))
+    text = '{"bitwright-operator-scores": 1, "indicator": "x", "samples": 1, "values": {"a": {"int8": VALUE}}}'
+    error = refused(OperatorScores.from_json, text.replace("VALUE", value))
     assert error.codes in (["invalid-value"], ["not-finite"])
 
 

@@ -16,7 +16,7 @@ from torch import nn
 
 import bitwright
 from bitwright.core.notebook import Chart, bar_chart, table
-from bitwright.sensitivity import Indications
+from bitwright.sensitivity import OperatorScores
 from bitwright.sensitivity.score import Scores, SiteScore
 
 
@@ -46,9 +46,9 @@ def results() -> dict[str, Any]:
     quantized = bitwright.quantize(model, [torch.randn(16, 6)])
     sites = (score(f"{EVIL}:weight", 0.5), score("0:input", 0.25))
     scores = Scores(sites=sites, together=score("", 0.6), samples=4, shared=0.0, kept_bytes=0)
-    indications = Indications(indicator="hessian", values={EVIL: {"float": 0.0, "int8": 0.5}}, samples=4)
+    scores = OperatorScores(indicator="hessian", values={EVIL: {"float": 0.0, "int8": 0.5}}, samples=4)
     return {
-        "indications": indications,
+        "operator_scores": scores,
         "graph": quantized.graph,
         "plan": quantized.plan,
         "quantized": quantized,
@@ -79,7 +79,7 @@ def test_one_line_says_what_a_result_contains() -> None:
     assert shown["graph"] == "<Graph: 3 operators, 38 parameters, 64 MACs>"
     assert shown["plan"] == "<Plan of any model for onnxruntime: 6 quantized sites>"
     assert shown["scores"] == f"<Scores of 2 sites on 4 samples, most sensitive: {EVIL}:weight>"
-    assert shown["indications"] == "<Indications of 1 operators by hessian on 4 samples>"
+    assert shown["operator_scores"] == "<OperatorScores of 1 operators by hessian on 4 samples>"
     assert repr(bitwright.Plan()) == "<Plan of any model for any backend: empty>"
     workload = bitwright.Workload(name="tiny", model=nn.Linear(2, 2), inputs=(torch.ones(1, 2),))
     assert repr(workload) == "<Workload tiny: Linear with no data>"

@@ -95,7 +95,7 @@ MADE = {
     "howto/amp-checkpoint-to-int8.md": ["out/model.onnx"],
     "howto/train-on-unequal-machines.md": ["plan.yaml", "alone/report.html", "run2/report.html"],
     "howto/tune-until-the-goal-holds.md": ["tuned/model.onnx", "larger/tuning.json"],
-    "concepts/indicator.md": ["indications.json"],
+    "concepts/indicator.md": ["scores.json"],
     "score.md": ["better.yaml", "out/report.html"],
     "grid.md": ["leaderboard.md", "leaderboard.html"],
     "profile.md": ["device.json", "t4.json", "here.json", "here.rank1.json", "gpu.json"],

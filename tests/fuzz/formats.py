@@ -42,7 +42,7 @@ from bitwright.quantizers import prepare
 from bitwright.reports import read_json, write_html, write_json, write_markdown
 from bitwright.reports.leaderboard import leaderboard_markdown, write_leaderboard_page
 from bitwright.reports.sections import training_record
-from bitwright.sensitivity import Indications
+from bitwright.sensitivity import OperatorScores
 from bitwright.training.callbacks import History
 from bitwright.training.checkpoints import STATE, Checkpoints, TrainerState
 from bitwright.tuning.config import TuneConfig
@@ -163,13 +163,13 @@ def _read_graph(folder: Path) -> None:
     bitwright.make_plan(graph, "onnxruntime")
 
 
-def _make_indications(folder: Path) -> None:
+def _make_scores(folder: Path) -> None:
     values = {op.name: {"float": 0.0, "int8": 0.5} for op in _graph().ops}
-    Indications(indicator="gradient-variance", values=values, samples=4, seconds=1.0).save(folder / "scores.json")
+    OperatorScores(indicator="gradient-variance", values=values, samples=4, seconds=1.0).save(folder / "scores.json")
 
 
-def _read_indications(folder: Path) -> None:
-    found = Indications.load(folder / "scores.json")
+def _read_scores(folder: Path) -> None:
+    found = OperatorScores.load(folder / "scores.json")
     found.sorted("int8")
     found.to_json()
 
@@ -533,7 +533,7 @@ FORMATS: dict[str, Format] = {
     "cluster": Format(_make_cluster, _read_cluster, ("cluster.yaml", "profile.json")),
     "step graph": Format(_make_step, _read_step, ("step.json",)),
     "graph": Format(_make_graph, _read_graph, ("graph.json",)),
-    "sensitivity scores": Format(_make_indications, _read_indications, ("scores.json",)),
+    "sensitivity scores": Format(_make_scores, _read_scores, ("scores.json",)),
     "QSync mapper": Format(_make_mapper, _read_mapper, ("mapper.npy",)),
     "backend table": Format(_make_table, _read_table, ("table.yaml",)),
     "search": Format(_make_tune, _read_tune, ("tune.yaml", "tune.yaml", "data.npz")),

@@ -12,15 +12,15 @@ import torch.nn.functional as F
 from scipy.stats import spearmanr
 from torch import Tensor, nn
 
-from bitwright import BitwrightError, Indications, capture, indicate
+from bitwright import BitwrightError, OperatorScores, capture, score_operators
 from bitwright.core.errors import CalibrationError, UnknownName
 from bitwright.core.registry import INDICATORS, KERNELS
 from bitwright.kernels import products
 from bitwright.kernels.codes import encode
 from bitwright.sensitivity import Subject
 from bitwright.sensitivity.error_injection import substitutable_operators, training_batch_norms
-from bitwright.sensitivity.indicate import spec_of
 from bitwright.sensitivity.kernel_errors import stochastic_variance
+from bitwright.sensitivity.operator_scores import spec_of
 
 Loss = Callable[[Any, Any], Tensor]
 ALL = ("gradient-variance", "hessian", "output-error", "random", "weight-variance")
@@ -132,7 +132,7 @@ def test_one_linear_layer_is_within_a_tenth_of_monte_carlo(format: str) -> None:
         return (output * target).sum()
 
     truth = monte_carlo(model, batches, loss, format)
-    found = indicate(model, batches, loss, formats=[format])
+    found = score_operators(model, batches, loss, formats=[format])
     (name,) = truth
     if format == "bf16":  # in float with the same roundings: but not that of the gradient that comes
         assert truth[name] < found.value(name, format) < 3 * truth[name]
@@ -148,7 +148,7 @@ def test_errors_reach_the_gradients_of_all_layers() -> None:
     batches = [(torch.randn(40, 24), torch.randn(40, 8)) for _ in range(24)]
     for format in ("int8/forward", "int8/stochastic/weight"):
         truth = monte_carlo(model, batches, F.mse_loss, format)
-        found = indicate(model, batches, F.mse_loss, formats=[format])
+        found = score_operators(model, batches, F.mse_loss, formats=[format])
         assert len(truth) == 3
         for name, value in truth.items():
             assert found.value(name, format) == pytest.approx(value, rel=0.3), (name, format)
@@ -166,7 +166,7 @@ def test_errors_reach_the_gradients_of_all_layers() -> None:
 def test_ranks_are_those_of_monte_carlo(kind: type[nn.Module], data: Callable[[int], Any], format: str) -> None:
     model, batches = made(kind), data(6)
     truth = monte_carlo(model, batches, F.cross_entropy, format)
-    found = indicate(model, batches, F.cross_entropy, formats=[format])
+    found = score_operators(model, batches, F.cross_entropy, formats=[format])
     values = [found.value(name, format) for name in truth]
     assert spearmanr(values, list(truth.values())).statistic >= 0.7
     total = sum(values) / sum(truth.values())
@@ -178,8 +178,8 @@ def test_every_indicator(indicator: str) -> None:
     model, batches = made(Words), sentences(2)
     before, seed = copy.deepcopy(model.state_dict()), torch.random.get_rng_state()
     formats = ("float", "int8", "int8/stochastic", "bf16", "fp16")
-    found = indicate(model, batches, F.cross_entropy, indicator=indicator, formats=formats)
-    again = indicate(model, batches, F.cross_entropy, indicator=indicator, formats=formats)
+    found = score_operators(model, batches, F.cross_entropy, indicator=indicator, formats=formats)
+    again = score_operators(model, batches, F.cross_entropy, indicator=indicator, formats=formats)
     assert found.values == again.values
     assert found.samples == 32
     assert {"table", "query", "/matmul#0", "mix", "head"} <= set(found.values)
@@ -192,7 +192,7 @@ def test_every_indicator(indicator: str) -> None:
     order = [value for _, value in found.sorted("int8")]
     assert order == sorted(order, reverse=True)
     assert found.total({"query": "int8", "key": "float"}) == found.value("query", "int8")
-    assert Indications.from_json(found.to_json()) == found
+    assert OperatorScores.from_json(found.to_json()) == found
     # the model is as it was
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     assert model.training
@@ -211,7 +211,8 @@ def test_tokens_of_zeros_count_for_nothing(format: str) -> None:
         return (output * target).sum()
 
     without, with_zeros = (
-        indicate(model, [batch], loss, formats=[format]).value("/linear#0", format) for batch in ((x, target), padded)
+        score_operators(model, [batch], loss, formats=[format]).value("/linear#0", format)
+        for batch in ((x, target), padded)
     )
     assert with_zeros == pytest.approx(without, rel=1e-3)
 
@@ -235,14 +236,14 @@ def test_a_products_second_gradient_is_that_of_monte_carlo(monkeypatch: pytest.M
     model, batches = made(Product), [(torch.randn(2, 12, 12), torch.randn(2, 12, 12)) for _ in range(30)]
     format = "int8/stochastic/weight"
     truth = monte_carlo(model, batches, loss, format)
-    found = indicate(model, batches, loss, formats=[format])
+    found = score_operators(model, batches, loss, formats=[format])
     for name, value in truth.items():
         assert found.value(name, format) == pytest.approx(value, rel=0.1)
 
 
 def test_stochastic_rounding_has_more_variance_than_the_nearest() -> None:
     model, batches = made(Cnn), pictures(2)
-    found = indicate(model, batches, F.cross_entropy, formats=("int8/forward", "int8/stochastic/weight"))
+    found = score_operators(model, batches, F.cross_entropy, formats=("int8/forward", "int8/stochastic/weight"))
     assert found.values
     for values in found.values.values():
         assert values["int8/stochastic/weight"] > values["int8/forward"]
@@ -252,7 +253,7 @@ def test_running_statistics_and_frozen_weights_stay() -> None:
     model, batches = made(Cnn), pictures(1)
     model.convs[0].requires_grad_(False)
     before = copy.deepcopy(model.state_dict())
-    found = indicate(model, batches, F.cross_entropy)
+    found = score_operators(model, batches, F.cross_entropy)
     assert found.value("convs.0", "int8") > 0  # its errors reach the others
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     assert not model.convs[0].weight.requires_grad
@@ -262,34 +263,34 @@ def test_relu_in_place_counts_as_any_other() -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(288, 10))
     writing = nn.Sequential(plain[0], nn.ReLU(inplace=True), *plain[2:])
-    one, other = (indicate(model, pictures(1), F.cross_entropy).values for model in (plain, writing))
+    one, other = (score_operators(model, pictures(1), F.cross_entropy).values for model in (plain, writing))
     assert one == other
     linear = nn.Sequential(plain[0], nn.Identity(), *plain[2:])
-    assert one["0"]["int8"] != indicate(linear, pictures(1), F.cross_entropy).value("0", "int8")
+    assert one["0"]["int8"] != score_operators(linear, pictures(1), F.cross_entropy).value("0", "int8")
 
 
 def test_what_cant_be_indicated_is_said() -> None:
     model, batches = made(Words), sentences(1)
     with pytest.raises(UnknownName, match="gradient-variance"):
-        indicate(model, batches, F.cross_entropy, indicator="gradient-varience")
+        score_operators(model, batches, F.cross_entropy, indicator="gradient-varience")
     with pytest.raises(UnknownName, match="int8"):
-        indicate(model, batches, F.cross_entropy, formats=["int9"])
+        score_operators(model, batches, F.cross_entropy, formats=["int9"])
     with pytest.raises(BitwrightError, match="stochastic"):
-        indicate(model, batches, F.cross_entropy, formats=["int8/stochastics"])
+        score_operators(model, batches, F.cross_entropy, formats=["int8/stochastics"])
     with pytest.raises(CalibrationError):
-        indicate(model, [], F.cross_entropy)
+        score_operators(model, [], F.cross_entropy)
     with pytest.raises(BitwrightError, match="no trainable parameter"):
-        indicate(made(Words).requires_grad_(False), batches, F.cross_entropy)
-    found = indicate(model, batches, F.cross_entropy, indicator="random")
+        score_operators(made(Words).requires_grad_(False), batches, F.cross_entropy)
+    found = score_operators(model, batches, F.cross_entropy, indicator="random")
     with pytest.raises(BitwrightError, match="query"):
         found.value("quary", "int8")
     with pytest.raises(BitwrightError, match="bf16"):
         found.value("query", "bf16")
-    for text in ("{", "[]", "{}", found.to_json().replace('indications": 1', 'indications": 9')):
-        with pytest.raises(BitwrightError, match="indications"):
-            Indications.from_json(text)
+    for text in ("{", "[]", "{}", found.to_json().replace('scores": 1', 'scores": 9')):
+        with pytest.raises(BitwrightError, match="scores"):
+            OperatorScores.from_json(text)
     with pytest.raises(BitwrightError, match="not finite"):
-        Indications.from_json(found.to_json().replace('"float": 0.0', '"float": NaN', 1))
+        OperatorScores.from_json(found.to_json().replace('"float": 0.0', '"float": NaN', 1))
 
 
 @pytest.mark.parametrize(("kind", "data"), [(Cnn, pictures), (Words, sentences)])
@@ -297,7 +298,7 @@ def test_a_kernel_of_ones_own_is_measured(kind: type[nn.Module], data: Callable[
     """The int8 kernel by another name, of which nothing is known: the same ranks, and sizes of the same order."""
     KERNELS.register("mine", type("Mine", (KERNELS.get("int8"),), {"name": "mine"}))
     try:
-        found = indicate(made(kind), data(4), F.cross_entropy, formats=("int8", "mine"))
+        found = score_operators(made(kind), data(4), F.cross_entropy, formats=("int8", "mine"))
     finally:
         KERNELS.unregister("mine")
     pairs = [(values["int8"], values["mine"]) for values in found.values.values()]
@@ -311,7 +312,7 @@ def test_an_indicator_of_ones_own() -> None:
 
     INDICATORS.register("macs", macs)
     try:
-        found = indicate(made(Words), sentences(1), F.cross_entropy, indicator="macs")
+        found = score_operators(made(Words), sentences(1), F.cross_entropy, indicator="macs")
     finally:
         INDICATORS.unregister("macs")
     assert found.value("query", "int8") > found.value("head", "int8") > 0

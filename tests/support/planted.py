@@ -1,4 +1,4 @@
-"""Chains of linear layers in which some suffer from quantization, and all others don't."""
+"""Chains of linear layers of which some lose accuracy when quantized and the others don't."""
 
 from __future__ import annotations
 

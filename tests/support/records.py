@@ -32,7 +32,7 @@ from bitwright.reports import (
     timings,
 )
 from bitwright.reports.sections import (
-    FloatTrial,
+    FloatTrialRow,
     ForecastDevice,
     MeasuredSteps,
     PredictedAndMeasured,
@@ -109,7 +109,7 @@ def record(name: str = "net") -> Record:
             sites=(_sensitive(f"{name}:weight", 0.02), _sensitive(f"{name}:input", 0.01)),
             together=_sensitive("all", 0.03),
             suggestion=SuggestionRow(
-                metric="top1", before=91.25, trials=(FloatTrial(operators=(name,), metric=91.5),), operators=(name,)
+                metric="top1", before=91.25, trials=(FloatTrialRow(operators=(name,), metric=91.5),), operators=(name,)
             ),
         ),
         forecasts=(_forecast(name),),

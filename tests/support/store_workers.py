@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
-from bitwright.tuning import Candidate, Outcome
+from bitwright.tuning import Candidate, TrialOutcome
 from bitwright.tuning.search import Study, open_study
 
 IDENTITY = {"model": "abc", "goal": {"drop": 0.01}}
@@ -15,8 +15,8 @@ def candidate(number: int) -> Candidate:
     return Candidate(float=frozenset({f"op{number}"}))
 
 
-def outcome(value: float) -> Outcome:
-    return Outcome(passed=True, accurate=True, margin=value, objective=value)
+def outcome(value: float) -> TrialOutcome:
+    return TrialOutcome(passed=True, accurate=True, margin=value, objective=value)
 
 
 def opened(path: Path) -> Study:

@@ -26,7 +26,7 @@ from bitwright.plan import ComputeSpec, Device
 from bitwright.training.data import TrainingData
 from bitwright.training.distributed import Ranks
 from bitwright.training.low_precision import LowPrecision
-from bitwright.training.optimization import Objective
+from bitwright.training.optimization import TrainingObjective
 
 SPIRALS = f"{Path(__file__).parents[1] / 'support' / 'spirals.py'}:workload"
 INT8 = ComputeSpec(format="int8", backward=("input", "weight"), stochastic=True)
@@ -259,9 +259,9 @@ def test_a_short_last_step_has_the_mean_of_its_samples(accumulate: int) -> None:
 def test_sums_of_losses_count_each_sample_once() -> None:
     """A sum says already how many samples there are: weights by batch would count them twice."""
     for loss in (nn.CrossEntropyLoss(reduction="sum"), partial(F.cross_entropy, reduction="sum")):
-        assert Objective(replace(workload(), loss=loss), TrainConfig(), None).sums
+        assert TrainingObjective(replace(workload(), loss=loss), TrainConfig(), None).sums
     for loss in (nn.CrossEntropyLoss(), F.cross_entropy):
-        assert not Objective(replace(workload(), loss=loss), TrainConfig(), None).sums
+        assert not TrainingObjective(replace(workload(), loss=loss), TrainConfig(), None).sums
 
 
 def launch(out: Path, *options: str) -> list[float]:

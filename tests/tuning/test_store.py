@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from store_workers import IDENTITY, candidate, claim_and_wait, opened, outcome, race
 
 from bitwright import BitwrightError, PlanError
-from bitwright.tuning import Outcome
+from bitwright.tuning import TrialOutcome
 from bitwright.tuning.candidate import failure
 from bitwright.tuning.search import open_study
 
@@ -36,7 +36,7 @@ def test_outcomes_come_back_as_they_were(margin: float, passed: bool, failed: st
     study = open_study(None, "study", IDENTITY, resume=False)
     claim = study.claim(candidate(0))
     assert claim is not None
-    kept = Outcome(passed=passed, accurate=passed, margin=margin, failed=failed, metrics={"a": 1.5})
+    kept = TrialOutcome(passed=passed, accurate=passed, margin=margin, failed=failed, metrics={"a": 1.5})
     study.finish(claim, kept)
     assert study.known(candidate(0)) == kept
 

@@ -1,4 +1,4 @@
-"""Planted layers that suffer: every strategy that sends operators back to float must find them."""
+"""Every strategy that returns operators to float must find the layers that lose accuracy."""
 
 from __future__ import annotations
 

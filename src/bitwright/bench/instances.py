@@ -75,7 +75,7 @@ if __name__ == "__main__":
     _main()
 
 
-Variant = Literal["float", "quantized"]
+ModelVariant = Literal["float", "quantized"]
 _ROUNDS = 10  # variants take turns this often
 _NOTICE = 0.002  # seconds for each instance to read when a round starts
 # Bound before anything is imported: thread pools look at their cores only once.
@@ -87,7 +87,7 @@ _RUN = "import runpy; runpy.run_module('bitwright.bench.instances', run_name='__
 class Job:
     """One artefact with what it is fed."""
 
-    variant: Variant
+    variant: ModelVariant
     batch: int
     artefact: Path
     feed: dict[str, NDArray[Any]]

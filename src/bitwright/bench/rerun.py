@@ -10,7 +10,7 @@ from bitwright.bench.float_networks import Starts
 from bitwright.bench.grid import GridConfig, RowTask
 from bitwright.bench.leaderboard import Leaderboard, Result, Row
 from bitwright.bench.machine import machine, other_instructions
-from bitwright.bench.rows import Outcome, gave_up, report_folder, run_row
+from bitwright.bench.rows import RowOutcome, gave_up, report_folder, run_row
 from bitwright.core.arguments import strict
 from bitwright.core.errors import BitwrightError, PlanError, Problem, did_you_mean
 from bitwright.core.files import scratch_folder
@@ -59,7 +59,7 @@ def run_again(
     place = None if reports is None else Path(reports)
     found = []
     with scratch_folder() as temporary:
-        study = open_study(None, "again", {}, resume=True, kind=Outcome, gave_up=gave_up)
+        study = open_study(None, "again", {}, resume=True, kind=RowOutcome, gave_up=gave_up)
         try:
             floats = Starts(temporary if starts is None else Path(starts), study)
             floats.check([task for _, task in tasks])

@@ -80,18 +80,18 @@ class FinishedRow:
     sites: tuple[SiteRow, ...]
 
 
-class Outcome(Result):
+class RowOutcome(Result):
     """What a study keeps of a row."""
 
     environment: Machine | None = Field(default=None)
 
 
-def gave_up(reason: str) -> Outcome:
+def gave_up(reason: str) -> RowOutcome:
     """The outcome of a row whose process died again and again."""
-    return Outcome(status="failed", reason=reason)
+    return RowOutcome(status="failed", reason=reason)
 
 
-def run_row(task: RowTask, starts: Starts, *, reports: Path | None = None) -> Outcome:
+def run_row(task: RowTask, starts: Starts, *, reports: Path | None = None) -> RowOutcome:
     """Run a row. What a backend or a quantizer can't do, and what diverges, is a result; all else raises.
 
     A row that is done leaves its report in the folder `reports`.
@@ -101,11 +101,11 @@ def run_row(task: RowTask, starts: Starts, *, reports: Path | None = None) -> Ou
         try:
             found = _run(task, starts(task), reports)
         except (TrainDiverged, RangeDiverged) as error:
-            found = Outcome(status="diverged", reason=one_line(error))
+            found = RowOutcome(status="diverged", reason=one_line(error))
         except TrainError:
             raise
         except PlanError as error:
-            found = Outcome(status="refused", reason=one_line(error))
+            found = RowOutcome(status="refused", reason=one_line(error))
         facts = {
             "minutes": round((time.perf_counter() - begin) / 60, 4),
             "cpu_minutes": round((time.process_time() - cpu) / 60, 4),
@@ -125,7 +125,7 @@ def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:500]
 
 
-def _run(task: RowTask, start: Start, reports: Path | None) -> Outcome:
+def _run(task: RowTask, start: Start, reports: Path | None) -> RowOutcome:
     table = backend(task.backend)
     plan, beyond = plan_of(task, table, start)
     workload = replace(start.workload, model=copy.deepcopy(start.workload.model))
@@ -148,7 +148,7 @@ def _run(task: RowTask, start: Start, reports: Path | None) -> Outcome:
     notes = list(trained.notes)
     if not table.fold and task.bnfold != NO_FOLDING:
         notes.append(f"{table.name} runs norms as they are: bnfold {task.bnfold} has nothing to do")
-    outcome = Outcome(
+    outcome = RowOutcome(
         status="done",
         metric=workload.metric,
         accuracy=accuracy,

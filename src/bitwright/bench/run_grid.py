@@ -13,7 +13,7 @@ from bitwright.bench.float_networks import Starts
 from bitwright.bench.grid import GridConfig, RowTask
 from bitwright.bench.leaderboard import FloatNet, Leaderboard, Result, Row, summaries
 from bitwright.bench.machine import Machine, machine
-from bitwright.bench.rows import Outcome, gave_up, one_line, run_row, train_float_on
+from bitwright.bench.rows import RowOutcome, gave_up, one_line, run_row, train_float_on
 from bitwright.core.addresses import is_address
 from bitwright.core.arguments import strict
 from bitwright.core.errors import UserCodeError, WorkloadError
@@ -22,7 +22,7 @@ from bitwright.core.interrupts import Interrupted, current_stop, safe_point
 from bitwright.core.task_store import Study, open_study
 
 progress_log = getLogger("bitwright.progress")
-GridStudy: TypeAlias = Study[RowTask, Outcome]
+GridStudy: TypeAlias = Study[RowTask, RowOutcome]
 _WAIT = 0.5  # seconds between looks at what another worker does
 
 
@@ -72,7 +72,7 @@ def run_grid(
 def open_grid(config: GridConfig) -> GridStudy:
     """The grid's study. Rows carry all their settings, so a grid may grow; rows that are no more asked for stay."""
     store = config.store or f"{config.name}.db"
-    return open_study(store, config.name, {"grid": config.version}, resume=True, kind=Outcome, gave_up=gave_up)
+    return open_study(store, config.name, {"grid": config.version}, resume=True, kind=RowOutcome, gave_up=gave_up)
 
 
 def _beside(config: GridConfig) -> Path:
@@ -132,7 +132,7 @@ def _float_name(task: RowTask) -> str:
     return f"float:{task.model.label}:{task.seed}:{fingerprint(repr((task.start, task.training, task.threads)))}"
 
 
-def _attempt(study: GridStudy, task: RowTask, starts: Starts, reports: Path | None) -> Outcome | None:
+def _attempt(study: GridStudy, task: RowTask, starts: Starts, reports: Path | None) -> RowOutcome | None:
     claim = study.claim(task)
     if claim is None:
         return None
@@ -147,7 +147,7 @@ def _attempt(study: GridStudy, task: RowTask, starts: Starts, reports: Path | No
                     raise
                 if (refused := disk_error(error)) is not None:
                     raise refused from error  # it says nothing about the row
-                outcome = Outcome(status="failed", reason=one_line(error), environment=machine())
+                outcome = RowOutcome(status="failed", reason=one_line(error), environment=machine())
     except BaseException:
         study.release(claim)
         raise
@@ -197,7 +197,7 @@ def _row(
 ) -> Row:
     failures = study.failures(task)
     known = study.known(task)
-    outcome = known or (failures[-1] if failures else Outcome(status="pending"))
+    outcome = known or (failures[-1] if failures else RowOutcome(status="pending"))
     where = None
     if outcome.environment is not None:
         where = fingerprint(outcome.environment.model_dump_json())[:8]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from bitwright.backends import backend as find_backend
 from bitwright.bench.comparison import (
@@ -25,7 +25,7 @@ from bitwright.bench.comparison import (
     parity,
     timing,
 )
-from bitwright.bench.instances import Job, arrange, can_pin, run_together
+from bitwright.bench.instances import Job, ModelVariant, arrange, can_pin, run_together
 from bitwright.core.arguments import Amount, Count, strict
 from bitwright.core.environment import environment
 from bitwright.core.errors import BitwrightError, DiskError, did_you_mean
@@ -40,8 +40,7 @@ from bitwright.quantizers import strip
 from bitwright.workload import Workload, batches, can_measure, pairs
 from bitwright.workload.data import first, rebatched, regrouped
 
-Variant = Literal["float", "quantized"]
-VARIANTS: tuple[Variant, ...] = ("float", "quantized")
+VARIANTS: tuple[ModelVariant, ...] = ("float", "quantized")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,9 +60,9 @@ class Opened:
     """One runtime with its artefacts of each batch size."""
 
     backend: str
-    sessions: dict[tuple[Variant, int], Runtime] = field(default_factory=dict)
-    files: dict[tuple[Variant, int], Path] = field(default_factory=dict)
-    sizes: dict[Variant, int] = field(default_factory=dict)
+    sessions: dict[tuple[ModelVariant, int], Runtime] = field(default_factory=dict)
+    files: dict[tuple[ModelVariant, int], Path] = field(default_factory=dict)
+    sizes: dict[ModelVariant, int] = field(default_factory=dict)
 
 
 def open_artefacts(workload: Workload, name: str, folder: Path, settings: Settings) -> tuple[Opened, OnRuntime]:
@@ -120,7 +119,7 @@ def _quantized(workload: Workload, backend: str, settings: Settings) -> Iterator
 
 
 def _write(
-    workload: Workload, model: Any, variant: Variant, name: str, opened: Opened, folder: Path, settings: Settings
+    workload: Workload, model: Any, variant: ModelVariant, name: str, opened: Opened, folder: Path, settings: Settings
 ) -> None:
     kind: type[Runtime] = RUNTIMES.get(name)
     given = settings.saved.artefact if settings.saved is not None and variant == "quantized" else None
@@ -269,7 +268,7 @@ def _wanted(runtimes: Iterable[str] | None, skipped: list[Skipped]) -> list[str]
     return [name for name in names if found[name] is None]
 
 
-def _sessions(name: str, found: Opened, batch: int) -> Iterator[tuple[Variant, Runtime]]:
+def _sessions(name: str, found: Opened, batch: int) -> Iterator[tuple[ModelVariant, Runtime]]:
     """Those that take this batch size."""
     for variant in VARIANTS:
         session = found.sessions[variant, batch]
@@ -290,7 +289,7 @@ def _time(
 ) -> list[LatencyRow]:
     """All runtimes, float and quantized, in turns on the same samples."""
     args, kwargs = as_call(batch_of(workload, batch))
-    calls: dict[tuple[str, Variant], Callable[[], Any]] = {
+    calls: dict[tuple[str, ModelVariant], Callable[[], Any]] = {
         (name, variant): partial(session.run, session.feed(*args, **kwargs))
         for name, found in opened.items()
         for variant, session in _sessions(name, found, batch)

@@ -14,12 +14,12 @@ import torch.distributed
 
 from bitwright.zoo.data import DATA_VARIABLE
 
-Row = dict[str, Any]
+_Row = dict[str, Any]
 #: Extras for developing Bitwright.
 _OWN = {"test", "lint", "bench", "docs", "examples"}
 
 
-def tools() -> list[Row]:
+def tools() -> list[_Row]:
     """Tools other than Python packages, and what they are for."""
     compiler = next((found for name in _compilers() if (found := shutil.which(name))), None)
     gloo = torch.distributed.is_available() and torch.distributed.is_gloo_available()
@@ -38,11 +38,11 @@ def _compilers() -> list[str]:
     return [name for name in (os.environ.get("CXX"), "c++", "g++", "clang++") if name]
 
 
-def _tool(name: str, found: str | None, purpose: str, fix: str) -> Row:
+def _tool(name: str, found: str | None, purpose: str, fix: str) -> _Row:
     return {"tool": name, "found": found, "for": purpose, "fix": None if found else fix}
 
 
-def data() -> Row:
+def data() -> _Row:
     """The folder of reference data sets."""
     said = os.environ.get(DATA_VARIABLE)
     folder = None if said is None else Path(said)
@@ -52,7 +52,7 @@ def data() -> Row:
     return _tool(f"data ({DATA_VARIABLE})", found, "workloads on real data", fix)
 
 
-def extras() -> list[Row]:
+def extras() -> list[_Row]:
     """Optional dependencies: installed and missing packages, and the command that installs them."""
     try:
         lines = metadata("bitwright").get_all("Requires-Dist") or []

@@ -13,7 +13,7 @@ from bitwright.cli.data import labelled
 from bitwright.cli.out import Out
 from bitwright.core.errors import BitwrightError
 from bitwright.plan import Plan
-from bitwright.sensitivity import Indications, indicate
+from bitwright.sensitivity import OperatorScores, score_operators
 from bitwright.workload import Workload, loss_of
 from bitwright.workload.data import split
 
@@ -39,7 +39,7 @@ def refuse_choices(plan: Plan | None, choices: Mapping[str, Any]) -> None:
         raise BitwrightError("an indicator looks at the float model", value=value, fix="leave it out, or --indicator")
 
 
-def show_indications(
+def show_operator_scores(
     out: Out, workload: Workload, indicator: str, formats: str, *, samples: int, top: int, output: Path | None
 ) -> None:
     """Score, write the file and show the worst operators."""
@@ -54,7 +54,7 @@ def show_indications(
     asked = [text.strip() for text in formats.split(",") if text.strip()]
     with out.steps(f"{indicator} of {', '.join(asked)}"):
         data = split(labelled(workload, samples), _BATCH)
-        found = indicate(workload.model, data, loss_of(workload), indicator=indicator, formats=asked)
+        found = score_operators(workload.model, data, loss_of(workload), indicator=indicator, formats=asked)
     if output is not None:
         found.save(output)
     out.data(json.loads(found.to_json()))
@@ -63,10 +63,10 @@ def show_indications(
     more = f", {left} more operators with --top" if left > 0 else ""
     out.say(f"{indicator} by {found.samples} samples in {found.seconds:.1f} s of CPU time{more}")
     if output is not None:
-        out.say(f"{output}: the indications")
+        out.say(f"{output}: the sensitivity scores")
 
 
-def _rows(found: Indications, formats: list[str], top: int) -> list[tuple[str, ...]]:
+def _rows(found: OperatorScores, formats: list[str], top: int) -> list[tuple[str, ...]]:
     worst = sorted(found.values, key=lambda name: -max(found.values[name].values()))
     return [
         (name, *(f"{found.values[name][text]:.3g}" if text in found.values[name] else "" for text in formats))

@@ -20,7 +20,7 @@ from rich.text import Text
 from bitwright.core.errors import UNSEEN, Problem, shortened, shortened_repr, visible_text
 from bitwright.core.progress import Progress
 
-Step = Callable[[int], None]
+Advance = Callable[[int], None]
 
 
 class _Console(Console):
@@ -101,7 +101,7 @@ class Out:
         self.data({"error": text, "problems": details})
 
     @contextmanager
-    def steps(self, title: str, total: int | None = None) -> Iterator[Step]:
+    def steps(self, title: str, total: int | None = None) -> Iterator[Advance]:
         """A progress bar, or a spinner without a total; call what it gives with the number of steps done."""
         shown = not (self.json or self.quiet) and self.stderr.is_terminal
         columns = [SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn()]

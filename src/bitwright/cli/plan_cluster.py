@@ -57,7 +57,7 @@ def plan_cluster(
     """Choose a precision for every operator on each kind of device of a cluster, and compare planners."""
     from bitwright.cluster import Cluster
     from bitwright.cluster.plan_cluster import compare_planners
-    from bitwright.sensitivity import Indications
+    from bitwright.sensitivity import OperatorScores
 
     PLANNERS.get(planner)
     if scores is None:
@@ -68,7 +68,7 @@ def plan_cluster(
             code="scores-missing",
         )
     described = Cluster.load(cluster)
-    known = Indications.load(scores)
+    known = OperatorScores.load(scores)
     measured = described.profiles(given=_by_kind(profiles or []))
     found = open_workload(out, workload)
     with out.phases("planning") as phase:

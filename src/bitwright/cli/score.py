@@ -31,7 +31,7 @@ _BATCH = 32  # the activations of one batch are kept in memory
     bitwright score digits --weights int4/channel/sym --backend academic --output better.yaml
     bitwright score my_workload.py:small --plan plan.yaml --samples 512 --top 30
     bitwright score digits --report digits-int8
-    bitwright score digits --indicator gradient-variance --formats int8,bf16 --output indications.json
+    bitwright score digits --indicator gradient-variance --formats int8,bf16 --output scores.json
     """,
 )
 @with_choices
@@ -46,7 +46,7 @@ def score(
     most: Annotated[int, typer.Option(min=1, help="Operators to keep in float at most, in the suggestion.")] = 5,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="Write the suggested plan (or the indications) here.", show_default=False),
+        typer.Option("--output", "-o", help="Write the suggested plan (or the scores) here.", show_default=False),
     ] = None,
     indicator: Annotated[
         str | None,
@@ -62,7 +62,7 @@ def score(
     The scores use the evaluation data if the workload has a loss, else its inputs alone. The suggestion is measured
     with the workload's metric. With --indicator, low-precision training kernels are scored instead, for the planners.
     """
-    from bitwright.cli.indicating import refuse_choices, show_indications
+    from bitwright.cli.indicating import refuse_choices, show_operator_scores
     from bitwright.cli.score_tables import show_scores
     from bitwright.ptq.quantize import quantize as quantize_model
     from bitwright.reports import add_to_report, network, report_of, sensitivity
@@ -73,12 +73,14 @@ def score(
     if indicator is not None:
         refuse_choices(plan, choices)
         if report is not None:
-            raise BitwrightError("indications have no part in a report", where="--report", fix="leave --indicator out")
+            raise BitwrightError(
+                "a report can't contain scores of an indicator", where="--report", fix="leave --indicator out"
+            )
     found = open_workload(out, workload)
     if report is not None:
         report_of(report, found.name)  # one of another workload is an error now, not after the work
     if indicator is not None:
-        show_indications(out, found, indicator, formats, samples=samples, top=top, output=output)
+        show_operator_scores(out, found, indicator, formats, samples=samples, top=top, output=output)
         return
     if output is not None and not can_measure(found):
         fix = "give the Workload evaluation= or evaluate=, or leave --output out"

@@ -17,9 +17,10 @@ from bitwright.profiling.device_profile import DeviceProfile
 from bitwright.profiling.execution import is_quantizer
 from bitwright.profiling.machine import device_name
 from bitwright.profiling.profiler import Variant
-from bitwright.profiling.step import CLOCKS, PHASES, Batch, Clock, Loss
+from bitwright.profiling.step import CLOCKS, PHASES, Batch, Clock
 from bitwright.profiling.step_timer import ACCUMULATE, Sample, StepTimer, TimedStep
 from bitwright.profiling.timing import TimerOverhead, gc_disabled, timer_overhead, yardstick
+from bitwright.workload import Loss
 
 _WARM = 3
 

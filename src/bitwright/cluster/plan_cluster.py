@@ -23,7 +23,7 @@ from bitwright.plan import Plan
 from bitwright.profiling.device_profile import DeviceProfile
 from bitwright.profiling.step_graph import record_step
 from bitwright.profiling.workload_step import first_half, training_batch
-from bitwright.sensitivity import Indications, spec_of
+from bitwright.sensitivity import OperatorScores, spec_of
 from bitwright.workload import Workload
 
 __all__ = ["PlannerComparison", "compare_planners", "plan_cluster"]
@@ -32,14 +32,14 @@ log = getLogger("bitwright")
 _ALTERNATIVES = ("recover", "recover+split", "batches", "float")
 _FASTER = 1.03  # smaller ratios are within the error of predictions
 
-Scores = Indications | Mapping[str, Mapping[str, float]]
+Penalties = OperatorScores | Mapping[str, Mapping[str, float]]
 
 
 @strict
 def plan_cluster(
     workload: Workload,
     cluster: Cluster,
-    scores: Scores,
+    scores: Penalties,
     *,
     planner: str = "recover",
     profiles: Mapping[str, DeviceProfile] | None = None,
@@ -49,7 +49,7 @@ def plan_cluster(
 ) -> Plan:
     """Plan low-precision training on a cluster: one section of the plan for each kind of device.
 
-    `scores` says how much each operator loses in each format: the result of `indicate`, or a mapping
+    `scores` says how much each operator loses in each format: the result of `score_operators`, or a mapping
     `{operator: {format: penalty}}`. `planner` is a registered name; see `bitwright list planners`. `profiles` gives the
     profiles of the cluster's device kinds; without it they are loaded from the files that the cluster names. Operators
     that match a pattern of `keep_float` stay in float.
@@ -143,7 +143,7 @@ class PlannerComparison:
 def compare_planners(
     workload: Workload,
     cluster: Cluster,
-    scores: Scores,
+    scores: Penalties,
     *,
     planner: str = "recover",
     profiles: Mapping[str, DeviceProfile] | None = None,
@@ -189,14 +189,14 @@ def compare_planners(
 def _cost_model(
     workload: Workload,
     cluster: Cluster,
-    scores: Scores,
+    scores: Penalties,
     profiles: Mapping[str, DeviceProfile] | None,
     batch: int | None,
     keep_float: Sequence[str],
     *,
     channels_last: bool,
 ) -> ClusterCostModel:
-    penalties = scores.values if isinstance(scores, Indications) else scores
+    penalties = scores.values if isinstance(scores, OperatorScores) else scores
     known = dict(profiles) if profiles is not None else cluster.profiles()
     check_layout(known, channels_last=channels_last)
     pair, loss = training_batch(workload, batch, channels_last=channels_last)

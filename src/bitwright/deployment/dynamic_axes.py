@@ -27,7 +27,7 @@ from bitwright.core.tensor_tree import map_tensors, tensors_in
 from bitwright.deployment.agreement import AgreementSums, as_array
 from bitwright.deployment.runtimes.base import Runtime, open_runtime
 from bitwright.quantizers import find_attachment, in_mode
-from bitwright.quantizers.prepare import Mode
+from bitwright.quantizers.prepare import QuantizationMode
 
 _LARGE = 1 << 16  # a larger limit comes from torch (32-bit indexes), not from the model's code
 _EXACT_DB = 60.0  # minimum agreement of the float program with the float model,
@@ -184,7 +184,7 @@ class _Verifier:
     usual_db: float = 1000.0
     """The agreement of program and model at the traced size."""
 
-    def outputs(self, mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[NDArray[Any]]:
+    def outputs(self, mode: QuantizationMode, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[NDArray[Any]]:
         with self._in(mode), _same_randomness():
             return [as_array(tensor) for _, tensor in tensors_in(call_copied(self.model, args, kwargs))]
 
@@ -194,7 +194,7 @@ class _Verifier:
         with _same_randomness():
             return [as_array(tensor) for _, tensor in tensors_in(self.program(*args, **kwargs))]
 
-    def _in(self, mode: Mode) -> AbstractContextManager[None]:
+    def _in(self, mode: QuantizationMode) -> AbstractContextManager[None]:
         return nullcontext() if find_attachment(self.model) is None else in_mode(self.model, mode)
 
     def differs(

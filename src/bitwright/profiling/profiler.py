@@ -29,12 +29,13 @@ from bitwright.profiling.machine import (
     resident_bytes,
 )
 from bitwright.profiling.sample_store import SampleStore
-from bitwright.profiling.step import CLOCKS, Batch, Clock, Loss, StepSettings, TrainingStep
+from bitwright.profiling.step import CLOCKS, Batch, Clock, StepSettings, TrainingStep
 from bitwright.profiling.step_graph import record_step
 from bitwright.profiling.step_timer import Key, StepTimer, TimedStep
 from bitwright.profiling.timing import gc_disabled, timer_overhead, yardstick
 from bitwright.quantizers import find_attachment
 from bitwright.quantizers.compiled import SMALL, CompiledKernel, can_run_compiled
+from bitwright.workload import Loss
 
 
 def halves(plan: Plan) -> list[Plan]:

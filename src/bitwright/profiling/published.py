@@ -26,8 +26,9 @@ from bitwright.profiling.device_profile import (
     TensorsCost,
 )
 from bitwright.profiling.profiler import Variant
-from bitwright.profiling.step import CLOCKS, Batch, Loss
+from bitwright.profiling.step import CLOCKS, Batch
 from bitwright.profiling.step_timer import ACCUMULATE, CallWork, Key, Sample, StepTimer, TimedStep
+from bitwright.workload import Loss
 
 # Tensors that are read and written for each parameter, float32.
 _PASSES = {"sgd": 5, "adamw": 7, "clip": 3, "accumulate": 3, "zero_grad": 0}

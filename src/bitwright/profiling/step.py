@@ -14,12 +14,11 @@ from torch import Tensor, nn
 from bitwright.core.allocator import keep_freed_memory
 from bitwright.core.arguments import strict
 from bitwright.profiling.execution import AMP_DTYPES, Amp
-from bitwright.workload import call_on, trainable_parameters
+from bitwright.workload import Loss, call_on, trainable_parameters
 
 Clock = Literal["wall", "cpu"]
 #: `cpu` counts what this thread computes, and not what others on the same machine do meanwhile: for one thread only.
 CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.thread_time}
-Loss = Callable[[Any, Any], Tensor]
 Batch = tuple[Any, Any]
 _SETTLED = 0.01  # seconds of steps after which caches hold what steps leave in them
 PHASES = ("forward", "loss", "backward", "clip", "optimizer", "other")

@@ -22,9 +22,9 @@ from bitwright.graph.capture import Recorder, untouched
 from bitwright.graph.interception import install, uninstall
 from bitwright.graph.operators import kind_of, locate
 from bitwright.profiling.cost_key import LOSS, CallSpec, TensorSpec, describe
-from bitwright.profiling.step import Batch, Loss, StepSettings
+from bitwright.profiling.step import Batch, StepSettings
 from bitwright.quantizers import find_attachment
-from bitwright.workload import report_data_errors
+from bitwright.workload import Loss, report_data_errors
 
 VERSION = 1
 _FIX = "record it again: bitwright profile WORKLOAD --graph FILE"

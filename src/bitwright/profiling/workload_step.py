@@ -16,14 +16,14 @@ from bitwright.core.errors import BitwrightError
 from bitwright.graph import capture
 from bitwright.plan import Plan
 from bitwright.profiling.profiler import Variant
-from bitwright.profiling.step import Batch, Loss, StepSettings
+from bitwright.profiling.step import Batch, StepSettings
 from bitwright.profiling.step_graph import StepGraph, record_step
 from bitwright.quantizers import prepare
 from bitwright.sensitivity import spec_of
 from bitwright.training import Qat
 from bitwright.training.data import TrainingData
 from bitwright.training.distributed import Ranks
-from bitwright.workload import Workload, loss_of
+from bitwright.workload import Loss, Workload, loss_of
 
 __all__ = [
     "first_half",

@@ -20,7 +20,7 @@ from bitwright.core.errors import BitwrightError, PlanError, Problem
 from bitwright.core.registry import OBSERVERS
 from bitwright.quantizers import Quantizer
 
-Range = tuple[Tensor, Tensor]
+TensorRange = tuple[Tensor, Tensor]
 
 
 ALONE = object()
@@ -47,7 +47,7 @@ def make_report(quantizers: Iterable[Quantizer], batches: int) -> RankReport:
     return RankReport(batches=batches, sites=seen)
 
 
-def own_ranges(quantizers: Iterable[Quantizer]) -> dict[str, Range]:
+def own_ranges(quantizers: Iterable[Quantizer]) -> dict[str, TensorRange]:
     """The activation ranges that this process observed."""
     return {q.site: q.observer.range() for q in quantizers if q.observer is not None and not q.weight}
 
@@ -79,7 +79,7 @@ def exchange(own: RankReport, group: Any) -> list[RankReport]:
 
 
 def settle_across_ranks(
-    quantizers: list[Quantizer], reports: list[RankReport], own: dict[str, Range], group: Any
+    quantizers: list[Quantizer], reports: list[RankReport], own: dict[str, TensorRange], group: Any
 ) -> list[Problem]:
     """Give all processes the same grids; returns the same problems in all of them."""
     shapes = {site: [report.sites[site][0] for report in reports] for site in reports[0].sites}
@@ -110,7 +110,9 @@ def settle_across_ranks(
     return list(told.values())
 
 
-def merge_ranges(quantizers: list[Quantizer], widths: list[int], own: dict[str, Range], group: Any) -> dict[str, Range]:
+def merge_ranges(
+    quantizers: list[Quantizer], widths: list[int], own: dict[str, TensorRange], group: Any
+) -> dict[str, TensorRange]:
     """Ranges of `widths` rows, merged with one collective: each process fills its own row of a table of zeros.
 
     The result omits sites that aren't in `own` of any process.
@@ -125,7 +127,7 @@ def merge_ranges(quantizers: list[Quantizer], widths: list[int], own: dict[str, 
             column[rank, :-1] = torch.cat(own[quantizer.site])
             column[rank, -1] = 1.0
     dist.all_reduce(table, group=group)
-    found: dict[str, Range] = {}
+    found: dict[str, TensorRange] = {}
     for quantizer, column, width in zip(quantizers, columns, widths, strict=True):
         seen = column[:, -1] == 1.0
         if not bool(seen.any()):

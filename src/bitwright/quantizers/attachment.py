@@ -54,10 +54,10 @@ class OpHooks:
 # path → per call of that module → kind → per occurrence
 Table = dict[str, list[OpHooks]]
 # the same for recorded operators: kind → count
-Recorded = dict[str, int]
+OperatorCounts = dict[str, int]
 
 # a running module call: its hooks, operator counts by kind, path, call, recorded counts
-Frame = tuple[Table, dict[str, int], str, int, Recorded | None]
+CallFrame = tuple[Table, dict[str, int], str, int, OperatorCounts | None]
 
 
 class Container(nn.Module):
@@ -92,7 +92,7 @@ class Container(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
-def _copied(frame: Frame | None) -> Frame | None:
+def _copied(frame: CallFrame | None) -> CallFrame | None:
     return None if frame is None else (frame[0], dict(frame[1]), *frame[2:])
 
 
@@ -110,12 +110,12 @@ class Attachment(Interceptor):
         self.folds: dict[str, Fold] = {}  # by the site of the folded bias
         self.kernels: dict[str, Any] = {}  # by operator
         self.tables: dict[str, list[Table]] = {}
-        self.recorded: dict[str, list[Recorded]] = {}  # by path and call; other modules are not checked
+        self.recorded: dict[str, list[OperatorCounts]] = {}  # by path and call; other modules are not checked
         self.watching = True  # whether weights are compared with those of calibration
         self.warnings: dict[tuple[str, str], Problem] = {}  # by code and location, each logged once
         self.root: ForwardShim | None = None  # of the model itself, without wrappers of a trainer
         self.calls: dict[str, int] = {}
-        self.frame: Frame | None = None
+        self.frame: CallFrame | None = None
         self.route: Route | None = None  # while comparing a forward with an exported one
 
     def state_problems(self, state: Mapping[str, Any], prefix: str) -> list[Problem]:

@@ -43,7 +43,7 @@ def _(x: Tensor) -> Tensor:
 
 
 Scope = tuple[str, int, str]  # module path, its call, kind of operator
-Step = tuple[tuple[Any, ...], tuple[Any, ...]]  # (code location, kinds of tensors)
+CallKey = tuple[tuple[Any, ...], tuple[Any, ...]]  # (code location, kinds of tensors)
 
 # Code of torch and of this package.
 _OTHERS = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1]))
@@ -55,7 +55,7 @@ class Route:
 
     def __init__(self, map: dict[Scope, list[int | None]] | None = None) -> None:
         self.map = map
-        self.steps: dict[Scope, list[Step]] = {}
+        self.steps: dict[Scope, list[CallKey]] = {}
 
     def place(self, scope: Scope, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
         """The operator of the `index`-th call in this scope; None for a call without a counterpart."""
@@ -86,7 +86,7 @@ def align(usual: Route, exported: Route) -> dict[Scope, list[int | None]]:
     return found
 
 
-def _match(usual: Sequence[Step], exported: Sequence[Step]) -> list[int | None]:
+def _match(usual: Sequence[CallKey], exported: Sequence[CallKey]) -> list[int | None]:
     """Match calls by instruction; between matches, by order if equally many have the same kinds of tensors."""
     result: list[int | None] = [None] * len(exported)
     matcher = SequenceMatcher(None, [where for where, _ in usual], [where for where, _ in exported], autojunk=False)

@@ -21,14 +21,14 @@ from bitwright.quantizers.base import Quantizer
 from bitwright.quantizers.folding import make_fold
 from bitwright.quantizers.grid import Layout
 
-Model = TypeVar("Model", bound=nn.Module)
-Mode = Literal["float", "calibrate", "quantize"]
+_Model = TypeVar("_Model", bound=nn.Module)
+QuantizationMode = Literal["float", "calibrate", "quantize"]
 
 
 @strict
 def prepare(
-    model: Model, plan: Plan, *, inputs: Any = None, graph: Graph | None = None, simulate: bool = False
-) -> Model:
+    model: _Model, plan: Plan, *, inputs: Any = None, graph: Graph | None = None, simulate: bool = False
+) -> _Model:
     """Attach the plan's quantizers to `model`, in place, and return it.
 
     The class, forward signature and float state-dict keys stay the same. Quantizer state has keys `bitwright.<site>.…`.
@@ -82,7 +82,7 @@ def prepare(
 
 
 @strict
-def strip(model: Model) -> Model:
+def strip(model: _Model) -> _Model:
     """Remove all quantizers and restore the float model."""
     model = bare(model)  # type: ignore[assignment]
     attachment = find_attachment(model)
@@ -147,11 +147,13 @@ def quantizers_of(model: nn.Module) -> dict[str, Quantizer]:
 
 
 @strict
-def set_mode(model: nn.Module, mode: Mode) -> None:
+def set_mode(model: nn.Module, mode: QuantizationMode) -> None:
     """`float`: as if not prepared; `calibrate`: observe only; `quantize`: quantize."""
     attachment = attachment_of(model)
-    if mode not in get_args(Mode):
-        raise BitwrightError("unknown mode", value=mode, fix=did_you_mean(mode, get_args(Mode)), code="unknown-mode")
+    if mode not in get_args(QuantizationMode):
+        raise BitwrightError(
+            "unknown mode", value=mode, fix=did_you_mean(mode, get_args(QuantizationMode)), code="unknown-mode"
+        )
     attachment.enabled = mode != "float"
     for quantizer in attachment.quantizers.values():
         quantizer.observing = mode == "calibrate"
@@ -171,7 +173,7 @@ def compile_arithmetic(model: nn.Module, on: bool = True) -> None:
 
 
 @contextmanager
-def in_mode(model: nn.Module, mode: Mode) -> Iterator[None]:
+def in_mode(model: nn.Module, mode: QuantizationMode) -> Iterator[None]:
     """`set_mode` within this block."""
     attachment = attachment_of(model)
     before = (attachment.enabled, [(q, q.observing, q.enabled) for q in attachment.quantizers.values()])

@@ -15,8 +15,8 @@ from bitwright.reports.record import Record, own_accuracy
 from bitwright.reports.sections import Forecast, ForecastDevice, TrainingRecord, TuningRecord
 
 _WORST_SITES = 10
-Kind = Literal["float", "quantized", "trial", "other"]
-Cost = Literal["ratio", "size"]
+PointKind = Literal["float", "quantized", "trial", "other"]
+CostAxis = Literal["ratio", "size"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,7 @@ class Point:
     """One variant of the model."""
 
     name: str
-    kind: Kind
+    kind: PointKind
     score: float
     ratio: float | None
     """Latency, relative to float in the same run."""
@@ -45,7 +45,7 @@ def lower_is_better(record: Record) -> bool:
     )
 
 
-def front(variants: list[Point], cost: Cost, *, lower: bool = False) -> list[tuple[float, float]]:
+def front(variants: list[Point], cost: CostAxis, *, lower: bool = False) -> list[tuple[float, float]]:
     """The variants that no other beats in both score and cost, sorted by cost. `lower`: a lower score is better."""
     sign = -1.0 if lower else 1.0
     known = sorted((float(value), -sign * one.score) for one in variants if (value := getattr(one, cost)) is not None)
@@ -106,7 +106,7 @@ def _compared(record: Record) -> list[Point]:
             if variant in scores:
                 ratio = times[variant] / reference if variant in times and reference else None
                 name = f"{variant}, {row.runtime} (bench)"
-                kind: Kind = "float" if variant == "float" else "other"
+                kind: PointKind = "float" if variant == "float" else "other"
                 found.append(Point(name=name, kind=kind, score=scores[variant], ratio=ratio, size=sizes.get(variant)))
     return found
 
@@ -151,7 +151,7 @@ def tradeoff_charts(record: Record) -> list[Markup]:
     return [chart for chart in found if chart is not None]
 
 
-def _chart(record: Record, variants: list[Point], cost: Cost) -> Markup | None:
+def _chart(record: Record, variants: list[Point], cost: CostAxis) -> Markup | None:
     unit, unit_name = _unit(variants) if cost == "size" else (1.0, "")
     known = [one for one in variants if getattr(one, cost) is not None]
     chosen = sorted(known, key=lambda one: one.kind != "trial")  # trials are drawn first, below the others

@@ -33,7 +33,7 @@ class SiteSensitivity(ResultModel):
     loss_change: float | None = Field(description="None: the workload has no loss.")
 
 
-class FloatTrial(ResultModel):
+class FloatTrialRow(ResultModel):
     """The metric with these operators in float."""
 
     operators: tuple[str, ...]
@@ -45,7 +45,7 @@ class SuggestionRow(ResultModel):
 
     metric: str
     before: float
-    trials: tuple[FloatTrial, ...]
+    trials: tuple[FloatTrialRow, ...]
     operators: tuple[str, ...] = Field(description="The suggestion; empty if float operators give no gain.")
 
 
@@ -70,7 +70,7 @@ def sensitivity(scores: Scores, suggestion: Suggestion | None = None, metric: st
         else SuggestionRow(
             metric=metric,
             before=suggestion.before,
-            trials=tuple(FloatTrial(operators=tuple(t.operators), metric=t.metric) for t in suggestion.trials),
+            trials=tuple(FloatTrialRow(operators=tuple(t.operators), metric=t.metric) for t in suggestion.trials),
             operators=tuple(suggestion.operators),
         ),
     )

@@ -1,21 +1,21 @@
 """Sensitivity: how much each site or operator degrades the model in low precision, and which ones to keep in float."""
 
-from bitwright.sensitivity.indicate import Indications, Subject, indicate, spec_of
 from bitwright.sensitivity.indicators.hessian import hessian_traces
+from bitwright.sensitivity.operator_scores import OperatorScores, Subject, score_operators, spec_of
 from bitwright.sensitivity.score import Scores, SiteScore, score
 from bitwright.sensitivity.suggestions import FloatTrial, Suggestion, errors_without, suggest
 
 __all__ = [
     "FloatTrial",
-    "Indications",
+    "OperatorScores",
     "Scores",
     "SiteScore",
     "Subject",
     "Suggestion",
     "errors_without",
     "hessian_traces",
-    "indicate",
     "score",
+    "score_operators",
     "spec_of",
     "suggest",
 ]

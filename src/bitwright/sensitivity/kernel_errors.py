@@ -52,7 +52,7 @@ class RoundingError:
         return float(moved.square().sum())
 
 
-Errors = Callable[[OperatorCall, ComputeSpec], Iterator[RoundingError]]
+KernelErrors = Callable[[OperatorCall, ComputeSpec], Iterator[RoundingError]]
 
 
 def stochastic_variance(x: Tensor, *, signed: bool = False, limit: int = FULL, whole: bool = False) -> Tensor:
@@ -154,7 +154,7 @@ def _turned(seen: OperatorCall, limit: int, spec: ComputeSpec) -> Tensor:
     return _rows(turn(wide, groups), limit, spec).reshape(-1)[back].view(weight.shape)
 
 
-def cast_errors(dtype: torch.dtype) -> Errors:
+def cast_errors(dtype: torch.dtype) -> KernelErrors:
     """The errors of kernels/lowfloat.py, which casts inputs and outputs."""
 
     def error(places: tuple[str, ...], x: Tensor, channel: int | None) -> RoundingError:
@@ -201,7 +201,7 @@ def rounding_errors(seen: OperatorCall, spec: ComputeSpec) -> Iterator[RoundingE
     return _KNOWN.get(spec.format, measured_errors)(seen, spec)
 
 
-_KNOWN: dict[str, Errors] = {
+_KNOWN: dict[str, KernelErrors] = {
     "int8": int8_errors,
     "bf16": cast_errors(torch.bfloat16),
     "fp16": cast_errors(torch.float16),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from math import log10, sqrt
@@ -20,7 +20,7 @@ from bitwright.core.modes import eval_mode
 from bitwright.core.progress import Progress
 from bitwright.core.tensor_tree import batch_size
 from bitwright.quantizers import Quantizer, attachment_of, in_mode, tapped
-from bitwright.workload import call
+from bitwright.workload import Loss, call
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,9 +182,6 @@ def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
     targets = [args[0]] if args and (in_place or name == "__setitem__" or kwargs.get("inplace") is True) else []
     targets += tree_leaves(kwargs.get("out"))
     return [target for target in targets if isinstance(target, Tensor)]
-
-
-Loss = Callable[[Any, Any], Tensor]
 
 
 @strict

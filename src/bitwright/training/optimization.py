@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,12 +18,10 @@ from bitwright.core.modes import eval_mode
 from bitwright.core.tensor_tree import map_tensors
 from bitwright.training.config import TrainConfig
 from bitwright.training.qat import parameter_groups
-from bitwright.workload import Workload, call, loss_of, trainable_parameters
-
-Loss = Callable[[Any, Any], Tensor]
+from bitwright.workload import Loss, Workload, call, loss_of, trainable_parameters
 
 
-class Objective:
+class TrainingObjective:
     """loss = (1 − d)·task + d·T²·KL(teacher/T ‖ student/T)."""
 
     def __init__(self, workload: Workload, config: TrainConfig, teacher: nn.Module | None) -> None:

@@ -44,7 +44,13 @@ from bitwright.training.config import TrainConfig
 from bitwright.training.data import TrainingData, seed_all
 from bitwright.training.distributed import Ranks, Replicated, Sharded, SingleProcess, share_buffers
 from bitwright.training.low_precision import LowPrecision, batch_size_of, device_kind_of
-from bitwright.training.optimization import DevicePlacement, Ema, Objective, learning_rate_factor, make_optimizer
+from bitwright.training.optimization import (
+    DevicePlacement,
+    Ema,
+    TrainingObjective,
+    learning_rate_factor,
+    make_optimizer,
+)
 from bitwright.training.qat import Qat
 from bitwright.version import __version__
 from bitwright.workload import Workload, batches, call_on, can_measure, evaluate, report_data_errors
@@ -194,7 +200,7 @@ class TrainingRun:
         if init is not None:
             load_checkpoint(model, checkpoint_file(init))
         seed_all(config.seed, "start")
-        self.objective = Objective(self.workload, config, copy.deepcopy(model) if config.distill > 0 else None)
+        self.objective = TrainingObjective(self.workload, config, copy.deepcopy(model) if config.distill > 0 else None)
         self.qat: Qat | None = None
         self.whole_model: nn.Module | None = None
         if self.precision is not None:

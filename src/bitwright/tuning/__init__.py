@@ -1,6 +1,6 @@
 """Tuning: search for a quantized model that meets an accuracy goal."""
 
-from bitwright.tuning.candidate import Base, Candidate, Outcome, Override
+from bitwright.tuning.candidate import Base, Candidate, Override, TrialOutcome
 from bitwright.tuning.config import TuneConfig
 from bitwright.tuning.evaluate import Measuring
 from bitwright.tuning.goal import Budget, Drop, Goal
@@ -17,13 +17,13 @@ __all__ = [
     "Drop",
     "Goal",
     "Measuring",
-    "Outcome",
     "Override",
     "Search",
     "SearchSpace",
     "Space",
     "SpaceRule",
     "Strategy",
+    "TrialOutcome",
     "TuneConfig",
     "Tuned",
     "tune",

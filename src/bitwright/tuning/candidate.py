@@ -135,7 +135,7 @@ class Candidate:
         return made.with_sites(changed)
 
 
-class Outcome(BaseModel):
+class TrialOutcome(BaseModel):
     """The measurements of a candidate, which strategies use."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -175,6 +175,6 @@ class Outcome(BaseModel):
         return (3.0 if self.failed else 2.0, -self.margin, 0.0)
 
 
-def failure(reason: str, seconds: float = 0.0) -> Outcome:
+def failure(reason: str, seconds: float = 0.0) -> TrialOutcome:
     """The outcome of a candidate that can't be measured."""
-    return Outcome(passed=False, accurate=False, margin=float("-inf"), failed=reason, seconds=seconds)
+    return TrialOutcome(passed=False, accurate=False, margin=float("-inf"), failed=reason, seconds=seconds)

@@ -23,7 +23,7 @@ from bitwright.plan import Plan
 from bitwright.ptq.quantize import Quantized, put_back, quantize
 from bitwright.quantizers import find_attachment, strip
 from bitwright.tuning.baseline import Baseline
-from bitwright.tuning.candidate import Candidate, Outcome, failure
+from bitwright.tuning.candidate import Candidate, TrialOutcome, failure
 from bitwright.tuning.goal import Goal, cannot_pass, required_hits
 from bitwright.workload import Workload, batches, evaluate
 from bitwright.workload.data import first, rebatched, regrouped
@@ -94,7 +94,7 @@ class Evaluator:
             strip(self.workload.model)
             put_back(self.workload.model, before)
 
-    def __call__(self, candidate: Candidate, baseline: Baseline, tell: Tell) -> Outcome:
+    def __call__(self, candidate: Candidate, baseline: Baseline, tell: Tell) -> TrialOutcome:
         """The outcome of a candidate; a failure to measure it is also an outcome."""
         begin = time.perf_counter()
         try:
@@ -110,7 +110,7 @@ class Evaluator:
             outcome = failure(str(error))
         return outcome.model_copy(update={"seconds": time.perf_counter() - begin})
 
-    def _measure(self, quantized: Quantized, baseline: Baseline, tell: Tell) -> Outcome:
+    def _measure(self, quantized: Quantized, baseline: Baseline, tell: Tell) -> TrialOutcome:
         tell("evaluating")
         rejected = self._reject_early(quantized, baseline) if self.early else None
         if rejected is not None:
@@ -118,12 +118,12 @@ class Evaluator:
         metrics = evaluate(self.workload, quantized.model)
         margin = self.goal.worst_margin(self.workload.metric, baseline.metrics, metrics)
         samples = int(metrics["n"]) if "n" in metrics else None
-        outcome = Outcome(passed=False, accurate=margin >= 0, metrics=metrics, margin=margin, samples=samples)
+        outcome = TrialOutcome(passed=False, accurate=margin >= 0, metrics=metrics, margin=margin, samples=samples)
         if not outcome.accurate:
             return outcome
         return self._on_runtime(quantized, outcome, tell)
 
-    def _reject_early(self, quantized: Quantized, baseline: Baseline) -> Outcome | None:
+    def _reject_early(self, quantized: Quantized, baseline: Baseline) -> TrialOutcome | None:
         """Evaluate a random part of the data first, and stop if the candidate can't pass."""
         part, samples = baseline.part, baseline.samples
         if part is None or samples is None:
@@ -136,9 +136,11 @@ class Evaluator:
         estimate = baseline.metrics["top1"] + 100.0 * (hits - part.float_hits) / part.samples
         metrics = {"top1": estimate, "n": float(part.samples)}
         margin = min(self.goal.worst_margin("top1", baseline.metrics, metrics), -1e-9)
-        return Outcome(passed=False, accurate=False, metrics=metrics, margin=margin, stopped=True, samples=part.samples)
+        return TrialOutcome(
+            passed=False, accurate=False, metrics=metrics, margin=margin, stopped=True, samples=part.samples
+        )
 
-    def _on_runtime(self, quantized: Quantized, outcome: Outcome, tell: Tell) -> Outcome:
+    def _on_runtime(self, quantized: Quantized, outcome: TrialOutcome, tell: Tell) -> TrialOutcome:
         if self.runtime is None:
             floats = sum(op.macs for op in self.graph.ops if op.name in quantized.plan.float)
             share = floats / self.graph.macs if self.graph.macs else 0.0
@@ -185,7 +187,7 @@ class Evaluator:
             result[name] = found
         return result
 
-    def apply_goal(self, outcome: Outcome) -> Outcome:
+    def apply_goal(self, outcome: TrialOutcome) -> TrialOutcome:
         """Check the limits and compute the objective."""
         goal = self.goal
         ratios = {"latency": outcome.latency_ratio, "size": _ratio(outcome.size, outcome.float_size)}
@@ -207,10 +209,10 @@ class Evaluator:
             update={"objective": objective, "exceeded": exceeded, "passed": outcome.accurate and not exceeded}
         )
 
-    def _float(self, baseline: Baseline) -> Outcome:
+    def _float(self, baseline: Baseline) -> TrialOutcome:
         """The outcome of the float model, for a candidate without quantized sites."""
         margin = self.goal.worst_margin(self.workload.metric, baseline.metrics, baseline.metrics)
-        outcome = Outcome(
+        outcome = TrialOutcome(
             passed=False, accurate=True, metrics=baseline.metrics, margin=margin, samples=baseline.samples
         )
         if self.runtime is None:

@@ -17,7 +17,7 @@ from bitwright.deployment.checkpoint import save_checkpoint
 from bitwright.plan import Plan
 from bitwright.ptq.quantize import Quantized
 from bitwright.tuning.baseline import Baseline
-from bitwright.tuning.candidate import Candidate, Outcome
+from bitwright.tuning.candidate import Candidate, TrialOutcome
 from bitwright.tuning.goal import Budget, Goal, Paired
 from bitwright.tuning.search import TrialRecord
 
@@ -36,7 +36,7 @@ class Tuned:
     quantized: Quantized | None
     """The best model, prepared and calibrated; None if it is the float model."""
     candidate: Candidate
-    outcome: Outcome
+    outcome: TrialOutcome
     on_runtime: dict[str, float] | None
     """The metrics of the artefact on the real runtime; None if it can't run here."""
     baseline: Baseline | None
@@ -161,7 +161,7 @@ class Tuned:
         return Path(folder)
 
 
-def _point(outcome: Outcome) -> tuple[float, float, float]:
+def _point(outcome: TrialOutcome) -> tuple[float, float, float]:
     return (-outcome.margin, outcome.latency_ratio or 0.0, float(outcome.size or 0))
 
 

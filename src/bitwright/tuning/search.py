@@ -14,27 +14,27 @@ import torch
 from bitwright.core.errors import BitwrightError
 from bitwright.core.files import disk_error, fingerprint
 from bitwright.core.interrupts import current_stop, safe_point
-from bitwright.core.task_store import Study as AnyStudy
+from bitwright.core.task_store import Study
 from bitwright.core.task_store import open_study as open_any
 from bitwright.graph import Graph, Source
 from bitwright.plan import Plan
 from bitwright.sensitivity import errors_without, hessian_traces, score
-from bitwright.tuning.candidate import Candidate, Outcome, failure
+from bitwright.tuning.candidate import Candidate, TrialOutcome, failure
 from bitwright.tuning.evaluate import Evaluator, Tell
 from bitwright.tuning.goal import Budget, Goal
 from bitwright.tuning.space import SearchSpace
 from bitwright.workload import Workload, loss_of, pairs
 from bitwright.workload.data import first, split
 
-Study: TypeAlias = AnyStudy[Candidate, Outcome]
+TuningStudy: TypeAlias = Study[Candidate, TrialOutcome]
 
 
-def open_study(store: str | Path | None, name: str, identity: Mapping[str, Any], *, resume: bool) -> Study:
+def open_study(store: str | Path | None, name: str, identity: Mapping[str, Any], *, resume: bool) -> TuningStudy:
     """Create or resume a study; a study with a different model, data, goal or space is rejected.
 
     `store` is a file, a URL (postgresql://…), or None for an in-memory study.
     """
-    return open_any(store, name, identity, resume=resume, kind=Outcome, gave_up=failure)
+    return open_any(store, name, identity, resume=resume, kind=TrialOutcome, gave_up=failure)
 
 
 def quantized_sites(plan: Plan) -> set[str]:
@@ -84,7 +84,7 @@ def _readers(site: str, graph: Graph, known: Mapping[str, float]) -> set[str]:
 
 
 CandidateBatch = Sequence[Candidate]
-CandidateGenerator = Generator[CandidateBatch, list[Outcome], None]
+CandidateGenerator = Generator[CandidateBatch, list[TrialOutcome], None]
 """A strategy yields candidates that may be evaluated in parallel, and receives their outcomes in the same order."""
 Strategy = Callable[["Search"], CandidateGenerator]
 _SAMPLES, _BATCH = 64, 32  # for a ranking
@@ -100,7 +100,7 @@ class Search:
         space: SearchSpace,
         goal: Goal,
         evaluator: Evaluator,
-        study: Study,
+        study: TuningStudy,
         tell: Tell,
         *,
         seed: int,
@@ -205,7 +205,7 @@ class Search:
 
 progress_log = getLogger("bitwright.progress")
 _WAIT = 0.1  # seconds between checks of another worker's progress
-Evaluate = Callable[[Candidate], Outcome]
+EvaluateCandidate = Callable[[Candidate], TrialOutcome]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,7 +214,7 @@ class TrialRecord:
 
     number: int
     candidate: Candidate
-    outcome: Outcome
+    outcome: TrialOutcome
     fresh: bool
     """Whether it was evaluated by this process."""
 
@@ -222,7 +222,9 @@ class TrialRecord:
 class StrategyRunner:
     """Runs a strategy."""
 
-    def __init__(self, study: Study, budget: Budget, evaluate: Evaluate, watch: Callable[[TrialRecord], None]) -> None:
+    def __init__(
+        self, study: TuningStudy, budget: Budget, evaluate: EvaluateCandidate, watch: Callable[[TrialRecord], None]
+    ) -> None:
         self.study, self.budget, self.evaluate, self.watch = study, budget, evaluate, watch
         self.asked: dict[str, TrialRecord] = {}
         self.why = "the strategy has no more candidates"
@@ -271,7 +273,7 @@ class StrategyRunner:
             self.why = f"the budget of {trials} trials is spent"
         return not cut
 
-    def _outcome(self, candidate: Candidate) -> tuple[Outcome, bool] | None:
+    def _outcome(self, candidate: Candidate) -> tuple[TrialOutcome, bool] | None:
         """The known or new outcome; None if another worker evaluates the candidate or the time is over."""
         known = self.study.known(candidate)
         if known is not None:
@@ -291,7 +293,7 @@ class StrategyRunner:
         progress_log.debug("trial finished: %s", candidate.key)
         return outcome, True
 
-    def _evaluated(self, candidate: Candidate) -> Outcome:
+    def _evaluated(self, candidate: Candidate) -> TrialOutcome:
         begin = time.perf_counter()
         try:
             return self.evaluate(candidate)

@@ -27,11 +27,11 @@ from bitwright.ptq import MEMORY
 from bitwright.ptq.quantize import Quantized, put_back
 from bitwright.quantizers import find_attachment, strip
 from bitwright.tuning.baseline import Baseline, measure_float
-from bitwright.tuning.candidate import Candidate, Outcome
+from bitwright.tuning.candidate import Candidate, TrialOutcome
 from bitwright.tuning.evaluate import Evaluator, Measuring, load_calibration, quantize_candidate
 from bitwright.tuning.goal import ERROR, Budget, Goal, Paired, mcnemar
 from bitwright.tuning.result import TUNING, Tuned
-from bitwright.tuning.search import Search, Strategy, StrategyRunner, Study, TrialRecord, open_study
+from bitwright.tuning.search import Search, Strategy, StrategyRunner, TrialRecord, TuningStudy, open_study
 from bitwright.tuning.space import SearchSpace, Space, make_space
 from bitwright.workload import Workload, can_measure, hits_of, pairs
 
@@ -156,7 +156,7 @@ class _StudyRun:
         evaluator: Evaluator,
         space: SearchSpace,
         baseline: Baseline,
-        study: Study,
+        study: TuningStudy,
         budget: Budget,
         tell: Callable[[str], None],
         watch: Callable[[TrialRecord, Baseline], None] | None,
@@ -210,7 +210,7 @@ class _StudyRun:
 
     def _choose_result(
         self, history: list[TrialRecord]
-    ) -> tuple[Candidate, Outcome, Quantized | None, dict[str, float] | None]:
+    ) -> tuple[Candidate, TrialOutcome, Quantized | None, dict[str, float] | None]:
         """The best candidate that also passes on the real runtime; the model stays quantized with it."""
         ranked = self._ranked(history)
         best = ranked[0]
@@ -260,7 +260,7 @@ class _StudyRun:
         log.info("%s", text)
         self.notes.append(text)
 
-    def _ranked(self, history: list[TrialRecord]) -> list[tuple[Candidate, Outcome]]:
+    def _ranked(self, history: list[TrialRecord]) -> list[tuple[Candidate, TrialOutcome]]:
         """Candidates, best first; those close to the best are timed again, in alternation."""
         asked = sorted(history, key=lambda asked: asked.outcome.rank())
         ranked = [(one.candidate, one.outcome) for one in asked]
@@ -321,7 +321,7 @@ def _once(
     )
     candidate = space.start()
     _, quantized = quantize_candidate(evaluator, candidate, evaluator.plan(candidate), tell)
-    outcome = Outcome(passed=False, accurate=False, margin=float("nan"))
+    outcome = TrialOutcome(passed=False, accurate=False, margin=float("nan"))
     return Tuned(
         workload=workload.name,
         met_goal=None,
@@ -341,7 +341,7 @@ def _once(
     )
 
 
-def _open(store: str | Path | None, name: str, identity: dict[str, Any], resume: bool | Literal["auto"]) -> Study:
+def _open(store: str | Path | None, name: str, identity: dict[str, Any], resume: bool | Literal["auto"]) -> TuningStudy:
     """Open the study; "auto" continues a study with trials, or starts over if an earlier search failed before that."""
     if resume == "auto":
         try:
@@ -385,7 +385,7 @@ def _identity(
     }
 
 
-def _notes(baseline: Baseline, evaluator: Evaluator, outcome: Outcome) -> tuple[str, ...]:
+def _notes(baseline: Baseline, evaluator: Evaluator, outcome: TrialOutcome) -> tuple[str, ...]:
     """Notes for readers of the result, which are also logged."""
     notes = []
     if baseline.overlap:

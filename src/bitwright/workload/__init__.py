@@ -9,9 +9,10 @@ from bitwright.workload.data import batches, call, call_on, pairs, report_data_e
 from bitwright.workload.loading import load_object, load_workload, open_workload
 from bitwright.workload.loss import loss_of, trainable_parameters
 from bitwright.workload.metrics import can_measure, evaluate, hits_of
-from bitwright.workload.workload import Workload
+from bitwright.workload.workload import Loss, Workload
 
 __all__ = [
+    "Loss",
     "Workload",
     "batches",
     "call",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,12 +12,12 @@ from torch.utils._pytree import tree_leaves
 from bitwright.core.errors import WorkloadError
 from bitwright.core.user_code import defined_at, user_code
 from bitwright.workload.data import shape_of
-from bitwright.workload.workload import Workload
+from bitwright.workload.workload import Loss, Workload
 
 _EXPECTED = "loss(output, target) returns a tensor with one element"
 
 
-def loss_of(workload: Workload) -> Callable[[Any, Any], Tensor]:
+def loss_of(workload: Workload) -> Loss:
     """The workload's loss, with clear errors for exceptions and invalid results.
 
     It keeps the name of the loss because profiles identify it by name.

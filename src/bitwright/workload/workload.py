@@ -12,6 +12,9 @@ from torch import Tensor, nn
 from bitwright.core.arguments import strict
 from bitwright.core.errors import WorkloadError
 
+#: Takes the model's output and the target; returns a tensor with one element.
+Loss = Callable[[Any, Any], Tensor]
+
 #: Words in metric names for which lower is usually better, as in "val_loss", "errors", "RMSE".
 _SOUNDS_LOW = re.compile(
     r"(?i)(?<![a-z])(loss(es)?|err(ors?)?|n?r?mse|mae|mape|perplexity|ppl|wer|cer|nll|fid|bpc|bpb)(?![a-z])"
@@ -43,7 +46,7 @@ class Workload:
     #: ``__getitems__(indices)`` that returns complete batches, pass ``lambda batch: batch``.
     collate: Callable[[Any], tuple[Any, Any]] | None = None
     #: Takes the model's output and the target. It must be a mean over samples so that unequal batches can be weighted.
-    loss: Callable[[Any, Any], Tensor] | None = None
+    loss: Loss | None = None
     #: The measured value that goals refer to.
     metric: str = "top1"
     #: Whether lower values of ``metric`` are better, or the names of all such measured values.

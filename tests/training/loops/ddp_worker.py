@@ -11,7 +11,7 @@ from transformers import ResNetConfig, ResNetForImageClassification, Trainer, Tr
 from bitwright.core.process_group import leave_group
 from bitwright.training import Qat
 from bitwright.training.distributed import current_ranks
-from bitwright.training.loops.huggingface import QatCallback
+from bitwright.training.loops.huggingface import HuggingFaceQatCallback
 
 
 def main(folder: str, quantizer: str) -> None:
@@ -34,7 +34,7 @@ def main(folder: str, quantizer: str) -> None:
     images, labels = torch.randn(96, 1, 16, 16), torch.arange(96) % 3
     own = (images * (1 + dist.get_rank()))[dist.get_rank() :: 2].split(16)  # another half, with other ranges
     qat = Qat(model, own, quantizer=quantizer, observer="ema-minmax")
-    callback = QatCallback(qat)
+    callback = HuggingFaceQatCallback(qat)
     data = [{"pixel_values": x, "labels": y} for x, y in zip(images, labels, strict=True)]
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     Trainer(

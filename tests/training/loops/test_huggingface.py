@@ -24,7 +24,7 @@ from transformers import (
 
 from bitwright import BitwrightError, load_checkpoint, quantizers_of
 from bitwright.training import Qat
-from bitwright.training.loops.huggingface import QatCallback
+from bitwright.training.loops.huggingface import HuggingFaceQatCallback
 
 CONFIG = {
     "num_channels": 1,
@@ -89,7 +89,7 @@ def run(
     model = network()
     args = TrainingArguments(str(folder), **settings)
     qat = Qat(model, images().split(50), **(options or {}))
-    callback, watcher = QatCallback(qat), Watch()
+    callback, watcher = HuggingFaceQatCallback(qat), Watch()
     trainer = Trainer(
         model,
         args,
@@ -147,7 +147,7 @@ def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
     model = network()
     qat = Qat(model, images().split(50))
     with pytest.raises(BitwrightError) as caught:
-        Trainer(model, args, train_dataset=data(), callbacks=[QatCallback(qat)]).train()
+        Trainer(model, args, train_dataset=data(), callbacks=[HuggingFaceQatCallback(qat)]).train()
     assert "scales-decay" in caught.value.codes
     args = TrainingArguments(str(tmp_path / "float"), save_only_model=True, **settings)
     Trainer(network(), args, train_dataset=data()).train()

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from bitwright import BitwrightError
 from bitwright.training import parameter_groups
-from bitwright.training.loops.lightning import QatCallback
+from bitwright.training.loops.lightning import LightningQatCallback
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::lightning.fabric.utilities.warnings.PossibleUserWarning",  # few workers, few batches
@@ -77,10 +77,10 @@ def fit(
     resume: Path | None = None,
     watch: Watch | None = None,
     **given: Any,
-) -> QatCallback:
+) -> LightningQatCallback:
     options = {key: given.pop(key) for key in ("quantizer", "observer", "freeze_observers") if key in given}
     settings = {"max_epochs": 2, "accelerator": "cpu", "logger": False, "enable_progress_bar": False, **given}
-    callback = QatCallback(lambda: common.samples()[0].split(50), module=part, **options)
+    callback = LightningQatCallback(lambda: common.samples()[0].split(50), module=part, **options)
     extra = [watch] if watch else []
     L.seed_everything(0, verbose=False)
     trainer = L.Trainer(
@@ -133,7 +133,7 @@ def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
     assert "no-parameters" in caught.value.codes
     trainer: Any = SimpleNamespace(strategy=FSDPStrategy())  # Lightning itself wants GPUs for it
     with pytest.raises(BitwrightError) as caught:
-        QatCallback([]).setup(trainer, Module(), "fit")
+        LightningQatCallback([]).setup(trainer, Module(), "fit")
     assert "unsupported-parallelism" in caught.value.codes
     module = Module()
     module.net.eval()

@@ -25,8 +25,8 @@ from bitwright.sensitivity.error_injection import (
     substitutable_operators,
     training_batch_norms,
 )
-from bitwright.sensitivity.indicate import Subject, Values
 from bitwright.sensitivity.kernel_errors import RoundingError, rounding_errors
+from bitwright.sensitivity.operator_scores import Subject, Values
 from bitwright.workload import call, trainable_parameters
 
 _RELUS = {F.relu, torch.relu, torch.Tensor.relu}

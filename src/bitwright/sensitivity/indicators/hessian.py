@@ -16,7 +16,7 @@ from bitwright.core.errors import CalibrationError
 from bitwright.core.modes import eval_mode
 from bitwright.plan import ComputeSpec
 from bitwright.sensitivity.error_injection import rounded_weight, weight_name, weight_of
-from bitwright.sensitivity.indicate import Subject, Values
+from bitwright.sensitivity.operator_scores import Subject, Values
 from bitwright.workload import call
 
 

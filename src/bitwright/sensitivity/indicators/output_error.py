@@ -13,7 +13,7 @@ from bitwright.core.modes import eval_mode
 from bitwright.core.registry import KERNELS
 from bitwright.plan import ComputeSpec
 from bitwright.sensitivity.error_injection import substitutable_operators
-from bitwright.sensitivity.indicate import Subject, Values
+from bitwright.sensitivity.operator_scores import Subject, Values
 from bitwright.workload import call
 
 

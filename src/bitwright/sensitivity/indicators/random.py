@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from bitwright.sensitivity.indicate import Subject, Values
+from bitwright.sensitivity.operator_scores import Subject, Values
 
 
 def random(subject: Subject) -> Values:

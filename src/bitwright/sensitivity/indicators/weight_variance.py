@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bitwright.plan import ComputeSpec
 from bitwright.sensitivity.error_injection import rounded_weight, weight_of
-from bitwright.sensitivity.indicate import Subject, Values
+from bitwright.sensitivity.operator_scores import Subject, Values
 
 
 def weight_variance(subject: Subject) -> Values:

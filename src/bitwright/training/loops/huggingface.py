@@ -15,15 +15,15 @@ from bitwright.core.errors import Problem, TrainError
 from bitwright.training.checkpoints import pack, unpack
 from bitwright.training.qat import Qat
 
-__all__ = ["QatCallback"]
+__all__ = ["HuggingFaceQatCallback"]
 
 
-class QatCallback(TrainerCallback, ExportableState):
+class HuggingFaceQatCallback(TrainerCallback, ExportableState):
     """Synchronizes a `Qat` with the steps, evaluations and checkpoints of a `transformers.Trainer`.
 
-    Create `Qat(model, …)` first, then `Trainer(model, …, callbacks=[QatCallback(qat)])`. If the arguments contain
-    `weight_decay`, also pass `optimizer_cls_and_kwargs=callback.optimizer(args)`: the Trainer selects parameters for
-    weight decay by name, and would include scales.
+    Create `Qat(model, …)` first, then `Trainer(model, …, callbacks=[HuggingFaceQatCallback(qat)])`. If the arguments
+    contain `weight_decay`, also pass `optimizer_cls_and_kwargs=callback.optimizer(args)`: the Trainer selects
+    parameters for weight decay by name, and would include scales.
     """
 
     def __init__(self, qat: Qat) -> None:

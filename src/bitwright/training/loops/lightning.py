@@ -13,10 +13,10 @@ from bitwright.core.arguments import reject_unknown
 from bitwright.core.errors import TrainError
 from bitwright.training.qat import Qat
 
-__all__ = ["QatCallback"]
+__all__ = ["LightningQatCallback"]
 
 
-class QatCallback(Callback):
+class LightningQatCallback(Callback):
     """Quantizes the module at `module` (a path within the LightningModule; "" is all of it) when `fit` sets up.
 
     `batches` are calibration inputs, or a function that returns them; `options` are those of `Qat`. Layers must exist
@@ -29,7 +29,7 @@ class QatCallback(Callback):
     def __init__(
         self, batches: Iterable[Any] | Callable[[], Iterable[Any]], *, module: str = "", **options: Any
     ) -> None:
-        reject_unknown("QatCallback", options, inspect.signature(Qat).parameters)
+        reject_unknown("LightningQatCallback", options, inspect.signature(Qat).parameters)
         self.batches = batches
         self.module = module
         self.options = options

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 
-from bitwright.tuning.candidate import Base, Outcome
+from bitwright.tuning.candidate import Base, TrialOutcome
 from bitwright.tuning.search import CandidateBatch, CandidateGenerator, Search
 from bitwright.tuning.strategies.fallback import evaluate_one
 
@@ -30,7 +30,7 @@ def bisect(search: Search) -> CandidateGenerator:
 
 def _fewest(
     search: Search, base: Base | None, order: Sequence[str]
-) -> Generator[CandidateBatch, list[Outcome], list[str] | None]:
+) -> Generator[CandidateBatch, list[TrialOutcome], list[str] | None]:
     """The shortest prefix of `order` that must be float; an empty prefix is known to be insufficient."""
     low, high, count = 0, None, 1
     while high is None and low < len(order):
@@ -49,7 +49,9 @@ def _fewest(
     return list(order[:high])
 
 
-def _minimal(search: Search, base: Base | None, kept: list[str]) -> Generator[CandidateBatch, list[Outcome], list[str]]:
+def _minimal(
+    search: Search, base: Base | None, kept: list[str]
+) -> Generator[CandidateBatch, list[TrialOutcome], list[str]]:
     """Quantize unnecessary float operators again: half of them at once, then quarters, … then single ones."""
     macs = {op.name: op.macs for op in search.space.operators}
     size = len(kept) // 2

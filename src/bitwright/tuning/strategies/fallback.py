@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 
-from bitwright.tuning.candidate import Base, Outcome
+from bitwright.tuning.candidate import Base, TrialOutcome
 from bitwright.tuning.search import CandidateBatch, CandidateGenerator, Search
 
 
-def evaluate_one(wave_of_one: CandidateBatch) -> Generator[CandidateBatch, list[Outcome], Outcome]:
+def evaluate_one(wave_of_one: CandidateBatch) -> Generator[CandidateBatch, list[TrialOutcome], TrialOutcome]:
     """Request a single candidate."""
     [outcome] = yield wave_of_one
     return outcome
@@ -16,7 +16,7 @@ def evaluate_one(wave_of_one: CandidateBatch) -> Generator[CandidateBatch, list[
 
 def accumulate(
     search: Search, order: Sequence[str], base: Base | None = None
-) -> Generator[CandidateBatch, list[Outcome], bool]:
+) -> Generator[CandidateBatch, list[TrialOutcome], bool]:
     """Move operators to float one by one, cumulatively, until the goal is met."""
     for count in range(1, len(order) + 1):
         outcome = yield from evaluate_one([search.space.floated(base, order[:count])])

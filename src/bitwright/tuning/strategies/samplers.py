@@ -9,7 +9,7 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution
 from optuna.samplers import BaseSampler, GPSampler, TPESampler
 from optuna.trial import Trial
 
-from bitwright.tuning.candidate import Base, Candidate, Outcome
+from bitwright.tuning.candidate import Base, Candidate, TrialOutcome
 from bitwright.tuning.search import CandidateGenerator, Search
 
 _WAVE = 4  # candidates that may be evaluated in parallel
@@ -34,7 +34,7 @@ def _sampled(search: Search, sampler: BaseSampler) -> CandidateGenerator:
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
         study = optuna.create_study(sampler=sampler)
     [start] = yield [search.space.start()]
-    seen: dict[str, Outcome] = {search.space.start().key: start}
+    seen: dict[str, TrialOutcome] = {search.space.start().key: start}
     misses = 0
     while misses < _MISSES:
         asked: list[tuple[Trial, Candidate]] = []
@@ -73,7 +73,7 @@ def _candidate(search: Search, trial: Trial) -> Candidate:
     return space.choose(base, {op.name: op.options[place(f"op:{op.name}")] for op in space.operators})
 
 
-def _loss(outcome: Outcome) -> float:
+def _loss(outcome: TrialOutcome) -> float:
     """The objective if the candidate passes, otherwise a larger value that depends on what is missing."""
     if outcome.passed:
         return outcome.objective or 0.0

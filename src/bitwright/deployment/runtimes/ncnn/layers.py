@@ -19,7 +19,7 @@ INT8, ACTIVATION, ACTIVATION_PARAMETERS = 8, 9, 10
 PRODUCTS = ("Convolution", "ConvolutionDepthWise", "InnerProduct")
 REQUANTIZES = 100  # added to INT8 if the layer also quantizes its output
 
-Parameter = int | float | tuple[int, ...] | tuple[float, ...]
+LayerParameter = int | float | tuple[int, ...] | tuple[float, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +51,7 @@ class Layer:
     name: str
     reads: list[str]
     writes: list[str]
-    parameters: dict[int, Parameter] = field(default_factory=dict)
+    parameters: dict[int, LayerParameter] = field(default_factory=dict)
     weights: list[LayerWeight] = field(default_factory=list)
 
     @property
@@ -122,7 +122,7 @@ def factor(scale: NDArray[Any] | float) -> NDArray[np.float32]:
     return (1 / np.asarray(scale, np.float64)).astype(np.float32)
 
 
-def _text(number: int, value: Parameter) -> str:
+def _text(number: int, value: LayerParameter) -> str:
     if isinstance(value, tuple):  # lists have other ids
         return f"{-23300 - number}={','.join([str(len(value)), *map(_number, value)])}"
     return f"{number}={_number(value)}"

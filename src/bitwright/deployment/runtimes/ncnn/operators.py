@@ -11,7 +11,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from bitwright.deployment.onnx_files import operator_of
-from bitwright.deployment.runtimes.ncnn.layers import INT8, Layer, LayerWeight, Parameter, Reading, factor
+from bitwright.deployment.runtimes.ncnn.layers import INT8, Layer, LayerParameter, LayerWeight, Reading, factor
 from bitwright.deployment.runtimes.ncnn.onnx_graph import (
     ConstantCodes,
     UnsupportedOperator,
@@ -49,7 +49,7 @@ def conv(writer: LayerWriter, node: ir.Node) -> None:
     outputs, _, height, width = weight.shape
     top, left, bottom, right = attribute(node, "pads", [0, 0, 0, 0])
     strides, dilations = attribute(node, "strides", [1, 1]), attribute(node, "dilations", [1, 1])
-    parameters: dict[int, Parameter] = {
+    parameters: dict[int, LayerParameter] = {
         0: outputs,
         1: width,
         11: height,
@@ -93,7 +93,7 @@ def _linear(writer: LayerWriter, node: ir.Node, bias: ir.Value | None, *, turned
             codes = ConstantCodes(
                 codes.site, codes.codes.T, codes.scale, None if codes.axis is None else 1 - codes.axis
             )
-    parameters: dict[int, Parameter] = {0: weight.shape[0], 2: weight.size}
+    parameters: dict[int, LayerParameter] = {0: weight.shape[0], 2: weight.size}
     _product(writer, node, "InnerProduct", codes, weight, bias, parameters, bias_at=1, groups=1)
 
 
@@ -104,7 +104,7 @@ def _product(
     codes: ConstantCodes | None,
     weight: NDArray[Any],
     bias: ir.Value | None,
-    parameters: dict[int, Parameter],
+    parameters: dict[int, LayerParameter],
     *,
     bias_at: int,
     groups: int,
@@ -170,7 +170,7 @@ def _plain(kind: str, **named: tuple[int, float]) -> Write:
     """A layer with one input; `named` maps its attributes to parameter ids and ONNX's defaults."""
 
     def write(writer: LayerWriter, node: ir.Node) -> None:
-        parameters: dict[int, Parameter] = {
+        parameters: dict[int, LayerParameter] = {
             number: float(attribute(node, name, default)) for name, (number, default) in named.items()
         }
         shape_of(node.outputs[0])
@@ -231,7 +231,7 @@ def _ranked(writer: LayerWriter, value: ir.Value | None, rank: int) -> str:
     raise UnsupportedOperator(f"operands with {len(shape)} and {rank} axes")
 
 
-def _sizes(shape: tuple[int, ...]) -> dict[int, Parameter]:
+def _sizes(shape: tuple[int, ...]) -> dict[int, LayerParameter]:
     """Width, height and channels of one sample."""
     return dict(zip((0, 1, 2), reversed(shape[1:]), strict=False))
 
@@ -261,7 +261,7 @@ def _pool(kind: int) -> Write:
         ]
         if kind == 1 and any(over):
             raise UnsupportedOperator("AveragePool with windows that exceed the input (ceil_mode)")
-        parameters: dict[int, Parameter] = {0: kind, 1: kernel[1], 11: kernel[0], 2: strides[1], 12: strides[0]}
+        parameters: dict[int, LayerParameter] = {0: kind, 1: kernel[1], 11: kernel[0], 2: strides[1], 12: strides[0]}
         parameters |= {3: left, 13: top, 14: right + over[1], 15: bottom + over[0], 5: 1}
         if kind == 1:
             parameters[6] = int(attribute(node, "count_include_pad", 0))
@@ -338,7 +338,7 @@ def _pad(writer: LayerWriter, node: ir.Node) -> None:
     (front, behind), (top, bottom), (left, right) = (around.get(axis, (0, 0)) for axis in range(3))
     if (front or behind) and mode != "constant":
         raise UnsupportedOperator(f"Pad of channels with mode {mode}")
-    parameters: dict[int, Parameter] = {0: top, 1: bottom, 2: left, 3: right, 4: _PADDING[mode]}
+    parameters: dict[int, LayerParameter] = {0: top, 1: bottom, 2: left, 3: right, 4: _PADDING[mode]}
     parameters |= {5: 0.0 if fill is None else float(fill.item()), 7: front, 8: behind}
     writer.add("Padding", node, [writer.blob(node.inputs[0])], parameters)
 
@@ -393,7 +393,7 @@ def _batch_norm(writer: LayerWriter, node: ir.Node) -> None:
     if slope is None or bias is None or mean is None or variance is None:
         raise UnsupportedOperator("a batch norm with computed statistics")
     weights = [LayerWeight(part.astype(np.float32)) for part in (slope, mean, variance, bias)]
-    parameters: dict[int, Parameter] = {0: prod(slope.shape), 1: float(attribute(node, "epsilon", 1e-5))}
+    parameters: dict[int, LayerParameter] = {0: prod(slope.shape), 1: float(attribute(node, "epsilon", 1e-5))}
     writer.add("BatchNorm", node, [writer.blob(node.inputs[0])], parameters, weights)
 
 

@@ -17,9 +17,9 @@ from bitwright.deployment.runtimes.ncnn.layers import (
     PRODUCTS,
     REQUANTIZES,
     Layer,
+    LayerParameter,
     LayerWeight,
     Net,
-    Parameter,
     Reading,
     factor,
 )
@@ -85,7 +85,7 @@ def _fuse_padding(net: Net) -> None:
                 what.pads = (_whole(left), _whole(right), _whole(top), _whole(bottom))
 
 
-def _whole(parameter: Parameter) -> int:
+def _whole(parameter: LayerParameter) -> int:
     assert isinstance(parameter, int)
     return parameter
 
@@ -212,7 +212,7 @@ class LayerWriter:
         kind: str,
         node: ir.Node | str,
         reads: Sequence[str],
-        parameters: Mapping[int, Parameter] | None = None,
+        parameters: Mapping[int, LayerParameter] | None = None,
         weights: Sequence[LayerWeight] = (),
         *,
         writes: int = 1,

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from bitwright.core.errors import ArtefactError
 
-Codes = NDArray[np.int64]
+IntegerArray = NDArray[np.int64]
 _ROOM = 62  # bits of an int64 available for a product
 _FINE = 44  # bits available for values on a common scale, which leaves 18 for the next multiplier
 
@@ -23,15 +23,15 @@ class Integers:
     Accumulators, which aren't rounded to a grid yet, use the same class with zero point 0.
     """
 
-    codes: Codes
+    codes: IntegerArray
     scale: NDArray[np.float64]
-    zero_point: Codes
+    zero_point: IntegerArray
     bits: int = 32
     stored: Any = None
     """The type of the codes if they are the result themselves (the output of QuantizeLinear)."""
 
     @property
-    def centred(self) -> Codes:
+    def centred(self) -> IntegerArray:
         """The codes minus the zero point."""
         return self.codes - self.zero_point
 
@@ -40,17 +40,17 @@ class Integers:
         return (self.centred * self.scale).astype(np.float32)
 
 
-def accumulator(codes: Codes, scale: Any) -> Integers:
+def accumulator(codes: IntegerArray, scale: Any) -> Integers:
     """Integers with zero point 0."""
     return Integers(codes=codes, scale=np.asarray(scale, np.float64), zero_point=np.zeros((), np.int64))
 
 
-def bit_length(codes: Codes) -> int:
+def bit_length(codes: IntegerArray) -> int:
     """The number of bits of the largest magnitude."""
     return int(np.abs(codes).max(initial=0)).bit_length()
 
 
-def rescale(codes: Codes, ratio: NDArray[np.float64]) -> Codes:
+def rescale(codes: IntegerArray, ratio: NDArray[np.float64]) -> IntegerArray:
     """round(codes·ratio), ties to even, with the ratio as an integer multiplier and a shift."""
     mantissa, exponent = np.frexp(ratio)
     width = min(31, _ROOM - bit_length(codes))
@@ -61,17 +61,17 @@ def rescale(codes: Codes, ratio: NDArray[np.float64]) -> Codes:
     floor = product >> right
     rest, half = product - (floor << right), np.where(right > 0, np.int64(1) << np.maximum(right - 1, 0), 1)
     up = (rest > half) | ((rest == half) & (floor & 1 == 1) & (right > 0))
-    result: Codes = (floor + up) << left
+    result: IntegerArray = (floor + up) << left
     return result
 
 
-def requantize(x: Integers, scale: NDArray[np.float64], zero_point: Codes, low: int, high: int) -> Codes:
+def requantize(x: Integers, scale: NDArray[np.float64], zero_point: IntegerArray, low: int, high: int) -> IntegerArray:
     """The codes of x on another grid."""
-    codes: Codes = np.clip(rescale(x.centred, x.scale / scale) + zero_point, low, high)
+    codes: IntegerArray = np.clip(rescale(x.centred, x.scale / scale) + zero_point, low, high)
     return codes
 
 
-def common(values: list[Integers]) -> tuple[list[Codes], float]:
+def common(values: list[Integers]) -> tuple[list[IntegerArray], float]:
     """The values on a common scale, finer than the coarsest one, so that they can be added and compared."""
     coarsest = max(float(value.scale.max()) for value in values)
     centred = [value.centred for value in values]
@@ -103,7 +103,7 @@ def fixed_point(constant: NDArray[Any]) -> Integers:
     return accumulator(np.rint(constant.astype(np.float64) / scale).astype(np.int64), scale)
 
 
-def padded(x: Codes, pads: Sequence[int], fill: int) -> Codes:
+def padded(x: IntegerArray, pads: Sequence[int], fill: int) -> IntegerArray:
     """`x` with ONNX's pads (all begins, then all ends) around its last axes; negative pads crop."""
     rank = len(pads) // 2
     begins, ends = list(pads[:rank]), list(pads[rank:])
@@ -115,17 +115,19 @@ def padded(x: Codes, pads: Sequence[int], fill: int) -> Codes:
     return np.pad(x, width, constant_values=fill)
 
 
-def windows(x: Codes, kernel: Sequence[int], strides: Sequence[int], dilations: Sequence[int]) -> Codes:
+def windows(x: IntegerArray, kernel: Sequence[int], strides: Sequence[int], dilations: Sequence[int]) -> IntegerArray:
     """The values in each window of the kernel: (N, C, *out, *kernel)."""
     rank = len(kernel)
     span = [d * (k - 1) + 1 for k, d in zip(kernel, dilations, strict=True)]
     view = np.lib.stride_tricks.sliding_window_view(x, span, axis=tuple(range(-rank, 0)))
     steps: list[Any] = [slice(None, None, step) for step in (*strides, *dilations)]
-    found: Codes = view[..., *steps]
+    found: IntegerArray = view[..., *steps]
     return found
 
 
-def conv(x: Codes, weight: Codes, *, strides: Sequence[int], dilations: Sequence[int], group: int) -> Codes:
+def conv(
+    x: IntegerArray, weight: IntegerArray, *, strides: Sequence[int], dilations: Sequence[int], group: int
+) -> IntegerArray:
     """A convolution of the padded `x` (N, C, *space) with `weight` (O, C/group, *kernel)."""
     rank = weight.ndim - 2
     seen = windows(x, weight.shape[2:], strides, dilations)
@@ -134,20 +136,20 @@ def conv(x: Codes, weight: Codes, *, strides: Sequence[int], dilations: Sequence
     seen = seen.reshape(batch, group, channels // group, *seen.shape[2:])
     seen = np.moveaxis(seen, 2, 2 + rank).reshape(batch, group, int(np.prod(out)), -1)
     matrix = weight.reshape(group, weight.shape[0] // group, -1).transpose(0, 2, 1)
-    sums: Codes = (seen @ matrix).transpose(0, 1, 3, 2)
+    sums: IntegerArray = (seen @ matrix).transpose(0, 1, 3, 2)
     return sums.reshape(batch, weight.shape[0], *out)
 
 
 def conv_transpose(
-    x: Codes,
-    weight: Codes,
+    x: IntegerArray,
+    weight: IntegerArray,
     *,
     strides: Sequence[int],
     pads: Sequence[int],
     dilations: Sequence[int],
     group: int,
     output_padding: Sequence[int],
-) -> Codes:
+) -> IntegerArray:
     """A transposed convolution: insert zeros between inputs, then convolve with the flipped kernel."""
     rank = weight.ndim - 2
     spread = np.zeros(
@@ -189,7 +191,7 @@ def _spatial(attributes: Attributes, rank: int) -> dict[str, Any]:
     }
 
 
-def _sums(codes: Codes, x: Integers, weight: Integers) -> Codes:
+def _sums(codes: IntegerArray, x: Integers, weight: Integers) -> IntegerArray:
     """Check that sums of 8-bit products fit into int32, which all targets use as accumulator."""
     if x.bits <= 8 and weight.bits <= 8 and bit_length(codes) > 31:
         what, value = "an int32 accumulator overflows", int(np.abs(codes).max())
@@ -197,7 +199,7 @@ def _sums(codes: Codes, x: Integers, weight: Integers) -> Codes:
     return codes
 
 
-def _with_bias(sums: Codes, scale: NDArray[np.float64], bias: Value, shape: tuple[int, ...]) -> Integers:
+def _with_bias(sums: IntegerArray, scale: NDArray[np.float64], bias: Value, shape: tuple[int, ...]) -> Integers:
     if bias is None:
         return accumulator(sums, scale)
     if isinstance(bias, Integers):  # int32, on the accumulator's grid

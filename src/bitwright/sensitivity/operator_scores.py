@@ -1,4 +1,4 @@
-"""`indicate(model, batches, loss)`: the sensitivity of each operator to low precision, with a chosen indicator."""
+"""`score_operators` and its result: how sensitive each operator is to the low precision of a kernel."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
-from torch import Tensor, nn
+from torch import nn
 
 from bitwright.core.arguments import Seed, strict
 from bitwright.core.documents import Strict, parse_json, read_text, validated
@@ -23,6 +23,7 @@ from bitwright.core.tensor_tree import batch_size
 from bitwright.graph import Graph, Op, capture
 from bitwright.plan import ComputeSpec
 from bitwright.plan.compute import FLOAT
+from bitwright.workload import Loss
 
 _VERSION = 1
 _FIX = "write it with `bitwright score WORKLOAD --indicator gradient-variance --formats int8 -o FILE`"
@@ -33,7 +34,7 @@ _Value = Annotated[float, Field(ge=0, le=1e30)]
 class _File(Strict):
     """The file schema. A sensitivity is a squared error or a variance, so it is never negative."""
 
-    version: Literal[1] = Field(alias="bitwright-indications")
+    version: Literal[1] = Field(alias="bitwright-operator-scores")
     indicator: str
     samples: int = Field(ge=0, le=10**12)
     seconds: float = Field(default=0.0, ge=0, le=1e12)
@@ -42,7 +43,7 @@ class _File(Strict):
 
 @strict
 @dataclass(frozen=True, kw_only=True)
-class Indications:
+class OperatorScores:
     """The sensitivity score Ω(operator, format). Planners sum it over operators; it is 0 for `float`."""
 
     indicator: str
@@ -52,7 +53,7 @@ class Indications:
     seconds: float = 0.0
 
     def __repr__(self) -> str:
-        return f"<Indications of {len(self.values)} operators by {self.indicator} on {self.samples} samples>"
+        return f"<OperatorScores of {len(self.values)} operators by {self.indicator} on {self.samples} samples>"
 
     def _repr_html_(self) -> str:
         rows = [
@@ -86,7 +87,7 @@ class Indications:
     def to_dict(self) -> dict[str, Any]:
         """The scores as plain data, as `save` writes them."""
         return {
-            "bitwright-indications": _VERSION,
+            "bitwright-operator-scores": _VERSION,
             "indicator": self.indicator,
             "samples": self.samples,
             "seconds": self.seconds,
@@ -98,28 +99,27 @@ class Indications:
         return json.dumps(self.to_dict(), indent=1) + "\n"
 
     @staticmethod
-    def from_json(text: str, *, where: str = "indications") -> Indications:
+    def from_json(text: str, *, where: str = "scores") -> OperatorScores:
         """Parse the result of `to_json`."""
         data = parse_json(text, where=where, what="the sensitivity scores", fix=_FIX)
-        if isinstance(data, dict) and (version := data.get("bitwright-indications", _VERSION)) != _VERSION:
+        if isinstance(data, dict) and (version := data.get("bitwright-operator-scores", _VERSION)) != _VERSION:
             fix = f"this version of Bitwright reads version {_VERSION}"
             raise BitwrightError(
                 "unknown version of the scores file", where=where, value=version, fix=fix, code="unknown-version"
             )
         file = validated(_File, data, title=f"{where} isn't a valid scores file", fix=_FIX)
-        return Indications(indicator=file.indicator, values=file.values, samples=file.samples, seconds=file.seconds)
+        return OperatorScores(indicator=file.indicator, values=file.values, samples=file.samples, seconds=file.seconds)
 
     def save(self, path: str | Path) -> None:
         """Write a file."""
         write_text(Path(path), self.to_json())
 
     @staticmethod
-    def load(path: str | Path) -> Indications:
+    def load(path: str | Path) -> OperatorScores:
         """Read a file."""
-        return Indications.from_json(read_text(path, what="the sensitivity scores", fix=_FIX), where=str(path))
+        return OperatorScores.from_json(read_text(path, what="the sensitivity scores", fix=_FIX), where=str(path))
 
 
-Loss = Callable[[Any, Any], Tensor]
 Values = dict[str, dict[str, float]]
 """Scores by operator and format."""
 _WORDS = ("forward", "stochastic", "tensor", "weight")
@@ -158,7 +158,7 @@ Indicator = Callable[[Subject], Values]
 
 
 @strict
-def indicate(
+def score_operators(
     model: nn.Module,
     batches: Iterable[tuple[Any, Any]],
     loss: Loss,
@@ -167,7 +167,7 @@ def indicate(
     formats: Sequence[str] = ("int8",),
     graph: Graph | None = None,
     seed: Seed = 0,
-) -> Indications:
+) -> OperatorScores:
     """Score every operator of a float model that a kernel of these formats supports.
 
     Batches are (inputs, target); a few are enough. A format is the name of a kernel with optional words after slashes,
@@ -198,7 +198,7 @@ def indicate(
                     fix="check the loss of these batches",
                     code="score-not-finite",
                 )
-    return Indications(
+    return OperatorScores(
         indicator=indicator,
         values=values,
         samples=sum(batch_size(inputs) for inputs, _ in given),
