@@ -46,9 +46,9 @@ def results() -> dict[str, Any]:
     quantized = bitwright.quantize(model, [torch.randn(16, 6)])
     sites = (score(f"{EVIL}:weight", 0.5), score("0:input", 0.25))
     scores = Scores(sites=sites, together=score("", 0.6), samples=4, shared=0.0, kept_bytes=0)
-    scores = OperatorScores(indicator="hessian", values={EVIL: {"float": 0.0, "int8": 0.5}}, samples=4)
+    by_operator = OperatorScores(indicator="hessian", values={EVIL: {"float": 0.0, "int8": 0.5}}, samples=4)
     return {
-        "operator_scores": scores,
+        "operator_scores": by_operator,
         "graph": quantized.graph,
         "plan": quantized.plan,
         "quantized": quantized,
