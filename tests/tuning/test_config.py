@@ -121,7 +121,6 @@ def test_accuracy_does_not_count_if_only_performance_does(tmp_path: Path) -> Non
         ("timeout:", "time_out:", "tuning.exit_policy.time_out", "timeout"),
         ("accuracy_criterion:", "accuracy_criteria:", "tuning.accuracy_criteria", "accuracy_criterion"),
         ("framework: pytorch", "frame: pytorch", "model.frame", "framework"),
-        ("random_seed:", "tensorboard: true\n  random_seed:", "tuning.tensorboard", ""),
     ],
 )
 def test_what_we_do_not_have_is_an_error_with_its_path(

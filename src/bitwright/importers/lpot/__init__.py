@@ -1,0 +1,9 @@
+"""Import YAML files of LPOT (Neural Compressor 1.x). Keys keep their meaning; keys without one are errors."""
+
+from bitwright.core.importer import Importer
+from bitwright.importers.lpot.file import LpotConfig
+from bitwright.importers.lpot.translate import is_lpot, read_lpot, translate, tune_settings
+
+__all__ = ["LPOT", "LpotConfig", "is_lpot", "read_lpot", "translate", "tune_settings"]
+
+LPOT = Importer(target="tune", recognizes=is_lpot, translate=translate)
