@@ -1,4 +1,4 @@
-"""For tests and doctests alike: a test that hangs ends with its name and its stacks, never with a hanging run.
+"""For tests and doctests: report a test that hangs, with its name and its stacks, instead of waiting forever.
 
 pytest-timeout interrupts a test that waits in Python. It can't interrupt C code: its signal handler and its timer both
 need the GIL. The watchdog of faulthandler is a C thread without that need. It fires a little later, writes the stacks
@@ -15,6 +15,8 @@ from contextlib import contextmanager
 import pytest
 import pytest_timeout
 
+import bitwright
+
 _STDERR = pytest.StashKey[int]()
 
 
@@ -24,6 +26,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_STDERR] = os.dup(2)  # tests replace it
+
+
+def pytest_sessionstart() -> None:
+    """Import the package before pytest collects its doctests.
+
+    With `--import-mode=importlib`, pytest creates a second copy of a module that nothing has imported yet, and sets it
+    as an attribute of its package. The copy would replace a function of the same name, such as `quantizers.prepare`.
+    """
+    for name in bitwright.__all__:
+        getattr(bitwright, name)
 
 
 @contextmanager

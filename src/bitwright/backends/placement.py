@@ -409,9 +409,18 @@ def make_plan(
     model: str | None = None,
     **choices: Unpack[Choices],
 ) -> Plan:
-    """Place quantizers by the backend's rules.
+    """Choose the format of every site by the rules of a backend.
 
-    If `saturating` is not given, this machine is tested. Set it if another machine runs the model.
+    `target` is the name of a backend, the path of a table file, or a table. The other arguments change the default
+    formats, as in `bitwright.quantize`. If `saturating` is not given, this machine is tested. Set it if another machine
+    runs the model.
+
+    >>> import torch
+    >>> from bitwright import capture, make_plan
+    >>> graph = capture(torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.ReLU()), torch.ones(1, 8))
+    >>> plan = make_plan(graph, "onnxruntime", saturating=False)
+    >>> print(plan.sites["0:weight"].format, "-", plan.sites["0:weight"].why)
+    int8/channel/sym - weight of linear
     """
     refuse_module_names(op.module for op in graph.ops)
     table = backend(target)

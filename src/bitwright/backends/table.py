@@ -123,7 +123,14 @@ def load_table(path: Path) -> BackendTable:
 
 @strict
 def backend(name: str | BackendTable) -> BackendTable:
-    """A backend by registered name, or from a table file (`path.yaml`)."""
+    """Return the table of a backend, by registered name or from a file (`path.yaml`).
+
+    `bitwright list backends` shows all names.
+
+    >>> table = backend("onnxruntime")
+    >>> table.title
+    'ONNX Runtime on CPUs, QDQ ONNX'
+    """
     if isinstance(name, BackendTable):
         return name
     if name.endswith((".yaml", ".yml")):

@@ -20,7 +20,12 @@ _LONGEST = 200  # characters of a value that are printed; a file may contain meg
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """One thing that is wrong, as data, so that all problems can be reported together."""
+    """One thing that is wrong, as data, so that all problems can be reported together.
+
+    >>> print(Problem(what="unknown site", where="sites", value="con1:weight", fix="did you mean 'conv1:weight'?"))
+    sites: unknown site (got 'con1:weight')
+        fix: did you mean 'conv1:weight'?
+    """
 
     what: str
     where: str | None = None
@@ -40,7 +45,15 @@ class Problem:
 
 
 class BitwrightError(Exception):
-    """Base class of all errors that a user can fix. The command line prints them without a traceback."""
+    """Base class of all errors that a user can fix. The command line prints them without a traceback.
+
+    >>> import bitwright
+    >>> try:
+    ...     bitwright.load_workload("digit")
+    ... except bitwright.BitwrightError as error:
+    ...     print(error.codes, error.problems[0].fix)
+    ['unknown-name'] did you mean 'digits'?
+    """
 
     rank: int | None = None
     """The rank that caused the error, if other ranks are not affected. None: all ranks have the same error."""
@@ -120,7 +133,15 @@ class CheckpointError(BitwrightError):
 
 
 class PlanError(BitwrightError):
-    """Several problems, reported together."""
+    """Several problems, reported together.
+
+    >>> from bitwright import Plan
+    >>> try:
+    ...     Plan.from_yaml("{bitwright: 1, sites: {'a:weight': int88, 'b:weight': int8/row}}")
+    ... except PlanError as error:
+    ...     print([problem.where for problem in error.problems])
+    ['a:weight', 'b:weight']
+    """
 
     def __init__(self, problems: Sequence[Problem], *, title: str = "the plan has problems") -> None:
         self.problems = list(problems)

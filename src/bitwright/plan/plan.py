@@ -25,7 +25,12 @@ _FLOAT = Format.parse("float")
 @strict
 @dataclass(frozen=True, kw_only=True)
 class SiteSpec:
-    """The format and quantizer of one site."""
+    """The format and quantizer of one site.
+
+    >>> spec = SiteSpec(format=Format.parse("int4/group32/sym"), observer="mse", why="the head tolerates it")
+    >>> spec.format.bits
+    4
+    """
 
     format: Format = _FLOAT
     observer: str = "minmax"

@@ -35,6 +35,15 @@ def prepare(
     A plan with patterns needs a `graph`, or `inputs` to record one. A prepared model can run in one thread at a time.
     Calibration sets the shapes of learnable scales, so create the optimizer afterwards. Operators in the plan's
     `compute` section run in low precision or, with `simulate`, in float with the same rounding.
+
+    >>> import torch
+    >>> from bitwright import Plan, calibrate, prepare
+    >>> plan = Plan.from_yaml("{bitwright: 1, sites: {'*:weight': int8/channel/sym}}")
+    >>> model = prepare(torch.nn.Sequential(torch.nn.Linear(8, 4)), plan, inputs=torch.ones(1, 8))
+    >>> calibrate(model, [torch.randn(16, 8)])  # returns the number of batches
+    1
+    >>> model(torch.ones(1, 8)).shape
+    torch.Size([1, 4])
     """
     model = bare(model)  # type: ignore[assignment]  # without torch.compile's wrapper
     if find_attachment(model) is not None:
@@ -83,7 +92,15 @@ def prepare(
 
 @strict
 def strip(model: _Model) -> _Model:
-    """Remove all quantizers and restore the float model."""
+    """Remove all quantizers from `model`, in place, and return the float model.
+
+    >>> import torch
+    >>> from bitwright import quantize, strip
+    >>> model = torch.nn.Sequential(torch.nn.Linear(8, 4))
+    >>> quantized = quantize(model, [torch.randn(16, 8)])
+    >>> list(strip(model).state_dict())
+    ['0.weight', '0.bias']
+    """
     model = bare(model)  # type: ignore[assignment]
     attachment = find_attachment(model)
     if attachment is not None:
@@ -142,13 +159,35 @@ def attachment_of(model: nn.Module) -> Attachment:
 
 @strict
 def quantizers_of(model: nn.Module) -> dict[str, Quantizer]:
-    """The quantizers of a prepared model by site."""
+    """Return the quantizers of a prepared model by site.
+
+    >>> import torch
+    >>> from bitwright import quantize, quantizers_of
+    >>> model = torch.nn.Sequential(torch.nn.Linear(8, 4))
+    >>> quantized = quantize(model, [torch.randn(16, 8)])
+    >>> quantizers_of(model)["0:weight"].scale.shape
+    torch.Size([4])
+    """
     return dict(attachment_of(model).quantizers)
 
 
 @strict
 def set_mode(model: nn.Module, mode: QuantizationMode) -> None:
-    """`float`: as if not prepared; `calibrate`: observe only; `quantize`: quantize."""
+    """Set what the quantizers of a prepared model do.
+
+    In mode `float` the model computes as if it were not prepared. In mode `calibrate` observers record ranges, and
+    nothing is quantized. Mode `quantize` is the normal one.
+
+    >>> import torch
+    >>> from bitwright import quantize, set_mode
+    >>> model = torch.nn.Sequential(torch.nn.Linear(8, 4))
+    >>> inputs = torch.randn(16, 8)
+    >>> expected = model(inputs)
+    >>> quantized = quantize(model, [inputs])
+    >>> set_mode(model, "float")
+    >>> torch.equal(model(inputs), expected)
+    True
+    """
     attachment = attachment_of(model)
     if mode not in get_args(QuantizationMode):
         raise BitwrightError(
@@ -167,6 +206,14 @@ def compile_arithmetic(model: nn.Module, on: bool = True) -> None:
     Use it for training and long evaluations: the first steps take some seconds longer, the following steps are much
     faster. The results don't change. Without a working compiler, a warning is logged and the speed stays the same. It
     has no effect if the complete model is compiled with `torch.compile`.
+
+    >>> import torch
+    >>> from bitwright import compile_arithmetic, quantize, quantizers_of
+    >>> model = torch.nn.Sequential(torch.nn.Linear(8, 4))
+    >>> quantized = quantize(model, [torch.randn(16, 8)])
+    >>> compile_arithmetic(model)
+    >>> all(quantizer.compiled for quantizer in quantizers_of(model).values())
+    True
     """
     for quantizer in attachment_of(model).quantizers.values():
         quantizer.compiled = on

@@ -27,7 +27,13 @@ from bitwright.workload.workload import Workload
 
 @strict
 def load_workload(ref: str) -> Workload:
-    """Load a workload by ``file.py:function``, or by the name of a built-in or plugin."""
+    """Load a workload by ``file.py:function``, or by the name of a built-in or plugin.
+
+    `bitwright list workloads` shows all names.
+
+    >>> load_workload("digits-untrained")
+    <Workload digits-untrained: DigitsNet with calibration, evaluation, training data>
+    """
     is_file = ":" in ref or ref.endswith(".py")
     workload = load_object(ref) if is_file else _called(WORKLOADS.get(ref), ref)
     if not isinstance(workload, Workload):

@@ -137,10 +137,14 @@ def evaluate(workload: Workload, predict: Callable[..., Any]) -> dict[str, float
     The result has the values of the workload's ``evaluate``, or else top-1 accuracy in percent and the number of
     samples ``n``. A module is switched to evaluation mode meanwhile.
 
-    >>> import bitwright  # doctest: +SKIP
-    >>> workload = bitwright.load_workload("digits")  # doctest: +SKIP
-    >>> bitwright.evaluate(workload, workload.model)  # doctest: +SKIP
-    {'top1': 98.6, 'n': 512.0}
+    >>> import torch
+    >>> from bitwright import Workload, evaluate
+    >>> inputs, labels = torch.eye(4), torch.tensor([0, 1, 2, 0])
+    >>> workload = Workload(
+    ...     name="tiny", model=torch.nn.Identity(), inputs=(inputs[:1],), evaluation=lambda: [(inputs, labels)]
+    ... )
+    >>> evaluate(workload, workload.model)
+    {'top1': 75.0, 'n': 4.0}
     """
     where = f"workload {workload.name!r}"
     with torch.no_grad(), eval_mode(predict):

@@ -27,6 +27,18 @@ class Workload:
     """A model, example inputs and data: the input of every verb.
 
     Loaders are functions, not iterators, because verbs may iterate over the data several times.
+
+    >>> import torch
+    >>> from bitwright import Workload
+    >>> images, labels = torch.randn(64, 8), torch.randint(4, (64,))
+    >>> Workload(
+    ...     name="tiny",
+    ...     model=torch.nn.Linear(8, 4),
+    ...     inputs=(images[:1],),
+    ...     calibration=lambda: images.split(16),
+    ...     evaluation=lambda: zip(images.split(16), labels.split(16)),
+    ... )
+    <Workload tiny: Linear with calibration, evaluation data>
     """
 
     name: str
