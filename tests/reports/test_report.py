@@ -202,6 +202,34 @@ def test_runs_are_joined_around_the_first_with_sites() -> None:
     assert error.value.codes == ["different-workloads"]
 
 
+def test_results_in_memory_are_joined(tmp_path: Path) -> None:
+    data = torch.randn(32, 8)
+    workload = bitwright.Workload(
+        name="tiny",
+        model=nn.Sequential(nn.Linear(8, 4)),
+        inputs=(data[:1],),
+        training=lambda: torch.utils.data.TensorDataset(data, data[:, :4]),
+        loss=nn.functional.mse_loss,
+    )
+    device = bitwright.profile(workload, published="nvidia-t4", batch=8)
+    prediction = bitwright.predict(workload, device, batch=8)
+    quantized = bitwright.quantize(workload.model, [data], name="tiny")
+    scores = bitwright.score(quantized.model, [data])
+    comparison = record("tiny").comparison.model_copy(update={"workload": "tiny"})
+    page = bitwright.report([scores, prediction, quantized, comparison], tmp_path / "page.json")
+    assert page == read_json(tmp_path / "page.json")
+    assert (page.workload, page.title) == ("tiny", "tiny for onnxruntime")
+    assert {site.site for site in page.sites} == {"0:input", "0:weight", "0:bias"}
+    assert page.sensitivity.samples == 32
+    assert page.forecasts[0].step_ms == pytest.approx(1e3 * prediction.seconds)
+    assert page.comparison == comparison
+    assert "\n" not in repr(page)
+    assert bitwright.report(scores, tmp_path / "scores.html").workload == "model"
+    with pytest.raises(bitwright.BitwrightError) as error:
+        bitwright.report([quantized, device], tmp_path / "page.html")
+    assert error.value.codes == ["no-record"]
+
+
 def test_the_front_has_what_nothing_beats() -> None:
     found = points(record())
     assert {point.kind for point in found} == {"float", "quantized", "trial", "other"}

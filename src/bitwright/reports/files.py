@@ -7,14 +7,30 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel
+
+from bitwright.bench.comparison import Comparison
+from bitwright.cluster import Prediction
 from bitwright.core.arguments import reject_unknown, strict
 from bitwright.core.environment import environment
 from bitwright.core.errors import BitwrightError
 from bitwright.core.files import write_text
 from bitwright.core.output_folder import locked, staged_output
+from bitwright.ptq.quantize import Quantized
 from bitwright.reports.markdown import write_markdown
 from bitwright.reports.page import page
-from bitwright.reports.record import RECORD_VERSION, Record, RunRow, own_accuracy, read_json, write_json
+from bitwright.reports.record import (
+    RECORD_VERSION,
+    Record,
+    RunRow,
+    make_record,
+    own_accuracy,
+    read_json,
+    write_json,
+)
+from bitwright.reports.sections import forecast, sensitivity, tuning_record
+from bitwright.sensitivity import Scores
+from bitwright.tuning import Tuned
 
 
 def write_html(record: Record, path: str | Path) -> Path:
@@ -130,19 +146,28 @@ _WRITERS = {".html": write_html, ".json": write_json, ".md": write_markdown}
 
 @strict
 def report(runs: Any, path: str | Path) -> Record:
-    """Write one page (.html, .md or .json) from runs of one workload.
+    """Write one page (.html, .md or .json) from results of one workload.
 
-    `runs` is one or a list of: an output folder, a report.json file, a `Record`, or a result with a record
-    (`Deployment`). The first run that quantized something is shown in full; the others add their sensitivity, tuning,
-    training, runtimes and predictions, and a point in the plots of accuracy against latency and size.
+    `runs` is one or a list of: an output folder, a report.json file, or a result (`Quantized`, `Deployment`, `Tuned`,
+    `Scores`, `Comparison`, `Prediction`, `Record`). The first run that quantized something is shown in full; the others
+    add their sensitivity, tuning, training, runtimes and predictions, and a point in the plots of accuracy against
+    latency and size.
 
-    >>> import bitwright  # doctest: +SKIP
-    >>> bitwright.report(["tuned", "digits-int8"], "page.html")  # doctest: +SKIP
+    >>> import tempfile, torch, bitwright
+    >>> batches = [torch.randn(16, 8)]
+    >>> quantized = bitwright.quantize(torch.nn.Sequential(torch.nn.Linear(8, 4)), batches, name="tiny")
+    >>> scores = bitwright.score(quantized.model, batches)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     record = bitwright.report([quantized, scores], f"{folder}/page.html")
+    >>> record.title
+    'tiny for onnxruntime'
     """
     _writer(path)  # before any file is read
-    given = list(runs) if isinstance(runs, Iterable) and not isinstance(runs, str | Record) else [runs]
-    named = [_read(run) for run in given]
-    record = join([record for _, record in named], [name for name, _ in named])
+    given = list(runs) if isinstance(runs, Iterable) and not isinstance(runs, str | BaseModel) else [runs]
+    found = [_read(run) for run in given]
+    workload = next((record.workload for _, record in found if record.workload), "model")
+    named = [(title, record if record.workload else _renamed(record, workload)) for title, record in found]
+    record = join([record for _, record in named], [title for title, _ in named])
     write_page(record, path)
     return record
 
@@ -170,12 +195,39 @@ def _read(run: Any) -> tuple[str, Record]:
         place = Path(run)
         title = place.name if place.is_dir() or place.name != REPORT else place.parent.name
         return title, read_json(place / REPORT if place.is_dir() else place)
-    record = run if isinstance(run, Record) else getattr(run, "record", None)
-    if not isinstance(record, Record):
+    record = _record(run)
+    if record is None:
         raise BitwrightError(
             "this is not a result with a report",
             value=type(run).__name__,
-            fix="give an output folder, a report.json, a Record or a Deployment",
+            fix="give an output folder, or the result of quantize, deploy, tune, score, benchmark or predict",
             code="no-record",
         )
     return record.title, record
+
+
+def _record(run: Any) -> Record | None:
+    """The record of a result; its workload is empty if the result has no name."""
+    match run:
+        case Record():
+            return run
+        case Quantized():
+            name = run.plan.model or type(run.model).__name__
+            return make_record(run, [run.example], workload=name, distance=run.distance, warnings=run.warnings)
+        case Tuned():
+            metric = next((name for name in run.outcome.metrics if name != "n"), "")
+            return new_record(run.workload, seed=run.seed, tuning=tuning_record(run, metric))
+        case Scores():
+            return new_record("", sensitivity=sensitivity(run))
+        case Comparison():
+            return new_record(run.workload, comparison=run)
+        case Prediction():
+            devices = ", ".join(device.name for device in run.devices[:4])
+            name = f"{1e3 * run.seconds:.3g} ms on {devices}"
+            return new_record(run.model, forecasts=(forecast(run, name),))
+    record = getattr(run, "record", None)
+    return record if isinstance(record, Record) else None
+
+
+def _renamed(record: Record, workload: str) -> Record:
+    return record.model_copy(update={"workload": workload, "title": workload})

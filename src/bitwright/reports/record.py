@@ -120,6 +120,15 @@ class Record(ResultModel):
     warnings: tuple[WarningRow, ...] = ()
     others: tuple[RunRow, ...] = Field(default=(), description="Runs that `bitwright report` joined with this one.")
 
+    def __repr__(self) -> str:
+        parts = [f"{len(self.sites)} sites"] if self.sites else []
+        parts += [
+            name for name in ("sensitivity", "forecasts", "tuning", "training", "comparison") if getattr(self, name)
+        ]
+        return f"<Record {self.title}: {', '.join(parts) or 'empty'}>"
+
+    __str__ = __repr__
+
 
 def write_json(record: Record, path: str | Path) -> Path:
     """Write the record atomically."""
