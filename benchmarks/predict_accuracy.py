@@ -42,13 +42,14 @@ from bitwright.plan import Plan
 from bitwright.profiling import DeviceProfile, StepSettings, Variant, halves, open_store, record_step
 from bitwright.profiling.host import measure_host, measure_tensors
 from bitwright.profiling.machine import peak_resident_bytes
-from bitwright.profiling.profiler import assemble, compiler_bytes, restricted
-from bitwright.profiling.step import CLOCKS, TrainingStep
-from bitwright.profiling.step_timer import StepTimer, TimedStep
+from bitwright.profiling.profiler import assemble, compiler_bytes
+from bitwright.profiling.step import CLOCKS, TimedStep, restricted
+from bitwright.profiling.step_timer import StepTimer
 from bitwright.profiling.timing import gc_disabled, timer_overhead
 from bitwright.quantizers import prepare
 from bitwright.sensitivity import spec_of
 from bitwright.training import Qat
+from bitwright.training.step import autocast
 from bitwright.zoo import EfficientNetLite0, ResNet20
 
 CLOCK = "cpu"
@@ -171,7 +172,7 @@ def saved_bytes(variant: Variant, batch: Any, loss: Loss) -> int:
             alive.append(tensor)
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), variant.settings.autocast():
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), autocast(variant.settings.amp):
         inputs = batch[0]
         output = model(**inputs) if isinstance(inputs, dict) else model(inputs)
         loss(output, batch[1])
@@ -187,7 +188,7 @@ def alone(name: str, plan: Path | None, settings: StepSettings, kernels: bool, s
         prepare(model, Plan.load(plan), inputs=batch[0])
     elif plan is not None:
         Qat(model, [batch[0]], quantize=Plan.load(plan), example=batch[0])
-    step = TrainingStep(model.train(), [batch], loss, settings)
+    step = TimedStep(model.train(), [batch], loss, settings)
     for _ in range(steps):
         step()
     print(peak_resident_bytes())

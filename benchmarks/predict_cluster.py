@@ -44,8 +44,8 @@ from bitwright.profiling.collectives import Collectives, group_fact, measure_gro
 from bitwright.profiling.host import measure_host, measure_tensors
 from bitwright.profiling.machine import pauses
 from bitwright.profiling.profiler import assemble
-from bitwright.profiling.step import CLOCKS, TrainingStep
-from bitwright.profiling.step_timer import StepTimer, TimedStep
+from bitwright.profiling.step import CLOCKS, TimedStep
+from bitwright.profiling.step_timer import StepTimer
 from bitwright.profiling.timing import gc_disabled, timer_overhead
 from bitwright.training import Qat
 from bitwright.zoo import ResNet20
@@ -101,7 +101,7 @@ def run_rank(rank: int, world: int, rounds: int, store_file: str, out: Path, cho
     for name, (variant, batch, _) in found.items():
         model, cap = copy.deepcopy(variant.model), variant.settings.bucket_cap_mb
         net = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=cap)
-        shared[name] = TrainingStep(model, [batch], F.cross_entropy, variant.settings, net=net)
+        shared[name] = TimedStep(model, [batch], F.cross_entropy, variant.settings, net=net)
     taken: dict[str, list[float]] = {name: [] for name in found}
     parts: dict[str, list[dict[str, float]]] = {name: [] for name in found}
     group = Collectives()

@@ -42,7 +42,7 @@ from bitwright.core.process_group import leave_group
 from bitwright.plan import ComputeSpec
 from bitwright.profiling import DeviceProfile, StepSettings, Variant, halves, open_store, profile_variants, record_step
 from bitwright.profiling.collectives import group_fact, measure_collectives, measure_group
-from bitwright.profiling.step import TrainingStep
+from bitwright.profiling.step import TimedStep
 from bitwright.profiling.timing import gc_disabled
 from bitwright.zoo.data import data_folder, npz_images
 
@@ -118,7 +118,7 @@ def run_rank(rank: int, rounds: int, meeting: str, out: Path) -> None:
     half = (x[: BATCH // 2], y[: BATCH // 2])
     for size in (batch, half):
         own = profile_variants(variants, size, F.cross_entropy, store=store, rounds=rounds, fit_casts=False)
-    busy = TrainingStep(copy.deepcopy(model), [batch], F.cross_entropy, StepSettings())
+    busy = TimedStep(copy.deepcopy(model), [batch], F.cross_entropy, StepSettings())
     done = dist.barrier(async_op=True)
     while not done.is_completed():  # both share this machine's memory, so the other one has to be measured beside work
         busy()
@@ -175,7 +175,7 @@ def facts(one: Allocation) -> dict[str, Any]:
     }
 
 
-def ddp_step(model: nn.Module, plan: Plan, kind: str, x: Tensor, y: Tensor) -> TrainingStep:
+def ddp_step(model: nn.Module, plan: Plan, kind: str, x: Tensor, y: Tensor) -> TimedStep:
     own = copy.deepcopy(model)
     device = plan.devices[kind]
     section = plan.for_device(kind)
@@ -183,7 +183,7 @@ def ddp_step(model: nn.Module, plan: Plan, kind: str, x: Tensor, y: Tensor) -> T
         prepare(own, section, inputs=x[:2])
     size = device.batch or BATCH
     shared = DistributedDataParallel(own, gradient_as_bucket_view=True)
-    return TrainingStep(own, [(x[:size], y[:size])], F.cross_entropy, StepSettings(), net=shared)
+    return TimedStep(own, [(x[:size], y[:size])], F.cross_entropy, StepSettings(), net=shared)
 
 
 def measure_steps(rounds: int, limit: int) -> tuple[list[Any], str]:

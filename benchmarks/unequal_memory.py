@@ -44,7 +44,7 @@ from bitwright.profiling import DeviceProfile, StepSettings, Variant, open_store
 from bitwright.profiling.collectives import group_fact, measure_collectives, measure_group
 from bitwright.profiling.machine import peak_resident_bytes
 from bitwright.profiling.profiler import training_peak
-from bitwright.profiling.step import TrainingStep
+from bitwright.profiling.step import TimedStep
 from bitwright.profiling.timing import gc_disabled
 
 BATCH, LENGTH, LAYERS, WORDS = 72, 128, 12, 1000
@@ -87,7 +87,7 @@ def plan_rank(rank: int, rounds: int, out: Path, memory_gb: float | None) -> Non
     used = predict_step(step, Plan(), own).devices[0].memory
     assert used is not None
     own = own.model_copy(update={"memory": own.memory.model_copy(update={"process": peak - used.peak})})
-    busy = TrainingStep(copy.deepcopy(model), [batch], logits_loss, StepSettings())
+    busy = TimedStep(copy.deepcopy(model), [batch], logits_loss, StepSettings())
     done = dist.barrier(async_op=True)
     while not done.is_completed():  # both share this machine's memory, so the other one has to be measured beside work
         busy()
@@ -174,7 +174,7 @@ def step_rank(rank: int, plan: Path, steps: int, out: Path) -> None:
         prepare(model, section, inputs={"input_ids": batch_of(1)[0]["input_ids"]})
     batch = batch_of(both.devices[kind].batch or BATCH)
     shared = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    step = TrainingStep(model, [batch], logits_loss, StepSettings(), net=shared)
+    step = TimedStep(model, [batch], logits_loss, StepSettings(), net=shared)
     taken = []
     with gc_disabled():
         for _ in range(WARM + steps):

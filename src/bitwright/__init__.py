@@ -11,9 +11,9 @@ if TYPE_CHECKING:
     from bitwright.bench.comparison import Comparison
     from bitwright.bench.run_grid import run_grid
     from bitwright.cluster import Cluster, Prediction
+    from bitwright.cluster.measurement import profile
     from bitwright.cluster.plan_cluster import plan_cluster
-    from bitwright.cluster.predict_workload import predict
-    from bitwright.cluster.profile_workload import profile
+    from bitwright.cluster.predictor import predict
     from bitwright.core.errors import BitwrightError, PlanError, Problem
     from bitwright.core.formats import Format
     from bitwright.core.progress import Progress
@@ -55,8 +55,8 @@ _HOMES = {
     ),
     "bitwright.cluster": ("Cluster", "Prediction"),
     "bitwright.cluster.plan_cluster": ("plan_cluster",),
-    "bitwright.cluster.predict_workload": ("predict",),
-    "bitwright.cluster.profile_workload": ("profile",),
+    "bitwright.cluster.predictor": ("predict",),
+    "bitwright.cluster.measurement": ("profile",),
     "bitwright.profiling": ("DeviceProfile",),
     "bitwright.deployment.checkpoint": (
         "load_checkpoint",

@@ -81,7 +81,7 @@ def test_an_interrupted_run_says_what_is_kept(run: Any, tmp_path: Path, monkeypa
             store.add({"round": [["add(x)", "float32", 1.0, 2.0]]})
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("bitwright.cluster.profile_workload.profile_variants", interrupted)
+    monkeypatch.setattr("bitwright.cluster.measurement.profile_variants", interrupted)
     cache = tmp_path / "samples.jsonl"
     ran = run(*WORDS, "-o", tmp_path / "d.json", "--cache", cache)
     assert ran.code == 130

@@ -13,12 +13,12 @@ from step_cases import digits
 from torch.nn.parallel import DistributedDataParallel
 
 from bitwright.plan import Plan
-from bitwright.profiling import StepSettings, TrainingStep, open_store
+from bitwright.profiling import StepSettings, open_store
 from bitwright.profiling.collectives import measure_group
 from bitwright.profiling.host import measure_host, measure_tensors
 from bitwright.profiling.profiler import assemble
-from bitwright.profiling.step import CLOCKS
-from bitwright.profiling.step_timer import StepTimer, TimedStep
+from bitwright.profiling.step import CLOCKS, TimedStep
+from bitwright.profiling.step_timer import StepTimer
 from bitwright.profiling.timing import gc_disabled
 
 
@@ -33,7 +33,7 @@ def main(rank: int) -> dict[str, Any]:
     timer = StepTimer(model, Plan(), settings, CLOCKS["wall"], host=host)
     shared = copy.deepcopy(model)
     net = DistributedDataParallel(shared, gradient_as_bucket_view=True, bucket_cap_mb=0.1)  # type: ignore[arg-type]
-    step = TrainingStep(shared, [batch], loss, settings, net=net)
+    step = TimedStep(shared, [batch], loss, settings, net=net)
     taken = []
     with gc_disabled():
         for number in range(18):

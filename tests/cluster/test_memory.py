@@ -14,6 +14,7 @@ from bitwright.cluster import predict_step
 from bitwright.plan import ComputeSpec, Plan
 from bitwright.profiling import SampleStore, StepSettings, Variant, record_step
 from bitwright.profiling.device_profile import DeviceProfile, MemoryFacts, TensorsCost
+from bitwright.training.step import autocast
 
 
 def truth(variant: Variant, batch: Any) -> int:
@@ -29,7 +30,7 @@ def truth(variant: Variant, batch: Any) -> int:
             alive.append(tensor)
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), variant.settings.autocast():
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), autocast(variant.settings.amp):
         inputs = batch[0]
         alive.append(model(**inputs) if isinstance(inputs, dict) else model(inputs))
     return sum(seen.values())

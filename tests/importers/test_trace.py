@@ -17,7 +17,7 @@ from bitwright.core.errors import BitwrightError
 from bitwright.importers.trace import import_trace
 from bitwright.importers.trace_events import Event, _tops
 from bitwright.plan import Plan
-from bitwright.profiling import StepSettings, TrainingStep, record_step
+from bitwright.profiling import StepSettings, TimedStep, record_step
 
 
 def small() -> tuple[nn.Module, Any]:
@@ -51,7 +51,7 @@ def mixed() -> tuple[nn.Module, Any]:
 
 def traced(path: Path, model: nn.Module, batch: Any, steps: int = 4, **settings: Any) -> list[dict[str, Any]]:
     """Train, write the trace, and give its events."""
-    step = TrainingStep(model, [batch], F.cross_entropy, StepSettings(**settings))
+    step = TimedStep(model, [batch], F.cross_entropy, StepSettings(**settings))
     step()
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as run:
         for _ in range(steps):
@@ -248,7 +248,7 @@ def test_losses_may_be_made_of_any_operators(tmp_path: Path, name: str) -> None:
     model, batch = small()
     path = tmp_path / "trace.json"
     loss = LOSSES[name]
-    step = TrainingStep(model, [batch], loss, StepSettings())
+    step = TimedStep(model, [batch], loss, StepSettings())
     step()
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as run:
         for _ in range(3):

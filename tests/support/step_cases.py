@@ -14,11 +14,11 @@ from bitwright.backends import make_plan
 from bitwright.graph import capture
 from bitwright.plan import Plan
 from bitwright.profiling.device_profile import DeviceProfile, OperatorCost, OperatorTime, TensorsCost
-from bitwright.profiling.profiler import Variant
-from bitwright.profiling.step import CLOCKS, StepSettings
-from bitwright.profiling.step_timer import Key, Sample, StepTimer, TimedStep
+from bitwright.profiling.step import CLOCKS, TimedStep, Variant
+from bitwright.profiling.step_timer import Key, Sample, StepTimer
 from bitwright.ptq import calibrate
 from bitwright.quantizers import compile_arithmetic, prepare
+from bitwright.training.config import StepSettings
 from bitwright.zoo import DigitsNet
 
 

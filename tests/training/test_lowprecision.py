@@ -26,7 +26,7 @@ from bitwright.plan import ComputeSpec, Device
 from bitwright.training.data import TrainingData
 from bitwright.training.distributed import Ranks
 from bitwright.training.low_precision import LowPrecision
-from bitwright.training.optimization import TrainingObjective
+from bitwright.training.step import TrainingObjective
 
 SPIRALS = f"{Path(__file__).parents[1] / 'support' / 'spirals.py'}:workload"
 INT8 = ComputeSpec(format="int8", backward=("input", "weight"), stochastic=True)

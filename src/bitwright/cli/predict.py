@@ -17,9 +17,9 @@ from bitwright.cli.settings import with_settings
 from bitwright.cli.step_options import BatchOption, LayoutOption, PlanOption, PrecisionOption
 from bitwright.cli.verb import verb
 from bitwright.cluster import Cluster, Prediction, write_trace
-from bitwright.cluster.compare import StepComparison, check_is_here
+from bitwright.cluster.measurement import StepComparison, check_is_here, compare_with_steps
 from bitwright.cluster.memory_limit import describe_limits
-from bitwright.cluster.predict_workload import compare_with_steps, predict
+from bitwright.cluster.predictor import predict
 from bitwright.core import formatting
 from bitwright.core.errors import BitwrightError, PlanError, Problem
 from bitwright.profiling import DeviceProfile, StepGraph, StepSettings

@@ -86,10 +86,10 @@ def profile_(
     Earlier measurements, also of other models, are taken from the cache. Rerun an interrupted command to resume. Under
     torchrun, collectives are measured too, and each rank writes its own profile: device.json, device.rank1.json.
     """
-    from bitwright.cluster.profile_workload import profile
+    from bitwright.cluster.measurement import profile
     from bitwright.importers.trace import import_trace
     from bitwright.profiling.machine import of_rank
-    from bitwright.profiling.workload_step import record_workload_step
+    from bitwright.profiling.step import WorkloadStep
     from bitwright.training.distributed import process_group
 
     measuring = {
@@ -108,7 +108,7 @@ def profile_(
         out = out if ranks.first else Out(json=False, quiet=True)
         found = open_workload(out, workload)
         if trace is not None:
-            recorded = record_workload_step(found, batch=batch, channels_last=channels_last)
+            recorded = WorkloadStep.of(found, batch, channels_last=channels_last).record()
             made = import_trace(trace, recorded)
         else:
             amp_types: list[Any] = amp or []
@@ -129,7 +129,7 @@ def profile_(
                     published=published,
                     progress=lambda done, total, words: tell(words, done, total or 1),
                 )
-            recorded = record_workload_step(found, batch=batch, channels_last=channels_last)
+            recorded = WorkloadStep.of(found, batch, channels_last=channels_last).record()
         if graph is not None and ranks.first:
             recorded.save(graph)
         output = of_rank(output, ranks.rank)

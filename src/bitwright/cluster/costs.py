@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
+from logging import getLogger
 from statistics import median
 
-from bitwright.core.errors import PlanError, Problem
+from bitwright.core.errors import BitwrightError, PlanError, Problem
 from bitwright.core.registry import KERNELS
 from bitwright.plan import ComputeSpec
 from bitwright.profiling.cost_key import CallSpec, CostKey, TensorSpec
 from bitwright.profiling.device_profile import DeviceProfile, OperatorCost, SavedTensors, at
 from bitwright.profiling.execution import Cast
-from bitwright.profiling.step import StepSettings
 from bitwright.profiling.step_timer import ACCUMULATE
+from bitwright.training.config import StepSettings
+
+log = getLogger("bitwright")
 
 
 @dataclass(frozen=True)
@@ -156,3 +160,44 @@ class Costs:
 
 def _cost(known: OperatorCost) -> Cost:
     return Cost(known.forward.seconds, known.backward.seconds if known.backward else 0.0, known.saved)
+
+
+def check_layout(profiles: Mapping[str, DeviceProfile], *, channels_last: bool) -> None:
+    """Warn about profiles that were measured in the other memory layout: their times differ."""
+    for kind, profile in profiles.items():
+        ordered = [
+            order
+            for cost in profile.operators
+            if (order := CostKey.parse(cost.operator).is_channels_last_conv) is not None
+        ]
+        if ordered and not channels_last and sum(ordered) * 2 > len(ordered):
+            log.warning("the profile of %s was measured with channels-last: add --channels-last", kind)
+        elif ordered and channels_last and not any(ordered):
+            log.warning("the profile of %s was measured without --channels-last: its times may differ", kind)
+
+
+@contextmanager
+def explain_batch_mismatch(profiles: Mapping[str, DeviceProfile], batch: int) -> Iterator[None]:
+    """Replace the error of a failed prediction if the profiles were measured with other batch sizes."""
+    try:
+        yield
+    except PlanError as error:
+        measured = {
+            kind: {
+                key.batch_size
+                for cost in profile.operators
+                if (key := CostKey.parse(cost.operator)).is_loss and key.batch_size is not None
+            }
+            for kind, profile in profiles.items()
+        }
+        other = {kind: max(sizes) for kind, sizes in measured.items() if sizes and batch not in sizes}
+        if not other:
+            raise
+        found = ", ".join(f"{kind} with batch {size}" for kind, size in other.items())
+        raise BitwrightError(
+            f"the step has {batch} samples, but the profiles were measured with other batch sizes: {found}",
+            where="--batch",
+            value=batch,
+            fix=f"use --batch {max(other.values())}, or profile with --batch {batch}",
+            code="batch-not-profiled",
+        ) from error

@@ -14,18 +14,10 @@ from bitwright.graph.naming import site_name
 from bitwright.plan import Plan
 from bitwright.profiling.cost_key import FLOATS, CallSpec, TensorSpec
 from bitwright.profiling.device_profile import DeviceProfile
-from bitwright.profiling.execution import (
-    AMP_DTYPES,
-    IMPLEMENTATIONS,
-    Amp,
-    Cast,
-    Execution,
-    OperatorUnderPlan,
-    base_format,
-)
-from bitwright.profiling.step import StepSettings
+from bitwright.profiling.execution import IMPLEMENTATIONS, Cast, Execution, OperatorUnderPlan, base_format
 from bitwright.profiling.step_graph import StepGraph, StepOp
 from bitwright.profiling.step_timer import operator_key
+from bitwright.training.config import AMP_DTYPES, Amp, StepSettings
 
 _CONVOLUTIONS = [f"{kind}{n}d" for kind in ("conv", "conv_transpose") for n in (1, 2, 3)]
 _PRODUCTS = ["linear", "matmul", "addmm", "baddbmm", "addbmm", "addmv", "mv", "scaled_dot_product_attention", "prelu"]

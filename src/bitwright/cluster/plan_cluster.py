@@ -10,10 +10,10 @@ from typing import Any
 from bitwright.cluster.cluster import Cluster
 from bitwright.cluster.cluster_cost_model import ClusterCostModel
 from bitwright.cluster.cost_model import FLOAT
+from bitwright.cluster.costs import check_layout, explain_batch_mismatch
 from bitwright.cluster.memory_limit import MemoryLimit
 from bitwright.cluster.planners import Allocation, uniform
 from bitwright.cluster.planners.precision import over_limits
-from bitwright.cluster.predict_workload import check_layout, explain_batch_mismatch
 from bitwright.core.arguments import strict
 from bitwright.core.errors import BitwrightError, PlanError
 from bitwright.core.progress import Progress
@@ -21,8 +21,7 @@ from bitwright.core.registry import PLANNERS
 from bitwright.core.tensor_tree import batch_size
 from bitwright.plan import Plan
 from bitwright.profiling.device_profile import DeviceProfile
-from bitwright.profiling.step_graph import record_step
-from bitwright.profiling.workload_step import first_half, training_batch
+from bitwright.profiling.step import WorkloadStep
 from bitwright.sensitivity import OperatorScores, spec_of
 from bitwright.workload import Workload
 
@@ -199,17 +198,17 @@ def _cost_model(
     penalties = scores.values if isinstance(scores, OperatorScores) else scores
     known = dict(profiles) if profiles is not None else cluster.profiles()
     check_layout(known, channels_last=channels_last)
-    pair, loss = training_batch(workload, batch, channels_last=channels_last)
+    step = WorkloadStep.of(workload, batch, channels_last=channels_last)
     formats = sorted({format for own in penalties.values() for format in own if format != FLOAT})
-    with explain_batch_mismatch(known, batch_size(pair)):
+    with explain_batch_mismatch(known, batch_size(step.batch)):
         model = ClusterCostModel(
-            record_step(workload.model, pair, loss, name=workload.name),
+            step.record(),
             known,
             cluster,
             penalties,
             {format: spec_of(format) for format in formats},
             keep_float=keep_float,
-            smaller=record_step(workload.model, first_half(pair), loss, name=workload.name),
+            smaller=step.record_half(),
         )
     _check(model, penalties, formats, keep_float)
     return model

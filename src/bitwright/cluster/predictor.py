@@ -1,4 +1,4 @@
-"""Predict the step time and the memory of plans on a cluster, from recorded steps and device profiles."""
+"""`bitwright.predict`: predict the time and the memory of a training step, from a recorded step and device profiles."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 
 from bitwright.cluster.cluster import Cluster
+from bitwright.cluster.costs import check_layout, explain_batch_mismatch
 from bitwright.cluster.device_step import DeviceStep
 from bitwright.cluster.gradient_buckets import Bucket, make_buckets
 from bitwright.cluster.memory import memory_of
@@ -17,8 +19,10 @@ from bitwright.core.arguments import strict
 from bitwright.core.errors import BitwrightError, did_you_mean
 from bitwright.plan import Plan
 from bitwright.profiling.device_profile import DeviceProfile
-from bitwright.profiling.step import StepSettings
+from bitwright.profiling.step import WorkloadStep, resolve_plan
 from bitwright.profiling.step_graph import StepGraph
+from bitwright.training.config import StepSettings
+from bitwright.workload import Workload
 
 _AFTER = ("clip", "optimizer")  # phases after the collectives, which don't take longer with a larger batch
 
@@ -30,6 +34,87 @@ class Modelled:
     casts: bool = True
     overlap: bool = True
     contention: bool = True
+
+
+@strict
+def predict(
+    workload: Workload,
+    target: DeviceProfile | Cluster,
+    plan: Plan | str | Path | None = None,
+    *,
+    profiles: Mapping[str, DeviceProfile] | None = None,
+    batch: int | None = None,
+    channels_last: bool = False,
+    settings: StepSettings | None = None,
+    graph: StepGraph | None = None,
+    exact: bool = False,
+) -> Prediction:
+    """Predict the time and the memory of one training step, without running it.
+
+    `target` is the profile of one device, or a cluster. `profiles` gives the profiles of the cluster's device kinds;
+    without it they are loaded from the files that the cluster names. `plan` is a precision name such as `int8`, a plan
+    file or a `Plan`; without it the model trains in float. `graph` is a recorded step, which replaces recording one.
+    `exact` simulates each device by itself; otherwise devices of one kind are simulated together.
+
+    >>> import torch
+    >>> from bitwright import Workload, predict, profile
+    >>> x = torch.randn(16, 4)
+    >>> workload = Workload(
+    ...     name="tiny",
+    ...     model=torch.nn.Linear(4, 2),
+    ...     inputs=(x[:1],),
+    ...     training=lambda: torch.utils.data.TensorDataset(x, x[:, :2]),
+    ...     loss=torch.nn.functional.mse_loss,
+    ... )
+    >>> device = profile(workload, published="nvidia-t4", batch=8)
+    >>> prediction = predict(workload, device, batch=8)
+    >>> prediction.samples
+    8
+    """
+    settings = settings or StepSettings()
+    resolved = Plan() if plan is None else resolve_plan(workload, plan)
+    channels_last = uses_channels_last(resolved, channels_last=channels_last)
+    if isinstance(target, Cluster):
+        known = dict(profiles) if profiles is not None else target.profiles()
+    else:
+        known = {"device": target}
+    half = None
+    if graph is None:
+        check_layout(known, channels_last=channels_last)
+        step = WorkloadStep.of(workload, batch, channels_last=channels_last)
+        graph = step.record()
+        if any(device.batch is not None for device in resolved.devices.values()):
+            half = step.record_half()
+    with explain_batch_mismatch(known, graph.samples):
+        if isinstance(target, Cluster):
+            predictor = _predictor(workload, graph, half, resolved, known, target, settings)
+        else:
+            predictor = Predictor.make(graph, resolved, known, None, settings)
+        return predictor.predict(exact=exact)
+
+
+def _predictor(
+    workload: Workload,
+    graph: StepGraph,
+    half: StepGraph | None,
+    plan: Plan,
+    profiles: Mapping[str, DeviceProfile],
+    cluster: Cluster,
+    settings: StepSettings,
+) -> Predictor:
+    plans = {
+        name: resolve_plan(workload, cluster.folder / kind.plan)
+        if kind.plan is not None
+        else (plan.for_device(name) if name in plan.devices else plan)
+        for name, kind in cluster.devices.items()
+    }
+    batches = {name: device.batch for name, device in plan.devices.items() if device.batch is not None}
+    return Predictor.make(graph, plans, profiles, cluster, settings, batches=batches, smaller=half)
+
+
+def uses_channels_last(plan: Plan, *, channels_last: bool = False) -> bool:
+    """Return whether images are NHWC: the caller or a device of the plan asks for it."""
+    return channels_last or any(device.channels_last for device in plan.devices.values())
 
 
 @strict

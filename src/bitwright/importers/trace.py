@@ -20,10 +20,11 @@ from bitwright.core.errors import BitwrightError
 from bitwright.importers.trace_events import Event, Shape, TracedStep, read_trace, training_steps
 from bitwright.profiling.cost_key import CallSpec
 from bitwright.profiling.device_profile import DeviceProfile, OperatorCost, OperatorTime, TensorsCost
-from bitwright.profiling.execution import AMP_DTYPES, Amp, base_format
+from bitwright.profiling.execution import base_format
 from bitwright.profiling.step_graph import StepGraph
 from bitwright.profiling.step_timer import ACCUMULATE, Key
 from bitwright.profiling.timing import middle_half
+from bitwright.training.config import AMP_DTYPES, Amp
 
 # Names of operators in torch's dispatcher; all others have the name of their kind.
 _ATEN = {

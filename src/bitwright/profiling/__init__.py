@@ -3,10 +3,11 @@
 from bitwright.profiling.device_profile import DeviceProfile
 from bitwright.profiling.execution import IMPLEMENTATIONS, Cast, Execution, Implementation, OperatorUnderPlan
 from bitwright.profiling.kernel_speed import KernelSpeed, kernel_speeds
-from bitwright.profiling.profiler import Variant, halves, open_store, profile_variants
+from bitwright.profiling.profiler import open_store, profile_variants
 from bitwright.profiling.sample_store import SampleStore
-from bitwright.profiling.step import StepSettings, TrainingStep
+from bitwright.profiling.step import TimedStep, Variant, halves
 from bitwright.profiling.step_graph import StepGraph, record_step
+from bitwright.training.config import StepSettings
 
 __all__ = [
     "IMPLEMENTATIONS",
@@ -19,7 +20,7 @@ __all__ = [
     "SampleStore",
     "StepGraph",
     "StepSettings",
-    "TrainingStep",
+    "TimedStep",
     "Variant",
     "halves",
     "kernel_speeds",

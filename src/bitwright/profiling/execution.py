@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 from bitwright.core.arguments import strict
 from bitwright.core.errors import did_you_mean
@@ -17,9 +17,7 @@ from bitwright.core.registry import KERNELS, QUANTIZERS
 from bitwright.graph.naming import site_name
 from bitwright.plan import FoldSpec, Plan, SiteSpec
 from bitwright.profiling.cost_key import CallSpec
-
-Amp = Literal["bf16", "fp16"]
-AMP_DTYPES: Mapping[str, str] = {"bf16": "bfloat16", "fp16": "float16"}
+from bitwright.training.config import Amp
 
 
 @strict

@@ -17,11 +17,12 @@ from bitwright.core.formats import Format
 from bitwright.plan import Plan, SiteSpec
 from bitwright.profiling.cost_key import is_loss
 from bitwright.profiling.device_profile import Host, TensorsCost
-from bitwright.profiling.step import CLOCKS, Clock, StepSettings, make_optimizer
-from bitwright.profiling.step_timer import Sample, StepTimer, TimedStep
+from bitwright.profiling.step import CLOCKS, Clock, TimedStep, make_optimizer
+from bitwright.profiling.step_timer import Sample, StepTimer
 from bitwright.profiling.timing import fit, gc_disabled, interleaved
 from bitwright.ptq import ALONE, calibrate
 from bitwright.quantizers import prepare
+from bitwright.training.config import StepSettings
 
 _LINKS = 30  # of the chain that gaps are measured with: enough that a step's start doesn't count
 _FEW = 3  # of one beside it: what backward's start takes by itself

@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -13,7 +12,6 @@ from torch import Tensor, nn
 
 from bitwright.core.arguments import Count, strict
 from bitwright.core.errors import BitwrightError
-from bitwright.plan import Plan
 from bitwright.profiling.casts import DTYPES, measure_casts
 from bitwright.profiling.collectives import group_facts, group_lacks, measure_group
 from bitwright.profiling.device_profile import CastCost, CollectiveCost, DeviceProfile, Host, MemoryFacts, TensorsCost
@@ -29,54 +27,17 @@ from bitwright.profiling.machine import (
     resident_bytes,
 )
 from bitwright.profiling.sample_store import SampleStore
-from bitwright.profiling.step import CLOCKS, Batch, Clock, StepSettings, TrainingStep
+from bitwright.profiling.step import CLOCKS, Clock, TimedStep, Variant
 from bitwright.profiling.step_graph import record_step
-from bitwright.profiling.step_timer import Key, StepTimer, TimedStep
+from bitwright.profiling.step_timer import Key, StepTimer
 from bitwright.profiling.timing import gc_disabled, timer_overhead, yardstick
 from bitwright.quantizers import find_attachment
 from bitwright.quantizers.compiled import SMALL, CompiledKernel, can_run_compiled
+from bitwright.training.config import StepSettings
+from bitwright.training.step import Batch
 from bitwright.workload import Loss
 
-
-def halves(plan: Plan) -> list[Plan]:
-    """Of a resolved plan; fewer than two where there is nothing to divide."""
-    names = [name for name, spec in plan.compute.items() if spec.is_low_precision]
-    names += list(dict.fromkeys(site.rpartition(":")[0] for site, _ in plan.quantized))
-    chosen = (set(names[0::2]), set(names[1::2]))
-    return [restricted(plan, own) for own in chosen if own and len(own) < len(names)]
-
-
-def restricted(plan: Plan, operators: set[str]) -> Plan:
-    """The plan without what other operators have; a quantizer that is shared or made of others goes with them."""
-    sites = {
-        site: spec
-        for site, spec in plan.sites.items()
-        if site.rpartition(":")[0] in operators and (spec.share is None or spec.share.rpartition(":")[0] in operators)
-    }
-    whole = {s: spec for s, spec in sites.items() if all(o in sites for o in spec.quantizer_options.get("of", []))}
-    folds = {norm: fold for norm, fold in plan.fold.items() if plan.folds[norm].into in operators}
-    compute = {name: spec for name, spec in plan.compute.items() if name in operators}
-    return replace(plan, sites=whole, fold=folds, compute=compute)
-
-
 _WARM = 3  # compilers, lazily made state
-
-
-@strict
-@dataclass(frozen=True, kw_only=True)
-class Variant:
-    """A model that is ready to train under one plan: in float, or prepared and calibrated."""
-
-    model: nn.Module
-    plan: Plan = field(default_factory=Plan)
-    settings: StepSettings = field(default_factory=StepSettings)
-
-    def __post_init__(self) -> None:
-        """Reject a model that isn't prepared as the plan says."""
-        if bool(find_attachment(self.model)) != self.plan.changes_models:
-            raise BitwrightError(
-                "the model isn't prepared for the plan", fix="prepare(model, plan) and calibrate it, or pass a Plan()"
-            )
 
 
 def measure(
@@ -242,7 +203,7 @@ def training_peak(model: nn.Module, batch: Batch, loss: Loss, *, steps: int = 5)
     peak_before, was_reset = peak_resident_bytes(), reset_peak_memory()
     training = model.training
     before: dict[str, Tensor] = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    step = TrainingStep(model.train(), [batch], loss, StepSettings())
+    step = TimedStep(model.train(), [batch], loss, StepSettings())
     for _ in range(steps):
         step()
     step.optimizer.zero_grad(set_to_none=True)

@@ -25,9 +25,9 @@ from bitwright.profiling.device_profile import (
     SavedTensors,
     TensorsCost,
 )
-from bitwright.profiling.profiler import Variant
-from bitwright.profiling.step import CLOCKS, Batch
-from bitwright.profiling.step_timer import ACCUMULATE, CallWork, Key, Sample, StepTimer, TimedStep
+from bitwright.profiling.step import CLOCKS, TimedStep, Variant
+from bitwright.profiling.step_timer import ACCUMULATE, CallWork, Key, Sample, StepTimer
+from bitwright.training.step import Batch
 from bitwright.workload import Loss
 
 # Tensors that are read and written for each parameter, float32.

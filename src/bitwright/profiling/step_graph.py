@@ -22,8 +22,9 @@ from bitwright.graph.capture import Recorder, untouched
 from bitwright.graph.interception import install, uninstall
 from bitwright.graph.operators import kind_of, locate
 from bitwright.profiling.cost_key import LOSS, CallSpec, TensorSpec, describe
-from bitwright.profiling.step import Batch, StepSettings
 from bitwright.quantizers import find_attachment
+from bitwright.training.config import StepSettings
+from bitwright.training.step import Batch, autocast
 from bitwright.workload import Loss, report_data_errors
 
 VERSION = 1
@@ -286,7 +287,7 @@ def record_step(
     try:
         with untouched(model, train=True), torch.enable_grad():
             keeping = torch.autograd.graph.saved_tensors_hooks(recorder.pack, lambda tensor: tensor)
-            with settings.autocast(), keeping:
+            with autocast(settings.amp), keeping:
                 try:
                     install(model, recorder)
                     # the copies that the recorder knows: a model may write into its inputs

@@ -24,9 +24,10 @@ from bitwright.plan import Plan
 from bitwright.profiling.cost_key import CallSpec, TensorSpec, describe
 from bitwright.profiling.device_profile import Host
 from bitwright.profiling.execution import IMPLEMENTATIONS, Cast, Execution, OperatorUnderPlan, base_format
-from bitwright.profiling.step import StepSettings, TrainingStep
+from bitwright.profiling.step import TimedStep
 from bitwright.profiling.step_graph import loss_call
 from bitwright.quantizers import Attachment, Quantizer, find_attachment
+from bitwright.training.config import StepSettings
 
 Key = tuple[str, str]
 """What is measured: (operator's text, its format), or (a tensor's text, a cast's kind)."""
@@ -383,21 +384,3 @@ class StepTimer:
             handle.remove()
         self.handles.clear()
         self.owners.clear()
-
-
-class TimedStep(TrainingStep):
-    """A training step that a timer can observe."""
-
-    timer: StepTimer | None = None
-
-    def run_loss(self, output: Any, target: Any) -> Tensor:
-        """Timed, if there is a timer."""
-        if self.timer is None:
-            return super().run_loss(output, target)
-        return self.timer.loss(lambda: TrainingStep.run_loss(self, output, target), self.loss, output, target)
-
-    def run_backward(self, loss: Tensor) -> None:
-        """Timed, if there is a timer."""
-        if self.timer is None:
-            return super().run_backward(loss)
-        return self.timer.backward(lambda: TrainingStep.run_backward(self, loss))

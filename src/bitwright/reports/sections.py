@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import BaseModel, Field
 
 from bitwright.cluster import Prediction
-from bitwright.cluster.compare import StepComparison, TimePair
+from bitwright.cluster.measurement import StepComparison, TimePair
 from bitwright.cluster.prediction import trace_events
 from bitwright.core.arguments import strict
 from bitwright.core.documents import ResultModel, read_json, validated

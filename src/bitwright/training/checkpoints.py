@@ -240,7 +240,7 @@ def checkpoint_writer(run: TrainingRun) -> Callable[[Path], None]:
         stopped_early=run.stopped_early,
         best=run.best,
         metrics=run.metrics,
-        scaler=run.scaler.state_dict(),
+        scaler=run.training_step.scaler.state_dict(),
         optimizer=pack(run.optimizer.state_dict()["state"], tensors, "optimizer"),
         ema=pack(run.ema.average, tensors, "ema") if run.ema is not None else None,
         observers=pack(_plain(run.qat.observer_state()), tensors, "observers") if run.qat is not None else None,
@@ -314,7 +314,7 @@ def _put(run: TrainingRun, state: TrainerState, tensors: dict[str, Tensor]) -> N
     if run.qat is not None:
         run.qat.load_observer_state(unpack(state.observers, tensors), state.epoch)
     if state.scaler:
-        run.scaler.load_state_dict(state.scaler)
+        run.training_step.scaler.load_state_dict(state.scaler)
 
 
 def load_best(run: TrainingRun, saved: SavedCheckpoint) -> None:

@@ -1,14 +1,18 @@
-"""The settings of a training run, validated together before the run starts."""
+"""The settings of a training run, and those of a single step, which the profiler and predictions use."""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from bitwright.core.arguments import strict
 from bitwright.core.errors import Problem, TrainError, did_you_mean
+
+Amp = Literal["bf16", "fp16"]
+AMP_DTYPES: Mapping[str, str] = {"bf16": "bfloat16", "fp16": "float16"}
 
 
 @strict
@@ -45,7 +49,7 @@ class TrainConfig(BaseModel):
     warmup: float = Field(default=0.0, ge=0, le=1e6, description="Epochs of linear warm-up; may be a fraction.")
     accumulate: int = Field(default=1, ge=1, le=10**6, description="Batches of accumulated gradients per step.")
     clip: float | None = Field(default=None, gt=0, le=1e30, description="Maximum norm of all gradients together.")
-    amp: Literal["bf16", "fp16"] | None = Field(
+    amp: Amp | None = Field(
         default=None, description="Autocast type; fp16 uses loss scaling. Quantizers stay in float32."
     )
     ema: float | None = Field(
@@ -93,6 +97,39 @@ class TrainConfig(BaseModel):
     def digest(self) -> str:
         """A short hash that names these settings."""
         return hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:16]
+
+
+@strict
+class StepSettings(BaseModel):
+    """The settings of one training step. They have the names of `TrainConfig`.
+
+    >>> StepSettings(optimizer="adamw", clip=1.0).accumulate
+    1
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    optimizer: Literal["sgd", "adamw"] = Field(default="sgd", description="SGD uses Nesterov momentum.")
+    foreach: bool | None = Field(
+        default=None, description="The optimizer's `foreach` argument; torch decides if not given."
+    )
+    momentum: float = Field(default=0.9, ge=0, lt=1, description="SGD's momentum, or AdamW's first beta.")
+    clip: float | None = Field(default=None, gt=0, le=1e30, description="Maximum norm of all gradients together.")
+    accumulate: int = Field(default=1, ge=1, le=10**6, description="Batches of accumulated gradients per step.")
+    amp: Amp | None = Field(default=None, description="Autocast type; fp16 uses loss scaling.")
+    schedule: bool = Field(default=True, description="Whether the learning rate changes at each step.")
+    bucket_cap_mb: float | None = Field(
+        default=None, gt=0, description="DDP's bucket size; DDP's default if not given."
+    )
+    fuse: bool = Field(default=True, description="Compile the arithmetic of quantizers.")
+
+    @property
+    def uses_foreach(self) -> bool:
+        """Whether the optimizer processes all tensors at once; on CPUs, torch does so only if it is told to.
+
+        Profiles of GPUs come from traces and data sheets, and have the same cost for both.
+        """
+        return bool(self.foreach)
 
 
 def _problem(detail: Any) -> Problem:

@@ -129,6 +129,19 @@ class TrainingData:
         """The number of steps per epoch; the last step may have fewer batches, unless it is dropped."""
         return (self.batches if self.drop_last else self.batches + accumulate - 1) // accumulate
 
+    def describe(self, accumulate: int) -> str:
+        """Describe the steps of an epoch, for the log."""
+        steps, whole = self.steps(accumulate), sum(self.parts) * accumulate
+        last = sum(sum(self.sizes(number)) for number in self.numbers(steps - 1, accumulate))
+        words = f"{self.size} samples, {steps} steps of {whole} samples per epoch"
+        if last != whole:
+            words += f", the last one of {last}"
+        if self.ranks.several:
+            equal = len(set(self.parts)) == 1
+            parts = f"{self.parts[0]} on each" if equal else f"{', '.join(map(str, self.parts))} on the ranks"
+            words += f" ({parts} of {self.ranks.world} processes; the learning rate isn't scaled)"
+        return words
+
     def numbers(self, step: int, accumulate: int) -> range:
         """The batches of a step within an epoch."""
         return range(step * accumulate, min((step + 1) * accumulate, self.batches))

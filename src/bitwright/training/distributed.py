@@ -178,11 +178,17 @@ class SingleProcess:
 class Replicated(SingleProcess):
     """DistributedDataParallel: each rank has the whole model; gradients are averaged, buffers come from rank 0."""
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, net: DistributedDataParallel) -> None:
         super().__init__(model)
+        self.net: Any = net
+
+    @staticmethod
+    def replicate(model: nn.Module, device: torch.device) -> Replicated:
+        """Wrap the model in DDP."""
         ids = [device.index] if device.type == "cuda" else None
-        self.net: Any = DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
-        keep_group(self.net)
+        net = DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
+        keep_group(net)
+        return Replicated(model, net)
 
     def accumulating(self, last: bool) -> AbstractContextManager[Any]:
         """Use DDP's `no_sync`."""

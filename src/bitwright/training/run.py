@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
-from dataclasses import replace
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import cached_property
 from itertools import islice
 from logging import getLogger
@@ -15,18 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from bitwright.backends import Choices
 from bitwright.backends.precisions import Precision, word
 from bitwright.core.errors import TrainDiverged, TrainError
-from bitwright.core.files import write_text
 from bitwright.core.interrupts import Interrupted, Stop
 from bitwright.core.modes import eval_mode
-from bitwright.core.output_folder import staged_output
 from bitwright.core.tensor_tree import map_tensors
-from bitwright.deployment.checkpoint import checkpoint_file, load_checkpoint, save_checkpoint
+from bitwright.deployment.checkpoint import checkpoint_file, load_checkpoint
 from bitwright.plan import Plan
 from bitwright.quantizers.compiled import for_this_cpu
 from bitwright.quantizers.site_statistics import SiteRow, site_rows
@@ -35,89 +30,30 @@ from bitwright.training.checkpoints import (
     Checkpoints,
     SavedCheckpoint,
     checkpoint_writer,
-    load_best,
     restore,
-    unsharded_state,
     validate_checkpoint,
 )
 from bitwright.training.config import TrainConfig
 from bitwright.training.data import TrainingData, seed_all
 from bitwright.training.distributed import Ranks, Replicated, Sharded, SingleProcess, share_buffers
 from bitwright.training.low_precision import LowPrecision, batch_size_of, device_kind_of
-from bitwright.training.optimization import (
+from bitwright.training.qat import Qat
+from bitwright.training.step import (
     DevicePlacement,
     Ema,
+    LossMean,
+    MicroBatch,
     TrainingObjective,
+    TrainingStep,
     learning_rate_factor,
     make_optimizer,
 )
-from bitwright.training.qat import Qat
 from bitwright.version import __version__
-from bitwright.workload import Workload, batches, call_on, can_measure, evaluate, report_data_errors
-
-RESULT = "result.json"
-
-
-def finish(run: TrainingRun) -> None:
-    """Assemble the result on all ranks, and write it on rank 0."""
-    if run.ema is not None:
-        run.ema.put(run.model)
-    best = run.checkpoints.best() if run.checkpoints is not None else None
-    if run.config.patience is not None and best is not None and run.best is not None:
-        load_best(run, best)
-        run.note(f"the result is that of epoch {int(run.best['epoch'])}, the best one")
-    if run.qat is not None:
-        run.qat.finish()
-    if run.low is not None:
-        run.low.finish()
-    if run.whole_model is not None:
-        run.whole_model.load_state_dict(unsharded_state(run))
-        run.model = run.whole_model
-        if run.qat is not None:
-            run.qat.quantized = replace(run.qat.quantized, model=run.model)
-    run.model.eval()
-    if run.out is None or not run.ranks.first:
-        return
-    plan = run.qat.plan if run.qat is not None else run.compute
-    with staged_output(run.out) as folder:
-        if plan is not None:
-            plan.save(folder / "plan.yaml")
-        save_checkpoint(run.model, folder / "checkpoint.safetensors")
-        write_text(folder / RESULT, json.dumps(facts(run), indent=1) + "\n")
-        for callback in run.callbacks:
-            callback.on_result(run, folder)
-
-
-def facts(run: TrainingRun) -> dict[str, Any]:
-    """The settings and results of the run."""
-    return {
-        "bitwright": __version__,
-        "torch": torch.__version__,
-        "workload": run.workload.name,
-        "quantize": word(run.precision),
-        "compute": word(run.compute),
-        "kind": run.kind,
-        "simulate": run.simulate,
-        "batches": run.data.parts,
-        "init": str(run.init) if run.init is not None else None,
-        "backend": run.qat.quantized.backend if run.qat is not None else None,
-        "processes": run.ranks.world,
-        "config": run.config.model_dump(),
-        "config_hash": run.config.digest,
-        "steps": run.step,
-        "epochs": run.epoch,
-        "stopped_early": run.stopped_early,
-        "metric": run.workload.metric,
-        "metrics": run.metrics,
-        "best": run.best,
-        "notes": run.notes,
-    }
-
+from bitwright.workload import Workload, batches, can_measure, evaluate, report_data_errors
 
 log = getLogger("bitwright.training")
 progress_log = getLogger("bitwright.progress")
 _CALIBRATION_BATCHES = 8  # number of training batches used if the workload has no calibration data
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class TrainingRun:
@@ -185,8 +121,7 @@ class TrainingRun:
         self.stopped_early = False
         self.notes: list[str] = []
         self.checkpoints = Checkpoints(out) if out is not None else None
-        self._losses: list[Tensor] = []
-        self._norms: list[Tensor] = []
+        self._losses = LossMean()
         state = validate_checkpoint(self, resume) if resume is not None else None
         self._set_up(backend, choices, init, resume)
         if resume is not None and state is not None:
@@ -215,44 +150,38 @@ class TrainingRun:
         if resume is not None:  # before parameters are referenced, because loading changes the shape of scales
             load_checkpoint(model, resume.folder / "model.safetensors")
         self.parallel = self._share()
-        self.net: Any = self.parallel.net
         self.ema = Ema(model, config.ema) if config.ema is not None else None
         self.optimizer = make_optimizer(model, config)
-        self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.amp == "fp16")
+        self.training_step = TrainingStep(
+            self.parallel,
+            self.objective,
+            self.optimizer,
+            amp=config.amp,
+            clip=config.clip,
+            device=self.device.type,
+            where=self.where,
+        )
         if config.compile:
             for name in [] if self.low is None else self.low.uncompiled:
                 self.note(f"operators in {name} aren't compiled with the model; compilation wouldn't speed them up")
-            self.net = torch.compile(self.net, options=for_this_cpu())
+            self.training_step.net = torch.compile(self.parallel.net, options=for_this_cpu())
         doubt = self.workload.direction_note()
         if doubt is not None:
             self.note(doubt)
-        world = self.ranks.world
-        whole = sum(self.data.parts) * config.accumulate
-        last = sum(
-            sum(self.data.sizes(number)) for number in self.data.numbers(self.steps_per_epoch - 1, config.accumulate)
-        )
-        self.note(
-            f"{self.data.size} samples, {self.steps_per_epoch} steps of {whole} samples per epoch"
-            + (f", the last one of {last}" if last != whole else "")
-            + (f" ({self._parts()} of {world} processes; the learning rate isn't scaled)" if world > 1 else "")
-        )
-
-    def _parts(self) -> str:
-        parts = self.data.parts
-        return f"{parts[0]} on each" if len(set(parts)) == 1 else f"{', '.join(map(str, parts))} on the ranks"
+        self.note(self.data.describe(config.accumulate))
 
     def _share(self) -> SingleProcess:
         if not self.ranks.several:
             return SingleProcess(self.model)
         if self.config.parallel == "ddp":
-            return Replicated(self.model, self.device)
+            return Replicated.replicate(self.model, self.device)
         self.whole_model = copy.deepcopy(self.model)  # sharding in place can't be undone
         return Sharded(self.model, self.device, self.ranks)
 
     def release(self) -> None:
         """Release objects of the process group before leaving it."""
         self.parallel = SingleProcess(self.model)
-        self.net = self.model
+        del self.training_step
 
     def _quantize(self, backend: str | None, choices: Choices, resume: SavedCheckpoint | None) -> Qat:
         assert self.precision is not None
@@ -299,15 +228,19 @@ class TrainingRun:
 
     # -- the loop ------------------------------------------------------------------------------------------
 
-    def go(self) -> None:
-        """Train to the end."""
+    def train(self) -> None:
+        """Run all epochs that are left."""
+        while self.epoch < self.config.epochs and not self.stopped_early:
+            self._train_epoch()
+            self._finish_epoch()
+
+    @contextmanager
+    def reported(self) -> Iterator[None]:
+        """Tell callbacks about the start and the end of the run within this block."""
         try:
             for callback in self.callbacks:
                 callback.on_start(self)
-            while self.epoch < self.config.epochs and not self.stopped_early:
-                self._train_epoch()
-                self._finish_epoch()
-            finish(self)
+            yield
         except BaseException as error:
             with suppress(Exception):  # the first error counts
                 self._end()
@@ -349,57 +282,31 @@ class TrainingRun:
             self._stop_if_requested()
 
     def _train_step(self, data: Iterator[tuple[Any, Any]]) -> None:
-        config = self.config
-        share = learning_rate_factor(config, self.step, self.steps_per_epoch)
+        factor = learning_rate_factor(self.config, self.step, self.steps_per_epoch)
         for group in self.optimizer.param_groups:
-            group["lr"] = group["peak"] * share
-        self.optimizer.zero_grad(set_to_none=True)
-        self.parallel.begin_step()
-        total = torch.zeros((), device=self.device)
-        numbers = self.data.numbers(self.step - self.epoch * self.steps_per_epoch, config.accumulate)
-        for part, number in enumerate(numbers):
-            inputs, target = (self.place(value) for value in next(data))
-            seed_all(config.seed, "step", self.step, part, self.ranks.rank)
-            with self.parallel.accumulating(part == len(numbers) - 1):
-                with self._autocast():
-                    loss = self.objective(call_on("training", self.net, inputs, where=self.where), inputs, target)
-                weight = self.data.weight(number, numbers)
-                share_of_batch = (
-                    1 / config.accumulate if self.objective.sums else weight
-                )  # a sum already counts samples
-                self.scaler.scale(loss * share_of_batch).backward()
-            total += loss.detach().float() * share_of_batch
-        self.parallel.end_backward()
-        if config.clip is not None:
-            self.scaler.unscale_(self.optimizer)
-            self._norms.append(self.parallel.clip(config.clip))
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
+            group["lr"] = group["peak"] * factor
+        numbers = self.data.numbers(self.step - self.epoch * self.steps_per_epoch, self.config.accumulate)
+        loss, norm = self.training_step.run(self._micro_batches(data, numbers), len(numbers))
         self.step += 1
-        self._losses.append(total)
+        self._losses.add(loss, norm)
         if self.qat is not None:
             self.qat.after_step()
         if self.ema is not None:
             self.ema.update(self.model, self.step)
 
-    def _autocast(self) -> AbstractContextManager[Any]:
-        if self.config.amp is None:
-            return nullcontext()
-        return torch.autocast(self.device.type, dtype=_DTYPES[self.config.amp])
+    def _micro_batches(self, data: Iterator[tuple[Any, Any]], numbers: range) -> Iterator[MicroBatch]:
+        for part, number in enumerate(numbers):
+            inputs, target = (self.place(value) for value in next(data))
+            seed_all(self.config.seed, "step", self.step, part, self.ranks.rank)
+            sums = self.objective.sums  # a sum already counts samples
+            yield inputs, target, 1 / self.config.accumulate if sums else self.data.weight(number, numbers)
 
     def _log(self) -> None:
         """Log the mean loss since the last call, over all ranks; stop the run if it isn't finite."""
-        if not self._losses:
+        means = self._losses.read(self.ranks)
+        if not means:
             return
-        mean = torch.stack(self._losses).mean()
-        if self.ranks.several:
-            dist.all_reduce(mean)
-            mean /= self.ranks.world
-        self.loss = float(mean)
-        values = {"loss": self.loss, "lr": self.optimizer.param_groups[0]["lr"]}
-        if self._norms:
-            values["gradient_norm"] = float(torch.stack(self._norms).mean())
-        self._losses, self._norms = [], []
+        self.loss = means["loss"]
         if not isfinite(self.loss):
             saved = self.checkpoints.latest() if self.checkpoints is not None else None
             raise TrainDiverged.single(
@@ -410,6 +317,7 @@ class TrainingRun:
                 + (f"; {saved.folder.name} is the last valid checkpoint" if saved is not None else ""),
                 code="loss-not-finite",
             )
+        values = {"loss": self.loss, "lr": self.optimizer.param_groups[0]["lr"], **means}
         for callback in self.callbacks:
             callback.on_log(self, values)
 
@@ -472,7 +380,28 @@ class TrainingRun:
 
     def facts(self) -> dict[str, Any]:
         """The settings and results of the run."""
-        return facts(self)
+        return {
+            "bitwright": __version__,
+            "torch": torch.__version__,
+            "workload": self.workload.name,
+            "quantize": word(self.precision),
+            "compute": word(self.compute),
+            "kind": self.kind,
+            "simulate": self.simulate,
+            "batches": self.data.parts,
+            "init": str(self.init) if self.init is not None else None,
+            "backend": self.qat.quantized.backend if self.qat is not None else None,
+            "processes": self.ranks.world,
+            "config": self.config.model_dump(),
+            "config_hash": self.config.digest,
+            "steps": self.step,
+            "epochs": self.epoch,
+            "stopped_early": self.stopped_early,
+            "metric": self.workload.metric,
+            "metrics": self.metrics,
+            "best": self.best,
+            "notes": self.notes,
+        }
 
     def sites(self) -> tuple[SiteRow, ...]:
         """Scales, ranges and clipped shares per site, measured on one batch; empty for a float run."""

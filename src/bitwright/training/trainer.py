@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Unpack
 
@@ -16,12 +17,14 @@ from bitwright.backends.precisions import Precision, resolve
 from bitwright.core.allocator import keep_freed_memory
 from bitwright.core.arguments import strict
 from bitwright.core.errors import BitwrightError, Problem, TrainError
+from bitwright.core.files import write_text
 from bitwright.core.interrupts import current_stop
-from bitwright.core.output_folder import locked
+from bitwright.core.output_folder import locked, staged_output
+from bitwright.deployment.checkpoint import save_checkpoint
 from bitwright.plan import Plan
 from bitwright.ptq.quantize import Quantized
 from bitwright.training.callbacks import Callback, History
-from bitwright.training.checkpoints import Checkpoints, SavedCheckpoint
+from bitwright.training.checkpoints import Checkpoints, SavedCheckpoint, load_best, unsharded_state
 from bitwright.training.config import TrainConfig
 from bitwright.training.distributed import Ranks, device_of, process_group
 from bitwright.training.low_precision import load_compute_plan
@@ -190,8 +193,9 @@ class Trainer:
                 simulate=self.simulate,
             )
             try:
-                with stop.deferred():  # signals take effect between two steps, after a checkpoint
-                    run.go()
+                with stop.deferred(), run.reported():  # signals take effect between two steps, after a checkpoint
+                    run.train()
+                    _finish(run)
             except BitwrightError as error:
                 error.rank = ranks.rank
                 raise
@@ -247,3 +251,33 @@ class Trainer:
                 code="run-exists",
             )
         return next((saved for saved in checkpoints.all() if saved.step == step), None)
+
+
+def _finish(run: TrainingRun) -> None:
+    """Assemble the trained model on all ranks, and write the result on rank 0."""
+    if run.ema is not None:
+        run.ema.put(run.model)
+    best = run.checkpoints.best() if run.checkpoints is not None else None
+    if run.config.patience is not None and best is not None and run.best is not None:
+        load_best(run, best)
+        run.note(f"the result is that of epoch {int(run.best['epoch'])}, the best one")
+    if run.qat is not None:
+        run.qat.finish()
+    if run.low is not None:
+        run.low.finish()
+    if run.whole_model is not None:
+        run.whole_model.load_state_dict(unsharded_state(run))
+        run.model = run.whole_model
+        if run.qat is not None:
+            run.qat.quantized = replace(run.qat.quantized, model=run.model)
+    run.model.eval()
+    if run.out is None or not run.ranks.first:
+        return
+    plan = run.qat.plan if run.qat is not None else run.compute
+    with staged_output(run.out) as folder:
+        if plan is not None:
+            plan.save(folder / "plan.yaml")
+        save_checkpoint(run.model, folder / "checkpoint.safetensors")
+        write_text(folder / "result.json", json.dumps(run.facts(), indent=1) + "\n")
+        for callback in run.callbacks:
+            callback.on_result(run, folder)

@@ -1,24 +1,142 @@
-"""Loss, optimizer, learning-rate schedule and averaged weights of a training step."""
+"""The training step: forward, loss, backward, clipping and the optimizer. The profiler measures the same step.
+
+The loss, the optimizer, the learning-rate schedule, the device and the averaged weights of a step are here, too.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from math import cos, pi
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bitwright.core.errors import TrainError
 from bitwright.core.modes import eval_mode
 from bitwright.core.tensor_tree import map_tensors
-from bitwright.training.config import TrainConfig
+from bitwright.training.config import AMP_DTYPES, Amp, TrainConfig
+from bitwright.training.distributed import Ranks, SingleProcess
 from bitwright.training.qat import parameter_groups
-from bitwright.workload import Loss, Workload, call, loss_of, trainable_parameters
+from bitwright.workload import Loss, Workload, call, call_on, loss_of, trainable_parameters
+
+Batch = tuple[Any, Any]
+"""Inputs and target."""
+MicroBatch = tuple[Any, Any, float]
+"""Inputs, target, and the weight of the batch's loss in the loss of the step."""
+
+
+class TrainingStep:
+    """One training step, with gradients of one or several batches. A subclass can observe its phases.
+
+    `net` is what is called: the model, or its wrapper (DDP, compiled). `loss` takes the output, the inputs and the
+    target. Under `amp="fp16"` the loss is scaled.
+    """
+
+    def __init__(
+        self,
+        parallel: SingleProcess,
+        loss: Callable[[Any, Any, Any], Tensor],
+        optimizer: torch.optim.Optimizer,
+        *,
+        net: Any = None,
+        amp: Amp | None = None,
+        clip: float | None = None,
+        device: str = "cpu",
+        where: str | None = None,
+    ) -> None:
+        self.parallel = parallel
+        self.net: Any = parallel.net if net is None else net
+        self.loss = loss
+        self.optimizer = optimizer
+        self.scaler: Any = torch.amp.GradScaler(device, enabled=amp == "fp16")
+        self.amp, self.clip, self.device, self.where = amp, clip, device, where
+
+    def run(self, batches: Iterable[MicroBatch], count: int) -> tuple[Tensor, Tensor | None]:
+        """Run one step on `count` batches. Return the loss, and the norm of the gradients if they are clipped."""
+        self.optimizer.zero_grad(set_to_none=True)
+        self.parallel.begin_step()
+        total: Tensor | None = None
+        for number, (inputs, target, weight) in enumerate(batches, 1):
+            with self.parallel.accumulating(number == count):
+                with autocast(self.amp, self.device):
+                    self.end_phase("other")
+                    loss = self.run_loss(self.run_forward(inputs), inputs, target)
+                    self.end_phase("loss")
+                self.run_backward(self.scaler.scale(loss if weight == 1 else loss * weight))
+                self.end_phase("backward")
+            part = loss.detach().float()
+            part = part if weight == 1 else part * weight
+            total = part if total is None else total + part
+            del loss
+        assert total is not None, "a step has at least one batch"
+        self.parallel.end_backward()
+        norm = None
+        if self.clip is not None:
+            self.end_phase("other")
+            self.scaler.unscale_(self.optimizer)
+            norm = self.parallel.clip(self.clip)
+            self.end_phase("clip")
+        self.end_phase("other")
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.end_phase("optimizer")
+        return total, norm
+
+    def end_phase(self, phase: str) -> None:
+        """The time since the previous call belongs to this phase; the profiler reads the clock here."""
+
+    def run_forward(self, inputs: Any) -> Any:
+        """The forward pass."""
+        output = call_on("training", self.net, inputs, where=self.where)
+        self.end_phase("forward")
+        return output
+
+    def run_loss(self, output: Any, inputs: Any, target: Any) -> Tensor:
+        """The loss of one batch."""
+        return self.loss(output, inputs, target)
+
+    def run_backward(self, loss: Tensor) -> None:
+        """The backward pass."""
+        loss.backward()
+
+
+def autocast(amp: Amp | None, device: str = "cpu") -> AbstractContextManager[Any]:
+    """The context of forward and loss."""
+    return nullcontext() if amp is None else torch.autocast(device, dtype=getattr(torch, AMP_DTYPES[amp]))
+
+
+class LossMean:
+    """The mean loss and gradient norm of the steps since it was last read."""
+
+    def __init__(self) -> None:
+        self.losses: list[Tensor] = []
+        self.norms: list[Tensor] = []
+
+    def add(self, loss: Tensor, norm: Tensor | None) -> None:
+        """Add one step."""
+        self.losses.append(loss)
+        if norm is not None:
+            self.norms.append(norm)
+
+    def read(self, ranks: Ranks) -> dict[str, float]:
+        """Return the means over all ranks and start again; empty without steps."""
+        if not self.losses:
+            return {}
+        mean = torch.stack(self.losses).mean()
+        if ranks.several:
+            dist.all_reduce(mean)
+            mean /= ranks.world
+        found = {"loss": float(mean)}
+        if self.norms:
+            found["gradient_norm"] = float(torch.stack(self.norms).mean())
+        self.losses, self.norms = [], []
+        return found
 
 
 class TrainingObjective:
@@ -88,17 +206,33 @@ def _task(workload: Workload, smoothing: float) -> Loss:
     )
 
 
+def build_optimizer(
+    name: str,
+    parameters: Sequence[nn.Parameter] | Sequence[dict[str, Any]],
+    *,
+    lr: float,
+    momentum: float,
+    weight_decay: float = 0.0,
+    foreach: bool | None = None,
+) -> torch.optim.Optimizer:
+    """SGD with Nesterov momentum, or AdamW with `momentum` as its first beta."""
+    if name == "adamw":
+        betas = (momentum, 0.999)
+        return torch.optim.AdamW(parameters, lr=lr, betas=betas, weight_decay=weight_decay, foreach=foreach)
+    nesterov = momentum > 0
+    return torch.optim.SGD(
+        parameters, lr=lr, momentum=momentum, nesterov=nesterov, weight_decay=weight_decay, foreach=foreach
+    )
+
+
 def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
-    """SGD or AdamW; each group stores its peak learning rate as `peak`, which the schedule multiplies."""
+    """The optimizer of a run; each group stores its peak learning rate as `peak`, which the schedule multiplies."""
     trainable_parameters(model)
     groups = parameter_groups(model, weight_decay=config.weight_decay, quantizer_lr=config.quantizer_lr)
     for group in groups:
         if group["name"] == "quantizers":
             group["weight_decay"] = config.quantizer_decay
-    if config.optimizer == "adamw":
-        made: torch.optim.Optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(config.momentum, 0.999))
-    else:
-        made = torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=config.momentum > 0)
+    made = build_optimizer(config.optimizer, groups, lr=config.lr, momentum=config.momentum)
     for group in made.param_groups:
         group["peak"] = group["lr"]
     return made

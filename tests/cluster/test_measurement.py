@@ -5,13 +5,13 @@ import torch
 from step_cases import net, profile_of, timed_sample
 
 from bitwright.cluster import DeviceStep
-from bitwright.cluster import compare as module
-from bitwright.cluster.compare import check_is_here, compare
+from bitwright.cluster import measurement as module
+from bitwright.cluster.measurement import check_is_here, compare
 from bitwright.core.errors import PlanError
 from bitwright.plan import Plan
 from bitwright.profiling import StepSettings, Variant, record_step
 from bitwright.profiling.machine import device_name
-from bitwright.profiling.step_timer import TimedStep
+from bitwright.profiling.step import TimedStep
 
 
 def test_the_step_that_is_measured_follows_one_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
