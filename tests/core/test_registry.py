@@ -1,14 +1,24 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from bitwright.core.errors import DuplicateName, UnknownName
 from bitwright.core.formats import Format
-from bitwright.core.registry import BACKENDS, OBSERVERS, QUANTIZERS, RUNTIMES, WORKLOADS, Registry
+from bitwright.core.registry import (
+    BACKENDS,
+    IMPORTERS,
+    OBSERVERS,
+    QUANTIZERS,
+    RUNTIMES,
+    WORKLOADS,
+    Importer,
+    Registry,
+    translated,
+)
 
 Distribution = Callable[[str, str, str], Path]
 
@@ -127,3 +137,30 @@ def test_register_by_hand() -> None:
     for name in ("mine", "minmax"):
         with pytest.raises(UnknownName):
             registry.unregister(name)
+
+
+@pytest.fixture
+def importer_plugin() -> Iterator[None]:
+    importer = Importer(
+        target="tune",
+        recognizes=lambda data: "their-key" in data,
+        translate=lambda data, *, where: {"workload": data["their-key"], "name": where},
+    )
+    IMPORTERS.register("test-importer", importer)
+    yield
+    IMPORTERS.unregister("test-importer")
+
+
+def test_built_in_importers_are_registered() -> None:
+    assert {"lpot", "mqbench"} <= set(IMPORTERS.names())
+
+
+def test_a_plugin_translates_files_of_its_target(importer_plugin: None) -> None:
+    data = {"their-key": "digits"}
+    assert translated(data, "tune", where="a.yaml") == {"workload": "digits", "name": "a.yaml"}
+    assert translated(data, "grid", where="a.yaml") is None
+
+
+def test_our_own_files_are_not_translated() -> None:
+    assert translated({"workload": "digits"}, "tune", where="a.yaml") is None
+    assert translated({"models": ["digits"]}, "grid", where="a.yaml") is None

@@ -28,7 +28,7 @@ from bitwright import (
     save_checkpoint,
     set_mode,
 )
-from bitwright.core.modes import copied
+from bitwright.core.tensor_tree import copied
 from bitwright.quantizers import warnings_of
 
 

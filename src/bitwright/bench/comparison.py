@@ -10,7 +10,7 @@ from typing import Any, Literal
 from markupsafe import Markup, escape
 from pydantic import Field
 
-from bitwright.core import charts, formatting, notebook
+from bitwright.core import display, formatting
 from bitwright.core.arguments import strict
 from bitwright.core.documents import ResultModel
 from bitwright.core.environment import Environment
@@ -147,10 +147,10 @@ def latency_chart(timings: Iterable[LatencyRow]) -> Markup:
         for row in rows:
             value = f"{row.median_ms:.3g} ms ({row.p10_ms:.3g} … {row.p90_ms:.3g})"
             name = row.variant if row.variant == "float" else f"{row.variant}, {row.ratio:.2f}×"
-            parts.append(charts.bar(y, name, value, row.median_ms / longest, row.variant))
-            y += charts.BAR_HEIGHT
+            parts.append(display.bar(y, name, value, row.median_ms / longest, row.variant))
+            y += display.BAR_HEIGHT
         y += 12
-    return charts.svg(parts, y - 12, "Latency: float against quantized")
+    return display.svg(parts, y - 12, "Latency: float against quantized")
 
 
 class OnRuntime(ResultModel):
@@ -260,8 +260,8 @@ class Comparison(ResultModel):
             for ran in ("float" if timing.variant == "float" else one.executed_text,)
         ]
         heads = ["runtime", "variant", "#batch", "#latency", "#of float", "ran as"]
-        return notebook.table(heads, rows, title=f"{self.workload} on {self.environment.cpu}")
+        return display.table(heads, rows, title=f"{self.workload} on {self.environment.cpu}")
 
-    def plot(self) -> notebook.Chart:
+    def plot(self) -> display.Chart:
         """The latency of each runtime, float and quantized."""
-        return notebook.Chart(latency_chart(timing for one in self.runtimes for timing in one.timings))
+        return display.Chart(latency_chart(timing for one in self.runtimes for timing in one.timings))

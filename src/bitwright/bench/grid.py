@@ -18,8 +18,7 @@ from bitwright.core.addresses import is_address
 from bitwright.core.arguments import strict
 from bitwright.core.documents import name_problem, read_settings
 from bitwright.core.errors import PlanError, Problem, did_you_mean
-from bitwright.core.importer import translated
-from bitwright.core.registry import BACKENDS, OBSERVERS, QUANTIZERS, WORKLOADS
+from bitwright.core.registry import BACKENDS, OBSERVERS, QUANTIZERS, WORKLOADS, translated
 from bitwright.plan import NO_FOLDING, STRATEGIES, known_strategies
 
 GRID_VERSION = 1

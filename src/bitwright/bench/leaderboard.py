@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 from pydantic import Field
 
 from bitwright.bench.machine import Machine
-from bitwright.core import notebook
+from bitwright.core import display
 from bitwright.core.arguments import strict
 from bitwright.core.documents import ResultModel, Strict, name_problem, read_json, validated
 from bitwright.core.errors import PlanError, Problem
@@ -211,7 +211,7 @@ class Leaderboard(_Strict):
             for one in self._by_algorithm()
         ]
         heads = ["algorithm", "#bits", "#points below float", "#gap on the runtime", "rows"]
-        return notebook.table(heads, rows, title=self.title or self.name)
+        return display.table(heads, rows, title=self.title or self.name)
 
     def _by_algorithm(self) -> list[Summary]:
         """Each algorithm at each width, over the places that all algorithms have."""
@@ -220,14 +220,14 @@ class Leaderboard(_Strict):
         groups = {key: [row for row in shared if (row.bits, row.algorithm) == key] for key in keys}
         return [summary(group, algorithm=name, bits=bits) for (bits, name), group in groups.items()]
 
-    def plot(self) -> notebook.Chart:
+    def plot(self) -> display.Chart:
         """The mean drop of each algorithm at each width, over the places that all algorithms have."""
         bars = [
             (f"{one.algorithm}, {one.bits} bits", f"{spread_text(one.drop)} points", max(one.drop.mean, 0.0))
             for one in self._by_algorithm()
             if one.drop is not None
         ]
-        return notebook.bar_chart(bars, label="Points below float")
+        return display.bar_chart(bars, label="Points below float")
 
     def save(self, path: str | Path) -> Path:
         """Write it as JSON with one row per line, so that diffs are readable."""

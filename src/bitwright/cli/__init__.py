@@ -1,7 +1,7 @@
 """The command line: each verb parses its arguments, calls public functions and prints the result."""
 
 from bitwright.cli.app import VERBS, app
-from bitwright.core.signals import starting
+from bitwright.core.interrupts import starting
 
 __all__ = ["VERBS", "app", "main"]
 

@@ -18,8 +18,7 @@ from bitwright.cli.completing import add_completion
 from bitwright.cli.out import Out
 from bitwright.core.errors import BitwrightError
 from bitwright.core.files import disk_error, written
-from bitwright.core.interrupts import Interrupted, Stop
-from bitwright.core.signals import exit_code, signals
+from bitwright.core.interrupts import Interrupted, Stop, exit_code, signals
 
 Verb = Callable[..., None]
 #: The verbs that were imported, by name; each makes its click command.

@@ -1,4 +1,8 @@
-"""Error classes. Every error states what is wrong, where, the value, and how to fix it."""
+"""Error classes, and errors caused by the user's code.
+
+Every error states what is wrong, where, the value, and how to fix it. `user_code` reports an exception from the user's
+code as such, with its line and what was expected.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,14 @@ import difflib
 import logging
 import re
 import reprlib
-from collections.abc import Iterable, Sequence
+import sys
+import sysconfig
+import traceback
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 _MANY = 8  # more problems of one kind than this are printed as one line
@@ -246,3 +255,52 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
         return f"did you mean {', '.join(repr(n) for n in near)}?"
     shown = ", ".join(names[:12]) + (", …" if len(names) > 12 else "")
     return f"known: {shown}" if names else "nothing is registered under this kind"
+
+
+# Code of packages and of the standard library; the user's code is the line that calls it.
+_FOREIGN = tuple(
+    {
+        str(Path(__file__).parents[1]),
+        *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
+        sys.prefix,
+    }
+)
+
+
+@contextmanager
+def user_code(workload: str | None, what: str, *, expected: str, fix: str) -> Iterator[None]:
+    """Convert exceptions in this block to errors about a part of the workload."""
+    try:
+        yield
+    except BitwrightError:
+        raise  # already has a clear message
+    except Exception as error:
+        raise UserCodeError(
+            f"{what} raised {type(error).__name__}: {first_line(error)}{line_of(error)}; expected: {expected}",
+            where=None if workload is None else f"workload {workload!r}",
+            fix=fix,
+            code="user-code-failed",
+        ) from error
+
+
+def line_of(error: BaseException) -> str:
+    """The innermost line of the user's code in the traceback, as ", at file.py:12". "" if there is none."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((*_FOREIGN, "<"))]
+    return f", at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
+
+
+def defined_at(function: object) -> str:
+    """Where the user defined a function, as ", at file.py:12". "" for functions of a package."""
+    while isinstance(function, partial):
+        function = function.func
+    kind = vars(type(function))  # for a loss module or another callable object
+    for place in (function, kind.get("forward"), kind.get("__call__")):
+        code = getattr(place, "__code__", None)
+        if code is not None and not code.co_filename.startswith((*_FOREIGN, "<")):
+            return f", at {Path(code.co_filename).name}:{code.co_firstlineno}"
+    return ""
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of its message; torch's messages can have many lines."""
+    return (str(error).strip().splitlines() or [""])[0]

@@ -1,14 +1,17 @@
 """Plugin registries based on Python entry points.
 
-Built-ins are declared in Bitwright's `pyproject.toml` and are loaded in the same way as plugins.
+Built-ins are declared in Bitwright's `pyproject.toml` and are loaded in the same way as plugins. Importers translate
+configuration files of other systems. They are plugins, so that readers of our files don't import them.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any
+from typing import Any, Literal
 
 from bitwright.core.errors import DuplicateName, UnknownName, did_you_mean
 
@@ -97,3 +100,25 @@ PLANNERS = Registry("planner", "bitwright.planners")
 IMPORTERS = Registry("importer", "bitwright.importers")
 ROW_REPORTERS = Registry("row reporter", "bitwright.row_reporters")
 """Functions that write a report of each finished row of a grid: (FinishedRow, folder) → None."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Importer:
+    """A kind of file of another system."""
+
+    target: Literal["tune", "grid"]
+    """The kind of our file that it is translated to."""
+    recognizes: Callable[[Mapping[str, Any]], bool]
+    translate: Callable[..., dict[str, Any]]
+    """Gets the file's data and, as keywords, `where` and the options of the reader."""
+
+
+def translated(
+    data: dict[str, Any], target: Literal["tune", "grid"], *, where: str, **options: Any
+) -> dict[str, Any] | None:
+    """Translate the data of another system's file; None if no importer recognizes it."""
+    for name in IMPORTERS.names():
+        importer: Importer = IMPORTERS.get(name)
+        if importer.target == target and importer.recognizes(data):
+            return importer.translate(data, where=where, **options)
+    return None

@@ -13,12 +13,11 @@ from torch import nn
 
 from bitwright.backends import backend
 from bitwright.core.arguments import Count, strict
+from bitwright.core.display import table
 from bitwright.core.errors import ArtefactError, Problem, WorkloadError, log_warnings
 from bitwright.core.formatting import decibels, number, percent
-from bitwright.core.modes import call_copied, eval_mode
-from bitwright.core.notebook import table
 from bitwright.core.registry import RUNTIMES
-from bitwright.core.tensor_tree import as_call, tensors_in
+from bitwright.core.tensor_tree import as_call, call_copied, eval_mode, tensors_in
 from bitwright.deployment.agreement import AgreementSums, OutputCheck, as_array, refuse_nan
 from bitwright.deployment.artefacts.store import QDQ, kind_of_artefact, read_artefact
 from bitwright.deployment.distance import Distance, SiteDistance, distance_of, measure_sites

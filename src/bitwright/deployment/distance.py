@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from bitwright.core.errors import Problem
-from bitwright.core.modes import eval_mode
-from bitwright.core.tensor_tree import as_call, batch_size, map_tensors, slice_batch, tensors_in
+from bitwright.core.tensor_tree import as_call, batch_size, eval_mode, map_tensors, slice_batch, tensors_in
 from bitwright.deployment.agreement import AgreementSums, as_array, decibels
 from bitwright.quantizers import Attachment, Quantizer, attachment_of, in_mode, tapped
 

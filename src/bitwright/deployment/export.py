@@ -19,9 +19,8 @@ from bitwright.core.arguments import strict
 from bitwright.core.errors import ExportError, PlanError, Problem, log_warnings
 from bitwright.core.files import write_text
 from bitwright.core.logging import quiet
-from bitwright.core.modes import eval_mode
 from bitwright.core.registry import ARTEFACTS
-from bitwright.core.tensor_tree import as_call, batch_size
+from bitwright.core.tensor_tree import as_call, batch_size, eval_mode
 from bitwright.deployment.artefacts.base import Sidecar
 from bitwright.deployment.artefacts.plain import write_plain
 from bitwright.deployment.artefacts.store import KEYS, KIND, QDQ

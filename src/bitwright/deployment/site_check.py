@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from bitwright.core.modes import call_copied
+from bitwright.core.tensor_tree import call_copied
 from bitwright.deployment.agreement import MIN_SQNR, decibels, share_of
 from bitwright.deployment.integrity import Damage
 from bitwright.deployment.runtimes.base import Runtime

@@ -16,10 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from bitwright.core.errors import ExportError, Problem
-from bitwright.core.modes import call_copied, eval_mode
-from bitwright.core.tensor_tree import batch_size, map_tensors, tensors_in
-from bitwright.core.user_code import line_of
+from bitwright.core.errors import ExportError, Problem, line_of
+from bitwright.core.tensor_tree import batch_size, call_copied, eval_mode, map_tensors, tensors_in
 from bitwright.deployment.dynamic_axes import Axis, free_axes
 from bitwright.deployment.qdq import Recorded
 from bitwright.deployment.rewrites import inline_regions

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from bitwright.core.arguments import strict
-from bitwright.core.errors import BitwrightError, CaptureError, Problem
+from bitwright.core.errors import BitwrightError, CaptureError, Problem, first_line, line_of
 from bitwright.core.tensor_tree import as_call, batch_size, slice_batch, tensors_in
-from bitwright.core.user_code import first_line, line_of
 from bitwright.graph.graph import Graph, Op, Output, Parameter, Port, Role, Source
 from bitwright.graph.interception import Interceptor, bare, install, uninstall
 from bitwright.graph.naming import operator_name, primary_kind

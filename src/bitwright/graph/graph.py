@@ -12,9 +12,9 @@ from typing import Any, Literal
 from pydantic import TypeAdapter
 
 from bitwright.core.arguments import strict
+from bitwright.core.display import table
 from bitwright.core.documents import parse_json, validated
 from bitwright.core.errors import PlanError, Problem
-from bitwright.core.notebook import table
 from bitwright.graph.naming import site_name
 from bitwright.graph.operators import can_hook
 

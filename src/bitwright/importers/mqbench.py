@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from bitwright.core.errors import PlanError, Problem, did_you_mean
-from bitwright.core.importer import Importer
-from bitwright.core.registry import WORKLOADS
+from bitwright.core.registry import WORKLOADS, Importer
 
 #: The workload if the file names no network, as in the example of MQBench's documentation.
 DEFAULT_WORKLOAD = "digits"

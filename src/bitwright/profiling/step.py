@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from bitwright.backends import make_plan
 from bitwright.backends.precisions import resolve
 from bitwright.core import tensor_tree as tree
-from bitwright.core.allocator import keep_freed_memory
 from bitwright.core.arguments import strict
+from bitwright.core.environment import keep_freed_memory
 from bitwright.core.errors import BitwrightError
 from bitwright.graph import capture
 from bitwright.plan import Plan

@@ -14,7 +14,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from bitwright.core.modes import eval_mode
+from bitwright.core.tensor_tree import eval_mode
 from bitwright.graph import Op, Source
 from bitwright.ptq.block_replay import Replay, by_channel
 from bitwright.ptq.step import PtqContext, Step

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from bitwright.core.errors import BitwrightError
 from bitwright.core.files import scratch_folder, writing
-from bitwright.core.modes import eval_mode
-from bitwright.core.tensor_tree import as_call, tensors_in
+from bitwright.core.tensor_tree import as_call, eval_mode, tensors_in
 from bitwright.graph import Source
 from bitwright.graph.recording import Call, Tape, Values, depends_on_parameters, inputs_of, record, run_call
 from bitwright.ptq.step import PtqContext, Weight

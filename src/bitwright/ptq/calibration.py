@@ -10,13 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bitwright.core.allocator import keep_freed_memory
 from bitwright.core.arguments import strict
+from bitwright.core.environment import keep_freed_memory
 from bitwright.core.errors import BitwrightError, CalibrationError, PlanError, Problem, log_warnings
-from bitwright.core.modes import eval_mode
 from bitwright.core.progress import Progress
 from bitwright.core.registry import OBSERVERS
-from bitwright.core.tensor_tree import as_call, batch_size, channels_last, slice_batch, tensors_in
+from bitwright.core.tensor_tree import as_call, batch_size, channels_last, eval_mode, slice_batch, tensors_in
 from bitwright.graph.capture import untouched
 from bitwright.ptq.distributed import (
     exchange,

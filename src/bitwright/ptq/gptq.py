@@ -15,7 +15,7 @@ from pydantic import Field
 from torch import Tensor
 
 from bitwright.core.errors import CalibrationError
-from bitwright.core.modes import eval_mode
+from bitwright.core.tensor_tree import eval_mode
 from bitwright.graph.recording import Call
 from bitwright.ptq.block_replay import Replay
 from bitwright.ptq.step import PtqContext, Step, Weight, magnitude_unit

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from bitwright.backends import Choices, make_plan, reject_choices_with_plan, resolve_for_backend
 from bitwright.backends import backend as find_backend
 from bitwright.backends.precisions import resolve
-from bitwright.core import notebook
+from bitwright.core import display
 from bitwright.core.arguments import Amount, Seed, strict
 from bitwright.core.errors import BitwrightError, CalibrationError, PlanError, Problem, log_warnings
 from bitwright.core.output_folder import staged_output
@@ -69,7 +69,7 @@ class Quantized:
         rows += [("step", ran.step) for ran in self.steps]
         if self.distance is not None:
             rows.append(("SQNR against float", f"{self.distance.sqnr_db:.1f} dB"))
-        return notebook.table(["", ""], rows, title=repr(self)[1:-1]) + self.plan._repr_html_()
+        return display.table(["", ""], rows, title=repr(self)[1:-1]) + self.plan._repr_html_()
 
     def export(self, path: str | Path, *, dynamic_batch: bool = True, artefact: str | None = None) -> Artefact:
         """Write the artefact that the backend's tools read: the first one of its table, or the one named."""

@@ -18,7 +18,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from bitwright.core.modes import eval_mode
+from bitwright.core.tensor_tree import eval_mode
 from bitwright.graph.recording import Values
 from bitwright.ptq.block_replay import ReconstructionBlock, Replay
 from bitwright.ptq.step import PtqContext, Step, Weight, is_uniform, magnitude_unit

@@ -13,8 +13,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor, nn
 
 from bitwright.core.errors import BitwrightError, CalibrationError, PlanError, Problem, did_you_mean
-from bitwright.core.modes import eval_mode
 from bitwright.core.registry import STEPS
+from bitwright.core.tensor_tree import eval_mode
 from bitwright.graph import Graph, Op, Source
 from bitwright.graph.recording import Runner, Tape, Values, inputs_of, parameters_of, record
 from bitwright.plan import Plan

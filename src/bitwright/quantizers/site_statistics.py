@@ -12,7 +12,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from bitwright.core.documents import ResultModel
-from bitwright.core.modes import eval_mode
+from bitwright.core.tensor_tree import eval_mode
 from bitwright.plan import SiteSpec
 from bitwright.quantizers.attachment import Attachment
 from bitwright.quantizers.base import Quantizer

@@ -9,7 +9,7 @@ from typing import Literal
 from markupsafe import Markup
 
 from bitwright.bench.comparison import LatencyRow
-from bitwright.core import charts, formatting
+from bitwright.core import display, formatting
 from bitwright.quantizers.site_statistics import SiteRow
 from bitwright.reports.record import Record, own_accuracy
 from bitwright.reports.sections import Forecast, ForecastDevice, TrainingRecord, TuningRecord
@@ -161,7 +161,7 @@ def _chart(record: Record, variants: list[Point], cost: CostAxis) -> Markup | No
     corners = front(chosen, cost, lower=lower_is_better(record))
     few = sum(one.kind != "trial" for one in chosen) <= 8
     dots = [
-        charts.Dot(
+        display.Dot(
             x=getattr(one, cost) / unit,
             y=one.score,
             name=one.name,
@@ -172,7 +172,7 @@ def _chart(record: Record, variants: list[Point], cost: CostAxis) -> Markup | No
         for one in chosen
     ]
     limit = record.tuning.limit if record.tuning is not None else None
-    return charts.scatter(
+    return display.scatter(
         dots,
         x_name=f"size, {unit_name}" if cost == "size" else "latency, relative to float",
         y_name=f"{metric}, %" if metric.startswith("top") else metric,
@@ -221,29 +221,29 @@ def _title(device: ForecastDevice) -> str:
 def _timeline(found: Forecast, device: ForecastDevice, *, first: bool) -> Markup | None:
     """Predicted phases, operators and collectives above the measured phases, on one time axis."""
     predicted = phases(device)
-    lanes: list[tuple[str, list[charts.Bar]]] = [("predicted", predicted)]
+    lanes: list[tuple[str, list[display.Bar]]] = [("predicted", predicted)]
     compute = [s for s in device.spans if s.kind != "collective"]
     if compute:
         lanes.append(
             (
                 "operators",
-                [charts.Bar(start=s.start_ms, end=s.end_ms, name=s.name, kind=f"op {s.kind}") for s in compute],
+                [display.Bar(start=s.start_ms, end=s.end_ms, name=s.name, kind=f"op {s.kind}") for s in compute],
             )
         )
     sent = [s for s in device.spans if s.kind == "collective"]
     if sent:
         lanes.append(
-            ("collectives", [charts.Bar(start=s.start_ms, end=s.end_ms, name=s.name, kind="collective") for s in sent])
+            ("collectives", [display.Bar(start=s.start_ms, end=s.end_ms, name=s.name, kind="collective") for s in sent])
         )
     if found.measured is not None and first:
         lanes.append(("measured", _stacked(_in_order((b.name, b.measured_ms) for b in found.measured.phases))))
     end = max((bar.end for _, bars in lanes for bar in bars), default=0.0)
     if end <= 0:
         return None
-    return charts.lanes(lanes, end=end, unit="ms", label=f"Timeline of {_title(device)}")
+    return display.lanes(lanes, end=end, unit="ms", label=f"Timeline of {_title(device)}")
 
 
-def phases(device: ForecastDevice) -> list[charts.Bar]:
+def phases(device: ForecastDevice) -> list[display.Bar]:
     """The phases on the time axis of the operators, with the wait between backward and optimizer."""
     hull: dict[str, tuple[float, float]] = {}
     for span in device.spans:
@@ -265,7 +265,7 @@ def phases(device: ForecastDevice) -> list[charts.Bar]:
         at = last
     least = end / 1e4  # rounding
     return [
-        charts.Bar(start=start, end=stop, name=name, kind=f"phase {kind}")
+        display.Bar(start=start, end=stop, name=name, kind=f"phase {kind}")
         for kind, name, start, stop in marks
         if stop - start > least
     ]
@@ -276,12 +276,12 @@ def _in_order(items: Iterable[tuple[str, float]]) -> list[tuple[str, float]]:
     return sorted(items, key=lambda item: item[0] != "other")
 
 
-def _stacked(items: Iterable[tuple[str, float]]) -> list[charts.Bar]:
-    bars: list[charts.Bar] = []
+def _stacked(items: Iterable[tuple[str, float]]) -> list[display.Bar]:
+    bars: list[display.Bar] = []
     at = 0.0
     for name, length in items:
         if length > 0:
-            bars.append(charts.Bar(start=at, end=at + length, name=name, kind=f"phase {name}"))
+            bars.append(display.Bar(start=at, end=at + length, name=name, kind=f"phase {name}"))
         at += length
     return bars
 
@@ -295,9 +295,9 @@ def worst_sites_chart(rows: Iterable[SiteRow]) -> Markup:
     for index, (sqnr, site) in enumerate(shown):
         noise = 10 ** (-sqnr / 20)
         value = f"{formatting.percent(noise)} · {sqnr:.1f} dB"
-        parts.append(charts.bar(charts.BAR_HEIGHT * index, site, value, noise / most, "quantized"))
+        parts.append(display.bar(display.BAR_HEIGHT * index, site, value, noise / most, "quantized"))
     label = "The sites with the most quantization noise, relative to their signal"
-    return charts.svg(parts, charts.BAR_HEIGHT * len(shown), label)
+    return display.svg(parts, display.BAR_HEIGHT * len(shown), label)
 
 
 def tuning_chart(found: TuningRecord) -> Markup | str:
@@ -306,7 +306,7 @@ def tuning_chart(found: TuningRecord) -> Markup | str:
     if len(known) < 2:
         return ""
     dots = [
-        charts.Dot(
+        display.Dot(
             x=trial.number,
             y=trial.metrics[found.metric],
             name=f"trial {trial.number}",
@@ -317,7 +317,7 @@ def tuning_chart(found: TuningRecord) -> Markup | str:
         for trial in known
     ]
     best = max(trial.metrics[found.metric] for trial in known)
-    return charts.scatter(
+    return display.scatter(
         dots,
         x_name="trial",
         y_name=found.metric,
@@ -333,7 +333,7 @@ def training_chart(found: TrainingRecord) -> Markup | str:
     """The metric after each epoch."""
     values = [epoch.get(found.metric) for epoch in found.metrics]
     dots = [
-        charts.Dot(
+        display.Dot(
             x=number,
             y=value,
             name=f"epoch {number}",
@@ -346,4 +346,4 @@ def training_chart(found: TrainingRecord) -> Markup | str:
     if len(dots) < 2:
         return ""
     least = 1.0 if found.metric.startswith("top") else 0.0
-    return charts.scatter(dots, x_name="epoch", y_name=found.metric, label="Training", least_y=least, counted=True)
+    return display.scatter(dots, x_name="epoch", y_name=found.metric, label="Training", least_y=least, counted=True)

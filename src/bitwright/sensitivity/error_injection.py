@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from bitwright.core.errors import BitwrightError
-from bitwright.core.modes import eval_mode
 from bitwright.core.registry import KERNELS
+from bitwright.core.tensor_tree import eval_mode
 from bitwright.graph import Graph, Op
 from bitwright.kernels.kernel import arguments, each_axis, padded
 from bitwright.plan import ComputeSpec, Plan

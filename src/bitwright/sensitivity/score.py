@@ -13,12 +13,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from bitwright.core import formatting, notebook
+from bitwright.core import display, formatting
 from bitwright.core.arguments import strict
 from bitwright.core.errors import CalibrationError, PlanError, Problem
-from bitwright.core.modes import eval_mode
 from bitwright.core.progress import Progress
-from bitwright.core.tensor_tree import batch_size
+from bitwright.core.tensor_tree import batch_size, eval_mode
 from bitwright.quantizers import Quantizer, attachment_of, in_mode, tapped
 from bitwright.workload import Loss, call
 
@@ -84,13 +83,13 @@ class Scores:
             for one in self.sites
         ]
         heads = ["site", "format", "#SQNR", "#output error", "#loss change"]
-        return notebook.table(heads, rows, title=f"Sensitivity of {len(self.sites)} sites, {self.samples} samples")
+        return display.table(heads, rows, title=f"Sensitivity of {len(self.sites)} sites, {self.samples} samples")
 
-    def plot(self, most: int = 20) -> notebook.Chart:
+    def plot(self, most: int = 20) -> display.Chart:
         """The error of the outputs when one site is quantized, for the worst sites."""
         worst = sorted(self.sites, key=lambda one: -one.output_error)[:most]
         bars = [(one.site, formatting.percent(one.output_error), one.output_error) for one in worst]
-        return notebook.bar_chart(bars, label="Error of the outputs if one site is quantized")
+        return display.bar_chart(bars, label="Error of the outputs if one site is quantized")
 
     def operators(self) -> list[tuple[str, float]]:
         """Operators with the sum over their sites, worst first."""

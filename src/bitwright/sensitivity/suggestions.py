@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from bitwright.core.arguments import Count, strict
-from bitwright.core.modes import eval_mode
 from bitwright.core.progress import Progress
+from bitwright.core.tensor_tree import eval_mode
 from bitwright.plan import Plan, SiteSpec
 from bitwright.quantizers import attachment_of, in_mode
 from bitwright.quantizers.attachment import Attachment

@@ -12,8 +12,7 @@ import numpy
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler, default_collate
 
-from bitwright.core.errors import TrainError, WorkloadError
-from bitwright.core.user_code import user_code
+from bitwright.core.errors import TrainError, WorkloadError, user_code
 from bitwright.training.distributed import Ranks
 from bitwright.workload import Workload, shape_of
 

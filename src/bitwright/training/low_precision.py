@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from bitwright.core.errors import Problem, TrainError, did_you_mean
-from bitwright.core.modes import eval_mode
+from bitwright.core.tensor_tree import eval_mode
 from bitwright.graph import capture
 from bitwright.plan import Device, Plan
 from bitwright.quantizers import attachment_of, find_attachment, in_mode, prepare, strip

@@ -19,8 +19,7 @@ from bitwright.backends import Choices
 from bitwright.backends.precisions import Precision, word
 from bitwright.core.errors import TrainDiverged, TrainError
 from bitwright.core.interrupts import Interrupted, Stop
-from bitwright.core.modes import eval_mode
-from bitwright.core.tensor_tree import map_tensors
+from bitwright.core.tensor_tree import eval_mode, map_tensors
 from bitwright.deployment.checkpoint import checkpoint_file, load_checkpoint
 from bitwright.plan import Plan
 from bitwright.quantizers.compiled import for_this_cpu

@@ -18,8 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bitwright.core.errors import TrainError
-from bitwright.core.modes import eval_mode
-from bitwright.core.tensor_tree import map_tensors
+from bitwright.core.tensor_tree import eval_mode, map_tensors
 from bitwright.training.config import AMP_DTYPES, Amp, TrainConfig
 from bitwright.training.distributed import Ranks, SingleProcess
 from bitwright.training.qat import parameter_groups

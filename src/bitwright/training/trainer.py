@@ -14,8 +14,8 @@ from torch import nn
 
 from bitwright.backends import Choices
 from bitwright.backends.precisions import Precision, resolve
-from bitwright.core.allocator import keep_freed_memory
 from bitwright.core.arguments import strict
+from bitwright.core.environment import keep_freed_memory
 from bitwright.core.errors import BitwrightError, Problem, TrainError
 from bitwright.core.files import write_text
 from bitwright.core.interrupts import current_stop

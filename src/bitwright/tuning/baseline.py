@@ -13,8 +13,7 @@ from torch import Tensor
 
 from bitwright.core.errors import WorkloadError, did_you_mean
 from bitwright.core.files import fingerprint, sample_fingerprints
-from bitwright.core.modes import eval_mode
-from bitwright.core.tensor_tree import batch_size, tensors_in
+from bitwright.core.tensor_tree import batch_size, eval_mode, tensors_in
 from bitwright.workload import Workload, evaluate, hits_of, pairs
 from bitwright.workload.data import joined, take
 

@@ -16,7 +16,7 @@ from bitwright.core.addresses import is_address
 from bitwright.core.arguments import reject_unknown, strict
 from bitwright.core.documents import NonBlank, Strict, read_settings, validated
 from bitwright.core.errors import WorkloadError, did_you_mean
-from bitwright.core.importer import translated
+from bitwright.core.registry import translated
 from bitwright.tuning.evaluate import Measuring
 from bitwright.tuning.goal import Budget, Goal
 from bitwright.tuning.result import Tuned

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from bitwright.core import charts, formatting, notebook
+from bitwright.core import display, formatting
 from bitwright.core.arguments import strict
 from bitwright.core.errors import BitwrightError
 from bitwright.core.files import write_text
@@ -88,14 +88,14 @@ class Tuned:
             for found in (asked.outcome.metrics,)
         ]
         heads = ["#trial", "goal", *(f"#{name}" for name in names), "#latency", "#size", "candidate"]
-        return notebook.table(heads, rows, title=f"{self.workload}: {self._verdict}, {self.stopped_because}")
+        return display.table(heads, rows, title=f"{self.workload}: {self._verdict}, {self.stopped_because}")
 
-    def plot(self) -> notebook.Chart:
+    def plot(self) -> display.Chart:
         """The first metric of each trial; filled points are on the Pareto front."""
         name = next(iter(self._metrics), "")
         front = {asked.number for asked in self.pareto}
         dots = [
-            charts.Dot(
+            display.Dot(
                 x=asked.number + 1,
                 y=asked.outcome.metrics[name],
                 name=f"trial {asked.number + 1}",
@@ -107,7 +107,7 @@ class Tuned:
         ]
         if not dots:
             raise BitwrightError("no trial has a metric", code="nothing-to-plot")
-        return notebook.Chart(charts.scatter(dots, x_name="trial", y_name=name, label="Trials", counted=True))
+        return display.Chart(display.scatter(dots, x_name="trial", y_name=name, label="Trials", counted=True))
 
     @property
     def pareto(self) -> list[TrialRecord]:

@@ -23,7 +23,7 @@ from bitwright.plan import Plan
 from bitwright.ptq import read_steps
 from bitwright.tuning.candidate import FLOAT, Base, Candidate, Override
 
-Option = Override | Literal["float"] | None
+OperatorOption = Override | Literal["float"] | None
 """The setting of one operator: that of the base (None), float, or its own."""
 
 
@@ -75,7 +75,7 @@ class Operator:
     name: str
     kind: str
     macs: int
-    options: tuple[Option, ...]
+    options: tuple[OperatorOption, ...]
 
     @property
     def can_float(self) -> bool:
@@ -117,7 +117,7 @@ class SearchSpace:
         base = next(self.bases()) if base is None else base
         return self.choose(base, {op.name: op.options[0] for op in self.operators})
 
-    def choose(self, base: Base, options: Mapping[str, Option]) -> Candidate:
+    def choose(self, base: Base, options: Mapping[str, OperatorOption]) -> Candidate:
         """The candidate with these options."""
         return Candidate(
             base=base,
@@ -142,10 +142,10 @@ class SearchSpace:
                 yield self.choose(base, dict(zip((op.name for op in self.operators), options, strict=True)))
 
 
-def _by_changes(options: list[tuple[Option, ...]]) -> Iterator[tuple[Option, ...]]:
+def _by_changes(options: list[tuple[OperatorOption, ...]]) -> Iterator[tuple[OperatorOption, ...]]:
     """The product of the options, with the fewest changes from the first options first, without storing it."""
 
-    def rest(index: int, changes: int) -> Iterator[tuple[Option, ...]]:
+    def rest(index: int, changes: int) -> Iterator[tuple[OperatorOption, ...]]:
         if index == len(options):
             if changes == 0:
                 yield ()
@@ -191,14 +191,14 @@ def make_space(space: Space, graph: Graph, table: BackendTable, plan: Plan, choi
     return SearchSpace(axes={name: values or (None,) for name, values in axes.items()}, operators=tuple(operators))
 
 
-def _options(space: Space, name: str, kind: str) -> tuple[Option, ...]:
+def _options(space: Space, name: str, kind: str) -> tuple[OperatorOption, ...]:
     """The last matching rule applies; rules for names take precedence over rules for types."""
     rules = [rule for pattern, rule in space.operators.items() if _matches(name, pattern)]
     rules = rules or [rule for pattern, rule in space.types.items() if fnmatch.fnmatchcase(kind, pattern)]
     rule = rules[-1] if rules else SpaceRule()
     if rule.keep == "float":
         return (FLOAT,)
-    own: list[Option] = [
+    own: list[OperatorOption] = [
         Override(weights=weights, activations=activations, observer=observer)
         for weights, activations, observer in product(
             rule.weights or (None,), rule.activations or (None,), rule.observer or (None,)

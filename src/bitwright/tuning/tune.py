@@ -16,11 +16,10 @@ from bitwright.backends import backend as find_backend
 from bitwright.core.arguments import Amount, Count, Seed, strict
 from bitwright.core.errors import BitwrightError, PlanError, Problem
 from bitwright.core.files import disk_error, fingerprint, scratch_folder
-from bitwright.core.modes import eval_mode
 from bitwright.core.output_folder import locked, recover, staged_output
 from bitwright.core.progress import Progress, phases
 from bitwright.core.registry import STRATEGIES
-from bitwright.core.tensor_tree import tensors_in
+from bitwright.core.tensor_tree import eval_mode, tensors_in
 from bitwright.deployment import open_runtime
 from bitwright.graph import Graph, capture_paths
 from bitwright.ptq import MEMORY

@@ -11,10 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bitwright.core.errors import BitwrightError, WorkloadError
-from bitwright.core.modes import copied
-from bitwright.core.tensor_tree import batch_size, map_tensors, slice_batch, tensors_in
-from bitwright.core.user_code import first_line, line_of, user_code
+from bitwright.core.errors import BitwrightError, WorkloadError, first_line, line_of, user_code
+from bitwright.core.tensor_tree import batch_size, copied, map_tensors, slice_batch, tensors_in
 from bitwright.workload.workload import Workload
 
 

@@ -16,11 +16,9 @@ from typing import Any
 import torch
 
 from bitwright.core.arguments import UnknownArgument, strict
-from bitwright.core.errors import BitwrightError, WorkloadError, did_you_mean
-from bitwright.core.modes import eval_mode
+from bitwright.core.errors import BitwrightError, WorkloadError, did_you_mean, first_line, line_of
 from bitwright.core.registry import WORKLOADS
-from bitwright.core.tensor_tree import tensors_in
-from bitwright.core.user_code import first_line, line_of
+from bitwright.core.tensor_tree import eval_mode, tensors_in
 from bitwright.workload.data import call
 from bitwright.workload.workload import Workload
 

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from bitwright.core.errors import WorkloadError
-from bitwright.core.user_code import defined_at, user_code
+from bitwright.core.errors import WorkloadError, defined_at, user_code
 from bitwright.workload.data import shape_of
 from bitwright.workload.workload import Loss, Workload
 

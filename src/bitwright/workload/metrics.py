@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from bitwright.core.arguments import strict
-from bitwright.core.errors import WorkloadError, did_you_mean
-from bitwright.core.modes import eval_mode
-from bitwright.core.user_code import user_code
+from bitwright.core.errors import WorkloadError, did_you_mean, user_code
+from bitwright.core.tensor_tree import eval_mode
 from bitwright.workload.data import call, call_on, pairs, shape_of
 from bitwright.workload.workload import Workload
 

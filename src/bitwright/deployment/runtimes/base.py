@@ -15,9 +15,8 @@ from torch import Tensor, nn
 
 from bitwright.core.arguments import strict
 from bitwright.core.errors import ArtefactError, BitwrightError
-from bitwright.core.modes import eval_mode
 from bitwright.core.registry import RUNTIMES
-from bitwright.core.tensor_tree import map_tensors, tensors_in
+from bitwright.core.tensor_tree import eval_mode, map_tensors, tensors_in
 from bitwright.deployment.agreement import as_array
 from bitwright.deployment.integrity import Damage
 from bitwright.deployment.measure import Latency, measure_latency

@@ -1,6 +1,6 @@
 """Import YAML files of LPOT (Neural Compressor 1.x). Keys keep their meaning; keys without one are errors."""
 
-from bitwright.core.importer import Importer
+from bitwright.core.registry import Importer
 from bitwright.importers.lpot.file import LpotConfig
 from bitwright.importers.lpot.translate import is_lpot, read_lpot, translate, tune_settings
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from bitwright.core.errors import CalibrationError
-from bitwright.core.modes import eval_mode
+from bitwright.core.tensor_tree import eval_mode
 from bitwright.plan import ComputeSpec
 from bitwright.sensitivity.error_injection import rounded_weight, weight_name, weight_of
 from bitwright.sensitivity.operator_scores import Subject, Values

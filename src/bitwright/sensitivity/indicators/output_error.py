@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from bitwright.core.modes import eval_mode
 from bitwright.core.registry import KERNELS
+from bitwright.core.tensor_tree import eval_mode
 from bitwright.plan import ComputeSpec
 from bitwright.sensitivity.error_injection import substitutable_operators
 from bitwright.sensitivity.operator_scores import Subject, Values

@@ -8,12 +8,12 @@ import sys
 
 import pytest
 
-from bitwright.core.allocator import keep_freed_memory
+from bitwright.core.environment import keep_freed_memory
 
 CHILD = """
 import ctypes, sys
 from pathlib import Path
-from bitwright.core.allocator import keep_freed_memory
+from bitwright.core.environment import keep_freed_memory
 
 def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096

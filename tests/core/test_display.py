@@ -15,7 +15,7 @@ from records import EVIL, record
 from torch import nn
 
 import bitwright
-from bitwright.core.notebook import Chart, bar_chart, table
+from bitwright.core.display import Chart, bar_chart, table
 from bitwright.sensitivity import OperatorScores
 from bitwright.sensitivity.score import Scores, SiteScore
 
