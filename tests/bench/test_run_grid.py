@@ -324,7 +324,7 @@ def test_rows_do_not_depend_on_the_cpu_that_runs_them(tmp_path: Path, monkeypatc
     found = []
     for saturates in (False, True):
         monkeypatch.setattr(
-            sys.modules["bitwright.deployment.saturation"], "saturates", lambda _, answer=saturates: answer
+            sys.modules["bitwright.deployment.measurement"], "saturates", lambda _, answer=saturates: answer
         )
         one = run(tmp_path / str(saturates), backends=["onnxruntime"], bits=[8], seeds=[0], runtimes="none").rows[0]
         assert one.executed is not None

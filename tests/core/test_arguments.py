@@ -16,7 +16,7 @@ from torch import nn
 import bitwright
 from bitwright import BitwrightError, PlanError, Qat, capture, make_plan, quantize, quantizers_of
 from bitwright.core.arguments import Amount, Count, ImpossibleArgument, Seed, Share, UnknownArgument, strict
-from bitwright.deployment.measure import measure_latency
+from bitwright.deployment.measurement import measure_latency
 
 # Shown in docs/, but not in `bitwright.__all__`.
 SHOWN = {

@@ -15,8 +15,7 @@ import bitwright as bw
 from bitwright.backends import BackendTable
 from bitwright.core.errors import ArtefactError, ExportError
 from bitwright.core.registry import RUNTIMES
-from bitwright.deployment import Runtime, available_runtimes, saturates
-from bitwright.deployment import saturation as machine
+from bitwright.deployment import Runtime, available_runtimes, measurement, saturates
 from bitwright.quantizers import weights_may_change
 from bitwright.reports import environment
 
@@ -156,5 +155,5 @@ def test_saturation_is_measured(name: str) -> None:
 def test_lost_bits_are_seen(monkeypatch: pytest.MonkeyPatch, value: float, lossy: bool) -> None:
     """A runtime whose sums of 16 products 1 · 1 are cut off."""
     session = SimpleNamespace(inputs=["x"], run=lambda feeds: [np.full((1, 16, 8, 8), value, dtype=np.float32)])
-    monkeypatch.setattr(machine, "open_runtime", lambda name, path, threads: session)
+    monkeypatch.setattr(measurement, "open_runtime", lambda name, path, threads: session)
     assert saturates.__wrapped__("onnxruntime") is lossy

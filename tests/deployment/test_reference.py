@@ -20,7 +20,7 @@ from bitwright.core.errors import ArtefactError
 from bitwright.core.registry import RUNTIMES
 from bitwright.deployment import available_runtimes
 from bitwright.deployment.runtimes.reference import Reference
-from bitwright.deployment.runtimes.reference.operators import (
+from bitwright.deployment.runtimes.reference_operators import (
     OPERATORS,
     Integers,
     accumulator,

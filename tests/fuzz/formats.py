@@ -28,8 +28,7 @@ from bitwright.cluster import Cluster, Predictor
 from bitwright.core.files import file_fingerprint
 from bitwright.core.registry import ARTEFACTS, RUNTIMES
 from bitwright.deployment import export, open_runtime, read_artefact
-from bitwright.deployment.artefacts.base import StoredGrid, TensorGrid
-from bitwright.deployment.artefacts.store import read_sidecar
+from bitwright.deployment.artefacts.base import StoredGrid, TensorGrid, read_sidecar
 from bitwright.deployment.checkpoint import load_checkpoint, save_checkpoint
 from bitwright.graph import Graph, capture
 from bitwright.importers.qsync import load_mapper, plan_of_mapper

@@ -428,7 +428,7 @@ def make_plan(
     if problems := choice_problems(choices, table, graph):  # before testing this machine
         raise PlanError(problems)
     if choices.get("saturating") is None and table.guard is not None and table.runtime is not None:
-        from bitwright.deployment.saturation import saturates  # runs a model on the runtime
+        from bitwright.deployment.measurement import saturates  # runs a model on the runtime
 
         choices["saturating"] = saturates(table.runtime)
     return place(graph, target, model=model, **choices)

@@ -14,6 +14,7 @@ from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -155,3 +156,9 @@ def _tensors_of(value: Any) -> Iterator[Tensor]:
         for part in item if isinstance(item, (list, tuple)) else (item,):
             if isinstance(part, Tensor):
                 yield part
+
+
+def as_array(tensor: Tensor) -> NDArray[Any]:
+    """Convert a tensor to NumPy; bfloat16 becomes float32, which has the same values."""
+    tensor = tensor.detach()
+    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).cpu().numpy()

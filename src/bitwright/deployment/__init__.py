@@ -1,15 +1,12 @@
 """Deployment: export a model to an artefact, run it, check it against the simulation and measure it."""
 
-from bitwright.deployment.agreement import OutputCheck
+from bitwright.deployment.agreement import OutputCheck, ProbeInfo, SiteCheck
 from bitwright.deployment.artefacts import Stored, read_artefact
 from bitwright.deployment.check import Check, check, default_runtime
 from bitwright.deployment.distance import Distance, OutputDistance, SiteDistance, measure_distance
 from bitwright.deployment.export import Artefact, export, export_float, unexportable
-from bitwright.deployment.footprint import peak_memory
-from bitwright.deployment.measure import Latency, measure_latency
+from bitwright.deployment.measurement import Latency, measure_latency, peak_memory, saturates
 from bitwright.deployment.runtimes.base import Runtime, available_runtimes, open_runtime, readers
-from bitwright.deployment.saturation import saturates
-from bitwright.deployment.site_check import ProbeInfo, SiteCheck
 
 __all__ = [
     "Artefact",

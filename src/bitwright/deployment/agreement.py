@@ -1,17 +1,24 @@
-"""Agreement of output tensors: the runtime's with the simulation's, and both with the float model's."""
+"""X"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import permutations
 from math import inf, log10
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from bitwright.core.errors import ArtefactError
+from bitwright.core.tensor_tree import call_copied
+from bitwright.deployment.integrity import Damage
+from bitwright.deployment.runtimes.base import Runtime
+from bitwright.quantizers import Quantizer, in_mode, quantizers_of, tapped
 
 MIN_SQNR = 30.0
 # Codes may differ by one if a sum is near a rounding boundary, and such flips propagate through a deep network. Real
@@ -29,12 +36,6 @@ def share_of(error: float, quantization: float) -> float:
     if error == 0:
         return 0.0
     return (error / quantization) ** 0.5 if quantization else inf
-
-
-def as_array(tensor: Tensor) -> NDArray[Any]:
-    """Convert a tensor to NumPy; bfloat16 becomes float32, which has the same values."""
-    tensor = tensor.detach()
-    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).cpu().numpy()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,3 +125,221 @@ def refuse_nan(path: str, *, simulated: NDArray[Any], real: NDArray[Any], exact:
     else:
         what, fix = f"{runtime} returns NaN where the simulated model doesn't", "check with per_site=True for the site"
     raise ArtefactError(what, where=path or "output", fix=fix, code="nan-output")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SiteCheck:
+    """The comparison of one site's codes between runtime and simulation."""
+
+    site: str
+    stored: bool
+    """Whether it is a weight or bias, with codes read from the artefact that must be equal."""
+    differing: float
+    """The share of differing codes."""
+    largest: int
+    """The largest difference of codes, in LSB."""
+    sqnr_db: float
+    quantization_share: float
+    """The runtime's deviation relative to the quantization error (simulation against float)."""
+    grid: str | None
+    """How the artefact's scale or zero point differs from the model's, or None."""
+
+    @property
+    def damaged(self) -> bool:
+        """Whether the artefact's values differ from the model's by more than rounding could explain."""
+        return self.grid is not None or (self.stored and self.differing > 0)
+
+    @property
+    def diverges(self) -> bool:
+        """Whether the difference is larger than rounding could explain."""
+        return self.damaged or (self.sqnr_db < MIN_SQNR and self.quantization_share > 1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeInfo:
+    """How internal codes were obtained: by a copy of the artefact with additional outputs."""
+
+    outputs: int
+    """The number of additional outputs of the copy."""
+    outputs_identical: bool
+    """Whether the other outputs of the copy are bit-identical to those of the artefact."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SiteComparison:
+    """All sites in execution order."""
+
+    checks: tuple[SiteCheck, ...]
+    unseen: tuple[str, ...]
+    """Sites without their own codes in the artefact, because their tensor is quantized elsewhere."""
+    probe: ProbeInfo
+
+
+@dataclass
+class _SimulatedSite:
+    """The values of the simulated model at one site."""
+
+    codes: NDArray[Any]
+    grid: dict[str, NDArray[Any]]
+    zero: NDArray[Any]
+    owner: str
+    exact: NDArray[Any] | None = None  # the float model's values, in units of the scale
+
+
+def check_sites(
+    model: nn.Module, real: Runtime, artefact: Path, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> SiteComparison:
+    """Compare every site of the prepared model for one call."""
+    seen = _simulate(model, args, kwargs)
+    constants = type(real).stored(artefact)
+    probe = type(real).probing(
+        artefact, [site for site in seen if not {f"{site}.codes", f"{site}.value"} & set(constants)]
+    )
+    feed = real.feed(*args, **kwargs)
+    results = dict(zip(probe.outputs, probe.run(feed), strict=True))
+    plain = dict(zip(real.outputs, real.run(feed), strict=True))
+    checks, unseen = [], []
+    for site, what in seen.items():
+        name = f"{site}.codes"
+        if f"{site}.value" in constants:  # a bias stored as float values
+            constants[name] = np.rint(constants[f"{site}.value"] / what.grid["scale"].astype(np.float64))
+        if name in constants or name in results:
+            checks.append(_compare(site, what, name, results, constants))
+        else:
+            unseen.append(site)
+    return SiteComparison(
+        checks=tuple(checks),
+        unseen=tuple(unseen),
+        probe=ProbeInfo(
+            outputs=len(probe.outputs) - len(real.outputs),
+            outputs_identical=all(np.array_equal(array, results[name]) for name, array in plain.items()),
+        ),
+    )
+
+
+class StoredSites:
+    """Compares stored codes of weights, scales and zero points of an artefact with the model's."""
+
+    def __init__(self, constants: dict[str, NDArray[Any]]) -> None:
+        self.constants = dict(constants)
+        self.found: dict[str, Damage] = {}
+        self.seen_in_order: dict[str, None] = {}
+
+    def look(self, site: str, quantizer: Quantizer, x: Tensor) -> None:
+        """A tap function that receives the input of each site in the simulated model."""
+        if site in self.seen_in_order:
+            return
+        self.seen_in_order[site] = None
+        grid = quantizer.grid()
+        numbers = {"scale": grid.scale.cpu().numpy(), "zero_point": grid.zero_point.cpu().numpy()}
+        zero = quantizer.layout.spread(grid.zero_point, x).cpu().numpy()
+        name = f"{site}.codes"
+        if f"{site}.value" in self.constants:
+            value = self.constants[f"{site}.value"]
+            self.constants[name] = np.rint(value / numbers["scale"].astype(np.float64))
+        stored = name in self.constants
+        codes = quantizer.integers(x).cpu().numpy() if stored else np.zeros(())
+        seen = _SimulatedSite(codes=codes, grid=numbers, zero=zero, owner=quantizer.site)
+        differs = _grid_difference(seen, self.constants)
+        if differs is not None:
+            self.found.setdefault(site, Damage(site=site, what=differs))
+        if stored:
+            theirs = _turned_back(self.constants[name].astype(np.int64), codes)
+            if not np.array_equal(theirs, codes):
+                count = int((theirs != codes).sum()) if theirs.shape == codes.shape else codes.size
+                self.found.setdefault(
+                    site, Damage(site=site, what=f"{count} of {codes.size} codes differ from the model")
+                )
+
+
+def _simulate(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, _SimulatedSite]:
+    seen: dict[str, _SimulatedSite] = {}
+
+    def look(site: str, quantizer: Quantizer, x: Tensor) -> None:
+        if site in seen:
+            return
+        grid = quantizer.grid()
+        seen[site] = _SimulatedSite(
+            codes=quantizer.integers(x).cpu().numpy(),
+            grid={"scale": grid.scale.cpu().numpy(), "zero_point": grid.zero_point.cpu().numpy()},
+            zero=quantizer.layout.spread(grid.zero_point, x).cpu().numpy(),
+            owner=quantizer.site,
+        )
+
+    def look_exactly(site: str, quantizer: Quantizer, x: Tensor) -> None:
+        if site in seen and seen[site].exact is None:
+            scale = quantizer.layout.spread(quantizer.grid().scale, x).cpu().numpy()
+            seen[site].exact = x.detach().float().cpu().numpy() / scale + seen[site].zero
+
+    _walk(model, look, args, kwargs, enabled=True)
+    _walk(model, look_exactly, args, kwargs, enabled=False)
+    return seen
+
+
+def _walk(
+    model: nn.Module,
+    look: Callable[[str, Quantizer, Tensor], None],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    enabled: bool,
+) -> None:
+    with tapped(model, look), torch.no_grad(), in_mode(model, "quantize"):
+        for quantizer in quantizers_of(model).values():
+            quantizer.enabled = enabled
+        call_copied(model, args, kwargs)
+
+
+def _compare(
+    site: str, seen: _SimulatedSite, name: str, results: dict[str, NDArray[Any]], constants: dict[str, NDArray[Any]]
+) -> SiteCheck:
+    stored = name in constants
+    found = (constants if stored else results)[name].astype(np.int64)
+    if stored:
+        found = _turned_back(found, seen.codes)
+    if found.shape != seen.codes.shape:
+        grid = f"codes have the shape {found.shape}, but the model's have {seen.codes.shape}"
+        return SiteCheck(
+            site=site, stored=stored, differing=1.0, largest=0, sqnr_db=-inf, quantization_share=inf, grid=grid
+        )
+    difference = np.abs(found - seen.codes)
+    error = float((difference.astype(np.float64) ** 2).sum())
+    quantization = 0.0 if seen.exact is None else float(((seen.codes - seen.exact) ** 2).sum())
+    return SiteCheck(
+        site=site,
+        stored=stored,
+        differing=float((difference > 0).mean()),
+        largest=int(difference.max(initial=0)),
+        sqnr_db=decibels(float(((seen.codes - seen.zero).astype(np.float64) ** 2).sum()), error),
+        quantization_share=share_of(error, quantization),
+        grid=_grid_difference(seen, constants),
+    )
+
+
+def _turned_back(found: NDArray[Any], codes: NDArray[Any]) -> NDArray[Any]:
+    """Undo a transposition: artefacts store matrices as their operators read them; the best match is used."""
+    if found.shape == codes.shape and np.array_equal(found, codes):
+        return found
+    if found.ndim == codes.ndim:
+        turns = [found.transpose(axes) for axes in permutations(range(found.ndim))]
+    elif found.size == codes.size:  # a stack of matrices, stored as one
+        every = list(permutations(range(codes.ndim)))
+        turns = [found.reshape(codes.transpose(axes).shape).transpose(np.argsort(axes)) for axes in every]
+    else:
+        return found
+    fitting = [turned for turned in turns if turned.shape == codes.shape]
+    return min(fitting, key=lambda turned: int((turned != codes).sum()), default=found)
+
+
+def _grid_difference(seen: _SimulatedSite, constants: dict[str, NDArray[Any]]) -> str | None:
+    for name, ours in seen.grid.items():
+        theirs = constants.get(f"{seen.owner}.{name}")
+        if theirs is None:
+            continue  # a bias has no zero point
+        ours, stored = ours.astype(np.float64).ravel(), theirs.astype(np.float64).ravel()
+        if ours.size != stored.size:
+            return f"{stored.size} values of {name}, but the model has {ours.size}"
+        if not np.array_equal(np.sort(ours), np.sort(stored)):  # blocks of a transposed weight have another order
+            worst = int(np.abs(np.sort(ours) - np.sort(stored)).argmax())
+            return f"{name} is {np.sort(stored)[worst]:.9g}, but the model's is {np.sort(ours)[worst]:.9g}"
+    return None

@@ -17,13 +17,20 @@ from bitwright.core.display import table
 from bitwright.core.errors import ArtefactError, Problem, WorkloadError, log_warnings
 from bitwright.core.formatting import decibels, number, percent
 from bitwright.core.registry import RUNTIMES
-from bitwright.core.tensor_tree import as_call, call_copied, eval_mode, tensors_in
-from bitwright.deployment.agreement import AgreementSums, OutputCheck, as_array, refuse_nan
-from bitwright.deployment.artefacts.store import QDQ, kind_of_artefact, read_artefact
+from bitwright.core.tensor_tree import as_array, as_call, call_copied, eval_mode, tensors_in
+from bitwright.deployment.agreement import (
+    AgreementSums,
+    OutputCheck,
+    ProbeInfo,
+    SiteCheck,
+    StoredSites,
+    check_sites,
+    refuse_nan,
+)
+from bitwright.deployment.artefacts.base import QDQ, kind_of_artefact, read_artefact
 from bitwright.deployment.distance import Distance, SiteDistance, distance_of, measure_sites
 from bitwright.deployment.integrity import Damage
 from bitwright.deployment.runtimes.base import Runtime, open_runtime, readers
-from bitwright.deployment.site_check import ProbeInfo, SiteCheck, StoredSites, check_sites
 from bitwright.graph.capture import report_batch_errors
 from bitwright.quantizers import attachment_of, in_mode, warnings_of
 from bitwright.workload.calibration_data import CalibrationData

@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from bitwright.core.errors import BitwrightError
-from bitwright.core.tensor_tree import call_copied, eval_mode, map_tensors, tensors_in
-from bitwright.deployment.agreement import AgreementSums, as_array
+from bitwright.core.tensor_tree import as_array, call_copied, eval_mode, map_tensors, tensors_in
+from bitwright.deployment.agreement import AgreementSums
 from bitwright.deployment.runtimes.base import Runtime, open_runtime
 from bitwright.quantizers import find_attachment, in_mode
 from bitwright.quantizers.prepare import QuantizationMode

@@ -21,16 +21,14 @@ from bitwright.core.files import write_text
 from bitwright.core.logging import quiet
 from bitwright.core.registry import ARTEFACTS
 from bitwright.core.tensor_tree import as_call, batch_size, eval_mode
-from bitwright.deployment.artefacts.base import Sidecar
+from bitwright.deployment.artefacts.base import KEYS, KIND, QDQ, Sidecar
 from bitwright.deployment.artefacts.plain import write_plain
-from bitwright.deployment.artefacts.store import KEYS, KIND, QDQ
 from bitwright.deployment.dynamic_axes import frozen_size
 from bitwright.deployment.integrity import text_digest, write_digests
 from bitwright.deployment.onnx_files import replacing_onnx, save_onnx, stored_bytes
-from bitwright.deployment.onnx_translation import to_float32, translations
 from bitwright.deployment.qdq import Counts, Recorded, write_qdq
-from bitwright.deployment.rewrites import fold_constants
 from bitwright.deployment.trace import Exported, export_program, fixed_batch, reason_of, trace
+from bitwright.deployment.translation import fold_constants, to_float32, translations
 from bitwright.quantizers import Attachment, attachment_of
 from bitwright.quantizers.state import parameter_problems, state_problems
 from bitwright.version import __version__

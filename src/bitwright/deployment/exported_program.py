@@ -18,8 +18,7 @@ from torch import Tensor, fx, nn
 
 from bitwright.core.errors import ArtefactError, ExportError, shortened
 from bitwright.core.files import replacing
-from bitwright.core.tensor_tree import as_call, eval_mode, tensors_in
-from bitwright.deployment.agreement import as_array
+from bitwright.core.tensor_tree import as_array, as_call, eval_mode, tensors_in
 from bitwright.deployment.export import marked_program
 from bitwright.deployment.integrity import Damage, compare_digests, digests_of, file_digest
 from bitwright.deployment.qdq import Recorded

@@ -1,4 +1,4 @@
-"""The interface of all runtimes: load an artefact, and call it like the model."""
+"""The base classes of runtimes: load an artefact, and call it like the model."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -15,14 +15,16 @@ from torch import Tensor, nn
 
 from bitwright.core.arguments import strict
 from bitwright.core.errors import ArtefactError, BitwrightError
+from bitwright.core.files import scratch_folder
 from bitwright.core.registry import RUNTIMES
-from bitwright.core.tensor_tree import eval_mode, map_tensors, tensors_in
-from bitwright.deployment.agreement import as_array
-from bitwright.deployment.integrity import Damage
-from bitwright.deployment.measure import Latency, measure_latency
-from bitwright.deployment.onnx_files import load_onnx
+from bitwright.core.tensor_tree import as_array, eval_mode, map_tensors, tensors_in
+from bitwright.deployment.integrity import Damage, compare_digests, onnx_tensors, read_digests, structure_damages
+from bitwright.deployment.onnx_files import load_onnx, save_onnx, stored_bytes
 from bitwright.workload import Workload, call, evaluate
 from bitwright.workload.data import in_chunks
+
+if TYPE_CHECKING:
+    from bitwright.deployment.measurement import Latency
 
 
 class Runtime(ABC):
@@ -131,6 +133,8 @@ class Runtime(ABC):
 
     def latency(self, *args: Any, runs: int = 50, **kwargs: Any) -> Latency:
         """Time one call. To compare runtimes, measure them in alternation: `measure_latency`, `benchmark`."""
+        from bitwright.deployment.measurement import measure_latency  # it imports this module
+
         return measure_latency({self.name: partial(self.run, self.feed(*args, **kwargs))}, runs=runs)[self.name]
 
     def accuracy(self, workload: Workload) -> dict[str, float]:
@@ -157,6 +161,69 @@ def _shaped(runtime: Runtime, example: Any, *args: Any, **kwargs: Any) -> Any:
 def _hidden(runtime: str) -> ArtefactError:
     what = f"{runtime} doesn't expose the contents of its artefacts"
     return ArtefactError(what, fix="check without --per-site", code="contents-not-accessible")
+
+
+class OnnxReader(Runtime):
+    """A runtime that runs the QDQ ONNX file written by `export`."""
+
+    suffix: ClassVar[str] = ".onnx"
+
+    @classmethod
+    def write(cls, model: nn.Module, path: Path, inputs: Any) -> None:
+        """Write QDQ ONNX, with a dynamic batch if the model's code allows it."""
+        from bitwright.deployment.export import export  # it imports this module
+
+        export(model, path, inputs)
+
+    @classmethod
+    def write_float(cls, model: nn.Module, path: Path, inputs: Any) -> None:
+        """Write the float model as ONNX."""
+        from bitwright.deployment.export import export_float
+
+        export_float(model, path, inputs)
+
+    def array(self, tensor: Tensor) -> NDArray[Any]:
+        """Convert floats to float32, which `export` always uses."""
+        return as_array(tensor.float() if tensor.is_floating_point() else tensor)
+
+    @classmethod
+    def size(cls, path: Path) -> int:
+        """The size of the file and its external data."""
+        return stored_bytes(path)
+
+    @classmethod
+    def stored(cls, path: Path) -> dict[str, NDArray[Any]]:
+        """The constants of the file, which `export` names by site."""
+        values = load_onnx(path).graph.initializers.items()
+        return {name: value.const_value.numpy() for name, value in values if value.const_value is not None}
+
+    @classmethod
+    def damages(cls, path: Path) -> list[Damage]:
+        """Check all constants and operators of the file."""
+        model = load_onnx(path)
+        return [*compare_digests(read_digests(model), onnx_tensors(model)), *structure_damages(model)]
+
+    @classmethod
+    def has_digests(cls, path: Path) -> bool:
+        """Files of other tools and earlier versions have no digests."""
+        return bool(read_digests(load_onnx(path)))
+
+    @classmethod
+    def probing(cls, path: Path, sites: Iterable[str]) -> Runtime:
+        """Open a copy with the integer outputs of its QuantizeLinear nodes, which doesn't prevent fusions."""
+        model = load_onnx(path)
+        wanted = {f"{site}.codes" for site in sites}
+        for node in model.graph:
+            value = node.outputs[0]
+            if node.op_type == "QuantizeLinear" and value.name in wanted:
+                zero_point = node.inputs[2]
+                assert zero_point is not None and zero_point.dtype is not None  # guaranteed by `export`
+                value.dtype = zero_point.dtype
+                model.graph.outputs.append(value)
+        with scratch_folder() as folder:  # the runtime may keep the file mapped
+            opened = folder / "probe.onnx"
+            save_onnx(model, opened)
+            return cls(opened)
 
 
 def input_error(runtime: str, error: Exception) -> ArtefactError:

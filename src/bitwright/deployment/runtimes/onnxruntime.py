@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 
 from bitwright.core.files import scratch_folder
 from bitwright.deployment.onnx_files import data_files, load_onnx, operator_of, producing_operator
-from bitwright.deployment.runtimes.base import input_error
-from bitwright.deployment.runtimes.onnx_reader import OnnxReader
+from bitwright.deployment.runtimes.base import OnnxReader, input_error
 
 _INTEGER = {
     "QLinearConv",

@@ -12,8 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bitwright.deployment.onnx_files import load_onnx, operator_of
-from bitwright.deployment.runtimes.base import input_error
-from bitwright.deployment.runtimes.onnx_reader import OnnxReader
+from bitwright.deployment.runtimes.base import OnnxReader, input_error
 
 _PRODUCTS = {"Convolution", "GroupConvolution", "Deconvolution", "FullyConnected", "MatMul"}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 
 from bitwright.deployment.onnx_files import operator_of
 from bitwright.deployment.runtimes.ncnn.layers import INT8, Layer, LayerParameter, LayerWeight, Reading, factor
-from bitwright.deployment.runtimes.ncnn.onnx_graph import (
+from bitwright.deployment.runtimes.ncnn.writer import (
     ConstantCodes,
+    LayerWriter,
     UnsupportedOperator,
     array_of,
     axis_of,
@@ -22,10 +23,6 @@ from bitwright.deployment.runtimes.ncnn.onnx_graph import (
     rounded,
     shape_of,
 )
-
-if TYPE_CHECKING:
-    from bitwright.deployment.runtimes.ncnn.writer import LayerWriter
-
 
 _LEFT, _TOP, _RIGHT, _BOTTOM = 4, 14, 15, 16  # parameters of a convolution's padding
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import onnx_ir as ir
+import onnx_ir.passes.common as passes
 from numpy.typing import NDArray
 from pydantic import Field
 from torch import nn
@@ -19,12 +20,13 @@ from bitwright.core.documents import Strict, read_json, read_text, validated
 from bitwright.core.errors import ArtefactError, Problem
 from bitwright.core.files import replacing, scratch_folder, write_text
 from bitwright.core.tensor_tree import slice_batch
-from bitwright.deployment.artefacts.store import QDQ
+from bitwright.deployment.artefacts.base import QDQ
 from bitwright.deployment.export import export, export_float
 from bitwright.deployment.integrity import Damage, compare_digests, digests_of, file_digest, text_digest
 from bitwright.deployment.runtimes.base import Runtime, input_error
-from bitwright.deployment.runtimes.ncnn.layers import MAGIC, PRODUCTS, Net, factor
-from bitwright.deployment.runtimes.ncnn.writer import convert
+from bitwright.deployment.runtimes.ncnn.layers import MAGIC, PRODUCTS, Net, factor, fuse
+from bitwright.deployment.runtimes.ncnn.operators import OPERATORS
+from bitwright.deployment.runtimes.ncnn.writer import LayerWriter
 
 MOST = 2**40
 Shape = Annotated[tuple[Annotated[int, Field(ge=0, le=MOST)], ...], Field(max_length=8)]
@@ -215,6 +217,14 @@ def load(path: Path) -> Files:
 
 
 # Half precision would be faster, but would change the plan's values.
+def convert(model: ir.Model) -> Net:
+    """The layers of an ONNX model with a batch of one; one error lists all unsupported operators."""
+    passes.ShapeInferencePass()(model)
+    writer = LayerWriter(model.graph, OPERATORS)
+    writer.run()
+    return fuse(writer.net)
+
+
 _HALVES = ("use_fp16_packed", "use_fp16_storage", "use_fp16_arithmetic", "use_bf16_packed", "use_bf16_storage")
 
 

@@ -1,160 +1,144 @@
-"""Convert ONNX to ncnn's layers: operator by operator, then fused as ncnn executes them."""
+"""Convert an ONNX graph to ncnn's layers: read its constants, shapes and Q/DQ pairs, and collect the layers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-import onnx_ir.passes.common as passes
 from numpy.typing import NDArray
 
 from bitwright.core.errors import ExportError
-from bitwright.deployment.runtimes.ncnn.layers import (
-    ACTIVATION,
-    ACTIVATION_PARAMETERS,
-    INT8,
-    PRODUCTS,
-    REQUANTIZES,
-    Layer,
-    LayerParameter,
-    LayerWeight,
-    Net,
-    Reading,
-    factor,
-)
-from bitwright.deployment.runtimes.ncnn.onnx_graph import (
-    Rounded,
-    UnsupportedOperator,
-    array_of,
-    is_redundant_clip,
-    rounded,
-    shape_of,
-)
-from bitwright.deployment.runtimes.ncnn.operators import OPERATORS
+from bitwright.deployment.runtimes.ncnn.layers import Layer, LayerParameter, LayerWeight, Net, Reading, factor
 
-_CONVOLUTIONS = ("Convolution", "ConvolutionDepthWise")
-_AROUND = (4, 15, 14, 16)  # a convolution's left, right, top, bottom
-
-
-def fuse(net: Net) -> Net:
-    """Fuse layers, in place."""
-    _drop_unread(net)
-    _fuse_padding(net)
-    _fuse_activations(net)
-    _fuse_rounding(net)
-    _split(net)
-    return net
-
-
-def _outputs(net: Net) -> set[str]:
-    return {blob for blob, _ in net.outputs.values()}
-
-
-def _drop_unread(net: Net) -> None:
-    """Remove layers without readers, except inputs."""
-    wanted = _outputs(net)
-    kept: list[Layer] = []
-    for layer in reversed(net.layers):
-        if layer.kind == "Input" or wanted & set(layer.writes):
-            kept.append(layer)
-            wanted |= set(layer.reads)
-    net.layers = kept[::-1]
-    net.sites = {site: what for site, what in net.sites.items() if what.layer in net.layers}
-
-
-def _only_reader(net: Net, blob: str) -> Layer | None:
-    readers = net.readers().get(blob, [])
-    return readers[0] if len(readers) == 1 and blob not in _outputs(net) else None
-
-
-def _fuse_padding(net: Net) -> None:
-    """Move zero padding of an image into the only convolution that reads it: 0 is code 0."""
-    for layer in list(net.layers):
-        reader = _only_reader(net, layer.writes[0]) if layer.kind == "Padding" else None
-        top, bottom, left, right, mode, fill, front, behind = (layer.parameters.get(i, 0) for i in (*range(6), 7, 8))
-        if reader is None or reader.kind not in _CONVOLUTIONS or any((mode, fill, front, behind)):
-            continue
-        pads = (left, right, top, bottom)
-        for number, pad in zip(_AROUND, pads, strict=True):
-            reader.parameters[number] = _whole(reader.parameters[number]) + _whole(pad)
-        reader.reads = list(layer.reads)
-        net.layers.remove(layer)
-        for what in net.sites.values():
-            if what.layer is reader:
-                what.pads = (_whole(left), _whole(right), _whole(top), _whole(bottom))
-
-
-def _whole(parameter: LayerParameter) -> int:
-    assert isinstance(parameter, int)
-    return parameter
-
-
-def _fuse_activations(net: Net) -> None:
-    for layer in list(net.layers):
-        reader = _only_reader(net, layer.writes[0]) if layer.kind in PRODUCTS else None
-        if reader is None:
-            continue
-        if reader.kind == "ReLU" and not reader.parameters.get(0, 0):
-            layer.parameters[ACTIVATION] = 1
-        elif reader.kind == "Clip":
-            low, high = reader.parameters[0], reader.parameters[1]
-            assert isinstance(low, float) and isinstance(high, float)
-            layer.parameters[ACTIVATION] = 3
-            layer.parameters[ACTIVATION_PARAMETERS] = (low, high)
-        else:
-            continue
-        layer.writes = list(reader.writes)
-        net.layers.remove(reader)
-
-
-def _fuse_rounding(net: Net) -> None:
-    """Let a convolution output codes if all its readers are integer convolutions with the same grid."""
-    readers, outputs = net.readers(), _outputs(net)
-    for layer in net.layers:
-        behind = readers.get(layer.writes[0], [])
-        if layer.kind not in _CONVOLUTIONS or not layer.integer or layer.writes[0] in outputs or not behind:
-            continue
-        if not all(reader.kind in _CONVOLUTIONS and reader.integer for reader in behind):
-            continue
-        factors = [reader.weights[-1 - reader.rounds] for reader in behind]
-        if any(other.array.item() != factors[0].array.item() for other in factors):
-            continue
-        layer.parameters[INT8] = _whole(layer.parameters[INT8]) + REQUANTIZES
-        layer.weights.append(LayerWeight(factors[0].array))
-
-
-def _split(net: Net) -> None:
-    """Add Split layers: each blob in ncnn has one reader, and an output counts as a reader."""
-    readers, outputs = net.readers(), _outputs(net)
-    layers: list[Layer] = []
-    for layer in net.layers:
-        layers.append(layer)
-        for blob in layer.writes:
-            behind = readers.get(blob, [])
-            count = len(behind) + (blob in outputs)
-            if count < 2:
-                continue
-            parts = [f"{blob}~{index}~" for index in range(count)]
-            layers.append(Layer("Split", f"{blob}~split", [blob], parts))
-            for reader, part in zip(behind, parts, strict=False):
-                reader.reads[reader.reads.index(blob)] = part
-            if blob in outputs:
-                for name, (source, shape) in net.outputs.items():
-                    if source == blob:
-                        net.outputs[name] = (parts[-1], shape)
-    net.layers = layers
-
-
+_CODES = 127
 _SKIPPED = ("QuantizeLinear", "DequantizeLinear", "Constant")  # handled by their readers
 
 
-def convert(model: ir.Model) -> Net:
-    """The layers of an ONNX model with a batch of one; one error lists all unsupported operators."""
-    passes.ShapeInferencePass()(model)
-    writer = LayerWriter(model.graph)
-    writer.run()
-    return fuse(writer.net)
+class UnsupportedOperator(Exception):
+    """ncnn doesn't support an operator; the text is the reason."""
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """An activation between Q and DQ."""
+
+    source: ir.Value
+    site: str
+    scale: float
+
+
+@dataclass(frozen=True)
+class ConstantCodes:
+    """A constant before a DQ."""
+
+    site: str
+    codes: NDArray[Any]
+    scale: NDArray[np.float32]
+    axis: int | None
+
+    @property
+    def numbers(self) -> NDArray[np.float32]:
+        """The values of the codes."""
+        scale = self.scale
+        if self.axis is not None:
+            scale = scale.reshape([-1 if axis == self.axis else 1 for axis in range(self.codes.ndim)])
+        return (self.codes.astype(np.float64) * scale).astype(np.float32)
+
+
+def array_of(value: ir.Value | None) -> NDArray[Any] | None:
+    """The values of a constant, dequantized if needed."""
+    if value is None:
+        return None
+    if value.const_value is not None:
+        return value.const_value.numpy()
+    found = codes_of(value)
+    return None if found is None else found.numbers
+
+
+def ints_of(value: ir.Value | None) -> list[int] | None:
+    """A constant list of integers."""
+    found = array_of(value)
+    return None if found is None else [int(item) for item in np.ravel(found)]
+
+
+def shape_of(value: ir.Value | None) -> tuple[int, ...]:
+    """The static shape of a tensor with a batch of one."""
+    shape = None if value is None or value.shape is None else list(value.shape)
+    if shape is None or not all(isinstance(size, int) for size in shape):
+        raise UnsupportedOperator("a shape that isn't static")
+    sizes = tuple(int(size) for size in shape)  # type: ignore[arg-type]
+    if not 2 <= len(sizes) <= 4 or sizes[0] != 1:
+        raise UnsupportedOperator(f"a tensor of shape {list(sizes)} (ncnn supports one sample with 1 to 3 axes)")
+    return sizes
+
+
+def axis_of(axis: int, rank: int) -> int:
+    """Convert an axis of ONNX to ncnn, which has no batch axis."""
+    axis %= rank
+    if axis == 0:
+        raise UnsupportedOperator("along the batch")
+    return axis - 1
+
+
+def codes_of(value: ir.Value | None) -> ConstantCodes | None:
+    """The constant integers before a DQ, or None."""
+    node = None if value is None else value.producer()
+    if node is None or node.op_type != "DequantizeLinear":
+        return None
+    codes, scale = node.inputs[0], node.inputs[1]
+    if codes is None or codes.const_value is None or scale is None or scale.const_value is None:
+        return None
+    site = str(codes.name).removesuffix(".codes")
+    if "block_size" in node.attributes:
+        raise UnsupportedOperator(f"scales in groups at {site}")
+    zero = node.inputs[2] if len(node.inputs) > 2 else None
+    if zero is not None and np.any(_constant(zero)):
+        raise UnsupportedOperator(f"a zero point at {site}")
+    array, scales = codes.const_value.numpy(), scale.const_value.numpy().astype(np.float32)
+    axis = node.attributes["axis"].as_int() % array.ndim if scales.ndim and "axis" in node.attributes else None
+    return ConstantCodes(site, array, scales, axis)
+
+
+def rounded(value: ir.Value | None) -> Rounded | None:
+    """The Q/DQ pair before a value, or None; raises if ncnn doesn't support its grid."""
+    node = None if value is None else value.producer()
+    if node is None or node.op_type != "DequantizeLinear":
+        return None
+    quantize = None if node.inputs[0] is None else node.inputs[0].producer()
+    if quantize is None or quantize.op_type != "QuantizeLinear":
+        return None
+    source, scale, zero = quantize.inputs[:3]
+    assert source is not None and scale is not None and zero is not None  # guaranteed by `export`
+    site = str(quantize.outputs[0].name).removesuffix(".codes")
+    clip = source.producer()
+    bounds = [_constant(bound) for bound in clip.inputs[1:3]] if clip is not None and is_redundant_clip(clip) else []
+    step = _constant(scale)
+    narrow = bool(bounds) and all(abs(abs(float(bound) / float(step)) - _CODES) < 0.1 for bound in bounds)
+    if step.size != 1 or np.any(_constant(zero)) or not narrow:
+        raise UnsupportedOperator(f"codes other than −127 to 127 around 0 at {site}")
+    assert clip is not None and clip.inputs[0] is not None
+    return Rounded(clip.inputs[0], site, float(step))
+
+
+def is_redundant_clip(node: ir.Node) -> bool:
+    """Whether it is the clip to −127 … 127 that `export` adds before Q; ncnn's quantization includes it."""
+    low = node.inputs[1] if node.op_type == "Clip" and len(node.inputs) == 3 else None
+    uses = node.outputs[0].uses()
+    return (
+        low is not None
+        and str(low.name).split("~")[0].endswith(".low")
+        and bool(uses)
+        and all(use.node.op_type == "QuantizeLinear" for use in uses)
+    )
+
+
+def _constant(value: ir.Value | None) -> NDArray[Any]:
+    if value is None or value.const_value is None:
+        raise UnsupportedOperator("a grid that isn't constant")
+    return value.const_value.numpy()
 
 
 class _Missing(UnsupportedOperator):
@@ -164,8 +148,8 @@ class _Missing(UnsupportedOperator):
 class LayerWriter:
     """Collects the layers that conversions of operators add."""
 
-    def __init__(self, graph: ir.Graph) -> None:
-        self.graph = graph
+    def __init__(self, graph: ir.Graph, operators: Mapping[str, Callable[[LayerWriter, ir.Node], None]]) -> None:
+        self.graph, self.operators = graph, operators
         self.net = Net(layers=[], inputs={}, outputs={}, sites={}, scales={})
         self.blobs: dict[str, str] = {}  # name of a value → its blob
         self.names: dict[str, int] = {}  # used names of blobs
@@ -201,11 +185,11 @@ class LayerWriter:
             self.problems.setdefault(str(reason), []).append(name)
 
     def _node(self, node: ir.Node) -> None:
-        if node.op_type not in OPERATORS:
+        if node.op_type not in self.operators:
             raise UnsupportedOperator(node.op_type)
         if all(value is None or array_of(value) is not None for value in node.inputs):
             raise UnsupportedOperator(f"{node.op_type} of constants")
-        OPERATORS[node.op_type](self, node)
+        self.operators[node.op_type](self, node)
 
     def add(
         self,

@@ -16,9 +16,8 @@ from onnx import numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 from bitwright.core.errors import ArtefactError
-from bitwright.deployment.runtimes.base import input_error
-from bitwright.deployment.runtimes.onnx_reader import OnnxReader
-from bitwright.deployment.runtimes.reference.operators import (
+from bitwright.deployment.runtimes.base import OnnxReader, input_error
+from bitwright.deployment.runtimes.reference_operators import (
     MOVES,
     OPERATORS,
     Integers,
