@@ -317,7 +317,7 @@ def _compare(
 
 
 def _turned_back(found: NDArray[Any], codes: NDArray[Any]) -> NDArray[Any]:
-    """Undo a transposition of a stored matrix, because artefacts store it as its operator reads it. The best match is used."""
+    """Undo the transposition of a stored matrix. The permutation with the best match is used."""
     if found.shape == codes.shape and np.array_equal(found, codes):
         return found
     if found.ndim == codes.ndim:
