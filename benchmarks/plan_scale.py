@@ -34,7 +34,7 @@ from bitwright import Plan, Workload, capture, prepare
 from bitwright.cluster import Cluster, Link
 from bitwright.cluster.cluster_cost_model import ClusterCostModel
 from bitwright.cluster.cost_model import FLOAT
-from bitwright.cluster.memory_limit import RESERVE, size
+from bitwright.cluster.memory import RESERVE, size
 from bitwright.cluster.planners import dynamic_batching, fastest, integer, recover, recover_and_split, uniform
 from bitwright.plan import ComputeSpec
 from bitwright.profiling import DeviceProfile, Variant, profile_variants, record_step

@@ -40,10 +40,9 @@ from bitwright.cluster import Cluster, Modelled, predict_step
 from bitwright.core.process_group import leave_group
 from bitwright.plan import Plan
 from bitwright.profiling import DeviceProfile, StepSettings, Variant, open_store, record_step
-from bitwright.profiling.collectives import Collectives, group_fact, measure_group
-from bitwright.profiling.host import measure_host, measure_tensors
-from bitwright.profiling.machine import pauses
-from bitwright.profiling.profiler import assemble
+from bitwright.profiling.microbenchmarks import measure_tensors
+from bitwright.profiling.overhead import Collectives, group_fact, measure_group, measure_host
+from bitwright.profiling.profiler import assemble, pauses
 from bitwright.profiling.step import CLOCKS, TimedStep
 from bitwright.profiling.step_timer import StepTimer
 from bitwright.profiling.timing import gc_disabled, timer_overhead

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from bitwright.cli import app
 from bitwright.profiling import DeviceProfile
-from bitwright.profiling.machine import samples_file
+from bitwright.profiling.profiler import samples_file
 from bitwright.reports import read_json
 
 

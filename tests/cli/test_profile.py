@@ -10,8 +10,7 @@ import pytest
 from step_cases import profile_of
 
 from bitwright.profiling import DeviceProfile, SampleStore
-from bitwright.profiling.device_profile import CastCost, Line
-from bitwright.profiling.profile_quality import poor_fits
+from bitwright.profiling.device_profile import CastCost, Line, poor_fits
 
 WORDS = ["profile", "digits-untrained", "--batch", "8", "--no-casts"]
 

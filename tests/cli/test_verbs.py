@@ -281,11 +281,11 @@ def test_list(run, kind):
 
 def test_doctor(run, monkeypatch):
     from bitwright.deployment import saturates
-    from bitwright.profiling import kernel_speed
-    from bitwright.profiling.kernel_speed import judge
+    from bitwright.profiling import microbenchmarks
+    from bitwright.profiling.microbenchmarks import judge
 
     speeds = [judge("int8", [0.5] * 5), judge("bf16", [1.5] * 5), judge("fp16", [0.5, 9.0, 1.0, 30.0, 2.0])]
-    monkeypatch.setattr(kernel_speed, "kernel_speeds", lambda: speeds)
+    monkeypatch.setattr(microbenchmarks, "kernel_speeds", lambda: speeds)
     ran = run("doctor")
     assert ran.code == 0
     assert "onnxruntime" in ran.out

@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bitwright.plan import Plan
 from bitwright.profiling import StepSettings, open_store
-from bitwright.profiling.collectives import measure_group
-from bitwright.profiling.host import measure_host, measure_tensors
+from bitwright.profiling.microbenchmarks import measure_tensors
+from bitwright.profiling.overhead import measure_group, measure_host
 from bitwright.profiling.profiler import assemble
 from bitwright.profiling.step import CLOCKS, TimedStep
 from bitwright.profiling.step_timer import StepTimer

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from bitwright.cluster import Cluster, DeviceStep, Link, MemoryLimit, Predictor, make_buckets, predict_step, write_trace
-from bitwright.cluster.memory_limit import RESERVE
+from bitwright.cluster.memory import RESERVE
 from bitwright.core import tensor_tree as tree
 from bitwright.core.errors import BitwrightError, PlanError
 from bitwright.core.process_group import process_group

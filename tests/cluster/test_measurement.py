@@ -10,7 +10,7 @@ from bitwright.cluster.measurement import check_is_here, compare
 from bitwright.core.errors import PlanError
 from bitwright.plan import Plan
 from bitwright.profiling import StepSettings, Variant, record_step
-from bitwright.profiling.machine import device_name
+from bitwright.profiling.profiler import device_name
 from bitwright.profiling.step import TimedStep
 
 

@@ -11,10 +11,10 @@ from step_cases import profile_of
 
 from bitwright.core.errors import BitwrightError
 from bitwright.profiling import DeviceProfile, SampleStore
-from bitwright.profiling.casts import _SIZES, _lines, measure_casts
 from bitwright.profiling.device_profile import Line, at
 from bitwright.profiling.execution import Cast
-from bitwright.profiling.host import measure_host
+from bitwright.profiling.microbenchmarks import _CAST_SIZES, _lines, measure_casts
+from bitwright.profiling.overhead import measure_host
 from bitwright.profiling.profiler import assemble
 from bitwright.profiling.timing import fit
 from bitwright.quantizers.compiled import SMALL
@@ -94,6 +94,6 @@ def test_groups_of_other_sizes_are_kept_apart() -> None:
 
 
 def test_both_lines_of_a_fused_quantizer_know_their_error() -> None:
-    lines = _lines([(size, 1e-6 + 1e-9 * size) for size in _SIZES], broken=True)
+    lines = _lines([(size, 1e-6 + 1e-9 * size) for size in _CAST_SIZES], broken=True)
     assert [line.start for line in lines] == [0, SMALL]
     assert all(line.held_out is not None for line in lines)

@@ -43,7 +43,7 @@ def test_what_watching_adds_is_not_told_from_pauses(
     quota: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With half of a core, whether a step has a pause in it is chance, or the turn that it had."""
-    monkeypatch.setattr("bitwright.profiling.machine.cpu_quota", lambda: quota)
+    monkeypatch.setattr("bitwright.profiling.profiler.cpu_quota", lambda: quota)
     assert bool(filled(tmp_path / "samples.jsonl").overhead) == (quota is None)
 
 

@@ -11,7 +11,7 @@ from bitwright.cli.verb import CHECK_FAILED, verb
 
 if TYPE_CHECKING:
     from bitwright.backends import BackendTable
-    from bitwright.profiling.kernel_speed import KernelSpeed
+    from bitwright.profiling.microbenchmarks import KernelSpeed
 
 #: Tried with torch 2.13 and Python 3.11; the whole story is in docs/runtimes.md.
 NOT_OFFERED = {
@@ -41,7 +41,7 @@ def doctor(out: Out) -> None:
     """
     from bitwright.cli import examining
     from bitwright.deployment import available_runtimes
-    from bitwright.profiling.kernel_speed import BATCH, WIDTH, kernel_speeds
+    from bitwright.profiling.microbenchmarks import BATCH, WIDTH, kernel_speeds
     from bitwright.reports import environment
 
     found = environment()

@@ -100,7 +100,7 @@ def _by_kind(profiles: list[str]) -> dict[str, Path]:
 
 
 def _show(out: Out, comparison: PlannerComparison, output: Path | None, trained: str) -> None:
-    from bitwright.cluster.memory_limit import describe_limits
+    from bitwright.cluster.memory import describe_limits
 
     limits, chosen = comparison.limits, comparison.chosen
     out.data({"output": None if output is None else str(output), **comparison.to_dict()})

@@ -18,7 +18,7 @@ from bitwright.cli.step_options import BatchOption, LayoutOption, PlanOption, Pr
 from bitwright.cli.verb import verb
 from bitwright.cluster import Cluster, Prediction, write_trace
 from bitwright.cluster.measurement import StepComparison, check_is_here, compare_with_steps
-from bitwright.cluster.memory_limit import describe_limits
+from bitwright.cluster.memory import describe_limits
 from bitwright.cluster.predictor import predict
 from bitwright.core import formatting
 from bitwright.core.errors import BitwrightError, PlanError, Problem

@@ -88,7 +88,7 @@ def profile_(
     """
     from bitwright.cluster.measurement import profile
     from bitwright.importers.trace import import_trace
-    from bitwright.profiling.machine import of_rank
+    from bitwright.profiling.profiler import of_rank
     from bitwright.profiling.step import WorkloadStep
     from bitwright.training.distributed import process_group
 
@@ -152,7 +152,7 @@ def _reject(flag: str, others: Mapping[str, object]) -> None:
 
 
 def _show(out: Out, made: DeviceProfile, output: Path, recorded: StepGraph) -> None:
-    from bitwright.profiling.profile_quality import operators_of_step, poor_fits, relative_uncertainty
+    from bitwright.profiling.device_profile import operators_of_step, poor_fits, relative_uncertainty
 
     own = operators_of_step(made, recorded)
     out.data({"file": str(output), **made.model_dump(exclude={"operators"}), "operators": len(made.operators)})

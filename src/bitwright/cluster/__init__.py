@@ -1,10 +1,9 @@
 """Predict the time and memory of training steps on a cluster, and plan precisions and batches for it."""
 
 from bitwright.cluster.cluster import Cluster, DeviceKind, Link
+from bitwright.cluster.data_parallel import Bucket, make_buckets
 from bitwright.cluster.device_step import DeviceStep
-from bitwright.cluster.gradient_buckets import Bucket, make_buckets
-from bitwright.cluster.memory import MemoryUse
-from bitwright.cluster.memory_limit import MemoryLimit
+from bitwright.cluster.memory import MemoryLimit, MemoryUse
 from bitwright.cluster.prediction import DevicePrediction, Prediction, trace_events, write_trace
 from bitwright.cluster.predictor import Modelled, Predictor, predict_step
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import Field, PrivateAttr
 
-from bitwright.cluster.memory_limit import RESERVE, MemoryLimit
+from bitwright.cluster.memory import RESERVE, MemoryLimit
 from bitwright.core.arguments import reject_unknown, strict
 from bitwright.core.documents import MOST_YAML, DeviceName, Strict, parse_yaml, read_text, validated
 from bitwright.core.errors import BitwrightError, PlanError, Problem, did_you_mean

@@ -10,12 +10,11 @@ from functools import cached_property
 from bitwright.cluster.cluster import Cluster
 from bitwright.cluster.cost_model import ACTIVATIONS, FLOAT, Assignment, Plans
 from bitwright.cluster.costs import kernel_estimate
+from bitwright.cluster.data_parallel import Lane, replay
 from bitwright.cluster.device_step import DeviceStep
-from bitwright.cluster.memory import MemoryUse, memory_of, saved_by_operator
-from bitwright.cluster.memory_limit import MemoryLimit
+from bitwright.cluster.memory import MemoryLimit, MemoryUse, memory_of, saved_by_operator
 from bitwright.cluster.planners.precision import Allocation
 from bitwright.cluster.predictor import Predictor
-from bitwright.cluster.replay import Lane, replay
 from bitwright.core.errors import PlanError, Problem, did_you_mean
 from bitwright.plan import ComputeSpec, Device, Plan
 from bitwright.profiling import DeviceProfile, OperatorUnderPlan, StepGraph, StepSettings

@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import accumulate as running_sum
 
 from bitwright.cluster.costs import Cost, Costs, kernel_estimate
-from bitwright.cluster.gradient_buckets import gradients_of
+from bitwright.cluster.data_parallel import gradients_of
 from bitwright.core.errors import BitwrightError, did_you_mean
 from bitwright.graph.naming import site_name
 from bitwright.plan import Plan

@@ -30,8 +30,15 @@ from bitwright.plan import Plan
 from bitwright.profiling.cost_key import CostKey, is_loss
 from bitwright.profiling.device_profile import DeviceProfile
 from bitwright.profiling.execution import is_quantizer
-from bitwright.profiling.machine import device_name, of_rank, samples_file
-from bitwright.profiling.profiler import check_device, open_store, profile_variants, training_peak
+from bitwright.profiling.profiler import (
+    check_device,
+    device_name,
+    of_rank,
+    open_store,
+    profile_variants,
+    samples_file,
+    training_peak,
+)
 from bitwright.profiling.published import published as published_profile
 from bitwright.profiling.sample_store import SampleStore
 from bitwright.profiling.step import (

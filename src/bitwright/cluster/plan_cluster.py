@@ -11,7 +11,7 @@ from bitwright.cluster.cluster import Cluster
 from bitwright.cluster.cluster_cost_model import ClusterCostModel
 from bitwright.cluster.cost_model import FLOAT
 from bitwright.cluster.costs import check_layout, explain_batch_mismatch
-from bitwright.cluster.memory_limit import MemoryLimit
+from bitwright.cluster.memory import MemoryLimit
 from bitwright.cluster.planners import Allocation, uniform
 from bitwright.cluster.planners.precision import over_limits
 from bitwright.core.arguments import strict

@@ -8,10 +8,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bitwright.cluster.data_parallel import LaneReplay, StepReplay
 from bitwright.cluster.device_step import DeviceStep
-from bitwright.cluster.memory import MemoryUse
-from bitwright.cluster.memory_limit import MemoryLimit, size
-from bitwright.cluster.replay import LaneReplay, StepReplay
+from bitwright.cluster.memory import MemoryLimit, MemoryUse, size
 from bitwright.core.arguments import strict
 from bitwright.core.files import write_text
 from bitwright.profiling.device_profile import html_table

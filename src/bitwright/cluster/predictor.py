@@ -10,11 +10,10 @@ from pathlib import Path
 
 from bitwright.cluster.cluster import Cluster
 from bitwright.cluster.costs import check_layout, explain_batch_mismatch
+from bitwright.cluster.data_parallel import Bucket, Lane, StepReplay, make_buckets, on_line, replay
 from bitwright.cluster.device_step import DeviceStep
-from bitwright.cluster.gradient_buckets import Bucket, make_buckets
 from bitwright.cluster.memory import memory_of
 from bitwright.cluster.prediction import DevicePrediction, Prediction, critical_path
-from bitwright.cluster.replay import Lane, StepReplay, on_line, replay
 from bitwright.core.arguments import strict
 from bitwright.core.errors import BitwrightError, did_you_mean
 from bitwright.plan import Plan

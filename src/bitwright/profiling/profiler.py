@@ -1,31 +1,32 @@
-"""Measure model variants within real training steps. Samples are kept in a file, so that runs can resume."""
+"""Profile this device: measure model variants within real training steps, and the facts about the machine.
+
+Samples are kept in a file, so that an interrupted run can resume.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import gc
+import hashlib
+import os
+import platform
+import re
 import statistics
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from bitwright.core.arguments import Count, strict
 from bitwright.core.errors import BitwrightError
-from bitwright.profiling.casts import DTYPES, measure_casts
-from bitwright.profiling.collectives import group_facts, group_lacks, measure_group
 from bitwright.profiling.device_profile import CastCost, CollectiveCost, DeviceProfile, Host, MemoryFacts, TensorsCost
 from bitwright.profiling.execution import Cast
-from bitwright.profiling.host import COLD, measure_host, measure_tensors
-from bitwright.profiling.machine import (
-    circumstances,
-    device_name,
-    memory_limit,
-    pauses,
-    peak_resident_bytes,
-    reset_peak_memory,
-    resident_bytes,
-)
+from bitwright.profiling.microbenchmarks import COLD, DTYPES, measure_casts, measure_tensors
+from bitwright.profiling.overhead import group_facts, group_lacks, measure_group, measure_host
 from bitwright.profiling.sample_store import SampleStore
 from bitwright.profiling.step import CLOCKS, Clock, TimedStep, Variant
 from bitwright.profiling.step_graph import record_step
@@ -35,9 +36,10 @@ from bitwright.quantizers import find_attachment
 from bitwright.quantizers.compiled import SMALL, CompiledKernel, can_run_compiled
 from bitwright.training.config import StepSettings
 from bitwright.training.step import Batch
+from bitwright.version import __version__
 from bitwright.workload import Loss
 
-_WARM = 3  # compilers, lazily made state
+_WARM = 3  # steps before the first measurement: compilation, lazily created state
 
 
 def measure(
@@ -51,7 +53,7 @@ def measure(
     host: Host | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> list[Cast]:
-    """Fill the store; gives the kinds of casts that were met. Variants whose keys are all known aren't run again."""
+    """Fill the store and return all kinds of casts. Variants whose keys are all known aren't run again."""
     host = host or Host()
     running: list[tuple[StepTimer, TimedStep]] = []
     casts: dict[str, Cast] = {}
@@ -66,12 +68,12 @@ def measure(
                 step()
             running.append((timer, step))
     done = 0
-    paused = pauses(clock)  # one step has a pause and the next has none: that isn't the watch's doing
+    paused = pauses(clock)  # a pause of one step would be taken for overhead of the timer
     with gc_disabled():
         while running:
             for timer, step in list(running):
                 store.add({"yardstick": yardstick(CLOCKS[clock])})
-                plain, sample = step.settled(), timer.run(step)  # another variant has run meanwhile
+                plain, sample = step.settled(), timer.run(step)  # another variant has run since
                 overhead = None if paused else timer_overhead(timer, sample, plain)
                 store.add_round(sample, wanted=rounds, overhead=overhead)
                 if store.rounds(sample.calls) >= rounds:
@@ -83,7 +85,7 @@ def measure(
 
 
 def _look(timer: StepTimer, step: TimedStep, store: SampleStore) -> list[Key]:
-    """One step for what is called and what is kept."""
+    """Run one step to find the calls and the tensors that they save."""
     sample = timer.run(step, saving=True)
     if any(key not in store.saved for key in sample.saved):
         store.add_saved(sample)
@@ -117,15 +119,15 @@ def profile_variants(
     store = store or open_store(None, clock)
     tell = progress or (lambda words, done, total: None)
     facts = store.facts
-    if "process" not in facts:  # later on there is memory that steps have used, and would be counted twice
+    if "process" not in facts:  # later, memory of steps would be counted twice
         store.add({"facts": {"process": _process_bytes(variants)}})
     if "compiler" not in facts and any(find_attachment(variant.model) is not None for variant in variants):
         store.add({"facts": {"compiler": compiler_bytes()}})
     if "host" not in facts:
-        tell("the host's gaps", 0, 1)
+        tell("gaps between operators", 0, 1)
         store.add({"facts": {"host": measure_host(clock, rounds=rounds).model_dump()}})
     host = Host.model_validate(facts["host"])
-    # Before what follows here has changed the allocator's habits: a trainer's process would be as this one is now.
+    # Measure steps first, because later measurements change the state of the allocator.
     casts = measure(
         variants,
         batch,
@@ -141,7 +143,7 @@ def profile_variants(
         tell("optimizers", 0, 1)
         costs = measure_tensors(clock, rounds=min(rounds, 9), between=between)
         store.add({"facts": {f"tensors {between}": [cost.model_dump() for cost in costs]}})
-    if facts.get("tensors") != facts[f"tensors {between}"]:  # those of the model that is profiled now
+    if facts.get("tensors") != facts[f"tensors {between}"]:  # those of the current model
         store.add({"facts": {"tensors": facts[f"tensors {between}"]}})
     wanted = [*casts, *DTYPES] if fit_casts else []
     for number, cast in enumerate(wanted):
@@ -156,7 +158,7 @@ def profile_variants(
 
 
 def assemble(store: SampleStore, clock: Clock) -> DeviceProfile:
-    """A profile of all that is in the store."""
+    """Return the profile of all samples in the store."""
     facts = store.facts
     speed = statistics.median(store.yardsticks) if store.yardsticks else 0.0
     casts = [CastCost.model_validate(fact) for name, fact in facts.items() if name.startswith("cast ")]
@@ -216,7 +218,7 @@ def training_peak(model: nn.Module, batch: Batch, loss: Loss, *, steps: int = 5)
 
 
 def compiler_bytes() -> int:
-    """What this process has more in memory once arithmetic is compiled; 0 if it has been already, or can't be."""
+    """The memory of torch's compiler in this process; 0 if it is already loaded, or can't be."""
     if not can_run_compiled() or "torch._inductor.compile_fx" in sys.modules:
         return 0
     before = resident_bytes()
@@ -225,16 +227,135 @@ def compiler_bytes() -> int:
 
 
 def _process_bytes(variants: Sequence[Variant]) -> int:
-    """This process without its models."""
+    """The memory of this process without its models."""
     ours = sum(p.numel() * p.element_size() for variant in variants for p in variant.model.parameters())
     return max(0, resident_bytes() - ours)
 
 
 def _touched(model: nn.Module, batch: Batch, loss: Loss) -> int:
-    """Bytes that a step touches between two turns of the optimizer, in powers of two; no more than make caches cold."""
+    """Bytes that a step touches between two runs of the optimizer, as a power of two of at most `COLD`."""
     if find_attachment(model) is not None:
         return COLD
     step = record_step(model, batch, loss)
     activations = sum(storage.bytes for storage in step.storages if storage.kind == "op")
     touched = 2 * activations + step.input_bytes + sum(spec.bytes for spec in step.parameters.values())
     return min(COLD, 1 << max(20, (touched - 1).bit_length()))
+
+
+# -- this device -------------------------------------------------------------------------------------------------
+
+
+def device_name() -> str:
+    """The name of the processor and the number of threads. Steps are measured on the CPU, even if there is a GPU."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        model = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        model = platform.processor() or platform.machine()
+    return f"{model}, {torch.get_num_threads()} thread{'s' if torch.get_num_threads() > 1 else ''}"
+
+
+def circumstances(clock: Clock) -> dict[str, Any]:
+    """Facts that all samples of a file have in common, because times depend on them."""
+    return {
+        "device": device_name(),
+        "clock": clock,
+        "threads": torch.get_num_threads(),
+        "quota": cpu_quota(),
+        "torch": torch.__version__,
+        "bitwright": __version__,
+    }
+
+
+def samples_file(clock: Clock) -> Path:
+    """The file with the samples of this device, which all models share.
+
+    It is in `BITWRIGHT_CACHE`, or by default in the user's cache folder.
+    """
+    about = circumstances(clock)
+    named = os.environ.get("BITWRIGHT_CACHE")
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bitwright"
+    words = re.sub(r"[^A-Za-z0-9.]+", "-", about["device"]).strip("-").lower()
+    number = hashlib.sha256(repr(sorted(about.items())).encode()).hexdigest()[:8]
+    return (Path(named) if named else home) / "samples" / f"{words}-{clock}-{number}.jsonl"
+
+
+def of_rank(path: Path, rank: int) -> Path:
+    """The file of one process of a group; rank 0 uses the given name.
+
+    >>> str(of_rank(Path("here.json"), 0)), str(of_rank(Path("here.json"), 1))
+    ('here.json', 'here.rank1.json')
+    """
+    return path if rank == 0 else path.with_name(f"{path.stem}.rank{rank}{path.suffix}")
+
+
+def cpu_quota() -> float | None:
+    """The number of cores that this process may use, for example in a container; None without a limit."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return None
+    mounted = Path("/sys/fs/cgroup")
+    for line in lines:
+        _, controllers, group = line.split(":", 2)
+        try:
+            if "cpu" in controllers.split(","):
+                folder = mounted / "cpu" / group.lstrip("/")
+                quota = (folder / "cpu.cfs_quota_us").read_text(encoding="ascii")
+                period = (folder / "cpu.cfs_period_us").read_text(encoding="ascii")
+            elif controllers == "":
+                quota, period = (mounted / group.lstrip("/") / "cpu.max").read_text(encoding="ascii").split()
+            else:
+                continue
+            if float(quota) > 0:
+                return float(quota) / float(period)
+        except (OSError, ValueError):  # no such file, or `max`
+            continue
+    return None
+
+
+def pauses(clock: Clock) -> bool:
+    """Whether this clock also counts pauses of a process that has used up its CPU quota."""
+    quota = cpu_quota()
+    return clock == "wall" and quota is not None and quota < torch.get_num_threads()
+
+
+def resident_bytes() -> int:
+    """Resident bytes of this process; 0 if unknown."""
+    return _status("VmRSS")
+
+
+def peak_resident_bytes() -> int:
+    """Peak resident bytes of this process; 0 if unknown."""
+    return _status("VmHWM")
+
+
+def reset_peak_memory() -> bool:
+    """Release free memory and reset the peak counter of this process; return False if that is impossible.
+
+    Free blocks of the heap would count as part of the next measurement, and larger earlier steps would hide it.
+    """
+    gc.collect()
+    with suppress(AttributeError, OSError):  # another C library than glibc
+        ctypes.CDLL(None).malloc_trim(0)
+    try:
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    except OSError:
+        return False
+    return peak_resident_bytes() > 0
+
+
+def _status(name: str) -> int:
+    try:
+        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+        return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
+    except (OSError, ValueError, StopIteration):
+        return 0
+
+
+def memory_limit() -> int | None:
+    """The memory of this machine in bytes; None if unknown."""
+    try:
+        return int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    except (ValueError, OSError):
+        return None

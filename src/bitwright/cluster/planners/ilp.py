@@ -9,9 +9,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from bitwright.cluster.cost_model import FLOAT, CostModel
+from bitwright.cluster.cost_model import FLOAT, CostModel, too_large
 from bitwright.cluster.planners.blocks import Sampled, price_of, sample
-from bitwright.cluster.planners.explanation import too_large
 from bitwright.core.errors import PlanError, Problem
 
 _TRIES = 6  # sums are no plan's true cost: what exceeds a limit is taken off it, so often

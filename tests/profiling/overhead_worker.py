@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 import two_ranks
 
-from bitwright.profiling.host import measure_host
+from bitwright.profiling.overhead import measure_host
 
 
 def main(rank: int) -> str:

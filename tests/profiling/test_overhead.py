@@ -8,5 +8,5 @@ import two_ranks
 
 
 def test_one_rank_can_measure_without_the_others(tmp_path: Path) -> None:
-    found = two_ranks.run(Path(__file__).with_name("host_worker.py"), tmp_path)
+    found = two_ranks.run(Path(__file__).with_name("overhead_worker.py"), tmp_path)
     assert found == ["rank 0 is through", "rank 1 is through"]

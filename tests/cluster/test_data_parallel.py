@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bitwright.cluster.replay import Lane, replay
+from bitwright.cluster.data_parallel import Lane, replay
 
 
 def test_everybody_waits_for_the_slowest() -> None:

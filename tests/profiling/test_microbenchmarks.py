@@ -11,8 +11,8 @@ import torch
 
 from bitwright.core.registry import KERNELS
 from bitwright.profiling import KernelSpeed, kernel_speeds
-from bitwright.profiling import kernel_speed as module
-from bitwright.profiling.kernel_speed import TOO_BUSY, judge
+from bitwright.profiling import microbenchmarks as module
+from bitwright.profiling.microbenchmarks import TOO_BUSY, judge
 
 BUSY = "import time\nend = time.monotonic() + 100\nwhile time.monotonic() < end:\n    sum(range(10000))"
 

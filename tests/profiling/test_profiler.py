@@ -9,39 +9,39 @@ from step_cases import net
 from torch import nn
 
 from bitwright.core.errors import BitwrightError
-from bitwright.profiling import SampleStore, StepSettings, Variant, machine, profile_variants
+from bitwright.profiling import SampleStore, StepSettings, Variant, profile_variants, profiler
 from bitwright.profiling.device_profile import TensorsCost
-from bitwright.profiling.host import COLD
+from bitwright.profiling.microbenchmarks import COLD
 from bitwright.profiling.profiler import _touched, training_peak
 
 
 def test_samples_are_the_devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """One file for all models; another for another clock, thread count, quota or version."""
     monkeypatch.setenv("BITWRIGHT_CACHE", str(tmp_path))
-    wall = machine.samples_file("wall")
+    wall = profiler.samples_file("wall")
     assert wall.parent.parent == tmp_path
-    assert machine.samples_file("wall") == wall
+    assert profiler.samples_file("wall") == wall
     monkeypatch.delenv("BITWRIGHT_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert machine.samples_file("wall") == tmp_path / "xdg" / "bitwright" / "samples" / wall.name
+    assert profiler.samples_file("wall") == tmp_path / "xdg" / "bitwright" / "samples" / wall.name
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert machine.samples_file("wall").is_relative_to(tmp_path / "home" / ".cache" / "bitwright")
-    others = {wall.name, machine.samples_file("cpu").name}
+    assert profiler.samples_file("wall").is_relative_to(tmp_path / "home" / ".cache" / "bitwright")
+    others = {wall.name, profiler.samples_file("cpu").name}
     for name, value in (("__version__", "9.9"), ("cpu_quota", lambda: 0.5)):
         with monkeypatch.context() as patch:
-            patch.setattr(machine, name, value)
-            others.add(machine.samples_file("wall").name)
+            patch.setattr(profiler, name, value)
+            others.add(profiler.samples_file("wall").name)
     assert len(others) == 4
-    assert machine.circumstances("wall")["bitwright"] == machine.__version__
+    assert profiler.circumstances("wall")["bitwright"] == profiler.__version__
 
 
 def test_a_gpu_that_is_only_there_is_not_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "A Big GPU")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=1))
-    assert "GPU" not in machine.device_name()
-    assert machine.memory_limit() != 1
+    assert "GPU" not in profiler.device_name()
+    assert profiler.memory_limit() != 1
     assert not StepSettings().uses_foreach
     assert StepSettings(foreach=True).uses_foreach
 
@@ -68,7 +68,7 @@ def test_a_smaller_step_is_not_hidden_by_a_larger_one_before() -> None:
     """The system's figure never falls by itself: INT8 steps after float ones seemed to need as much."""
     model = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 4))
     loss = nn.functional.cross_entropy
-    if not machine.reset_peak_memory():
+    if not profiler.reset_peak_memory():
         pytest.skip("the system doesn't count anew")
     large, small = (
         training_peak(model, (torch.randn(size, 64), torch.zeros(size, dtype=torch.long)), loss, steps=2)
