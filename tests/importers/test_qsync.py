@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import os
 import pickle
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn, randn
+from torch import Tensor, nn, randn
 from typer.testing import CliRunner
 
 from bitwright.cli import app
 from bitwright.core.errors import BitwrightError, PlanError
 from bitwright.graph import capture
-from bitwright.importers.qsync import load_mapper, plan_of_mapper
+from bitwright.importers.qsync import load_mapper, plan_of_mapper, summarize_mapper
 from bitwright.importers.safe_pickle import load_npy, read_pickle
 from bitwright.plan import Plan
 
@@ -49,6 +51,109 @@ def test_all_that_does_not_fit_is_told_at_once() -> None:
     with pytest.raises(PlanError) as error:
         plan_of_mapper({"fc9": 8, "conv_7": 8, "0": 4}, graph)
     assert [problem.value for problem in error.value.problems] == ["fc9", "conv_7", 4]
+
+
+class Block(nn.Module):
+    """Defines its layers in another order than it runs them, and one that it doesn't run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(10, 8)
+        self.positions = nn.Embedding(4, 8)
+        self.kinds = nn.Embedding(2, 8)
+        self.norm = nn.LayerNorm(8)
+        self.unused = nn.Linear(8, 8)
+        self.last = nn.Linear(8, 2)
+        self.first = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = torch.arange(4)
+        total: Tensor = self.tokens(x) + self.kinds(torch.zeros_like(x)) + self.positions(places)
+        return self.last(self.first(self.norm(total)))
+
+
+MIXED = {"embedding_1": 16, "embedding_2": 8, "layernorm_0": 8, "linear_0": 8, "linear_1": 16, "linear_2": 8}
+
+
+def test_numbers_count_modules_in_the_order_of_definition(caplog: pytest.LogCaptureFixture) -> None:
+    model = Block()
+    plan = plan_of_mapper(MIXED, capture(model, torch.zeros(1, 4, dtype=torch.int64)), model=model)
+    formats = {name: spec.format for name, spec in plan.compute.items()}
+    assert formats == {"positions": "fp16", "kinds": "fp16", "norm": "float", "last": "fp16", "first": "int8"}
+    assert plan.compute["kinds"].why == "embedding_2: 8 bits in QSync's mapper"
+    assert plan.compute["norm"].why == "layernorm_0: 8 bits in QSync's mapper; fp16 has no kernel for layer_norm"
+    assert "linear_0" in caplog.text  # the model doesn't run it
+
+
+def test_the_order_of_parameters_replaces_that_of_modules() -> None:
+    plan = plan_of_mapper({"embedding_1": 16, "linear_0": 8}, capture(Block(), torch.zeros(1, 4, dtype=torch.int64)))
+    assert {name: spec.format for name, spec in plan.compute.items()} == {"positions": "fp16", "last": "int8"}
+
+
+def test_excluded_modules_are_not_counted() -> None:
+    model = Block()
+    graph = capture(model, torch.zeros(1, 4, dtype=torch.int64))
+    plan = plan_of_mapper({"linear_0": 8}, graph, model=model, exclude=["unused", "la*"])
+    assert list(plan.compute) == ["first"]
+
+
+def test_both_spellings_are_the_same_layer() -> None:
+    for name in ("conv", "conv2d"):
+        assert list(plan_of_mapper({f"{name}_1": 8}, GRAPH).compute) == ["2"]
+
+
+def test_a_summary_counts_what_runs_in_which_precision() -> None:
+    summary = summarize_mapper({**MIXED, "conv_0": 19, "features.0": 8})
+    assert summary.counts == {
+        8: {"linear": 2, "module": 1},
+        16: {"embedding": 2, "layer_norm": 1, "linear": 1},
+        32: {"conv2d": 1},
+    }
+    assert summary.raised == ("embedding_2", "layernorm_0")
+    assert summary.to_dict()["counts"]["32"] == {"conv2d": 1}
+    assert "8 bit: 2 linear" in str(summary)
+    with pytest.raises(PlanError) as error:
+        summarize_mapper({"conv_0": 7})
+    assert error.value.codes == ["invalid-value"]
+
+
+@pytest.mark.realdata
+def test_published_mappers_fit_models_with_their_layers(data_dir: Path) -> None:
+    """Each mapper numbers its layers from 0 without gaps, so a model with as many layers takes it."""
+    files = sorted((data_dir / "peers" / "qsync").glob("*.npy"))
+    if not files:
+        pytest.skip("no published mappers")
+    for file in files:
+        mapper = load_mapper(file)
+        model = _Layers(Counter(key.rpartition("_")[0] for key in mapper))
+        graph = capture(model, torch.zeros(1, 1, dtype=torch.int64))
+        plan = plan_of_mapper(mapper, graph, model=model)
+        assert len(plan.compute) == len(mapper)
+        counts = summarize_mapper(mapper).counts
+        assert sum(sum(kinds.values()) for kinds in counts.values()) == len(mapper)
+        low = Counter(spec.format for spec in plan.compute.values())
+        assert low["int8"] == sum(counts.get(8, {}).values())
+
+
+class _Layers(nn.Module):
+    """As many layers of each kind as a mapper has."""
+
+    def __init__(self, counts: Counter[str]) -> None:
+        super().__init__()
+        self.embeddings = nn.ModuleList(nn.Embedding(2, 4) for _ in range(counts["embedding"]))
+        self.convolutions = nn.ModuleList(nn.Conv2d(1, 1, 1) for _ in range(counts["conv"] + counts["conv2d"]))
+        self.norms = nn.ModuleList(nn.LayerNorm(4) for _ in range(counts["layernorm"]))
+        self.linears = nn.ModuleList(nn.Linear(4, 4) for _ in range(counts["linear"]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.float().expand(1, 4)
+        for embedding in self.embeddings:
+            y = y + embedding(x)[:, 0]
+        for layer in [*self.norms, *self.linears]:
+            y = layer(y)
+        for layer in self.convolutions:
+            y = layer(y.view(1, 1, 2, 2)).view(1, 4)
+        return y
 
 
 values = st.recursive(
