@@ -13,11 +13,12 @@ from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from difflib import SequenceMatcher
 from pathlib import Path
 from typing import cast
 
 from bitwright.core.errors import BitwrightError
-from bitwright.importers.trace_events import Event, Shape, TracedStep, read_trace, training_steps
+from bitwright.importers.trace_events import Event, Shape, Trace, TracedStep, read_trace, training_steps
 from bitwright.profiling.cost_key import CallSpec
 from bitwright.profiling.device_profile import DeviceProfile, OperatorCost, OperatorTime, TensorsCost
 from bitwright.profiling.execution import base_format
@@ -26,6 +27,7 @@ from bitwright.profiling.step_timer import ACCUMULATE, Key
 from bitwright.profiling.timing import middle_half
 from bitwright.training.config import AMP_DTYPES, Amp
 
+_WARM_UP = 1.25  # a leading step that takes so many times the median of the others is warm-up
 # Names of operators in torch's dispatcher; all others have the name of their kind.
 _ATEN = {
     "matmul": ("matmul", "bmm", "mm"),
@@ -39,16 +41,26 @@ _ATEN = {
 def import_trace(path: Path, graph: StepGraph, *, device: str | None = None) -> DeviceProfile:
     """Match the operators of the trace with those of the recorded step by kind, shapes and order, and average them."""
     trace = read_trace(path)
-    read = [_read(step, graph) for step in training_steps(trace.tops)]
+    steps = training_steps(trace.tops)
+    read = [_read(step, graph) for step in steps]
     most = max((len(step.matched) for step in read), default=0)
+    if most and not any(step.backward for step in steps):
+        raise BitwrightError(
+            "the trace has no backward pass",
+            where=str(path),
+            value=f"{len(trace.tops)} operators",
+            fix="record training steps: forward, backward and optimizer",
+            code="no-backward",
+        )
     if not most:
         raise BitwrightError(
             "the trace has no operator of this model",
             where=str(path),
             value=f"{len(trace.tops)} operators",
             fix="record training steps of the same model and batch with record_shapes=True",
+            code="no-match",
         )
-    whole = [step for step in read if len(step.matched) == most]  # the trace may begin or end within a step
+    whole = _without_warm_up([step for step in read if len(step.matched) == most])  # the trace may begin within a step
     costs = _costs(whole)
     formats = sorted({step.format for step in whole})
     # Views have no events where torch skips them; they count as free.
@@ -57,7 +69,7 @@ def import_trace(path: Path, graph: StepGraph, *, device: str | None = None) -> 
         for format in formats:
             for text in _texts(call, {}, format):
                 costs.setdefault((text, format), OperatorCost(operator=text, format=format, forward=free))
-    note = f"from {path.name}; {len(graph.ops) - most} of {len(graph.ops)} operators weren't in it and count as free"
+    note = _note(path, trace, whole, graph)
     return DeviceProfile(
         bitwright_profile=1,
         device=device or trace.device or ("a GPU" if trace.on_gpu else "a CPU"),
@@ -68,6 +80,29 @@ def import_trace(path: Path, graph: StepGraph, *, device: str | None = None) -> 
     )
 
 
+def _note(path: Path, trace: Trace, steps: list[_Read], graph: StepGraph) -> str:
+    """How well the trace fits: matches by shapes are certain, matches by order are not."""
+    missing = len(graph.ops) - len(steps[0].matched)
+    parts = [f"from {path.name}", f"{len(steps)} steps"]
+    if not steps[0].by_shapes:
+        parts.append("the trace has no shapes: operators were matched by kind and order, which is less certain")
+    parts.append(f"{missing} of {len(graph.ops)} operators weren't in it and count as free")
+    lost, total = sum(step.unmatched for step in steps), sum(step.total + step.unmatched for step in steps)
+    if total and lost > 0.001 * total:
+        parts.append(f"{100 * lost / total:.1f} % of the traced time belongs to no operator of the model")
+    waits = [kernel for kernel in trace.kernels if kernel.kind == "collective"]
+    if waits:
+        parts.append(f"{len(waits)} kernels of collectives are not part of it")
+    return "; ".join(parts)
+
+
+def _without_warm_up(steps: list[_Read]) -> list[_Read]:
+    """Without leading steps that take much longer than the others: they allocate memory and choose algorithms."""
+    while len(steps) > 2 and steps[0].total > _WARM_UP * statistics.median(step.total for step in steps[1:]):
+        steps = steps[1:]
+    return steps
+
+
 @dataclass
 class _Read:
     """The times of one traced step, by the calls of the recorded step."""
@@ -75,6 +110,10 @@ class _Read:
     format: str
     matched: set[int] = field(default_factory=set)
     """Positions of operators that were found."""
+    by_shapes: bool = True
+    """Whether the trace has shapes. Else operators are matched by kind and order."""
+    unmatched: float = 0.0
+    """Seconds of events that belong to no operator."""
     keys: dict[int, list[Key]] = field(default_factory=dict)
     """Cost keys by position; the loss comes after the last operator. Several if the types are ambiguous."""
     forward: dict[int, float] = field(default_factory=lambda: defaultdict(float))
@@ -88,9 +127,10 @@ class _Read:
 
 def _read(step: TracedStep, graph: StepGraph) -> _Read:
     """Assign each event to an operator, or to the operator before it; events after the last operator are the loss."""
-    found = _match(step.forward, graph)
+    shaped = any(event.inputs for event in step.forward)
+    found = _match(step.forward, graph) if shaped else _match_by_order(step.forward, graph)
     types = {position: _types(graph.ops[position].call, event) for position, event in found.items()}
-    read = _Read(_format(types), set(found))
+    read = _Read(_format(types), set(found), shaped)
     at = {id(event): position for position, event in found.items()}
     last = max(found, default=-1)
     numbers: list[int] = []
@@ -118,6 +158,10 @@ def _read(step: TracedStep, graph: StepGraph) -> _Read:
             owner = owners[index] if index >= 0 else None
             if owner is not None:
                 read.backward[owner] += event.seconds
+            else:
+                read.unmatched += event.seconds
+        else:
+            read.unmatched += event.seconds
     calls = [*(op.call for op in graph.ops), graph.loss]
     for position in read.forward:
         texts = _texts(calls[position], types.get(position, {}), read.format)
@@ -139,6 +183,15 @@ def _match(events: list[Event], graph: StepGraph) -> dict[int, Event]:
             found[position] = event
             taken.add(id(event))
     return found
+
+
+def _match_by_order(events: list[Event], graph: StepGraph) -> dict[int, Event]:
+    """Events by the position of their operator, for a trace without shapes: the longest common sequence of kinds."""
+    kinds = {name: kind for kind in {op.call.kind for op in graph.ops} for name in _ATEN.get(kind, (kind,))}
+    known = [(kinds[name], event) for event in events if (name := event.name.removesuffix("_")) in kinds]
+    ours = [op.call.kind for op in graph.ops]
+    blocks = SequenceMatcher(None, ours, [kind for kind, _ in known], autojunk=False).get_matching_blocks()
+    return {block.a + i: known[block.b + i][1] for block in blocks for i in range(block.size)}
 
 
 def _fits(event: Event, names: tuple[str, ...], shapes: tuple[Shape, ...]) -> bool:

@@ -1,12 +1,17 @@
-"""Read a Chrome trace of `torch.profiler`: operators with the time of their kernels, grouped into training steps."""
+"""Read a Chrome trace of `torch.profiler`: operators with the time of their kernels, grouped into training steps.
+
+Traces of torch 1.8 and later are read, of CPUs and of NVIDIA and AMD GPUs. The names of categories changed in torch
+1.11; ROCm writes CUDA's.
+"""
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from bitwright.core.documents import gunzip, parse_json, read_bytes
 from bitwright.core.errors import BitwrightError
@@ -14,7 +19,21 @@ from bitwright.core.errors import BitwrightError
 _ENGINE = "autograd::engine::evaluate_function: "
 _TYPES = {"float": "float32", "double": "float64", "c10::BFloat16": "bfloat16", "c10::Half": "float16"}
 Shape = tuple[int, ...]
+Work = Literal["compute", "collective", "copy"]
 _FIX = "use prof.export_chrome_trace(path)"
+_CATEGORIES = {  # of torch before 1.11, and of other builds
+    "Operator": "cpu_op",
+    "Runtime": "cuda_runtime",
+    "Kernel": "kernel",
+    "Memcpy": "gpu_memcpy",
+    "Memset": "gpu_memset",
+    "hip_runtime": "cuda_runtime",
+    "hip_driver": "cuda_driver",
+}
+_LAUNCHES = ("cuda_runtime", "cuda_driver")
+_ANNOTATION = re.compile(r"ProfilerStep#\d+$|Optimizer\.\w+#|enumerate\(DataLoader\)#|(nccl|rccl|gloo):|## ")
+_STEP = re.compile(r"ProfilerStep#\d+$")
+_COLLECTIVE = re.compile(r"nccl|rccl", re.IGNORECASE)
 _LONGEST = 1e18  # microseconds since 1970 or since the start of the machine
 _MOST_BYTES = 2 << 30
 
@@ -31,6 +50,8 @@ class Event:
     """Shape and dtype (where the trace says it) of each; None without record_shapes."""
     sequence: int | None = None
     """Autograd's counter at the start: the next node to create in forward, the node that runs in backward."""
+    forward_thread: int | None = None
+    """In backward, the number of the thread that ran forward; 0 or None in forward."""
     correlation: int | None = None
     device: float | None = None
     """Microseconds of the kernels that were launched within it; None in a trace without kernels."""
@@ -43,15 +64,38 @@ class Event:
 
     @property
     def is_backward(self) -> bool:
-        """Whether it belongs to the backward pass."""
-        return self.name.startswith(_ENGINE)
+        """Whether it belongs to the backward pass. Before torch 1.11, the engine's own events are missing."""
+        if self.name.startswith(_ENGINE) or self.name.endswith("AccumulateGrad"):
+            return True
+        return self.sequence is not None and bool(self.forward_thread)
 
     @property
     def gradient(self) -> Shape | None:
         """The shape of the gradient that is accumulated here."""
         if not self.name.endswith("AccumulateGrad"):
             return None
-        return next((child.inputs[0][0] for child in self.children if child.inputs), None)
+        return next((event.inputs[0][0] for event in (self, *self.children) if event.inputs), None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernel:
+    """Work of a GPU. Times are microseconds."""
+
+    name: str
+    kind: Work
+    start: float
+    end: float
+    launched: float | None
+    """When the host launched it; None if the trace doesn't say."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Window:
+    """A step as the profiler's schedule marked it. Times are microseconds."""
+
+    name: str
+    start: float
+    end: float
 
 
 @dataclass
@@ -64,6 +108,8 @@ class Trace:
     """Seconds by category and name."""
     device: str | None
     on_gpu: bool
+    kernels: list[Kernel] = field(default_factory=list)
+    windows: list[Window] = field(default_factory=list)
 
 
 @dataclass
@@ -74,24 +120,46 @@ class TracedStep:
     backward: list[Event] = field(default_factory=list)
 
 
+@dataclass
+class _Raw:
+    """Events by what they are."""
+
+    events: list[Event] = field(default_factory=list)
+    kernels: list[tuple[str, Work, float, float, int | None]] = field(default_factory=list)
+    annotated: dict[str, dict[str, list[float]]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(list)))
+    windows: list[Window] = field(default_factory=list)
+
+    def add(self, event: dict[str, Any]) -> None:
+        args = event.get("args") or {}
+        category = str(event.get("cat", ""))
+        category = _CATEGORIES.get(category, category)
+        name = str(event.get("name", ""))
+        if category == "kernel" or category.startswith("gpu_mem"):
+            start = _time(event, "ts") if "ts" in event else 0.0
+            kind: Work = "copy" if category != "kernel" else "collective" if _COLLECTIVE.search(name) else "compute"
+            self.kernels.append((name, kind, start, start + _time(event, "dur"), _number(args, "correlation")))
+        elif category.endswith("user_annotation") or (category == "cpu_op" and _ANNOTATION.match(name)):
+            category = category if category.endswith("user_annotation") else "user_annotation"
+            self.annotated[category][str(event["name"])].append(1e-6 * _time(event, "dur"))
+            if category == "user_annotation" and _STEP.match(name):
+                start = _time(event, "ts")
+                self.windows.append(Window(name=name, start=start, end=start + _time(event, "dur")))
+        elif category == "cpu_op" or category in _LAUNCHES:
+            self.events.append(_event(event, args, launches=category != "cpu_op"))
+
+
 def read_trace(path: Path) -> Trace:
-    """Read a trace; the time of kernels is added to the operators that launched them."""
+    """Read a trace; the time of kernels is added to the operators that launched them.
+
+    The kernels of collectives wait for other devices. Their time is no operator's; `Trace.kernels` has it.
+    """
     data = _json(path)
-    events: list[Event] = []
-    kernels: dict[int, float] = defaultdict(float)
-    annotated: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    raw = _Raw()
     for number, event in enumerate(data["traceEvents"]):
         if event.get("ph") != "X":
             continue
         try:
-            args = event.get("args") or {}
-            category = str(event.get("cat", ""))
-            if category == "kernel" or category.startswith("gpu_mem"):
-                kernels[int(args.get("correlation", -1))] += _time(event, "dur")
-            elif category.endswith("user_annotation"):
-                annotated[category][str(event["name"])].append(1e-6 * _time(event, "dur"))
-            elif category in ("cpu_op", "cuda_runtime", "cuda_driver"):
-                events.append(_event(event, args, launches=category != "cpu_op"))
+            raw.add(event)
         except (LookupError, TypeError, ValueError, OverflowError, AttributeError) as error:
             raise BitwrightError(
                 f"an event of the trace can't be read: {type(error).__name__}: {error}",
@@ -100,7 +168,33 @@ def read_trace(path: Path) -> Trace:
                 fix=_FIX,
                 code="invalid-value",
             ) from error
-    return Trace(_tops(events, kernels), annotated, _device(data), bool(kernels))
+    launched: dict[int | None, float] = {
+        event.correlation: event.start for event in raw.events if event.correlation is not None
+    }
+    _check_kernels(raw, path)
+    kernels = [
+        Kernel(name=name, kind=kind, start=start, end=end, launched=launched.get(correlation))
+        for name, kind, start, end, correlation in raw.kernels
+    ]
+    seconds: dict[int, float] = defaultdict(float)
+    for _, kind, start, end, correlation in raw.kernels:
+        if kind != "collective" and correlation is not None:
+            seconds[correlation] += end - start
+    windows = sorted(raw.windows, key=lambda window: window.start)
+    tops = _tops(raw.events, seconds)
+    return Trace(tops, raw.annotated, _device(data), bool(kernels), kernels, windows)
+
+
+def _check_kernels(raw: _Raw, path: Path) -> None:
+    launches = sum(event.correlation is not None and "Launch" in event.name for event in raw.events)
+    if launches and not raw.kernels:
+        raise BitwrightError(
+            "the trace launches kernels but has none, so the times of its operators are unknown",
+            where=str(path),
+            value=f"{launches} launches",
+            fix="record with activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]",
+            code="no-kernels",
+        )
 
 
 def _device(data: dict[str, Any]) -> str | None:
@@ -148,6 +242,7 @@ def _event(event: dict[str, Any], args: dict[str, Any], *, launches: bool) -> Ev
         thread=thread,
         inputs=_inputs(args),
         sequence=_number(args, "Sequence number"),
+        forward_thread=_number(args, "Fwd thread id"),
         correlation=_number(args, "correlation") if launches else None,
     )
 
@@ -163,7 +258,7 @@ def _shape(value: Any) -> Shape:
 
 
 def _inputs(args: dict[str, Any]) -> list[tuple[Shape, str | None]] | None:
-    shapes = args.get("Input Dims")
+    shapes = args.get("Input Dims", args.get("Input dims"))
     if shapes is None:
         return None
     types = args.get("Input type") or [None] * len(shapes)
