@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from bitwright import GridConfig, TrainConfig, Trainer
 from bitwright.backends import backend
-from bitwright.bench.float_networks import Starts
+from bitwright.bench.float_networks import FloatNetworks
 from bitwright.bench.grid import RowTask
 from bitwright.bench.rows import RowOutcome, gave_up, plan_of
 from bitwright.core.task_store import open_study
@@ -48,7 +48,7 @@ def deviations(model: nn.Module) -> dict[str, float]:
     return found
 
 
-def run(task: RowTask, starts: Starts) -> dict[str, Any]:
+def run(task: RowTask, starts: FloatNetworks) -> dict[str, Any]:
     start = starts(task)
     plan, beyond = plan_of(task, backend(task.backend), start)
     workload = replace(start.workload, model=copy.deepcopy(start.workload.model))
@@ -99,7 +99,7 @@ def main() -> None:
     torch.set_num_threads(1)
     found = []
     study = open_study(None, "folding", {}, resume=True, kind=RowOutcome, gave_up=gave_up)
-    starts = Starts(HERE / "leaderboard.starts", study)
+    starts = FloatNetworks(HERE / "leaderboard.starts", study)
     for way, bnfold in WAYS.items():
         grid = GridConfig.load(HERE / "leaderboard.yaml").model_copy(update={"bnfold": bnfold})
         for task in grid.tasks():

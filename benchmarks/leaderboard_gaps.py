@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from bitwright import GridConfig, TrainConfig, Trainer, check
 from bitwright.backends import backend
-from bitwright.bench.float_networks import Starts
+from bitwright.bench.float_networks import FloatNetworks
 from bitwright.bench.grid import RowTask
 from bitwright.bench.rows import RowOutcome, gave_up, on_device, plan_of
 from bitwright.core.task_store import open_study
@@ -42,7 +42,7 @@ TIED = ("depthwise-cifar10", "dorefa", 2)
 AT_TIE = 1e-4  # of a code
 
 
-def train(task: RowTask, starts: Starts, *, guarded: bool) -> tuple[torch.nn.Module, Workload]:
+def train(task: RowTask, starts: FloatNetworks, *, guarded: bool) -> tuple[torch.nn.Module, Workload]:
     start, table = starts(task), backend(task.backend)
     plan, _ = plan_of(task, table, start)
     if not guarded:
@@ -53,7 +53,7 @@ def train(task: RowTask, starts: Starts, *, guarded: bool) -> tuple[torch.nn.Mod
     return Trainer(workload, quantize=plan, backend=task.backend, config=config).fit().model, workload
 
 
-def saturated(task: RowTask, starts: Starts, folder: Path, *, guarded: bool) -> dict[str, Any]:
+def saturated(task: RowTask, starts: FloatNetworks, folder: Path, *, guarded: bool) -> dict[str, Any]:
     model, workload = train(task, starts, guarded=guarded)
     accuracy = evaluate(workload, model)[workload.metric]
     ran = on_device(model, backend(task.backend), workload, accuracy, task)
@@ -70,7 +70,7 @@ def saturated(task: RowTask, starts: Starts, folder: Path, *, guarded: bool) -> 
     }
 
 
-def added(task: RowTask, starts: Starts, folder: Path) -> dict[str, Any]:
+def added(task: RowTask, starts: FloatNetworks, folder: Path) -> dict[str, Any]:
     """Whether the codes behind an add are those of a rounded or of an unrounded operand."""
     model, workload = train(task, starts, guarded=True)
     path = folder / "model.onnx"
@@ -108,7 +108,7 @@ def added(task: RowTask, starts: Starts, folder: Path) -> dict[str, Any]:
     }
 
 
-def tied(task: RowTask, starts: Starts, folder: Path) -> dict[str, Any]:
+def tied(task: RowTask, starts: FloatNetworks, folder: Path) -> dict[str, Any]:
     """How many sums of two grids lie in the middle between two codes, and whether only those codes differ."""
     model, workload = train(task, starts, guarded=True)
     path = folder / "model.onnx"
@@ -168,7 +168,7 @@ def first_images(workload: Workload) -> torch.Tensor:
 def main() -> None:
     torch.set_num_threads(1)
     study = open_study(None, "gaps", {}, resume=True, kind=RowOutcome, gave_up=gave_up)
-    starts = Starts(HERE / "leaderboard.starts", study)
+    starts = FloatNetworks(HERE / "leaderboard.starts", study)
     tasks = {
         (task.model.label, task.algorithm.label, task.bits): task
         for task in GridConfig.load(HERE / "leaderboard.yaml").tasks()

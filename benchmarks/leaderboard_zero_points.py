@@ -18,7 +18,7 @@ from torch import Tensor
 
 from bitwright import GridConfig, TrainConfig, Trainer
 from bitwright.backends import backend
-from bitwright.bench.float_networks import Starts
+from bitwright.bench.float_networks import FloatNetworks
 from bitwright.bench.grid import RowTask
 from bitwright.bench.rows import RowOutcome, gave_up, plan_of
 from bitwright.core.task_store import open_study
@@ -54,7 +54,7 @@ def zero_points(model: torch.nn.Module) -> dict[str, Tensor]:
     }
 
 
-def train(task: RowTask, starts: Starts) -> tuple[float, Watched, dict[str, float]]:
+def train(task: RowTask, starts: FloatNetworks) -> tuple[float, Watched, dict[str, float]]:
     start, watched = starts(task), Watched()
     plan, beyond = plan_of(task, backend(task.backend), start)
     workload = replace(start.workload, model=copy.deepcopy(start.workload.model))
@@ -71,7 +71,7 @@ def main() -> None:
     grid = GridConfig.load(HERE / "leaderboard.yaml")
     found = []
     study = open_study(None, "zero points", {}, resume=True, kind=RowOutcome, gave_up=gave_up)
-    starts = Starts(HERE / "leaderboard.starts", study)
+    starts = FloatNetworks(HERE / "leaderboard.starts", study)
     for name in BACKENDS:
         tasks = {
             task.algorithm.label: task

@@ -56,7 +56,7 @@ def rows() -> dict[str, Any]:
     done = sorted(row.id for row in board.rows if row.status == "done")
     chosen = done[:: len(done) // ROWS][:ROWS]
     found = {}
-    for again in bitwright.run_again(board, chosen):
+    for again in bitwright.rerun_rows(board, chosen):
         device = again.result.device
         found[again.row.id] = [again.result.accuracy, None if device is None else device.accuracy, again.differences]
     return found

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from bitwright.backends import backend, make_plan
-    from bitwright.bench import GridConfig, Leaderboard, benchmark, run_again
+    from bitwright.bench import GridConfig, Leaderboard, benchmark, rerun_rows
     from bitwright.bench.comparison import Comparison
     from bitwright.bench.run_grid import run_grid
     from bitwright.cluster import Cluster, Prediction
@@ -50,7 +50,7 @@ _HOMES = {
         "GridConfig",
         "Leaderboard",
         "benchmark",
-        "run_again",
+        "rerun_rows",
         "run_grid",
     ),
     "bitwright.cluster": ("Cluster", "Prediction"),
@@ -191,7 +191,7 @@ __all__ = [
     "quantize_workload",
     "quantizers_of",
     "report",
-    "run_again",
+    "rerun_rows",
     "run_grid",
     "save_checkpoint",
     "score",

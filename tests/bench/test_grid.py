@@ -102,10 +102,10 @@ def test_what_the_schema_refuses_hides_nothing_else(tmp_path: Path) -> None:
         *("models.1", "models.2", "algorithms", "backends.0", "backends.1", "bits.0", "bits.1", "seeds.0", "traning"),
         *("training.epochs", "training.warmup", "bnfold"),
     }
-    assert (found["algorithms"].what, found["algorithms"].fix) == ("is missing", "algorithms: [lsq]")
-    assert found["models.1"].what == "there is no such workload file"
+    assert (found["algorithms"].code, found["algorithms"].fix) == ("missing-key", "algorithms: [lsq]")
+    assert found["models.1"].code == "workload-file-missing"
     assert "relative to the grid's file" in str(found["models.1"].fix)
-    assert found["models.2"].what == "the workload file has no such function"
+    assert found["models.2"].code == "unknown-function"
     assert "Field required" not in str(caught.value)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bitwright.bench.machine import Machine, machine, other_instructions, revision
+from bitwright.core.environment import Machine, machine, other_instructions, revision
 
 ROOT = Path(__file__).parents[2]
 
@@ -30,7 +30,7 @@ def test_rows_of_wider_or_narrower_vectors_say_what_to_set() -> None:
     assert half is not None
     back = other_instructions(new, of("avx2", "avx512f", isa="AVX2", onednn="AVX2"))
     assert "ATEN_CPU_CAPABILITY=avx512 ONEDNN_MAX_CPU_ISA=AVX512_CORE" in str(back)
-    assert "AVX512, which this CPU hasn't" in str(other_instructions(new, old))
+    assert "AVX512, which this CPU does not have" in str(other_instructions(new, old))
 
 
 @pytest.mark.parametrize(("asked", "kind"), [("ALL", "AVX512"), ("AVX512_CORE", "AVX512"), ("SSE41", "DEFAULT")])
@@ -39,7 +39,7 @@ def test_onednns_limit_is_read_as_it_means_it(asked: str, kind: str) -> None:
 
 
 def test_the_variables_are_what_is_recorded() -> None:
-    code = "from bitwright.bench.machine import machine as m; print(m().instructions, m().onednn_isa, m().isa)"
+    code = "from bitwright.core.environment import machine as m; print(m().instructions, m().onednn_isa, m().isa)"
     narrow = {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41"}
     done = subprocess.run(
         [sys.executable, "-c", code], env={**os.environ, **narrow}, capture_output=True, text=True, check=True

@@ -14,7 +14,7 @@ from leaderboards import made_up
 from ruamel.yaml import YAML
 from typer.testing import CliRunner
 
-from bitwright import BitwrightError, GridConfig, Leaderboard, run_again
+from bitwright import BitwrightError, GridConfig, Leaderboard, rerun_rows
 from bitwright.bench.leaderboard import summaries
 from bitwright.cli import app
 from bitwright.reports import read_json
@@ -118,18 +118,17 @@ def test_a_row_of_other_instructions_says_which_variables_to_set(
         assert "set ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=AVX2" in result.stderr
 
 
-def test_rows_that_cannot_run_again_say_why(made: Path, board: Leaderboard, tmp_path: Path) -> None:
+def test_rows_that_cannot_be_rerun_are_errors(made: Path, board: Leaderboard, tmp_path: Path) -> None:
     with pytest.raises(BitwrightError) as caught:
-        run_again(made_up(), ["zzzz", "0000", f"{3:016x}"])
-    assert [problem.what for problem in caught.value.problems] == [
-        "the leaderboard has no such row",
-        "720 rows begin so",
-    ]
+        rerun_rows(made_up(), ["zzzz", "0000", f"{3:016x}"])
+    assert caught.value.codes == ["unknown-row", "ambiguous-row"]
     moved = {**board.config, "models": [{"name": "tiny", "workload": "gone/grid_workloads.py:tiny"}]}
-    with pytest.raises(BitwrightError, match="the file of the row's workload isn't there"):
-        run_again(board.model_copy(update={"config": moved}), [board.rows[0].id])
-    with pytest.raises(BitwrightError, match="another hash"):
-        run_again(board, [board.rows[0].id], workload=f"{FILE}:flaky")
+    with pytest.raises(BitwrightError) as caught:
+        rerun_rows(board.model_copy(update={"config": moved}), [board.rows[0].id])
+    assert caught.value.codes == ["workload-file-missing"]
+    with pytest.raises(BitwrightError) as caught:
+        rerun_rows(board, [board.rows[0].id], workload=f"{FILE}:flaky")
+    assert caught.value.codes == ["row-changed"]
     assert "--row is required" in invoke("grid", "rerun", made / "board.json").output
 
 

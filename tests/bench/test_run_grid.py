@@ -14,9 +14,9 @@ import torch
 from grid_workloads import FILE, algorithm, grid
 
 from bitwright import BitwrightError, GridConfig, Leaderboard, Plan, make_plan, run_grid
-from bitwright.bench import Told
+from bitwright.bench import RowProgress, rerun_rows
 from bitwright.bench.leaderboard import Row
-from bitwright.bench.machine import revision
+from bitwright.core.environment import revision
 from bitwright.deployment.checkpoint import load_checkpoint, save_checkpoint
 from bitwright.quantizers import attachment_of
 from bitwright.reports.leaderboard import leaderboard_markdown
@@ -68,7 +68,7 @@ def test_rows_say_what_really_ran(board: Leaderboard) -> None:
     assert all(s.levels <= 16 for s in academic.executed.weights if s.format.startswith("int4"))
     assert max(s.levels for s in academic.executed.activations) > 16  # the edges have 8 bits
     assert academic.executed.folding == {}
-    assert any("bnfold 4 has nothing to do" in note for note in academic.notes)
+    assert any("bnfold 4 has no effect" in note for note in academic.notes)
     assert runtime.executed.folding == {"4": 5}
     assert runtime.executed.biases == 6
     assert runtime.device is None  # it wasn't asked for
@@ -110,8 +110,9 @@ def test_a_leaderboard_comes_back_from_its_file(board: Leaderboard, tmp_path: Pa
     assert "Tqt supports only symmetric formats" in text
     assert "| lsq |" in text
     (tmp_path / "other.json").write_text("{}")
-    with pytest.raises(BitwrightError, match="not a leaderboard"):
+    with pytest.raises(BitwrightError) as caught:
         Leaderboard.load(tmp_path / "other.json")
+    assert set(caught.value.codes) == {"missing-key"}
 
 
 def test_drops_are_those_of_the_quantizers_alone(board: Leaderboard) -> None:
@@ -136,7 +137,7 @@ def test_two_runs_give_the_same_numbers(board: Leaderboard, tmp_path: Path) -> N
 
 
 def test_a_grid_goes_on_where_it_was_left_and_may_grow(tmp_path: Path) -> None:
-    told: list[Told] = []
+    told: list[RowProgress] = []
     one = run(tmp_path, told.append)
     assert run(tmp_path, told.append).rows == one.rows
     assert len(told) == 1
@@ -163,7 +164,7 @@ def test_a_row_that_runs_something_else_than_it_says_is_an_error(
 
     monkeypatch.setattr("bitwright.bench.rows.make_plan", wide)
     (failed,) = run(tmp_path, attempts=1, backends=["onnxruntime"], runtimes="none", bnfold=2).rows
-    assert "6 bits, the row says 4" in str(failed.reason)
+    assert "6 bits, the row has 4" in str(failed.reason)
 
 
 def test_more_bits_than_the_row_says_are_for_its_edges_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,7 +176,7 @@ def test_more_bits_than_the_row_says_are_for_its_edges_only(tmp_path: Path, monk
     monkeypatch.setattr("bitwright.bench.rows.make_plan", wide)
     (failed,) = run(tmp_path, attempts=1).rows
     assert failed.status == "failed"
-    assert ": 8 bits, the row says 4" in str(failed.reason)
+    assert ": 8 bits, the row has 4" in str(failed.reason)
 
 
 def test_bits_that_the_plan_does_not_have_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,8 +192,8 @@ def test_bits_that_the_plan_does_not_have_are_an_error(tmp_path: Path, monkeypat
 
     monkeypatch.setattr(Trainer, "fit", narrow)
     (failed,) = run(tmp_path, attempts=1).rows
-    assert "4 bits, the row says 8" in str(failed.reason)
-    assert "the plan says" in str(failed.reason)
+    assert "4 bits, the row has 8" in str(failed.reason)
+    assert "the plan has" in str(failed.reason)
 
 
 def test_other_observers_than_the_row_says_are_an_error(
@@ -209,7 +210,7 @@ def test_other_observers_than_the_row_says_are_an_error(
     (failed,) = run(tmp_path, attempts=1).rows
     assert failed.status == "failed"
     words = (
-        "bitwright.quantizers.observers.mse.Mse gave the range instead of bitwright.quantizers.observers.minmax.MinMax"
+        "bitwright.quantizers.observers.mse.Mse set the range instead of bitwright.quantizers.observers.minmax.MinMax"
     )
     assert words in str(failed.reason)
 
@@ -244,7 +245,7 @@ def test_norms_that_are_folded_otherwise_are_an_error(tmp_path: Path, monkeypatc
 def test_failed_rows_are_tried_again_and_shown(tmp_path: Path) -> None:
     grid_workloads._failed.clear()
     changes = {"start": None, "models": [f"{FILE}:flaky"]}
-    told: list[Told] = []
+    told: list[RowProgress] = []
     (mended,) = run(tmp_path, told.append, **changes).rows
     assert [t.result.status for t in told] == ["failed", "done"]
     assert (mended.status, mended.attempts) == ("done", 2)
@@ -268,8 +269,9 @@ def test_a_workload_that_was_changed_is_refused(tmp_path: Path, monkeypatch: pyt
     original = grid_workloads.tiny()
     changed = replace(original, inputs=(original.inputs[0] + 1,))  # type: ignore[index]
     monkeypatch.setattr("bitwright.bench.float_networks.load_workload", lambda _: changed)
-    with pytest.raises(BitwrightError, match="was changed since this grid began"):
+    with pytest.raises(BitwrightError) as caught:
         run(tmp_path, seeds=[0], bits=[3])
+    assert caught.value.codes == ["workload-changed"]
 
 
 def test_all_workloads_are_loaded_before_the_first_is_trained(tmp_path: Path) -> None:
@@ -277,7 +279,7 @@ def test_all_workloads_are_loaded_before_the_first_is_trained(tmp_path: Path) ->
         "def raises():\n    raise ValueError('no data here')\n\n\ndef other():\n    return 3\n"
     )
     models = [f"{FILE}:tiny", f"{tmp_path}/w.py:raises", f"{tmp_path}/w.py:other"]
-    told: list[Told] = []
+    told: list[RowProgress] = []
     with pytest.raises(BitwrightError, match="workloads of the grid can't be used") as caught:
         run(tmp_path, told.append, models=models)
     assert len(caught.value.problems) == 2
@@ -299,8 +301,9 @@ def test_a_changed_label_of_the_last_batch_is_noticed(tmp_path: Path, monkeypatc
     monkeypatch.setattr("bitwright.bench.float_networks.load_workload", lambda _: halves(labels))
     run(tmp_path)
     monkeypatch.setattr("bitwright.bench.float_networks.load_workload", lambda _: halves(changed))
-    with pytest.raises(BitwrightError, match="was changed since this grid began"):
+    with pytest.raises(BitwrightError) as caught:
         run(tmp_path, bits=[3])
+    assert caught.value.codes == ["workload-changed"]
 
 
 def test_rows_of_other_float_weights_do_not_join_a_grid(tmp_path: Path) -> None:
@@ -314,8 +317,9 @@ def test_rows_of_other_float_weights_do_not_join_a_grid(tmp_path: Path) -> None:
     with torch.no_grad():
         next(model.parameters()).mul_(1.0001)  # as a CPU with wider vectors would
     save_checkpoint(model, file)
-    with pytest.raises(BitwrightError, match="aren't those that rows of this grid started from") as caught:
+    with pytest.raises(BitwrightError) as caught:
         run_grid(config, starts=other)
+    assert caught.value.codes == ["weights-differ"]
     assert "ATEN_CPU_CAPABILITY" in str(caught.value)
 
 
@@ -330,3 +334,17 @@ def test_rows_do_not_depend_on_the_cpu_that_runs_them(tmp_path: Path, monkeypatc
         assert one.executed is not None
         found.append((one.accuracy, one.executed))
     assert found[0] == found[1]
+
+
+def test_rows_of_a_grid_made_in_python_can_be_rerun(tmp_path: Path) -> None:
+    config = GridConfig(
+        models=["digits-untrained"],
+        algorithms=["lsq"],
+        backends=["tensorrt"],  # refuses 4 bits, so nothing is trained
+        bits=[4],
+        store=str(tmp_path / "grid.db"),
+    )
+    board = run_grid(config, work=False)
+    [rerun] = rerun_rows(board, [board.rows[0].id])
+    assert rerun.result.status == "refused"
+    assert board.rows[0].config["models"] == [{"name": "digits-untrained", "workload": "digits-untrained"}]

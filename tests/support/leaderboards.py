@@ -6,7 +6,7 @@ import random
 from statistics import mean, stdev
 
 from bitwright.bench.leaderboard import FloatNet, Leaderboard, Row, SiteFacts, Spread, Summary
-from bitwright.bench.machine import machine
+from bitwright.core.environment import machine
 from bitwright.reports import Executed, ExecutedSites, OnDevice
 
 ALGORITHMS = ("lsq", "lsqplus", "pact", "dorefa", "dsq", "qil", "apot", "tqt", "nnie", "plain")

@@ -1,4 +1,4 @@
-"""The float networks that rows start from: one for each model and seed, trained once and kept in files."""
+"""The float networks that rows start from. Each model and seed has one, which is trained once and stored in a file."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from bitwright.bench.grid import RowTask
-from bitwright.bench.grid_validation import loading_problems
-from bitwright.bench.machine import ONEDNN_VARIABLE, TORCH_VARIABLE
-from bitwright.core.errors import PlanError, WorkloadError
+from bitwright.core.environment import ONEDNN_VARIABLE, TORCH_VARIABLE
+from bitwright.core.errors import BitwrightError, PlanError, Problem, WorkloadError
 from bitwright.core.files import fingerprint
 from bitwright.core.task_store import Study
 from bitwright.core.tensor_tree import tensors_in
@@ -24,12 +23,12 @@ from bitwright.deployment.checkpoint import load_checkpoint, save_checkpoint
 from bitwright.graph import Graph, capture
 from bitwright.training import TrainConfig, Trainer
 from bitwright.training.data import seed_all
-from bitwright.workload import Workload, evaluate, load_workload, pairs
+from bitwright.workload import Workload, can_measure, evaluate, load_workload, pairs
 
 
 @dataclass(frozen=True, kw_only=True)
-class Start:
-    """A workload whose model has the float weights, and what is known of it."""
+class FloatNetwork:
+    """A workload whose model has the float weights, with its accuracy and graph."""
 
     workload: Workload
     accuracy: float
@@ -38,15 +37,15 @@ class Start:
     graph: Graph
 
 
-class Starts:
-    """Float networks by model and seed; the last few stay in memory."""
+class FloatNetworks:
+    """Float networks by model and seed. The last few stay in memory."""
 
     def __init__(self, folder: Path, study: Study[RowTask, Any]) -> None:
         self.folder, self.study = folder, study
-        self._known: dict[tuple[str, ...], Start] = {}
+        self._known: dict[tuple[str, ...], FloatNetwork] = {}
 
-    def __call__(self, task: RowTask) -> Start:
-        """The start of a row."""
+    def __call__(self, task: RowTask) -> FloatNetwork:
+        """The float network of a row."""
         key = (task.model.workload, str(task.seed), repr(task.start), str(task.threads))
         if key not in self._known:
             if len(self._known) >= 4:
@@ -55,15 +54,15 @@ class Starts:
         return self._known[key]
 
     def check(self, tasks: Sequence[RowTask]) -> None:
-        """Load all workloads before any is trained: the last one's problem must not come after hours of the first's."""
-        with _random_numbers_kept():
+        """Load all workloads before any is trained, so that problems do not appear after hours of work."""
+        with _random_state_kept():
             refs = list(dict.fromkeys(task.model.workload for task in tasks))
-            problems = list(loading_problems(refs, load_workload))
+            problems = list(_loading_problems(refs))
         if problems:
             raise PlanError(problems, title="workloads of the grid can't be used")
 
-    def _make(self, task: RowTask) -> Start:
-        with _random_numbers_kept():
+    def _make(self, task: RowTask) -> FloatNetwork:
+        with _random_state_kept():
             seed_all(task.seed, "model")
             workload = load_workload(task.model.workload)
         name = self._same_as_before(task, workload)
@@ -72,7 +71,7 @@ class Starts:
             if file.exists():
                 load_checkpoint(workload.model, file)
             else:
-                with _random_numbers_kept():
+                with _random_state_kept():
                     config = TrainConfig(seed=task.seed, drop_last=True, **task.start.model_dump())
                     trainer = Trainer(workload, config=config)
                     workload = replace(workload, model=trainer.fit().model)
@@ -82,7 +81,7 @@ class Starts:
         self._same_weights(task, weights)
         workload.model.eval()
         values = evaluate(workload, workload.model)
-        return Start(
+        return FloatNetwork(
             workload=workload,
             accuracy=values[workload.metric],
             samples=int(values["n"]) if "n" in values else None,
@@ -91,38 +90,40 @@ class Starts:
         )
 
     def _same_as_before(self, task: RowTask, workload: Workload) -> str:
-        """A name for network and data before training: rows of different ones mustn't stand side by side."""
+        """A fingerprint of network and data before training. A grid never mixes rows of different ones."""
         now = fingerprint(*_state(workload), *_data(workload), repr(task.start))
         where = f"workload:{task.model.label}:{task.seed}:{fingerprint(repr(task.start))}"
         before = self.study.keep(where, now)
         if before != now:
             raise WorkloadError(
-                "the workload was changed since this grid began: its model or its data are others",
+                "the workload has changed since this grid began: its model or its data differ",
                 where=task.model.label,
                 value=task.model.workload,
-                fix="begin another grid (name: or store:), or undo the change",
+                fix="start a new grid (name: or store:), or undo the change",
+                code="workload-changed",
             )
         return now
 
     def _same_weights(self, task: RowTask, weights: str) -> None:
-        """Workers whose float weights differ (another CPU, another folder of starts) mustn't fill one table."""
+        """Reject float weights that differ from those of the grid (another CPU, another folder of float networks)."""
         settings = fingerprint(repr((task.start, task.threads)))
         before = self.study.keep(f"start:{task.model.label}:{task.seed}:{settings}", weights)
         if before != weights:
             raise WorkloadError(
-                "the float weights aren't those that rows of this grid started from",
+                "the float weights differ from those that rows of this grid started from",
                 where=f"{task.model.label}, seed {task.seed}",
                 value=f"{weights}, the grid has {before}",
                 fix=f"use the same folder (--starts) and instructions ({TORCH_VARIABLE}=avx2 {ONEDNN_VARIABLE}=AVX2 on "
-                "all machines), or begin another grid (name: or store:)",
+                "all machines), or start a new grid (name: or store:)",
+                code="weights-differ",
             )
 
 
 def _data(workload: Workload) -> Iterator[str]:
-    """Example inputs and all that is evaluated on, a batch at a time."""
+    """Fingerprints of the example inputs and of each batch of the evaluation data."""
     yield fingerprint(*(tensor for _, tensor in tensors_in(workload.inputs)))
     if workload.evaluation is not None:
-        with _random_numbers_kept():
+        with _random_state_kept():
             for batch in pairs(workload):
                 yield fingerprint(*(tensor for _, tensor in tensors_in(batch)))
 
@@ -132,10 +133,27 @@ def _state(workload: Workload) -> list[str | Tensor]:
 
 
 @contextmanager
-def _random_numbers_kept() -> Iterator[None]:
-    """The caller's random numbers stay as they were."""
+def _random_state_kept() -> Iterator[None]:
+    """Restore the state of all random generators at the end."""
     python, array = random.getstate(), numpy.random.get_state()
     with torch.random.fork_rng(devices=[]):
         yield
     random.setstate(python)
     numpy.random.set_state(array)
+
+
+def _loading_problems(refs: Sequence[str]) -> Iterator[Problem]:
+    """Load every workload before the first is trained, and report all that can't be used."""
+    for ref in refs:
+        try:
+            workload = load_workload(ref)
+        except BitwrightError as error:
+            yield from (replace(problem, where=problem.where or ref) for problem in error.problems)
+            continue
+        if not can_measure(workload):
+            yield Problem(
+                what="a grid compares accuracies, but the workload has no evaluation data",
+                where=ref,
+                fix="pass Workload(evaluation=...) or Workload(evaluate=...)",
+                code="no-evaluation",
+            )

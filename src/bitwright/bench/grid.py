@@ -1,11 +1,13 @@
-"""A grid as a file: algorithms × backends × widths × models × seeds under one training setting."""
+"""The configuration of a grid: algorithms × backends × widths × models × seeds with one training setting."""
 
 from __future__ import annotations
 
+import ast
+import copy
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -13,17 +15,16 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from bitwright.bench.grid_validation import file_problem, schema_problems, without_invalid_parts
 from bitwright.core.addresses import is_address
 from bitwright.core.arguments import strict
-from bitwright.core.documents import name_problem, read_settings
+from bitwright.core.documents import name_problem, problems_of, read_settings
 from bitwright.core.errors import PlanError, Problem, did_you_mean
 from bitwright.core.registry import BACKENDS, OBSERVERS, QUANTIZERS, WORKLOADS, translated
 from bitwright.plan import NO_FOLDING, STRATEGIES, known_strategies
 
 GRID_VERSION = 1
 _REGISTRIES = {"a_method": QUANTIZERS, "w_method": QUANTIZERS, "observer": OBSERVERS, "weight_observer": OBSERVERS}
-_SOME: dict[str, Any] = {"minItems": 1}  # checked in `problems`: there it hides no other one
+_SOME: dict[str, Any] = {"minItems": 1}  # checked in `problems`, together with all other problems
 
 
 class _Strict(BaseModel):
@@ -31,7 +32,10 @@ class _Strict(BaseModel):
 
 
 class Training(_Strict):
-    """How a network trains; the keys mean what they mean to `bitwright train`."""
+    """How a network trains. The keys are those of `bitwright train`.
+
+    Stores of grids identify float networks by the `repr` of this class, so its name must not change.
+    """
 
     epochs: int = Field(default=1, ge=1, le=10**6)
     batch: int | None = Field(default=None, ge=1, le=10**9)
@@ -47,24 +51,27 @@ class Training(_Strict):
     freeze_observers: int | None = Field(default=None, ge=0, le=10**6)
     freeze_bn: int | None = Field(default=None, ge=0, le=10**6)
     fuse: bool = Field(
-        default=False, description="Compile the quantizers' arithmetic: worth its seconds in long trainings."
+        default=False,
+        description="Compile the quantizers' arithmetic. This takes seconds and speeds up long trainings.",
     )
 
 
 class Algorithm(_Strict):
-    """A way to quantize: the arithmetic of weights and activations, and what it needs to start and to learn."""
+    """Quantizers of weights and activations, with their observers and learning rates."""
 
-    name: str = Field(default="", description="In tables; by default the methods' names.")
+    name: str = Field(default="", description="The name in tables; by default the names of the methods.")
     a_method: str = Field(description="A quantizer's name: lsq, pact, …")
-    w_method: str | None = Field(default=None, description="By default what goes with a_method (pact: dorefa).")
-    observer: str | None = Field(
-        default=None, description="How ranges of activations begin; mse below 8 bits if not said."
-    )
+    w_method: str | None = Field(default=None, description="By default the partner of a_method (pact: dorefa).")
+    observer: str | None = Field(default=None, description="The observer of activations; by default mse below 8 bits.")
     weight_observer: str | None = Field(
-        default=None, description="How ranges of weights begin; mse below 8 bits if not said."
+        default=None, description="The observer of weights; by default mse below 8 bits."
     )
-    quantizer_lr: float | None = Field(default=None, gt=0, le=1e6, description="Of what the quantizers learn.")
-    quantizer_decay: float = Field(default=0.0, ge=0, le=1e6, description="PACT wants some.")
+    quantizer_lr: float | None = Field(
+        default=None, gt=0, le=1e6, description="The learning rate of the quantizers' parameters."
+    )
+    quantizer_decay: float = Field(
+        default=0.0, ge=0, le=1e6, description="The weight decay of the quantizers' parameters; PACT needs some."
+    )
 
     @property
     def weights(self) -> str:
@@ -74,21 +81,21 @@ class Algorithm(_Strict):
 
     @property
     def label(self) -> str:
-        """What tables call it."""
+        """The name in tables."""
         if self.name:
             return self.name
         return self.a_method if self.w_method in (None, self.a_method) else f"{self.w_method}+{self.a_method}"
 
 
-class Model(_Strict):
+class GridModel(_Strict):
     """A network with its data."""
 
-    name: str = Field(default="", description="In tables; by default the workload's.")
+    name: str = Field(default="", description="The name in tables; by default that of the workload.")
     workload: str = Field(description="file.py:function, or a name of `bitwright list workloads`.")
 
     @property
     def label(self) -> str:
-        """What tables call it."""
+        """The name in tables."""
         return self.name or self.workload.rpartition(":")[2]
 
 
@@ -99,32 +106,36 @@ class GridConfig(_Strict):
     version: Literal[1] = Field(default=1, alias="bitwright-grid")
     name: str = Field(default="grid", min_length=1)
     title: str = ""
-    models: tuple[Model, ...] = Field(json_schema_extra=_SOME)
+    models: tuple[GridModel, ...] = Field(json_schema_extra=_SOME)
     algorithms: tuple[Algorithm, ...] = Field(json_schema_extra=_SOME)
     backends: tuple[str, ...] = Field(json_schema_extra=_SOME)
-    bits: tuple[int, ...] = Field(json_schema_extra=_SOME, description="Of weights and activations; 2 to 8.")
+    bits: tuple[int, ...] = Field(json_schema_extra=_SOME, description="The width of weights and activations, 2 to 8.")
     seeds: tuple[int, ...] = Field(default=(0,), json_schema_extra=_SOME)
-    bnfold: int = Field(default=4, description="-1: norms aren't folded; 0 to 4: by that strategy.")
+    bnfold: int = Field(default=4, description="-1: norms are not folded; 0 to 4: the folding strategy.")
     edges: int | None = Field(
-        default=8, ge=2, le=16, description="Bits of the first and the last operator where the others have fewer."
+        default=8,
+        ge=2,
+        le=16,
+        description="The width of the first and the last operator if the others have fewer bits.",
     )
     training: Training = Training()
     start: Training | None = Field(
-        default=None, description="Train the float network first, once for each seed; None: the workload brings it."
+        default=None,
+        description="Train the float network first, once for each seed. None: the workload has trained weights.",
     )
     beyond: Literal["refuse", "simulate"] = Field(
         default="refuse",
-        description="At a width that a backend can't run: refuse it, or simulate the backend's scheme.",
+        description="If a backend can't run a width: refuse the row, or simulate the backend's scheme.",
     )
     runtimes: Literal["every", "first-seed", "none"] = Field(
-        default="every", description="Which rows are measured on the backend's runtime too, where it runs here."
+        default="every", description="The rows that are also measured on the backend's runtime, if it is available."
     )
-    threads: int = Field(default=1, ge=1, le=10_000, description="Of torch: sums depend on it.")
-    attempts: int = Field(default=2, ge=1, le=1000, description="How often a row that fails is tried in all.")
+    threads: int = Field(default=1, ge=1, le=10_000, description="Threads of torch. The order of sums depends on them.")
+    attempts: int = Field(default=2, ge=1, le=1000, description="The total number of attempts for a row that fails.")
     store: str | None = Field(
-        default=None, description="A file, or postgresql://…; NAME.db beside the grid if not said."
+        default=None, description="A file or postgresql://…; by default NAME.db in the folder of the grid."
     )
-    notes: tuple[str, ...] = Field(default=(), description="What a reader of the results should know.")
+    notes: tuple[str, ...] = Field(default=(), description="Notes for readers of the results.")
 
     @field_validator("models", "algorithms", mode="before")
     @classmethod
@@ -140,9 +151,9 @@ class GridConfig(_Strict):
 
     @staticmethod
     def load(path: str | Path, *, workload: str | None = None) -> GridConfig:
-        """Read a file, ours or MQBench's `config.yaml`; all its problems at once. Paths in it are relative to it.
+        """Read a grid file or MQBench's `config.yaml`. Paths in the file are relative to it.
 
-        `workload` names the network of a file that names none.
+        All problems of the file are reported at once. `workload` is the model of a file that names none.
         """
         file = Path(path)
         data = read_settings(file, "a grid", "bitwright-grid: 1")
@@ -150,7 +161,7 @@ class GridConfig(_Strict):
 
     @staticmethod
     def parse(data: dict[str, Any], *, where: str, folder: Path, workload: str | None = None) -> GridConfig:
-        """A grid from what a file holds."""
+        """Make a grid from the data of a file."""
         foreign = translated(data, "grid", where=where, workload=workload)
         if foreign is not None:
             data = foreign
@@ -167,7 +178,7 @@ class GridConfig(_Strict):
         return config
 
     def _beside(self, folder: Path) -> GridConfig:
-        """Paths as seen from the file."""
+        """Resolve paths relative to the folder of the file."""
 
         def code(ref: str) -> str:
             return str(folder / ref) if ".py:" in ref else ref
@@ -178,14 +189,14 @@ class GridConfig(_Strict):
         store = self.store or f"{self.name}.db"
         return self.model_copy(
             update={
-                "models": tuple(Model(workload=code(model.workload), name=model.label) for model in self.models),
+                "models": tuple(GridModel(workload=code(model.workload), name=model.label) for model in self.models),
                 "backends": tuple(map(table, self.backends)),
                 "store": store if is_address(store) else str(folder / store),
             }
         )
 
     def problems(self) -> Iterator[Problem]:
-        """What a schema can't see, before any work."""
+        """The problems that the schema can't find."""
         names = [("name", self.name, name_problem(self.name))]
         names += [(f"models.{i}.name", model.label, name_problem(model.label)) for i, model in enumerate(self.models)]
         for where, value, what in names:
@@ -198,33 +209,47 @@ class GridConfig(_Strict):
                 if name is not None and name not in registry:
                     fix = did_you_mean(name, registry.names())
                     yield Problem(
-                        what=f"unknown {registry.kind}", where=f"algorithms.{index}.{key}", value=name, fix=fix
+                        what=f"unknown {registry.kind}",
+                        where=f"algorithms.{index}.{key}",
+                        value=name,
+                        fix=fix,
+                        code="unknown-name",
                     )
         for index, name in enumerate(self.backends):
             if name not in BACKENDS and not name.endswith((".yaml", ".yml")):
                 fix = did_you_mean(name, BACKENDS.names())
-                yield Problem(what="unknown backend", where=f"backends.{index}", value=name, fix=fix)
+                yield Problem(
+                    what="unknown backend", where=f"backends.{index}", value=name, fix=fix, code="unknown-name"
+                )
         for index, model in enumerate(self.models):
             if ":" not in model.workload and model.workload not in WORKLOADS:
                 fix = did_you_mean(model.workload, WORKLOADS.names())
-                yield Problem(what="unknown workload", where=f"models.{index}", value=model.workload, fix=fix)
-            elif ":" in model.workload and (wrong := file_problem(model.workload)) is not None:
+                where = f"models.{index}"
+                yield Problem(what="unknown workload", where=where, value=model.workload, fix=fix, code="unknown-name")
+            elif ":" in model.workload and (wrong := _file_problem(model.workload)) is not None:
                 yield replace(wrong, where=f"models.{index}")
         for index, bits in enumerate(self.bits):
             if not 2 <= bits <= 8:
-                yield Problem(what="widths are 2 to 8 bits", where=f"bits.{index}", value=bits)
+                what = "the width is not supported"
+                yield Problem(what=what, where=f"bits.{index}", value=bits, fix="use 2 to 8 bits", code="invalid-value")
         for index, seed in enumerate(self.seeds):
             if not 0 <= seed < 2**63:
-                what = "a seed isn't negative" if seed < 0 else "a seed is less than 2**63"
-                yield Problem(what=what, where=f"seeds.{index}", value=seed)
+                what = "the seed is negative" if seed < 0 else "the seed is too large"
+                fix = "use 0 to 2**63 - 1"
+                yield Problem(what=what, where=f"seeds.{index}", value=seed, fix=fix, code="invalid-value")
         if self.bnfold != NO_FOLDING and self.bnfold not in STRATEGIES:
             fix = known_strategies(none=True)
-            yield Problem(what="unknown folding strategy", where="bnfold", value=self.bnfold, fix=fix)
+            what = "unknown folding strategy"
+            yield Problem(what=what, where="bnfold", value=self.bnfold, fix=fix, code="unknown-folding-strategy")
         for key, section in (("training", self.training), ("start", self.start)):
             if section is not None and section.warmup >= section.epochs:
-                what = "the learning rate would only ever rise"
+                what = "the warm-up is longer than the training"
                 yield Problem(
-                    what=what, where=f"{key}.warmup", value=section.warmup, fix=f"use less than {section.epochs}"
+                    what=what,
+                    where=f"{key}.warmup",
+                    value=section.warmup,
+                    fix=f"use less than {section.epochs}",
+                    code="warmup-too-long",
                 )
         labels = {
             "models": [m.label for m in self.models],
@@ -235,14 +260,16 @@ class GridConfig(_Strict):
         }
         for key, values in labels.items():
             if not values:
-                yield Problem(what="is empty: the grid would have no row", where=key)
+                what = "is empty: the grid has no rows"
+                yield Problem(what=what, where=key, fix="give at least one value", code="empty-list")
             for value, count in Counter(map(str, values)).items():
                 if count > 1:
-                    fix = "name them apart (name: …)" if key in ("models", "algorithms") else "leave one out"
-                    yield Problem(what=f"{count} entries are called alike", where=key, value=value, fix=fix)
+                    fix = "give them different names (name: …)" if key in ("models", "algorithms") else "remove one"
+                    what = f"{count} entries have the same name"
+                    yield Problem(what=what, where=key, value=value, fix=fix, code="duplicate-name")
 
     def tasks(self) -> list[RowTask]:
-        """The rows: a seed is complete before the next begins."""
+        """The rows. All rows of a seed come before those of the next seed."""
         axes = product(self.seeds, self.models, self.bits, self.backends, self.algorithms)
         return [
             RowTask(
@@ -264,14 +291,14 @@ class GridConfig(_Strict):
 
     @property
     def digest(self) -> str:
-        """A short hash of all that decides results."""
+        """A short hash of everything that affects the results."""
         return _digest([task.to_json() for task in self.tasks()])
 
 
 class RowTask(_Strict):
-    """One row: all that decides its result."""
+    """One row: everything that affects its result."""
 
-    model: Model
+    model: GridModel
     algorithm: Algorithm
     backend: str
     bits: int
@@ -285,9 +312,9 @@ class RowTask(_Strict):
     threads: int
 
     def to_json(self) -> dict[str, Any]:
-        """Equal rows give equal texts; folders of the user's files don't count."""
+        """The settings as data. Equal rows give equal data; the folders of the user's files are left out."""
         data: dict[str, Any] = self.model_dump(mode="json")
-        data["model"]["workload"] = _file_name(data["model"]["workload"])
+        data["model"] = {"name": self.model.label, "workload": _file_name(data["model"]["workload"])}
         data["backend"] = _file_name(data["backend"])
         return data
 
@@ -297,7 +324,7 @@ class RowTask(_Strict):
         return _digest(self.to_json())
 
     def grid(self) -> dict[str, Any]:
-        """A grid of this row alone, as a file would have it."""
+        """A grid with only this row, in the form of a file."""
         data = self.to_json()
         one = {key: data.pop(key) for key in ("model", "algorithm", "backend", "seed")}
         lists = {
@@ -314,19 +341,19 @@ class RowTask(_Strict):
 
 
 def _all_problems(data: dict[str, Any], error: ValidationError, folder: Path) -> list[Problem]:
-    """What the schema refuses, and what else is wrong."""
-    found = list(schema_problems(error, GridConfig))
+    """The problems that the schema finds, and all others."""
+    found = list(_schema_problems(error, GridConfig))
     places = {problem.where for problem in found}
-    lists = {str(one["loc"][0]) for one in error.errors()}  # with stand-ins, which may be there twice
+    lists = {str(one["loc"][0]) for one in error.errors()}  # they contain examples, perhaps twice
     try:
-        rest = GridConfig.model_validate(without_invalid_parts(data, error))._beside(folder).problems()
-    except (ValidationError, LookupError, TypeError, AttributeError):  # too far from a grid to be looked at
+        rest = GridConfig.model_validate(_without_invalid_parts(data, error))._beside(folder).problems()
+    except (ValidationError, LookupError, TypeError, AttributeError):  # the data is too different from a grid
         return found
     return [*found, *(one for one in rest if one.where not in {*places, *lists})]
 
 
 def _changed(training: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Only what differs from the defaults."""
+    """The settings that differ from the defaults."""
     fields = Training.model_fields
     return None if training is None else {k: v for k, v in training.items() if fields[k].default != v}
 
@@ -337,3 +364,83 @@ def _file_name(ref: str) -> str:
 
 def _digest(data: Any) -> str:
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
+
+
+#: An example of each required key: as YAML, and as data.
+_EXAMPLES: dict[str, tuple[str, Any]] = {
+    "models": ("models: [my_workload.py:small]", {"workload": "digits"}),
+    "algorithms": ("algorithms: [lsq]", {"a_method": "lsq"}),
+    "backends": ("backends: [academic]", "academic"),
+    "bits": ("bits: [8, 4]", 8),
+    "seeds": ("seeds: [0, 1]", 0),
+}
+_NAMED = {"models": "workload", "algorithms": "a_method"}
+
+
+def _schema_problems(error: ValidationError, model: type[BaseModel]) -> Iterator[Problem]:
+    """The problems that the schema finds, with an example for each missing key."""
+    for one, problem in zip(error.errors(), problems_of(error, model), strict=True):
+        if one["type"] == "missing":
+            first = str(one["loc"][0])
+            fix = _EXAMPLES[first][0] if len(one["loc"]) == 1 and first in _EXAMPLES else f"{one['loc'][-1]}: …"
+            yield Problem(what="is missing", where=problem.where, fix=fix, code="missing-key")
+        else:
+            yield problem
+
+
+def _without_invalid_parts(data: dict[str, Any], error: ValidationError) -> dict[str, Any]:
+    """A copy with a valid example in each place that the schema rejects, so that the rest can be validated too."""
+    made = copy.deepcopy(data)
+    for key in _EXAMPLES.keys() & made.keys():
+        items = made[key] if isinstance(made[key], list | tuple) else [made[key]]
+        named = _NAMED.get(key)
+        made[key] = [{named: item} if named and isinstance(item, str) else item for item in items]
+    for one in error.errors():
+        _replace_invalid(made, one["loc"])
+    return made
+
+
+def _replace_invalid(made: dict[str, Any], loc: tuple[Any, ...]) -> None:
+    first, example = loc[0], _EXAMPLES.get(str(loc[0]))
+    if example is None:
+        made.pop(first, None) if len(loc) == 1 else made[first].pop(loc[1], None)
+    elif len(loc) == 1:  # the key is missing
+        made[first] = [example[1]]
+    elif len(loc) == 2 or loc[2] in example[1]:
+        made[first][loc[1]] = example[1]
+    else:
+        made[first][loc[1]].pop(loc[2], None)
+
+
+def _file_problem(ref: str) -> Problem | None:
+    """The problem of a reference `file.py:function` that can be found without running the file."""
+    path, _, function = ref.rpartition(":")
+    file = Path(path).expanduser()
+    where_from = "paths in a grid are relative to the grid's file"
+    if not file.is_file():
+        return Problem(
+            what="the workload file does not exist", value=path, fix=where_from, code="workload-file-missing"
+        )
+    try:
+        nodes = list(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
+    except (OSError, SyntaxError, ValueError) as error:
+        return Problem(what=f"the workload file can't be read: {error}", value=path, code="unreadable-file")
+    if function not in set(_bound(nodes)) and not any(isinstance(n, ast.alias) and n.name == "*" for n in nodes):
+        return Problem(
+            what="the workload file has no such function",
+            value=ref,
+            fix=f"write def {function}(): …",
+            code="unknown-function",
+        )
+    return None
+
+
+def _bound(nodes: Sequence[ast.AST]) -> Iterator[str]:
+    """The names that a file defines."""
+    for node in nodes:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.alias):
+            yield node.asname or node.name

@@ -1,4 +1,4 @@
-"""Several instances of one model at a time: real processes, each bound to cores of its own, which start together."""
+"""Measure several simultaneous instances of a model: processes that are bound to different cores and start together."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from bitwright.deployment import Latency, open_runtime
 
 
 def _channel() -> TextIO:
-    """The way to the parent. Whatever a runtime prints goes to stderr instead."""
+    """A channel to the parent process. Output of a runtime goes to stderr instead."""
     channel = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     return channel
@@ -61,7 +61,7 @@ def _serve(lines: TextIO, tell: Callable[[dict[str, Any]], None]) -> None:
         asked = json.loads(line)
         session, feed = calls[asked["job"]]
         times = []
-        while (end := time.perf_counter()) < asked["start"]:  # the clock is the same for all processes
+        while (end := time.perf_counter()) < asked["start"]:  # all processes have the same clock
             pass
         for _ in range(asked["runs"]):
             start = time.perf_counter()
@@ -78,14 +78,14 @@ if __name__ == "__main__":
 ModelVariant = Literal["float", "quantized"]
 _ROUNDS = 10  # variants take turns this often
 _NOTICE = 0.002  # seconds for each instance to read when a round starts
-# Bound before anything is imported: thread pools look at their cores only once.
+# A process is bound before it imports anything, because thread pools read their cores only once.
 _BIND = "import os, runpy, sys; os.sched_setaffinity(0, map(int, sys.argv.pop(1).split(',')));"
 _RUN = "import runpy; runpy.run_module('bitwright.bench.instances', run_name='__main__')"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One artefact with what it is fed."""
+    """One artefact with its inputs."""
 
     variant: ModelVariant
     batch: int
@@ -94,12 +94,12 @@ class Job:
 
 
 def can_pin() -> bool:
-    """Whether this system binds processes to cores."""
+    """Whether this system can bind processes to cores."""
     return hasattr(os, "sched_setaffinity")
 
 
 def arrange(instances: int | None, cores: int | None) -> list[tuple[int, ...]]:
-    """The cores of each instance, all different. What isn't given follows from the machine: it is used as a whole."""
+    """Assign different cores to each instance. Without a number, all cores of this process are used."""
     free = sorted(os.sched_getaffinity(0)) if can_pin() else list(range(os.cpu_count() or 1))
     if instances is None:
         instances = max(1, len(free) // (cores or 1))
@@ -107,11 +107,12 @@ def arrange(instances: int | None, cores: int | None) -> list[tuple[int, ...]]:
         cores = max(1, len(free) // instances)
     if instances * cores > len(free):
         raise BitwrightError(
-            "there are too few cores: no two instances share one",
+            "there are too few cores",
             where="instances × cores",
             value=f"{instances} × {cores}",
             fix=f"this process may use {len(free)}: lower --instances or --cores"
-            + (", or let it use more of them (taskset, cgroups)" if len(free) < (os.cpu_count() or 1) else ""),
+            + (", or allow more cores (taskset, cgroups)" if len(free) < (os.cpu_count() or 1) else ""),
+            code="too-few-cores",
         )
     return [tuple(free[i * cores : (i + 1) * cores]) for i in range(instances)]
 
@@ -125,7 +126,7 @@ def run_together(
     warmup: int,
     progress: Progress | None = None,
 ) -> list[Together]:
-    """Run each job `runs` times in one process per place. Jobs take turns; all processes run the same one at a time."""
+    """Run each job `runs` times in one process per place. Jobs take turns; all processes run the same job at a time."""
     with scratch_folder() as folder, _started(places) as processes:
         order = {"runtime": runtime, "threads": len(places[0]), "warmup": warmup}
         described = [_described(job, folder / f"{index}.npz") for index, job in enumerate(jobs)]
@@ -157,7 +158,7 @@ def run_together(
 
 
 def _shares(runs: int) -> list[int]:
-    """The runs of each round: as equal as can be, none of them empty."""
+    """Divide the runs into rounds of nearly equal size."""
     rounds = min(runs, _ROUNDS)
     return [runs // rounds + (index < runs % rounds) for index in range(rounds)]
 
@@ -189,7 +190,7 @@ def _row(
 
 
 def _described(job: Job, path: Path) -> dict[str, Any]:
-    np.savez(path, *job.feed.values())  # by position: names of inputs needn't be names of files
+    np.savez(path, *job.feed.values())  # by position, because names of inputs may be invalid as names of files
     return {"artefact": str(job.artefact), "feed": str(path), "inputs": list(job.feed)}
 
 
@@ -224,7 +225,7 @@ class _Process:
             raise self._died()
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
-            raise BitwrightError(f"an instance failed: {answer['error']}")
+            raise BitwrightError(f"an instance failed: {answer['error']}", code="instance-failed")
         return answer
 
     def _died(self) -> BitwrightError:
@@ -234,7 +235,8 @@ class _Process:
         return BitwrightError(
             f"an instance ended with exit code {code}",
             value=said[-1][:200],
-            fix="without --instances the same runs in this process; if it is out of memory, use fewer instances",
+            fix="use fewer instances if memory is short; without --instances the model runs in this process",
+            code="instance-failed",
         )
 
     def end(self) -> None:

@@ -12,10 +12,10 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import Field
 
-from bitwright.bench.machine import Machine
 from bitwright.core import display
 from bitwright.core.arguments import strict
 from bitwright.core.documents import ResultModel, Strict, name_problem, read_json, validated
+from bitwright.core.environment import Machine
 from bitwright.core.errors import PlanError, Problem
 from bitwright.core.files import write_text
 
@@ -31,9 +31,9 @@ class ExecutedSites(ResultModel):
     """Sites with the same quantizer and format, read from the trained model."""
 
     quantizer: str = Field(description="The class: bitwright.quantizers.lsq.Lsq.")
-    format: str = Field(description="The format in force, e.g. int4/channel/sym.")
+    format: str = Field(description="The format, such as int4/channel/sym.")
     sites: int
-    levels: int = Field(description="The most different values that one scale of any of them gave.")
+    levels: int = Field(description="The largest number of different values for one scale.")
 
 
 class Executed(ResultModel):
@@ -43,9 +43,11 @@ class Executed(ResultModel):
     activations: tuple[ExecutedSites, ...]
     biases: int = Field(default=0, description="Biases on the grid of the integer accumulator.")
     folding: dict[str, int] = Field(
-        default_factory=dict, description="Folding strategy → how many norms; empty: norms run as they are."
+        default_factory=dict, description="Number of norms by folding strategy; empty: norms are not folded."
     )
-    kept_float: dict[str, str] = Field(default_factory=dict, description="Operators that stayed float, and why.")
+    kept_float: dict[str, str] = Field(
+        default_factory=dict, description="Operators that stayed in float, with the reason."
+    )
 
 
 class OnDevice(ResultModel):
@@ -53,11 +55,11 @@ class OnDevice(ResultModel):
 
     runtime: str
     accuracy: float | None = None
-    gap: float | None = Field(default=None, description="On the runtime minus simulated, in points.")
+    gap: float | None = Field(default=None, description="Runtime minus simulated, in points.")
     kinds: dict[str, int] | None = Field(
-        default=None, description="Products by the type in which the runtime really ran them; None: it doesn't tell."
+        default=None, description="Number of products by the type that the runtime used; None: unknown."
     )
-    reason: str | None = Field(default=None, description="Why there is no accuracy.")
+    reason: str | None = Field(default=None, description="The reason why there is no accuracy.")
 
 
 class SiteFacts(NamedTuple):
@@ -65,9 +67,9 @@ class SiteFacts(NamedTuple):
 
     site: str
     format: str
-    low: float  # the lowest number that the grid has
+    low: float  # the lowest number of the grid
     high: float
-    clipped: float | None  # share of numbers beyond the grid's ends
+    clipped: float | None  # share of numbers outside of the grid
     sqnr_db: float | None
 
 
@@ -82,11 +84,11 @@ class Result(_Strict):
     """The result of a row."""
 
     status: Status
-    reason: str | None = Field(default=None, description="Why it isn't done; of a failed row, the last error.")
+    reason: str | None = Field(default=None, description="Why it isn't done; for a failed row, the last error.")
     metric: str | None = None
     accuracy: float | None = Field(default=None, description="Simulated, after the last epoch.")
-    float_accuracy: float | None = Field(default=None, description="Of the float weights that it started from.")
-    samples: int | None = Field(default=None, ge=0, le=2**53, description="On how many test samples.")
+    float_accuracy: float | None = Field(default=None, description="The accuracy of the initial float weights.")
+    samples: int | None = Field(default=None, ge=0, le=2**53, description="The number of test samples.")
     device: OnDevice | None = None
     executed: Executed | None = None
     observers: Observers | None = None
@@ -94,7 +96,7 @@ class Result(_Strict):
         default=(), description="Each: site, format, lowest and highest number of its grid, clipped share, SQNR in dB."
     )
     beyond: str | None = Field(
-        default=None, description="Where the backend's scheme was simulated at a width that it can't run: which."
+        default=None, description="The formats that were simulated although the backend can't run them."
     )
     notes: tuple[str, ...] = ()
     minutes: float | None = Field(default=None, ge=0, le=1e9)
@@ -104,7 +106,7 @@ class Result(_Strict):
 
 
 class Row(Result):
-    """One training of one model by one algorithm for one backend at one width with one seed."""
+    """One training: a model, an algorithm, a backend, a width and a seed."""
 
     id: str = Field(description="The hash of `config`.")
     model: str
@@ -115,12 +117,12 @@ class Row(Result):
     bits: int = Field(ge=1, le=32)
     seed: int = Field(ge=0, lt=2**63)
     attempts: int = Field(
-        default=0, ge=0, le=10**6, description="Times that it was begun and ended, with a result or an error."
+        default=0, ge=0, le=10**6, description="The number of attempts that ended, with a result or an error."
     )
     machine: str | None = Field(default=None, description="A key of `machines`.")
-    config: dict[str, Any] = Field(description="A grid of this row alone: `bitwright bench` runs it as it is.")
+    config: dict[str, Any] = Field(description="A grid with only this row, which `bitwright grid run` accepts.")
     float_trained: float | None = Field(
-        default=None, description="The float network's accuracy after the same training, if drops are measured from it."
+        default=None, description="The float network's accuracy after the same training, if drops refer to it."
     )
 
     @property
@@ -146,13 +148,15 @@ class Summary(_Strict):
     bits: int | None = None
     model: str | None = None
     accuracy: Spread | None = Field(default=None, description="Over rows that are done.")
-    drop: Spread | None = Field(default=None, description="Float minus quantized, in points: comparable over models.")
+    drop: Spread | None = Field(
+        default=None, description="Float minus quantized, in points, which can be compared over models."
+    )
     gap: Spread | None = Field(default=None, description="Runtime minus simulated, in points.")
     over_backends: float | None = Field(
-        default=None, description="Deviation of the mean drops of backends: how much the hardware's scheme matters."
+        default=None, description="Deviation of the mean drops of backends: the effect of the hardware's scheme."
     )
     over_models: float | None = Field(default=None, description="Deviation of the mean drops of models.")
-    rows: dict[str, int] = Field(description="Status → how many rows.")
+    rows: dict[str, int] = Field(description="The number of rows by status.")
 
 
 class FloatNet(_Strict):
@@ -161,9 +165,7 @@ class FloatNet(_Strict):
     model: str
     seed: int
     accuracy: float
-    trained_on: float | None = Field(
-        default=None, description="After as much training as a row has: what quantizers cost is measured from here."
-    )
+    trained_on: float | None = Field(default=None, description="After as much training as a row, without quantizers.")
     start: str = Field(description="The fingerprint of its weights.")
 
 
@@ -175,12 +177,12 @@ class Leaderboard(_Strict):
     name: str
     title: str = ""
     config_hash: str
-    config: dict[str, Any] = Field(description="The grid as it was given, with defaults.")
+    config: dict[str, Any] = Field(description="The grid with its defaults.")
     machines: dict[str, Machine]
     floats: tuple[FloatNet, ...] = ()
     drops_from: Literal["start", "trained"] = Field(
         default="start",
-        description="start: float weights that rows started from; trained: those, trained on as rows are.",
+        description="start: the initial float weights; trained: the float weights after as much training as a row.",
     )
     rows: tuple[Row, ...]
     summaries: tuple[Summary, ...] = Field(
@@ -249,7 +251,7 @@ class Leaderboard(_Strict):
 def contradictions(board: Leaderboard) -> list[Problem]:
     """Contradictions between rows and summaries of a file."""
 
-    fix = "make it again: bitwright grid run grid.yaml"
+    fix = "write it again: bitwright grid run grid.yaml"
     found: list[Problem] = []
     made = {cell_of(one): one for one in summaries(board.rows)}
     cells = {cell_of(one) for one in board.summaries}
@@ -263,7 +265,7 @@ def contradictions(board: Leaderboard) -> list[Problem]:
         cell, own = cell_of(one), made.get(cell_of(one))
         where = "summaries." + "/".join(str(part) for part in cell if part is not None)
         if own is None or own.rows != one.rows or not all(map(_alike, _spreads(own), _spreads(one))):
-            what = "the summary isn't that of the rows"
+            what = "the summary differs from the rows"
             found.append(Problem(what=what, where=where, value=one.rows, fix=fix, code="contradiction"))
     return found
 
@@ -293,7 +295,7 @@ def _lines(data: dict[str, Any]) -> str:
     return "{" + ",\n".join(parts) + "}\n"
 
 
-#: Which keys a summary names; it is taken over all others.
+#: The keys of each kind of summary. It covers all values of the other keys.
 _KEYS: tuple[tuple[str, ...], ...] = (
     ("algorithm", "backend", "bits", "model"),
     ("algorithm", "bits"),

@@ -1,4 +1,4 @@
-"""What a prepared model really runs, read from the model itself; and whether that is what a row asked for."""
+"""Read quantizers, formats and folding from a prepared model, and compare them with the settings of a row."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _STRATEGY_OF = {kind: strategy for strategy, kind in BY_STRATEGY.items()}
 
 
 def read_executed(model: nn.Module, plan: Plan) -> Executed:
-    """Classes, formats in force and levels of all quantizers; how norms are folded."""
+    """The classes, formats and levels of all quantizers, and the folding of norms."""
     attachment = attachment_of(model)
     found: dict[bool, dict[tuple[str, str], list[int]]] = {True: {}, False: {}}
     biases = 0
     for quantizer in attachment.quantizers.values():
-        if quantizer.of:  # made from others: a bias on the accumulator's grid
+        if quantizer.of:  # a bias on the accumulator's grid, which follows from other quantizers
             biases += 1
             continue
         key = class_name(type(quantizer)), str(quantizer.format)
@@ -49,17 +49,17 @@ def _sites(found: dict[tuple[str, str], list[int]]) -> Iterator[ExecutedSites]:
 
 
 def class_name(kind: type) -> str:
-    """A class as an import would name it."""
+    """The full name of a class."""
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
 @torch.no_grad()
 def levels(model: nn.Module, quantizer: Quantizer) -> int:
-    """How many different values a quantizer gives, at most, for one of its scales: counted, not computed."""
+    """The largest number of different values that a quantizer returns for one of its scales, counted by running it."""
     if quantizer.weight:
         values: Tensor = getattr(model.get_submodule(SiteName.parse(quantizer.site).path), quantizer.port).detach()
     else:
-        # from far inside the range to beyond its ends, dense around zero, where uneven levels are
+        # values up to twice the range, dense around zero, where non-uniform levels are
         end = 2.0 * float(quantizer.scale.abs().max()) * (quantizer.qmax + 1)
         positive = end * torch.cat([torch.linspace(0, 1, _POINTS), torch.logspace(-6, 0, _POINTS)])
         values = torch.cat([-positive, positive])
@@ -68,7 +68,7 @@ def levels(model: nn.Module, quantizer: Quantizer) -> int:
 
 
 def read_observers(model: nn.Module) -> Observers:
-    """Classes of the observers that gave ranges."""
+    """The classes of the observers that set the ranges."""
     found: dict[bool, Counter[str]] = {True: Counter(), False: Counter()}
     for quantizer in attachment_of(model).quantizers.values():
         if not quantizer.of:
@@ -77,12 +77,12 @@ def read_observers(model: nn.Module) -> Observers:
 
 
 def _observer(quantizer: Quantizer) -> str:
-    """The class that found the range; training lets it go where ranges are followed: what the quantizer makes."""
+    """The class that set the range. Quantizers that follow the range while training have dropped their observer."""
     return class_name(type(quantizer.observer or quantizer.new_observer()))
 
 
 def mismatches(model: nn.Module, task: RowTask, plan: Plan, table: BackendTable, graph: Graph) -> list[str]:
-    """Where the model does something else than the row says; empty if it doesn't."""
+    """The differences between the model and the settings of the row."""
     attachment = attachment_of(model)
     wrong: list[str] = []
     kinds = {True: QUANTIZERS.get(task.algorithm.weights), False: QUANTIZERS.get(task.algorithm.a_method)}
@@ -97,27 +97,27 @@ def mismatches(model: nn.Module, task: RowTask, plan: Plan, table: BackendTable,
         if type(quantizer) is not wanted:
             wrong.append(f"{site}: {class_name(type(quantizer))} runs instead of {class_name(wanted)}")
         if _observer(quantizer) != observers[quantizer.weight]:
-            wrong.append(f"{site}: {_observer(quantizer)} gave the range instead of {observers[quantizer.weight]}")
+            wrong.append(f"{site}: {_observer(quantizer)} set the range instead of {observers[quantizer.weight]}")
         if quantizer.format.bits not in (allowed := bits.get(site, (task.bits,))):
-            wrong.append(f"{site}: {quantizer.format.bits} bits, the row says {' or '.join(map(str, allowed))}")
+            wrong.append(f"{site}: {quantizer.format.bits} bits, the row has {' or '.join(map(str, allowed))}")
         wrong += _format_problems(model, site, quantizer, plan)
     wrong += [f"no {'weight' if role else 'activation'} is quantized" for role in (True, False) if role not in seen]
     folded = Counter(_STRATEGY_OF[type(fold)] for fold in attachment.folds.values())
     expected = {} if task.bnfold == NO_FOLDING or not table.fold else {task.bnfold: len(plan.folds)}
     if {k: v for k, v in expected.items() if v} != dict(folded):
-        wrong.append(f"norms are folded {dict(folded)} (strategy: how many), the row says {expected}")
+        wrong.append(f"norms are folded {dict(folded)} (strategy: count), the row has {expected}")
     return wrong
 
 
 def _asked_observer(task: RowTask, table: BackendTable, *, weight: bool) -> str:
-    """The class that the row says; where it says none, mse below 8 bits, and the backend's at 8."""
+    """The observer of the row; by default mse below 8 bits, and the backend's observer at 8 bits."""
     asked = task.algorithm.weight_observer if weight else task.algorithm.observer
     usual = table.weights.observer if weight else table.activations.observer
     return class_name(OBSERVERS.get(asked or ("mse" if task.bits < 8 else usual)))
 
 
 def _bits(task: RowTask, plan: Plan, table: BackendTable, graph: Graph) -> dict[str, tuple[int, ...]]:
-    """Widths that the first and the last operator with a weight may have; all other sites have the row's."""
+    """The allowed widths of the first and the last operator with a weight. All other sites have the row's width."""
     asked = task.edges if task.edges is not None and task.bits < task.edges else table.edges
     if asked is None or asked <= task.bits:
         return {}
@@ -125,14 +125,14 @@ def _bits(task: RowTask, plan: Plan, table: BackendTable, graph: Graph) -> dict[
     weighted = [op for op in graph.ops if op.site("weight") in plan.sites]
     for op in (*weighted[:1], *weighted[-1:]):
         if (fed := _fed_by(op, plan, graph)) is not None:
-            found[fed] = (asked, task.bits)  # a tensor that others read too may be left as it is
+            found[fed] = (asked, task.bits)  # a tensor that other operators read too can keep its width
         weight = op.site("weight")
         found[plan.sites[weight].share or weight] = (asked,)
     return found
 
 
 def _fed_by(op: Op, plan: Plan, graph: Graph) -> str | None:
-    """The site whose quantizer makes what an operator reads: its own, or that of the tensor where it was made."""
+    """The site that quantizes the input of an operator: its own, or the output of the operator that produces it."""
     port = op.port("input") or op.port("input0")
     while port is not None:
         here = op.site(port.name)
@@ -148,10 +148,10 @@ def _fed_by(op: Op, plan: Plan, graph: Graph) -> str | None:
 
 
 def _format_problems(model: nn.Module, site: str, quantizer: Quantizer, plan: Plan) -> Iterator[str]:
-    """Whether state and behaviour are those of the format."""
+    """Differences between a quantizer and its format."""
     format = quantizer.format
     if str(plan.sites[site].format) != str(quantizer.spec.format):
-        yield f"{site}: {quantizer.spec.format}, the plan says {plan.sites[site].format}"
+        yield f"{site}: {quantizer.spec.format}, the plan has {plan.sites[site].format}"
     most = 2**format.bits
     if quantizer.qmax - quantizer.qmin + 1 > most:
         yield f"{site}: codes {quantizer.qmin} to {quantizer.qmax} in {format}"

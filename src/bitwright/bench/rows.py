@@ -1,4 +1,4 @@
-"""One row of a grid: plan, train, read what ran, measure, and measure again on the runtime."""
+"""Run one row of a grid: plan, train, verify what ran, and evaluate the simulated model and the artefact."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from pydantic import Field
 from torch import nn
 
 from bitwright.backends import BackendTable, Choices, backend, make_plan
-from bitwright.bench.float_networks import Start, Starts
+from bitwright.bench.float_networks import FloatNetwork, FloatNetworks
 from bitwright.bench.grid import RowTask
 from bitwright.bench.leaderboard import OnDevice, Result, SiteFacts
-from bitwright.bench.machine import Machine, machine
 from bitwright.bench.row_verification import mismatches, read_executed, read_observers
 from bitwright.core.documents import name_problem
+from bitwright.core.environment import Machine, machine
 from bitwright.core.errors import BitwrightError, DiskError, PlanError, RangeDiverged, TrainDiverged, TrainError
 from bitwright.core.files import scratch_folder
 from bitwright.core.formats import Format
@@ -32,11 +32,11 @@ from bitwright.quantizers.site_statistics import SiteRow, site_rows
 from bitwright.training import TrainConfig, Trainer, TrainResult
 from bitwright.workload import Workload, batches, evaluate
 
-_LOOKED_AT = 4  # batches: more would only smooth clipped shares and histograms
+_BATCHES = 4  # for clipped shares and histograms
 
 
 def report_folder(reports: Path, row: str) -> Path:
-    """Where the report of a row is: a folder as other verbs make it, with `report.html` in it."""
+    """The folder of a row's report, which contains `report.html`."""
     wrong = name_problem(row)
     if wrong is not None:
         raise BitwrightError(f"a row can't have this id: {wrong}", where="rows", value=row, code="unsafe-name")
@@ -44,12 +44,12 @@ def report_folder(reports: Path, row: str) -> Path:
 
 
 def first_batches(workload: Workload) -> Iterator[Any]:
-    """Inputs to look at sites with."""
-    return batches(workload.calibration or (lambda: [workload.inputs]), _LOOKED_AT)
+    """Inputs for the statistics of sites."""
+    return batches(workload.calibration or (lambda: [workload.inputs]), _BATCHES)
 
 
 def site_facts(sites: Iterable[SiteRow]) -> tuple[SiteFacts, ...]:
-    """Three digits of what a reader of a leaderboard wants to know of each site; biases follow from the others."""
+    """The main figures of each site with three digits, except biases, which follow from the others."""
     return tuple(
         SiteFacts(
             site=one.site,
@@ -70,7 +70,7 @@ def _short(value: float) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class FinishedRow:
-    """A row that is done, with its trained model: the argument of row reporters."""
+    """A finished row with its trained model: the argument of row reporters."""
 
     task: RowTask
     result: Result
@@ -81,20 +81,21 @@ class FinishedRow:
 
 
 class RowOutcome(Result):
-    """What a study keeps of a row."""
+    """The result of a row in a study."""
 
     environment: Machine | None = Field(default=None)
 
 
 def gave_up(reason: str) -> RowOutcome:
-    """The outcome of a row whose process died again and again."""
+    """The outcome of a row whose process ended unexpectedly several times."""
     return RowOutcome(status="failed", reason=reason)
 
 
-def run_row(task: RowTask, starts: Starts, *, reports: Path | None = None) -> RowOutcome:
-    """Run a row. What a backend or a quantizer can't do, and what diverges, is a result; all else raises.
+def run_row(task: RowTask, starts: FloatNetworks, *, reports: Path | None = None) -> RowOutcome:
+    """Run a row.
 
-    A row that is done leaves its report in the folder `reports`.
+    A row that the backend or a quantizer refuses, or that diverges, has a result too. Other errors are raised. A
+    finished row writes its report into the folder `reports`.
     """
     begin, cpu = time.perf_counter(), time.process_time()
     with _threads(task.threads):
@@ -116,7 +117,7 @@ def run_row(task: RowTask, starts: Starts, *, reports: Path | None = None) -> Ro
 
 
 def one_line(error: BaseException) -> str:
-    """An error's problems without its layout."""
+    """The problems of an error in one line."""
     if isinstance(error, BitwrightError):
         return "; ".join(
             (f"{p.where}: " if p.where else "") + p.what + (f" ({p.value})" if p.value is not None else "")
@@ -125,7 +126,7 @@ def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:500]
 
 
-def _run(task: RowTask, start: Start, reports: Path | None) -> RowOutcome:
+def _run(task: RowTask, start: FloatNetwork, reports: Path | None) -> RowOutcome:
     table = backend(task.backend)
     plan, beyond = plan_of(task, table, start)
     workload = replace(start.workload, model=copy.deepcopy(start.workload.model))
@@ -133,21 +134,23 @@ def _run(task: RowTask, start: Start, reports: Path | None) -> RowOutcome:
         seed=task.seed,
         quantizer_lr=task.algorithm.quantizer_lr,
         quantizer_decay=task.algorithm.quantizer_decay,
-        drop_last=True,  # batches all alike, as published rows were trained
+        drop_last=True,  # batches of equal size, as in published results
         **task.training.model_dump(),
     )
-    # a plan beyond the table is checked against the one that allows everything
+    # a plan that the table does not allow is checked against the table that allows everything
     trainer = Trainer(workload, quantize=plan, backend="academic" if beyond else task.backend, config=config)
     trained = trainer.fit()
     assert trained.quantized is not None
     wrong = mismatches(trained.model, task, trained.quantized.plan, table, start.graph)
     if wrong:
-        raise BitwrightError(f"what ran isn't what the row says: {'; '.join(wrong[:5])}", where=task.key)
+        raise BitwrightError(
+            f"the model differs from the row's settings: {'; '.join(wrong[:5])}", where=task.key, code="row-mismatch"
+        )
     values = evaluate(workload, trained.model)
     accuracy = values[workload.metric]
     notes = list(trained.notes)
     if not table.fold and task.bnfold != NO_FOLDING:
-        notes.append(f"{table.name} runs norms as they are: bnfold {task.bnfold} has nothing to do")
+        notes.append(f"{table.name} does not fold norms: bnfold {task.bnfold} has no effect")
     outcome = RowOutcome(
         status="done",
         metric=workload.metric,
@@ -169,7 +172,7 @@ def _run(task: RowTask, start: Start, reports: Path | None) -> RowOutcome:
     return outcome.model_copy(update={"sites": site_facts(sites)})
 
 
-def train_float_on(task: RowTask, start: Start) -> float:
+def train_float_on(task: RowTask, start: FloatNetwork) -> float:
     """The float network's accuracy after the training that a row has, without quantizers."""
     workload = replace(start.workload, model=copy.deepcopy(start.workload.model))
     with _threads(task.threads):
@@ -178,8 +181,8 @@ def train_float_on(task: RowTask, start: Start) -> float:
         return evaluate(workload, trained.model)[workload.metric]
 
 
-def plan_of(task: RowTask, table: BackendTable, start: Start) -> tuple[Plan, str | None]:
-    """The row's plan; and, where it goes beyond what the backend can run, which formats do."""
+def plan_of(task: RowTask, table: BackendTable, start: FloatNetwork) -> tuple[Plan, str | None]:
+    """The row's plan, and the formats that the backend can't run, if any."""
     algorithm = task.algorithm
     weights = _format(table, algorithm.weights, task.bits, weight=True)
     activations = _format(table, algorithm.a_method, task.bits, weight=False)
@@ -208,27 +211,27 @@ def plan_of(task: RowTask, table: BackendTable, start: Start) -> tuple[Plan, str
         "weight_observer": algorithm.weight_observer or ("mse" if low else None),
         "fold": task.bnfold if table.fold or task.bnfold == NO_FOLDING else None,
         "first_last_bits": task.edges if task.edges is not None and task.bits < task.edges else None,
-        "saturating": True,  # as if no CPU had VNNI: a row mustn't depend on the machine that happens to run it
+        "saturating": True,  # as if no CPU had VNNI, so that a row does not depend on the machine
     }
     plan = make_plan(start.graph, table, model=start.workload.name, **choices)
     return replace(plan, backend=task.backend), beyond
 
 
 def _format(table: BackendTable, quantizer: str, bits: int, *, weight: bool) -> Format:
-    """The backend's format at this width; its symmetric kin for a quantizer without a zero point, if it runs there."""
+    """The backend's format at this width, or its symmetric variant for a quantizer without a zero point, if allowed."""
     choice = table.weights if weight else table.activations
     usual = Format.parse(choice.format).with_bits(bits)
     if usual.symmetric or not QUANTIZERS.get(quantizer).symmetric_only:
         return usual
     signed = replace(usual, name=f"int{bits}", signed=True, symmetric=True)
-    kin = signed if weight else replace(signed, adasign=True)
-    return kin if choice.allows(kin) else usual
+    variant = signed if weight else replace(signed, adasign=True)
+    return variant if choice.allows(variant) else usual
 
 
 def on_device(
     model: nn.Module, table: BackendTable, workload: Workload, accuracy: float, task: RowTask
 ) -> OnDevice | None:
-    """The trained model as an artefact on the backend's runtime; None for a backend without one."""
+    """Evaluate the trained model as an artefact on the backend's runtime; None for a backend without a runtime."""
     if table.runtime is None:
         return None
     kind: type[Runtime] = RUNTIMES.get(table.runtime)

@@ -1,4 +1,4 @@
-"""Run a grid: every row once, by any number of processes, however often they are killed."""
+"""Run the rows of a grid, in any number of processes, and rerun rows of a leaderboard."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from logging import getLogger
 from pathlib import Path
 from typing import TypeAlias
 
-from bitwright.bench.float_networks import Starts
+from bitwright.bench.float_networks import FloatNetworks
 from bitwright.bench.grid import GridConfig, RowTask
 from bitwright.bench.leaderboard import FloatNet, Leaderboard, Result, Row, summaries
-from bitwright.bench.machine import Machine, machine
-from bitwright.bench.rows import RowOutcome, gave_up, one_line, run_row, train_float_on
+from bitwright.bench.rows import RowOutcome, gave_up, one_line, report_folder, run_row, train_float_on
 from bitwright.core.addresses import is_address
 from bitwright.core.arguments import strict
-from bitwright.core.errors import UserCodeError, WorkloadError
-from bitwright.core.files import disk_error, fingerprint
+from bitwright.core.environment import Machine, machine, other_instructions
+from bitwright.core.errors import BitwrightError, PlanError, Problem, UserCodeError, WorkloadError, did_you_mean
+from bitwright.core.files import disk_error, fingerprint, scratch_folder
 from bitwright.core.interrupts import Interrupted, current_stop, safe_point
 from bitwright.core.task_store import Study, open_study
 
 progress_log = getLogger("bitwright.progress")
 GridStudy: TypeAlias = Study[RowTask, RowOutcome]
-_WAIT = 0.5  # seconds between looks at what another worker does
+_WAIT = 0.5  # seconds between checks of another worker's progress
 
 
 @dataclass(frozen=True, kw_only=True)
-class Told:
-    """A row that has just ended here, and where the grid stands."""
+class RowProgress:
+    """A row that has just ended in this process, and the progress of the grid."""
 
     task: RowTask
     result: Result
@@ -42,27 +42,35 @@ def run_grid(
     *,
     starts: str | Path | None = None,
     reports: str | Path | None = None,
-    watch: Callable[[Told], None] | None = None,
+    watch: Callable[[RowProgress], None] | None = None,
     work: bool = True,
 ) -> Leaderboard:
-    """Run what isn't known yet, and give all that is.
+    """Run the rows of a grid that have no result yet, and return the leaderboard.
 
-    A grid goes on where it was left; processes with the same store share the work. `starts` is the folder for float
-    networks (by default beside the store, or in the current folder if that is a server). Rows that are done here
-    leave their reports in the folder `reports`. `watch` is told of each row that ends here. Without `work` nothing is
-    run.
+    A grid resumes where it stopped. Processes with the same store share the work. `starts` is the folder of the float
+    networks (by default in the folder of the store, or in the current folder if the store is a server). Rows that end
+    in this process write their reports into the folder `reports`, and `watch` is called for each of them. With
+    ``work=False`` nothing is run.
+
+    >>> from tempfile import TemporaryDirectory
+    >>> with TemporaryDirectory() as folder:
+    ...     config = GridConfig(
+    ...         models=["digits"], algorithms=["lsq", "pact"], backends=["academic"], bits=[4], store=f"{folder}/a.db"
+    ...     )
+    ...     run_grid(config, work=False)  # training the rows takes a minute
+    <Leaderboard grid: 0 of 2 rows done>
     """
     study = open_grid(config)
     try:
         if work:
             folder = Path(starts) if starts is not None else _beside(config)
-            floats = Starts(folder, study)
+            floats = FloatNetworks(folder, study)
             floats.check([task for task in config.tasks() if study.known(task) is None])
             try:
                 _work(config, study, floats, watch or (lambda _: None), Path(reports) if reports is not None else None)
                 _train_floats_on(config, study, floats)
-            except Interrupted as error:  # its own words are about one training
-                kept = "all rows that were finished are kept; rerun the command to resume"
+            except Interrupted as error:  # the message of the training is about one row only
+                kept = "finished rows are saved; rerun the command to resume"
                 raise Interrupted(error.cause, kept) from None
         return assemble(config, study)
     finally:
@@ -70,7 +78,7 @@ def run_grid(
 
 
 def open_grid(config: GridConfig) -> GridStudy:
-    """The grid's study. Rows carry all their settings, so a grid may grow; rows that are no more asked for stay."""
+    """The study of a grid. Rows are stored with all their settings, so rows can be added to a grid or removed."""
     store = config.store or f"{config.name}.db"
     return open_study(store, config.name, {"grid": config.version}, resume=True, kind=RowOutcome, gave_up=gave_up)
 
@@ -81,7 +89,11 @@ def _beside(config: GridConfig) -> Path:
 
 
 def _work(
-    config: GridConfig, study: GridStudy, starts: Starts, watch: Callable[[Told], None], reports: Path | None
+    config: GridConfig,
+    study: GridStudy,
+    starts: FloatNetworks,
+    watch: Callable[[RowProgress], None],
+    reports: Path | None,
 ) -> None:
     tasks = config.tasks()
     todo, done = tasks, 0
@@ -94,25 +106,25 @@ def _work(
                 continue
             result = _attempt(study, task, starts, reports)
             if result is None or (result.status == "failed" and len(study.failures(task)) < config.attempts):
-                left.append(task)  # another worker is at it, or it is tried again when the others are done
+                left.append(task)  # another worker runs it, or it is tried again after the others
             else:
                 done += 1
             if result is not None:
-                watch(Told(task=task, result=result, done=done, total=len(tasks)))
+                watch(RowProgress(task=task, result=result, done=done, total=len(tasks)))
         if len(left) == len(todo):
             time.sleep(_WAIT)
         todo = left
 
 
-def _train_floats_on(config: GridConfig, study: GridStudy, starts: Starts) -> None:
-    """What the rows' training alone does to the float networks: once each, known to all workers."""
+def _train_floats_on(config: GridConfig, study: GridStudy, starts: FloatNetworks) -> None:
+    """Train each float network as long as a row, once for all workers, to separate the effect of the training."""
     for task in {(task.model.label, task.seed): task for task in config.tasks()}.values():
         if study.recall(_float_name(task)) is not None:
             continue
         start = starts(task)
         try:
             trained_on = train_float_on(task, start)
-        except Exception as error:  # rows have said it; a number for comparison isn't worth the leaderboard
+        except Exception as error:  # rows report the same error; a reference value must not end the grid
             if current_stop().received or disk_error(error) is not None:
                 raise
             trained_on = None
@@ -132,7 +144,7 @@ def _float_name(task: RowTask) -> str:
     return f"float:{task.model.label}:{task.seed}:{fingerprint(repr((task.start, task.training, task.threads)))}"
 
 
-def _attempt(study: GridStudy, task: RowTask, starts: Starts, reports: Path | None) -> RowOutcome | None:
+def _attempt(study: GridStudy, task: RowTask, starts: FloatNetworks, reports: Path | None) -> RowOutcome | None:
     claim = study.claim(task)
     if claim is None:
         return None
@@ -140,13 +152,13 @@ def _attempt(study: GridStudy, task: RowTask, starts: Starts, reports: Path | No
         with study.heartbeats(claim):
             try:
                 outcome = run_row(task, starts, reports=reports)
-            except Exception as error:  # one row must not end all
+            except Exception as error:  # a row that fails must not end the grid
                 if isinstance(error, WorkloadError) and not isinstance(error, UserCodeError):
-                    raise  # no row of it can be run: not this row's fault
+                    raise  # affects all rows of the workload
                 if current_stop().received:
                     raise
                 if (refused := disk_error(error)) is not None:
-                    raise refused from error  # it says nothing about the row
+                    raise refused from error  # unrelated to the row
                 outcome = RowOutcome(status="failed", reason=one_line(error), environment=machine())
     except BaseException:
         study.release(claim)
@@ -156,13 +168,13 @@ def _attempt(study: GridStudy, task: RowTask, starts: Starts, reports: Path | No
     else:
         study.finish(claim, outcome)
         progress_log.debug("row finished: %s", task.key)
-        if study.known(task) is None:  # we were taken for dead: another worker has the row now
+        if study.known(task) is None:  # the heartbeat was lost, and another worker has taken the row
             return None
     return outcome
 
 
 def assemble(config: GridConfig, study: GridStudy) -> Leaderboard:
-    """The leaderboard of what is known now."""
+    """The leaderboard of all results so far."""
     machines: dict[str, Machine] = {}
     floats = _floats(config, study)
     trained = _trained(config, floats)
@@ -186,7 +198,7 @@ def _floats(config: GridConfig, study: GridStudy) -> tuple[FloatNet, ...]:
 
 
 def _trained(config: GridConfig, floats: Sequence[FloatNet]) -> dict[tuple[str, int], float]:
-    """Accuracies of float networks that were trained on as rows are: of all or of none, to compare like with like."""
+    """Accuracies of the float networks after the training of a row; empty unless all of them are known."""
     found = {(one.model, one.seed): one.trained_on for one in floats if one.trained_on is not None}
     wanted = {(task.model.label, task.seed) for task in config.tasks()}
     return found if wanted <= found.keys() else {}
@@ -217,3 +229,137 @@ def _row(
         float_trained=trained.get((task.model.label, task.seed)) if outcome.accuracy is not None else None,
         **{name: getattr(outcome, name) for name in Result.model_fields},
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rerun:
+    """A row of a leaderboard with its new result."""
+
+    row: Row
+    result: Result
+    report: Path | None
+    """The report's page; None if there is no folder for reports, or if the row isn't done."""
+
+    @property
+    def differences(self) -> list[str]:
+        """The values that differ from the leaderboard; empty if all are identical."""
+        before, now = self.row, self.result
+        pairs = {
+            "status": (before.status, now.status),
+            "accuracy": (before.accuracy, now.accuracy),
+            "float weights": (before.start, now.start),
+        }
+        if before.device is not None and now.device is not None:
+            pairs[f"accuracy on {now.device.runtime}"] = (before.device.accuracy, now.device.accuracy)
+        return [f"{name} was {was}, is {now}" for name, (was, now) in pairs.items() if was != now]
+
+
+@strict
+def rerun_rows(
+    board: Leaderboard,
+    rows: Sequence[str],
+    *,
+    reports: str | Path | None = None,
+    starts: str | Path | None = None,
+    workload: str | None = None,
+    watch: Callable[[Rerun], None] | None = None,
+) -> list[Rerun]:
+    """Run rows of a leaderboard again, from their configs and seeds. The leaderboard is not changed.
+
+    `rows` are ids, or their first characters. Reports are written into the folder `reports`. `starts` is a folder that
+    keeps the float networks for later calls; without it they are trained again. `workload` is the new place of the
+    rows' workload file, if it was moved.
+
+    TensorRT has no 4-bit format, so this row is refused:
+
+    >>> from tempfile import TemporaryDirectory
+    >>> with TemporaryDirectory() as folder:
+    ...     config = GridConfig(
+    ...         models=["digits-untrained"],
+    ...         algorithms=["lsq"],
+    ...         backends=["tensorrt"],
+    ...         bits=[4],
+    ...         store=f"{folder}/grid.db",
+    ...     )
+    ...     board = run_grid(config, work=False)
+    >>> [rerun] = rerun_rows(board, [board.rows[0].id[:8]])
+    >>> rerun.result.status, rerun.differences
+    ('refused', ['status was pending, is refused'])
+    """
+    tasks = [(row, _task(board, row, workload)) for row in find_rows(board, rows)]
+    place = None if reports is None else Path(reports)
+    found = []
+    with scratch_folder() as temporary:
+        study = open_study(None, "again", {}, resume=True, kind=RowOutcome, gave_up=gave_up)
+        try:
+            floats = FloatNetworks(temporary if starts is None else Path(starts), study)
+            floats.check([task for _, task in tasks])
+            for row, task in tasks:
+                result = run_row(task, floats, reports=place)
+                done = place is not None and result.status == "done"
+                report = report_folder(place, row.id) / "report.html" if place is not None and done else None
+                found.append(Rerun(row=row, result=result, report=report))
+                if watch is not None:
+                    watch(found[-1])
+        finally:
+            study.close()
+    return found
+
+
+def ran_elsewhere(board: Leaderboard, row: Row) -> str | None:
+    """The environment variables that a row needs for the same result here; None: nothing is known to differ."""
+    was = board.machines.get(row.machine or "")
+    return None if was is None else other_instructions(was, machine())
+
+
+def find_rows(board: Leaderboard, wanted: Sequence[str]) -> list[Row]:
+    """Rows by their ids or the first characters of their ids. All problems are reported at once."""
+    found: dict[str, Row] = {}
+    problems = []
+    for name in wanted:
+        own = [row for row in board.rows if row.id.startswith(name)]
+        if len(own) == 1:
+            found[own[0].id] = own[0]
+        elif own:
+            some = ", ".join(row.id for row in own[:3])
+            what, fix = f"{len(own)} rows have an id that starts like this", f"give more characters: {some} …"
+            problems.append(Problem(what=what, value=name, fix=fix, code="ambiguous-row"))
+        else:
+            fix = did_you_mean(name, [row.id for row in board.rows])
+            problems.append(Problem(what="the leaderboard has no such row", value=name, fix=fix, code="unknown-row"))
+    if problems:
+        raise PlanError(problems, title=f"{board.name} does not have these rows")
+    return list(found.values())
+
+
+def _task(board: Leaderboard, row: Row, workload: str | None) -> RowTask:
+    """The task of a row, with the files of its grid."""
+    model = {**row.config["models"][0], "workload": _workload(board, row, workload)}
+    data = {**row.config, "models": [model], "backends": [row.backend]}
+    (task,) = GridConfig.parse(data, where=f"row {row.id}", folder=Path()).tasks()
+    if task.key != row.id:
+        raise BitwrightError(
+            "the hash of this row's settings has changed",
+            where=row.id,
+            value=task.key,
+            fix="use the workload and the version of Bitwright that made it (`machines` in the file)",
+            code="row-changed",
+        )
+    return task
+
+
+def _workload(board: Leaderboard, row: Row, given: str | None) -> str:
+    ref = str(row.config["models"][0]["workload"])
+    if ".py:" not in ref:
+        return ref
+    used = next((m["workload"] for m in board.config.get("models", []) if m.get("name") == row.model), ref)
+    where = given or str(used)
+    if not Path(where.rpartition(":")[0]).is_file():
+        raise BitwrightError(
+            "the file of the row's workload does not exist",
+            where=row.id,
+            value=where,
+            fix=f"give its path: --workload FOLDER/{ref}",
+            code="workload-file-missing",
+        )
+    return where

@@ -1,4 +1,4 @@
-"""`benchmark(workload)`: one model on every runtime that runs here, and the fastest of them."""
+"""`benchmark(workload)`: measure a model on every available runtime."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ VARIANTS: tuple[ModelVariant, ...] = ("float", "quantized")
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What is measured, and how; the same for all runtimes."""
+    """The settings of a benchmark, which are the same for all runtimes."""
 
     batch_sizes: Sequence[int]
     threads: int
@@ -57,7 +57,7 @@ class Settings:
 
 @dataclass
 class Opened:
-    """One runtime with its artefacts of each batch size."""
+    """One runtime with its artefacts for each batch size."""
 
     backend: str
     sessions: dict[tuple[ModelVariant, int], Runtime] = field(default_factory=dict)
@@ -66,11 +66,11 @@ class Opened:
 
 
 def open_artefacts(workload: Workload, name: str, folder: Path, settings: Settings) -> tuple[Opened, OnRuntime]:
-    """Quantize (or load what was made), export, check and evaluate on one runtime; its sessions stay open."""
+    """Quantize (or load the saved model), export, check and evaluate on one runtime. Its sessions stay open."""
     saved = settings.saved
     opened = Opened(_backend_for(name) if saved is None else saved.plan.backend or "onnxruntime")
     batch = settings.batch_sizes[0]
-    # Float comes first: what was made may have other weights than the float model (QAT, AdaRound).
+    # Float comes first, because the saved model may have other weights (QAT, AdaRound).
     _write(workload, workload.model, "float", name, opened, folder, settings)
     with _quantized(workload, opened.backend, settings) as quantized:
         _write(workload, quantized.model, "quantized", name, opened, folder, settings)
@@ -92,14 +92,14 @@ def open_artefacts(workload: Workload, name: str, folder: Path, settings: Settin
 
 
 def _backend_for(runtime: str) -> str:
-    """The table that is made for this runtime; that of ONNX Runtime where there is none."""
+    """The backend of this runtime; by default that of ONNX Runtime."""
     named = [name for name in BACKENDS.names() if find_backend(name).runtime == runtime]
     return runtime if runtime in named else named[0] if named else "onnxruntime"
 
 
 @contextmanager
 def _quantized(workload: Workload, backend: str, settings: Settings) -> Iterator[Quantized]:
-    """The quantized model; the workload's own is float again in the end."""
+    """The quantized model. The workload's model is float again at the end."""
     saved = settings.saved
     if saved is not None:
         yield load_prepared(replace(workload, model=copy.deepcopy(workload.model)), saved.plan, saved.checkpoint)
@@ -112,7 +112,7 @@ def _quantized(workload: Workload, backend: str, settings: Settings) -> Iterator
             example=workload.inputs,
             name=workload.name,
             artefact=True,
-            measure=False,  # the check does
+            measure=False,  # `check` measures the distance
         )
     finally:
         strip(workload.model)
@@ -125,7 +125,7 @@ def _write(
     given = settings.saved.artefact if settings.saved is not None and variant == "quantized" else None
     for batch in settings.batch_sizes:
         if given is not None and given.suffix == kind.suffix:
-            path = given  # the very file that will be served
+            path = given  # measure the file that will be served
         else:
             path = folder / (f"{variant}{kind.suffix}" if kind.any_batch else f"{variant}-{batch}{kind.suffix}")
             if not path.exists():
@@ -140,7 +140,7 @@ def _write(
 def _accuracies(
     workload: Workload, name: str, opened: Opened, batch: int, tell: Callable[[str], None]
 ) -> Iterator[Accuracy]:
-    """All that the workload measures, its metric first."""
+    """All metrics of the workload, its own metric first."""
     for variant in VARIANTS if can_measure(workload) else ():
         tell(f"evaluating {name}, {variant}")
         values = opened.sessions[variant, batch].accuracy(workload)
@@ -151,7 +151,7 @@ def _accuracies(
 
 
 def inputs_of(workload: Workload, samples: int | None) -> Iterable[Any]:
-    """Inputs of the evaluation, else of the calibration."""
+    """Inputs of the evaluation data, or of the calibration data if there is none."""
     if workload.evaluation is not None:
         return first((inputs for inputs, _ in pairs(workload)), samples)
     return first(batches(workload.calibration), samples)
@@ -182,15 +182,26 @@ def benchmark(
     cores: Count | None = None,
     progress: Progress | None = None,
 ) -> Comparison:
-    """Quantize the workload's model for each runtime by that runtime's own table, and measure all of them in turns.
+    """Quantize the workload's model for each runtime with that runtime's backend, and measure all of them in turns.
 
-    With `saved` (an output folder of `Quantized.save` or `bitwright quantize`) that model is measured instead, by
-    default on the runtime of its plan. With `instances` or `cores` so many processes run at a time, each on cores
-    of its own; the result then has `together` instead of timings.
+    `saved` is an output folder of `Quantized.save` or `bitwright quantize`: its model is measured instead, by default
+    on the runtime of its plan. `instances` processes run at the same time, each on `cores` of its own; the result then
+    has `together` instead of timings.
 
-    What can't run here is in the result's `skipped` with its reason. `samples` bounds calibration and check, not the
-    evaluation; without `evaluate` accuracies aren't measured, without `time` latencies. The model is float again when
-    this returns.
+    Runtimes that are not available are in the result's `skipped` with the reason. `samples` limits calibration and
+    check, but not the evaluation. ``evaluate=False`` omits accuracies, ``time=False`` omits latencies. The workload's
+    model is float again afterwards.
+
+    >>> import torch
+    >>> workload = Workload(
+    ...     name="tiny",
+    ...     model=torch.nn.Linear(8, 4),
+    ...     inputs=(torch.zeros(1, 8),),
+    ...     calibration=lambda: [torch.linspace(-1, 1, 32).reshape(4, 8)],
+    ... )
+    >>> comparison = benchmark(workload, ["onnxruntime"], evaluate=False, runs=5)
+    >>> comparison.runtimes[0].executed
+    {'int8': 1, 'float': 0}
     """
     tell = phases(progress)
     several = instances is not None or cores is not None
@@ -214,7 +225,7 @@ def benchmark(
             try:
                 opened[name], rows[name] = open_artefacts(workload, name, place, settings)
             except DiskError:
-                raise  # says nothing about the runtime
+                raise  # unrelated to the runtime
             except BitwrightError as error:
                 skipped.append(Skipped(runtime=name, why=str(error)))
         timings: list[LatencyRow] = []
@@ -240,21 +251,28 @@ def benchmark(
 
 
 def _refuse(workload: Workload, *, threads: int | None, several: bool, evaluate: bool, time: bool) -> None:
-    """What would be found out late, or never."""
+    """Reject contradicting arguments before any work."""
     if not time and not evaluate:
-        raise BitwrightError("there is nothing to measure", fix="let it evaluate, time, or both")
+        raise BitwrightError(
+            "there is nothing to measure", fix="use evaluate, time, or both", code="nothing-to-measure"
+        )
     if not time and not can_measure(workload):
         raise BitwrightError(
-            "nothing says how good the model is",
+            "the workload has no evaluation",
             where=f"workload {workload.name!r}",
-            fix="give the Workload evaluation= or evaluate=",
+            fix="pass Workload(evaluation=...) or Workload(evaluate=...)",
+            code="no-evaluation",
         )
     if several and threads is not None:
         raise BitwrightError(
-            "an instance has as many threads as cores", where="threads", value=threads, fix="say it with --cores alone"
+            "an instance has as many threads as cores",
+            where="threads",
+            value=threads,
+            fix="use only --cores",
+            code="contradicting-arguments",
         )
     if several and time and not can_pin():
-        log.warning("this system doesn't bind processes to cores: instances run wherever it puts them")
+        log.warning("this system can't bind processes to cores: instances share all cores")
 
 
 def _wanted(runtimes: Iterable[str] | None, skipped: list[Skipped]) -> list[str]:
@@ -262,20 +280,20 @@ def _wanted(runtimes: Iterable[str] | None, skipped: list[Skipped]) -> list[str]
     names = list(found) if runtimes is None else list(runtimes)
     for name in names:
         if name not in found:
-            raise BitwrightError("there is no such runtime", value=name, fix=did_you_mean(name, found))
+            raise BitwrightError("unknown runtime", value=name, fix=did_you_mean(name, found), code="unknown-name")
         if found[name] is not None:
             skipped.append(Skipped(runtime=name, why=str(found[name])))
     return [name for name in names if found[name] is None]
 
 
 def _sessions(name: str, found: Opened, batch: int) -> Iterator[tuple[ModelVariant, Runtime]]:
-    """Those that take this batch size."""
+    """The sessions that accept this batch size."""
     for variant in VARIANTS:
         session = found.sessions[variant, batch]
         if session.batch in (None, batch):
             yield variant, session
         else:
-            log.warning("%s isn't timed with batch %d: the model's own code fixes it to %d", name, batch, session.batch)
+            log.warning("%s isn't timed with batch %d: the model only accepts %d", name, batch, session.batch)
 
 
 def _time(

@@ -13,7 +13,7 @@ from bitwright.cli.verb import CHECK_FAILED, verb
 from bitwright.core.errors import BitwrightError
 
 if TYPE_CHECKING:
-    from bitwright.bench import Again
+    from bitwright.bench import Rerun
 
 
 @verb(
@@ -37,9 +37,9 @@ def grid_rerun(
 
     Exits with 1 if a row's result differs.
     """
-    from bitwright.bench import Leaderboard, run_again
-    from bitwright.bench.machine import revision
-    from bitwright.bench.rerun import find_rows, ran_elsewhere
+    from bitwright.bench import Leaderboard, rerun_rows
+    from bitwright.bench.run_grid import find_rows, ran_elsewhere
+    from bitwright.core.environment import revision
 
     board = Leaderboard.load(file)
     if not row:
@@ -53,12 +53,12 @@ def grid_rerun(
     with out.progress() as progress, quiet_training():
         ended = 0
 
-        def watch(one: Again) -> None:
+        def watch(one: Rerun) -> None:
             nonlocal ended
             ended += 1
             progress(ended, len(wanted), _name(one))
 
-        found = run_again(board, row, reports=reports, starts=starts, workload=workload, watch=watch)
+        found = rerun_rows(board, row, reports=reports, starts=starts, workload=workload, watch=watch)
     out.data({"rows": [_facts(one) for one in found]})
     heads = ["row", "what", "#before", "#now", "same"]
     out.table(heads, map(_cells, found), title=board.title or board.name)
@@ -78,12 +78,12 @@ def grid_rerun(
         raise typer.Exit(CHECK_FAILED)
 
 
-def _name(one: Again) -> str:
+def _name(one: Rerun) -> str:
     row = one.row
     return f"{row.model}, {row.algorithm}, {row.backend}, {row.bits} bits, seed {row.seed}"
 
 
-def _facts(one: Again) -> dict[str, object]:
+def _facts(one: Rerun) -> dict[str, object]:
     return {
         "id": one.row.id,
         "was": one.row.accuracy,
@@ -94,7 +94,7 @@ def _facts(one: Again) -> dict[str, object]:
     }
 
 
-def _cells(one: Again) -> tuple[str, ...]:
+def _cells(one: Rerun) -> tuple[str, ...]:
     values: list[str] = [one.row.status, one.result.status]
     for index, accuracy in enumerate((one.row.accuracy, one.result.accuracy)):
         if accuracy is not None:

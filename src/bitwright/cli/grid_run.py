@@ -15,7 +15,7 @@ from bitwright.cli.verb import CHECK_FAILED, verb
 from bitwright.core.errors import BitwrightError
 
 if TYPE_CHECKING:
-    from bitwright.bench import Told
+    from bitwright.bench import RowProgress
 
 GridArg = Annotated[Path, typer.Argument(metavar="GRID.yaml", help="The file of the grid (docs/grid.md).")]
 GridWorkloadOption = Annotated[
@@ -91,7 +91,7 @@ def run_grid_file(
         out.note(note)
     with out.progress() as progress, quiet_training():
 
-        def watch(told: Told) -> None:
+        def watch(told: RowProgress) -> None:
             task, result = told.task, told.result
             name = f"{task.model.label}, {task.algorithm.label}, {task.backend}, {task.bits} bits, seed {task.seed}"
             progress(told.done, told.total, name)

@@ -1,4 +1,4 @@
-"""The machine and the package versions of a measurement, and the memory allocator of this process."""
+"""The machine of a measurement: CPU, instruction sets, package versions, code revision and memory allocator."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ctypes
 import os
 import platform
 import re
+import subprocess
 import sys
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -35,6 +36,11 @@ PACKAGES = (
 # Features that determine the speed and the rounding of 8-bit products.
 _FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx_vnni", "amx_int8", "amx_bf16", "asimddp", "i8mm", "sve")
 
+#: The variables that limit the instruction sets of torch's own kernels and of oneDNN's, and the names that they use.
+TORCH_VARIABLE, ONEDNN_VARIABLE = "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA"
+_ONEDNN_NAMES = {"AVX512": "AVX512_CORE"}
+_NARROW_TO_WIDE = ("DEFAULT", "AVX2", "AVX512")
+
 
 class Environment(ResultModel):
     """Machine and versions of a measurement."""
@@ -62,6 +68,81 @@ def environment() -> Environment:
         threads=torch.get_num_threads(),
         packages={package: found for package in PACKAGES if (found := _version(package)) is not None},
     )
+
+
+class Machine(Environment):
+    """The environment, with everything that changes the last bits of a result.
+
+    The width of vectors determines the order in which sums are added.
+    """
+
+    isa: str | None = Field(default=None, description="The instruction set of torch's kernels: AVX2, AVX512, …")
+    onednn_isa: str | None = Field(default=None, description=f"{ONEDNN_VARIABLE}, if it was set.")
+    revision: str | None = Field(
+        default=None, description="The commit of Bitwright's git repository; +changes: with uncommitted changes."
+    )
+
+    @property
+    def instructions(self) -> tuple[str, str]:
+        """The instruction sets of torch's and of oneDNN's kernels; by default the best of the CPU."""
+        best = next((name for name in ("AVX512", "AVX2") if _feature(name) in self.cpu_features), "DEFAULT")
+        asked = (self.onednn_isa or "ALL").upper()
+        limits = {"AVX512": "AVX512", "AVX2": "AVX2", "AVX": "DEFAULT", "SSE41": "DEFAULT"}
+        limit = next((kind for name, kind in limits.items() if asked.startswith(name)), best)
+        return self.isa or best, min(best, limit, key=_NARROW_TO_WIDE.index)
+
+
+def machine() -> Machine:
+    """This machine, as this process uses it."""
+    return Machine(
+        **environment().model_dump(),
+        isa=torch.backends.cpu.get_cpu_capability(),
+        onednn_isa=os.environ.get(ONEDNN_VARIABLE),
+        revision=revision(),
+    )
+
+
+def other_instructions(was: Machine, now: Machine) -> str | None:
+    """How to get the same last digits here as on the machine `was`; None: nothing is needed."""
+    wanted, here = was.instructions, now.instructions
+    if wanted == here:
+        return None
+    needed = max(wanted, key=_rank)
+    if needed != "DEFAULT" and _feature(needed) not in now.cpu_features:
+        return f"it ran with {needed}, which this CPU does not have: the last digits can differ here"
+    names = f"{TORCH_VARIABLE}={wanted[0].lower()} {ONEDNN_VARIABLE}={_ONEDNN_NAMES.get(wanted[1], wanted[1])}"
+    return f"it ran with other instructions ({_words(wanted)}; here {_words(here)}): set {names}"
+
+
+def _words(instructions: tuple[str, str]) -> str:
+    return " and ".join(dict.fromkeys(instructions))
+
+
+def _rank(name: str) -> int:
+    return _NARROW_TO_WIDE.index(name) if name in _NARROW_TO_WIDE else -1
+
+
+def _feature(name: str) -> str:
+    return {"AVX512": "avx512f", "AVX2": "avx2"}.get(name, name)
+
+
+@cache
+def revision() -> str | None:
+    """The commit of the package's own repository; None if it was installed from a wheel."""
+    package = Path(__file__).parents[1]
+    if _git(package, "ls-files", "--error-unmatch", "__init__.py") is None:  # a repository of someone else
+        return None
+    commit = _git(package, "rev-parse", "--short=12", "HEAD")
+    changed = _git(package, "status", "--porcelain", "--untracked-files=no", "--", ".")
+    return commit if commit is None or not changed else f"{commit}+changes"
+
+
+def _git(folder: Path, *words: str) -> str | None:
+    try:
+        done = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
 
 
 def _version(package: str) -> str | None:

@@ -26,8 +26,8 @@ from bitwright.bench.leaderboard import (
     spread_text,
     summary,
 )
-from bitwright.bench.machine import Machine
 from bitwright.bench.rows import report_folder
+from bitwright.core.environment import Machine
 from bitwright.core.files import write_text, yaml_text
 from bitwright.core.formatting import counted
 from bitwright.reports.markdown import escaped, table
