@@ -1,7 +1,8 @@
-"""What the site has beside `docs/`: benchmark results, examples, and the command line's own words."""
+"""Pages of the site that are not Markdown files in `docs/`: results, examples, the notebook and the command line."""
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -21,19 +22,28 @@ def on_files(files: Any, config: Any) -> Any:
         for source in sorted(ROOT.glob(pattern)):
             uri = source.relative_to(ROOT).as_posix()
             files.append(File.generated(config, uri, abs_src_path=str(source)))
+    files.append(File.generated(config, "notebook.md", content=notebook()))
     files.append(File.generated(config, "reference/command-line.md", content=command_line()))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """In the repository `docs/` is a folder; on the site it is the root."""
+    """Change links: in the repository `docs/` is a folder and the notebook is a file; on the site both are pages."""
     uri = page.file.src_uri
+    markdown = markdown.replace("notebook.ipynb)", "notebook.md)")
     depth = uri.count("/")
     if uri.startswith(("benchmarks/", "examples/")):
         up = "../" * depth
         return markdown.replace(f"]({up}docs/", f"]({up}")
     up = "../" * (depth + 1)
     return re.sub(rf"\]\({re.escape(up)}(benchmarks|examples)/", rf"]({'../' * depth}\1/", markdown)
+
+
+def notebook() -> str:
+    """The notebook as a page, without outputs."""
+    cells = json.loads((ROOT / "docs" / "notebook.ipynb").read_text(encoding="utf-8"))["cells"]
+    texts = [("".join(cell["source"]), cell["cell_type"]) for cell in cells]
+    return "\n\n".join(f"```python\n{text}\n```" if kind == "code" else text for text, kind in texts) + "\n"
 
 
 def command_line() -> str:
