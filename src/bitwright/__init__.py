@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from bitwright.plan import Plan, SiteSpec
     from bitwright.profiling import DeviceProfile
     from bitwright.ptq import calibrate
-    from bitwright.ptq.quantize import Quantized, quantize
-    from bitwright.ptq.saved_model import load
+    from bitwright.ptq.quantize import Quantized, load, quantize
     from bitwright.quantizers import compile_arithmetic, prepare, quantizers_of, set_mode, strip
     from bitwright.reports.files import report
     from bitwright.reports.record import Record
@@ -88,9 +87,9 @@ _HOMES = {
     "bitwright.ptq": ("calibrate",),
     "bitwright.ptq.quantize": (
         "Quantized",
+        "load",
         "quantize",
     ),
-    "bitwright.ptq.saved_model": ("load",),
     "bitwright.bench.comparison": ("Comparison",),
     "bitwright.reports.record": ("Record",),
     "bitwright.reports.files": ("report",),

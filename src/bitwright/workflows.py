@@ -39,8 +39,7 @@ from bitwright.deployment.checkpoint import checkpoint_file, load_checkpoint
 from bitwright.graph import capture
 from bitwright.plan import Plan
 from bitwright.ptq import MEMORY, Step, read_steps
-from bitwright.ptq.quantize import Quantized, quantize
-from bitwright.ptq.saved_model import SavedModel, load_prepared
+from bitwright.ptq.quantize import Quantized, SavedModel, load_prepared, quantize
 from bitwright.quantizers import in_mode
 from bitwright.reports import Accuracy, LatencyRow, Record, Size, make_record, parity, read_json, timings, write_report
 from bitwright.workload import Workload, batches, can_measure, evaluate, open_workload, pairs

@@ -19,7 +19,7 @@ from bitwright.kernels import products
 from bitwright.kernels.codes import encode
 from bitwright.sensitivity import Subject
 from bitwright.sensitivity.error_injection import substitutable_operators, training_batch_norms
-from bitwright.sensitivity.kernel_errors import stochastic_variance
+from bitwright.sensitivity.indicators.gradient_variance import stochastic_variance
 from bitwright.sensitivity.operator_scores import spec_of
 
 Loss = Callable[[Any, Any], Tensor]

@@ -34,8 +34,7 @@ from bitwright.core.progress import Progress, phases
 from bitwright.core.registry import BACKENDS, RUNTIMES
 from bitwright.core.tensor_tree import as_call
 from bitwright.deployment import Runtime, available_runtimes, measure_latency, open_runtime
-from bitwright.ptq.quantize import Quantized, quantize
-from bitwright.ptq.saved_model import SavedModel, load_prepared
+from bitwright.ptq.quantize import Quantized, SavedModel, load_prepared, quantize
 from bitwright.quantizers import strip
 from bitwright.workload import Workload, batches, can_measure, pairs
 from bitwright.workload.data import first, rebatched, regrouped

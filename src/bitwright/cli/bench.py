@@ -91,7 +91,7 @@ def bench(
     from bitwright.bench import benchmark
     from bitwright.cli.comparison_tables import show_comparison
     from bitwright.core.files import write_text
-    from bitwright.ptq.saved_model import SavedModel
+    from bitwright.ptq.quantize import SavedModel
     from bitwright.reports import add_to_report, report_of
 
     saved = None

@@ -49,7 +49,7 @@ def check(
     """
     from bitwright.deployment import check as check_model
     from bitwright.deployment import default_runtime, open_runtime, readers
-    from bitwright.ptq.saved_model import load_prepared
+    from bitwright.ptq.quantize import load_prepared
     from bitwright.workload.data import rebatched
 
     chosen = read_plan(plan, checkpoint)

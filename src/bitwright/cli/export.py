@@ -54,7 +54,7 @@ def export(
     from bitwright.deployment import export as export_model
     from bitwright.deployment import export_float, readers
     from bitwright.deployment.onnx_files import stored_bytes
-    from bitwright.ptq.saved_model import load_prepared
+    from bitwright.ptq.quantize import load_prepared
 
     if output.suffix != ".onnx" and (own := readers(output)) != readers(Path("model.onnx")):
         _export_own(out, workload, output, None if as_float else read_plan(plan, checkpoint), own[0])
@@ -89,7 +89,7 @@ def _export_own(out: Out, workload: str, output: Path, chosen: tuple[Plan, Path]
     """The artefact of a runtime that doesn't read ONNX."""
     from bitwright.core.output_folder import locked, replacing_with_siblings
     from bitwright.core.registry import RUNTIMES
-    from bitwright.ptq.saved_model import load_prepared
+    from bitwright.ptq.quantize import load_prepared
 
     kind: type[Runtime] = RUNTIMES.get(runtime)
     with locked(output.parent, name=output.name):  # fail early if the folder can't be written

@@ -209,6 +209,15 @@ def load_program(path: Path) -> tuple[torch.export.ExportedProgram, QuantizedPro
     )
 
 
+def load_quantized(path: Path) -> QuantizedProgram:
+    """Read the program of a quantized model; a float program is an error."""
+    quantized = load_program(path)[1]
+    if quantized is None:
+        fix = "pass the artefact of the quantized model"
+        raise ArtefactError("this program has no sites", where=str(path), fix=fix, code="no-sites")
+    return quantized
+
+
 def _load(path: Path) -> tuple[torch.export.ExportedProgram, dict[str, Any]]:
     _refuse_changed_bytes(path)
     files = {_SITES: ""}

@@ -13,7 +13,7 @@ from bitwright.graph import Op
 from bitwright.graph.operators import kind_of
 from bitwright.kernels import products
 from bitwright.kernels.codes import FULL, TINY, Codes, Signed, encode, encode_columns, encode_rows
-from bitwright.kernels.kernel import Kernel, arguments, each_axis, padded
+from bitwright.kernels.kernel import Convolution, Kernel, arguments, embedding_arguments, matmul_operands
 from bitwright.plan import ComputeSpec
 
 Run = TypeVar("Run", bound=Callable[..., Any])
@@ -315,54 +315,29 @@ class Int8(Kernel):
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
         return None if weight.dim() != 2 else _apply(_Linear, input, weight, bias, self.spec, self.simulate)
 
-    def _conv(
-        self,
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        stride: Any = 1,
-        padding: Any = 0,
-        dilation: Any = 1,
-        groups: int = 1,
-    ) -> Tensor:
+    def _conv(self, input: Tensor, weight: Tensor, *args: Any, **named: Any) -> Tensor:
         if input.dim() < weight.dim():
-            return self._conv(input[None], weight, bias, stride, padding, dilation, groups)[0]
-        dims = weight.dim() - 2
-        steps, apart = each_axis(stride, dims), each_axis(dilation, dims)
-        input, sides = padded(input, weight, padding, apart)
-        self._stays(
-            "input", None if is_plain_convolution(steps, sides, apart, weight) else "strided, or with wide padding"
-        )
-        self._stays("weight", None if groups == 1 else "in groups")
-        if dims == 1:  # treated as an image with one row
-            shape = ((1, *steps), (0, *sides), (1, *apart), groups)
-            wide = (input[:, :, None], weight[:, :, None])
-            return _apply(_Conv2d, *wide, bias, shape, self.spec, self.simulate)[:, :, 0]
-        return _apply(_Conv2d, input, weight, bias, (steps, sides, apart, groups), self.spec, self.simulate)
+            return self._conv(input[None], weight, *args, **named)[0]
+        found = Convolution.of(input, weight, *args, **named)
+        plain = is_plain_convolution(found.stride, found.padding, found.dilation, weight)
+        self._stays("input", None if plain else "strided, or with wide padding")
+        self._stays("weight", None if found.groups == 1 else "in groups")
+        if weight.dim() == 3:  # treated as an image with one row
+            shape = ((1, *found.stride), (0, *found.padding), (1, *found.dilation), found.groups)
+            wide = (found.input[:, :, None], weight[:, :, None])
+            return _apply(_Conv2d, *wide, found.bias, shape, self.spec, self.simulate)[:, :, 0]
+        return _apply(_Conv2d, found.input, weight, found.bias, found.shape, self.spec, self.simulate)
 
     def _matmul(self, input: Tensor, other: Tensor) -> Tensor | None:
-        if min(input.dim(), other.dim()) < 2:
-            return None
-        lead = torch.broadcast_shapes(input.shape[:-2], other.shape[:-2])
-        a, b = input.expand(*lead, *input.shape[-2:]), other.expand(*lead, *other.shape[-2:])
-        return _apply(_MatMul, a, b, self.spec, self.simulate)
+        found = matmul_operands(input, other)
+        return None if found is None else _apply(_MatMul, *found, self.spec, self.simulate)
 
-    def _embedding(
-        self,
-        input: Tensor,
-        weight: Tensor,
-        padding_idx: int | None = None,
-        max_norm: float | None = None,
-        norm_type: float = 2.0,
-        scale_grad_by_freq: bool = False,
-        sparse: bool = False,
-    ) -> Tensor | None:
-        if max_norm is not None or scale_grad_by_freq or sparse:
+    def _embedding(self, **named: Any) -> Tensor | None:
+        found = embedding_arguments(**named)
+        if found is None:
             return None
         self._stays("weight", "a sum of rows")
-        # torch accepts negative indexes, but in its backward −1 means no row
-        skipped = -1 if padding_idx is None else padding_idx % weight.shape[0]
-        return _apply(_Embedding, input, weight, skipped, self.spec)
+        return _apply(_Embedding, *found, self.spec)
 
     def _stays(self, product: str, reason: str | None) -> None:
         """Record that a gradient's product can't be computed with codes."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -68,6 +69,65 @@ def padded(input: Tensor, weight: Tensor, padding: Any, dilation: tuple[int, ...
     if any(side % 2 for side in sides):
         input = F.pad(input, [part for side in reversed(sides) for part in (0, side % 2)])
     return input, tuple(side // 2 for side in sides)
+
+
+@dataclass(frozen=True, eq=False)
+class Convolution:
+    """The arguments of a convolution with numbers per axis; `input` may have explicit zeros around it."""
+
+    input: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        """Stride, padding, dilation and groups."""
+        return self.stride, self.padding, self.dilation, self.groups
+
+    @classmethod
+    def of(
+        cls,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        dilation: Any = 1,
+        groups: int = 1,
+    ) -> Convolution:
+        """Read the arguments of `torch.nn.functional.conv1d` or `conv2d`."""
+        dims = weight.dim() - 2
+        apart = each_axis(dilation, dims)
+        input, sides = padded(input, weight, padding, apart)
+        return cls(input, weight, bias, each_axis(stride, dims), sides, apart, groups)
+
+
+def matmul_operands(input: Tensor, other: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Both operands with the same leading axes; None for products with a vector."""
+    if min(input.dim(), other.dim()) < 2:
+        return None
+    lead = torch.broadcast_shapes(input.shape[:-2], other.shape[:-2])
+    return input.expand(*lead, *input.shape[-2:]), other.expand(*lead, *other.shape[-2:])
+
+
+def embedding_arguments(
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> tuple[Tensor, Tensor, int] | None:
+    """Index, table and the row without a gradient (-1: none); None for options that kernels don't support."""
+    if max_norm is not None or scale_grad_by_freq or sparse:
+        return None
+    # torch accepts negative indexes, but in its backward −1 means no row
+    return input, weight, -1 if padding_idx is None else padding_idx % weight.shape[0]
 
 
 class Kernel(ABC):

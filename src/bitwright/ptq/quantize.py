@@ -1,4 +1,4 @@
-"""`quantize(model, batches)`: capture a model, make a plan, insert quantizers and calibrate them."""
+"""`quantize(model, batches)`: plan, insert quantizers and calibrate them; `load(folder)`: read the saved result."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from bitwright.backends import Choices, make_plan, reject_choices_with_plan, resolve_for_backend
+from bitwright.backends import Choices, make_plan, problems_title, reject_choices_with_plan, resolve_for_backend
 from bitwright.backends import backend as find_backend
 from bitwright.backends.precisions import resolve
 from bitwright.core import display
@@ -20,16 +20,17 @@ from bitwright.core.arguments import Amount, Seed, strict
 from bitwright.core.errors import BitwrightError, CalibrationError, PlanError, Problem, log_warnings
 from bitwright.core.output_folder import staged_output
 from bitwright.core.progress import Progress
+from bitwright.core.registry import WORKLOADS
 from bitwright.deployment import Artefact, Check, Distance, check, export, measure_distance, unexportable
-from bitwright.deployment.checkpoint import save_checkpoint
-from bitwright.graph import Graph, capture_paths
+from bitwright.deployment.checkpoint import load_checkpoint, save_checkpoint
+from bitwright.graph import Graph, capture, capture_paths
 from bitwright.graph.interception import bare
 from bitwright.plan import Plan
 from bitwright.ptq.calibration import find_ranges
 from bitwright.ptq.run import StepResult, run_steps
 from bitwright.ptq.step import MEMORY, Data, PtqContext, Step, read_steps, require_rereadable
 from bitwright.quantizers import find_attachment, in_mode, prepare, strip, warnings_of, weights_may_change
-from bitwright.workload import Workload, evaluate
+from bitwright.workload import Workload, evaluate, load_workload
 from bitwright.workload.calibration_data import CalibrationData
 from bitwright.workload.metrics import top1
 
@@ -293,3 +294,95 @@ def put_back(model: nn.Module, before: dict[str, Tensor]) -> None:
     for name, tensor in model.state_dict().items():
         if name in before:
             tensor.copy_(before[name])
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedModel:
+    """The files of a saved model."""
+
+    plan: Plan
+    checkpoint: Path
+    artefact: Path | None = None  # None: exported again when it is needed
+
+    @classmethod
+    def read(cls, folder: str | Path) -> SavedModel:
+        """Find the files of an output folder, and read the plan."""
+        folder = Path(folder)
+        missing = [name for name in ("plan.yaml", "checkpoint.safetensors") if not (folder / name).is_file()]
+        if missing:
+            raise BitwrightError(
+                f"the folder has no {' and no '.join(missing)}",
+                where=str(folder),
+                fix="give the output folder of `bitwright quantize`, or of Quantized.save",
+                code="no-saved-model",
+            )
+        artefact = folder / "model.onnx"
+        return cls(
+            plan=Plan.load(folder / "plan.yaml"),
+            checkpoint=folder / "checkpoint.safetensors",
+            artefact=artefact if artefact.is_file() else None,
+        )
+
+
+@strict
+def load(
+    folder: str | Path, workload: Workload | str | None = None, *, model: nn.Module | None = None, inputs: Any = None
+) -> Quantized:
+    """Load a quantized model from an output folder of `Quantized.save`, `bitwright quantize`, `tune` or `train`.
+
+    The folder has no code, so the float model comes from a `workload` (an object, a registered name or
+    "file.py:function"), or from `model` with example `inputs`. By default it is the workload that the plan names.
+
+    >>> import torch, bitwright, tempfile
+    >>> folder, x = tempfile.mkdtemp(), torch.randn(16, 8)
+    >>> bitwright.quantize(torch.nn.Sequential(torch.nn.Linear(8, 4)), [x]).save(folder) and None
+    >>> bitwright.load(folder, model=torch.nn.Sequential(torch.nn.Linear(8, 4)), inputs=(x,))
+    <Quantized Sequential for onnxruntime: 3 quantized sites>
+    """
+    saved = SavedModel.read(folder)
+    if model is not None:
+        if workload is not None or inputs is None:
+            what = "give either a workload, or a model with inputs"
+            raise BitwrightError(what, fix="load(folder, model=Net(), inputs=(x,))", code="ambiguous-model")
+        example = inputs if isinstance(inputs, tuple | dict) else (inputs,)
+        workload = Workload(name=saved.plan.model or type(model).__name__, model=model, inputs=example)
+    elif workload is None:
+        if saved.plan.model is None or saved.plan.model not in WORKLOADS:
+            raise BitwrightError(
+                "the folder doesn't name a registered workload",
+                where=str(folder),
+                value=saved.plan.model,
+                fix='load(folder, "file.py:function"), or load(folder, model=Net(), inputs=(x,))',
+                code="no-workload",
+            )
+        workload = saved.plan.model
+    found = load_workload(workload) if isinstance(workload, str) else workload
+    return load_prepared(found, saved.plan, saved.checkpoint)
+
+
+def load_prepared(workload: Workload, plan: Plan, checkpoint: Path) -> Quantized:
+    """Insert the plan's quantizers into the workload's model in place, and load the checkpoint."""
+    graph = capture(workload.model, workload.inputs)
+    if problems := plan.validate(graph):
+        raise PlanError(problems, title=problems_title(plan, workload.name))
+    prepare(workload.model, plan, graph=graph)
+    attachment = find_attachment(workload.model)
+    if attachment is None:
+        raise BitwrightError(
+            "the plan quantizes nothing", fix="give at least one site a format, or export with --float"
+        )
+    load_checkpoint(workload.model, checkpoint)
+    problems = [
+        Problem(what="the checkpoint has no range for this site", where=site, fix="calibrate with this plan")
+        for site, quantizer in attachment.quantizers.items()
+        if not quantizer.ready
+    ]
+    if problems:
+        raise PlanError(problems, title=f"{checkpoint} doesn't have all ranges of the plan")
+    return Quantized(
+        model=workload.model,
+        plan=plan,
+        graph=graph,
+        example=workload.inputs,
+        backend=plan.backend or "onnxruntime",
+    )

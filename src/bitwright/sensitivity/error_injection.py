@@ -16,7 +16,7 @@ from bitwright.core.errors import BitwrightError
 from bitwright.core.registry import KERNELS
 from bitwright.core.tensor_tree import eval_mode
 from bitwright.graph import Graph, Op
-from bitwright.kernels.kernel import arguments, each_axis, padded
+from bitwright.kernels.kernel import Convolution, arguments, embedding_arguments, matmul_operands
 from bitwright.plan import ComputeSpec, Plan
 from bitwright.quantizers import attachment_of, prepare, strip
 
@@ -222,70 +222,53 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Found:
     return products, input, weight, bias
 
 
-def _conv(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    dilation: Any = 1,
-    groups: int = 1,
-) -> Found:
-    if input.dim() != weight.dim():
+def _conv(**named: Any) -> Found:
+    if named["input"].dim() != named["weight"].dim():
         return None
-    dims = weight.dim() - 2
-    apart = each_axis(dilation, dims)
-    input, sides = padded(input, weight, padding, apart)
-    shape = (each_axis(stride, dims), sides, apart)
+    call = Convolution.of(**named)
+    dims = call.weight.dim() - 2
     run: Callable[..., Tensor] = F.conv1d if dims == 1 else F.conv2d
 
     def back(grad: Tensor, left: Tensor, right: Tensor, which: int) -> Tensor:
-        lists = [list(part) for part in shape]
+        lists = [list(part) for part in (call.stride, call.padding, call.dilation)]
         wants = [which == 0, which == 1, False]
         found: tuple[Tensor, ...] = torch.ops.aten.convolution_backward(
-            grad, left, right, None, *lists, False, [0] * dims, groups, wants
+            grad, left, right, None, *lists, False, [0] * dims, call.groups, wants
         )
         return found[which]
 
     products = Products(
         f"conv{dims}d",
-        lambda left, right: run(left, right, None, *shape, groups),
+        lambda left, right: run(left, right, None, *call.shape),
         lambda grad, left, right: back(grad, left, right, 0),
         lambda grad, left, right: back(grad, left, right, 1),
-        (*shape, groups),
+        call.shape,
     )
-    return products, input, weight, bias
+    return products, call.input, call.weight, call.bias
 
 
 def _matmul(input: Tensor, other: Tensor) -> Found:
-    if min(input.dim(), other.dim()) < 2:
+    operands = matmul_operands(input, other)
+    if operands is None:
         return None
-    lead = torch.broadcast_shapes(input.shape[:-2], other.shape[:-2])
     products = Products(
         "matmul",
         torch.matmul,
         lambda grad, left, right: grad @ right.transpose(-1, -2),
         lambda grad, left, right: left.transpose(-1, -2) @ grad,
     )
-    return products, input.expand(*lead, *input.shape[-2:]), other.expand(*lead, *other.shape[-2:]), None
+    return products, *operands, None
 
 
-def _embedding(
-    input: Tensor,
-    weight: Tensor,
-    padding_idx: int | None = None,
-    max_norm: float | None = None,
-    norm_type: float = 2.0,
-    scale_grad_by_freq: bool = False,
-    sparse: bool = False,
-) -> Found:
-    if max_norm is not None or scale_grad_by_freq or sparse:
+def _embedding(**named: Any) -> Found:
+    call = embedding_arguments(**named)
+    if call is None:
         return None
-    skipped = -1 if padding_idx is None else padding_idx % weight.shape[0]
+    index, weight, skipped = call
     products = Products(
         "embedding",
         lambda left, right: F.embedding(left, right),
         None,
         lambda grad, left, right: torch.ops.aten.embedding_dense_backward(grad, left, right.shape[0], skipped, False),
     )
-    return products, input, weight, None
+    return products, index, weight, None

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from bitwright.core.errors import ArtefactError, ExportError
+from bitwright.core.errors import ExportError
 from bitwright.core.files import replacing, scratch_folder
 from bitwright.deployment import exported_program as program_file
 from bitwright.deployment.exported_program import QuantizedProgram, quantized_program
@@ -88,7 +88,7 @@ class ExecuTorch(Runtime):
     @classmethod
     def stored(cls, path: Path) -> dict[str, NDArray[Any]]:
         """The tensors of the program next to the artefact."""
-        return program_file.stored_in(_quantized(path))
+        return program_file.stored_in(program_file.load_quantized(_beside(path)))
 
     @classmethod
     def damages(cls, path: Path) -> list[Damage]:
@@ -98,7 +98,7 @@ class ExecuTorch(Runtime):
     @classmethod
     def probing(cls, path: Path, sites: Iterable[str]) -> Runtime:
         """Lower a program with additional outputs."""
-        return _ExecuTorchProbe.of(_quantized(path), sites)
+        return _ExecuTorchProbe.of(program_file.load_quantized(_beside(path)), sites)
 
 
 class _ExecuTorchProbe(ExecuTorch):
@@ -137,14 +137,6 @@ class _ExecuTorchProbe(ExecuTorch):
 
 def _beside(path: Path) -> Path:
     return path.with_suffix(".pt2")
-
-
-def _quantized(path: Path) -> QuantizedProgram:
-    quantized = program_file.load_program(_beside(path))[1]
-    if quantized is None:
-        fix = "pass the artefact of the quantized model"
-        raise ArtefactError("this program has no sites", where=str(path), fix=fix, code="no-sites")
-    return quantized
 
 
 _PRODUCTS = ("conv1d", "conv2d", "conv3d", "convolution", "linear", "addmm", "mm", "bmm", "matmul")

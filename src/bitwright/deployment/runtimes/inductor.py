@@ -15,10 +15,9 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from bitwright.core.errors import ArtefactError
 from bitwright.core.logging import quiet
 from bitwright.deployment import exported_program as program_file
-from bitwright.deployment.exported_program import QuantizedProgram, quantized_program
+from bitwright.deployment.exported_program import quantized_program
 from bitwright.deployment.integrity import Damage
 from bitwright.deployment.runtimes.base import Runtime, input_error
 from bitwright.quantizers.compiled import for_this_cpu
@@ -114,7 +113,7 @@ class Inductor(Runtime):
     @classmethod
     def stored(cls, path: Path) -> dict[str, NDArray[Any]]:
         """The tensors of the program."""
-        return program_file.stored_in(_quantized(path))
+        return program_file.stored_in(program_file.load_quantized(path))
 
     @classmethod
     def damages(cls, path: Path) -> list[Damage]:
@@ -125,11 +124,3 @@ class Inductor(Runtime):
     def probing(cls, path: Path, sites: Iterable[str]) -> Runtime:
         """Compile the program with additional outputs."""
         return cls(path, show=sites)
-
-
-def _quantized(path: Path) -> QuantizedProgram:
-    quantized = program_file.load_program(path)[1]
-    if quantized is None:
-        fix = "pass the artefact of the quantized model"
-        raise ArtefactError("this program has no sites", where=str(path), fix=fix, code="no-sites")
-    return quantized
