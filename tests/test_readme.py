@@ -1,9 +1,12 @@
-"""What the README shows works."""
+"""The README: its code runs, and its figures are those of the benchmarks."""
 
 from __future__ import annotations
 
 import re
+import runpy
 from pathlib import Path
+from types import SimpleNamespace
+from xml.etree import ElementTree
 
 import pytest
 
@@ -33,14 +36,6 @@ def test_plan_block_is_a_plan_for_digits(tmp_path: Path) -> None:
     resolved = plan.resolve(capture(DigitsNet(), digits_split().test_images[:1]))
     assert str(resolved.sites["head:weight"].format) == "int4/group16/sym"
     assert str(resolved.sites["conv1:weight"].format) == "int8/channel/sym"
-
-
-def test_own_workload(tmp_path: Path) -> None:
-    from bitwright import evaluate, load_workload
-
-    (tmp_path / "my_workload.py").write_text(block("python", "# my_workload.py"))
-    workload = load_workload(f"{tmp_path / 'my_workload.py'}:small")
-    assert evaluate(workload, workload.model)["n"] == 512
 
 
 def test_verbs_are_those_of_the_command_line() -> None:
@@ -74,7 +69,7 @@ def test_figures_stand_in_the_results_that_they_link_to() -> None:
 
 
 def _numbers(text: str) -> list[float]:
-    """All that a page of results says, and times of tables with a line for float, of float's."""
+    """All numbers on a page of results, and the times of its tables relative to a row for float."""
     found = [float(number) for number in re.findall(r"\d+\.\d+", text)]
     for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
         times = {name: float(time) for name, time in re.findall(r"^\| ([^|]+) \| (\d+\.\d+) \|", table, re.MULTILINE)}
@@ -83,7 +78,7 @@ def _numbers(text: str) -> list[float]:
 
 
 def test_ratios_stand_in_the_results_that_they_link_to() -> None:
-    """Those that were measured since then are in the files: the README has to follow."""
+    """A new measurement changes the page of results; the README has to follow."""
     table = README[README.index("## Measured results") : README.index("## The plan")]
     checked = 0
     for row in table.splitlines():
@@ -93,6 +88,27 @@ def test_ratios_stand_in_the_results_that_they_link_to() -> None:
             assert figure in near, (links, figure)
             checked += 1
     assert checked > 15
+
+
+def test_the_chart_is_the_one_that_the_script_draws() -> None:
+    chart = load_script()
+    drawn = chart.draw()
+    assert chart.CHART == ROOT / "docs" / "pictures" / "results.svg"
+    assert chart.CHART.read_text(encoding="utf-8") == drawn, "run: python benchmarks/readme_chart.py"
+    assert "](docs/pictures/results.svg)" in README
+    assert ElementTree.fromstring(drawn).tag.endswith("svg")
+
+
+def test_the_chart_shows_figures_of_the_table() -> None:
+    table = README[README.index("## Measured results") : README.index("## The plan")]
+    latencies, calibration, steps = load_script().panels()
+    shown = [bar for bar in latencies.bars if bar.name.startswith("ResNet-20")] + calibration.bars + steps.bars
+    assert len(shown) == 10
+    assert [bar.name for bar in shown if f"{bar.value:.2f}×" not in table] == []
+
+
+def load_script() -> SimpleNamespace:
+    return SimpleNamespace(**runpy.run_path(str(ROOT / "benchmarks" / "readme_chart.py")))
 
 
 def test_no_path_of_a_machine() -> None:
