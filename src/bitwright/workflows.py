@@ -99,9 +99,14 @@ def deploy(
     `run` is the output folder of `Trainer`, `Quantized.save`, or of the commands `train`, `quantize` and `tune`.
     `reference` has the float weights to compare with: a folder or a file (default: the weights before the training).
 
-    >>> import bitwright  # doctest: +SKIP
-    >>> bitwright.deploy("digits-untrained", "runs/int8", "out")  # doctest: +SKIP
-    <Deployment digits-untrained in out: passed on onnxruntime>
+    >>> import tempfile, torch, bitwright
+    >>> x, folder = torch.randn(16, 8), tempfile.mkdtemp()
+    >>> model = torch.nn.Sequential(torch.nn.Linear(8, 4))
+    >>> bitwright.quantize(model, [x], name="small").save(folder + "/run", artefact=False) and None
+    >>> workload = bitwright.Workload(name="small", model=torch.nn.Sequential(torch.nn.Linear(8, 4)), inputs=(x,))
+    >>> deployed = bitwright.deploy(workload, folder + "/run", folder + "/out")
+    >>> deployed.passed, "model.onnx" in deployed.files
+    (True, True)
     """
     from bitwright.reports.sections import training_record, weights_before
 
@@ -157,6 +162,14 @@ def quantize_workload(
 
     Accuracy is measured before and after, simulated and on the real runtime, if the workload has a metric. An
     interrupted run of `steps` resumes when the function is called again with the same arguments.
+
+    >>> import tempfile, torch, bitwright
+    >>> x, folder = torch.randn(16, 8), tempfile.mkdtemp()
+    >>> model = torch.nn.Sequential(torch.nn.Linear(8, 4))
+    >>> workload = bitwright.Workload(name="small", model=model, inputs=(x,), calibration=lambda: [x])
+    >>> deployed = bitwright.quantize_workload(workload, folder + "/out", precision="int8")
+    >>> deployed.passed, deployed.record.workload
+    (True, 'small')
     """
     begin, output = phases(progress), Path(output)
     wanted = read_steps(steps)  # unknown names and wrong settings fail before the model is loaded
@@ -272,7 +285,7 @@ def accuracy(workload: Workload, predict: object, where: str, begin: Callable[[s
     """The workload's metric of a model or an open runtime; empty if the workload has no metric."""
     if not can_measure(workload) or not callable(predict):
         return []
-    begin(f"eval_mode: {where}")
+    begin(f"evaluating: {where}")
     values = predict.accuracy(workload) if isinstance(predict, Runtime) else evaluate(workload, predict)
     samples = int(values["n"]) if "n" in values else None
     value, lower = values[workload.metric], workload.less_is_better()

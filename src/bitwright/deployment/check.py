@@ -50,11 +50,11 @@ class Check:
     probe: ProbeInfo | None = None
     """How the sites were seen."""
     distance: Distance | None = None
-    """How far the simulated model is from the float model on the same data: `passed` doesn't say."""
+    """How far the simulated model is from the float model on the same data; `passed` doesn't depend on it."""
     warnings: tuple[Problem, ...] = ()
     """Problems that don't change the verdict. Each was also logged."""
     damages: tuple[Damage, ...] = ()
-    """Numbers of the artefact that aren't what was exported, or aren't the model's."""
+    """Values of the artefact that differ from the exported ones or from the model's."""
 
     def __repr__(self) -> str:
         """One line: the verdict."""
@@ -105,10 +105,17 @@ def check(
 ) -> Check:
     """Run `batches` through the prepared model and through the artefact on the real runtime, and compare.
 
-    `runtime` is by default that of the plan's backend. Two questions are answered: whether the runtime computes what
-    the simulated model computes (`passed`), and how far that is from the float model (`distance`, with warnings). With
-    `per_site`, the first batch is also compared at every site, in the order of execution; without `measure`, the
-    distance from float is left out.
+    The default `runtime` is that of the plan's backend. The result states whether the runtime computes what the
+    simulated model computes (`passed`), and how far that is from the float model (`distance`, with warnings). With
+    `per_site`, the first batch is also compared at every site, in the order of execution. Without `measure`, the
+    distance from the float model isn't measured.
+
+    >>> import tempfile, torch, bitwright
+    >>> x = torch.randn(16, 8)
+    >>> quantized = bitwright.quantize(torch.nn.Sequential(torch.nn.Linear(8, 4)), [x])
+    >>> artefact = quantized.export(tempfile.mkdtemp() + "/model.onnx")
+    >>> bitwright.check(quantized.model, artefact.path, [x])
+    <Check on onnxruntime: passed, 16 samples>
     """
     artefact = Path(artefact)
     noted: list[Problem] = []
@@ -117,7 +124,7 @@ def check(
         noted += [] if other is None else [other]
     real = open_runtime(runtime, artefact, threads=threads)
     if real.suffix == ".onnx" and (kind := kind_of_artefact(artefact)) != QDQ:
-        read_artefact(artefact)  # files that were changed since the export are an error of their own
+        read_artefact(artefact)  # raises another error if the files changed since the export
         raise ArtefactError(
             "this artefact is a float model with a separate file of quantization parameters",
             where=str(artefact),
@@ -192,11 +199,11 @@ def default_runtime(name: str | None, artefact: Path) -> tuple[str, Problem | No
 def _look(
     model: nn.Module, real: Runtime, artefact: Path, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[SiteDistance, ...], tuple[Damage, ...]]:
-    """What quantizers do, and whether the artefact's numbers are those that were exported, and the model's own."""
+    """Measure the effect of quantizers, and compare the artefact's values with the exported ones and the model's."""
     kind = type(real)
     try:
         stored = StoredSites(kind.stored(artefact))
-    except ArtefactError:  # this runtime doesn't show them, or the artefact is of another model: the outputs say so
+    except ArtefactError:  # not accessible in this runtime, or an artefact of another model, which the outputs reveal
         stored = StoredSites({})
     with torch.no_grad(), in_mode(model, "quantize"):
         looked = measure_sites(model, lambda: call_copied(model, args, kwargs), stored.look)

@@ -31,6 +31,11 @@ def save_checkpoint(model: nn.Module, path: str | Path) -> Path:
     """Write the model's state, including its quantizers.
 
     Tied tensors are stored once, because safetensors rejects shared storage; their other names go into the metadata.
+
+    >>> import tempfile, torch, bitwright
+    >>> path = bitwright.save_checkpoint(torch.nn.Linear(8, 4), tempfile.mkdtemp() + "/model.safetensors")
+    >>> path.name
+    'model.safetensors'
     """
     return save_state(model.state_dict(), path)
 
@@ -75,6 +80,13 @@ def load_checkpoint(model: nn.Module, path: str | Path) -> None:
 
     A float checkpoint loads too; the quantizers then have no range yet. Names and shapes are compared first: either
     everything is loaded, or nothing is and the error lists every difference.
+
+    >>> import tempfile, torch, bitwright
+    >>> saved, loaded = torch.nn.Linear(8, 4), torch.nn.Linear(8, 4)
+    >>> path = bitwright.save_checkpoint(saved, tempfile.mkdtemp() + "/model.safetensors")
+    >>> bitwright.load_checkpoint(loaded, path)
+    >>> torch.equal(saved.weight, loaded.weight)
+    True
     """
     path = Path(path)
     state = read_state(path)

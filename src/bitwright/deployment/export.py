@@ -1,4 +1,4 @@
-"""`export(model, path, inputs)`: the prepared model as its target's tools read it, nothing lost on the way."""
+"""`export(model, path, inputs)`: write a prepared model as an artefact that the target's tools read."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from bitwright.quantizers import Attachment, attachment_of
 from bitwright.quantizers.state import parameter_problems, state_problems
 from bitwright.version import __version__
 
-_Rest = TypeVarTuple("_Rest")  # what is known of a file that was written, beside its program
+_Rest = TypeVarTuple("_Rest")  # further results of writing a file
 
 OPSET = 21
 
@@ -73,9 +73,16 @@ def export(
 ) -> Artefact:
     """Write a prepared, calibrated model as ONNX (opset 21); `inputs` is one example call.
 
-    Which `artefact` is written says the table of the plan's backend: Q/DQ pairs with integer weights, or a float model
-    with a file of grids beside it (docs/backends/artefacts.md). What is exported must pass the quantizers that the
-    model passes, else nothing is written and an error names the missing sites.
+    The table of the plan's backend determines which `artefact` is written: Q/DQ pairs with integer weights, or a float
+    model with a file of grids next to it (docs/backends/artefacts.md). The exported program must contain all quantizers
+    of the model; otherwise nothing is written, and an error lists the missing sites.
+
+    >>> import tempfile, torch, bitwright
+    >>> x = torch.randn(16, 8)
+    >>> quantized = bitwright.quantize(torch.nn.Sequential(torch.nn.Linear(8, 4)), [x])
+    >>> artefact = bitwright.export(quantized.model, tempfile.mkdtemp() + "/model.onnx", x)
+    >>> artefact.kind, artefact.weights, artefact.dynamic_batch
+    ('qdq', 1, True)
     """
     path = Path(path)
     attachment = attachment_of(model)
@@ -115,7 +122,7 @@ def _export(
     kind: str,
     dynamic_batch: bool,
 ) -> tuple[Exported, ir.Model, Counts, str]:
-    """Trace the model and write one ONNX file (large: with `data` beside it); gives the text of its sidecar, too."""
+    """Trace the model and write one ONNX file (a large one also has a `data` file); the last result is the sidecar."""
     attachment, sidecar = attachment_of(model), _sidecar(kind)
     traced = trace(model, args, kwargs, dynamic_batch=dynamic_batch, codes=sidecar is None)
     onnx_model = _translate(traced.program)
@@ -132,7 +139,7 @@ def _export(
 def _verified(
     model: nn.Module, path: Path, call: Any, write: Callable[[bool], tuple[Exported, *_Rest]], dynamic_batch: bool
 ) -> tuple[tuple[Exported, *_Rest], tuple[Problem, ...]]:
-    """Write a file that takes any batch, and see that it does; else one that takes that of the example."""
+    """Write a file that takes any batch size and verify it; if it fails, fix the batch size to that of the example."""
     try:
         written = write(dynamic_batch)
         exported = written[0]
@@ -146,22 +153,22 @@ def _verified(
     except ExportError as error:
         if not dynamic_batch or "torch-onnx-failed" not in error.codes:
             raise
-        reason = error.problems[0].what  # fewer operators are known for sizes that are free
+        reason = error.problems[0].what  # torch.onnx supports fewer operators with dynamic sizes
     written = write(False)
     return written, (fixed_batch(reason, batch_size(call)), *written[0].warnings)
 
 
 def refuse_odd_state(model: nn.Module, attachment: Attachment) -> None:
-    """Raise if a quantizer has a scale or a zero point that can't be, or a parameter isn't finite."""
+    """Raise an error if a quantizer has an invalid scale or zero point, or a parameter isn't finite."""
     found = [state_problems(q, q.state_dict()) for q in attachment.quantizers.values() if q.calibrated and not q.of]
     problems = [problem for problems in found for problem in problems]
     problems += parameter_problems(attachment.quantizers, model.named_parameters())
     if problems:
-        raise PlanError(problems, title="a model with impossible state can't be exported")
+        raise PlanError(problems, title="a model with an invalid state can't be exported")
 
 
 def default_artefact(attachment: Attachment) -> str:
-    """What the tools of the plan's backend read."""
+    """The first kind of artefact in the table of the plan's backend."""
     return QDQ if attachment.plan.backend is None else backend(attachment.plan.backend).artefacts[0]
 
 
@@ -189,7 +196,7 @@ def _write(
 def marked_program(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[torch.export.ExportedProgram, Recorded]:
-    """The prepared model with a marker at each site, its batch fixed, and the integers of what is constant."""
+    """The program of the prepared model with a marker at each site and a fixed batch, and the codes of constants."""
     for problem in unexportable(model):
         raise ExportError(problem.what, where=problem.where, value=problem.value, fix=problem.fix)
     refuse_odd_state(model, attachment_of(model))
@@ -199,7 +206,13 @@ def marked_program(
 
 @strict
 def export_float(model: nn.Module, path: str | Path, inputs: Any, *, dynamic_batch: bool = True) -> Path:
-    """The float model as ONNX: the reference that sizes, latencies and accuracies are compared with."""
+    """Write the float model as ONNX, the reference for comparisons of size, latency and accuracy.
+
+    >>> import tempfile, torch, bitwright
+    >>> path = bitwright.export_float(torch.nn.Linear(8, 4), tempfile.mkdtemp() + "/model.onnx", torch.randn(1, 8))
+    >>> path.name
+    'model.onnx'
+    """
     path = Path(path)
     args, kwargs = as_call(inputs)
     with replacing_onnx(path) as (temporary, data):
@@ -244,7 +257,7 @@ def unexportable(model: nn.Module, artefact: str | None = None) -> list[Problem]
 
 
 def _translate(program: torch.export.ExportedProgram) -> ir.Model:
-    # no_grad: with gradients torch lowers attention with a learned mask to views that don't fit its strides
+    # no_grad: with gradients, torch lowers attention with a learned mask to views with incompatible strides
     with torch.no_grad(), warnings.catch_warnings(), quiet("torch.onnx", "onnxscript", "onnx_ir"):
         warnings.simplefilter("ignore")
         try:
@@ -276,14 +289,14 @@ def _to_onnx(program: torch.export.ExportedProgram) -> torch.onnx.ONNXProgram | 
     try:
         return translate()
     except Exception:
-        # An operator without a translation may compute a weight: then its result is all that is needed.
+        # An operator without a translation may compute a weight; then its result is enough.
         if not fold_constants(program):
             raise
     return translate()
 
 
 def _drop_inferable(model: ir.Model) -> None:
-    """Node names and the types of inner values: every runtime infers them, and a small model is mostly these."""
+    """Remove node names and types of inner values, which all runtimes infer; they dominate small files."""
     kept = set(model.graph.outputs)
     for node in model.graph:
         node.name = None
@@ -293,7 +306,7 @@ def _drop_inferable(model: ir.Model) -> None:
 
 
 def _drop_traces(model: ir.Model) -> None:
-    """torch.onnx notes Python stack traces at every node: more bytes than a small model's weights, and our paths."""
+    """Remove the Python stack traces that torch.onnx stores at each node, because they are large and contain paths."""
     model.metadata_props.clear()
     model.graph.metadata_props.clear()
     for node in ir.traversal.RecursiveGraphIterator(model.graph):

@@ -126,6 +126,12 @@ def calibrate(
     in a single process, pass its own group, `dist.new_group([rank])`, or `ALONE`, which needs no communication.
 
     Empty or constant data causes a warning.
+
+    >>> import torch, bitwright
+    >>> model, x = torch.nn.Sequential(torch.nn.Linear(8, 4)), torch.randn(16, 8)
+    >>> bitwright.prepare(model, bitwright.make_plan(bitwright.capture(model, x), "onnxruntime")) and None
+    >>> bitwright.calibrate(model, [x, x])
+    2
     """
     seen = CalibrationData()
     count = find_ranges(model, map(seen.see, batches), progress=progress, group=group)

@@ -44,7 +44,22 @@ _RECORDED = 16  # the most batches that are recorded to find paths that only som
 @strict
 @dataclass(frozen=True, kw_only=True)
 class Quantized:
-    """A quantized model: `model` computes with the formats of `plan`, and the methods save, export and measure it."""
+    """A quantized model: `model` computes with the formats of `plan`, and the methods save, export and measure it.
+
+    >>> import tempfile, torch, bitwright
+    >>> x, folder = torch.randn(16, 8), tempfile.mkdtemp()
+    >>> quantized = bitwright.quantize(torch.nn.Sequential(torch.nn.Linear(8, 4)), [x])
+    >>> quantized
+    <Quantized Sequential for onnxruntime: 3 quantized sites>
+    >>> quantized.check(quantized.export(folder + "/model.onnx").path)
+    <Check on onnxruntime: passed, 16 samples>
+    >>> quantized.save(folder, artefact=False).is_dir()
+    True
+    >>> sorted(quantized.evaluate([(x, quantized.model(x).argmax(1))]))
+    ['n', 'top1']
+    >>> len(quantized.report(folder + "/report.html").sites)
+    3
+    """
 
     model: nn.Module
     plan: Plan

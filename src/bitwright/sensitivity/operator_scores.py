@@ -174,6 +174,13 @@ def score_operators(
     such as `int8/stochastic/weight`: `stochastic` rounds gradients stochastically, `weight` also computes the weight's
     gradient in this format, `forward` computes no gradient in it, `tensor` uses one scale per tensor. The model is
     unchanged afterwards.
+
+    >>> import torch, bitwright
+    >>> batch = torch.randn(16, 8), torch.randn(16, 4)
+    >>> model, loss = torch.nn.Sequential(torch.nn.Linear(8, 4)), torch.nn.functional.mse_loss
+    >>> scores = bitwright.score_operators(model, [batch], loss, formats=["int8", "bf16"])
+    >>> scores.value("0", "int8") > 0 == scores.value("0", "float")
+    True
     """
     ask: Indicator = INDICATORS.get(indicator)
     specs = {text: spec_of(text) for text in formats}

@@ -197,6 +197,13 @@ def score(
     With a `loss`, batches are (inputs, target). The float run of each batch is recorded, and the run of a site starts
     from the recorded results at that site. This needs memory for all float activations of one batch, so smaller
     batches need less. `progress` receives the number of finished batches.
+
+    >>> import torch, bitwright
+    >>> x = torch.randn(16, 8)
+    >>> quantized = bitwright.quantize(torch.nn.Sequential(torch.nn.Linear(8, 4)), [x])
+    >>> scores = bitwright.score(quantized.model, [x])
+    >>> sorted(one.site for one in scores.sites)
+    ['0:input', '0:weight']
     """
     run = _Scoring(model, loss)
     with eval_mode(model), in_mode(model, "quantize"):

@@ -100,6 +100,20 @@ def suggest(
 
     `model` is the prepared model that was scored. Calibration uses float arithmetic, so the ranges of all other sites
     don't change: disabling quantizers is equivalent to preparing the changed plan.
+
+    >>> import torch, bitwright
+    >>> _ = torch.manual_seed(0)
+    >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
+    >>> x = torch.randn(64, 8)
+    >>> wanted = model(x).detach()
+    >>> quantized = bitwright.quantize(model, [x], backend="academic", weights="int2/channel/sym")
+    >>> scores = bitwright.score(quantized.model, [x])
+    >>> def error(model):
+    ...     with torch.no_grad():
+    ...         return float((model(x) - wanted).square().mean())
+    >>> found = bitwright.suggest(quantized.model, quantized.plan, scores, error, lower_is_better=True)
+    >>> found.after < found.before and set(found.operators) <= set(found.plan.float)
+    True
     """
     attachment = attachment_of(model)
     worst = [name for name, penalty in scores.operators() if penalty > 0][:most]
@@ -112,7 +126,7 @@ def suggest(
                     attachment.quantizers[site].enabled = False
             trials.append(FloatTrial(operators=tuple(worst[:count]), metric=evaluate(model)))
             if progress is not None:
-                progress(count, len(worst), "eval_mode without quantizers")
+                progress(count, len(worst), "evaluating with operators in float")
     chosen = _enough(before, trials, -1.0 if lower_is_better else 1.0)
     operators = chosen.operators if chosen else ()
     after = chosen.metric if chosen else before

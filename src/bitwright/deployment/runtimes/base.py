@@ -238,7 +238,14 @@ def input_error(runtime: str, error: Exception) -> ArtefactError:
 
 @strict
 def open_runtime(name: str, path: str | Path, *, threads: int | None = None) -> Runtime:
-    """Load an artefact."""
+    """Load an artefact. The result is called like the model.
+
+    >>> import tempfile, torch, bitwright
+    >>> x = torch.randn(2, 8)
+    >>> path = bitwright.export_float(torch.nn.Linear(8, 4), tempfile.mkdtemp() + "/model.onnx", x)
+    >>> bitwright.open_runtime("onnxruntime", path)(x).shape
+    torch.Size([2, 4])
+    """
     kind: type[Runtime] = RUNTIMES.get(name)
     reason = kind.missing()
     if reason is not None:
