@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from bitwright import BitwrightError, capture, make_plan, quantize, quantizers_of
 from bitwright.ptq.quantize import Quantized
+from bitwright.quantizers import in_mode
 
 
 class Odd(nn.Module):
@@ -184,3 +185,32 @@ def test_products_under_other_names_are_listed(function: Any) -> None:
     listed = {name for name in plan.float if "mm" in name}
     quantized = {op.name for op in graph.ops if op.kind == "matmul" and op.name not in plan.float}
     assert listed or len(quantized) == 2
+
+
+class Chooses(nn.Module):
+    """Keeps the k largest features; zeros after a ReLU are ties."""
+
+    def __init__(self, *, method: bool, largest: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.scores, self.head = nn.Linear(8, 8), nn.Linear(8, 4)
+        self.method, self.largest = method, largest
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = F.relu(self.scores(x))
+        if self.method:
+            chosen = scores.topk(6, dim=-1, largest=self.largest).indices
+        else:
+            chosen = torch.topk(scores, k=6, largest=self.largest)[1]
+        return self.head(torch.zeros_like(x).scatter(-1, chosen, 1.0) * x)
+
+
+@pytest.mark.parametrize(("method", "largest"), [(True, True), (False, False)])
+def test_ties_of_topk_are_broken_as_onnx_does(method: bool, largest: bool, tmp_path: Path) -> None:
+    """torch leaves the order of equal values open; ONNX takes the lowest index. The float model stays torch's."""
+    model = Chooses(method=method, largest=largest).eval()
+    data = batches(64, 8)
+    before = model(data[0])
+    deploy(model, data, tmp_path)
+    with in_mode(model, "float"):
+        assert torch.equal(model(data[0]), before)

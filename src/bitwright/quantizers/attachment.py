@@ -164,18 +164,42 @@ class Attachment(Interceptor):
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a torch function, with quantizers if the plan has any for it."""
         frame = self.frame
+        if func is torch.topk or func is Tensor.topk:
+            return self._call_topk(func, args, kwargs)
         if frame is None or in_transform():
             return func(*args, **kwargs)
+        return self._call(frame, func, args, kwargs)
+
+    def _call_topk(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Among equal values, select those with the lowest indices, as ONNX requires.
+
+        torch does not specify the order of equal values. Quantized values are often equal, so that runtimes would
+        select other ones. An exported program has the operator itself.
+        """
+        training = self.root is not None and self.root.module.training
+        if in_transform() or training or "out" in kwargs or torch.compiler.is_exporting():
+            run = func
+        else:
+            run = topk_by_index
+        if self.frame is None or in_transform():
+            return run(*args, **kwargs)
+        return self._call(self.frame, func, args, kwargs, run=run)
+
+    def _call(
+        self, frame: Frame, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, run: Any = None
+    ) -> Any:
+        """Run a torch function in a module that has quantizers; `run` computes its result, if given."""
+        run = run or func
         known = None if isinstance(func, MethodWrapperType) else KINDS.get(func)
         if known is None:
-            return func(*args, **kwargs)
+            return run(*args, **kwargs)
         kind, writes = known
         table, counts, path, call, recorded = frame
         hooks = table.get(kind)
         if hooks is None and (recorded is None or kind not in PRODUCTS):
-            return func(*args, **kwargs)
+            return run(*args, **kwargs)
         if not carries_floats(args, kwargs):
-            return func(*args, **kwargs)
+            return run(*args, **kwargs)
         index = counts.get(kind, 0)
         counts[kind] = index + 1
         eager = not torch.compiler.is_compiling()
@@ -185,10 +209,10 @@ class Attachment(Interceptor):
         elif eager and recorded is not None and index >= recorded.get(kind, 0):
             self._note_unseen(f"{path}#{call}/{kind}#{index}" if call else f"{path}/{kind}#{index}")
         if hooks is None or place is None or place >= len(hooks):
-            return func(*args, **kwargs)
+            return run(*args, **kwargs)
         if eager:
             self._look_at_weights(hooks[place], kind, func, args, kwargs)
-        return _run(hooks[place], kind, writes, func, args, kwargs)
+        return _run(hooks[place], kind, writes, run, args, kwargs)
 
     def _note_unseen(self, operator: str) -> None:
         """Warn about an operator that was not recorded and has no quantizers. In training, other branches may run."""
@@ -262,6 +286,20 @@ class Attachment(Interceptor):
         if hooks is None:
             return func(*args, **kwargs)
         return _run(hooks, op.kind, op.inplace, func, args, kwargs)
+
+
+def topk_by_index(input: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
+    """`torch.topk` that selects the lowest indices among equal values.
+
+    >>> topk_by_index(torch.tensor([1.0, 2.0, 1.0, 1.0]), 2).indices
+    tensor([1, 0])
+    """
+    if k > (input.shape[dim] if input.dim() else 1):
+        return torch.topk(input, k, dim, largest, sorted)  # raises torch's own error
+    values, indices = torch.sort(input, dim=dim, descending=largest, stable=True)
+    if not input.dim():
+        return torch.return_types.topk((values, indices))
+    return torch.return_types.topk((values.narrow(dim, 0, k), indices.narrow(dim, 0, k)))
 
 
 def _run(hooks: OpHooks, kind: str, writes: bool, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
