@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from bitwright import BitwrightError, capture, make_plan, quantize, quantizers_of
 from bitwright.ptq.quantize import Quantized
-from bitwright.quantizers import in_mode
+from bitwright.quantizers import in_mode, warnings_of
 
 
 class Odd(nn.Module):
@@ -214,3 +214,21 @@ def test_ties_of_topk_are_broken_as_onnx_does(method: bool, largest: bool, tmp_p
     deploy(model, data, tmp_path)
     with in_mode(model, "float"):
         assert torch.equal(model(data[0]), before)
+
+
+class Mixed(nn.Module):
+    """A quantized layer, and one that the backend has no integer rule for, beside operators of the model itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.down, self.up = nn.Conv2d(3, 8, 3, 2, 1), nn.ConvTranspose2d(8, 3, 4, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(F.leaky_relu(self.down(x)))
+
+
+def test_a_layer_that_the_plan_keeps_in_float_is_not_reported_as_unseen(tmp_path: Path) -> None:
+    quantized = deploy(Mixed().eval(), batches(2, 3, 8, 8), tmp_path)
+    assert "up" in quantized.plan.float
+    assert [problem.code for problem in warnings_of(quantized.model)] == []

@@ -170,3 +170,43 @@ def test_a_model_with_a_variable_number_of_inputs_has_a_free_batch(tmp_path: Pat
     assert exported.dynamic_batch
     assert not exported.warnings
     assert quantized.check(exported.path, [(torch.randn(7, 8), torch.randn(7, 8))]).passed
+
+
+class Particular(nn.Module):
+    """Has its own error for a size that is no number, with the size in its text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, other: Tensor) -> Tensor:
+        if not isinstance(other.shape[0], int):
+            raise ValueError(f"{other.shape[0]} and {x.shape[0]} are no sizes")
+        return self.a(x) + other.sum()
+
+
+def test_a_failed_export_names_the_input_and_the_axis_of_a_size(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    batches = [(torch.randn(4, 8), torch.randn(3, 8)) for _ in range(2)]
+    artefact = bw.quantize(Particular().eval(), batches).export(tmp_path / "model.onnx")
+    (problem,) = artefact.warnings
+    assert problem.code == "fixed-batch"
+    assert "other.shape[0] and x.shape[0] are no sizes" in problem.what
+
+
+def test_a_failure_at_another_size_names_the_input(tmp_path: Path) -> None:
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return self.a(x) + mask.reshape(x.shape[0], 4)
+
+    torch.manual_seed(0)
+    batches = [(torch.randn(4, 4), torch.randn(8, 2)) for _ in range(2)]
+    artefact = bw.quantize(Pair().eval(), batches).export(tmp_path / "model.onnx")
+    (problem,) = artefact.warnings
+    assert problem.code == "fixed-batch"
+    assert "mask.shape[0]" in problem.what
+    assert "args" not in problem.what

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import sympy
@@ -100,6 +101,27 @@ def _axis(size: int, symbols: list[Any], firsts: list[Any], limits: dict[str, An
     return Axis(size=size, upper=upper, rows=tuple(rows(first) for first in firsts))
 
 
+def sizes_by_symbol(inputs: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
+    """The input and axis of each symbol that is a size of an input."""
+    found: dict[str, str] = {}
+    for path, tensor in inputs:
+        for axis, size in enumerate(cast("tuple[int | torch.SymInt, ...]", tuple(tensor.shape))):
+            if isinstance(size, torch.SymInt):
+                found.setdefault(str(size), f"{path}.shape[{axis}]")
+    return found
+
+
+def with_named_sizes(text: str, sizes: Mapping[str, str], parameters: Sequence[str] = ()) -> str:
+    """Replace torch's symbols and expressions for sizes by the input and the axis.
+
+    >>> with_named_sizes("Eq(s77, 4)", {"s77": "x.shape[0]"})
+    'Eq(x.shape[0], 4)'
+    """
+    named = re.sub(r"\bs\d+\b", lambda match: sizes.get(match[0], match[0]), text)
+    named = re.sub(r"L\['(\w+)'\]\.size\(\)\[(\d+)\]", r"\1.shape[\2]", named)
+    return re.sub(r"\*args\[(\d+)\]", lambda match: dict(enumerate(parameters)).get(int(match[1]), match[0]), named)
+
+
 def frozen_size(
     model: nn.Module,
     program: torch.export.ExportedProgram,
@@ -117,6 +139,21 @@ def frozen_size(
     `program` is compared in float, which reveals small differences. The artefact is compared on ONNX Runtime, which
     users will run.
     """
+    reason = _frozen_reason(model, program, path, (args, kwargs), axes, flat=flat)
+    parameters = () if flat else tuple(inspect.signature(model.forward).parameters)
+    return None if reason is None else with_named_sizes(reason, _symbols(program), parameters)
+
+
+def _symbols(program: torch.export.ExportedProgram) -> dict[str, str]:
+    names = set(program.graph_signature.user_inputs)
+    inputs = [(node.name, node.meta.get("val")) for node in program.graph.nodes if node.name in names]
+    return sizes_by_symbol((name, value) for name, value in inputs if isinstance(value, Tensor))
+
+
+def _frozen_reason(
+    model: nn.Module, program: torch.export.ExportedProgram, path: Path, call: Any, axes: list[Axis], *, flat: bool
+) -> str | None:
+    args, kwargs = call
     real = _opened(path)
     with torch.no_grad(), eval_mode(model):
         verifier = _Verifier(model=model, program=program.module(check_guards=False), real=real, flat=flat)

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from bitwright.core.errors import ExportError, Problem, line_of
 from bitwright.core.tensor_tree import batch_size, call_copied, eval_mode, map_tensors, tensors_in
-from bitwright.deployment.dynamic_axes import Axis, free_axes
+from bitwright.deployment.dynamic_axes import Axis, free_axes, sizes_by_symbol, with_named_sizes
 from bitwright.deployment.qdq import Recorded
 from bitwright.deployment.translation import inline_regions
 from bitwright.graph.capture import Recorder, named_inputs, run_recorded
@@ -130,12 +130,14 @@ def export_program(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     args, kwargs = map_tensors((args, kwargs), Tensor.clone)
     flat = _needs_flattening(args, kwargs)
     with _tensors_only(bare(model), args, kwargs, flat) as (forward, feed), torch.no_grad(), warnings.catch_warnings():
+        sizes = forward.__dict__["forward"].sizes
         warnings.simplefilter("ignore")  # torch's internal warnings; failures raise
         noted: tuple[Problem, ...] = ()
         if dynamic_batch:
             try:
                 # a batch of one would become a constant
-                wide = _at_least_two(args), _at_least_two(kwargs)
+                # torch.export marks its inputs as dynamic, also if it fails: copies keep the marks from the second try
+                wide = map_tensors((_at_least_two(args), _at_least_two(kwargs)), Tensor.clone)
                 wide_args, wide_kwargs = feed(*wide)
                 program = torch.export.export(
                     forward,
@@ -151,14 +153,14 @@ def export_program(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
                     return Exported(program=program, axes=axes, args=wide[0], kwargs=wide[1], flat=flat, warnings=noted)
                 reason = "the model's code depends on the batch size"
             except Exception as error:
-                reason = reason_of(error)
+                reason = with_named_sizes(reason_of(error), sizes)
             noted = (fixed_batch(reason, batch_size((args, kwargs))),)
         try:
             feed_args, feed_kwargs = feed(args, kwargs)
             program = torch.export.export(forward, feed_args, feed_kwargs, strict=False)
         except Exception as error:
             raise ExportError(
-                f"torch.export can't trace the model: {reason_of(error)}",
+                f"torch.export can't trace the model: {with_named_sizes(reason_of(error), sizes)}",
                 where=line_of(error).removeprefix(", at ") or None,
                 fix=advice_for(error),
                 code="torch-export-failed",
@@ -221,6 +223,8 @@ class _TensorForward:
 
     def __init__(self, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any], names: Sequence[str]) -> None:
         self.forward, self.args, self.kwargs, self.names = forward, args, kwargs, names
+        self.sizes: dict[str, str] = {}
+        """The input and axis of each symbol in the sizes of the traced call: `s77` → `x.shape[0]`."""
         self.__signature__ = inspect.signature(forward)
         if names:
             kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
@@ -231,12 +235,22 @@ class _TensorForward:
         if self.names:
             given = iter([*args, *(kwargs[name] for name in self.names[len(args) :])])
             args, kwargs = map_tensors((self.args, self.kwargs), lambda _: next(given))
+        self.sizes |= sizes_by_symbol(_inputs_of(self.forward, args, kwargs))
         return tuple(tensor for _, tensor in tensors_in(self.forward(*args, **kwargs)))
 
     @property
     def __code__(self) -> CodeType:
         code: CodeType = self.forward.__code__
         return code
+
+
+def _inputs_of(forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """Each tensor of a call with the name of its parameter."""
+    try:
+        bound: Any = inspect.signature(forward).bind(*args, **kwargs).arguments
+    except (TypeError, ValueError):
+        bound = (args, kwargs)
+    yield from tensors_in(bound)
 
 
 def _needs_flattening(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

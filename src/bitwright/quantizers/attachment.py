@@ -177,17 +177,13 @@ class Attachment(Interceptor):
         select other ones. An exported program has the operator itself.
         """
         training = self.root is not None and self.root.module.training
-        if in_transform() or training or "out" in kwargs or torch.compiler.is_exporting():
-            run = func
-        else:
-            run = topk_by_index
+        own = in_transform() or training or "out" in kwargs or torch.compiler.is_exporting()
+        run = func if own else topk_by_index
         if self.frame is None or in_transform():
             return run(*args, **kwargs)
         return self._call(self.frame, func, args, kwargs, run=run)
 
-    def _call(
-        self, frame: Frame, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, run: Any = None
-    ) -> Any:
+    def _call(self, frame: Frame, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, run: Any = None) -> Any:
         """Run a torch function in a module that has quantizers; `run` computes its result, if given."""
         run = run or func
         known = None if isinstance(func, MethodWrapperType) else KINDS.get(func)

@@ -14,7 +14,7 @@ from bitwright.core.registry import KERNELS, QUANTIZERS
 from bitwright.graph import Graph, capture
 from bitwright.graph.interception import ForwardShim, bare, follow_checkpoints, install, uninstall
 from bitwright.graph.naming import SiteName, primary_kind, site_name
-from bitwright.graph.operators import channel_axis, reduction_axis
+from bitwright.graph.operators import PRODUCTS, channel_axis, reduction_axis
 from bitwright.plan import ComputeSpec, FoldSpec, Plan, SiteSpec
 from bitwright.quantizers.attachment import CONTAINER, Alias, Attachment, Container, OpHooks
 from bitwright.quantizers.base import Quantizer
@@ -475,10 +475,16 @@ class _Builder:
             weight.fold = fold
 
     def paths(self) -> set[str]:
-        """Modules that need a shim: the root, modules with hooks and their descendants, and compiled modules."""
-        owners = self.attachment.tables
+        """Modules that need a shim: the root, modules with hooks and their descendants, and compiled modules.
+
+        Modules with recorded products need one too: without it, their operators would count as their parent's.
+        """
+        recorded = self.attachment.recorded
+        counted = {path for path, calls in recorded.items() if any(kind in PRODUCTS for call in calls for kind in call)}
+        tables = self.attachment.tables
+        owners = {*tables, *counted, *self.unseen}
         wanted = {"", *(path for path, module in self.modules.items() if bare(module) is not module)}
         for path in self.modules:  # parents come before their children
-            if path in owners or path in self.unseen or "" in owners or (path.rpartition(".")[0] or None) in wanted:
+            if path in owners or "" in tables or (path.rpartition(".")[0] or None) in wanted:
                 wanted.add(path)
         return wanted
