@@ -183,7 +183,9 @@ class Attachment(Interceptor):
             return run(*args, **kwargs)
         return self._call(self.frame, func, args, kwargs, run=run)
 
-    def _call(self, frame: Frame, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, run: Any = None) -> Any:
+    def _call(
+        self, frame: CallFrame, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, run: Any = None
+    ) -> Any:
         """Run a torch function in a module that has quantizers; `run` computes its result, if given."""
         run = run or func
         known = None if isinstance(func, MethodWrapperType) else KINDS.get(func)
