@@ -21,8 +21,7 @@ from bitwright.core.files import write_text
 from bitwright.core.logging import quiet
 from bitwright.core.registry import ARTEFACTS
 from bitwright.core.tensor_tree import as_call, batch_size, eval_mode
-from bitwright.deployment.artefacts.base import KEYS, KIND, QDQ, Sidecar
-from bitwright.deployment.artefacts.plain import write_plain
+from bitwright.deployment.artefacts.base import KEYS, KIND, QDQ, Sidecar, write_plain
 from bitwright.deployment.dynamic_axes import frozen_size
 from bitwright.deployment.integrity import text_digest, write_digests
 from bitwright.deployment.onnx_files import replacing_onnx, save_onnx, stored_bytes

@@ -184,7 +184,7 @@ def save_program(
     *,
     beside: Path | None = None,
 ) -> None:
-    """Write a program, with sites if it is quantized, and the digest of the file `beside` it."""
+    """Write a program, with sites if it is quantized, and the digest of the file `beside`, which belongs to it."""
     names: dict[str, Any] = {}
     if quantized is not None:
         names = {"quantized": quantized.quantized, "constants": quantized.constants}
@@ -239,7 +239,7 @@ def _refuse_changed_bytes(path: Path) -> None:
             changed = archive.testzip()
     except OSError as error:
         raise ArtefactError("the program can't be read", where=str(path), value=error.strerror) from error
-    except Exception as error:  # what a damaged directory of the archive leads to
+    except Exception as error:  # zipfile raises several types for a damaged directory
         changed = f"{type(error).__name__}: {error}"
     if changed is not None:
         what, fix = "the program isn't the one that was exported: its bytes were changed", "export it again"
@@ -247,7 +247,7 @@ def _refuse_changed_bytes(path: Path) -> None:
 
 
 def damages_of(path: Path) -> list[Damage]:
-    """Differences from the exported contents, in the program and in the file beside it."""
+    """Differences from the exported contents, in the program and in the file next to it."""
     program, names = _load(path)
     if "digests" not in names:
         return []

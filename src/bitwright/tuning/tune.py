@@ -121,7 +121,7 @@ def tune(
                 doubt = None if "lower_is_better" in goal.model_fields_set else workload.direction_note()
                 if doubt is not None:
                     log.info("%s", doubt)
-                tell("eval_mode the float model")
+                tell("evaluating the float model")
                 metrics = goal.metrics(workload.metric)
                 baseline = measure_float(workload, metrics, calibration, seed=seed)
                 identity = _identity(
@@ -246,7 +246,7 @@ class _StudyRun:
         runtime = self.evaluator.runtime
         if runtime is None:
             return None
-        self.tell(f"eval_mode on {runtime}")
+        self.tell(f"evaluating on {runtime}")
         try:
             return open_runtime(runtime, self.evaluator.write(quantized, "best")).accuracy(self.workload)
         except Exception as error:  # a user's metric may require an nn.Module
