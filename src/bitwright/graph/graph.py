@@ -103,7 +103,16 @@ class Parameter:
 @strict
 @dataclass(frozen=True, kw_only=True)
 class Graph:
-    """The operators of a model, recorded from one or more inputs."""
+    """The operators of a model, recorded from one or more inputs. `bitwright.capture` returns it.
+
+    >>> import torch
+    >>> from bitwright import capture
+    >>> graph = capture(torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.ReLU()), torch.ones(1, 8))
+    >>> graph
+    <Graph: 2 operators, 36 parameters, 32 MACs>
+    >>> [site for site, _, _ in graph.sites()]
+    ['0:input', '0:weight', '0:bias', '0:output', '1:input', '1:output']
+    """
 
     ops: tuple[Op, ...]
     inputs: tuple[str, ...]
