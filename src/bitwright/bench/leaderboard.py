@@ -171,7 +171,19 @@ class FloatNet(_Strict):
 
 @strict
 class Leaderboard(_Strict):
-    """All rows of a grid, with means and deviations."""
+    """All rows of a grid, with means and deviations.
+
+    >>> from tempfile import TemporaryDirectory
+    >>> from bitwright.bench import GridConfig, run_grid
+    >>> with TemporaryDirectory() as folder:
+    ...     config = GridConfig(
+    ...         models=["digits"], algorithms=["lsq"], backends=["academic"], bits=[4], store=f"{folder}/grid.db"
+    ...     )
+    ...     board = run_grid(config, work=False)
+    ...     same = Leaderboard.load(board.save(f"{folder}/leaderboard.json"))
+    >>> same.rows[0].status
+    'pending'
+    """
 
     version: Literal[1] = Field(default=1, alias="bitwright-leaderboard")
     name: str

@@ -91,7 +91,13 @@ class RunRow(ResultModel):
 
 @strict
 class Record(ResultModel):
-    """One run. Each verb adds its part; parts that were not recorded are empty or None, and are not on the page."""
+    """One run. Each verb adds its part; parts that were not recorded are empty or None, and are not on the page.
+
+    >>> from bitwright.reports import Accuracy, new_record
+    >>> record = new_record("tiny", accuracies=(Accuracy(where="float", metric="top1", value=91.5),))
+    >>> record.title, record.accuracies[0].text
+    ('tiny', '91.50 %')
+    """
 
     version: Literal[1, 2] = Field(default=RECORD_VERSION, description="Version 1 has no fields after `steps`.")
     title: str

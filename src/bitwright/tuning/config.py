@@ -29,7 +29,16 @@ from bitwright.workload.metrics import METRICS, make_evaluate, metric_name
 
 @strict
 class TuneConfig(Strict, populate_by_name=True):
-    """One search. The model and data come from a workload, or from `model` with the data given here."""
+    r"""The settings of a search. The model and data come from a workload, or from `model` with the data given here.
+
+    >>> from tempfile import TemporaryDirectory
+    >>> with TemporaryDirectory() as folder:
+    ...     file = Path(folder, "tune.yaml")
+    ...     _ = file.write_text("workload: digits\ngoal: {drop: 1%}\nbudget: {minutes: 5}\n")
+    ...     config = TuneConfig.load(file)
+    >>> config.workload, str(config.goal.drop), config.budget.minutes
+    ('digits', '1%', 5.0)
+    """
 
     version: Literal[1] = Field(default=1, alias="bitwright-tune")
     workload: str | None = Field(default=None, description="file.py:function, or the name of a built-in workload.")

@@ -233,7 +233,11 @@ class Goal(BaseModel):
 
 @strict
 class Budget(BaseModel):
-    """When to stop: after `minutes` or `trials`, whichever comes first, or at the first success (`stop="first"`)."""
+    """When to stop: after `minutes` or `trials`, whichever comes first, or at the first success (`stop="first"`).
+
+    >>> Budget(minutes=10, trials=50)
+    Budget(minutes=10.0, trials=50, stop='budget')
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
     minutes: float | None = Field(default=None, gt=0, le=1e9)

@@ -28,7 +28,21 @@ TUNING_VERSION = 1
 @strict
 @dataclass(frozen=True, kw_only=True)
 class Tuned:
-    """The result of `tune`."""
+    """The result of `tune`.
+
+    >>> import torch
+    >>> from bitwright.tuning import tune
+    >>> from bitwright.workload import Workload
+    >>> inputs = torch.randn(16, 4)
+    >>> workload = Workload(
+    ...     name="tiny", model=torch.nn.Linear(4, 2), inputs=(inputs,), calibration=lambda: [inputs]
+    ... )
+    >>> tuned = tune(workload)  # without an evaluation, the model is quantized once
+    >>> tuned
+    <Tuned tiny: no goal was checked, 0 trials>
+    >>> tuned.plan
+    <Plan tiny for onnxruntime: 3 quantized sites>
+    """
 
     workload: str
     met_goal: bool | None

@@ -7,34 +7,79 @@ from collections.abc import Callable, Collection, Generator, Iterable, Mapping, 
 from dataclasses import dataclass
 from logging import getLogger
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 
+from bitwright.backends import Choices
 from bitwright.core.errors import BitwrightError
 from bitwright.core.files import disk_error, fingerprint
 from bitwright.core.interrupts import current_stop, safe_point
 from bitwright.core.task_store import Study
 from bitwright.core.task_store import open_study as open_any
+from bitwright.core.tensor_tree import tensors_in
 from bitwright.graph import Graph, Source
 from bitwright.plan import Plan
 from bitwright.sensitivity import errors_without, hessian_traces, score
-from bitwright.tuning.candidate import Candidate, TrialOutcome, failure
-from bitwright.tuning.evaluate import Evaluator, Tell
+from bitwright.tuning.baseline import Baseline
+from bitwright.tuning.candidate import Base, Candidate, TrialOutcome, failure
+from bitwright.tuning.evaluate import Evaluator, Measuring, Tell
 from bitwright.tuning.goal import Budget, Goal
-from bitwright.tuning.space import SearchSpace
+from bitwright.tuning.space import SearchSpace, Space
 from bitwright.workload import Workload, loss_of, pairs
 from bitwright.workload.data import first, split
 
 TuningStudy: TypeAlias = Study[Candidate, TrialOutcome]
 
 
-def open_study(store: str | Path | None, name: str, identity: Mapping[str, Any], *, resume: bool) -> TuningStudy:
+def open_study(
+    store: str | Path | None, name: str, identity: Mapping[str, Any], *, resume: bool | Literal["auto"]
+) -> TuningStudy:
     """Create or resume a study; a study with a different model, data, goal or space is rejected.
 
-    `store` is a file, a URL (postgresql://…), or None for an in-memory study.
+    `store` is a file, a URL (postgresql://…), or None for an in-memory study. "auto" resumes a study that has trials,
+    and starts over if an earlier search failed before its first trial.
     """
-    return open_any(store, name, identity, resume=resume, kind=TrialOutcome, gave_up=failure)
+    if resume == "auto":
+        try:
+            return open_any(store, name, identity, resume=False, kind=TrialOutcome, gave_up=failure)
+        except BitwrightError as error:
+            if "study-exists" not in error.codes:
+                raise
+    return open_any(store, name, identity, resume=bool(resume), kind=TrialOutcome, gave_up=failure)
+
+
+def study_identity(
+    workload: Workload,
+    graph: Graph,
+    baseline: Baseline,
+    goal: Goal,
+    space: Space,
+    strategy: str,
+    seed: int,
+    backend: str,
+    measuring: Measuring,
+    early: bool,
+    choices: Choices,
+) -> dict[str, Any]:
+    """The properties that must be equal to resume a study."""
+    weights = [t for _, t in sorted(workload.model.state_dict().items())]
+    operators = [f"{op.name} {op.kind} {[port.shape[1:] for port in op.ports]}" for op in graph.ops]
+    batches = workload.calibration() if workload.calibration is not None else ()
+    return {
+        "model": fingerprint(*weights, *operators),
+        "calibration data": fingerprint(*(t for batch in batches for _, t in tensors_in(batch))),
+        "evaluation data": baseline.data,
+        "metric": workload.metric,
+        "goal": goal.model_dump(mode="json"),
+        "space": space.model_dump(mode="json"),
+        "strategy": strategy,
+        "seed": seed,
+        "backend": backend,
+        "measuring": measuring.model_dump(mode="json"),
+        "early stopping": early,
+        "choices": {key: list(value) if key == "keep_float" else value for key, value in choices.items()},  # type: ignore[call-overload]
+    }
 
 
 def quantized_sites(plan: Plan) -> set[str]:
@@ -312,3 +357,35 @@ class StrategyRunner:
         if over:
             self.why = f"the budget of {minutes:g} minutes is spent"
         return over
+
+
+def evaluate_one(wave_of_one: CandidateBatch) -> Generator[CandidateBatch, list[TrialOutcome], TrialOutcome]:
+    """Request a single candidate."""
+    [outcome] = yield wave_of_one
+    return outcome
+
+
+def accumulate(
+    search: Search, order: Sequence[str], base: Base | None = None
+) -> Generator[CandidateBatch, list[TrialOutcome], bool]:
+    """Move operators to float one by one, cumulatively, until the goal is met."""
+    for count in range(1, len(order) + 1):
+        outcome = yield from evaluate_one([search.space.floated(base, order[:count])])
+        if outcome.passed:
+            return True
+    return False
+
+
+def worst_first(search: Search, order: Sequence[str]) -> CandidateGenerator:
+    """Quantize everything, then try single operators in float, worst first, then accumulate them.
+
+    The accumulation starts with the operators that help most on their own.
+    """
+    start = yield from evaluate_one([search.space.start()])
+    if start.passed:
+        return
+    singles = yield [search.space.floated(None, [name]) for name in order]
+    if any(outcome.passed for outcome in singles):
+        return
+    gains = {name: outcome.margin for name, outcome in zip(order, singles, strict=True)}
+    yield from accumulate(search, sorted(order, key=lambda name: -gains[name]))

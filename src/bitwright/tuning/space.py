@@ -50,6 +50,10 @@ class Space(BaseModel):
 
     `types` (kinds of operators) and `operators` (names, patterns, or `re:` with a regular expression) restrict it:
     {"linear": {"keep": "float"}}.
+
+    >>> space = Space(weights=["int8", "int4"], types={"linear": {"keep": "float"}})
+    >>> space.weights, space.types["linear"].keep
+    (('int8', 'int4'), 'float')
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

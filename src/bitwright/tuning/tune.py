@@ -19,9 +19,9 @@ from bitwright.core.files import disk_error, fingerprint, scratch_folder
 from bitwright.core.output_folder import locked, recover, staged_output
 from bitwright.core.progress import Progress, phases
 from bitwright.core.registry import STRATEGIES
-from bitwright.core.tensor_tree import eval_mode, tensors_in
+from bitwright.core.tensor_tree import eval_mode
 from bitwright.deployment import open_runtime
-from bitwright.graph import Graph, capture_paths
+from bitwright.graph import capture_paths
 from bitwright.ptq import MEMORY
 from bitwright.ptq.quantize import Quantized, put_back
 from bitwright.quantizers import find_attachment, strip
@@ -30,7 +30,15 @@ from bitwright.tuning.candidate import Candidate, TrialOutcome
 from bitwright.tuning.evaluate import Evaluator, Measuring, load_calibration, quantize_candidate
 from bitwright.tuning.goal import ERROR, Budget, Goal, Paired, mcnemar
 from bitwright.tuning.result import TUNING, Tuned
-from bitwright.tuning.search import Search, Strategy, StrategyRunner, TrialRecord, TuningStudy, open_study
+from bitwright.tuning.search import (
+    Search,
+    Strategy,
+    StrategyRunner,
+    TrialRecord,
+    TuningStudy,
+    open_study,
+    study_identity,
+)
 from bitwright.tuning.space import SearchSpace, Space, make_space
 from bitwright.workload import Workload, can_measure, hits_of, pairs
 
@@ -76,6 +84,20 @@ def tune(
     random part of the data if the candidate can't pass. If the search fails, the model is restored to float.
 
     A workload without an evaluation is quantized once, without a search.
+
+    >>> inputs = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
+    >>> model = torch.nn.Linear(8, 2).eval()
+    >>> workload = Workload(
+    ...     name="tiny",
+    ...     model=model,
+    ...     inputs=(inputs[:1],),
+    ...     calibration=lambda: [inputs],
+    ...     evaluation=lambda: [(inputs, model(inputs).argmax(1))],
+    ... )
+    >>> tuned = tune(workload, Goal(drop="50%"), Budget(stop="first"))
+    >>> tuned.met_goal, tuned.stopped_because
+    (True, 'the first model met the goal')
+    >>> _ = strip(model)
     """
     goal = (goal or Goal()).directed(workload)
     budget, measuring = budget or Budget(), measuring or Measuring()
@@ -124,11 +146,11 @@ def tune(
                 tell("evaluating the float model")
                 metrics = goal.metrics(workload.metric)
                 baseline = measure_float(workload, metrics, calibration, seed=seed)
-                identity = _identity(
+                identity = study_identity(
                     workload, graph, baseline, goal, space, strategy, seed, backend, measuring, early, choices
                 )
                 where = store if store is not None or place is None else place / STUDY
-                study = _open(where, name or workload.name, identity, resume)
+                study = open_study(where, name or workload.name, identity, resume=resume)
                 with closing(study):
                     if evaluator.runtime is not None:
                         tell("exporting the float model")
@@ -338,50 +360,6 @@ def _once(
         notes=("no goal was checked, because the workload has neither evaluation= nor evaluate=",),
         paired=None,
     )
-
-
-def _open(store: str | Path | None, name: str, identity: dict[str, Any], resume: bool | Literal["auto"]) -> TuningStudy:
-    """Open the study; "auto" continues a study with trials, or starts over if an earlier search failed before that."""
-    if resume == "auto":
-        try:
-            return open_study(store, name, identity, resume=False)
-        except BitwrightError as error:
-            if "study-exists" not in error.codes:
-                raise
-    return open_study(store, name, identity, resume=bool(resume))
-
-
-def _identity(
-    workload: Workload,
-    graph: Graph,
-    baseline: Baseline,
-    goal: Goal,
-    space: Space,
-    strategy: str,
-    seed: int,
-    backend: str,
-    measuring: Measuring,
-    early: bool,
-    choices: Choices,
-) -> dict[str, Any]:
-    """The properties that must be equal to resume a study."""
-    weights = [t for _, t in sorted(workload.model.state_dict().items())]
-    operators = [f"{op.name} {op.kind} {[port.shape[1:] for port in op.ports]}" for op in graph.ops]
-    batches = workload.calibration() if workload.calibration is not None else ()
-    return {
-        "model": fingerprint(*weights, *operators),
-        "calibration data": fingerprint(*(t for batch in batches for _, t in tensors_in(batch))),
-        "evaluation data": baseline.data,
-        "metric": workload.metric,
-        "goal": goal.model_dump(mode="json"),
-        "space": space.model_dump(mode="json"),
-        "strategy": strategy,
-        "seed": seed,
-        "backend": backend,
-        "measuring": measuring.model_dump(mode="json"),
-        "early stopping": early,
-        "choices": {key: list(value) if key == "keep_float" else value for key, value in choices.items()},  # type: ignore[call-overload]
-    }
 
 
 def _notes(baseline: Baseline, evaluator: Evaluator, outcome: TrialOutcome) -> tuple[str, ...]:

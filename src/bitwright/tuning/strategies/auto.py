@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from bitwright.tuning.search import CandidateGenerator, Search
+from bitwright.tuning.search import CandidateGenerator, Search, evaluate_one
 from bitwright.tuning.strategies.basic import basic
 from bitwright.tuning.strategies.conservative import conservative
-from bitwright.tuning.strategies.fallback import evaluate_one
 
 
 def auto(search: Search) -> CandidateGenerator:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 
 from bitwright.tuning.candidate import Base, TrialOutcome
-from bitwright.tuning.search import CandidateBatch, CandidateGenerator, Search
-from bitwright.tuning.strategies.fallback import evaluate_one
+from bitwright.tuning.search import CandidateBatch, CandidateGenerator, Search, evaluate_one
 
 
 def bisect(search: Search) -> CandidateGenerator:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from bitwright.tuning.search import CandidateGenerator, Search
-from bitwright.tuning.strategies.fallback import evaluate_one
+from bitwright.tuning.search import CandidateGenerator, Search, evaluate_one
 
 _ORDER = ("conv", "matmul", "linear")
 

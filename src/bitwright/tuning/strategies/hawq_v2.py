@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from bitwright.tuning.search import CandidateGenerator, Search
-from bitwright.tuning.strategies.fallback import accumulate, evaluate_one
+from bitwright.tuning.search import CandidateGenerator, Search, accumulate, evaluate_one
 
 
 def hawq_v2(search: Search) -> CandidateGenerator:

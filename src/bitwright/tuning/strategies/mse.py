@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from bitwright.tuning.search import CandidateGenerator, Search
-from bitwright.tuning.strategies.fallback import worst_first
+from bitwright.tuning.search import CandidateGenerator, Search, worst_first
 
 
 def mse(search: Search) -> CandidateGenerator:
