@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Unpack
 
 from bitwright.backends.decisions import Decisions
-from bitwright.backends.table import BackendTable, Guard, backend
+from bitwright.backends.table import BackendTable, Guard, backend, dynamic_table
 from bitwright.backends.validation import Choices, choice_problems, patterns_of
 from bitwright.core.arguments import strict
 from bitwright.core.errors import PlanError, Problem
@@ -379,7 +379,7 @@ def place(graph: Graph, target: str | BackendTable, *, model: str | None = None,
         if problems:
             raise PlanError(problems)
     bn = DEFAULT_STRATEGY if (asked := choices.get("fold")) is None else asked
-    decisions = Decisions(graph, table, keep, bn)
+    decisions = Decisions(graph, dynamic_table(table) if activation_format.dynamic else table, keep, bn)
     sites = _SitePlacer(decisions, activation, weight, guard)
     plan = sites.plan(table.edges if edges is None else edges, narrower=edges is not None)
     if missing := list(unlisted(graph, plan)):
@@ -392,6 +392,8 @@ def _natural(format: Format, usual: str) -> str:
     """The default quantizer of a format."""
     if format.minifloat is not None:
         return "minifloat"
+    if format.dynamic:
+        return "dynamic"
     return "plain" if usual == "minifloat" else usual
 
 

@@ -33,7 +33,9 @@ class Choice(Strict):
 
     def allows(self, format: Format) -> bool:
         """Whether the target can run this format."""
-        return format.is_plain_float or any(fnmatch.fnmatchcase(str(format), p) for p in self.formats)
+        # A pattern such as uint8/tensor/* doesn't include dynamic formats: they need other kernels.
+        listed = [p for p in self.formats if p == "*" or p.endswith("/dynamic") == format.dynamic]
+        return format.is_plain_float or any(fnmatch.fnmatchcase(str(format), p) for p in listed)
 
 
 class Rule(Strict):
@@ -106,6 +108,33 @@ class BackendTable(Strict):
     anchors: tuple[str, ...] = Field((), description="Kinds with integer outputs on the target.")
     passing: tuple[str, ...] = Field(
         (), description="Kinds that the target fuses after an anchor (activation functions, the folded norm)."
+    )
+
+
+def dynamic_table(table: BackendTable) -> BackendTable:
+    """The table for activations with scales that are computed at run time.
+
+    Only products of activations with a matrix of weights have integer kernels for them. Everything else stays in
+    float, and biases are added in float, because the scale of the accumulator isn't known in advance.
+    """
+    products = {
+        kind: rule.model_copy(
+            update={"inputs": tuple(port for port in rule.inputs if port not in rule.weights), "output": False}
+        )
+        for kind, rule in table.operators.items()
+        if kind in ("linear", "addmm", "matmul") and rule.weights
+    }
+    return table.model_copy(
+        update={
+            "name": f"{table.name} with dynamic activations",
+            "operators": products,
+            "bias": "float",
+            "fold": (),
+            "transparent": (),
+            "absorbed": {},
+            "anchors": (),
+            "passing": (),
+        }
     )
 
 

@@ -2,13 +2,15 @@
 
 An integer format is `[u]intB/granularity/symmetry[/flag…]`:
 
-- granularity: `tensor`, `channel`, or `groupN` (blocks of N along the reduction axis);
+- granularity: `tensor`, `channel`, `groupN` (blocks of N along the reduction axis), or `token` (activations: each
+  vector along the reduction axis has its own scale, which is computed at run time);
 - symmetry: `sym` (zero point 0; unsigned: only for numbers that are never negative) or `asym` (any zero point);
 - flags: `pot` (scale is a power of two), `narrow` (drop the lowest code: ±127), `adasign` (an input that is
-  never negative becomes unsigned and uses all 2^B codes).
+  never negative becomes unsigned and uses all 2^B codes), `dynamic` (scales are computed at run time from the values
+  themselves, per `tensor` or per `token`; no calibration).
 
 Small floating-point formats are quantized formats, too: `fp8e4m3` and `fp8e5m2` have one scale per `tensor` (default),
-`channel` or `groupN`. In the OCP microscaling formats `mxfp8e4m3`, `mxfp8e5m2`, `mxfp4e2m1` and `mxint8`, blocks of 32
+`channel`, `groupN` or `token`, and can be `dynamic`, too. In the OCP microscaling formats `mxfp8e4m3`, `mxfp8e5m2`, `mxfp4e2m1` and `mxint8`, blocks of 32
 along the reduction axis share a power-of-two scale, which is computed for each tensor.
 """
 
@@ -21,7 +23,7 @@ from typing import Literal
 from bitwright.core.arguments import strict
 from bitwright.core.errors import FormatError, did_you_mean
 
-Granularity = Literal["tensor", "channel", "group"]
+Granularity = Literal["tensor", "channel", "group", "token"]
 
 # name → bits; formats that leave values unquantized
 FLOATS: dict[str, int] = {"float": 32, "fp32": 32, "bf16": 16, "fp16": 16}
@@ -48,7 +50,7 @@ MINIFLOATS = {
     # fixed point: no exponent, so all values are subnormal
     "mxint8": MinifloatSpec(bits=8, fraction=6, lowest=0, largest=127 / 64),
 }
-FLAGS = ("pot", "narrow", "adasign")
+FLAGS = ("pot", "narrow", "adasign", "dynamic")
 _INTEGER = re.compile(r"^(u?)int([0-9]{1,3})$")
 _GROUP = re.compile(r"^group([0-9]{1,9})$")
 
@@ -74,6 +76,7 @@ class Format:
     pot: bool = False
     narrow: bool = False
     adasign: bool = False
+    dynamic: bool = False
 
     @property
     def is_float(self) -> bool:
@@ -130,7 +133,8 @@ class Format:
             return self.name
         grain = f"group{self.group}" if self.granularity == "group" else self.granularity
         if self.minifloat is not None:
-            return self.name if self.granularity == "tensor" else f"{self.name}/{grain}"
+            options = [] if self.granularity == "tensor" and not self.dynamic else [grain]
+            return "/".join([self.name, *options, *(["dynamic"] if self.dynamic else [])])
         flags = [flag for flag in FLAGS if getattr(self, flag)]
         return "/".join([self.name, grain, "sym" if self.symmetric else "asym", *flags])
 
@@ -177,22 +181,22 @@ def _minifloat(name: str, options: list[str], text: str) -> Format:
                 "blocks of an MX format are always 32 numbers", value=text, fix=f"write {name!r}", code="invalid-format"
             )
         return Format(name=name, bits=bits, granularity="group", group=MX_BLOCK)
-    if set(options) - {"tensor", "channel"} and not all(_GROUP.match(option) for option in options):
-        fix = f"write {name}, {name}/channel or {name}/group32"
+    if not all(option in ("tensor", "channel", "token", "dynamic") or _GROUP.match(option) for option in options):
+        fix = f"write {name}, {name}/channel, {name}/group32 or {name}/token/dynamic"
         raise FormatError(
-            "a small float format takes a granularity and nothing else", value=text, fix=fix, code="invalid-format"
+            "a small float format takes a granularity, and dynamic", value=text, fix=fix, code="invalid-format"
         )
     return _with_options(Format(name=name, bits=bits), options, text)
 
 
 def _with_options(base: Format, options: list[str], text: str) -> Format:
     seen: dict[str, object] = {}
-    known = ["tensor", "channel", "group64", "sym", "asym", *FLAGS]
+    known = ["tensor", "channel", "group64", "token", "sym", "asym", *FLAGS]
     for option in options:
         group = _GROUP.match(option)
         if group and int(group[1]) > 0:
             new: dict[str, object] = {"granularity": "group", "group": int(group[1])}
-        elif option in ("tensor", "channel"):
+        elif option in ("tensor", "channel", "token"):
             new = {"granularity": option}
         elif option in ("sym", "asym"):
             new = {"symmetric": option == "sym"}
@@ -211,6 +215,22 @@ def _with_options(base: Format, options: list[str], text: str) -> Format:
             )
         seen.update(new)
     result = replace(base, **seen)  # type: ignore[arg-type]  # keys and types come from the branches above
+    if result.granularity == "token":  # the number of tokens is known only at run time
+        result = replace(result, dynamic=True)
+    if result.dynamic and result.granularity not in ("tensor", "token"):
+        raise FormatError(
+            "scales that are computed at run time are per tensor or per token",
+            value=text,
+            fix=f"{result.name}/token/dynamic",
+            code="invalid-format",
+        )
+    if result.dynamic and result.adasign:
+        raise FormatError(
+            "adasign chooses the sign during calibration, which a dynamic format doesn't have",
+            value=text,
+            fix="use asym instead of adasign",
+            code="invalid-format",
+        )
     if result.adasign and not (result.signed and result.symmetric):
         raise FormatError(
             "adasign chooses the sign of a signed symmetric format",

@@ -19,6 +19,7 @@ from bitwright.core.tensor_tree import call_copied
 from bitwright.deployment.integrity import Damage
 from bitwright.deployment.runtimes.base import Runtime
 from bitwright.quantizers import Quantizer, in_mode, quantizers_of, tapped
+from bitwright.quantizers.grid import Grid
 
 MIN_SQNR = 30.0
 # Codes may differ by one if a sum is near a rounding boundary, and such flips propagate through a deep network. Real
@@ -230,7 +231,7 @@ class StoredSites:
         if site in self.seen_in_order:
             return
         self.seen_in_order[site] = None
-        grid = quantizer.grid()
+        grid = _grid_of(quantizer, x)
         numbers = {"scale": grid.scale.cpu().numpy(), "zero_point": grid.zero_point.cpu().numpy()}
         zero = quantizer.layout.spread(grid.zero_point, x).cpu().numpy()
         name = f"{site}.codes"
@@ -252,13 +253,17 @@ class StoredSites:
                 )
 
 
+def _grid_of(quantizer: Quantizer, x: Tensor) -> Grid:
+    return quantizer.grid_for(x) if quantizer.spec.format.dynamic else quantizer.grid()
+
+
 def _simulate(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, _SimulatedSite]:
     seen: dict[str, _SimulatedSite] = {}
 
     def look(site: str, quantizer: Quantizer, x: Tensor) -> None:
         if site in seen:
             return
-        grid = quantizer.grid()
+        grid = _grid_of(quantizer, x)
         seen[site] = _SimulatedSite(
             codes=quantizer.integers(x).cpu().numpy(),
             grid={"scale": grid.scale.cpu().numpy(), "zero_point": grid.zero_point.cpu().numpy()},
@@ -268,7 +273,7 @@ def _simulate(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
     def look_exactly(site: str, quantizer: Quantizer, x: Tensor) -> None:
         if site in seen and seen[site].exact is None:
-            scale = quantizer.layout.spread(quantizer.grid().scale, x).cpu().numpy()
+            scale = quantizer.layout.spread(_grid_of(quantizer, x).scale, x).cpu().numpy()
             seen[site].exact = x.detach().float().cpu().numpy() / scale + seen[site].zero
 
     _walk(model, look, args, kwargs, enabled=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from bitwright.core.errors import BitwrightError, Problem, did_you_mean
 from bitwright.core.registry import BACKENDS, OBSERVERS, QUANTIZERS, Registry
@@ -78,7 +79,7 @@ def _entry(where: str, key: str, spec: SiteSpec) -> Iterator[Problem]:
         )
     elif spec.quantizes and spec.share is None and spec.quantizer in QUANTIZERS:
         known = QUANTIZERS.get(spec.quantizer)
-        if (spec.format.minifloat is not None) != known.minifloats:
+        if not known.supports(spec.format):
             yield known.mismatch(spec.format, where=where)
     if not is_pattern(key) and (wrong := _not_a_site(key)) is not None:
         yield Problem(what=wrong.what, where=where, value=key, fix=wrong.fix, code=wrong.code)
@@ -165,7 +166,15 @@ def _fits(name: str, spec: SiteSpec, graph: Graph, prefix: str) -> Iterator[Prob
     if grain == "tensor" or port is None:  # None: the bias of a folded norm
         return
     axis = (channel_axis if grain == "channel" else reduction_axis)(op.kind, port_name)
-    if not -len(port.shape) <= axis < len(port.shape):
+    if grain == "token" and op.kind.startswith("conv"):
+        yield Problem(
+            what=f"{op.kind} adds values of different tokens, so their scales can't differ",
+            where=prefix + name,
+            value=str(spec.format),
+            fix=f"use {replace(spec.format, granularity='tensor')}, or float",
+            code="no-token-axis",
+        )
+    elif not -len(port.shape) <= axis < len(port.shape):
         yield Problem(
             what=f"a tensor of shape {list(port.shape)} has no axis for scales per {grain}",
             where=prefix + name,

@@ -150,7 +150,8 @@ def find_ranges(
     if wrong := parameter_problems(attachment.quantizers, others):
         raise PlanError(wrong, title="a model with these parameters can't be calibrated")
     # quantizers derived from others come last
-    quantizers = sorted(attachment.quantizers.values(), key=lambda q: bool(q.of))
+    stored = [q for q in attachment.quantizers.values() if not q.spec.format.dynamic]  # others have no range
+    quantizers = sorted(stored, key=lambda q: bool(q.of))
     for quantizer in quantizers:
         quantizer.observer = None
     if is_distributed(group):

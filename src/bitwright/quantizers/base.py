@@ -35,7 +35,7 @@ class Quantizer(nn.Module):
 
     def __init__(self, spec: SiteSpec, *, site: str, kind: str, port: str, layout: Layout, weight: bool) -> None:
         super().__init__()
-        if (spec.format.minifloat is not None) != self.minifloats:
+        if not self.supports(spec.format):
             wrong = self.mismatch(spec.format, where=site)
             raise FormatError(wrong.what, where=site, value=wrong.value, fix=wrong.fix, code=wrong.code)
         if self.symmetric_only and not spec.format.symmetric:
@@ -101,9 +101,21 @@ class Quantizer(nn.Module):
     """Whether it supports small floating-point formats, and only those."""
 
     @classmethod
+    def supports(cls, format: Format) -> bool:
+        """Whether this kind of format is supported: integers with stored scales, or small floats."""
+        return (format.minifloat is not None) == cls.minifloats and not format.dynamic
+
+    @classmethod
     def mismatch(cls, format: Format, *, where: str) -> Problem:
-        """The problem of an integer format with a quantizer of small floats, or vice versa."""
-        fix = "use fp8e4m3, mxfp4e2m1, … here" if cls.minifloats else "use an integer format, or quantizer: minifloat"
+        """The problem of a format of another kind than the quantizer's."""
+        if cls.minifloats:
+            fix = "use fp8e4m3, mxfp4e2m1, … here"
+        elif format.minifloat is not None:
+            fix = "use an integer format, or quantizer: minifloat"
+        elif format.dynamic:
+            fix = "use quantizer: dynamic, or a format without dynamic"
+        else:
+            fix = "use a format with dynamic (int8/token/sym/dynamic), or quantizer: plain"
         what = f"{cls.__name__} doesn't support this format"
         return Problem(what=what, where=where, value=str(format), fix=fix, code="unsupported-format")
 
@@ -386,8 +398,9 @@ class Quantizer(nn.Module):
     @torch.no_grad()
     def integers(self, x: Tensor) -> Tensor:
         """The codes of `x` (int32)."""
-        grid = self.grid()
-        x = self.transform(x.to(torch.float32))
+        x = x.to(torch.float32)
+        grid = self.grid_for(x) if self.spec.format.dynamic else self.grid()
+        x = self.transform(x)
         scale, zero_point = self.layout.spread(grid.scale, x), self.layout.spread(grid.zero_point, x)
         return torch.clamp(torch.round(x / scale) + zero_point, grid.qmin, grid.qmax).to(torch.int32)
 

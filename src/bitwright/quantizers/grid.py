@@ -23,7 +23,10 @@ _HALF_OCTAVE = 0.70710677  # the largest float32 below √½
 
 @dataclass(frozen=True)
 class Layout:
-    """Which elements share a scale: all, those with one index of `axis`, or a block of `group` along `axis`."""
+    """Which elements share a scale: all, those with one index of `axis`, or a block of `group` along `axis`.
+
+    With granularity "token", each vector along `axis` has its own scale.
+    """
 
     granularity: str
     axis: int
@@ -48,22 +51,27 @@ class Layout:
             return x.reshape(1, -1)
         if self.granularity == "channel":
             return x.movedim(self.axis, 0).reshape(x.shape[self.axis], -1)
+        if self.granularity == "token":
+            return x.movedim(self.axis, -1).flatten(0, -2) if x.dim() > 1 else x.reshape(1, -1)
         return x.movedim(self.axis, -1).reshape(-1, self.group)
 
     def fold(self, per_row: Tensor, shape: torch.Size) -> Tensor:
-        """One value per row (of `rows`) → the shape in which scales are stored: (), (C,) or by blocks."""
+        """One value per row (of `rows`) → the shape of scales: (), (C,), by blocks, or 1 along the axis of a token."""
         if self.granularity == "tensor":
             return per_row.reshape(())
         if self.granularity == "channel":
             return per_row
         sizes = list(shape)
         axis = self.axis % len(sizes)
+        if self.granularity == "token":
+            sizes.pop(axis)
+            return per_row.reshape(sizes).unsqueeze(axis)
         blocks = sizes.pop(axis) // self.group
         return per_row.reshape(*sizes, blocks).movedim(-1, axis).contiguous()
 
     def spread(self, kept: Tensor, x: Tensor) -> Tensor:
         """Stored scales → a tensor that broadcasts against `x`."""
-        if self.granularity == "tensor":
+        if self.granularity in ("tensor", "token"):
             return kept
         if self.granularity == "channel":
             sizes = [1] * x.dim()

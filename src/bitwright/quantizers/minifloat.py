@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from bitwright.core.formats import MinifloatSpec
+from bitwright.core.formats import Format, MinifloatSpec
 from bitwright.quantizers.grid import SMALLEST, ZEROS, Grid, check_small
 from bitwright.quantizers.levels import NonUniformQuantizer
 from bitwright.quantizers.rounding import with_gradient_of
@@ -16,11 +16,21 @@ from bitwright.quantizers.rounding import with_gradient_of
 class Minifloat(NonUniformQuantizer):
     """The nearest number of the format: ties to even, saturating. The gradient is 1 where nothing is clipped.
 
-    FP8: x/s with s such that the observed range ends at the largest number. MX: s = 2^(⌊log2 max|x|⌋ − e) of each block
+    FP8: x/s with s such that the observed range (dynamic: that of the values) ends at the largest number. MX: s = 2^(⌊log2 max|x|⌋ − e) of each block
     of 32, with e the exponent of the largest number.
     """
 
     minifloats: ClassVar[bool] = True
+
+    @classmethod
+    def supports(cls, format: Format) -> bool:
+        """Small floats, also with scales that are computed at run time."""
+        return format.minifloat is not None
+
+    @property
+    def ready(self) -> bool:
+        """Whether there is a range, or the values themselves define it."""
+        return self.calibrated or self.spec.format.dynamic
 
     def set_range(self, low: Tensor, high: Tensor, shape: torch.Size, values: Tensor | None = None) -> None:
         """Store the larger magnitude of the two ends."""
@@ -44,6 +54,11 @@ class Minifloat(NonUniformQuantizer):
         return with_gradient_of(rounded, x * inside)
 
     def _scale(self, x: Tensor, numbers: MinifloatSpec) -> Tensor:
+        if self.spec.format.dynamic:
+            rows = self.layout.rows(x)
+            end = torch.maximum(rows.amax(dim=1), -rows.amin(dim=1))
+            end = torch.where(end == 0, ZEROS, end.clamp(min=SMALLEST * numbers.largest))
+            return self.layout.over(end / numbers.largest, x)
         return self.layout.spread(self.end() / numbers.largest, x)
 
     def _block_scale(self, x: Tensor, numbers: MinifloatSpec) -> Tensor:

@@ -16,6 +16,7 @@ from bitwright.core.tensor_tree import eval_mode
 from bitwright.plan import SiteSpec
 from bitwright.quantizers.attachment import Attachment
 from bitwright.quantizers.base import Quantizer
+from bitwright.quantizers.grid import Grid
 from bitwright.quantizers.prepare import attachment_of, in_mode, tapped
 from bitwright.workload import call
 
@@ -58,6 +59,7 @@ class SiteRow(ResultModel):
 
 
 _BINS = 64
+_NO_GRID = Grid(torch.zeros(()), torch.zeros(()), 0, 0)  # of a dynamic site that no batch reached
 _MOST_NUMBERS = 1 << 18  # numbers per site in a histogram
 
 
@@ -72,11 +74,14 @@ class _SiteSums:
     binned: int = 0
     drawn: tuple[float, float] | None = None
     counts: Tensor | None = None
+    grid: Grid | None = None
+    """The grid of the first batch."""
 
     @torch.no_grad()
     def add(self, quantizer: Quantizer, x: Tensor) -> None:
-        grid = quantizer.grid()
         x = x.detach().to(torch.float32)
+        grid = quantizer.grid_for(x) if quantizer.spec.format.dynamic else quantizer.grid()
+        self.grid = self.grid or grid
         scale, zero_point = (
             quantizer.layout.spread(grid.scale, x),
             quantizer.layout.spread(grid.zero_point, x),
@@ -101,7 +106,8 @@ class _SiteSums:
         flat = flat[:: -(-flat.numel() // room) | 1] if flat.numel() > room else flat
         self.binned += flat.numel()
         if self.drawn is None:
-            self.drawn = _binned(*_ends(quantizer), self.low, self.high)
+            assert self.grid is not None  # `add` comes first
+            self.drawn = _binned(*_ends(self.grid), self.low, self.high)
         low, high = self.drawn
         found = torch.histc(flat.clamp(low, high), _BINS, low, high)
         self.counts = found if self.counts is None else self.counts + found
@@ -119,9 +125,8 @@ class _SiteSums:
         return 10 * log10(self.signal / self.error)
 
 
-def _ends(quantizer: Quantizer) -> tuple[float, float]:
-    """The smallest and the largest number of all its grids."""
-    grid = quantizer.grid()
+def _ends(grid: Grid) -> tuple[float, float]:
+    """The smallest and the largest number of all scales."""
     scale, zero_point = grid.scale.double(), grid.zero_point.double()
     return float(((grid.qmin - zero_point) * scale).min()), float(((grid.qmax - zero_point) * scale).max())
 
@@ -164,9 +169,9 @@ def site_rows(model: nn.Module, batches: Iterable[Any], *, histograms: bool = Fa
 
 def _row(site: str, spec: SiteSpec, attachment: Attachment, sums: _SiteSums) -> SiteRow:
     quantizer = attachment.quantizers[attachment.shared.get(site, site)]
-    grid = quantizer.grid()
+    grid = sums.grid or _NO_GRID if quantizer.spec.format.dynamic else quantizer.grid()
     scale, zero_point = grid.scale.double(), grid.zero_point.double()
-    low, high = _ends(quantizer)
+    low, high = _ends(grid)
     return SiteRow(
         site=site,
         format=str(quantizer.format),

@@ -129,7 +129,7 @@ class Sidecar(ABC):
 
     def carries(self, quantizer: Quantizer) -> bool:
         """Whether the format can store this quantizer's levels."""
-        return quantizer.exportable
+        return quantizer.exportable and not quantizer.spec.format.dynamic
 
     def path(self, model: Path) -> Path:
         """The path of the file for a model."""
