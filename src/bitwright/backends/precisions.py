@@ -1,4 +1,4 @@
-"""Names of precisions ("int8", "w4a8"): the backend and the plan choices that they stand for."""
+"""Names of precisions ("int8", "w4a8", "w8a8-dynamic", "w4a16"): the backend and the plan choices they stand for."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from bitwright.core.formats import Format
 from bitwright.plan import Plan
 
 Precision = str | Path | Plan
-_WORD = re.compile(r"int(\d+)|w(\d+)a(\d+)", re.IGNORECASE)
+_WORD = re.compile(r"(?:int(\d+)|w(\d+)a(\d+))(-dynamic)?", re.IGNORECASE)
+_FLOAT_BITS = (16, 32)
+"""Activations with these bits are floating-point numbers (w4a16: weights only), unless the target has 16-bit integers."""
 _FIRST_LAST_BITS = 8
 #: The default in training: its scales are learned, and no other quantizer is better at 8 bits.
 _QUANTIZER = "lsq"
@@ -36,23 +38,33 @@ def resolve(
             "unknown precision",
             where="precision",
             value=str(precision),
-            fix="write int8, int4, w4a8 (4-bit weights, 8-bit activations), or the path of a plan.yaml",
+            fix="write int8, int4, w4a8 (4-bit weights, 8-bit activations), w8a8-dynamic (activation scales at run time), "
+            "w4a16 (weights only), or the path of a plan.yaml",
             code="unknown-precision",
         )
     weight_bits, activation_bits = int(match[2] or match[1]), int(match[3] or match[1])
+    dynamic = match[4] is not None
     notes: list[str] = []
     low = min(weight_bits, activation_bits) < _FIRST_LAST_BITS
+    weight_only = activation_bits in _FLOAT_BITS and not dynamic
     if target is None:
-        target = "academic" if low else "onnxruntime"
-        if low:
+        # Weights of few bits are stored as they are; activations of few bits have no kernels.
+        target = "academic" if low and not (weight_only or dynamic) else "onnxruntime"
+        if target == "academic":
             notes.append(f"{precision} is simulated on the backend academic; to deploy, name a backend that runs it")
     table = backend(target)
     made: Choices = {**choices}
     made["weights"] = choices.get("weights") or _widths(table.weights.format, weight_bits)
-    made["activations"] = choices.get("activations") or _widths(table.activations.format, activation_bits)
+    if weight_only and Format.parse(table.activations.format).bits != activation_bits:
+        usual = "float"
+    elif dynamic:
+        usual = f"int{activation_bits}/token/sym/dynamic"
+    else:
+        usual = _widths(table.activations.format, activation_bits)
+    made["activations"] = choices.get("activations") or usual
     if learned and choices.get("quantizer") is None:
-        made["quantizer"] = _QUANTIZER
-    if low:
+        made["weight_quantizer" if Format.parse(made["activations"] or "").dynamic else "quantizer"] = _QUANTIZER
+    if low and not (weight_only or dynamic):
         if choices.get("first_last_bits") is None:
             made["first_last_bits"] = _FIRST_LAST_BITS
             notes.append(f"the first and the last operator have {_FIRST_LAST_BITS} bits")

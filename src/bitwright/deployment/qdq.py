@@ -15,6 +15,7 @@ from torch import Tensor
 
 from bitwright.core.errors import ExportError, PlanError, Problem
 from bitwright.core.formats import Format
+from bitwright.deployment.dynamic_onnx import DynamicWriter
 from bitwright.quantizers import Attachment, Quantizer
 from bitwright.quantizers.grid import holds as guard_holds
 from bitwright.quantizers.grid import product_problem
@@ -60,6 +61,7 @@ class Counts:
     """The number of quantized tensors in the artefact."""
 
     activations: int = 0
+    dynamic: int = 0
     weights: int = 0
     biases: int = 0
 
@@ -93,6 +95,9 @@ def write_qdq(model: ir.Model, attachment: Attachment, recorded: Recorded) -> Co
     passes.RemoveUnusedOpsetsPass()(model)
     writer.check()
     _check_products(model)
+    if writer.dynamic.values:
+        writer.dynamic.use_integers()
+        passes.RemoveUnusedNodesPass()(model)
     return writer.counts
 
 
@@ -111,6 +116,7 @@ class _QdqWriter:
         self.made: dict[tuple[str, str], ir.Value] = {}  # (input value or "weight", quantizer) → DQ output
         self.names: dict[str, int] = {}
         self.parameters: dict[str, tuple[ir.Value, ir.Value]] = {}
+        self.dynamic = DynamicWriter(self.graph, self._initializer, self._unique)
 
     def run(self) -> None:
         for node in list(self.graph):
@@ -139,6 +145,9 @@ class _QdqWriter:
                     self.counts.biases += 1
                 else:
                     self.counts.weights += 1
+            elif quantizer.spec.format.dynamic:
+                self.made[key] = self.dynamic.quantize(node, source, site, quantizer)
+                self.counts.dynamic += 1
             else:
                 self.made[key] = self._activation(node, source, site, quantizer)
                 self.counts.activations += 1

@@ -163,6 +163,15 @@ def _fits(name: str, spec: SiteSpec, graph: Graph, prefix: str) -> Iterator[Prob
     grain = spec.format.granularity
     op, port_name = _split(name, graph)
     port = op.port(port_name) if port_name != "output" else op.outputs[0]
+    if spec.format.dynamic and port_name in ("weight", "bias"):
+        yield Problem(
+            what="weights have stored scales; only activations can be dynamic",
+            where=prefix + name,
+            value=str(spec.format),
+            fix="use int8/channel/sym",
+            code="dynamic-weight",
+        )
+        return
     if grain == "tensor" or port is None:  # None: the bias of a folded norm
         return
     axis = (channel_axis if grain == "channel" else reduction_axis)(op.kind, port_name)

@@ -155,8 +155,9 @@ class PtqContext:
 
 
 def is_uniform(quantizer: Quantizer) -> bool:
-    """Whether the quantizer rounds values to the nearest point of a uniform grid."""
-    return quantizer.exportable and type(quantizer).transform is Quantizer.transform and not quantizer.of
+    """Whether the quantizer rounds values to the nearest point of a stored uniform grid."""
+    plain = type(quantizer).transform is Quantizer.transform and not quantizer.of
+    return quantizer.exportable and plain and not quantizer.spec.format.dynamic
 
 
 def magnitude_unit(peak: float) -> float:
