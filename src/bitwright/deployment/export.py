@@ -50,6 +50,8 @@ class Artefact:
     dynamic_batch: bool
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
+    dynamic_activations: int = 0
+    """Tensors that are quantized with scales computed at run time."""
     kind: str = QDQ
     sidecar: Path | None = None
     """The file with the quantization parameters, if the model file itself is float."""
@@ -101,6 +103,7 @@ def export(
         path=path,
         bytes=stored_bytes(path),
         activation_pairs=counts.activations,
+        dynamic_activations=counts.dynamic,
         weights=counts.weights,
         int32_biases=counts.biases,
         dynamic_batch=bool(exported.axes),

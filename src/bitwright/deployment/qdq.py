@@ -147,7 +147,7 @@ class _QdqWriter:
                     self.counts.weights += 1
             elif quantizer.spec.format.dynamic:
                 self.made[key] = self.dynamic.quantize(node, source, site, quantizer)
-                self.counts.dynamic += 1
+                self.counts.dynamic = len(self.dynamic.written)
             else:
                 self.made[key] = self._activation(node, source, site, quantizer)
                 self.counts.activations += 1

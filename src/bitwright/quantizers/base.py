@@ -226,8 +226,8 @@ class Quantizer(nn.Module):
 
     @property
     def ready(self) -> bool:
-        """Whether the quantizer has a grid."""
-        return self.calibrated
+        """Whether the quantizer has a grid, or computes one from each input."""
+        return self.calibrated or self.spec.format.dynamic
 
     def forward(
         self, x: Tensor, site: str | None = None, *, relu: bool = False, factor: Tensor | None = None
@@ -284,6 +284,11 @@ class Quantizer(nn.Module):
         """Pass `x` to the observer. A weight is observed once, because it doesn't change during calibration."""
         if x.numel() == 0:  # an input without boxes, tokens, … has no range
             return
+        if self.spec.format.dynamic:  # there is no range to record
+            self.observed_shape = x.shape
+            if not is_finite(x.detach().to(torch.float32)):
+                raise self._not_finite(x)
+            return
         if self.observer is None:
             self.observer = self.new_observer()
             self.weight = self.weight or isinstance(x, nn.Parameter)
@@ -302,13 +307,16 @@ class Quantizer(nn.Module):
             self.observer.observe(self.layout.rows(x))
             finite = not self.observer.shows_infinities or all(is_finite(end) for end in self.observer.range())
         if not finite:
-            kind = "NaN" if bool(torch.isnan(x).any()) else "infinity"
-            raise CalibrationError(
-                f"{kind} in the {'weight' if self.weight else 'calibration data'}",
-                where=self.site,
-                fix="fix the data, or keep this site in float (format: float)",
-                code="not-finite",
-            )
+            raise self._not_finite(x)
+
+    def _not_finite(self, x: Tensor) -> CalibrationError:
+        kind = "NaN" if bool(torch.isnan(x).any()) else "infinity"
+        return CalibrationError(
+            f"{kind} in the {'weight' if self.weight else 'calibration data'}",
+            where=self.site,
+            fix="fix the data, or keep this site in float (format: float)",
+            code="not-finite",
+        )
 
     @torch.no_grad()
     def follow(self, x: Tensor) -> None:
@@ -343,7 +351,9 @@ class Quantizer(nn.Module):
 
     @torch.no_grad()
     def update_grid(self) -> None:
-        """Compute the grid from the observed range."""
+        """Compute the grid from the observed range; a dynamic format has none."""
+        if self.spec.format.dynamic:
+            return
         if self.observer is None:
             raise UncalibratedError(
                 "no calibration batch reached this site",

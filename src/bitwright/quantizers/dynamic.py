@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from bitwright.core.errors import CalibrationError, UncalibratedError
+from bitwright.core.errors import UncalibratedError
 from bitwright.core.formats import Format
 from bitwright.quantizers.base import Quantizer
-from bitwright.quantizers.grid import Grid, extremes, grid_from_range, is_finite
+from bitwright.quantizers.grid import Grid, extremes, grid_from_range
 from bitwright.quantizers.rounding import with_gradient_of
 
 
@@ -24,11 +22,6 @@ class Dynamic(Quantizer):
     def supports(cls, format: Format) -> bool:
         """Integer formats with scales that are computed at run time."""
         return format.dynamic and format.minifloat is None
-
-    @property
-    def ready(self) -> bool:
-        """Always: the grid comes with the values."""
-        return True
 
     def grid(self) -> Grid:
         """There is no grid without values."""
@@ -57,21 +50,3 @@ class Dynamic(Quantizer):
             codes = torch.clamp(torch.round(x / grid.scale) + grid.zero_point, grid.qmin, grid.qmax)
             rounded = (codes - grid.zero_point) * grid.scale
         return with_gradient_of(rounded, x)
-
-    @torch.no_grad()
-    def observe(self, x: Tensor) -> None:
-        """Check the calibration data; there is no range to record."""
-        self.observed_shape = x.shape
-        if x.numel() and not is_finite(x.detach().to(torch.float32)):
-            raise CalibrationError(
-                "NaN or infinity in the calibration data",
-                where=self.site,
-                fix="fix the data, or keep this site in float (format: float)",
-                code="not-finite",
-            )
-
-    def update_grid(self) -> None:
-        """Do nothing: there is no stored grid."""
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        """Save nothing: there is no state."""

@@ -27,11 +27,6 @@ class Minifloat(NonUniformQuantizer):
         """Small floats, also with scales that are computed at run time."""
         return format.minifloat is not None
 
-    @property
-    def ready(self) -> bool:
-        """Whether there is a range, or the values themselves define it."""
-        return self.calibrated or self.spec.format.dynamic
-
     def set_range(self, low: Tensor, high: Tensor, shape: torch.Size, values: Tensor | None = None) -> None:
         """Store the larger magnitude of the two ends."""
         numbers = self.spec.format.minifloat

@@ -487,4 +487,7 @@ class _Builder:
         for path in self.modules:  # parents come before their children
             if path in owners or "" in tables or (path.rpartition(".")[0] or None) in wanted:
                 wanted.add(path)
+        if "" not in owners:
+            # The root has a shim, but not all of its descendants: their operators would be counted as its own.
+            self.attachment.recorded.pop("", None)
         return wanted

@@ -105,7 +105,9 @@ class Qat:
         self.freeze_observers = freeze_observers
         self.freeze_bn = freeze_bn
         self.raised: set[str] = set()
-        self.following = [q for q in attachment_of(self.model).quantizers.values() if not (q.learned or q.of or q.spec.format.dynamic)]
+        self.following = [
+            q for q in attachment_of(self.model).quantizers.values() if not (q.learned or q.of or q.spec.format.dynamic)
+        ]
         for quantizer in self.following:
             quantizer.following = True
             if quantizer.observer is None or quantizer.weight:  # otherwise keep the observer of calibration
