@@ -14,7 +14,7 @@ from bitwright.plan import Plan
 Precision = str | Path | Plan
 _WORD = re.compile(r"(?:int(\d+)|w(\d+)a(\d+))(-dynamic)?", re.IGNORECASE)
 _FLOAT_BITS = (16, 32)
-"""Activations with these bits are floating-point numbers (w4a16: weights only), unless the target has 16-bit integers."""
+"""Activations with these bits stay in float (w4a16: weights only), unless the target has 16-bit integers."""
 _FIRST_LAST_BITS = 8
 #: The default in training: its scales are learned, and no other quantizer is better at 8 bits.
 _QUANTIZER = "lsq"
@@ -38,8 +38,8 @@ def resolve(
             "unknown precision",
             where="precision",
             value=str(precision),
-            fix="write int8, int4, w4a8 (4-bit weights, 8-bit activations), w8a8-dynamic (activation scales at run time), "
-            "w4a16 (weights only), or the path of a plan.yaml",
+            fix="write int8, int4, w4a8 (4-bit weights, 8-bit activations), w8a8-dynamic "
+            "(activation scales at run time), w4a16 (weights only), or the path of a plan.yaml",
             code="unknown-precision",
         )
     weight_bits, activation_bits = int(match[2] or match[1]), int(match[3] or match[1])

@@ -10,8 +10,9 @@ An integer format is `[u]intB/granularity/symmetry[/flag…]`:
   themselves, per `tensor` or per `token`; no calibration).
 
 Small floating-point formats are quantized formats, too: `fp8e4m3` and `fp8e5m2` have one scale per `tensor` (default),
-`channel`, `groupN` or `token`, and can be `dynamic`, too. In the OCP microscaling formats `mxfp8e4m3`, `mxfp8e5m2`, `mxfp4e2m1` and `mxint8`, blocks of 32
-along the reduction axis share a power-of-two scale, which is computed for each tensor.
+`channel`, `groupN` or `token`, and can be `dynamic`, too. In the OCP microscaling formats `mxfp8e4m3`, `mxfp8e5m2`,
+`mxfp4e2m1` and `mxint8`, blocks of 32 along the reduction axis share a power-of-two scale, which is computed for each
+tensor.
 """
 
 from __future__ import annotations
