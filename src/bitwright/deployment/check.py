@@ -33,7 +33,7 @@ from bitwright.deployment.integrity import Damage
 from bitwright.deployment.runtimes.base import Runtime, open_runtime, readers
 from bitwright.graph.capture import report_batch_errors
 from bitwright.quantizers import attachment_of, in_mode, warnings_of
-from bitwright.workload.calibration_data import CalibrationData
+from bitwright.workload.data import CalibrationData
 
 
 @strict

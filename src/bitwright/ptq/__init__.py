@@ -4,7 +4,7 @@ from bitwright.ptq.calibration import calibrate, find_ranges, settle_ranges, set
 from bitwright.ptq.distributed import ALONE
 from bitwright.ptq.run import StepResult, run_steps
 from bitwright.ptq.step import MEMORY, Data, PtqContext, Step, read_steps, require_rereadable
-from bitwright.workload.calibration_data import CalibrationData
+from bitwright.workload.data import CalibrationData
 
 __all__ = [
     "ALONE",

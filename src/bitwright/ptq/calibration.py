@@ -28,8 +28,7 @@ from bitwright.ptq.distributed import (
 )
 from bitwright.quantizers import Quantizer, attachment_of, folded_once, in_mode, tapped, weights_may_change
 from bitwright.quantizers.state import parameter_problems
-from bitwright.workload.calibration_data import CalibrationData
-from bitwright.workload.data import split
+from bitwright.workload.data import CalibrationData, split
 
 LARGEST = 12 * 2**20
 """Activations up to this many bytes are reused by the C library's allocator (measured with glibc)."""

@@ -31,7 +31,7 @@ from bitwright.ptq.run import StepResult, run_steps
 from bitwright.ptq.step import MEMORY, Data, PtqContext, Step, read_steps, require_rereadable
 from bitwright.quantizers import find_attachment, in_mode, prepare, strip, warnings_of, weights_may_change
 from bitwright.workload import Workload, evaluate, load_workload
-from bitwright.workload.calibration_data import CalibrationData
+from bitwright.workload.data import CalibrationData
 from bitwright.workload.metrics import top1
 
 if TYPE_CHECKING:

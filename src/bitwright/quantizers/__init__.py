@@ -3,7 +3,7 @@
 from bitwright.quantizers.attachment import CONTAINER, Attachment
 from bitwright.quantizers.base import Quantizer
 from bitwright.quantizers.export_sites import Route, align, routed
-from bitwright.quantizers.folding.fold import Fold
+from bitwright.quantizers.folding import Fold
 from bitwright.quantizers.grid import Grid, Layout, extremes, grid_from_range
 from bitwright.quantizers.observers.base import Observer
 from bitwright.quantizers.prepare import (

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from bitwright.core.errors import BitwrightError
 from bitwright.core.formats import Format
-from bitwright.quantizers.observers.moments import MomentsObserver
+from bitwright.quantizers.observers.base import MomentsObserver
 
 
 class ClipStd(MomentsObserver):
@@ -21,6 +21,6 @@ class ClipStd(MomentsObserver):
 
     def range(self) -> tuple[Tensor, Tensor]:
         """The range."""
-        low, high = super().range()
+        low, high = self.ends()
         mean, std = self.mean_std()
         return torch.maximum(low, mean - self.deviations * std), torch.minimum(high, mean + self.deviations * std)

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bitwright.quantizers.grid import grid_from_range
-from bitwright.quantizers.observers.histogram import HistogramObserver
+from bitwright.quantizers.observers.base import HistogramObserver
 
 _BINS = 2048  # of |x|, as published
 _CLIPPED, _WORSE = 0.01, 4.0  # reject ranges that clip more than this share and lose this much more than the full range

@@ -7,7 +7,7 @@ from math import sqrt
 import torch
 from torch import Tensor
 
-from bitwright.quantizers.observers.moments import MomentsObserver, range_of_scale, resolved_sign
+from bitwright.quantizers.observers.base import MomentsObserver, range_of_scale, resolved_sign
 
 
 class LsqStart(MomentsObserver):
@@ -19,7 +19,7 @@ class LsqStart(MomentsObserver):
 
     def range(self) -> tuple[Tensor, Tensor]:
         """The range of that scale."""
-        low, high = super().range()
+        low, high = self.ends()
         scale = 2 * self.mean_abs() / sqrt(resolved_sign(self.format, low).qmax)
         zeros = scale == 0  # only zeros were observed; the quantizer handles an empty range
         bottom, top = self._covered(torch.where(zeros, 1.0, scale), low, high)

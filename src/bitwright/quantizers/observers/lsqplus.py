@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bitwright.quantizers.observers.moments import MomentsObserver
+from bitwright.quantizers.observers.base import MomentsObserver
 
 
 class LsqPlusStart(MomentsObserver):
@@ -13,7 +13,7 @@ class LsqPlusStart(MomentsObserver):
 
     def range(self) -> tuple[Tensor, Tensor]:
         """The range."""
-        low, high = super().range()
+        low, high = self.ends()
         mean, std = self.mean_std()
         m = torch.maximum((mean - 3 * std).abs(), (mean + 3 * std).abs())
         if not self.format.symmetric:

@@ -8,7 +8,7 @@ from torch import Tensor
 from bitwright.core.errors import BitwrightError
 from bitwright.core.formats import Format
 from bitwright.quantizers.grid import grid_from_range
-from bitwright.quantizers.observers.histogram import HistogramObserver
+from bitwright.quantizers.observers.base import HistogramObserver
 
 
 class Mse(HistogramObserver):

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from bitwright.core.errors import BitwrightError
 from bitwright.core.formats import Format
-from bitwright.quantizers.observers.histogram import HistogramObserver
+from bitwright.quantizers.observers.base import HistogramObserver
 
 
 class Percentile(HistogramObserver):

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from bitwright.core.formats import Format
 from bitwright.quantizers.grid import grid_from_range
-from bitwright.quantizers.observers.histogram import HistogramObserver
-from bitwright.quantizers.observers.moments import empty_if_zeros, observed_if_too_small, range_of_scale
+from bitwright.quantizers.observers.base import HistogramObserver, empty_if_zeros, observed_if_too_small, range_of_scale
 
 _TRIED = 5  # number of exponents
 

@@ -7,17 +7,12 @@ from torch import Tensor
 
 from bitwright.core.formats import Format
 from bitwright.quantizers.grid import extremes
-from bitwright.quantizers.observers.minmax import MinMax
-from bitwright.quantizers.observers.moments import empty_if_zeros, observed_if_too_small, range_of_scale
+from bitwright.quantizers.observers.base import RangeObserver, empty_if_zeros, observed_if_too_small, range_of_scale
 from bitwright.quantizers.observers.pot_floor import best_exponent
 
 
-class PotMode(MinMax):
+class PotMode(RangeObserver):
     """Each batch votes for an exponent. The majority wins; ties are resolved in favour of the wider range."""
-
-    merge = "mean"  # the format rounds it to a power of two again
-    by_batch = True
-    shows_infinities = False
 
     def __init__(self, *, format: Format) -> None:
         super().__init__(format=format)
@@ -32,7 +27,7 @@ class PotMode(MinMax):
 
     def range(self) -> tuple[Tensor, Tensor]:
         """The range of the winning scale."""
-        low, high = super().range()
+        low, high = self.ends()
         finest = (-torch.stack(self.votes)).mode(dim=0).values  # for ties, `mode` returns the lowest
         ends = range_of_scale(torch.exp2(-finest), low, self.format)
         return empty_if_zeros(observed_if_too_small(ends, low, high, self.format), low, high)
