@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from bitwright.kernels import products
-from bitwright.kernels.codes import EXACT, encode, encode_rows
 from bitwright.kernels.int8 import Int8
+from bitwright.kernels.products import EXACT, encode, encode_rows
 
 LIMIT = products.limit()
 

@@ -9,10 +9,11 @@ from typing import Literal
 from pydantic import Field, field_validator
 
 from bitwright.core.arguments import strict
-from bitwright.core.documents import Strict, read_yaml, validated
+from bitwright.core.documents import read_yaml
 from bitwright.core.errors import BackendError, BitwrightError
 from bitwright.core.formats import Format
 from bitwright.core.registry import BACKENDS
+from bitwright.core.schemas import Strict, validated
 
 
 class Choice(Strict):

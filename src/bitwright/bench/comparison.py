@@ -12,8 +12,8 @@ from pydantic import Field
 
 from bitwright.core import display, formatting
 from bitwright.core.arguments import strict
-from bitwright.core.documents import ResultModel
 from bitwright.core.environment import Environment
+from bitwright.core.schemas import ResultModel
 from bitwright.deployment import Check, Latency
 
 _NAMED = 6  # operators named in a text; the JSON file has all

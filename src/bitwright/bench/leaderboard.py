@@ -14,10 +14,11 @@ from pydantic import Field
 
 from bitwright.core import display
 from bitwright.core.arguments import strict
-from bitwright.core.documents import ResultModel, Strict, name_problem, read_json, validated
+from bitwright.core.documents import name_problem, read_json
 from bitwright.core.environment import Machine
 from bitwright.core.errors import PlanError, Problem
 from bitwright.core.files import write_text
+from bitwright.core.schemas import ResultModel, Strict, validated
 
 LEADERBOARD_VERSION = 1
 Status = Literal["done", "diverged", "refused", "failed", "pending"]

@@ -11,8 +11,9 @@ from pydantic import Field, PrivateAttr
 
 from bitwright.cluster.memory import RESERVE, MemoryLimit
 from bitwright.core.arguments import reject_unknown, strict
-from bitwright.core.documents import MOST_YAML, DeviceName, Strict, parse_yaml, read_text, validated
+from bitwright.core.documents import MOST_YAML, parse_yaml, read_text
 from bitwright.core.errors import BitwrightError, PlanError, Problem, did_you_mean
+from bitwright.core.schemas import DeviceName, Strict, validated
 from bitwright.profiling.device_profile import CollectiveCost, DeviceProfile
 
 

@@ -1,4 +1,4 @@
-"""Read and validate documents: YAML, JSON and gzip.
+"""Read documents: YAML, JSON and gzip. `bitwright.core.schemas` validates them.
 
 All readers use this module. It limits the size, depth, aliases and numbers of a document, so that no file can hang the
 process or exhaust memory. Every problem in a document raises a `BitwrightError`.
@@ -15,39 +15,32 @@ import re
 import stat
 import time
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, TypeVar, get_origin
+from typing import Any, NoReturn
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, TypeAdapter, ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.composer import Composer, ComposerError
 from ruamel.yaml.constructor import ConstructorError, DuplicateKeyError, SafeConstructor
 from ruamel.yaml.error import MarkedYAMLError
 from ruamel.yaml.events import AliasEvent
 
-from bitwright.core.errors import BitwrightError, PlanError, Problem, did_you_mean, shortened, shortened_repr
+from bitwright.core.errors import BitwrightError, shortened, shortened_repr
 
 __all__ = [
-    "DeviceName",
-    "NonBlank",
-    "Strict",
     "gunzip",
     "name_problem",
     "parse_json",
     "parse_yaml",
-    "problems_of",
     "read_bytes",
     "read_json",
     "read_settings",
     "read_text",
     "read_yaml",
     "regular",
-    "validated",
 ]
 
-Errors = type[BitwrightError]
-ModelT = TypeVar("ModelT")
+ErrorType = type[BitwrightError]
 
 MOST_BYTES = 256 << 20
 """The size limit of a JSON document."""
@@ -77,45 +70,12 @@ def name_problem(name: str) -> str | None:
     return None
 
 
-def not_blank(value: str) -> str:
-    """The text, if it says something."""
-    if not value.strip():
-        raise ValueError("must not be empty")
-    return value
-
-
-def device_name(value: str) -> str:
-    """Return the text if it can name a device type, else raise."""
-    slashes = "/" in value or "\\" in value
-    if value.strip(" .") == "" or not value.isprintable() or slashes or len(value) > 120:
-        raise ValueError("a device name must have 1 to 120 printable characters, no slashes, and not only dots")
-    return value
-
-
-NonBlank = Annotated[str, AfterValidator(not_blank)]
-"""A string that is not blank."""
-DeviceName = Annotated[str, AfterValidator(device_name)]
-"""The name of a device type."""
-
-
-class Strict(BaseModel):
-    """Base class of file models. Unknown keys, infinity and NaN are errors."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-
-class ResultModel(BaseModel):
-    """The base of results: unknown keys are refused, and values don't change. Unlike `Strict`, it accepts NaN."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
 def read_bytes(
     path: str | Path,
     *,
     what: str = "the file",
     fix: str | None = None,
-    error: Errors = BitwrightError,
+    error: ErrorType = BitwrightError,
     most: int = MOST_BYTES,
 ) -> bytes:
     """The contents of a file or pipe, up to `most` bytes."""
@@ -133,7 +93,7 @@ def read_bytes(
     return bytes(found)
 
 
-def regular(path: Path, *, what: str = "the file", fix: str | None = None, error: Errors = BitwrightError) -> Path:
+def regular(path: Path, *, what: str = "the file", fix: str | None = None, error: ErrorType = BitwrightError) -> Path:
     """The path, after checking that it is a regular file. For libraries that open the file themselves."""
     try:
         mode = path.stat().st_mode
@@ -145,13 +105,13 @@ def regular(path: Path, *, what: str = "the file", fix: str | None = None, error
     return path
 
 
-def _special(mode: int, path: Path, what: str, fix: str | None, error: Errors) -> BitwrightError:
+def _special(mode: int, path: Path, what: str, fix: str | None, error: ErrorType) -> BitwrightError:
     kinds = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
     kind = kinds.get(stat.S_IFMT(mode), "a device")
     return error(f"can't read {what}: it is {kind}, not a file", where=str(path), fix=fix, code="not-a-file")
 
 
-def _chunks(path: Path, what: str, fix: str | None, error: Errors) -> Iterator[bytes]:
+def _chunks(path: Path, what: str, fix: str | None, error: ErrorType) -> Iterator[bytes]:
     """Yield a file in chunks. Wait for a pipe as long as a writer may still send data."""
     mode = path.stat().st_mode
     pipe = stat.S_ISFIFO(mode) and hasattr(os, "O_NONBLOCK")
@@ -178,14 +138,14 @@ def read_text(
     *,
     what: str = "the file",
     fix: str | None = None,
-    error: Errors = BitwrightError,
+    error: ErrorType = BitwrightError,
     most: int = MOST_BYTES,
 ) -> str:
     """The text of a UTF-8 file without its byte-order mark."""
     return _decoded(read_bytes(path, what=what, fix=fix, error=error, most=most), path, what, fix, error)
 
 
-def gunzip(raw: bytes, *, where: str, most: int, error: Errors = BitwrightError, fix: str | None = None) -> bytes:
+def gunzip(raw: bytes, *, where: str, most: int, error: ErrorType = BitwrightError, fix: str | None = None) -> bytes:
     """Expand a gzip stream, up to `most` bytes. Stop early if its expansion ratio is too high."""
     found = bytearray()
     try:
@@ -205,7 +165,7 @@ def gunzip(raw: bytes, *, where: str, most: int, error: Errors = BitwrightError,
     return bytes(found)
 
 
-def read_yaml(path: str | Path, *, what: str, fix: str | None = None, error: Errors = BitwrightError) -> Any:
+def read_yaml(path: str | Path, *, what: str, fix: str | None = None, error: ErrorType = BitwrightError) -> Any:
     """The value of a YAML file."""
     text = read_text(path, what=what, fix=fix, error=error, most=MOST_YAML)
     return parse_yaml(text, where=str(path), error=error)
@@ -216,7 +176,7 @@ def read_json(
     *,
     what: str,
     fix: str | None = None,
-    error: Errors = BitwrightError,
+    error: ErrorType = BitwrightError,
     finite: bool = True,
 ) -> Any:
     """The value of a JSON file."""
@@ -232,25 +192,6 @@ def read_settings(path: Path, what: str, begin: str) -> dict[str, Any]:
             f"{what} must be a mapping", where=str(path), value=data, fix=f"begin with `{begin}`", code="not-a-mapping"
         )
     return data
-
-
-def validated(
-    model: type[ModelT] | TypeAdapter[ModelT],
-    data: Any,
-    *,
-    title: str,
-    fix: str | None = None,
-    error: Callable[[list[Problem]], BitwrightError] | None = None,
-) -> ModelT:
-    """`data` as a model. Otherwise all problems, raised as a PlanError or as the exception that `error` creates."""
-    try:
-        return model.validate_python(data) if isinstance(model, TypeAdapter) else model.model_validate(data)  # type: ignore[attr-defined]
-    except ValidationError as cause:
-        problems = problems_of(cause, model, fix=fix)
-        raise (PlanError(problems, title=title) if error is None else error(problems)) from cause
-    except RecursionError as cause:
-        problem = Problem(what="nested too deeply", code="nested-too-deeply", fix=fix)
-        raise (PlanError([problem], title=title) if error is None else error([problem])) from cause
 
 
 # YAML ------------------------------------------------------------------------
@@ -327,7 +268,7 @@ for _kind in ("timestamp", "binary", "set", "omap", "pairs"):
     _Constructor.add_constructor(f"tag:yaml.org,2002:{_kind}", _Constructor.refused)
 
 
-def parse_yaml(text: str, *, where: str, error: Errors = BitwrightError, finite: bool = True) -> Any:
+def parse_yaml(text: str, *, where: str, error: ErrorType = BitwrightError, finite: bool = True) -> Any:
     """The value of a YAML text. `finite=False` allows `.inf` and `.nan`."""
     yaml = YAML(typ="safe", pure=True)
     yaml.Composer, yaml.Constructor, yaml.max_depth = _Composer, _Constructor, MOST_DEPTH
@@ -363,7 +304,7 @@ def parse_json(
     where: str,
     what: str = "the file",
     fix: str | None = None,
-    error: Errors = BitwrightError,
+    error: ErrorType = BitwrightError,
     finite: bool = True,
     strict: bool = True,
 ) -> Any:
@@ -412,7 +353,7 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 # both ------------------------------------------------------------------------
 
 
-def _decoded(raw: bytes, path: object, what: str, fix: str | None, error: Errors) -> str:
+def _decoded(raw: bytes, path: object, what: str, fix: str | None, error: ErrorType) -> str:
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as cause:
@@ -424,7 +365,7 @@ def _decoded(raw: bytes, path: object, what: str, fix: str | None, error: Errors
         ) from cause
 
 
-def _check(value: Any, where: str, error: Errors, *, finite: bool = True) -> None:
+def _check(value: Any, where: str, error: ErrorType, *, finite: bool = True) -> None:
     """Reject deep nesting, strings that UTF-8 can't encode and numbers that JSON can't represent."""
     for place, found in _wrong(value, finite):
         if found is None:
@@ -452,85 +393,3 @@ def _wrong(value: Any, finite: bool) -> Iterator[tuple[str, Any]]:
                     yield f"{place}.{key}".lstrip("."), item
             elif isinstance(item, dict | list):
                 stack.append(("" if depth < 0 else f"{place}.{key}".lstrip("."), item, depth + 1))
-
-
-# schemas ---------------------------------------------------------------------
-
-_MOST_PROBLEMS = 100
-
-
-def problems_of(
-    error: ValidationError, model: object, *, fix: str | None = None, union_branches: Collection[str] = ()
-) -> list[Problem]:
-    """Convert pydantic's errors to problems with path, value, and similar names for unknown keys.
-
-    For a union, pydantic reports one error per branch and adds the branch's name to the path. `union_branches` lists
-    these names. They are removed, and each location is reported once.
-    """
-    details = error.errors(include_url=False, include_context=False)
-    if union_branches:
-        details = _merge_branches(details, union_branches)
-    found = [_problem(one, model, fix) for one in details[:_MOST_PROBLEMS]]
-    if len(details) > _MOST_PROBLEMS:
-        found.append(Problem(what=f"there are {len(details) - _MOST_PROBLEMS} more problems", code="more-problems"))
-    return found
-
-
-def _merge_branches(details: Iterable[Mapping[str, Any]], branches: Collection[str]) -> list[Any]:
-    found: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for detail in details:
-        path = tuple(part for part in detail["loc"] if part not in branches)
-        wrong_type = detail["loc"][-1] in branches or detail["type"] == "model_type"
-        message = "must be a string or a mapping" if wrong_type else detail["msg"]
-        found.setdefault(path, {**detail, "loc": path, "msg": message})
-    # omit "must be a string" for a mapping that contains another problem
-    outer = {path[:length] for path in found for length in range(len(path))}
-    return [detail for path, detail in found.items() if path not in outer]
-
-
-def _problem(one: Mapping[str, Any], model: object, fix: str | None) -> Problem:
-    if one["loc"][-1:] == ("[key]",):  # pydantic appends the rejected key and this marker to the mapping's path
-        what = str(one["msg"]).removeprefix("Value error, ")
-        return Problem(
-            what=what, where=".".join(str(part) for part in one["loc"][:-2]), value=one["input"], code="invalid-name"
-        )
-    where = ".".join(str(part) for part in one["loc"])
-    if one["type"] == "extra_forbidden":
-        near = did_you_mean(shortened(str(one["loc"][-1])), _keys(model, one["loc"][:-1]))
-        return Problem(what="unknown key", where=where, fix=near, code="unknown-key")
-    code = "missing-key" if one["type"] == "missing" else "invalid-value"
-    return Problem(what=one["msg"], where=where, value=one["input"], fix=fix, code=code)
-
-
-def _keys(model: object, path: tuple[Any, ...]) -> list[str]:
-    """The valid keys of the mapping at this path."""
-    here: Any = model
-    named = False
-    for part in path:
-        if isinstance(part, int) or named:  # list indexes and mapping keys don't change the model
-            named = False
-            continue
-        if isinstance(here, type) and issubclass(here, BaseModel):
-            field = _field(here, str(part))
-            named = get_origin(field) is dict
-            here = None if field is None else _inner(field)
-    return [f.alias or name for name, f in here.model_fields.items()] if _is_model(here) else []
-
-
-def _field(model: type[BaseModel], name: str) -> Any:
-    """The annotation of a field, by name or alias."""
-    for own, field in model.model_fields.items():
-        if name in (own, field.alias):
-            return field.annotation
-    return None
-
-
-def _inner(annotation: Any) -> Any:
-    """The model inside `X | None`, `dict[str, X]` and the like."""
-    if _is_model(annotation):
-        return annotation
-    return next((found for part in getattr(annotation, "__args__", ()) if (found := _inner(part)) is not None), None)
-
-
-def _is_model(value: Any) -> bool:
-    return isinstance(value, type) and issubclass(value, BaseModel)

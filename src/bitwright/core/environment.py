@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from pydantic import Field
 
-from bitwright.core.documents import ResultModel
+from bitwright.core.schemas import ResultModel
 from bitwright.version import __version__
 
 #: Packages that affect results; missing ones are left out.

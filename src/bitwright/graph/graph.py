@@ -13,8 +13,9 @@ from pydantic import TypeAdapter
 
 from bitwright.core.arguments import strict
 from bitwright.core.display import table
-from bitwright.core.documents import parse_json, validated
+from bitwright.core.documents import parse_json
 from bitwright.core.errors import PlanError, Problem
+from bitwright.core.schemas import validated
 from bitwright.graph.naming import site_name
 from bitwright.graph.operators import can_hook
 

@@ -13,8 +13,8 @@ from typing import Any, ClassVar, Generic, Literal, TypeVar, get_args, get_origi
 from pydantic import ConfigDict, ValidationError
 from pydantic.fields import FieldInfo
 
-from bitwright.core.documents import Strict, problems_of
 from bitwright.core.errors import PlanError, Problem, did_you_mean
+from bitwright.core.schemas import Strict, problems_of
 
 __all__ = ["Honoured", "Imported", "KeyRow", "Named", "Noted", "Option", "Rejected", "Section", "read", "rows"]
 

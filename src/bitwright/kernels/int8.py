@@ -12,8 +12,8 @@ from torch.autograd.function import once_differentiable
 from bitwright.graph import Op
 from bitwright.graph.operators import kind_of
 from bitwright.kernels import products
-from bitwright.kernels.codes import FULL, TINY, Codes, Signed, encode, encode_columns, encode_rows
 from bitwright.kernels.kernel import Convolution, Kernel, arguments, embedding_arguments, matmul_operands
+from bitwright.kernels.products import FULL, TINY, Codes, Signed, encode, encode_columns, encode_rows
 from bitwright.plan import ComputeSpec
 
 Run = TypeVar("Run", bound=Callable[..., Any])

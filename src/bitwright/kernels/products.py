@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bitwright.kernels.codes import EXACT, FULL, Codes, Signed, signed_bytes
+from bitwright.kernels.products import EXACT, FULL, Codes, Signed, signed_bytes
 from bitwright.quantizers.compiled import CompiledKernel as Compiled
 from bitwright.quantizers.compiled import is_worthwhile
 

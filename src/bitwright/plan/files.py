@@ -12,10 +12,11 @@ from pydantic import ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.representer import SafeRepresenter
 
-from bitwright.core.documents import MOST_YAML, parse_yaml, problems_of, read_text
+from bitwright.core.documents import MOST_YAML, parse_yaml, read_text
 from bitwright.core.errors import BitwrightError, FormatError, PlanError, Problem
 from bitwright.core.files import write_text
 from bitwright.core.formats import Format
+from bitwright.core.schemas import problems_of
 from bitwright.plan.compute import ComputeSpec
 from bitwright.plan.plan import Change, Device, FoldSpec, Plan, SiteSpec
 from bitwright.plan.schema import (

@@ -11,9 +11,9 @@ from typing import Any
 
 from bitwright.core.arguments import strict
 from bitwright.core.display import table
-from bitwright.core.documents import device_name, not_blank
 from bitwright.core.errors import PlanError, Problem, did_you_mean
 from bitwright.core.formats import Format
+from bitwright.core.schemas import device_name, not_blank
 from bitwright.graph import Graph
 from bitwright.graph.naming import site_name
 from bitwright.plan.compute import ComputeSpec, resolved

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from bitwright.core.documents import DeviceName, NonBlank
+from bitwright.core.schemas import DeviceName, NonBlank
 
 NO_FOLDING = -1
 DEFAULT_STRATEGY = 4

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field
 
 from bitwright.core.arguments import strict
-from bitwright.core.documents import Strict, parse_json, read_text, validated
+from bitwright.core.documents import parse_json, read_text
 from bitwright.core.errors import BitwrightError, PlanError, Problem
 from bitwright.core.files import write_text
+from bitwright.core.schemas import Strict, validated
 from bitwright.profiling.cost_key import CostKey, TensorSpec
 
 if TYPE_CHECKING:

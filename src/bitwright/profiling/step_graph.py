@@ -14,9 +14,10 @@ from pydantic import TypeAdapter
 from torch import Tensor, nn
 
 from bitwright.core.arguments import strict
-from bitwright.core.documents import parse_json, read_text, validated
+from bitwright.core.documents import parse_json, read_text
 from bitwright.core.errors import BitwrightError, CaptureError, PlanError, Problem
 from bitwright.core.files import write_text
+from bitwright.core.schemas import validated
 from bitwright.core.tensor_tree import as_call, batch_size, tensors_in
 from bitwright.graph.capture import Recorder, untouched
 from bitwright.graph.interception import install, uninstall

@@ -11,7 +11,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from bitwright.core.documents import ResultModel
+from bitwright.core.schemas import ResultModel
 from bitwright.core.tensor_tree import eval_mode
 from bitwright.plan import SiteSpec
 from bitwright.quantizers.attachment import Attachment

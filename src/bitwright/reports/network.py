@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pydantic import Field
 
 from bitwright.core.arguments import strict
-from bitwright.core.documents import ResultModel
+from bitwright.core.schemas import ResultModel
 from bitwright.graph import Graph
 
 

@@ -15,11 +15,11 @@ from bitwright.bench.comparison import Accuracy, Comparison, LatencyRow, Parity,
 from bitwright.bench.leaderboard import Executed, ExecutedSites, OnDevice
 from bitwright.core import documents
 from bitwright.core.arguments import strict
-from bitwright.core.documents import ResultModel, validated
 from bitwright.core.environment import Environment, environment
 from bitwright.core.errors import BitwrightError, Problem
 from bitwright.core.files import write_text
 from bitwright.core.formatting import number, span
+from bitwright.core.schemas import ResultModel, validated
 from bitwright.deployment import Distance
 from bitwright.ptq.quantize import Quantized
 from bitwright.quantizers.site_statistics import SiteRow, site_rows

@@ -14,7 +14,8 @@ from bitwright.cluster import Prediction
 from bitwright.cluster.measurement import StepComparison, TimePair
 from bitwright.cluster.prediction import trace_events
 from bitwright.core.arguments import strict
-from bitwright.core.documents import ResultModel, read_json, validated
+from bitwright.core.documents import read_json
+from bitwright.core.schemas import ResultModel, validated
 from bitwright.sensitivity import Scores, SiteScore, Suggestion
 from bitwright.training.config import TrainConfig
 from bitwright.tuning.goal import Goal

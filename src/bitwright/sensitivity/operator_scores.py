@@ -15,10 +15,11 @@ from torch import nn
 
 from bitwright.core.arguments import Seed, strict
 from bitwright.core.display import table
-from bitwright.core.documents import Strict, parse_json, read_text, validated
+from bitwright.core.documents import parse_json, read_text
 from bitwright.core.errors import BitwrightError, CalibrationError, UnknownName, did_you_mean
 from bitwright.core.files import write_text
 from bitwright.core.registry import INDICATORS, KERNELS
+from bitwright.core.schemas import Strict, validated
 from bitwright.core.tensor_tree import batch_size
 from bitwright.graph import Graph, Op, capture
 from bitwright.plan import ComputeSpec

@@ -14,9 +14,10 @@ from torch import nn
 from bitwright.backends import Choices
 from bitwright.core.addresses import is_address
 from bitwright.core.arguments import reject_unknown, strict
-from bitwright.core.documents import NonBlank, Strict, read_settings, validated
+from bitwright.core.documents import read_settings
 from bitwright.core.errors import WorkloadError, did_you_mean
 from bitwright.core.registry import translated
+from bitwright.core.schemas import NonBlank, Strict, validated
 from bitwright.tuning.evaluate import Measuring
 from bitwright.tuning.goal import Budget, Goal
 from bitwright.tuning.result import Tuned

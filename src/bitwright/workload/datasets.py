@@ -14,8 +14,8 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from bitwright.core.arrays import read_npz, read_picture
-from bitwright.core.documents import Strict
 from bitwright.core.errors import WorkloadError
+from bitwright.core.schemas import Strict
 
 _PICTURES = (".jpg", ".jpeg", ".png", ".bmp")
 _MOST_PIXELS = 40_000_000

@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 from pydantic import Field, TypeAdapter
 
 from bitwright.core.arguments import strict
-from bitwright.core.documents import Strict, parse_json, read_text, validated
+from bitwright.core.documents import parse_json, read_text
 from bitwright.core.errors import ArtefactError, ExportError, PlanError, Problem
 from bitwright.core.registry import ARTEFACTS
+from bitwright.core.schemas import Strict, validated
 from bitwright.deployment.integrity import compare_digests, onnx_tensors, read_digests, structure_damages, text_digest
 from bitwright.deployment.onnx_files import load_onnx
 from bitwright.deployment.qdq import MARKER, Recorded, permutation_of, set_constant

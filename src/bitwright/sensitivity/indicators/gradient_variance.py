@@ -26,8 +26,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from bitwright.core.registry import KERNELS
-from bitwright.kernels.codes import FULL, encode, encode_rows
 from bitwright.kernels.int8 import is_plain_convolution, second_limit, steps_of, turn
+from bitwright.kernels.products import FULL, encode, encode_rows
 from bitwright.plan import ComputeSpec
 from bitwright.sensitivity.error_injection import (
     CallRecorder,

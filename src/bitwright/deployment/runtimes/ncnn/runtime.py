@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 from pydantic import Field
 from torch import nn
 
-from bitwright.core.documents import Strict, read_json, read_text, validated
+from bitwright.core.documents import read_json, read_text
 from bitwright.core.errors import ArtefactError, Problem
 from bitwright.core.files import replacing, scratch_folder, write_text
+from bitwright.core.schemas import Strict, validated
 from bitwright.core.tensor_tree import slice_batch
 from bitwright.deployment.artefacts.base import QDQ
 from bitwright.deployment.export import export, export_float
