@@ -37,6 +37,7 @@ def test_quantize_does_not_import_training_profiling_or_cluster_code() -> None:
     code = (
         "import sys, bitwright\nbitwright.quantize\n"
         "packages = {name.split('.')[1] for name in sys.modules if name.startswith('bitwright.')}\n"
+        "assert len([name for name in sys.modules if name.startswith('bitwright')]) < 100\n"
         "assert not packages & {'training', 'profiling', 'cluster', 'tuning', 'bench', 'reports', 'cli'}, packages\n"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

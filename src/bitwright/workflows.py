@@ -14,7 +14,7 @@ from typing import Any, Unpack
 
 from torch import nn
 
-from bitwright.backends import Choices
+from bitwright.backends import DEFAULT_BACKEND, DEFAULT_RUNTIME, Choices
 from bitwright.backends import backend as find_backend
 from bitwright.core.arguments import strict
 from bitwright.core.errors import BitwrightError, PlanError, Problem, log_warnings
@@ -117,7 +117,7 @@ def deploy(
         fix = "give the output folder of `bitwright train --precision …` or `bitwright quantize`"
         raise BitwrightError(what, where=str(run), fix=fix, code="no-saved-model")
     saved = SavedModel.read(folder)
-    runtimes = usable_runtimes(saved.plan.backend or "onnxruntime")
+    runtimes = usable_runtimes(saved.plan.backend or DEFAULT_BACKEND)
     with staged_output(output) as staged:
         found = open_workload(workload) if isinstance(workload, str) else workload
         weights = reference or weights_before(folder)
@@ -174,7 +174,7 @@ def quantize_workload(
     begin, output = phases(progress), Path(output)
     wanted = read_steps(steps)  # unknown names and wrong settings fail before the model is loaded
     if precision is None:
-        backend = backend or (plan.backend if plan is not None else None) or "onnxruntime"
+        backend = backend or (plan.backend if plan is not None else None) or DEFAULT_BACKEND
     runtimes = None if backend is None else usable_runtimes(backend)
     state = output / _STATE
     with resumable(lambda: _resume_hint(state)), staged_output(output) as staged:
@@ -295,11 +295,11 @@ def accuracy(workload: Workload, predict: object, where: str, begin: Callable[[s
 def usable_runtimes(backend: str) -> list[str]:
     """The runtime on which the ONNX file of a backend is checked: the backend's own if it reads ONNX."""
     table = find_backend(backend)
-    runtime = table.runtime or "onnxruntime"
+    runtime = table.runtime or DEFAULT_RUNTIME
     own = runtime in RUNTIMES and RUNTIMES.get(runtime).suffix != ".onnx"
     if own:
         log.info("%s reads other artefacts: `bitwright bench` measures it, `bitwright export` writes them", runtime)
-        runtime = "onnxruntime"
+        runtime = DEFAULT_RUNTIME
     if table.artefacts[0] != "qdq":
         if not own:
             log.info("the artefact is not checked: only %s reads %s", table.title, table.artefacts[0])

@@ -168,8 +168,8 @@ def test_how_much_is_missing(disk: Path) -> None:
         write_text(disk / "text", "x" * 100_000)
     problem = caught.value.problems[0]
     assert (problem.code, problem.where) == ("disk-full", str(disk / "text"))
-    assert problem.what == "the disk is full: 89.7 KiB are missing"
-    assert problem.value == "97.7 KiB needed, 8.0 KiB free"
+    assert problem.what == "the disk is full: 91.8 kB are missing"
+    assert problem.value == "100.0 kB needed, 8.2 kB free"
     with pytest.raises(BitwrightError) as caught, replacing(disk / "tensors") as temporary:
         save_file({"x": torch.zeros(10_000)}, temporary)
     assert caught.value.codes == ["disk-full"]

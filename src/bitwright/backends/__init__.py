@@ -1,7 +1,7 @@
 """Hardware targets as tables, and the placement of quantizers by their rules."""
 
 from bitwright.backends.placement import make_plan, place
-from bitwright.backends.table import BackendTable, backend
+from bitwright.backends.table import DEFAULT_BACKEND, DEFAULT_RUNTIME, BackendTable, backend
 from bitwright.backends.validation import (
     Choices,
     check_plan,
@@ -13,6 +13,8 @@ from bitwright.backends.validation import (
 )
 
 __all__ = [
+    "DEFAULT_BACKEND",
+    "DEFAULT_RUNTIME",
     "BackendTable",
     "Choices",
     "backend",

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Unpack
 
 from bitwright.backends.decisions import Decisions
-from bitwright.backends.table import BackendTable, Guard, backend, dynamic_table
+from bitwright.backends.table import DEFAULT_BACKEND, BackendTable, Guard, backend, dynamic_table
 from bitwright.backends.validation import Choices, choice_problems, patterns_of
 from bitwright.core.arguments import strict
 from bitwright.core.errors import PlanError, Problem
@@ -406,7 +406,7 @@ def _partner(quantizer: str) -> str:
 @strict
 def make_plan(
     graph: Graph,
-    target: str | BackendTable = "onnxruntime",
+    target: str | BackendTable = DEFAULT_BACKEND,
     *,
     model: str | None = None,
     **choices: Unpack[Choices],

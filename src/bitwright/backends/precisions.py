@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from bitwright.backends.table import backend
+from bitwright.backends.table import DEFAULT_BACKEND, backend
 from bitwright.backends.validation import Choices, reject_choices_with_plan
 from bitwright.core.errors import TrainError
 from bitwright.core.formats import Format
@@ -31,7 +31,7 @@ def resolve(
     if isinstance(precision, Plan) or str(precision).endswith((".yaml", ".yml")):
         plan = precision if isinstance(precision, Plan) else Plan.load(precision)
         reject_choices_with_plan(choices)
-        return plan, target or plan.backend or "onnxruntime", Choices(), []
+        return plan, target or plan.backend or DEFAULT_BACKEND, Choices(), []
     match = _WORD.fullmatch(str(precision))
     if match is None:
         raise TrainError.single(
@@ -49,7 +49,7 @@ def resolve(
     weight_only = activation_bits in _FLOAT_BITS and not dynamic
     if target is None:
         # Weights of few bits are stored as they are; activations of few bits have no kernels.
-        target = "academic" if low and not (weight_only or dynamic) else "onnxruntime"
+        target = "academic" if low and not (weight_only or dynamic) else DEFAULT_BACKEND
         if target == "academic":
             notes.append(f"{precision} is simulated on the backend academic; to deploy, name a backend that runs it")
     table = backend(target)

@@ -15,6 +15,11 @@ from bitwright.core.formats import Format
 from bitwright.core.registry import BACKENDS
 from bitwright.core.schemas import Strict, validated
 
+DEFAULT_BACKEND = "onnxruntime"
+"""The target of plans that name none."""
+DEFAULT_RUNTIME = "onnxruntime"
+"""The runtime of artefacts whose target has none on this machine."""
+
 
 class Choice(Strict):
     """The default format of weights or activations, and all supported formats."""

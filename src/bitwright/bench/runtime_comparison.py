@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from bitwright.backends import DEFAULT_BACKEND, DEFAULT_RUNTIME
 from bitwright.backends import backend as find_backend
 from bitwright.bench.comparison import (
     Accuracy,
@@ -67,7 +68,7 @@ class Opened:
 def open_artefacts(workload: Workload, name: str, folder: Path, settings: Settings) -> tuple[Opened, OnRuntime]:
     """Quantize (or load the saved model), export, check and evaluate on one runtime. Its sessions stay open."""
     saved = settings.saved
-    opened = Opened(_backend_for(name) if saved is None else saved.plan.backend or "onnxruntime")
+    opened = Opened(_backend_for(name) if saved is None else saved.plan.backend or DEFAULT_BACKEND)
     batch = settings.batch_sizes[0]
     # Float comes first, because the saved model may have other weights (QAT, AdaRound).
     _write(workload, workload.model, "float", name, opened, folder, settings)
@@ -93,7 +94,7 @@ def open_artefacts(workload: Workload, name: str, folder: Path, settings: Settin
 def _backend_for(runtime: str) -> str:
     """The backend of this runtime; by default that of ONNX Runtime."""
     named = [name for name in BACKENDS.names() if find_backend(name).runtime == runtime]
-    return runtime if runtime in named else named[0] if named else "onnxruntime"
+    return runtime if runtime in named else named[0] if named else DEFAULT_BACKEND
 
 
 @contextmanager
@@ -208,7 +209,7 @@ def benchmark(
     places = arrange(instances, cores) if several else []
     saved = SavedModel.read(saved) if isinstance(saved, str | Path) else saved
     if saved is not None and runtimes is None:
-        runtimes = [find_backend(saved.plan.backend or "onnxruntime").runtime or "onnxruntime"]
+        runtimes = [find_backend(saved.plan.backend or DEFAULT_BACKEND).runtime or DEFAULT_RUNTIME]
     threads = len(places[0]) if places else threads or 1
     settings = Settings(
         batch_sizes=batch_sizes, threads=threads, samples=samples, evaluate=evaluate, saved=saved, tell=tell

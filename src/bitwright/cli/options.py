@@ -154,4 +154,6 @@ def load_plan(path: Path | None) -> Plan | None:
 
 def target(backend: str | None, plan: Plan | None) -> str:
     """The backend that was asked for, else the plan's own."""
-    return backend or (plan.backend if plan is not None else None) or "onnxruntime"
+    from bitwright.backends import DEFAULT_BACKEND
+
+    return backend or (plan.backend if plan is not None else None) or DEFAULT_BACKEND

@@ -21,6 +21,7 @@ from stat import S_IMODE
 from typing import TYPE_CHECKING, Any
 
 from bitwright.core.errors import BitwrightError, DiskError
+from bitwright.core.formatting import size
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -112,20 +113,6 @@ def free_space(path: Path) -> int | None:
     except OSError:
         return None
     return found.f_bavail * found.f_frsize
-
-
-def in_bytes(count: int) -> str:
-    """Format a size for a message.
-
-    >>> in_bytes(900), in_bytes(3 * 2**20)
-    ('900 bytes', '3.0 MiB')
-    """
-    size = float(count)
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if size < 1024 or unit == "GiB":
-            return f"{count} bytes" if unit == "bytes" else f"{size:.1f} {unit}"
-        size /= 1024
-    raise AssertionError("the last unit returns")
 
 
 def sync_to_disk(path: Path) -> None:
@@ -257,11 +244,11 @@ def _disk_error(number: int, path: Path | None, needed: int | None) -> DiskError
             own = _own(path)
             have = free + own
             if needed is not None and needed > have:
-                what = f"{what}: {in_bytes(needed - have)} are missing"
-                value = f"{in_bytes(needed)} needed, {in_bytes(have)} free"
+                what = f"{what}: {size(needed - have)} are missing"
+                value = f"{size(needed)} needed, {size(have)} free"
             else:
-                what = f"{what}: more than {in_bytes(max(have, 0))} are needed"
-                value = f"{in_bytes(have)} free"
+                what = f"{what}: more than {size(max(have, 0))} are needed"
+                value = f"{size(have)} free"
     return DiskError(what, where=None if path is None else str(path), value=value, fix=fix, code=code)
 
 

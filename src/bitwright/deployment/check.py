@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bitwright.backends import backend
+from bitwright.backends import DEFAULT_RUNTIME, backend
 from bitwright.core.arguments import Count, strict
 from bitwright.core.display import table
 from bitwright.core.errors import ArtefactError, Problem, WorkloadError, log_warnings
@@ -183,7 +183,7 @@ def default_runtime(name: str | None, artefact: Path) -> tuple[str, Problem | No
     table = None if name is None else backend(name)
     if table is not None and table.runtime in usable:
         return table.runtime, None
-    chosen = "onnxruntime" if "onnxruntime" in usable else usable[0]
+    chosen = DEFAULT_RUNTIME if DEFAULT_RUNTIME in usable else usable[0]
     if table is None or table.runtime is None:
         return chosen, None
     kind: type[Runtime] | None = RUNTIMES.get(table.runtime) if table.runtime in RUNTIMES else None

@@ -22,6 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from bitwright.backends import DEFAULT_RUNTIME
 from bitwright.core.errors import BitwrightError
 from bitwright.core.tensor_tree import as_array, call_copied, eval_mode, map_tensors, tensors_in
 from bitwright.deployment.agreement import AgreementSums
@@ -206,7 +207,7 @@ def _breaking_sizes(
 
 def _opened(path: Path) -> Runtime | None:
     try:
-        return open_runtime("onnxruntime", path)
+        return open_runtime(DEFAULT_RUNTIME, path)
     except BitwrightError:  # not installed, or it can't load the file, which `export` reports
         return None
 

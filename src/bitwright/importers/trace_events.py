@@ -78,7 +78,7 @@ class Event:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kernel:
+class GpuKernel:
     """Work of a GPU. Times are microseconds."""
 
     name: str
@@ -108,7 +108,7 @@ class Trace:
     """Seconds by category and name."""
     device: str | None
     on_gpu: bool
-    kernels: list[Kernel] = field(default_factory=list)
+    kernels: list[GpuKernel] = field(default_factory=list)
     windows: list[Window] = field(default_factory=list)
 
 
@@ -173,7 +173,7 @@ def read_trace(path: Path) -> Trace:
     }
     _check_kernels(raw, path)
     kernels = [
-        Kernel(name=name, kind=kind, start=start, end=end, launched=launched.get(correlation))
+        GpuKernel(name=name, kind=kind, start=start, end=end, launched=launched.get(correlation))
         for name, kind, start, end, correlation in raw.kernels
     ]
     seconds: dict[int, float] = defaultdict(float)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bitwright.core.errors import BitwrightError
-from bitwright.importers.trace_events import Event, Kernel, Trace, Window, read_trace, training_steps
+from bitwright.importers.trace_events import Event, GpuKernel, Trace, Window, read_trace, training_steps
 
 __all__ = ["TraceSummary", "TracedStepTime", "summarize_trace"]
 
@@ -133,7 +133,7 @@ def _has_work(window: Window, tops: Iterable[Event]) -> bool:
     return any(window.start <= event.start < window.end for event in tops)
 
 
-def _step(window: Window, kernels: Iterable[Kernel], steady: bool) -> TracedStepTime:
+def _step(window: Window, kernels: Iterable[GpuKernel], steady: bool) -> TracedStepTime:
     own = [k for k in kernels if k.launched is not None and window.start <= k.launched < window.end]
     spans = {kind: [(k.start, k.end) for k in own if k.kind == kind] for kind in ("compute", "collective", "copy")}
     return TracedStepTime(

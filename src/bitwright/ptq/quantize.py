@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from bitwright.backends import Choices, make_plan, problems_title, reject_choices_with_plan, resolve_for_backend
+from bitwright.backends import (
+    DEFAULT_BACKEND,
+    Choices,
+    make_plan,
+    problems_title,
+    reject_choices_with_plan,
+    resolve_for_backend,
+)
 from bitwright.backends import backend as find_backend
 from bitwright.backends.precisions import resolve
 from bitwright.core import display
@@ -218,7 +225,7 @@ def quantize(
         _, backend, choices, notes = resolve(precision, backend, choices, learned=False)
         for note in notes:
             log.info(note)
-    backend = backend or "onnxruntime"
+    backend = backend or DEFAULT_BACKEND
     table = find_backend(backend)
     model = bare(model)
     wanted = read_steps(steps)
@@ -399,5 +406,5 @@ def load_prepared(workload: Workload, plan: Plan, checkpoint: Path) -> Quantized
         plan=plan,
         graph=graph,
         example=workload.inputs,
-        backend=plan.backend or "onnxruntime",
+        backend=plan.backend or DEFAULT_BACKEND,
     )

@@ -13,7 +13,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor, nn
 
-from bitwright.backends import Choices, make_plan
+from bitwright.backends import DEFAULT_BACKEND, Choices, make_plan
 from bitwright.backends.precisions import Precision, resolve
 from bitwright.core.arguments import Amount, strict
 from bitwright.core.errors import CalibrationError, Problem, TrainError
@@ -88,7 +88,7 @@ class Qat:
         self.notes = []
         graph = capture(model, example)
         prepare(model, plan, graph=graph)
-        backend = plan.backend or "onnxruntime"
+        backend = plan.backend or DEFAULT_BACKEND
         self.quantized = Quantized(model=model, plan=plan, graph=graph, example=example, backend=backend)
         self._begin(freeze_observers, freeze_bn, fuse)
         return self

@@ -11,7 +11,7 @@ import torch
 from pydantic import Field
 from torch import nn
 
-from bitwright.backends import Choices
+from bitwright.backends import DEFAULT_BACKEND, Choices
 from bitwright.core.addresses import is_address
 from bitwright.core.arguments import reject_unknown, strict
 from bitwright.core.documents import read_settings
@@ -53,7 +53,7 @@ class TuneConfig(Strict, populate_by_name=True):
     goal: Goal = Goal()
     budget: Budget = Budget()
     strategy: str = "bisect"
-    backend: str = "onnxruntime"
+    backend: str = DEFAULT_BACKEND
     space: Space = Space()
     keep_float: tuple[NonBlank, ...] = ()
     store: NonBlank | None = None

@@ -11,7 +11,7 @@ from typing import Any, Literal, Unpack
 
 import torch
 
-from bitwright.backends import Choices, make_plan
+from bitwright.backends import DEFAULT_BACKEND, Choices, make_plan
 from bitwright.backends import backend as find_backend
 from bitwright.core.arguments import Amount, Count, Seed, strict
 from bitwright.core.errors import BitwrightError, PlanError, Problem
@@ -59,7 +59,7 @@ def tune(
     store: str | Path | None = None,
     *,
     space: Space | None = None,
-    backend: str = "onnxruntime",
+    backend: str = DEFAULT_BACKEND,
     name: str | None = None,
     output: str | Path | None = None,
     resume: bool | Literal["auto"] = False,

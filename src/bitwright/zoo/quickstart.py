@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from bitwright.backends import DEFAULT_BACKEND
 from bitwright.core.output_folder import staged_output
 from bitwright.core.progress import Progress, phases
 from bitwright.deployment import export_float, readers
@@ -29,7 +30,7 @@ def run_quickstart(output: str | Path, *, progress: Progress | None = None) -> D
         quantized = quantize(
             workload.model,
             calibration(workload),
-            backend="onnxruntime",
+            backend=DEFAULT_BACKEND,
             example=workload.inputs,
             progress=progress,
             name=workload.name,
