@@ -11,9 +11,9 @@ from typing import Any
 from bitwright.cluster.data_parallel import LaneReplay, StepReplay
 from bitwright.cluster.device_step import DeviceStep
 from bitwright.cluster.memory import MemoryLimit, MemoryUse, size
+from bitwright.core import display
 from bitwright.core.arguments import strict
 from bitwright.core.files import write_text
-from bitwright.profiling.device_profile import html_table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +80,7 @@ class Prediction:
         return f"Prediction({self.model!r}, {1e3 * self.seconds:.3g} ms per step, {speed}, devices={count})"
 
     def _repr_html_(self) -> str:
-        heads = ["device", "count", "own work", "busy", "waits", "memory of a process", "fits"]
+        heads = ["device", "#count", "#own work", "#busy", "#waits", "#memory of a process", "fits"]
         rows = [
             [
                 device.name,
@@ -93,7 +93,12 @@ class Prediction:
             ]
             for device in self.devices
         ]
-        return html_table(repr(self), heads, rows)
+        return display.table(heads, rows, title=repr(self))
+
+    def plot(self) -> display.Chart:
+        """The time that each kind of device computes in a step."""
+        bars = [(one.name, f"{1e3 * one.computing:.2f} ms", one.computing) for one in self.devices]
+        return display.bar_chart(bars, label="Own work in a step")
 
     @property
     def samples_per_second(self) -> float:

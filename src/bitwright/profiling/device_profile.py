@@ -6,12 +6,12 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
+from bitwright.core import display
 from bitwright.core.arguments import strict
 from bitwright.core.documents import parse_json, read_text
 from bitwright.core.errors import BitwrightError, PlanError, Problem
@@ -231,7 +231,17 @@ class DeviceProfile(Strict):
             ]
             for cost in slowest
         ]
-        return html_table(repr(self), ["slowest operators", "format", "forward", "backward"], rows)
+        heads = ["slowest operators", "format", "#forward", "#backward"]
+        return display.table(heads, rows, title=repr(self))
+
+    def plot(self) -> display.Chart:
+        """The forward time of the slowest operators."""
+        slowest = sorted(self.operators, key=lambda cost: -cost.forward.seconds)[:10]
+        bars = [
+            (f"{cost.operator[:90]}, {cost.format}", f"{1e3 * cost.forward.seconds:.3f} ms", cost.forward.seconds)
+            for cost in slowest
+        ]
+        return display.bar_chart(bars, label="Forward time of the slowest operators")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the profile as JSON-compatible data, as `save` writes it."""
@@ -274,17 +284,6 @@ def at(lines: Iterable[Line], elements: int) -> float | None:
         if line.start <= elements and (best is None or line.start >= best.start):
             best = line
     return None if best is None else best.fixed + best.per_element * elements
-
-
-def html_table(caption: str, heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return an HTML table for notebooks.
-
-    >>> html_table("a", ["b"], [["<c>"]])
-    '<table><caption>a</caption><tr><th>b</th></tr><tr><td>&lt;c&gt;</td></tr></table>'
-    """
-    lines = [f"<th>{escape(head)}</th>" for head in heads], *([f"<td>{escape(c)}</td>" for c in row] for row in rows)
-    body = "".join(f"<tr>{''.join(cells)}</tr>" for cells in lines)
-    return f"<table><caption>{escape(caption)}</caption>{body}</table>"
 
 
 # -- quality -----------------------------------------------------------------------------------------------------
