@@ -1,0 +1,17 @@
+"""Import files of MQBench: the configurations of its paper's zoo and of its later toolkit."""
+
+from bitwright.importers.mqbench.grid import MQBENCH
+from bitwright.importers.mqbench.settings import MqbenchSettings, load_mqbench, mqbench_settings, read_mqbench
+from bitwright.importers.mqbench.toolkit import HuggingFaceConfig, ToolkitConfig
+from bitwright.importers.mqbench.zoo import ZooConfig
+
+__all__ = [
+    "MQBENCH",
+    "HuggingFaceConfig",
+    "MqbenchSettings",
+    "ToolkitConfig",
+    "ZooConfig",
+    "load_mqbench",
+    "mqbench_settings",
+    "read_mqbench",
+]
