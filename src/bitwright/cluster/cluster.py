@@ -47,7 +47,12 @@ class DeviceKind(Strict):
 
 @strict
 class Cluster(Strict):
-    """Devices that train one model together, synchronously."""
+    """Devices that train one model together, synchronously. `Cluster.load` reads a `cluster.yaml`.
+
+    >>> cluster = Cluster.of({"t4": 2, "a100": 1}, link=Link(gbit_per_s=10))
+    >>> cluster.world, list(cluster.devices)
+    (3, ['t4', 'a100'])
+    """
 
     bitwright_cluster: Literal[1] = Field(description="Version of this schema.")
     link: Link | None = Field(default=None, description="What joins devices that have no link of their own.")
@@ -68,7 +73,7 @@ class Cluster(Strict):
 
     @property
     def world(self) -> int:
-        """How many devices."""
+        """The number of devices."""
         return sum(kind.count for kind in self.devices.values())
 
     @staticmethod

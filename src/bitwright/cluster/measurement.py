@@ -95,18 +95,10 @@ def profile(
 
     `published` derives the times from the data sheet of a device (`nvidia-t4`, …) instead of measuring.
 
-    >>> import torch
-    >>> from bitwright import Workload, profile
-    >>> x = torch.randn(16, 4)
-    >>> workload = Workload(
-    ...     name="tiny",
-    ...     model=torch.nn.Linear(4, 2),
-    ...     inputs=(x[:1],),
-    ...     training=lambda: torch.utils.data.TensorDataset(x, x[:, :2]),
-    ...     loss=torch.nn.functional.mse_loss,
-    ... )
+    >>> from bitwright import load_workload, profile
+    >>> workload = load_workload("digits-untrained")
     >>> profile(workload, published="nvidia-t4", batch=8)
-    DeviceProfile('NVIDIA T4 (published, not measured)', published, 4 operators)
+    DeviceProfile('NVIDIA T4 (published, not measured)', published, 23 operators)
     """
     _check_names(clock, amp)
     step = WorkloadStep.of(workload, batch, channels_last=channels_last)
@@ -222,13 +214,13 @@ class TimePair:
 
     @property
     def error(self) -> float | None:
-        """Relative; None where nothing was measured."""
+        """The relative error; None if nothing was measured."""
         return self.predicted / self.measured - 1 if self.measured > 0 else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepComparison:
-    """Medians of so many steps."""
+    """A prediction next to medians of real steps."""
 
     step: TimePair
     phases: tuple[TimePair, ...]
@@ -236,11 +228,11 @@ class StepComparison:
     """Operators by kind, casts by what they make, forward and backward together."""
     steps: int
     drift: float | None
-    """How much longer a fixed piece of work takes now than when the device was profiled."""
+    """The time of the reference workload now, relative to the time when the device was profiled."""
 
     @property
     def error_without_drift(self) -> float | None:
-        """What the step's error would be on a machine that is as fast as it was."""
+        """The error of the step if the machine were as fast as when it was profiled."""
         if self.drift is None or not self.step.measured:
             return None
         return self.step.predicted * self.drift / self.step.measured - 1
@@ -269,7 +261,7 @@ def compare(
     with gc_disabled():
         for number in range(steps):
             speeds.append(yardstick(CLOCKS[clock]))
-            plain.append(step.settled())  # the yardstick and the watch have left other things in the caches
+            plain.append(step.settled())  # the reference workload and the timer have changed the caches
             sample = timer.run(step)
             seen.append(_groups(sample, timer_overhead(timer, sample, plain[-1])))
             if progress is not None:
@@ -330,7 +322,7 @@ def _without_threads(device: str) -> str:
 
 
 def _inside_others(local: DeviceStep) -> set[str]:
-    """Kinds that aren't in the step: each call of them is done within a quantizer."""
+    """Kinds of operators whose calls all run within a quantizer."""
     within: dict[str, bool] = {}
     for block in local.blocks:
         kind = block.op.call.kind
@@ -348,7 +340,7 @@ def _group(text: str, format: str) -> str:
 
 
 def _groups(sample: Sample, overhead: TimerOverhead) -> dict[str, float]:
-    """Without what watching adds, as the profile has it."""
+    """The times of a step by group, without the overhead of the timer."""
     found: dict[str, float] = defaultdict(float)
     for key, seconds in sample.forward.items():
         over = overhead.loss if is_loss(key[0]) else overhead.forward

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from logging import getLogger
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from bitwright.cluster.cluster import Cluster
 from bitwright.cluster.cluster_cost_model import ClusterCostModel
@@ -34,6 +34,15 @@ _FASTER = 1.03  # smaller ratios are within the error of predictions
 Penalties = OperatorScores | Mapping[str, Mapping[str, float]]
 
 
+class StepOptions(TypedDict, total=False):
+    """How the step of a workload is recorded and which profiles it uses; see `plan_cluster`."""
+
+    profiles: Mapping[str, DeviceProfile] | None
+    batch: int | None
+    channels_last: bool
+    keep_float: Sequence[str]
+
+
 @strict
 def plan_cluster(
     workload: Workload,
@@ -53,25 +62,25 @@ def plan_cluster(
     profiles of the cluster's device kinds; without it they are loaded from the files that the cluster names. Operators
     that match a pattern of `keep_float` stay in float.
 
-    >>> import torch
-    >>> from bitwright import Cluster, Workload, plan_cluster, profile
-    >>> x = torch.randn(16, 4)
-    >>> workload = Workload(
-    ...     name="tiny",
-    ...     model=torch.nn.Linear(4, 2),
-    ...     inputs=(x[:1],),
-    ...     training=lambda: torch.utils.data.TensorDataset(x, x[:, :2]),
-    ...     loss=torch.nn.functional.mse_loss,
-    ... )
+    >>> from bitwright import Cluster, load_workload, plan_cluster, profile
+    >>> workload = load_workload("digits-untrained")
     >>> device = profile(workload, published="nvidia-t4", kernels=["int8"], batch=8)
     >>> cluster = Cluster.of({"t4": 1})
-    >>> scores = {"/linear#0": {"int8": 0.1}}
+    >>> scores = {"conv1": {"int8": 0.1}, "conv2": {"int8": 0.2}}
     >>> plan = plan_cluster(workload, cluster, scores, profiles={"t4": device}, batch=8)
     >>> list(plan.devices)
     ['t4']
     """
     PLANNERS.get(planner)  # reject an unknown name before any work
-    model = _cost_model(workload, cluster, scores, profiles, batch, keep_float, channels_last=channels_last)
+    model = _cost_model(
+        workload,
+        cluster,
+        scores,
+        profiles=profiles,
+        batch=batch,
+        channels_last=channels_last,
+        keep_float=keep_float,
+    )
     chosen = PLANNERS.get(planner)(model)
     for problem in over_limits(model, chosen):
         log.warning("%s doesn't fit: %s", planner, problem)
@@ -145,18 +154,15 @@ def compare_planners(
     scores: Penalties,
     *,
     planner: str = "recover",
-    profiles: Mapping[str, DeviceProfile] | None = None,
-    batch: int | None = None,
-    channels_last: bool = False,
-    keep_float: Sequence[str] = (),
     progress: Progress | None = None,
+    **options: Unpack[StepOptions],
 ) -> PlannerComparison:
     """Plan as `plan_cluster` does, and compare the result with other planners and with uniform precisions.
 
     A failure of another planner is part of the result; a failure of the chosen one raises.
     """
     PLANNERS.get(planner)
-    model = _cost_model(workload, cluster, scores, profiles, batch, keep_float, channels_last=channels_last)
+    model = _cost_model(workload, cluster, scores, **options)
     rows: dict[str, Allocation] = {}
     failed: dict[str, PlanError] = {}
     names = list(dict.fromkeys([planner, *_ALTERNATIVES]))
@@ -175,7 +181,7 @@ def compare_planners(
         log.warning("%s doesn't fit: %s", planner, problem)
     return PlannerComparison(
         planner=planner,
-        plan=_to_plan(model, rows[planner], workload.name, channels_last=channels_last),
+        plan=_to_plan(model, rows[planner], workload.name, channels_last=options.get("channels_last", False)),
         allocations=rows,
         failed=failed,
         limits={kind: model.memory_limit(kind) for kind in model.kinds},
@@ -189,11 +195,11 @@ def _cost_model(
     workload: Workload,
     cluster: Cluster,
     scores: Penalties,
-    profiles: Mapping[str, DeviceProfile] | None,
-    batch: int | None,
-    keep_float: Sequence[str],
     *,
-    channels_last: bool,
+    profiles: Mapping[str, DeviceProfile] | None = None,
+    batch: int | None = None,
+    channels_last: bool = False,
+    keep_float: Sequence[str] = (),
 ) -> ClusterCostModel:
     penalties = scores.values if isinstance(scores, OperatorScores) else scores
     known = dict(profiles) if profiles is not None else cluster.profiles()

@@ -25,11 +25,11 @@ class DevicePrediction:
     computing: float
     """Seconds of its own work in a step, without contention."""
     busy: float
-    """Share of the step in which it computes."""
+    """Share of the step during which it computes."""
     communicating: float
-    """Share of the step in which a collective is under way."""
+    """Share of the step during which a collective runs."""
     waiting: float
-    """Share of the step in which it does nothing."""
+    """Share of the step during which it waits."""
     phases: dict[str, float]
     memory: MemoryUse | None
     limit: MemoryLimit | None
@@ -43,7 +43,7 @@ class DevicePrediction:
         return None if self.memory is None or self.limit is None else self.limit.holds(self.memory.process)
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the prediction as JSON-compatible data."""
         known = asdict(self)
         del known["limit"]
         limit = self.limit
@@ -59,18 +59,25 @@ class DevicePrediction:
 @strict
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Prediction:
-    """The predicted training step of a cluster."""
+    """The predicted training step of a cluster, as `bitwright.predict` returns it.
+
+    >>> from bitwright import load_workload, predict, profile
+    >>> workload = load_workload("digits-untrained")
+    >>> prediction = predict(workload, profile(workload, published="nvidia-t4", batch=8), batch=8)
+    >>> prediction.samples, [device.name for device in prediction.devices], prediction.devices[0].fits
+    (8, ['device'], True)
+    """
 
     model: str
     seconds: float
-    """From one step to the next."""
+    """Seconds from one step to the next."""
     devices: tuple[DevicePrediction, ...]
     buckets: tuple[int, ...]
-    """Bytes of each, in order."""
+    """The bytes of each gradient bucket, in order."""
     critical: tuple[str, ...]
     """The critical path: the phases that determine the step time, in order."""
     samples: int
-    """In one step of all devices."""
+    """Samples of one step on all devices."""
     replay: StepReplay = field(compare=False)
     locals: dict[str, DeviceStep] = field(compare=False)
 
@@ -102,7 +109,7 @@ class Prediction:
 
     @property
     def samples_per_second(self) -> float:
-        """The cluster's speed."""
+        """The speed of the cluster."""
         return self.samples / self.seconds if self.seconds else 0.0
 
     @property
@@ -158,7 +165,7 @@ _COMPUTE, _COMMUNICATE = 1, 2
 
 
 def trace_events(prediction: Prediction) -> list[dict[str, Any]]:
-    """Each kind of device is a process with two lanes; times in microseconds from the step's start."""
+    """Return Chrome trace events. Each kind of device is a process with two lanes; times are microseconds."""
     zero = prediction.replay.start
     found: list[dict[str, Any]] = []
     for number, run in enumerate(prediction.replay.lanes, 1):
@@ -180,9 +187,9 @@ def trace_events(prediction: Prediction) -> list[dict[str, Any]]:
 
 
 def _compute(local: DeviceStep, run: LaneReplay) -> Iterator[tuple[str, str, float, float, dict[str, Any]]]:
-    """One batch (the last of an accumulated step), operator by operator.
+    """Yield the operators of one batch, the last one of an accumulated step.
 
-    Recorded operators fill the lane's own forward and backward: its batch may be another, and DDP adds its part.
+    Their recorded times are scaled to the lane's forward and backward, which depend on its batch and include DDP.
     """
     lane = run.lane
     forward, backward = local.forward_seconds + local.loss.forward, local.backward_seconds
@@ -218,5 +225,5 @@ def _event(
 
 @strict
 def write_trace(prediction: Prediction, path: str | Path) -> Path:
-    """Write the file, whole or not at all."""
+    """Write a Chrome trace of the predicted step."""
     return write_text(Path(path), json.dumps({"traceEvents": trace_events(prediction), "displayTimeUnit": "ms"}))

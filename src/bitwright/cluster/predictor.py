@@ -55,16 +55,8 @@ def predict(
     file or a `Plan`; without it the model trains in float. `graph` is a recorded step, which replaces recording one.
     `exact` simulates each device by itself; otherwise devices of one kind are simulated together.
 
-    >>> import torch
-    >>> from bitwright import Workload, predict, profile
-    >>> x = torch.randn(16, 4)
-    >>> workload = Workload(
-    ...     name="tiny",
-    ...     model=torch.nn.Linear(4, 2),
-    ...     inputs=(x[:1],),
-    ...     training=lambda: torch.utils.data.TensorDataset(x, x[:, :2]),
-    ...     loss=torch.nn.functional.mse_loss,
-    ... )
+    >>> from bitwright import load_workload, predict, profile
+    >>> workload = load_workload("digits-untrained")
     >>> device = profile(workload, published="nvidia-t4", batch=8)
     >>> prediction = predict(workload, device, batch=8)
     >>> prediction.samples
@@ -127,9 +119,9 @@ def predict_step(
     exact: bool = False,
     modelled: Modelled | None = None,
 ) -> Prediction:
-    """Predict a step. Several kinds of devices have profiles, and may have plans, by name.
+    """Predict a recorded step. For several kinds of devices, pass profiles (and optionally plans) by name.
 
-    Equal devices are folded into one lane; `exact` replays each by itself.
+    Equal devices are simulated together; `exact` simulates each one.
     """
     return Predictor.make(graph, plan, profiles, cluster, settings, modelled=modelled).predict(exact=exact)
 
@@ -137,7 +129,7 @@ def predict_step(
 @strict
 @dataclass(frozen=True)
 class Predictor:
-    """A cluster with a plan for each kind; `changed` gives another, cheaply, where one kind's plan differs a bit."""
+    """Predicts steps of a cluster with a plan for each kind. `changed` updates the plan of one kind cheaply."""
 
     graph: StepGraph
     settings: StepSettings
@@ -146,9 +138,9 @@ class Predictor:
     locals: Mapping[str, DeviceStep]
     modelled: Modelled
     batches: Mapping[str, int] = field(default_factory=dict)
-    """Samples of kinds that have others than the recorded step."""
+    """Batch sizes of kinds that differ from the recorded step."""
     smaller: Mapping[str, DeviceStep] = field(default_factory=dict)
-    """The step with a smaller batch, where it was measured: other batches lie on a line through both."""
+    """The step with a smaller batch, if it was measured. Other batch sizes are interpolated linearly."""
 
     @staticmethod
     def make(
@@ -162,10 +154,10 @@ class Predictor:
         batches: Mapping[str, int] | None = None,
         smaller: StepGraph | None = None,
     ) -> Predictor:
-        """Look everything up. A plan's own `batches` count, where none are given.
+        """Look up all costs. Without `batches`, the batch sizes of the plan are used.
 
-        `smaller` is the step recorded with a smaller batch. Kinds whose profile has it don't take other batches as
-        proportional: small ones cost more for each sample.
+        `smaller` is the step recorded with a smaller batch. For kinds whose profile has it, other batch sizes are
+        interpolated instead of proportional, because small batches cost more per sample.
         """
         settings, modelled = settings or StepSettings(), modelled or Modelled()
         if isinstance(profiles, DeviceProfile):
@@ -191,7 +183,7 @@ class Predictor:
         return Predictor(graph, settings, cluster, profiles, locals_, modelled, batches or {}, small)
 
     def changed(self, kind: str, plan: Plan, operators: set[str]) -> Predictor:
-        """Another plan for one kind, which differs at these operators only."""
+        """Return a predictor with another plan for one kind, which differs only at these operators."""
         if kind not in self.locals:
             raise BitwrightError("no such kind of device", value=kind, fix=did_you_mean(kind, self.locals))
         small = {name: local for name, local in self.smaller.items() if name != kind}
@@ -200,20 +192,20 @@ class Predictor:
                 small[kind] = self.smaller[kind].replaced(plan, operators)
         return replace(self, locals={**self.locals, kind: self.locals[kind].replaced(plan, operators)}, smaller=small)
 
-    # -- the cluster's work ----------------------------------------------------------------------------------
+    # -- simulation -----------------------------------------------------------------------------------------
 
     @cached_property
     def buckets(self) -> list[Bucket]:
-        """As rank 0 has them: DDP gives its order to all."""
+        """The gradient buckets of rank 0, which DDP uses on all ranks."""
         first = next(iter(self.locals.values()))
         return make_buckets(first.trained, self.settings.bucket_cap_mb) if self.cluster.world > 1 else []
 
     def lane(self, name: str) -> Lane:
-        """One kind's work."""
+        """The work of one kind."""
         return self.lane_of(name, self.locals[name], self.smaller.get(name), self.share(name))
 
     def lane_of(self, name: str, local: DeviceStep, small: DeviceStep | None, share: float) -> Lane:
-        """The work of this kind with another plan and batch: `small` is the plan's step with the smaller one."""
+        """The work of a kind with another plan and batch; `small` is that plan's step with the smaller batch."""
         lane = self._recorded(name, local)
         if share == 1:
             return lane
@@ -224,7 +216,7 @@ class Predictor:
         return lane.of_batch(share, 0.0, nothing)
 
     def _phases(self, name: str) -> dict[str, float]:
-        """A kind's step by phase, with its batch: the parts of its lane."""
+        """The phases of a kind's step with its batch size."""
         local, small, share = self.locals[name], self.smaller.get(name), self.share(name)
         whole = local.phases
         if share == 1:
@@ -235,7 +227,7 @@ class Predictor:
         return {n: s if n in _AFTER else on_line(share, at, other[n], s) for n, s in whole.items()}
 
     def _recorded(self, name: str, local: DeviceStep) -> Lane:
-        """The work of a step as it was recorded."""
+        """The work of a step with the recorded batch size."""
         host = self.profiles[name].host
         several = self.cluster.world > 1
         count = self.settings.accumulate
@@ -259,25 +251,25 @@ class Predictor:
         )
 
     def share(self, kind: str) -> float:
-        """A kind's batch, of the recorded one's."""
+        """The batch size of a kind relative to the recorded one."""
         return self.batches.get(kind, self.graph.samples) / self.graph.samples
 
     @cached_property
     def collectives(self) -> list[float]:
-        """Seconds of each bucket's all-reduce."""
+        """Seconds of the all-reduce of each bucket."""
         cost = self.cluster.collective("all_reduce", dict(self.profiles), self.cluster.world)
         return [cost.latency + bucket.bytes * cost.per_byte for bucket in self.buckets]
 
     @cached_property
     def first(self) -> float:
-        """Rank 0's buffers, given to all once per step: DDP doesn't for batches that only accumulate."""
+        """Seconds of the broadcast of rank 0's buffers, once per step; DDP skips it for accumulated batches."""
         if self.cluster.world < 2 or not self.graph.buffer_bytes:
             return 0.0
         cost = self.cluster.collective("broadcast", dict(self.profiles), self.cluster.world)
         return cost.latency + self.graph.buffer_bytes * cost.per_byte
 
     def replay(self, *, exact: bool = False) -> StepReplay:
-        """The global replay."""
+        """Replay the step on all devices."""
         lanes = [self.lane(name) for name in self.cluster.devices]
         if exact:
             lanes = [replace(lane, name=f"{lane.name}-{i}", count=1) for lane in lanes for i in range(lane.count)]
@@ -285,11 +277,11 @@ class Predictor:
 
     @property
     def seconds(self) -> float:
-        """The step time alone, which planners need thousands of times."""
+        """The step time, without the rest of a prediction."""
         return self.replay().period
 
     def predict(self, *, exact: bool = False) -> Prediction:
-        """Everything."""
+        """Predict times, waiting times and memory."""
         step = self.replay(exact=exact)
         sending = sum(sent.end - sent.start for sent in step.sent) + self.first
         memory = {
@@ -299,7 +291,7 @@ class Predictor:
         devices = []
         for run in step.lanes:
             kind, lane = run.lane.kind, run.lane
-            spent = run.computed - run.knots[0][0] + lane.tail  # slowed by messages or not; waiting comes after it
+            spent = run.computed - run.knots[0][0] + lane.tail  # including the slowdown by messages, but not waiting
             busy = min(1.0, spent / step.period) if step.period else 0.0
             devices.append(
                 DevicePrediction(
@@ -331,15 +323,15 @@ class Predictor:
 def _ready(
     bucket: Bucket, offsets: Mapping[str, tuple[float, int]], before: float, per_gradient: float, end: float
 ) -> float:
-    """When the last gradient of a bucket is there; one that this device doesn't have counts as there at the end."""
-    last = offsets.get(bucket.names[-1])  # names are in the order in which gradients come
+    """The time of the last gradient of a bucket; the end of backward if this device doesn't have it."""
+    last = offsets.get(bucket.names[-1])  # names are in the order of the gradients
     if last is None:
         return end
     return before + last[0] + last[1] * per_gradient
 
 
 def plan_for(plan: Plan | Mapping[str, Plan], kind: str) -> Plan:
-    """One kind's plan: of its own, or its part of the common one."""
+    """The plan of one kind: its own, or its part of the common plan."""
     if not isinstance(plan, Plan):
         if kind not in plan:
             raise BitwrightError("this kind of device has no plan", where=kind, fix=did_you_mean(kind, plan))

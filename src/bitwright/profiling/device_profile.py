@@ -27,7 +27,7 @@ _MANY = 8
 
 
 class OperatorTime(Strict):
-    """Seconds of one call: the mean over ordinary steps, and where it lies with 95 % confidence."""
+    """Seconds of one call: the mean over typical steps, and its 95 % confidence interval."""
 
     seconds: float = Field(ge=0, le=MOST_SECONDS)
     low: float | None = Field(default=None, ge=0, le=MOST_SECONDS, description="Lower end of the confidence interval.")
@@ -36,7 +36,7 @@ class OperatorTime(Strict):
 
 
 class SavedTensors(Strict):
-    """What a call keeps for backward."""
+    """What a call saves for backward."""
 
     ports: list[str] = Field(
         default_factory=list,
@@ -86,12 +86,12 @@ class TensorsCost(Strict):
     held_out: float | None = None
 
     def seconds(self, elements: int, tensors: int) -> float:
-        """For so many parameters."""
+        """Seconds for this number of elements and tensors."""
         return self.fixed + self.per_element * elements + self.per_tensor * tensors
 
 
 class CollectiveCost(Strict):
-    """One collective among so many processes: latency + bytes · per_byte."""
+    """The cost of a collective in a group of `world` processes: latency + bytes · per_byte."""
 
     operation: Literal["all_reduce", "broadcast"]
     backend: str
@@ -103,7 +103,7 @@ class CollectiveCost(Strict):
 
 
 class Host(Strict):
-    """What the host needs between operators."""
+    """The overhead of the host besides operators."""
 
     gap: float = Field(
         default=0.0,
@@ -147,18 +147,18 @@ class Host(Strict):
     )
 
     def start(self, operators: int) -> float:
-        """Seconds from backward's call to its first node: autograd looks at all nodes first."""
+        """Seconds from the call of backward to its first node; autograd visits all nodes before."""
         return self.engine + self.engine_operator * operators
 
     def between(self, operators: int, hooked: int, *, prepared: bool) -> float:
-        """Seconds of a forward beside its operators, so many of them with quantizers."""
+        """Seconds of a forward pass besides its operators, of which `hooked` have quantizers."""
         if not prepared:
             return self.gap * operators
         return self.prepared_gap * operators + self.hooked * hooked + self.seen * (operators - hooked)
 
 
 class MemoryFacts(Strict):
-    """What a process needs beside its tensors."""
+    """The memory of a process besides its tensors."""
 
     process: int = Field(
         default=0,
@@ -177,7 +177,17 @@ class MemoryFacts(Strict):
 
 @strict
 class DeviceProfile(Strict):
-    """The measured, imported or published costs of one kind of device."""
+    """The measured, imported or published costs of one kind of device.
+
+    `bitwright.profile` creates it, `save` and `DeviceProfile.load` write and read it as JSON, and `bitwright.predict`
+    uses it.
+
+    >>> profile = DeviceProfile(bitwright_profile=1, device="an example")
+    >>> profile
+    DeviceProfile('an example', measured, 0 operators)
+    >>> DeviceProfile.from_json(profile.to_json()) == profile
+    True
+    """
 
     bitwright_profile: Literal[1] = Field(description="Version of this schema.")
     device: str = Field(description="The device, for people.")
@@ -194,7 +204,7 @@ class DeviceProfile(Strict):
     memory: MemoryFacts = Field(default_factory=MemoryFacts)
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> DeviceProfile:
-        """A copy, which finds its own tables by name: other costs may be in it."""
+        """Return a copy with its own lookup tables, because its costs may differ."""
         copy = super().model_copy(update=update, deep=deep)
         for name in ("by_operator", "by_cast", "by_name"):
             copy.__dict__.pop(name, None)
@@ -252,12 +262,12 @@ class DeviceProfile(Strict):
         return json.dumps(self.to_dict(), indent=1, ensure_ascii=False)
 
     def save(self, path: str | Path) -> Path:
-        """Write it, whole or not at all."""
+        """Write the profile atomically."""
         return write_text(Path(path), self.to_json() + "\n")
 
     @staticmethod
     def from_json(text: str, *, where: str = "profile") -> DeviceProfile:
-        """Read a profile; a wrong one says what is wrong."""
+        """Read a profile from text."""
         fix = "write it with `bitwright profile`; docs/profile.md has the schema"
         data = parse_json(text, where=where, what="the profile", fix=fix)
 
@@ -278,7 +288,7 @@ class DeviceProfile(Strict):
 
 
 def at(lines: Iterable[Line], elements: int) -> float | None:
-    """Seconds for so many elements; None where no line is."""
+    """Seconds for this number of elements; None without a matching line."""
     best = None
     for line in lines:
         if line.start <= elements and (best is None or line.start >= best.start):

@@ -29,7 +29,7 @@ class Cast:
     kind: str
     """What is measured and fitted: `lsq int8/channel/sym`, `lsq uint8/tensor/asym relu`, `float32→bfloat16`."""
     learns: bool = False
-    """Whether it has state that trains, so that its result always wants a gradient."""
+    """Whether it has trained state, so that its result always has a gradient."""
     weight: bool = False
     state: str = ""
     """The site whose state it uses: its own, or that of the quantizer that it shares."""
@@ -54,7 +54,7 @@ class Execution:
     """Whether it returns its input: a norm that is folded into the operator before it."""
 
     def cast_at(self, port: str) -> Cast | None:
-        """What is done to a port's tensor."""
+        """The cast at a port."""
         return next((cast for cast in self.casts if cast.port == port), None)
 
 
@@ -70,7 +70,7 @@ class OperatorUnderPlan:
     fused: bool = True
 
     def spec(self, port: str) -> SiteSpec | None:
-        """What the plan says of one of the operator's sites; a shared quantizer is its owner's."""
+        """The plan's spec of a site; for a shared quantizer, that of its owner."""
         spec = self.plan.sites.get(site_name(self.name, port))
         if spec is not None and spec.share is not None:
             spec = self.plan.sites.get(spec.share, spec)
@@ -119,7 +119,7 @@ class Simulated:
         if output is not None and operator.call.kind == "relu" and not inputs:
             base = "within-cast"
         elif casts and operator.call.inplace:
-            base += "/copied"  # quantizers need the numbers that it writes over
+            base += "/copied"  # quantizers need the values that it overwrites
         # strategy 4 still applies the norm's bias
         passes_through = folded is not None and folded.strategy < 4 and not base.endswith("/copied")
         compiled = operator.fused and bool(casts)
@@ -146,7 +146,7 @@ class Kernels:
     """Operators of the plan's `compute`: every registered kernel, under the name that says how it runs."""
 
     def execution(self, operator: OperatorUnderPlan) -> Execution | None:
-        """One unit: what it casts, it casts inside."""
+        """The kernel is measured as a whole, including its casts."""
         spec = operator.plan.compute.get(operator.name)
         if spec is None or not spec.is_low_precision:
             return None
@@ -164,19 +164,19 @@ class Implementations:
         self._known: dict[str, Implementation] = {"kernels": Kernels(), "simulated": Simulated()}
 
     def register(self, name: str, implementation: Implementation) -> None:
-        """Add one; it is asked before those that are there."""
+        """Add an implementation, which is asked before the existing ones."""
         if name in self._known:
             raise ValueError(f"the implementation {name!r} exists already")
         self._known = {name: implementation, **self._known}
 
     def unregister(self, name: str) -> None:
-        """Take one away again."""
+        """Remove an implementation."""
         if name not in self._known:
             raise KeyError(did_you_mean(name, self._known))
         del self._known[name]
 
     def execution(self, operator: OperatorUnderPlan) -> Execution:
-        """How the operator is run."""
+        """Return how the operator runs."""
         for implementation in self._known.values():
             found = implementation.execution(operator)
             if found is not None:

@@ -1,8 +1,8 @@
 """A profile from the data sheet of a device: good for planning examples, not a measurement.
 
 Each operator takes as long as its arithmetic at the published peak or its memory traffic at the published bandwidth,
-whichever is longer. Nobody reaches peaks, so steps take longer than this says; what it is good for is to see which
-precision a device is made for. What is called and what backward keeps is seen in one step of the model here.
+whichever is longer. Real steps take longer, because no device reaches its peaks. The profile shows which precision a
+device is made for. One step of the model on this machine shows the calls and the tensors that backward saves.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from bitwright.profiling.step_timer import ACCUMULATE, CallWork, Key, Sample, St
 from bitwright.training.step import Batch
 from bitwright.workload import Loss
 
-# Tensors that are read and written for each parameter, float32.
+# Float32 tensors that are read or written for each parameter.
 _PASSES = {"sgd": 5, "adamw": 7, "clip": 3, "accumulate": 3, "zero_grad": 0}
 
 
 class Facts(BaseModel):
-    """What a data sheet says."""
+    """The facts of a data sheet."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -46,24 +46,24 @@ class Facts(BaseModel):
     source: str
 
     def arithmetic(self, operations: float, format: str) -> float:
-        """Seconds; a format without units of its own goes at float32's rate."""
+        """Seconds of arithmetic. A format without its own units runs at the rate of float32."""
         peaks = self.operations_per_second
         return operations / peaks.get(format, peaks["float32"])
 
     def traffic(self, bytes: float) -> float:
-        """Seconds."""
+        """Seconds of memory traffic."""
         return bytes / self.bytes_per_second
 
 
 @cache
 def published_devices() -> dict[str, Facts]:
-    """All that there are."""
+    """All devices with published facts, by name."""
     text = files("bitwright.profiling").joinpath("published.yaml").read_text(encoding="utf-8")
     return {name: Facts.model_validate(facts) for name, facts in parse_yaml(text, where="published.yaml").items()}
 
 
 def published(device: str, variants: Sequence[Variant], batches: Sequence[Batch], loss: Loss) -> DeviceProfile:
-    """What the steps of these models would take at best."""
+    """Return the lower bound of the costs of these models on a device."""
     known = published_devices()
     if device not in known:
         raise BitwrightError(
@@ -85,7 +85,7 @@ def published(device: str, variants: Sequence[Variant], batches: Sequence[Batch]
         bitwright_profile=1,
         device=f"{facts.device} (published, not measured)",
         source="published",
-        note=f"{facts.source}: every operator at the peak of its arithmetic or of its memory; real steps take longer",
+        note=f"{facts.source}: each operator at the peak of arithmetic or memory; real steps take longer",
         operators=list(costs.values()),
         tensors=[
             TensorsCost(name=name, per_element=facts.traffic(4 * _PASSES[name.partition("/")[0]]), per_tensor=0.0)
@@ -99,7 +99,7 @@ def published(device: str, variants: Sequence[Variant], batches: Sequence[Batch]
 def _cost(key: Key, sample: Sample, facts: Facts) -> OperatorCost:
     text, format = key
     work = sample.work.get(key)
-    if work is None:  # a gradient that is taken as it comes
+    if work is None:  # a gradient that is stored without addition
         assert format == ACCUMULATE, key
         return OperatorCost(operator=text, format=format, forward=_derived(0.0), backward=_derived(0.0))
     saved = sample.saved.get(key)
@@ -124,12 +124,12 @@ def _derived(seconds: float) -> OperatorTime:
 
 
 def _gradients(work: CallWork) -> list[str]:
-    """The products of backward: one for each operand that wants a gradient."""
+    """The products of backward, one for each operand with a gradient."""
     return ["weight" if port == "weight" else "input" for port, spec in work.inputs.items() if spec.grad][:2]
 
 
 def _units(format: str, gradient: str | None = None) -> str:
-    """What computes: `kernel int8/input` has INT8 forward and for the input's gradient."""
+    """The arithmetic units: `kernel int8/input` uses INT8 in forward and for the gradient of the input."""
     words = format.removeprefix("kernel ").split("/")
     if format.startswith("amp-"):
         return format.removeprefix("amp-")
@@ -141,7 +141,7 @@ def _units(format: str, gradient: str | None = None) -> str:
 
 
 def multiply_adds(work: CallWork) -> float:
-    """Of the products in one call; other operators are memory traffic."""
+    """Multiply-adds of one call; 0 for operators that only move memory."""
     shapes = work.inputs
     made = sum(spec.elements for spec in work.outputs)
     kind = work.kind

@@ -1,4 +1,4 @@
-"""Samples on their way to a profile: a file to which lines are added, so that a killed run goes on where it was."""
+"""The samples of a profile, in a file to which lines are appended, so that an interrupted run can resume."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _Seconds = Annotated[float, Field(ge=-1e6, le=1e6)]
 
 
 class _Line(BaseModel):
-    """What a line may say, beside facts by name."""
+    """The schema of a line, apart from the facts."""
 
     model_config = ConfigDict(allow_inf_nan=False)
     round: list[tuple[str, str, _Seconds, _Seconds]] = []
@@ -54,7 +54,7 @@ class _Line(BaseModel):
 
 
 def _check_facts(facts: Mapping[str, Any]) -> None:
-    """Facts are parts of a profile, by name."""
+    """Validate facts, which are parts of a profile."""
     for name, fact in facts.items():
         kind, _, rest = name.partition(" ")
         if name in ("process", "compiler"):
@@ -71,22 +71,22 @@ def _check_facts(facts: Mapping[str, Any]) -> None:
 
 
 class SampleStore:
-    """Lines of JSON: rounds of samples, and facts by name. A last line that was cut off is dropped.
+    """Rounds of samples, and facts by name, as lines of JSON. An incomplete last line is dropped.
 
-    Without a path everything stays in memory. Another device's file, or other circumstances, are refused.
+    Without a path, everything stays in memory. A file of another device or with other circumstances is rejected.
     """
 
     def __init__(self, path: Path | None = None, *, circumstances: dict[str, Any] | None = None) -> None:
         self.path = path
         self.circumstances = circumstances or {}
         self.samples: dict[Key, list[tuple[float, float, int]]] = defaultdict(list)
-        """Forward, backward, and in which round."""
+        """By key: forward seconds, backward seconds and the number of the round."""
         self.totals: list[float] = []
-        """Of each round, all that was watched."""
+        """The total time of each round."""
         self.overhead: dict[int, tuple[float, float, float]] = {}
-        """Of rounds beside which a plain step was taken: what the watch shows more per call (see `TimerOverhead`)."""
+        """The overhead of the timer per call (see `TimerOverhead`), for rounds with a plain step next to them."""
         self.alike: dict[frozenset[Key], list[int]] = defaultdict(list)
-        """Rounds of the same operators: steps of one model under one plan."""
+        """Rounds by their set of operators: steps of one model under one plan."""
         self.saved: dict[Key, SavedTensors] = {}
         self.facts: dict[str, Any] = {}
         self.engine: list[float] = []
@@ -109,7 +109,7 @@ class SampleStore:
         if len(whole) != len(raw):
             with path.open("r+b") as file:
                 file.truncate(len(whole))
-        if not whole:  # killed before the first line was there
+        if not whole:  # the process was killed before it wrote the first line
             self._append(self._head)
             return
         head, *lines = whole.splitlines()
@@ -119,7 +119,7 @@ class SampleStore:
             try:
                 _Line.model_validate(data)
                 _check_facts(data.get("facts", {}))
-            except (ValueError, TypeError) as error:  # pydantic's is a ValueError
+            except (ValueError, TypeError) as error:  # pydantic raises a ValueError
                 raise _damaged(path, number, str(error).splitlines()[0]) from None
             self._take(data)
 
@@ -166,12 +166,12 @@ class SampleStore:
         self.facts.update(line.get("facts", {}))
 
     def add(self, line: dict[str, Any]) -> None:
-        """Keep a line, and have its contents at once."""
+        """Append a line and use its content."""
         self._append(line)
         self._take(line)
 
     def add_round(self, sample: Sample, *, wanted: int, overhead: TimerOverhead | None = None) -> None:
-        """Keep one step: the mean of a key's calls. Keys that have enough rounds from other models stay as they are.
+        """Add one step: the mean time of each key's calls. Keys that already have enough rounds are left out.
 
         `overhead` is the difference between this step and a plain step next to it.
         """
@@ -187,15 +187,15 @@ class SampleStore:
         self.add(line)
 
     def add_saved(self, sample: Sample) -> None:
-        """Keep what calls keep for backward."""
+        """Add the tensors that calls save for backward."""
         self.add({"saved": [[*key, sorted(saved.ports), saved.own] for key, saved in sample.saved.items()]})
 
     def rounds(self, keys: Iterable[Key]) -> int:
-        """How many rounds all of these keys have."""
+        """The number of rounds that all of these keys have."""
         return min((len(self.samples.get(key, ())) for key in keys), default=0)
 
     def costs(self) -> dict[Key, OperatorCost]:
-        """Means over ordinary rounds, without what watching adds."""
+        """Return the mean cost of each key over typical rounds, without the overhead of the timer."""
         found: dict[Key, OperatorCost] = {}
         weights, resampled, added = self._ordinary(), self._resampled(), self._added()
         for key, rows in self.samples.items():
@@ -214,9 +214,9 @@ class SampleStore:
         return found
 
     def _added(self) -> np.ndarray:
-        """For each round what its kind of rounds typically shows more per call: forward, backward, and of the loss.
+        """The overhead per call in each round: forward, backward and loss.
 
-        Typically, since a single step may be slow for reasons of its own.
+        It is the typical value of all rounds with the same operators, because a single step may be disturbed.
         """
         found = np.zeros((3, len(self.totals)))
         for numbers in self.alike.values():
@@ -226,10 +226,10 @@ class SampleStore:
         return found
 
     def _ordinary(self) -> np.ndarray:
-        """1 for the middle half of the rounds of each kind, by what a round took as a whole, 0 for the others.
+        """The weight of each round: 1 for the middle half of equal rounds by total time, 0 for the others.
 
-        Medians of parts don't add up to the median of the whole: a pause that hits some operator in each step is in no
-        operator's median. Means do add up, and over these rounds they add up to an ordinary step.
+        Medians of parts don't add up to the median of the whole: a pause that hits a different operator in each step is
+        in no operator's median. Means over these rounds add up to a typical step.
         """
         found = np.zeros(len(self.totals))
         for numbers in self.alike.values():
@@ -237,9 +237,9 @@ class SampleStore:
         return found
 
     def _resampled(self) -> np.ndarray:
-        """The same for rounds that were drawn again with repetition, many times: how often each one counts.
+        """The weights of bootstrap samples of the rounds.
 
-        The rounds that are left out say how far the mean could have been elsewhere: those in the middle alone don't.
+        All rounds are drawn, because the middle half alone would underestimate the uncertainty of the mean.
         """
         chance = np.random.default_rng(0)
         found = np.zeros((_DRAWS, len(self.totals)))
@@ -254,10 +254,10 @@ class SampleStore:
 
 
 def timing(values: np.ndarray, counts: np.ndarray, resampled: np.ndarray) -> OperatorTime:
-    """The mean of the rounds that count, with its 95 % interval.
+    """The weighted mean with its 95 % confidence interval.
 
-    From means of rounds that were drawn again; or from the spread of those that count, if that is more: rounds that are
-    alike are drawn for each other, and where each is another's only one, drawing changes nothing.
+    The interval comes from the bootstrap samples, or from the standard error of the weighted rounds if that is larger.
+    The bootstrap gives no spread if each kind of round occurs only once.
     """
     repetitions = int(counts.sum())
     mean = max(0.0, float(values @ counts / repetitions))
@@ -270,7 +270,7 @@ def timing(values: np.ndarray, counts: np.ndarray, resampled: np.ndarray) -> Ope
 
 
 def _student(freedom: int) -> float:
-    """The 97.5 % point of Student's distribution, nearly.
+    """The approximate 97.5 % quantile of Student's t distribution.
 
     >>> round(_student(15), 2)
     2.13

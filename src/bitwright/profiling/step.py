@@ -167,7 +167,7 @@ class WorkloadStep:
     """The training step of a workload: its first batch and its loss.
 
     >>> from bitwright import load_workload
-    >>> step = WorkloadStep.of(load_workload("digits"), 8)
+    >>> step = WorkloadStep.of(load_workload("digits-untrained"), 8)
     >>> step.record().samples, step.record_half().samples
     (8, 4)
     """

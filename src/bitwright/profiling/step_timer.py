@@ -30,11 +30,11 @@ from bitwright.quantizers import Attachment, Quantizer, find_attachment
 from bitwright.training.config import StepSettings
 
 Key = tuple[str, str]
-"""What is measured: (operator's text, its format), or (a tensor's text, a cast's kind)."""
+"""What is measured: (text of an operator, its format), or (text of a tensor, kind of its cast)."""
 
 
 def operator_key(call: CallSpec, execution: Execution) -> Key:
-    """An operator as it is run: where a quantizer learns, what it gives wants a gradient whatever came in."""
+    """The key of an operator. The result of a learned quantizer has a gradient, even if its input has none."""
     changed = {
         cast.port: spec.with_(grad=True) for cast in execution.casts if cast.learns and (spec := call.port(cast.port))
     }
@@ -42,23 +42,23 @@ def operator_key(call: CallSpec, execution: Execution) -> Key:
 
 
 def cast_key(cast: Cast, tensor: TensorSpec) -> Key:
-    """A cast of one tensor."""
+    """The key of a cast."""
     return str(tensor), cast.kind
 
 
 @dataclass
 class SavedBytes:
-    """What one kind of call keeps for backward: tensors that others have as well, and its own."""
+    """What one kind of call saves for backward: tensors that exist anyway, and its own bytes."""
 
     ports: set[str] = field(default_factory=set)
-    """Inputs that are kept, as they came or as a quantizer has made them; `output`: the result."""
+    """Saved inputs, after their cast if they have one, and `output` for the result."""
     own: int = 0
-    """Bytes that nobody else has."""
+    """Bytes that only this call holds."""
 
 
 @dataclass(frozen=True)
 class CallWork:
-    """What one kind of call has to do."""
+    """The inputs and outputs of one kind of call."""
 
     kind: str
     inputs: Mapping[str, TensorSpec]
@@ -67,25 +67,25 @@ class CallWork:
 
 @dataclass
 class Sample:
-    """What one step took at each key: seconds in all, and how many calls."""
+    """The times of one step by key: total seconds and the number of calls."""
 
     forward: dict[Key, float] = field(default_factory=lambda: defaultdict(float))
     backward: dict[Key, float] = field(default_factory=lambda: defaultdict(float))
     calls: dict[Key, int] = field(default_factory=lambda: defaultdict(int))
     saved: dict[Key, SavedBytes] = field(default_factory=dict)
     work: dict[Key, CallWork] = field(default_factory=dict)
-    """NonBlank with `saved`, in a step that isn't for times."""
+    """Filled together with `saved`, in a step whose times aren't used."""
     engine: float = 0.0
-    """From the call of backward to the first node."""
+    """Seconds from the call of backward to the first node."""
     nodes: int = 0
     operators: int = 0
-    """Calls forward, the loss not among them."""
+    """The number of forward calls without the loss."""
     hooked: int = 0
-    """Those of them that have quantizers."""
+    """The number of forward calls with quantizers."""
 
 
 class _Plain(Interceptor):
-    """Sees a float model, and changes nothing."""
+    """Intercepts the calls of a float model without changing them."""
 
     def enter(self, path: str) -> Any:
         return None
@@ -110,7 +110,7 @@ def _overridden(target: Any, **methods: Callable[..., Any]) -> Iterator[None]:
 
 
 class _Frame:
-    """One call that is under way."""
+    """A call in progress."""
 
     def __init__(
         self, key: Key, execution: Execution | None, kind: str, inputs: Iterable[tuple[str, TensorSpec]]
@@ -145,9 +145,9 @@ class StepTimer:
         self.settings = settings
         self.clock = clock
         host = host or Host()
-        self.hook = host.hook  # what a mark itself takes
+        self.hook = host.hook  # the cost of a timestamp in backward
         prepared = find_attachment(model) is not None
-        # what interception adds to a call in a prepared model, without and with quantizers: predictions add it again
+        # the cost of interception per call in a prepared model, without and with quantizers; predictions add it
         self.seen, self.hooked = (host.seen, host.hooked) if prepared else (0.0, 0.0)
         self.host, self.prepared = host, prepared
         self.primary = {path: primary_kind(module) for path, module in model.named_modules()}
@@ -165,7 +165,7 @@ class StepTimer:
         self.place: tuple[str, int, dict[str, int]] = ("", 0, {})
         self.calls: dict[str, int] = {}
 
-    # -- standing around ------------------------------------------------------------------------------------
+    # -- interception --------------------------------------------------------------------------------------
 
     @contextmanager
     def around(self) -> Iterator[None]:
@@ -246,9 +246,9 @@ class StepTimer:
                 return forward(quantizer, x, site, **also)
             port = (site or quantizer.site).rpartition(":")[2]
             cast = outer.execution.cast_at(port)
-            if cast is None:  # a weight of a module that is called again: the plan has it at the first call
+            if cast is None:  # the module is called again: the plan has its weight at the first call
                 return forward(quantizer, x, site, **also)
-            for tensor in (x, also.get("factor")):  # what was made before us isn't ours
+            for tensor in (x, also.get("factor")):  # earlier nodes belong to the operator
                 if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
                     self.own(tensor.grad_fn, outer.key)
             spec = TensorSpec.of(x)
@@ -280,14 +280,14 @@ class StepTimer:
                 self.own(tensor.grad_fn, frame.key)
         if self.saving:
             self._note_saved(frame, result)
-        if self.frames:  # what we did here isn't the outer call's work
+        if self.frames:  # our own work isn't part of the outer call
             self.frames[-1].nested += clock() - t0 - spent
         return result
 
     # -- backward --------------------------------------------------------------------------------------------
 
     def own(self, node: Any, key: Key) -> None:
-        """All nodes behind this one that nobody owns yet were made by this call."""
+        """Assign this node, and all nodes behind it without an owner, to this call."""
         waiting = [node]
         while waiting:
             node = waiting.pop()
@@ -359,7 +359,7 @@ class StepTimer:
         return sample
 
     def loss(self, run: Callable[[], Tensor], loss: Any, output: Any, target: Any) -> Tensor:
-        """The loss, as if it were one operator."""
+        """Time the loss like an operator."""
         call = loss_call(loss, output, target)
         frame = _Frame((call.key(), base_format(self.settings.amp)), None, call.kind, call.ports)
         if self.saving:
@@ -368,7 +368,7 @@ class StepTimer:
         return result
 
     def backward(self, run: Callable[[], None]) -> None:
-        """The backward; marks become times."""
+        """Run backward and compute the times of its nodes from their timestamps."""
         self.marks.clear()
         start = self.clock()
         run()

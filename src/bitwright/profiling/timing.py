@@ -37,7 +37,7 @@ def gc_disabled() -> Iterator[None]:
 def interleaved(
     work: Mapping[Name, Callable[[], float]], *, rounds: int, warm: int = 2, most: float = 20.0
 ) -> dict[Name, float]:
-    """What each piece of work typically says of itself, in seconds; stops early after `most` seconds in all."""
+    """Run all pieces of work in turn and return the typical seconds of each. Stop after `most` seconds in total."""
     taken: dict[Name, list[float]] = {name: [] for name in work}
     with gc_disabled():
         spent = 0.0
@@ -53,7 +53,7 @@ def interleaved(
 
 
 def middle_half(values: Iterable[Name], key: Callable[[Name], Any] | None = None) -> list[Name]:
-    """Without the lowest and the highest quarter.
+    """Return the values without the lowest and the highest quarter.
 
     >>> middle_half([9, 1, 2, 4, 3, 100, 5, 6])
     [3, 4, 5, 6]
@@ -64,7 +64,7 @@ def middle_half(values: Iterable[Name], key: Callable[[Name], Any] | None = None
 
 
 def typical(values: Iterable[float]) -> float:
-    """The mean of the middle half: strangers don't count, and a machine that stands still every other time does."""
+    """The mean of the middle half. Outliers don't count, but pauses that occur every other time do."""
     return statistics.fmean(middle_half(values))
 
 
@@ -78,7 +78,7 @@ def _tensors() -> tuple[Tensor, Tensor, Tensor]:
 
 @torch.no_grad()
 def yardstick(clock: Callable[[], float]) -> float:
-    """Seconds of a convolution and a few passes over memory, as models have them."""
+    """Seconds of a fixed reference workload: a convolution and some passes over memory."""
     image, kernel, flat = _tensors()
     start = clock()
     for _ in range(2):
@@ -89,10 +89,10 @@ def yardstick(clock: Callable[[], float]) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class TimerOverhead:
-    """Seconds by which a watched step shows more than a plain one takes: of each call, and of the loss.
+    """The overhead of the timer in seconds: per forward call, per backward call, and of the loss.
 
-    Reading clocks, finding names and leaving other things in the caches: little beside operators of a millisecond, a
-    tenth of a step whose operators take 30 µs.
+    It consists of clock readings, name lookups and cache misses. It is small compared with operators of a millisecond,
+    but a tenth of a step whose operators take 30 µs.
     """
 
     forward: float = 0.0
@@ -101,7 +101,7 @@ class TimerOverhead:
 
 
 def timer_overhead(timer: StepTimer, sample: Sample, plain: Mapping[str, float]) -> TimerOverhead:
-    """What a watched step shows more, as a prediction would add it up, than a plain one took (its phases)."""
+    """Compare the sum of a timed step, as a prediction computes it, with the phases of a plain step."""
     host, batches = timer.host, timer.settings.accumulate
     loss = sum(seconds for (text, _), seconds in sample.forward.items() if is_loss(text))
     operators = {key: seconds for key, seconds in sample.forward.items() if not is_loss(key[0])}
@@ -117,7 +117,7 @@ def timer_overhead(timer: StepTimer, sample: Sample, plain: Mapping[str, float])
 
 
 def _per_call(times: Mapping[Key, float], calls: Mapping[Key, int], over: float) -> float:
-    """The same for each call, so that together they give up so much, none of them more than it has.
+    """Distribute `over` equally among the calls, but no call gives more than its own time.
 
     >>> _per_call({("a", ""): 6.0, ("b", ""): 1.0}, {("a", ""): 2, ("b", ""): 1}, 5.0)
     2.0
@@ -133,7 +133,7 @@ def _per_call(times: Mapping[Key, float], calls: Mapping[Key, int], over: float)
 
 @dataclass(frozen=True)
 class Fit:
-    """Coefficients, R², and the largest relative error at sizes that a fit of the others had not seen."""
+    """Coefficients, R², and the largest relative error at held-out sizes."""
 
     coefficients: tuple[float, ...]
     r2: float
@@ -141,11 +141,10 @@ class Fit:
 
 
 def fit(rows: Sequence[Sequence[float]], seconds: Sequence[float], *, hold_out: int = 3) -> Fit:
-    """Least squares in which an error counts by the root of the time: small sizes count, and large ones more.
+    """Non-negative least squares, with errors weighted by the square root of the time.
 
-    That is how times spread on a machine that stands still now and then.
-
-    How far it can be trusted is seen by holding every `hold_out`-th size out; what is given is fitted to all.
+    This weighting matches the spread of times on a machine with occasional pauses. The held-out error comes from a fit
+    without every `hold_out`-th size; the result is fitted to all sizes.
 
     >>> found = fit([(n, 1.0) for n in range(1, 10)], [2.0 * n + 1.0 for n in range(1, 10)])
     >>> [round(c, 6) for c in found.coefficients], round(found.r2, 6)
@@ -163,10 +162,10 @@ def fit(rows: Sequence[Sequence[float]], seconds: Sequence[float], *, hold_out: 
 
 
 def _solve(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    from scipy.optimize import nnls  # takes most of a second; only a profile that is made waits for it
+    from scipy.optimize import nnls  # imported here because it takes most of a second
 
     weights = 1.0 / np.sqrt(np.maximum(y, 1e-12))
     scaled = x * weights[:, None]
-    sizes = np.maximum(np.abs(scaled).max(axis=0), 1e-300)  # elements and a constant differ by many orders
+    sizes = np.maximum(np.abs(scaled).max(axis=0), 1e-300)  # columns differ by orders of magnitude
     solution: np.ndarray = nnls(scaled / sizes, y * weights)[0] / sizes
     return solution

@@ -17,7 +17,16 @@ AMP_DTYPES: Mapping[str, str] = {"bf16": "bfloat16", "fp16": "float16"}
 
 @strict
 class TrainConfig(BaseModel):
-    """The settings of a run. They are the same for float runs and QAT runs; precision isn't one of them."""
+    """The settings of a training run, for float and QAT. They don't include the precision.
+
+    >>> config = TrainConfig(epochs=3, lr=0.1)
+    >>> config.epochs, config.optimizer
+    (3, 'sgd')
+    >>> TrainConfig(epoch=3)
+    Traceback (most recent call last):
+        ...
+    bitwright.core.errors.TrainError: ...
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 

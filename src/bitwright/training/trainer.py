@@ -77,6 +77,12 @@ class Trainer:
     run) to start from. `resume=True` continues the run in `out`, if there is one; "auto" does so only if that run
     did not finish. `choices` are passed to the planner, as in `bitwright.quantize`. On the command line, a signal ends
     the run between two steps, with a checkpoint.
+
+    >>> from bitwright import TrainConfig, Trainer, load_workload
+    >>> trainer = Trainer(load_workload("digits-untrained"), quantize="int8", config=TrainConfig(batch=256, fuse=False))
+    >>> result = trainer.fit()
+    >>> result.epochs, result.steps > 0, result.quantized is not None
+    (1, True, True)
     """
 
     def __init__(

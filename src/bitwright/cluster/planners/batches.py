@@ -1,4 +1,4 @@
-"""Unequal batches for unequal devices, alone and together with precisions."""
+"""Planners of batch sizes: unequal batches for unequal devices, alone or together with precisions."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from bitwright.cluster.planners.precision import SLACK, Allocation, allocation, 
 from bitwright.core.arguments import strict
 from bitwright.core.errors import PlanError, Problem
 
-_HALVINGS = 24  # of the time within which all must be done
+_HALVINGS = 24  # of the interval of the step time
 
 
 def split_batch(costs: CostModel, plans: Plans) -> dict[str, int]:
-    """Samples for each kind so that the last one is done as early as can be; their sum over all devices stays.
+    """Return the batch size of each kind that minimizes the time of the slowest device. The total batch stays the same.
 
-    No kind gets more than its memory holds. The shortest time is searched for: within a time each kind can take so many
-    samples, and whole numbers of them, the same on each device of a kind, must make up the sum.
+    No kind gets more samples than its memory holds. Bisection finds the shortest time in which the devices can process
+    all samples. Devices of one kind have the same batch size.
     """
     kinds = costs.kinds
     total = sum(kinds.values()) * costs.batch
-    most = {kind: (total - sum(kinds.values())) // count + 1 for kind, count in kinds.items()}  # one for all others
+    most = {kind: (total - sum(kinds.values())) // count + 1 for kind, count in kinds.items()}  # others have one
     caps = {kind: largest_batch(costs, kind, plans[kind], most[kind]) for kind in kinds}
     found = _summing(kinds, caps, total)
     if found is None:
@@ -35,7 +35,7 @@ def split_batch(costs: CostModel, plans: Plans) -> dict[str, int]:
         return costs.work(kind, plans[kind], batch)
 
     def within(seconds: float) -> dict[str, int]:
-        """The most samples of each kind: more of them take longer."""
+        """The largest batch of each kind within this time."""
         sizes = {}
         for kind, cap in caps.items():
             fits, fails = 0, cap + 1
@@ -62,9 +62,9 @@ def split_batch(costs: CostModel, plans: Plans) -> dict[str, int]:
 
 
 def _summing(kinds: Mapping[str, int], most: Mapping[str, int], total: int) -> dict[str, int] | None:
-    """At least one sample for each device and at most so many, so that the sum is met; None if it can't be.
+    """Return batch sizes between 1 and `most` whose sum over all devices is `total`; None if there are none.
 
-    Sums that can be met are bits of a number, kind after kind.
+    The reachable sums after each kind are the bits of an integer.
     """
     if min(most.values()) < 1:
         return None
@@ -72,7 +72,7 @@ def _summing(kinds: Mapping[str, int], most: Mapping[str, int], total: int) -> d
     reached = [1]
     for kind in names:
         sums, left, step = reached[-1] << kinds[kind], most[kind] - 1, 1
-        while left > 0:  # any number of samples up to the most: doubling, as in counting
+        while left > 0:  # all batch sizes up to the maximum, by doubling
             step = min(step, left)
             sums |= sums << (step * kinds[kind])
             left -= step
@@ -103,7 +103,7 @@ def _too_many(costs: CostModel, plans: Plans, caps: Mapping[str, int], total: in
         fix=f"a smaller --batch: at most {min(held, total - 1) // sum(costs.kinds.values())}; or more memory",
     )
     limits = {kind: costs.limit(kind) for kind in costs.kinds}
-    none = any(cap == 0 for cap in caps.values())  # a smaller batch wouldn't help: not even one sample fits somewhere
+    none = any(cap == 0 for cap in caps.values())  # on some kind, not even one sample fits
     return [
         *([] if none else [whole]),
         *(
@@ -117,17 +117,17 @@ def _too_many(costs: CostModel, plans: Plans, caps: Mapping[str, int], total: in
 
 
 def dynamic_batching(costs: CostModel) -> Allocation:
-    """Everything in float; only the batches differ."""
+    """Return the best split of the batch with all operators in float."""
     plans = {kind: dict.fromkeys(costs.operators, FLOAT) for kind in costs.kinds}
     return allocation(costs, plans, split_batch(costs, plans))
 
 
 @strict
 def recover_and_split(costs: CostModel, *, slack: float = SLACK) -> Allocation:
-    """Precisions and batches together: no earlier system has both.
+    """Choose precisions and batch sizes together.
 
-    The fastest plans, with the batches that balance them, set the pace. Then operators are raised within that pace. A
-    raise takes time from one kind alone, so batches are balanced again, and again raised, until nothing changes.
+    The fastest plans with balanced batches determine the step time. Then the precision of operators is raised within
+    that time. A raise makes one kind slower, so batches are balanced again. Both repeat until nothing changes.
     """
     quick = _paced(costs)
     best = recover(costs, quick.batches, start=quick, slack=slack)
@@ -144,10 +144,10 @@ def recover_and_split(costs: CostModel, *, slack: float = SLACK) -> Allocation:
 
 
 def _paced(costs: CostModel) -> Allocation:
-    """The fastest plans and batches: from several starts, as either decides what the other can be.
+    """Return the fastest plans with balanced batches, from several starting points.
 
-    Memory may want smaller batches, or smaller formats: batches are split for the fastest formats, and for the smallest
-    ones, which hold the most; equal batches count where they fit.
+    A memory limit can be met by smaller batches or by smaller formats. So the batch is split for the fastest formats
+    and for the smallest ones. Equal batches are a candidate if they fit.
     """
     equal, size = equal_batches(costs), costs.batch
     quick = {kind: quickest(costs, kind, size) for kind in costs.kinds}
@@ -169,7 +169,7 @@ def _paced(costs: CostModel) -> Allocation:
     if not found and problem is not None:
         raise problem
     best = min(found, key=lambda one: one.seconds)
-    with suppress(PlanError):  # the plans of those batches may be balanced otherwise
+    with suppress(PlanError):  # these plans may have a better split
         again = fastest(costs, split_batch(costs, best.plans))
         best = min(best, again, key=lambda one: one.seconds)
     return best

@@ -1,4 +1,4 @@
-"""The fastest formats of one kind of device: block by block, where no operator's cost reaches into the next one."""
+"""The fastest formats of one kind of device, by decomposition into blocks of operators with independent costs."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from math import prod
 from bitwright.cluster.cost_model import FLOAT, CostModel
 
 MARGIN = 0.005
-"""Gain that lowering all operators must have at least, each its part of it: less is within what profiles are wrong."""
-_NOTHING = 1e-7  # of the device's work: differences below it are rounding
+"""The minimum gain of lowering all operators, split equally among them. Smaller gains are within the profile error."""
+_NOTHING = 1e-7  # relative to the device's work; smaller differences are rounding errors
 
 Pair = tuple[str, str]
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """Seconds of a step as a sum: all in float, what each operator adds, what each pair adds to that."""
+    """Seconds of a step as a sum: all operators in float, the change by each operator, and the change by each pair."""
 
     base: float
     single: Mapping[Pair, float]
-    """Of (operator, format)."""
+    """By (operator, format)."""
     pairs: Mapping[Pair, Mapping[Pair, float]]
-    """Of (operator, a later one), for formats of both; pairs that don't depend on each other are left out."""
+    """By (operator, later operator), then by both formats. Independent pairs are omitted."""
 
     def seconds(self, plan: Mapping[str, str]) -> float:
-        """The sum for one plan: exact where no three operators depend on each other."""
+        """The sum for one plan; it is exact unless three operators depend on each other."""
         alone = sum(self.single[item] for item in plan.items())
         joined = sum(own.get((plan[a], plan[b]), 0.0) for (a, b), own in self.pairs.items())
         return self.base + alone + joined
 
 
 def sample(costs: CostModel, kind: str, batch: int) -> Sampled:
-    """Ask for differences from float; of operators and pairs that are alike, once."""
+    """Sample the differences from float, once for equal operators and pairs."""
     order = list(costs.operators)
     place = {operator: index for index, operator in enumerate(order)}
     alike = [costs.cost_key(kind, operator) for operator in order]
@@ -72,16 +72,16 @@ def sample(costs: CostModel, kind: str, batch: int) -> Sampled:
 
 
 def price_of(costs: CostModel, sampled: Sampled) -> float:
-    """Seconds that an operator must gain before it is lowered: float stays where a kernel isn't really faster."""
+    """Seconds that an operator must gain before its precision is lowered."""
     return MARGIN * sampled.base / max(1, len(costs.operators))
 
 
-_ENUMERATED = 64  # plans of a block that are all asked for; larger blocks are gone through in order
-_STATES = 512  # formats of a frontier that are followed at once, the fastest ones
+_ENUMERATED = 64  # maximum number of plans of a block that are enumerated; larger blocks use dynamic programming
+_STATES = 512  # maximum number of states in dynamic programming; the fastest are kept
 
 
 def blocks(order: Sequence[str], sampled: Sampled) -> list[list[str]]:
-    """The operators in order, cut wherever the frontier is empty: no pair has one of its two on each side."""
+    """Split the operators, in order, wherever no dependent pair crosses the cut."""
     place = {operator: index for index, operator in enumerate(order)}
     reach = list(range(len(order)))
     for before, after in sampled.pairs:
@@ -97,11 +97,11 @@ def blocks(order: Sequence[str], sampled: Sampled) -> list[list[str]]:
 
 
 def quickest(costs: CostModel, kind: str, batch: int) -> dict[str, str]:
-    """The least work, memory aside; float where a lower format is hardly faster.
+    """Return the fastest plan without a memory limit; float where a lower format is hardly faster.
 
-    The sampled costs say which operators depend on each other. All plans of a small block are tried on the machine
-    itself; of a large one the frontier's formats are followed from operator to operator. Blocks that are alike have one
-    answer. At the end single changes are tried on the whole plan, as three operators may depend on each other, too.
+    Sampled costs show which operators depend on each other. All plans of a small block are evaluated with the cost
+    model; large blocks use dynamic programming. Equal blocks have one solution. At the end, single changes are tried on
+    the whole plan, because three operators may also depend on each other.
     """
     sampled = sample(costs, kind, batch)
     price = price_of(costs, sampled)
@@ -130,7 +130,7 @@ def _answer(costs: CostModel, kind: str, batch: int, block: Sequence[str], sampl
 
 
 def _in_order(block: Sequence[str], formats: Sequence[Sequence[str]], sampled: Sampled, price: float) -> list[str]:
-    """Dynamic programming: what is behind the frontier matters no more, so of its plans the fastest is kept."""
+    """Dynamic programming: for each choice of formats at the frontier, keep the fastest earlier plan."""
     place = {operator: index for index, operator in enumerate(block)}
     earlier: list[list[int]] = [[] for _ in block]
     needed = list(range(len(block)))
@@ -162,7 +162,7 @@ def _priced(costs: CostModel, kind: str, batch: int, plan: Mapping[str, str], pr
 def polished(
     costs: CostModel, kind: str, batch: int, plan: dict[str, str], *, limit: int | None = None
 ) -> dict[str, str]:
-    """Single changes, the most helpful first, while they make the work less and the memory stays within a limit."""
+    """Apply single changes, the largest gain first, while they reduce the work and the memory limit holds."""
     price = price_of(costs, sample(costs, kind, batch))
     best = _priced(costs, kind, batch, plan, price)
     changed = True

@@ -1,4 +1,4 @@
-"""Precisions of one kind of device by integer programming: least penalty, or least time, within memory and time."""
+"""Integer programs for one kind of device: minimize the penalty or the time, within limits of time and memory."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from bitwright.cluster.cost_model import FLOAT, CostModel, too_large
 from bitwright.cluster.planners.blocks import Sampled, price_of, sample
 from bitwright.core.errors import PlanError, Problem
 
-_TRIES = 6  # sums are no plan's true cost: what exceeds a limit is taken off it, so often
-_SECONDS = 5.0  # for one program; the best plan until then counts
+_TRIES = 6  # true costs aren't sums: the limit is reduced by the excess, up to this number of times
+_SECONDS = 5.0  # time limit of one program; the best plan found until then is used
 
 
 def ilp(
@@ -25,18 +25,17 @@ def ilp(
     seconds: float | None = None,
     memory: int | None = None,
 ) -> dict[str, str]:
-    """The plan with the least penalty whose work and memory stay within what is given."""
+    """Return the plan with the smallest penalty within limits of work and memory."""
     return Program(costs, kind, batch or costs.batch).solve("penalty", seconds=seconds, memory=memory)
 
 
 @dataclass(frozen=True)
 class Program:
-    """The costs of one kind and batch as sums, to solve for several limits.
+    """The linearized costs of one kind and batch size, to solve for several limits.
 
-    Seconds are sums over operators and over pairs that casts join. Bytes are counted from the plan `around` (the
-    smallest one, if none is known that fits): they are sums only near a plan. What several operators read is kept once
-    for those in float, so it has a variable of its own. A plan's true cost may be another one: it is asked of the
-    machine, and the limit tightened by what exceeds it.
+    Seconds are sums over operators and over pairs that are joined by casts. Bytes are linearized around the plan
+    `around`, by default the smallest plan. A tensor that several float operators read is saved once, so it has its own
+    variable. The cost model evaluates each solution; if a limit is exceeded, it is tightened by the excess.
     """
 
     costs: CostModel
@@ -47,8 +46,8 @@ class Program:
     def solve(
         self, least: Literal["penalty", "seconds"], *, seconds: float | None = None, memory: int | None = None
     ) -> dict[str, str]:
-        """The plan with the least penalty or work; raises with what it would take, if nothing is within the limits."""
-        time, memory_limit = seconds, None  # most plans fit: memory is only looked at when one doesn't
+        """Return the plan with the smallest penalty or work. If none fits, the error names what is needed."""
+        time, memory_limit = seconds, None  # most plans fit, so memory is only included after one doesn't
         for _ in range(_TRIES):
             plan = self._solved(least, time, memory_limit)
             if plan is None:
@@ -66,7 +65,7 @@ class Program:
     def _solved(
         self, least: Literal["penalty", "seconds"], seconds: float | None, memory: int | None
     ) -> dict[str, str] | None:
-        from scipy.optimize import Bounds, LinearConstraint, milp  # most of a second; only planners wait for it
+        from scipy.optimize import Bounds, LinearConstraint, milp  # imported here because it takes most of a second
 
         goal = self._penalties if least == "penalty" else self._works + self._prices
         constraints = list(self._structure)
@@ -78,7 +77,7 @@ class Program:
             taken = np.array([*own, *(bytes for _, bytes in shared)])
             constraints += [LinearConstraint(taken[None] / 1e6, -np.inf, (memory - used) / 1e6), *self._kept_for_any]
             goal = np.pad(goal, (0, len(shared)))
-        scale = float(np.abs(goal).max()) or 1.0  # tolerances are absolute
+        scale = float(np.abs(goal).max()) or 1.0  # the solver's tolerances are absolute
         whole = np.array([float(i < len(self._pairs)) for i in range(len(goal))])
         found = milp(
             goal / scale,
@@ -102,7 +101,7 @@ class Program:
 
     @cached_property
     def _joined(self) -> list[tuple[tuple[str, str], tuple[str, str], float]]:
-        """What two operators add together: each has a variable that is 1 where both have these formats."""
+        """The additional cost of two formats together; its variable is 1 if both operators have these formats."""
         return [
             ((a, f), (b, g), seconds) for (a, b), own in self._sampled.pairs.items() for (f, g), seconds in own.items()
         ]
@@ -118,13 +117,13 @@ class Program:
 
     @cached_property
     def _prices(self) -> np.ndarray[Any, Any]:
-        """What a lower format must gain at least."""
+        """The minimum gain of a lower format."""
         price = price_of(self.costs, self._sampled)
         return np.array([*(price * (f != FLOAT) for _, f in self._pairs), *(0.0 for _ in self._joined)])
 
     @cached_property
     def _bytes(self) -> tuple[float, list[float], list[tuple[list[str], float]]]:
-        """Of a plan to begin with; what each variable adds; and what those that read the same keep for all in float."""
+        """The bytes of a base plan, those of each variable, and those that groups of readers share in float."""
         used = float(self._memory({}))
         begin, own, shared = used, dict.fromkeys(self._pairs, 0.0), []
         formats = {op: self.costs.formats(self.kind, op) for op in self.costs.operators}
@@ -134,7 +133,7 @@ class Program:
             base = float(self._memory(low))
             begin += base - used
             alone = {op: self._memory({**low, op: FLOAT}) - base for op in group}
-            # alone each one brings what they read; together they do so once
+            # each one alone saves the shared input; together they save it once
             twice = sum(alone.values()) - (self._memory(dict.fromkeys(group, FLOAT)) - base)
             common = max(0.0, twice / (len(group) - 1))
             shared.append((group, common))
@@ -151,7 +150,7 @@ class Program:
 
     @cached_property
     def _kept_for_any(self) -> list[Any]:
-        """What a group reads is kept where any of it is in float."""
+        """The shared input of a group is saved if any of its operators is in float."""
         from scipy.optimize import LinearConstraint
 
         shared = self._bytes[2]
@@ -171,12 +170,12 @@ class Program:
 
     @cached_property
     def smallest(self) -> dict[str, str]:
-        """As few bytes as one gets by changing operators one after the other."""
+        """The plan with the least memory."""
         return smallest(self.costs, self.kind, self.batch)
 
     @cached_property
     def _structure(self) -> list[Any]:
-        """One format for each operator; a pair's variable is what its two say."""
+        """One format per operator; the variable of a pair is the product of its two formats' variables."""
         from scipy.optimize import LinearConstraint
 
         place = {pair: index for index, pair in enumerate(self._pairs)}
@@ -191,7 +190,7 @@ class Program:
         for index, (a, b, seconds) in enumerate(self._joined, len(self._pairs)):
             both = np.zeros(width)
             both[[place[a], place[b], index]] = 1, 1, -1
-            if seconds > 0:  # a cost is avoided where it can be, a gain is taken: one direction each must be said
+            if seconds > 0:  # costs need a lower bound and gains an upper bound
                 rows.append(both)
                 upper.append(1.0)
                 continue
@@ -215,18 +214,18 @@ class Program:
         if memory is not None:
             needs = self.costs.memory(self.kind, self.smallest, self.batch)
             words.append(f"needs {needs / 1e9:.3g} GB at its smallest, {memory / 1e9:.3g} are allowed")
-        return Problem(what="; ".join(words), where=self.kind, fix="allow more, or give it a smaller batch")
+        return Problem(what="; ".join(words), where=self.kind, fix="raise the limits, or use a smaller batch")
 
 
 def _wider(constraint: Any, columns: int) -> Any:
-    """The same over more variables, which it leaves alone."""
+    """The same constraint with additional variables that it doesn't restrict."""
     from scipy.optimize import LinearConstraint
 
     return LinearConstraint(np.pad(constraint.A, ((0, 0), (0, columns))), constraint.lb, constraint.ub)
 
 
 def _groups(costs: CostModel, operators: list[str]) -> list[list[str]]:
-    """Operators that read the same, two at least of them together."""
+    """Groups of two or more operators that read the same tensor."""
     found: list[list[str]] = []
     seen: set[str] = set()
     for operator in operators:
@@ -242,7 +241,7 @@ def _groups(costs: CostModel, operators: list[str]) -> list[list[str]]:
 
 
 def smallest(costs: CostModel, kind: str, batch: int) -> dict[str, str]:
-    """The plan with the fewest bytes: from the best single format on, operators change one after the other."""
+    """Return the plan with the least memory: start from the best uniform format, and change one operator at a time."""
     formats = {op: costs.formats(kind, op) for op in costs.operators}
     every = dict.fromkeys(f for own in formats.values() for f in own)
     plans = [{op: format if format in own else FLOAT for op, own in formats.items()} for format in every]

@@ -1,4 +1,4 @@
-"""Planners of precisions: the fastest plan, and the most exact plan that is as fast."""
+"""Planners of precisions: the fastest plan, and the plan with the smallest penalty that is as fast."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from bitwright.core.arguments import Positive, Share, strict
 from bitwright.core.errors import PlanError, Problem
 
 SLACK = 0.01
-"""Share of the fastest step time that a more exact plan may take longer."""
-_SEARCHED = 6  # programs for one kind: each halves what isn't known of the work that it may have
+"""The relative increase of the fastest step time that a plan with a smaller penalty may have."""
+_SEARCHED = 6  # integer programs for one kind; each halves the interval of its time budget
 Assignment = dict[str, str]
 
 
@@ -119,7 +119,7 @@ def _fit(costs: CostModel, kind: str, plan: Assignment, batch: int) -> Assignmen
         raise PlanError([too_large(costs, kind, least, batch, limit)], title="no plan fits")
     near = _shrunk(costs, kind, plan, batch, limit) or least
     found = [near]
-    with suppress(PlanError):  # bytes that are no sum: the program may have tightened its limit too far
+    with suppress(PlanError):  # memory isn't additive, so the program may have tightened its limit too far
         found.append(Program(costs, kind, batch, near).solve("seconds", memory=limit))
     plans = [polished(costs, kind, batch, one, limit=limit) for one in found]
     return min(plans, key=lambda one: costs.work(kind, one, batch))
@@ -141,7 +141,7 @@ def _shrunk(costs: CostModel, kind: str, plan: Assignment, batch: int, limit: in
                 saved = used - costs.memory(kind, other, batch)
                 if saved > 0:
                     lost = costs.work(kind, other, batch) - work
-                    # of what costs nothing the largest; else the least time for each byte
+                    # free changes first, the largest saving first; otherwise the least time per byte
                     options.append((lost / saved if lost > 0 else 0.0, -saved, operator, format))
         if not options:
             return None
@@ -213,10 +213,10 @@ def _exchanged(
     seconds = most
     for _ in range(_SEARCHED):
         other = None
-        with suppress(PlanError):  # costs that depend on each other: no plan is as quick as its sum says
+        with suppress(PlanError):  # costs depend on each other, so that no plan may be as fast as the sum says
             other = program.solve("penalty", seconds=seconds, memory=costs.limit(kind))
         after = before if other is None else sum(costs.penalty(op, f) for op, f in other.items())
-        if other is not None and after >= before and seconds == limit:  # even all of it helps nothing
+        if other is not None and after >= before and seconds == limit:  # even the whole step time doesn't help
             break
         if other is None:
             most = seconds if seconds > sure else most
@@ -248,7 +248,7 @@ def _climb(
         refused = False
         while heap:
             _, kind, operator = heapq.heappop(heap)
-            if plans[kind][operator] == FLOAT:  # with another one already
+            if plans[kind][operator] == FLOAT:  # already raised together with another operator
                 continue
             better = _raised(costs, plans, batches, kind, operator, limit)
             if better is None:
