@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from typer.testing import CliRunner
 
 from bitwright.cli import app
+from bitwright.cli.out import Out
+from bitwright.core.errors import Problem
 
 WORKLOAD = """
 import torch
@@ -101,6 +104,11 @@ class Ran:
     code: int
     out: str
     err: str
+    problems: list[Problem]
+
+    @property
+    def codes(self) -> list[str | None]:
+        return [problem.code for problem in self.problems]
 
     @property
     def json(self) -> Any:
@@ -111,8 +119,16 @@ Run = Callable[..., Ran]
 
 
 def _run(*arguments: object) -> Ran:
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
-    return Ran(result.exit_code, result.stdout, result.stderr)
+    problems: list[Problem] = []
+    print_error = Out.error
+
+    def error(out: Out, text: str, found: Sequence[Problem]) -> None:
+        problems.extend(found)
+        print_error(out, text, found)
+
+    with patch.object(Out, "error", error):
+        result = CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
+    return Ran(result.exit_code, result.stdout, result.stderr, problems)
 
 
 @pytest.fixture(scope="session")

@@ -37,10 +37,6 @@ def test_names_in_json_are_escaped_and_whole(capsys: pytest.CaptureFixture[str])
 def test_names_in_progress_are_no_markup(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     out = Out(json=False, quiet=False)
-    with out.steps("[/nothing]", 2) as step:
-        step(1)
-    with out.phases("x") as tell:
-        tell("[/nothing]")
-    with out.units() as units:
-        units("[/nothing]", 1, 2)
+    with out.progress("x") as progress:
+        progress(1, 2, "[/nothing]")
     assert "[/nothing]" in capsys.readouterr().err

@@ -249,7 +249,7 @@ def test_planners_are_found_by_name(run, workloads, tmp_path):
     assert "did you mean 'recover'" in wrong.err
     PLANNERS.register("mine", lambda machine: all_float(machine))
     try:
-        assert run(*ask, "mine", "--json").json["problems"][0]["code"] == "scores-missing"
+        assert run(*ask, "mine", "--json").json["problems"][0]["code"] == "option-missing"
         listed = {row["name"] for row in run("list", "planners", "--json").json["planners"]}
     finally:
         PLANNERS.unregister("mine")

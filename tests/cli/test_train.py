@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,7 +33,7 @@ def run(*arguments: object, code: int = 0) -> Any:
 
 def test_three_commands_from_amp_to_a_measured_artefact(tmp_path: Path) -> None:
     amp, qat, out = tmp_path / "amp", tmp_path / "qat", tmp_path / "out"
-    words = run("train", TINY, *COMMON, "--amp", "bf16", "-o", amp).stdout
+    words = run("train", TINY, *COMMON, "--amp", "bf16", "-o", amp).stderr
     assert "epoch 2/2: loss" in words
     run("train", TINY, *COMMON, "--amp", "bf16", "--init", amp, "--precision", "int8", "-o", qat)
     assert json.loads((qat / "result.json").read_text())["init"] == str(amp)
@@ -48,7 +49,7 @@ def test_three_commands_from_amp_to_a_measured_artefact(tmp_path: Path) -> None:
     assert training["metrics"] == json.loads((qat / "result.json").read_text())["metrics"]
     assert training["settings"]["amp"] == "bf16"
     assert read_json(amp / "report.json").training is not None  # a float run has a report, too
-    shown = run("deploy", TINY, qat, "--float", amp, "-o", tmp_path / "again").stdout
+    shown = run("deploy", TINY, qat, "--reference", amp, "-o", tmp_path / "again").stdout
     assert "samples/s" in shown
 
 
@@ -72,7 +73,7 @@ def test_what_is_wrong_is_said_before_anything_is_trained(tmp_path: Path) -> Non
 def test_an_epoch_is_told_by_its_mean_loss(tmp_path: Path) -> None:
     """It was that of the steps since the last line of the log: of one batch, if that was the step before."""
     told = [
-        [line for line in run("train", TINY, *options, "-o", tmp_path / name).stdout.splitlines() if "epoch 1/" in line]
+        [line for line in run("train", TINY, *options, "-o", tmp_path / name).stderr.splitlines() if "epoch 1/" in line]
         for name, options in {"often": COMMON, "seldom": (*COMMON[:-1], "5")}.items()
     ]
     assert told[0] == told[1]
@@ -86,7 +87,8 @@ def test_one_process_says_for_all_that_there_is_no_tensorboard(tmp_path: Path, m
     class Trains:
         def __init__(self, *_: object, **__: object) -> None: ...
 
-        def fit(self) -> None: ...
+        def fit(self) -> Any:
+            return SimpleNamespace(to_dict=dict, summary=list, failures=list)
 
     monkeypatch.setattr("bitwright.training.trainer.Trainer", Trains)
     monkeypatch.setattr("bitwright.training.callbacks.tensorboard_problem", lambda: "it isn't installed")

@@ -374,10 +374,14 @@ def test_bench(run, small, tmp_path):
 
 
 def test_bench_refuses_what_contradicts_itself(run, small, tmp_path):
+    for options, code in {
+        ("--plan", tmp_path / "plan.yaml"): "option-missing",
+        ("--model", tmp_path, "--plan", tmp_path / "plan.yaml"): "ignored-option",
+        ("--model", tmp_path): "no-saved-model",
+    }.items():
+        ran = run("bench", small, *options)
+        assert (ran.code, ran.codes) == (2, [code]), ran.err
     for options, words in {
-        ("--plan", tmp_path / "plan.yaml"): "--checkpoint is missing",
-        ("--model", tmp_path, "--plan", tmp_path / "plan.yaml"): "--model has a plan",
-        ("--model", tmp_path): "has no plan.yaml and no checkpoint.safetensors",
         ("--instances", 1000): "1000 × 1",
         ("--cores", 1, "--threads", 1): "as many threads as cores",
         ("--mode", "speed"): "accuracy",
@@ -412,17 +416,21 @@ def test_wrong_steps_end_before_the_workload_is_opened(run, tmp_path):
 def test_doctor_says_what_works_here_and_what_to_install(run, monkeypatch, tmp_path):
     (tmp_path / "cifar10").mkdir()
     monkeypatch.setenv("BITWRIGHT_DATA", str(tmp_path))
-    from bitwright.cli import examining
+    from bitwright.workflows import doctor
 
-    assert examining.data()["found"] == "cifar10"
+    def data():
+        return next(tool for tool in doctor._tools() if tool.tool.startswith("data"))
+
+    assert data().found == "cifar10"
     monkeypatch.delenv("BITWRIGHT_DATA")
-    assert "set BITWRIGHT_DATA" in examining.data()["fix"]
-    monkeypatch.setattr(examining, "_installed", lambda package: package != "openvino")
-    lacking = {row["extra"]: row["fix"] for row in examining.extras()}
+    assert data().found is None
+    assert "set BITWRIGHT_DATA" in data().fix
+    monkeypatch.setattr(doctor, "_version", lambda package: None if package == "openvino" else "1.0")
+    lacking = {extra.extra: extra.fix for extra in doctor._extras()}
     assert lacking["openvino"] == "pip install 'bitwright[openvino]'"
     assert lacking["postgresql"] is None
     assert "test" not in lacking
     monkeypatch.setenv("PATH", str(tmp_path))
-    tools = {row["tool"]: row for row in examining.tools()}
-    assert tools["C++ compiler"]["found"] is None
-    assert "g++" in tools["C++ compiler"]["fix"]
+    tools = {tool.tool: tool for tool in doctor._tools()}
+    assert tools["C++ compiler"].found is None
+    assert "g++" in tools["C++ compiler"].fix

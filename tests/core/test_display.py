@@ -18,7 +18,7 @@ from torch import nn
 
 import bitwright
 from bitwright.cluster import Cluster, Link, predict_step
-from bitwright.core.display import Chart, bar_chart, table
+from bitwright.core.display import Chart, Table, bar_chart
 from bitwright.profiling import DeviceProfile, StepSettings, Variant, record_step
 from bitwright.sensitivity import OperatorScores
 from bitwright.sensitivity.score import Scores, SiteScore
@@ -129,11 +129,11 @@ def test_one_line_says_what_a_result_contains(results: dict[str, Any]) -> None:
 
 
 def test_tables_escape_and_shorten() -> None:
-    text = table(["name", "#value"], [(EVIL, None)] * 60, title=EVIL)
+    text = Table(["name", "#value"], [(EVIL, None)] * 60, title=EVIL).to_html()
     assert set(tags(text)) == {"p", "b", "table", "thead", "tbody", "tr", "th", "td"}
     assert "10 more rows" in text
     with pytest.raises(ValueError, match="zip"):
-        table(["one"], [(1, 2)])
+        Table(["one"], [(1, 2)]).to_html()
 
 
 def test_bars_without_values_are_drawn() -> None:

@@ -8,8 +8,9 @@ import pytest
 import torch
 from PIL import Image
 
+from bitwright.core.environment import DATA_VARIABLE
 from bitwright.core.errors import WorkloadError
-from bitwright.zoo.data import DATA_VARIABLE, Augmented, Images, data_folder, idx_images, image_folder, npz_images
+from bitwright.zoo.data import Augmented, Images, data_folder, idx_images, image_folder, npz_images
 from bitwright.zoo.workloads import resnet20_cifar10
 
 

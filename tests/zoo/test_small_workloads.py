@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import bitwright as bw
-from bitwright.zoo.data import DATA_VARIABLE
+from bitwright.core.environment import DATA_VARIABLE
 from bitwright.zoo.networks import DepthwiseNet, ResidualNet
 from bitwright.zoo.workloads import TESTED_ON, TRAINED_ON
 

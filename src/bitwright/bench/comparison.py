@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from math import isfinite
 from typing import Any, Literal
@@ -73,6 +73,11 @@ class LatencyRow(ResultModel):
     def rate_text(self) -> str:
         """The throughput."""
         return f"{self.batch / self.median_ms * 1e3:,.0f} samples/s"
+
+    def cells(self) -> Sequence[object]:
+        """The row of a table."""
+        rate = f"{self.batch / self.median_ms * 1e3:,.0f}"
+        return self.runtime, self.variant, self.batch, *_percentiles(self), f"{self.ratio:.2f}×", rate
 
 
 class Parity(ResultModel):
@@ -182,6 +187,14 @@ class OnRuntime(ResultModel):
         names, more = self.left_in_float[:_NAMED], len(self.left_in_float) - _NAMED
         return f"{kinds} ({', '.join(names)}{f' and {more} more' if more > 0 else ''})"
 
+    def cells(self) -> Iterator[Sequence[object]]:
+        """A row for each variant: what doesn't depend on the batch size."""
+        verdict = f"{'yes' if self.parity.passed else 'no'}, {formatting.decibels(self.parity.sqnr_db)}"
+        for size in self.sizes:
+            scores = [f"{one.metric} {one.text}" for one in self.accuracies if one.where == size.name]
+            told = (self.executed_text, verdict) if size.name == "quantized" else ("float", None)
+            yield self.runtime, size.name, ", ".join(scores), formatting.size(size.bytes), *told
+
 
 class Instance(ResultModel):
     """One of several processes that ran at the same time."""
@@ -210,6 +223,19 @@ class Together(ResultModel):
     ratio: float = Field(description="Throughput relative to the float variant in the same run.")
     instances: tuple[Instance, ...]
 
+    def cells(self) -> Iterator[Sequence[object]]:
+        """A row for each instance, and one for all of them."""
+        name = (self.runtime, self.variant, self.batch)
+        for one in self.instances:
+            cores = f"cores {','.join(map(str, one.cores))}"
+            yield *name, cores, *_percentiles(one), f"{one.throughput:,.0f}", None
+        yield *name, "all", *_percentiles(self), f"{self.throughput:,.0f}", f"{self.ratio:.2f}×"
+
+
+def _percentiles(one: LatencyRow | Instance | Together) -> list[str | None]:
+    values = (one.median_ms, one.p90_ms, one.p99_ms)
+    return [None if value is None else formatting.number(value) for value in values]
+
 
 class Skipped(ResultModel):
     """A runtime that was not measured."""
@@ -229,7 +255,7 @@ class Fastest(ResultModel):
 
 
 @strict
-class Comparison(ResultModel):
+class Comparison(display.Summarized, ResultModel):
     """All runtimes; latencies were measured in turns, in one process."""
 
     version: Literal[1] = 1
@@ -252,15 +278,36 @@ class Comparison(ResultModel):
         """The results as plain data."""
         return self.model_dump(mode="json")
 
-    def _repr_html_(self) -> str:
-        rows = [
-            (one.runtime, timing.variant, timing.batch, f"{timing.median_ms:.3g} ms", f"{timing.ratio:.2f}×", ran)
-            for one in self.runtimes
-            for timing in one.timings
-            for ran in ("float" if timing.variant == "float" else one.executed_text,)
-        ]
-        heads = ["runtime", "variant", "#batch", "#latency", "#of float", "ran as"]
-        return display.table(heads, rows, title=f"{self.workload} on {self.environment.cpu}")
+    def summary(self) -> Iterator[display.Table | str]:
+        """Accuracy, size and agreement of each runtime, then latencies and the fastest runtime."""
+        heads = ["runtime", "variant", "metric", "#size", "ran as", "agrees"]
+        rows = [cells for row in self.runtimes for cells in row.cells()]
+        yield display.Table(heads, rows, title=f"{self.workload} on {self.environment.cpu}")
+        timings = [timing for row in self.runtimes for timing in row.timings]
+        if timings:
+            heads = ["runtime", "variant", "#batch", "#p50", "#p90", "#p99", "#of float", "#samples/s"]
+            title = f"latency in ms, {formatting.counted(timings[0].threads, 'thread')}"
+            yield display.Table(heads, [timing.cells() for timing in timings], title=title)
+        if self.together:
+            one = self.together[0]
+            cores = formatting.counted(len(one.instances[0].cores), "core")
+            share = f"{formatting.counted(len(one.instances), 'instance')} × {cores}"
+            heads = ["runtime", "variant", "#batch", "instance", "#p50", "#p90", "#p99", "#samples/s", "#of float"]
+            rows = [cells for row in self.together for cells in row.cells()]
+            title = f"latency in ms and throughput, {share}{'' if one.pinned else ' (not bound)'}"
+            yield display.Table(heads, rows, title=title)
+        for skip in self.skipped:
+            yield f"skipped {skip.runtime}: {skip.why}"
+        for pick in self.fastest:
+            speed = f"{pick.median_ms:.3g} ms" if pick.throughput is None else f"{pick.throughput:,.0f} samples/s"
+            yield f"fastest with batch {pick.batch}: {pick.runtime}, {pick.variant}, {speed}"
+
+    def failures(self) -> list[str]:
+        """Runtimes that don't run the quantized model as it was simulated."""
+        failed = ", ".join(row.runtime for row in self.runtimes if not row.parity.passed)
+        if not failed and self.runtimes:
+            return []
+        return [f"{failed or 'every runtime'} can't run the quantized model as it was simulated"]
 
     def plot(self) -> display.Chart:
         """The latency of each runtime, float and quantized."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import isclose
 from pathlib import Path
 from statistics import mean, stdev
@@ -18,9 +18,11 @@ from bitwright.core.documents import name_problem, read_json
 from bitwright.core.environment import Machine
 from bitwright.core.errors import PlanError, Problem
 from bitwright.core.files import write_text
+from bitwright.core.formatting import counted
 from bitwright.core.schemas import ResultModel, Strict, validated
 
 LEADERBOARD_VERSION = 1
+_MANY = 60  # with more rows, a summary has one line per algorithm and width
 Status = Literal["done", "diverged", "refused", "failed", "pending"]
 
 
@@ -127,6 +129,11 @@ class Row(Result):
     )
 
     @property
+    def label(self) -> str:
+        """The row in words."""
+        return f"{self.model}, {self.algorithm}, {self.backend}, {self.bits} bits, seed {self.seed}"
+
+    @property
     def drop(self) -> float | None:
         """Float minus quantized, in points. Both had the same training where that was measured."""
         reference = self.float_accuracy if self.float_trained is None else self.float_trained
@@ -159,6 +166,19 @@ class Summary(_Strict):
     over_models: float | None = Field(default=None, description="Deviation of the mean drops of models.")
     rows: dict[str, int] = Field(description="The number of rows by status.")
 
+    def cells(self) -> Sequence[object]:
+        """The row of a table."""
+        return (
+            self.algorithm or "all",
+            self.backend or "all",
+            self.bits or "all",
+            self.model or "all",
+            spread_text(self.accuracy) if self.model else None,
+            spread_text(self.drop),
+            None if self.gap is None else f"{self.gap.mean:+.2f}",
+            ", ".join(f"{count} {state}" for state, count in self.rows.items()),
+        )
+
 
 class FloatNet(_Strict):
     """The float network from which the rows of a model and a seed start."""
@@ -171,7 +191,7 @@ class FloatNet(_Strict):
 
 
 @strict
-class Leaderboard(_Strict):
+class Leaderboard(display.Summarized, _Strict):
     """All rows of a grid, with means and deviations.
 
     >>> from tempfile import TemporaryDirectory
@@ -214,26 +234,36 @@ class Leaderboard(_Strict):
         """All rows and summaries as plain data."""
         return self.model_dump(mode="json", by_alias=True)
 
-    def _repr_html_(self) -> str:
-        rows = [
-            (
-                one.algorithm,
-                one.bits,
-                spread_text(one.drop),
-                spread_text(one.gap),
-                ", ".join(f"{count} {state}" for state, count in one.rows.items()),
-            )
-            for one in self._by_algorithm()
-        ]
-        heads = ["algorithm", "#bits", "#points below float", "#gap on the runtime", "rows"]
-        return display.table(heads, rows, title=self.title or self.name)
+    def summary(self) -> Iterator[display.Table | str]:
+        """The mean accuracy of each cell, or of each algorithm and width if there are many rows."""
+        whole = [one for one in self.summaries if None not in cell_of(one)]
+        shown = self._by_algorithm() if len(self.rows) > _MANY else whole
+        heads = ["algorithm", "backend", "#bits", "model", "#accuracy", "#below float", "#on the runtime", "rows"]
+        yield display.Table(heads, [one.cells() for one in shown], title=self.title or self.name)
+        for what, algorithm, backend, reason, count in reasons(self.rows):
+            yield f"{what}: {algorithm}, {backend}, {counted(count, 'row')}: {short_reason(reason)}"
+        states = Counter(row.status for row in self.rows)
+        counts = ", ".join(f"{count} {state}" for state, count in states.items())
+        yield f"{counted(len(self.rows), 'row')}: {counts}; config {self.config_hash}"
+        yield f"“below float” is below {drop_reference(self)}"
+
+    def failures(self) -> list[str]:
+        """Rows that failed or are pending, or that all rows were refused."""
+        states = Counter(row.status for row in self.rows)
+        if set(states) == {"refused"}:
+            return ["all rows were refused"]
+        return [f"{counted(states[state], 'row')} {state}" for state in ("failed", "pending") if states[state]]
 
     def _by_algorithm(self) -> list[Summary]:
-        """Each algorithm at each width, over the places that all algorithms have."""
+        """Each algorithm at each width, over the places that all algorithms have; `rows` counts all rows."""
         shared = comparable(self.rows)
-        keys = sorted({(row.bits, row.algorithm) for row in shared})
-        groups = {key: [row for row in shared if (row.bits, row.algorithm) == key] for key in keys}
-        return [summary(group, algorithm=name, bits=bits) for (bits, name), group in groups.items()]
+        found = []
+        for one in self.summaries:
+            if one.backend is None and one.model is None:
+                own = [row for row in shared if (row.algorithm, row.bits) == (one.algorithm, one.bits)]
+                made = summary(own, algorithm=one.algorithm, bits=one.bits)
+                found.append(made.model_copy(update={"rows": one.rows}))
+        return found
 
     def plot(self) -> display.Chart:
         """The mean drop of each algorithm at each width, over the places that all algorithms have."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from functools import partial
 from importlib import import_module
 from typing import Annotated, Any
 
@@ -13,10 +12,10 @@ from typer.core import TyperCommand, TyperGroup
 from bitwright.cli.verb import REGISTERED
 from bitwright.version import __version__
 
-#: Name → module, and the line of --help. A group has a table of its own.
+#: Name → module, and the line of --help.
 VERBS: dict[str, tuple[str, str]] = {
     "quickstart": ("quickstart", "Train a small model, quantize it and write a report. Needs no download."),
-    "inspect": ("inspecting", "Show the operators of a model."),
+    "inspect": ("inspect", "Show the operators of a model."),
     "plan": ("plan", "Choose a number format for each site of a model."),
     "plan-cluster": ("plan_cluster", "Choose precisions and batches for a cluster of unequal devices."),
     "quantize": ("quantize", "Quantize a model: plan, calibrate, export, check, report."),
@@ -31,8 +30,17 @@ VERBS: dict[str, tuple[str, str]] = {
     "bench": ("bench", "Compare runtimes: latency, accuracy, size."),
     "grid": ("grid", "Train a grid of algorithms, backends and bit widths; make a leaderboard."),
     "report": ("report", "Write one page from several runs."),
-    "list": ("listing", "List quantizers, observers, backends, runtimes and other plugins."),
+    "list": ("list", "List quantizers, observers, backends, runtimes and other plugins."),
     "doctor": ("doctor", "Show which runtimes, kernels and tools work on this machine."),
+}
+#: The verbs of a group.
+GROUPS: dict[str, dict[str, tuple[str, str]]] = {
+    "grid": {
+        "run": ("grid", "Run the rows of a grid that are not finished, and make the leaderboard."),
+        "show": ("grid", "Show the finished rows of a grid."),
+        "rerun": ("grid", "Run rows of a leaderboard again and compare the results."),
+        "leaderboard": ("grid", "Write the leaderboard as an HTML page."),
+    },
 }
 
 
@@ -57,22 +65,19 @@ class Verbs(TyperGroup):
     """A group of verbs, none of them imported."""
 
     def __init__(self, *, verbs: Mapping[str, tuple[str, str]] = VERBS, prefix: str = "", **settings: Any) -> None:
-        super().__init__(**settings)
+        super().__init__(**{"no_args_is_help": True, "rich_markup_mode": None, **settings})
         for name, (module, summary) in verbs.items():
             full = f"{prefix}{name}"
-            self.commands[name] = LazyVerb(name=full, module=module, help=summary, short_help=summary)
+            words = {"name": full, "help": summary, "short_help": summary}
+            inner = GROUPS.get(full)
+            self.commands[name] = (
+                LazyVerb(module=module, **words) if inner is None else Verbs(verbs=inner, prefix=f"{full} ", **words)
+            )
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write whole sentences; click shortens them."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, command.help or "") for name, command in self.commands.items()])
-
-
-def group(name: str, *, help: str, verbs: Mapping[str, tuple[str, str]]) -> None:
-    """Register a group of verbs, as `verb` registers a verb."""
-    REGISTERED[name] = partial(
-        Verbs, name=name, verbs=verbs, prefix=f"{name} ", help=help, no_args_is_help=True, rich_markup_mode=None
-    )
 
 
 app = typer.Typer(
@@ -105,8 +110,6 @@ def _root(
 def all_commands() -> Iterator[tuple[str, Any]]:
     """All verbs with their full names and click commands, for the documentation and tests; imports all of them."""
     for name, (module, _) in VERBS.items():
-        command = LazyVerb(name=name, module=module).real()
-        if isinstance(command, Verbs):
-            yield from ((str(one.name), one.real()) for one in command.commands.values() if isinstance(one, LazyVerb))
-        else:
-            yield name, command
+        for inner, (own, _) in GROUPS.get(name, {"": (module, "")}).items():
+            full = f"{name} {inner}".strip()
+            yield full, LazyVerb(name=full, module=own).real()

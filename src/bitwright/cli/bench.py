@@ -6,13 +6,19 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from bitwright.cli.data import open_workload
-from bitwright.cli.options import ReportOption, SamplesOption, WorkloadArg
+from bitwright.cli.options import (
+    CheckpointOption,
+    ModelOption,
+    PlanOption,
+    ReportOption,
+    SamplesOption,
+    WorkloadArg,
+    open_workload,
+    option,
+    saved_model,
+)
 from bitwright.cli.out import Out
-from bitwright.cli.prepared import CheckpointOption, PlanOption, read_plan
-from bitwright.cli.verb import CHECK_FAILED, verb
+from bitwright.cli.verb import verb
 from bitwright.core.errors import BitwrightError
 
 
@@ -37,50 +43,28 @@ def bench(
     workload: WorkloadArg,
     runtimes: Annotated[
         str | None,
-        typer.Option(
-            help="Names separated by commas, or `all` (default: all; for a saved model, the runtime of its plan).",
-            show_default=False,
-        ),
+        option("Names separated by commas, or `all` (default: all; for a saved model, the runtime of its plan)."),
     ] = None,
-    mode: Annotated[
-        Mode | None, typer.Option("--mode", help="Measure only this (default: both).", show_default=False)
-    ] = None,
-    batch: Annotated[
-        list[int] | None,
-        typer.Option("--batch", min=1, help="A batch size; can be repeated (default: 1).", show_default=False),
-    ] = None,
-    threads: Annotated[
-        int | None, typer.Option(min=1, help="Threads of each runtime (default: 1).", show_default=False)
-    ] = None,
-    warmup: Annotated[int, typer.Option(min=0, help="Runs before the timed ones.")] = 5,
+    mode: Annotated[Mode | None, option("Measure only this (default: both).")] = None,
+    batch: Annotated[list[int] | None, option("A batch size; can be repeated (default: 1).", "--batch", min=1)] = None,
+    threads: Annotated[int | None, option("Threads of each runtime (default: 1).", min=1)] = None,
+    warmup: Annotated[int, option("Runs before the timed ones.", min=0, show_default=True)] = 5,
     runs: Annotated[
         int,
-        typer.Option("--runs", "--iterations", min=1, help="Timed runs of each artefact, in turns."),
+        option("Timed runs of each artefact, in turns.", "--runs", "--iterations", min=1, show_default=True),
     ] = 100,
     instances: Annotated[
         int | None,
-        typer.Option(
-            min=1,
-            help="Number of processes, each on its own cores (default with --cores: as many as fit).",
-            show_default=False,
-        ),
+        option("Number of processes, each on its own cores (default with --cores: as many as fit).", min=1),
     ] = None,
     cores: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Cores of each process (default with --instances: all, shared equally).", show_default=False
-        ),
+        int | None, option("Cores of each process (default with --instances: all, shared equally).", min=1)
     ] = None,
-    model: Annotated[
-        Path | None,
-        typer.Option("--model", help="Measure the model in this output folder of `quantize`.", show_default=False),
-    ] = None,
+    model: ModelOption = None,
     plan: PlanOption = None,
     checkpoint: CheckpointOption = None,
     samples: SamplesOption = None,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write the figures as JSON.", show_default=False)
-    ] = None,
+    output: Annotated[Path | None, option("Write the figures as JSON.", "--output", "-o")] = None,
     report: ReportOption = None,
 ) -> None:
     """Measure latency, accuracy and size of a model, float and quantized, on every runtime that works here.
@@ -89,31 +73,20 @@ def bench(
     with 1 if a runtime diverges from the simulated model.
     """
     from bitwright.bench import benchmark
-    from bitwright.cli.comparison_tables import show_comparison
     from bitwright.core.files import write_text
-    from bitwright.ptq.quantize import SavedModel
     from bitwright.reports import add_to_report, report_of
 
-    saved = None
-    if plan is not None or checkpoint is not None:
-        if model is not None:
-            fix = "leave out --plan and --checkpoint, or --model"
-            raise BitwrightError("--model has a plan and a checkpoint", fix=fix, code="ignored-argument")
-        chosen, state = read_plan(plan, checkpoint)
-        saved = SavedModel(plan=chosen, checkpoint=state)
-    elif model is not None:
-        saved = SavedModel.read(model)
-    found = open_workload(out, workload)
-    if report is not None:
-        report_of(report, found.name)  # fails now if the report is of another workload
-    names = None if runtimes in (None, "all") else [name.strip() for name in str(runtimes).split(",")]
+    saved = saved_model(model, plan, checkpoint) if model or plan or checkpoint else None
     if runtimes == "all" and saved is not None:
         fix = "--runtimes onnxruntime,openvino"
         raise BitwrightError("name the runtimes for a saved model", value="all", fix=fix, code="no-runtimes")
+    found = open_workload(out, workload)
+    if report is not None:
+        report_of(report, found.name)  # fails now if the report is of another workload
     with out.progress() as progress:
         result = benchmark(
             found,
-            names,
+            None if runtimes in (None, "all") else [name.strip() for name in str(runtimes).split(",")],
             batch_sizes=batch or [1],
             threads=threads,
             runs=runs,
@@ -131,8 +104,4 @@ def bench(
     if report is not None:
         add_to_report(report, found.name, comparison=result)
         out.note(f"the comparison is in {report / 'report.html'}")
-    show_comparison(out, result)
-    if not result.runtimes or any(not row.parity.passed for row in result.runtimes):
-        failed = ", ".join(row.runtime for row in result.runtimes if not row.parity.passed) or "every runtime"
-        out.stderr.print(f"check failed: {failed} can't run the quantized model as it was simulated")
-        raise typer.Exit(CHECK_FAILED)
+    out.show(result, output=output)

@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from bitwright.cli.deliver import show
-from bitwright.cli.options import WorkloadArg
+from bitwright.cli.options import FolderOption, WorkloadArg, option
 from bitwright.cli.out import Out
 from bitwright.cli.verb import verb
 
@@ -17,27 +16,25 @@ from bitwright.cli.verb import verb
     "deploy",
     examples="""
     bitwright deploy digits-untrained runs/int8 -o out
-    bitwright deploy my_workload.py:net runs/int8 --float runs/float -o out
+    bitwright deploy my_workload.py:net runs/int8 --reference runs/float -o out
     """,
 )
 def deploy(
     out: Out,
     workload: WorkloadArg,
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Output folder of `train` or `quantize`.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Output folder.", show_default=False)],
+    output: FolderOption,
     reference: Annotated[
         Path | None,
-        typer.Option(
-            "--float",
-            help="Float weights to compare with: an output folder or a file (default: those before the training).",
-            show_default=False,
+        option(
+            "Float weights to compare with: an output folder or a file (default: those before the training).",
+            "--reference",
         ),
     ] = None,
 ) -> None:
     """Export a trained model, check it on the real runtime, and measure accuracy and throughput on real data."""
-
     from bitwright.workflows import deploy as deploy_run
 
     with out.progress(f"loading {workload}") as progress:
         result = deploy_run(workload, run, output, reference=reference, progress=progress)
-    show(out, result)
+    out.show(result, output=output)

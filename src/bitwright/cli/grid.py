@@ -1,16 +1,195 @@
-"""`bitwright grid`: the group of verbs for grids of trainings."""
+"""`bitwright grid`: grids of trainings and their leaderboards."""
 
 from __future__ import annotations
 
-from bitwright.cli.app import group
+from collections.abc import Iterator
+from contextlib import contextmanager
+from logging import WARNING, getLogger
+from pathlib import Path
+from typing import Annotated, Any
 
-group(
-    "grid",
-    help="Train every combination of algorithms, backends, bit widths, models and seeds (docs/grid.md).",
-    verbs={
-        "run": ("grid_run", "Run the rows of a grid that are not finished, and make the leaderboard."),
-        "show": ("grid_show", "Show the finished rows of a grid."),
-        "rerun": ("grid_rerun", "Run rows of a leaderboard again and compare the results."),
-        "leaderboard": ("grid_leaderboard", "Write the leaderboard as an HTML page."),
-    },
+import typer
+
+from bitwright.cli.options import GridWorkloadOption, option, require
+from bitwright.cli.out import Out
+from bitwright.cli.verb import verb
+
+GridArg = Annotated[Path, typer.Argument(metavar="GRID.yaml", help="The file of the grid (docs/grid.md).")]
+BoardArg = Annotated[Path, typer.Argument(metavar="LEADERBOARD.json", help="The output of `bitwright grid run`.")]
+StartsOption = Annotated[Path | None, option("Folder of the float networks (default: next to the store).", "--starts")]
+ReportsOption = Annotated[
+    Path | None, option("Folder of the reports of rows: FOLDER/ID.", "--reports", metavar="FOLDER")
+]
+BoardOption = Annotated[Path | None, option("Write the leaderboard as JSON, and as Markdown.", "--output", "-o")]
+
+
+@verb(
+    "grid run",
+    examples="""
+    bitwright grid run grid.yaml -o leaderboard.json
+    bitwright grid run mqbench/config.yaml --workload my_workload.py:resnet18
+    bitwright grid run grid.yaml -o leaderboard.json --reports reports
+    """,
 )
+def grid_run(
+    out: Out,
+    file: GridArg,
+    workload: GridWorkloadOption = None,
+    attempts: Annotated[int | None, option("How often a failing row is tried in total.", min=1)] = None,
+    starts: StartsOption = None,
+    output: BoardOption = None,
+    reports: ReportsOption = None,
+) -> None:
+    """Train every combination of a grid and make a leaderboard.
+
+    Rerun the command to resume. Start it several times, on machines that share the store, to divide the work. Exits
+    with 1 if a row failed or is pending, or if all rows were refused.
+    """
+    _run(out, file, workload, attempts, starts, output, reports, work=True)
+
+
+@verb(
+    "grid show",
+    examples="""
+    bitwright grid show grid.yaml
+    bitwright grid show grid.yaml -o leaderboard.json
+    """,
+)
+def grid_show(
+    out: Out,
+    file: GridArg,
+    workload: GridWorkloadOption = None,
+    starts: StartsOption = None,
+    output: BoardOption = None,
+) -> None:
+    """Show the results of a grid without running anything.
+
+    Exits with 1 if a row failed or is pending, or if all rows were refused.
+    """
+    _run(out, file, workload, None, starts, output, None, work=False)
+
+
+def _run(
+    out: Out,
+    file: Path,
+    workload: str | None,
+    attempts: int | None,
+    starts: Path | None,
+    output: Path | None,
+    reports: Path | None,
+    *,
+    work: bool,
+) -> None:
+    from bitwright.bench import GridConfig, run_grid
+    from bitwright.reports.leaderboard import check_leaderboard_path, write_leaderboard
+
+    if output is not None:
+        check_leaderboard_path(output)
+    config = GridConfig.load(file, workload=workload)
+    if attempts is not None:
+        config = config.model_copy(update={"attempts": attempts})
+    for note in config.notes:
+        out.note(note)
+    with out.progress() as progress, _quiet_training():
+
+        def watch(told: Any) -> None:
+            progress(told.done, told.total, told.task.model.label)
+            if told.result.status in ("failed", "diverged"):
+                out.note(f"{told.task.model.label}: {told.result.status}: {told.result.reason}")
+
+        board = run_grid(config, starts=starts, reports=reports, watch=watch, work=work)
+    if output is not None:
+        write_leaderboard(board, output)
+    out.show(board, output=output)
+
+
+@verb(
+    "grid rerun",
+    examples="""
+    bitwright grid rerun leaderboard.json --row 3f9c --reports reports
+    """,
+)
+def grid_rerun(
+    out: Out,
+    file: BoardArg,
+    row: Annotated[
+        list[str] | None, option("Id of a row, or its first characters; can be repeated.", metavar="ID")
+    ] = None,
+    workload: GridWorkloadOption = None,
+    starts: StartsOption = None,
+    reports: ReportsOption = None,
+) -> None:
+    """Run rows of a leaderboard again from their configs and seeds, and compare the results.
+
+    Exits with 1 if a row's result differs.
+    """
+    from bitwright.bench import Leaderboard, rerun_rows
+
+    board = Leaderboard.load(file)
+    require("--row", row, "--row ID; the page of `bitwright grid leaderboard` shows the ids")
+    with out.progress("running"), _quiet_training():
+        found = rerun_rows(board, row or [], reports=reports, starts=starts, workload=workload)
+    out.data(
+        {
+            "rows": [
+                {
+                    "id": one.row.id,
+                    "was": one.row.accuracy,
+                    "accuracy": one.result.accuracy,
+                    "status": one.result.status,
+                    "differences": one.differences,
+                    "report": None if one.report is None else str(one.report),
+                }
+                for one in found
+            ]
+        }
+    )
+    heads = ["row", "what", "#before", "#now", "same"]
+    out.table(
+        heads,
+        [
+            (one.row.id, one.row.label, one.row.accuracy, one.result.accuracy, "no" if one.differences else "yes")
+            for one in found
+        ],
+    )
+    out.fail_if([f"{one.row.id}: {difference}" for one in found for difference in one.differences])
+
+
+@verb(
+    "grid leaderboard",
+    examples="""
+    bitwright grid leaderboard leaderboard.json -o leaderboard.html
+    bitwright grid leaderboard leaderboard.json --reports reports -o leaderboard.html
+    """,
+)
+def grid_leaderboard(
+    out: Out,
+    file: BoardArg,
+    output: Annotated[Path, option("The page.", "--output", "-o")],
+    reports: ReportsOption = None,
+) -> None:
+    """Write a leaderboard as one page with filters, means and deviations, and each row's config.
+
+    With --reports, rows link to their reports. Keep that folder in the same place relative to the page.
+    """
+    from bitwright.bench import Leaderboard
+    from bitwright.reports.leaderboard import report_links, write_leaderboard_page
+
+    board = Leaderboard.load(file)
+    linked = 0 if reports is None else len(report_links(board, output, reports))
+    write_leaderboard_page(board, output, results=file.name, reports=reports)
+    facts = {"rows": len(board.rows), "reports": linked, "config_hash": board.config_hash}
+    out.data({"output": str(output), **facts})
+    out.say(f"{output}: {len(board.rows)} rows, {linked} with a report")
+
+
+@contextmanager
+def _quiet_training() -> Iterator[None]:
+    """Hide the notes of each training; the rows keep them."""
+    log = getLogger("bitwright.training")
+    level = log.level
+    log.setLevel(WARNING)
+    try:
+        yield
+    finally:
+        log.setLevel(level)

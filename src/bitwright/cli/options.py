@@ -1,159 +1,142 @@
-"""Arguments that several verbs have."""
+"""Arguments that several verbs have. A flag means the same in all of them."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from bitwright.core.errors import BitwrightError
 
 if TYPE_CHECKING:
-    from bitwright.backends import Choices
-    from bitwright.plan import Plan
+    from bitwright.cli.out import Out
+    from bitwright.ptq.quantize import SavedModel
+    from bitwright.workload import Workload
+
+
+def option(help: str, *flags: str, **settings: Any) -> Any:
+    """An option of a verb. Its default is shown in the help text only with `show_default`."""
+    return typer.Option(*flags, help=help, **{"show_default": False, **settings})
+
 
 WorkloadArg = Annotated[
-    str,
-    typer.Argument(metavar="WORKLOAD", help="file.py:function, or a name that `bitwright list workloads` has."),
+    str, typer.Argument(metavar="WORKLOAD", help="file.py:function, or a name that `bitwright list workloads` has.")
 ]
+FolderOption = Annotated[Path, option("Output folder.", "--output", "-o")]
 BackendOption = Annotated[
     str | None,
-    typer.Option(
-        "--backend",
-        help="The target: a name of `bitwright list backends`, or your own table.yaml "
-        "(default: what the plan file says, else onnxruntime).",
-        show_default=False,
-    ),
+    option("The target: a name of `bitwright list backends`, or your own table.yaml.", "--backend"),
 ]
-PlanFileOption = Annotated[
-    Path | None,
-    typer.Option("--plan", help="Use this plan file instead of making a plan.", show_default=False),
-]
+PlanOption = Annotated[Path | None, option("Follow this plan file.", "--plan", metavar="FILE")]
 PrecisionOption = Annotated[
     str | None,
-    typer.Option(
+    option(
+        "int8, int4 or w4a8 (4-bit weights, 8-bit activations); fewer than 8 bits are simulated by default.",
         "--precision",
         metavar="NAME",
-        help="int8, int4 or w4a8 (4-bit weights, 8-bit activations); fewer than 8 bits are simulated by default.",
-        show_default=False,
     ),
+]
+CheckpointOption = Annotated[
+    Path | None, option("The prepared model's checkpoint (.safetensors).", "--checkpoint", metavar="FILE")
+]
+ModelOption = Annotated[
+    Path | None, option("Instead of --plan and --checkpoint: an output folder of `quantize`.", "--model")
 ]
 WeightsOption = Annotated[
-    str | None,
-    typer.Option("--weights", metavar="FORMAT", help="Format of weights, e.g. int8/channel/sym.", show_default=False),
+    str | None, option("Format of weights, e.g. int8/channel/sym.", "--weights", metavar="FORMAT")
 ]
 ActivationsOption = Annotated[
-    str | None,
-    typer.Option(
-        "--activations",
-        metavar="FORMAT",
-        help="Format of activations, e.g. uint8/tensor/asym.",
-        show_default=False,
-    ),
+    str | None, option("Format of activations, e.g. uint8/tensor/asym.", "--activations", metavar="FORMAT")
 ]
-ObserverOption = Annotated[
-    str | None,
-    typer.Option("--observer", metavar="NAME", help="Range observer of activations.", show_default=False),
-]
-WeightObserverOption = Annotated[
-    str | None,
-    typer.Option("--weight-observer", metavar="NAME", help="Range observer of weights.", show_default=False),
-]
+ObserverOption = Annotated[str | None, option("Range observer of activations.", "--observer", metavar="NAME")]
+WeightObserverOption = Annotated[str | None, option("Range observer of weights.", "--weight-observer", metavar="NAME")]
 QuantizerOption = Annotated[
     str | None,
-    typer.Option(
+    option(
+        "Quantizer of activations, and by default of weights: plain, lsq, … (see `bitwright list quantizers`).",
         "--quantizer",
         metavar="NAME",
-        help="Quantizer of activations, and by default of weights: plain, lsq, … (see `bitwright list quantizers`).",
-        show_default=False,
     ),
 ]
-WeightQuantizerOption = Annotated[
-    str | None,
-    typer.Option("--weight-quantizer", metavar="NAME", help="Quantizer of weights.", show_default=False),
-]
+WeightQuantizerOption = Annotated[str | None, option("Quantizer of weights.", "--weight-quantizer", metavar="NAME")]
 KeepFloatOption = Annotated[
-    list[str] | None,
-    typer.Option("--keep-float", metavar="PATTERN", help="Operators to keep in float; can be repeated."),
+    list[str] | None, option("Operators to keep in float; can be repeated.", "--keep-float", metavar="PATTERN")
 ]
-FoldingOption = Annotated[
+FoldOption = Annotated[
     int | None,
-    typer.Option(
-        "--fold",
-        metavar="STRATEGY",
-        help="Batch-norm folding: -1 for none, or strategy 0 to 4 (default: 4).",
-        show_default=False,
-    ),
+    option("Batch-norm folding: -1 for none, or strategy 0 to 4 (default: 4).", "--fold", metavar="STRATEGY"),
 ]
 FirstLastBitsOption = Annotated[
     int | None,
-    typer.Option(
+    option(
+        "Bits of the first and the last operator (default: those of the backend; 8 if the precision is lower).",
         "--first-last-bits",
-        metavar="N",
-        help="Bits of the first and the last operator (default: those of the backend; 8 if the precision is lower).",
-        show_default=False,
     ),
 ]
 SaturatingOption = Annotated[
     bool | None,
-    typer.Option(
+    option(
+        "Whether 8-bit products saturate on the machine that will run the model (default: test this machine).",
         "--saturating/--no-saturating",
-        help="Whether 8-bit products saturate on the machine that will run the model (default: test this machine).",
-        show_default=False,
     ),
 ]
-StepOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--step",
-        "--algorithm",
-        metavar="NAME[:KEY=VALUE,…]",
-        help="A PTQ algorithm of `bitwright list steps`, e.g. equalize or adaround:iterations=500; "
-        "can be repeated; steps run in the given order.",
-        show_default=False,
-    ),
-]
-SamplesOption = Annotated[
-    int | None, typer.Option("--samples", min=1, help="Use at most this many samples.", show_default=False)
-]
-HistogramsOption = Annotated[
-    bool,
-    typer.Option("--histograms/--no-histograms", help="Whether the report has a histogram of each site."),
-]
+SamplesOption = Annotated[int | None, option("Use at most this many samples.", "--samples", min=1)]
 ReportOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--report",
-        metavar="FOLDER",
-        help="Add the results to the report in this folder.",
-        show_default=False,
-    ),
+    Path | None, option("Add the results to the report in this folder.", "--report", metavar="FOLDER")
 ]
+BatchOption = Annotated[int | None, option("Samples per step (default: the loader's, else 64).", "--batch", min=1)]
+ChannelsLastOption = Annotated[
+    bool, option("Keep images as NHWC in memory, as `train --channels-last` does.", "--channels-last")
+]
+GridWorkloadOption = Annotated[str | None, option("The workload, if the file doesn't name one.", "--workload")]
 
 
-def chosen(plan: Path | None, **options: Any) -> Choices:
-    """The plan options that were given. They exclude a plan file."""
-    given = {name: value for name, value in options.items() if value not in (None, [])}
-    if plan is not None and given:
+def open_workload(out: Out, ref: str) -> Workload:
+    """Load a workload, with a spinner."""
+    with out.progress(f"loading {ref}"):
+        from bitwright.workload import open_workload as load
+
+        return load(ref)
+
+
+def require(flag: str, value: object, fix: str) -> None:
+    """Reject a call without this option."""
+    if not value:
+        raise BitwrightError(f"{flag} is required", where=flag, fix=fix, code="option-missing")
+
+
+def exclude(flag: str, others: Mapping[str, object]) -> None:
+    """Reject options (flag → value) that `flag` would ignore."""
+    given = [name for name, value in others.items() if value not in (None, False, [], {})]
+    if given:
         raise BitwrightError(
-            "a plan file and options for making a plan exclude each other",
-            value=", ".join(f"--{name.replace('_', '-')}" for name in given),
-            fix="change the plan file, or leave out --plan",
-            code="ignored-argument",
+            f"{flag} would ignore {', '.join(given)}",
+            where=flag,
+            value=", ".join(given),
+            fix=f"leave out {flag}, or the other options",
+            code="ignored-option",
         )
-    return cast("Choices", given)
 
 
-def load_plan(path: Path | None) -> Plan | None:
-    """The plan of a file, if one was given."""
+def saved_model(model: Path | None, plan: Path | None, checkpoint: Path | None) -> SavedModel:
+    """The model in a folder, or that of a plan and a checkpoint."""
     from bitwright.plan import Plan
+    from bitwright.ptq.quantize import SavedModel
 
-    return None if path is None else Plan.load(path)
+    if model is not None:
+        exclude("--model", {"--plan": plan, "--checkpoint": checkpoint})
+        return SavedModel.read(model)
+    fix = "`bitwright quantize WORKLOAD -o DIR` writes both; --model DIR names them together"
+    require("--plan", plan, fix)
+    require("--checkpoint", checkpoint, fix)
+    return SavedModel(plan=Plan.load(Path(plan or "")), checkpoint=existing(Path(checkpoint or "")))
 
 
-def target(backend: str | None, plan: Plan | None) -> str:
-    """The backend that was asked for, else the plan's own."""
-    from bitwright.backends import DEFAULT_BACKEND
-
-    return backend or (plan.backend if plan is not None else None) or DEFAULT_BACKEND
+def existing(checkpoint: Path) -> Path:
+    """Reject a path without a file, before long work."""
+    if not checkpoint.is_file():
+        what, fix = "the checkpoint doesn't exist", "pass the path of a .safetensors file"
+        raise BitwrightError(what, where=str(checkpoint), fix=fix, code="no-such-checkpoint")
+    return checkpoint

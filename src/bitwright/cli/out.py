@@ -2,39 +2,27 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from math import isfinite
-from typing import Any, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 from rich import box
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from bitwright.core.errors import UNSEEN, Problem, shortened, shortened_repr, visible_text
+from bitwright.cli.console import SafeConsole, json_text, problem_data, safe_text
+from bitwright.core.errors import Problem, visible_text
 from bitwright.core.progress import Progress
 
-Advance = Callable[[int], None]
+if TYPE_CHECKING:
+    from bitwright.core.display import Summarized
 
-
-class _Console(Console):
-    def print(self, *objects: Any, **options: Any) -> None:
-        """Print texts without control characters."""
-        super().print(*(visible_text(one) if isinstance(one, str) else one for one in objects), **options)
-
-    def on_broken_pipe(self) -> None:
-        """Raise what the pipe raised: rich would end the process by itself, as if with an error."""
-        raise
-
-
-def _text(words: str) -> Text:
-    return Text(visible_text(words))
+CHECK_FAILED = 1
 
 
 class Out:
@@ -45,26 +33,52 @@ class Out:
         self.quiet = quiet
         # A file or a pipe has no width: rich would cut tables at 80 columns.
         wide = None if sys.stdout.isatty() else 160
-        self.stdout = _Console(highlight=False, markup=False, emoji=False, width=wide)
-        self.stderr = _Console(stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True)
+        self.stdout = SafeConsole(highlight=False, markup=False, emoji=False, width=wide)
+        self.stderr = SafeConsole(stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True)
+
+    def show(self, result: Any, *, output: Path | None = None, most: int | None = None, **more: Any) -> None:
+        """Print a result and the files that were written, as text or JSON. Exit with 1 if the result has failures."""
+        files = {} if output is None else _files(output)
+        written = {} if output is None else {"output": str(output), "files": files}
+        self.data({**written, **result.to_dict(), **more})
+        self.summary(result, most=most)
+        for path in files.values():
+            self.say(f"  {path}")
+        self.fail_if(result.failures())
+
+    def show_all(self, results: Sequence[Any]) -> None:
+        """Print several results of one kind."""
+        self.data([result.to_dict() for result in results])
+        for result in results:
+            self.summary(result)
+        self.fail_if([reason for result in results for reason in result.failures()])
+
+    def summary(self, result: Summarized, *, most: int | None = None) -> None:
+        """Print the tables and lines of a result, with at most so many rows in each table."""
+        for part in result.summary():
+            if isinstance(part, str):
+                self.say(part)
+            else:
+                rows, left = part.shown(most)
+                self.table(part.heads, rows, title=part.title)
+                self.say(f"… and {left} more rows") if left else None
 
     def say(self, text: str) -> None:
         """Print a line of text."""
         if not (self.json or self.quiet):
             self.stdout.print(text, soft_wrap=True)
 
-    def table(self, heads: Sequence[str], rows: Iterable[Sequence[str]], *, title: str | None = None) -> None:
+    def table(self, heads: Sequence[str], rows: Iterable[Sequence[object]], *, title: str = "") -> None:
         """Print a table; columns with a # before their title are right-aligned."""
-        if self.json or self.quiet:
-            return
-        named = None if title is None else _text(title)
-        table = Table(box=box.SIMPLE_HEAD, title=named, title_justify="left", pad_edge=False)
-        for head in heads:
-            side: Literal["left", "right"] = "right" if head.startswith("#") else "left"
-            table.add_column(_text(head.removeprefix("#")), justify=side, overflow="fold")
-        for row in rows:
-            table.add_row(*(_text(cell) for cell in row))
-        self.stdout.print(table)
+        if not (self.json or self.quiet):
+            named = safe_text(title) if title else None
+            table = Table(box=box.SIMPLE_HEAD, title=named, title_justify="left", pad_edge=False)
+            for head in heads:
+                side: Literal["left", "right"] = "right" if head.startswith("#") else "left"
+                table.add_column(safe_text(head.removeprefix("#")), justify=side, overflow="fold")
+            for row in rows:
+                table.add_row(*map(safe_text, row))
+            self.stdout.print(table)
 
     def result(self, text: str) -> None:
         """Print the requested text unchanged, also with --quiet."""
@@ -73,43 +87,24 @@ class Out:
     def data(self, value: Any) -> None:
         """Print the result as JSON, with --json."""
         if self.json:
-            text = json.dumps(_finite(value), indent=1, ensure_ascii=False)
-            self.result(UNSEEN.sub(lambda match: f"\\u{ord(match[0]):04x}", text))
+            self.result(json_text(value))
 
     def note(self, text: str) -> None:
         """Print a note to stderr."""
         if not self.quiet:
             self.stderr.print(f"note: {text}")
 
+    def fail_if(self, reasons: Sequence[str]) -> None:
+        """Print why a check failed and exit with 1, if there are reasons."""
+        for reason in reasons:
+            self.stderr.print(f"check failed: {reason}")
+        if reasons:
+            raise typer.Exit(CHECK_FAILED)
+
     def error(self, text: str, problems: Sequence[Problem]) -> None:
         """Print an error."""
         self.stderr.print(Text.assemble(("error: ", "bold red"), visible_text(text)))
-        details = [
-            {
-                "code": p.code,
-                "what": p.what,
-                "where": p.where,
-                "value": None
-                if p.value is None
-                else shortened(str(p.value))
-                if isinstance(p.value, str)
-                else shortened_repr(p.value),
-                "fix": p.fix,
-            }
-            for p in problems
-        ]
-        self.data({"error": text, "problems": details})
-
-    @contextmanager
-    def steps(self, title: str, total: int | None = None) -> Iterator[Advance]:
-        """A progress bar, or a spinner without a total; call what it gives with the number of steps done."""
-        shown = not (self.json or self.quiet) and self.stderr.is_terminal
-        columns = [SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn()]
-        if total is not None:
-            columns.insert(3, MofNCompleteColumn())
-        with ProgressBar(*columns, console=self.stderr, disable=not shown, transient=True) as progress:
-            task = progress.add_task(title, total=total)
-            yield lambda done: progress.update(task, completed=done)
+        self.data({"error": text, "problems": [problem_data(problem) for problem in problems]})
 
     @contextmanager
     def progress(self, title: str = "starting") -> Iterator[Progress]:
@@ -118,39 +113,16 @@ class Out:
         columns = [SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn()]
         with ProgressBar(*columns, console=self.stderr, disable=not shown, transient=True) as bar:
             task = bar.add_task(title, total=None)
-            yield lambda done, total, text: bar.update(task, completed=done, total=total, description=text)
 
-    @contextmanager
-    def phases(self, title: str) -> Iterator[Callable[[str], None]]:
-        """A spinner beside what is being done now; call what it gives with each new phase."""
-        shown = not (self.json or self.quiet) and self.stderr.is_terminal
-        columns = [SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()]
-        with ProgressBar(*columns, console=self.stderr, disable=not shown, transient=True) as progress:
-            task = progress.add_task(title, total=None)
-            yield lambda text: progress.update(task, description=text)
+            def tell(done: int, total: int | None, text: str) -> None:
+                count = "" if total is None else f" {done}/{total}"
+                bar.update(task, completed=done, total=total, description=visible_text(f"{text}{count}"))
 
-    @contextmanager
-    def units(self) -> Iterator[Callable[[str, int, int], None]]:
-        """A progress bar whose words and total change; it appears when it is first told where the work stands."""
-        shown = not (self.json or self.quiet) and self.stderr.is_terminal
-        columns = [SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn()]
-        progress = ProgressBar(*columns, TimeElapsedColumn(), console=self.stderr, disable=not shown, transient=True)
-        task = progress.add_task("", total=None)
-
-        def tell(words: str, done: int, total: int) -> None:
-            progress.start()
-            progress.update(task, description=words, completed=done, total=total)
-
-        try:
             yield tell
-        finally:
-            progress.stop()
 
 
-def _finite(value: Any) -> Any:
-    """JSON has neither infinity nor NaN."""
-    if isinstance(value, float):
-        return value if isfinite(value) else None
-    if isinstance(value, dict):
-        return {str(key): _finite(item) for key, item in value.items()}
-    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
+def _files(output: Path) -> dict[str, str]:
+    """The written file, or the files of the written folder, by name."""
+    from bitwright.core.output_folder import visible_files
+
+    return {file.name: str(file) for file in (visible_files(output) if output.is_dir() else [output])}

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
-import typer
-
-from bitwright.cli.data import open_workload
-from bitwright.cli.options import KeepFloatOption, WorkloadArg
+from bitwright.cli.options import (
+    BatchOption,
+    ChannelsLastOption,
+    KeepFloatOption,
+    WorkloadArg,
+    open_workload,
+    option,
+    require,
+)
 from bitwright.cli.out import Out
-from bitwright.cli.step_options import BatchOption, LayoutOption
 from bitwright.cli.verb import verb
-from bitwright.core import formatting
-from bitwright.core.errors import BitwrightError
-from bitwright.core.registry import PLANNERS
-
-if TYPE_CHECKING:
-    from bitwright.cluster import MemoryLimit
-    from bitwright.cluster.plan_cluster import PlannerComparison
-
-_SMALL_SHARE = 32
 
 
 @verb(
@@ -33,46 +28,36 @@ _SMALL_SHARE = 32
 def plan_cluster(
     out: Out,
     workload: WorkloadArg,
-    cluster: Annotated[Path, typer.Option(help="The cluster.yaml.", show_default=False)],
-    scores: Annotated[
-        Path | None,
-        typer.Option(help="The sensitivity scores: a file of `bitwright score --indicator`.", show_default=False),
-    ] = None,
-    planner: Annotated[str, typer.Option(help="A name of `bitwright list planners`.")] = "recover",
+    cluster: Annotated[Path, option("The cluster.yaml.")],
+    scores: Annotated[Path | None, option("The sensitivity scores: a file of `bitwright score --indicator`.")] = None,
+    planner: Annotated[str, option("A name of `bitwright list planners`.", show_default=True)] = "recover",
     profiles: Annotated[
         list[str] | None,
-        typer.Option(
+        option(
+            "Profiles of device kinds, instead of those in cluster.yaml; repeatable, or with commas.",
             metavar="KIND=FILE",
-            help="Profiles of device kinds, instead of those in cluster.yaml; repeatable, or with commas.",
-            show_default=False,
         ),
     ] = None,
     batch: BatchOption = None,
-    channels_last: LayoutOption = False,
+    channels_last: ChannelsLastOption = False,
     keep_float: KeepFloatOption = None,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write the plan here, not to stdout.", show_default=False)
-    ] = None,
+    output: Annotated[Path | None, option("Write the plan here, not to stdout.", "--output", "-o")] = None,
 ) -> None:
     """Choose a precision for every operator on each kind of device of a cluster, and compare planners."""
     from bitwright.cluster import Cluster
     from bitwright.cluster.plan_cluster import compare_planners
+    from bitwright.core.registry import PLANNERS
     from bitwright.sensitivity import OperatorScores
 
     PLANNERS.get(planner)
-    if scores is None:
-        raise BitwrightError(
-            "--scores is required",
-            where="--scores",
-            fix=f"bitwright score {workload} --indicator gradient-variance --formats int8 -o scores.json",
-            code="scores-missing",
-        )
+    fix = f"bitwright score {workload} --indicator gradient-variance --formats int8 -o scores.json"
+    require("--scores", scores, fix)
     described = Cluster.load(cluster)
-    known = OperatorScores.load(scores)
+    known = OperatorScores.load(Path(scores or ""))
     measured = described.profiles(given=_by_kind(profiles or []))
     found = open_workload(out, workload)
-    with out.phases("planning") as phase:
-        comparison = compare_planners(
+    with out.progress("planning") as progress:
+        result = compare_planners(
             found,
             described,
             known,
@@ -81,13 +66,18 @@ def plan_cluster(
             batch=batch,
             channels_last=channels_last,
             keep_float=keep_float or [],
-            progress=lambda done, total, words: phase(words),
+            progress=progress,
         )
     if output is not None:
-        comparison.plan.save(output)
-    _show(out, comparison, output, f"{workload}{' --channels-last' if channels_last else ''}")
+        result.plan.save(output)
+    out.show(result, output=output)
     if output is None and not out.json:
-        out.result(comparison.plan.to_yaml())
+        out.result(result.plan.to_yaml())
+    elif output is not None and not result.gains_nothing:
+        kinds = ",".join(kind for kind, count in result.kinds.items() for _ in range(count))
+        start = f"torchrun --nproc-per-node {sum(result.kinds.values())} -m bitwright train {workload}"
+        layout = " --channels-last" if channels_last else ""
+        out.say(f"train with: {start}{layout} --plan {output} --device-kind {kinds} -o run")
 
 
 def _by_kind(profiles: list[str]) -> dict[str, Path]:
@@ -97,50 +87,3 @@ def _by_kind(profiles: list[str]) -> dict[str, Path]:
         kind, equals, path = text.partition("=")
         found[kind if equals else Path(text).stem] = Path(path if equals else text)
     return found
-
-
-def _show(out: Out, comparison: PlannerComparison, output: Path | None, trained: str) -> None:
-    from bitwright.cluster.memory import describe_limits
-
-    limits, chosen = comparison.limits, comparison.chosen
-    out.data({"output": None if output is None else str(output), **comparison.to_dict()})
-    out.table(
-        ["planner", "#step", "#penalty", "low-precision operators", "batches", "memory of a process"],
-        [
-            (
-                f"{name} (chosen)" if name == comparison.planner else name,
-                f"{1e3 * one.seconds:.2f} ms",
-                f"{one.penalty:.3g}",
-                ", ".join(f"{kind} {count} of {comparison.operators}" for kind, count in one.low.items()),
-                ", ".join(f"{kind} {size}" for kind, size in one.batches.items()),
-                ", ".join(_memory(kind, used, limits[kind]) for kind, used in one.memory.items()),
-            )
-            for name, one in comparison.allocations.items()
-        ]
-        + [(name, "–", "–", "no plan fits", "–", error.problems[0].what) for name, error in comparison.failed.items()],
-    )
-    if any(limits.values()):
-        out.say(f"memory limit of a process: {describe_limits(limits)}")
-    if comparison.gains_nothing:
-        advice = "" if comparison.faster else ": train without a plan"
-        file = "" if output is None else f" ({output} is float everywhere)"
-        out.say(f"low precision gives no speedup on this cluster{advice}{file}")
-    elif output is not None:
-        processes = [kind for kind, count in comparison.kinds.items() for _ in range(count)]
-        out.say(f"{output}: train with")
-        out.say(
-            f"  torchrun --nproc-per-node {len(processes)} -m bitwright train {trained} --plan {output} "
-            f"--device-kind {','.join(processes)} -o run"
-        )
-    if comparison.faster is not None:
-        best, ratio = comparison.faster
-        out.say(f"{best} is {ratio:.2g} times as fast: --planner {best}")
-    for kind, size in chosen.batches.items():
-        if size * _SMALL_SHARE < max(chosen.batches.values()):
-            total = sum(chosen.batches.values())
-            out.note(f"{kind} gets only {size} of {total} samples: consider training without it")
-
-
-def _memory(kind: str, used: int, limit: MemoryLimit | None) -> str:
-    over = f" (of {formatting.size(limit.usable)}: too much)" if limit is not None and not limit.holds(used) else ""
-    return f"{kind} {formatting.size(used)}{over}"

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
-from bitwright.cli.choosing import with_choices
-from bitwright.cli.deliver import show
-from bitwright.cli.options import HistogramsOption, PrecisionOption, SamplesOption, StepOption, WorkloadArg
+from bitwright.cli.options import FolderOption, PrecisionOption, SamplesOption, WorkloadArg, option
 from bitwright.cli.out import Out
+from bitwright.cli.settings import with_choices
 from bitwright.cli.verb import verb
 
 
@@ -29,18 +25,28 @@ from bitwright.cli.verb import verb
 def quantize(
     out: Out,
     workload: WorkloadArg,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Output folder.", show_default=False)],
-    backend: Any,
+    output: FolderOption,
+    backend: str | None,
     plan: Any,
     choices: Any,
     precision: PrecisionOption = None,
     samples: SamplesOption = None,
-    step: StepOption = None,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Random seed of the steps.")] = 0,
-    memory: Annotated[
-        int, typer.Option("--memory", min=1, help="MiB of activations that steps keep in memory.")
-    ] = 1024,
-    histograms: HistogramsOption = True,
+    step: Annotated[
+        list[str] | None,
+        option(
+            "A PTQ algorithm of `bitwright list steps`, e.g. equalize or adaround:iterations=500; "
+            "can be repeated; steps run in the given order.",
+            "--step",
+            "--algorithm",
+            metavar="NAME[:KEY=VALUE,…]",
+        ),
+    ] = None,
+    seed: Annotated[int, option("Random seed of the steps.", min=0, show_default=True)] = 0,
+    memory: Annotated[int, option("MiB of activations that steps keep in memory.", min=1, show_default=True)] = 1024,
+    histograms: Annotated[
+        bool,
+        option("Whether the report has a histogram of each site.", "--histograms/--no-histograms", show_default=True),
+    ] = True,
 ) -> None:
     """Quantize a model and write its plan, checkpoint, artefact and report into a folder.
 
@@ -65,4 +71,4 @@ def quantize(
             progress=progress,
             **choices,
         )
-    show(out, result)
+    out.show(result, output=output)

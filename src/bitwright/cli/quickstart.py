@@ -5,9 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from bitwright.cli.deliver import show
+from bitwright.cli.options import option
 from bitwright.cli.out import Out
 from bitwright.cli.verb import verb
 
@@ -21,12 +19,14 @@ from bitwright.cli.verb import verb
 )
 def quickstart(
     out: Out,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Output folder.")] = Path("bitwright-quickstart"),
+    output: Annotated[Path, option("Output folder.", "--output", "-o", show_default=True)] = Path(
+        "bitwright-quickstart"
+    ),
 ) -> None:
     """Train a small CNN on scikit-learn's digits, quantize, export, check and time it. Needs no download."""
     from bitwright.zoo.quickstart import run_quickstart
 
     with out.progress("training on digits") as progress:
         result = run_quickstart(output, progress=progress)
-    show(out, result)
+    out.show(result, output=output)
     out.say(f"open {output / 'report.html'} in a browser")

@@ -3,25 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
-import typer
-
-from bitwright.cli.choosing import with_choices
-from bitwright.cli.data import calibration, labelled, open_workload, probes
-from bitwright.cli.options import ReportOption, WorkloadArg
+from bitwright.cli.options import ReportOption, WorkloadArg, exclude, open_workload, option
 from bitwright.cli.out import Out
+from bitwright.cli.settings import with_choices
 from bitwright.cli.verb import verb
-from bitwright.core.errors import BitwrightError
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from bitwright.ptq.quantize import Quantized
-    from bitwright.sensitivity import Scores, Suggestion
-    from bitwright.workload import Workload
-
-_BATCH = 32  # the activations of one batch are kept in memory
 
 
 @verb(
@@ -38,22 +25,21 @@ _BATCH = 32  # the activations of one batch are kept in memory
 def score(
     out: Out,
     workload: WorkloadArg,
-    backend: str,
+    backend: str | None,
     plan: Any,
     choices: Any,
-    samples: Annotated[int, typer.Option(min=1, help="Samples to score with.")] = 128,
-    top: Annotated[int, typer.Option(min=1, help="Sites to show.")] = 20,
-    most: Annotated[int, typer.Option(min=1, help="Operators to keep in float at most, in the suggestion.")] = 5,
+    samples: Annotated[int, option("Samples to score with.", min=1, show_default=True)] = 128,
+    top: Annotated[int, option("Sites to show.", min=1, show_default=True)] = 20,
+    most: Annotated[
+        int, option("Operators to keep in float at most, in the suggestion.", min=1, show_default=True)
+    ] = 5,
     output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", help="Write the suggested plan (or the scores) here.", show_default=False),
+        Path | None, option("Write the suggested plan (with --indicator: the scores) here.", "--output", "-o")
     ] = None,
-    indicator: Annotated[
-        str | None,
-        typer.Option(help="Score training kernels by this indicator (`list indicators`).", show_default=False),
-    ] = None,
+    indicator: Annotated[str | None, option("Score training kernels by this indicator (`list indicators`).")] = None,
     formats: Annotated[
-        str, typer.Option(metavar="KERNELS", help="With --indicator: kernels to score, separated by commas.")
+        str,
+        option("With --indicator: kernels to score, separated by commas.", metavar="KERNELS", show_default=True),
     ] = "int8",
     report: ReportOption = None,
 ) -> None:
@@ -62,66 +48,30 @@ def score(
     The scores use the evaluation data if the workload has a loss, else its inputs alone. The suggestion is measured
     with the workload's metric. With --indicator, low-precision training kernels are scored instead, for the planners.
     """
-    from bitwright.cli.indicating import refuse_choices, show_operator_scores
-    from bitwright.cli.score_tables import show_scores
-    from bitwright.ptq.quantize import quantize as quantize_model
-    from bitwright.reports import add_to_report, network, report_of, sensitivity
-    from bitwright.sensitivity import score as score_model
-    from bitwright.workload import can_measure, loss_of
-    from bitwright.workload.data import split
+    from bitwright.workflows import score_workload, score_workload_operators
 
-    if indicator is not None:
-        refuse_choices(plan, choices)
-        if report is not None:
-            raise BitwrightError(
-                "a report can't contain scores of an indicator", where="--report", fix="leave --indicator out"
-            )
+    if indicator is not None:  # it looks at the float model
+        given = {f"--{name.replace('_', '-')}": value for name, value in choices.items()}
+        exclude("--indicator", {"--backend": backend, "--plan": plan, **given, "--report": report})
     found = open_workload(out, workload)
-    if report is not None:
-        report_of(report, found.name)  # one of another workload is an error now, not after the work
     if indicator is not None:
-        show_operator_scores(out, found, indicator, formats, samples=samples, top=top, output=output)
+        names = [text.strip() for text in formats.split(",") if text.strip()]
+        with out.progress(f"{indicator} of {', '.join(names)}"):
+            scores = score_workload_operators(found, indicator, names, samples=samples)
+        if output is not None:
+            scores.save(output)
+        out.show(scores, output=output, most=top)
         return
-    if output is not None and not can_measure(found):
-        fix = "give the Workload evaluation= or evaluate=, or leave --output out"
-        raise BitwrightError("no suggestion can be measured", where=f"workload {found.name!r}", fix=fix)
     with out.progress("calibrating") as progress:
-        quantized = quantize_model(
-            found.model,
-            calibration(found),
+        result = score_workload(
+            found,
             backend=backend,
             plan=plan,
-            example=found.inputs,
-            name=found.name,
+            samples=samples,
+            most=most,
+            output=output,
+            report=report,
             progress=progress,
             **choices,
         )
-    loss = None if found.loss is None or found.evaluation is None else loss_of(found)
-    data = probes(found, samples) if loss is None else labelled(found, samples)
-    with out.progress("scoring") as progress:
-        scores = score_model(quantized.model, split(data, _BATCH), loss=loss, progress=progress)
-    suggestion = _suggestion(out, found, quantized, scores, most) if can_measure(found) else None
-    if suggestion is not None and output is not None:
-        suggestion.plan.save(output)
-    if report is not None:
-        part = sensitivity(scores, suggestion, found.metric)
-        add_to_report(report, found.name, sensitivity=part, graph=network(quantized.graph))
-        out.note(f"{report / 'report.html'} has the scores")
-    show_scores(out, found, quantized.plan, scores, suggestion, top=top, output=output)
-
-
-def _suggestion(out: Out, workload: Workload, quantized: Quantized, scores: Scores, most: int) -> Suggestion:
-    from bitwright.sensitivity import suggest
-    from bitwright.workload import evaluate
-
-    def metric(model: nn.Module) -> float:
-        return evaluate(workload, model)[workload.metric]
-
-    doubt = workload.direction_note()
-    if doubt is not None:
-        out.note(doubt)
-    with out.progress("measuring suggestions") as progress:
-        less = workload.less_is_better()
-        return suggest(
-            quantized.model, quantized.plan, scores, metric, most=most, lower_is_better=less, progress=progress
-        )
+    out.show(result, output=output, most=top)

@@ -1,4 +1,4 @@
-"""`@with_settings`: command-line options from the fields of a pydantic model."""
+"""Decorators that add groups of options to a verb: the fields of a pydantic model, or the choices of a plan."""
 
 from __future__ import annotations
 
@@ -8,50 +8,79 @@ from collections.abc import Callable
 from types import NoneType, UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
 
-import typer
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from bitwright.cli import options
+from bitwright.cli.options import exclude, option
+
 Function = Callable[..., None]
+
+_CHOICES: dict[str, Any] = {
+    "weights": options.WeightsOption,
+    "activations": options.ActivationsOption,
+    "observer": options.ObserverOption,
+    "weight_observer": options.WeightObserverOption,
+    "quantizer": options.QuantizerOption,
+    "weight_quantizer": options.WeightQuantizerOption,
+    "first_last_bits": options.FirstLastBitsOption,
+    "keep_float": options.KeepFloatOption,
+    "fold": options.FoldOption,
+    "saturating": options.SaturatingOption,
+}
+
+
+def with_choices(function: Function) -> Function:
+    """Add the options of verbs that make a plan. The verb gets `backend`, `plan` (loaded) and `choices`."""
+    added = {"backend": options.BackendOption, "plan": options.PlanOption, **_CHOICES}
+
+    def run(*args: Any, plan: Any, **arguments: Any) -> None:
+        from bitwright.plan import Plan
+
+        given = {name: arguments.pop(name) for name in _CHOICES}
+        choices = {name: value for name, value in given.items() if value not in (None, [])}
+        if plan is not None:
+            exclude("--plan", {f"--{name.replace('_', '-')}": value for name, value in choices.items()})
+        function(*args, plan=None if plan is None else Plan.load(plan), choices=choices, **arguments)
+
+    return _with_options(function, run, ("backend", "plan", "choices"), added)
 
 
 def with_settings(model: type[BaseModel]) -> Callable[[Function], Function]:
-    """Add one option for each field to a verb, which gets the model as `settings`."""
+    """Add one option for each field of a model to a verb, which gets the model as `settings`."""
 
     def add(function: Function) -> Function:
-        own = inspect.signature(function, eval_str=True)
-        kept = [parameter for name, parameter in own.parameters.items() if name != "settings"]
-        fields = [_option(name, field) for name, field in model.model_fields.items()]
-
-        @functools.wraps(function)
         def run(*args: Any, **arguments: Any) -> None:
             given = {name: arguments.pop(name) for name in model.model_fields}
             said = {name: value for name, value in given.items() if value is not None}
             function(*args, settings=model(**said), **arguments)
 
-        run.__signature__ = inspect.Signature([*kept, *fields])  # type: ignore[attr-defined]
-        del run.__wrapped__  # or inspect would look through
-        return run
+        added = {name: _field_option(name, field) for name, field in model.model_fields.items()}
+        return _with_options(function, run, ("settings",), added)
 
     return add
 
 
-def _option(name: str, field: FieldInfo) -> inspect.Parameter:
-    kind = _without_none(field.annotation)
+def _with_options(function: Function, run: Function, replaced: tuple[str, ...], added: dict[str, Any]) -> Function:
+    """`run` with the signature of `function`, in which the options replace some parameters."""
+    own = inspect.signature(function, eval_str=True).parameters
+    kept = [parameter for name, parameter in own.items() if name not in replaced]
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    more = [inspect.Parameter(name, keyword, default=None, annotation=kind) for name, kind in added.items()]
+    wrapped = functools.wraps(function)(run)
+    wrapped.__signature__ = inspect.Signature([*kept, *more])  # type: ignore[attr-defined]
+    del wrapped.__wrapped__  # or inspect would look through
+    return wrapped
+
+
+def _field_option(name: str, field: FieldInfo) -> Any:
+    kind: Any = field.annotation
+    if get_origin(kind) in (Union, UnionType):
+        kind = next(part for part in get_args(kind) if part is not NoneType)
     flag = f"--{name.replace('_', '-')}"
     if kind is bool:
         flag += f"/--no-{name.replace('_', '-')}"
-    words: dict[str, Any] = {"help": f"{field.description} {_default(field)}".strip(), "show_default": False}
-    option = typer.Option(flag, **words)
-    return inspect.Parameter(
-        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option]
-    )
-
-
-def _without_none(annotation: Any) -> Any:
-    if get_origin(annotation) in (Union, UnionType):
-        return next(part for part in get_args(annotation) if part is not NoneType)
-    return annotation
+    return Annotated[kind | None, option(f"{field.description} {_default(field)}".strip(), flag)]
 
 
 def _default(field: FieldInfo) -> str:

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from bitwright.cli.completing import add_completion
+from bitwright.cli.completion import add_completion
 from bitwright.cli.out import Out
 from bitwright.core.errors import BitwrightError
 from bitwright.core.files import disk_error, written
@@ -24,7 +24,7 @@ Verb = Callable[..., None]
 #: The verbs that were imported, by name; each makes its click command.
 REGISTERED: dict[str, Callable[[], Any]] = {}
 
-CHECK_FAILED, USAGE, INTERNAL = 1, 2, 70
+USAGE, INTERNAL = 2, 70
 CLOSED = 141  # as a process that SIGPIPE ended
 
 _COMMON: dict[str, tuple[str, str]] = {

@@ -12,9 +12,10 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from logging import getLogger
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,9 @@ from bitwright.cluster.device_step import DeviceStep
 from bitwright.cluster.prediction import Prediction
 from bitwright.cluster.predictor import predict_step, uses_channels_last
 from bitwright.core.arguments import strict
+from bitwright.core.display import Summarized, Table
 from bitwright.core.errors import PlanError, Problem
+from bitwright.core.formatting import relative_error
 from bitwright.core.interrupts import Interrupted
 from bitwright.core.progress import Progress
 from bitwright.plan import Plan
@@ -219,7 +222,7 @@ class TimePair:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepComparison:
+class StepComparison(Summarized):
     """A prediction next to medians of real steps."""
 
     step: TimePair
@@ -236,6 +239,31 @@ class StepComparison:
         if self.drift is None or not self.step.measured:
             return None
         return self.step.predicted * self.drift / self.step.measured - 1
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields as plain data."""
+        return asdict(self)
+
+    def summary(self) -> Iterator[Table | str]:
+        """Predicted and measured times of the step, its phases and its operators."""
+        if self.drift is not None and self.error_without_drift is not None:
+            error = f"{100 * self.error_without_drift:+.1f} %"
+            then = f"{self.drift:.2f} times as long as when it was profiled"
+            yield f"this machine now takes {then}; error without that: {error}"
+        pairs = [self.step, *self.phases, *self.groups]
+        yield Table(
+            [f"median of {self.steps} steps", "#predicted", "#measured", "#error"],
+            [
+                (
+                    pair.name,
+                    f"{1e3 * pair.predicted:.3f} ms",
+                    f"{1e3 * pair.measured:.3f} ms",
+                    relative_error(pair.predicted, pair.measured),
+                )
+                for pair in pairs
+                if max(pair.predicted, pair.measured) > 0
+            ],
+        )
 
 
 def compare(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from logging import getLogger
 from typing import Any, TypedDict, Unpack
@@ -11,10 +11,12 @@ from bitwright.cluster.cluster import Cluster
 from bitwright.cluster.cluster_cost_model import ClusterCostModel
 from bitwright.cluster.cost_model import FLOAT
 from bitwright.cluster.costs import check_layout, explain_batch_mismatch
-from bitwright.cluster.memory import MemoryLimit
+from bitwright.cluster.memory import MemoryLimit, describe_limits
 from bitwright.cluster.planners import Allocation, uniform
 from bitwright.cluster.planners.precision import over_limits
+from bitwright.core import formatting
 from bitwright.core.arguments import strict
+from bitwright.core.display import Summarized, Table
 from bitwright.core.errors import BitwrightError, PlanError
 from bitwright.core.progress import Progress
 from bitwright.core.registry import PLANNERS
@@ -29,6 +31,7 @@ __all__ = ["PlannerComparison", "compare_planners", "plan_cluster"]
 
 log = getLogger("bitwright")
 _ALTERNATIVES = ("recover", "recover+split", "batches", "float")
+_SMALL_SHARE = 32  # a device with a smaller share of the largest batch contributes little
 _FASTER = 1.03  # smaller ratios are within the error of predictions
 
 Penalties = OperatorScores | Mapping[str, Mapping[str, float]]
@@ -88,7 +91,7 @@ def plan_cluster(
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlannerComparison:
+class PlannerComparison(Summarized):
     """The result of one planner next to those of other planners and of uniform precisions."""
 
     planner: str
@@ -124,6 +127,38 @@ class PlannerComparison:
         ratio = self.chosen.seconds / self.allocations[best].seconds
         return (best, ratio) if ratio > _FASTER else None
 
+    def summary(self) -> Iterator[Table | str]:
+        """One row for each planner, and what follows for the training."""
+        yield Table(
+            ["planner", "#step", "#penalty", "low-precision operators", "batches", "memory of a process"],
+            [
+                *(self._row(name, one) for name, one in self.allocations.items()),
+                *((name, "–", "–", "no plan fits", "–", e.problems[0].what) for name, e in self.failed.items()),
+            ],
+        )
+        if any(self.limits.values()):
+            yield f"memory limit of a process: {describe_limits(self.limits)}"
+        if self.gains_nothing:
+            advice = "" if self.faster else "; train without a plan"
+            yield f"low precision gives no speedup on this cluster: the plan is float everywhere{advice}"
+        if self.faster is not None:
+            best, ratio = self.faster
+            yield f"{best} is {ratio:.2g} times as fast: --planner {best}"
+        total = sum(self.chosen.batches.values())
+        for kind, size in self.chosen.batches.items():
+            if size * _SMALL_SHARE < max(self.chosen.batches.values()):
+                yield f"{kind} gets only {size} of {total} samples: consider training without it"
+
+    def _row(self, name: str, one: Allocation) -> Sequence[object]:
+        return (
+            f"{name} (chosen)" if name == self.planner else name,
+            f"{1e3 * one.seconds:.2f} ms",
+            f"{one.penalty:.3g}",
+            ", ".join(f"{kind} {count} of {self.operators}" for kind, count in one.low.items()),
+            ", ".join(f"{kind} {size}" for kind, size in one.batches.items()),
+            ", ".join(f"{kind} {_memory_text(used, self.limits[kind])}" for kind, used in one.memory.items()),
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """Return the comparison as JSON-compatible data."""
         return {
@@ -145,6 +180,11 @@ class PlannerComparison:
             },
             "failed": {name: [str(problem) for problem in error.problems] for name, error in self.failed.items()},
         }
+
+
+def _memory_text(used: int, limit: MemoryLimit | None) -> str:
+    over = f" (of {formatting.size(limit.usable)}: too much)" if limit is not None and not limit.holds(used) else ""
+    return f"{formatting.size(used)}{over}"
 
 
 @strict

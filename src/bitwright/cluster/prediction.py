@@ -10,9 +10,10 @@ from typing import Any
 
 from bitwright.cluster.data_parallel import LaneReplay, StepReplay
 from bitwright.cluster.device_step import DeviceStep
-from bitwright.cluster.memory import MemoryLimit, MemoryUse, size
-from bitwright.core import display
+from bitwright.cluster.memory import MemoryLimit, MemoryUse, describe_limits
+from bitwright.core import display, formatting
 from bitwright.core.arguments import strict
+from bitwright.core.display import Summarized, Table
 from bitwright.core.files import write_text
 
 
@@ -42,6 +43,23 @@ class DevicePrediction:
         """Whether the process fits into the memory minus the reserve; None if the memory is unknown."""
         return None if self.memory is None or self.limit is None else self.limit.holds(self.memory.process)
 
+    def cells(self) -> tuple[object, ...]:
+        """The row of the device in a summary."""
+        memory = self.memory
+        return (
+            self.name,
+            self.count,
+            f"{1e3 * self.computing:.2f} ms",
+            f"{100 * self.busy:.0f} %",
+            f"{100 * self.communicating:.0f} %",
+            f"{100 * self.waiting:.0f} %",
+            None if memory is None else formatting.size(memory.peak),
+            None if memory is None else memory.cause,
+            None if memory is None else formatting.size(memory.process),
+            None if self.limit is None else formatting.size(self.limit.usable),
+            {True: "yes", False: "no", None: None}[self.fits],
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """Return the prediction as JSON-compatible data."""
         known = asdict(self)
@@ -58,7 +76,7 @@ class DevicePrediction:
 
 @strict
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Prediction:
+class Prediction(Summarized):
     """The predicted training step of a cluster, as `bitwright.predict` returns it.
 
     >>> from bitwright import load_workload, predict, profile
@@ -86,21 +104,22 @@ class Prediction:
         speed = f"{self.samples_per_second:.0f} samples/s"
         return f"Prediction({self.model!r}, {1e3 * self.seconds:.3g} ms per step, {speed}, devices={count})"
 
-    def _repr_html_(self) -> str:
-        heads = ["device", "#count", "#own work", "#busy", "#waits", "#memory of a process", "fits"]
-        rows = [
-            [
-                device.name,
-                str(device.count),
-                f"{1e3 * device.computing:.2f} ms",
-                f"{100 * device.busy:.0f} %",
-                f"{100 * device.waiting:.0f} %",
-                "" if device.memory is None else size(device.memory.process),
-                {True: "yes", False: "no", None: ""}[device.fits],
-            ]
-            for device in self.devices
-        ]
-        return display.table(heads, rows, title=repr(self))
+    def summary(self) -> Iterator[Table | str]:
+        """The step time, each kind of device, and the critical path."""
+        yield f"a step takes {1e3 * self.seconds:.2f} ms, {self.samples_per_second:.0f} samples per second"
+        heads = "device #count #compute #busy #collectives #waits #tensors peak #process #limit fits"
+        yield Table(heads.split(), [device.cells() for device in self.devices], most=20)
+        if any(device.limit is not None for device in self.devices):
+            yield f"memory limit of a process: {describe_limits(self.limits)}"
+        if len(self.devices) > 1:
+            yield "a device waits for others and for collectives; collectives also overlap with its own work"
+        for device in self.devices:
+            if device.stood_in:
+                yield f"{device.name}: {device.stood_in} operators have no time in their format; float times are used"
+        if self.without_scaling:
+            kinds = ", ".join(self.without_scaling)
+            yield f"the step excludes fp16 loss scaling: the profile of {kinds} doesn't have it"
+        yield "critical path: " + " → ".join(self.critical)
 
     def plot(self) -> display.Chart:
         """The time that each kind of device computes in a step."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +15,7 @@ from bitwright.cluster.device_step import DeviceStep
 from bitwright.cluster.memory import memory_of
 from bitwright.cluster.prediction import DevicePrediction, Prediction, critical_path
 from bitwright.core.arguments import strict
-from bitwright.core.errors import BitwrightError, did_you_mean
+from bitwright.core.errors import BitwrightError, PlanError, Problem, did_you_mean
 from bitwright.plan import Plan
 from bitwright.profiling.device_profile import DeviceProfile
 from bitwright.profiling.step import WorkloadStep, resolve_plan
@@ -82,6 +82,41 @@ def predict(
         else:
             predictor = Predictor.make(graph, resolved, known, None, settings)
         return predictor.predict(exact=exact)
+
+
+def read_target(
+    *, profile: Path | None = None, cluster: Path | None = None, graph: Path | None = None
+) -> tuple[DeviceProfile | Cluster, dict[str, DeviceProfile], StepGraph | None]:
+    """Read a profile or a cluster with its profiles, and a recorded step. All problems are reported together."""
+    problems: list[Problem] = []
+    profiles: dict[str, DeviceProfile] = {}
+    target: DeviceProfile | Cluster | None = None
+    recorded = None
+    if profile is not None:
+        with _collecting(problems, profile):
+            target = DeviceProfile.load(profile)
+            profiles = {"device": target}
+    if cluster is not None:
+        with _collecting(problems, cluster):
+            target = Cluster.load(cluster)
+            problems += target.missing_plans()
+            profiles = target.profiles()
+    if graph is not None:
+        with _collecting(problems, graph):
+            recorded = StepGraph.load(graph)
+    if problems or target is None:
+        raise PlanError(problems, title="can't use the given files")
+    return target, profiles, recorded
+
+
+@contextmanager
+def _collecting(problems: list[Problem], file: Path) -> Iterator[None]:
+    try:
+        yield
+    except BitwrightError as error:
+        for problem in error.problems:
+            where = problem.where or ""
+            problems.append(problem if file.name in where else replace(problem, where=f"{file}: {where}"))
 
 
 def _predictor(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import islice, pairwise
+from itertools import pairwise
 from math import ceil, floor, log10
 from pathlib import Path
 
@@ -192,31 +192,59 @@ _STYLE = (
 )
 
 
-def table(heads: Sequence[str], rows: Iterable[Sequence[object]], *, title: str = "") -> str:
-    """An HTML table. Heads that begin with # are columns of numbers. Values are escaped; None is an empty cell.
+@dataclass(frozen=True)
+class Table:
+    """Rows of a result. Heads that begin with # are columns of numbers; None is an empty cell."""
 
-    >>> table(["name"], [("<a>",)])
-    '<table><thead><tr><th>name</th></tr></thead><tbody><tr><td>&lt;a&gt;</td></tr></tbody></table>'
-    """
-    right = [Markup(' style="text-align:right"') if head.startswith("#") else Markup() for head in heads]
-    head = Markup().join(
-        Markup("<th{}>{}</th>").format(style, name.removeprefix("#")) for style, name in zip(right, heads, strict=True)
-    )
-    left = iter(rows)
-    body = Markup().join(
-        Markup("<tr>{}</tr>").format(
-            Markup().join(
-                Markup("<td{}>{}</td>").format(style, "" if value is None else value)
-                for style, value in zip(right, row, strict=True)
+    heads: Sequence[str]
+    rows: Sequence[Sequence[object]]
+    title: str = ""
+    most: int | None = None
+    """The number of rows that are shown."""
+
+    def shown(self, most: int | None = None) -> tuple[Sequence[Sequence[object]], int]:
+        """The first rows, and the number of the others."""
+        limit = most or self.most or len(self.rows)
+        return self.rows[:limit], max(0, len(self.rows) - limit)
+
+    def to_html(self) -> Markup:
+        """An HTML table. Values are escaped.
+
+        >>> print(Table(["name"], [("<a>",)]).to_html())
+        <table><thead><tr><th>name</th></tr></thead><tbody><tr><td>&lt;a&gt;</td></tr></tbody></table>
+        """
+        right = [Markup(' style="text-align:right"') if head.startswith("#") else Markup() for head in self.heads]
+        heads = zip(right, self.heads, strict=True)
+        head = Markup().join(Markup("<th{}>{}</th>").format(style, name.removeprefix("#")) for style, name in heads)
+        rows, left = self.shown(min(self.most or _MOST, _MOST))
+        body = Markup().join(
+            Markup("<tr>{}</tr>").format(
+                Markup().join(
+                    Markup("<td{}>{}</td>").format(style, "" if value is None else value)
+                    for style, value in zip(right, row, strict=True)
+                )
             )
+            for row in rows
         )
-        for row in islice(left, _MOST)
-    )
-    more = sum(1 for _ in left)
-    note = Markup("<p>… and {} more rows</p>").format(more) if more else Markup()
-    above = Markup("<p><b>{}</b></p>").format(title) if title else Markup()
-    made = Markup("<table><thead><tr>{}</tr></thead><tbody>{}</tbody></table>").format(head, body)
-    return str(above + made + note)
+        note = Markup("<p>… and {} more rows</p>").format(left) if left else Markup()
+        above = Markup("<p><b>{}</b></p>").format(self.title) if self.title else Markup()
+        return above + Markup("<table><thead><tr>{}</tr></thead><tbody>{}</tbody></table>").format(head, body) + note
+
+
+class Summarized:
+    """A result that notebooks and the command line show in the same way: the tables and lines of `summary`."""
+
+    def summary(self) -> Iterable[Table | str]:
+        """Tables and lines of text, in the order in which they are shown."""
+        raise NotImplementedError
+
+    def failures(self) -> list[str]:
+        """Why the result fails its check; empty if it passes. The command line then exits with 1."""
+        return []
+
+    def _repr_html_(self) -> str:
+        parts = self.summary()
+        return "".join(Markup("<p>{}</p>").format(part) if isinstance(part, str) else part.to_html() for part in parts)
 
 
 @dataclass(frozen=True)

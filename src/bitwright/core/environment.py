@@ -18,6 +18,8 @@ from pydantic import Field
 from bitwright.core.schemas import ResultModel
 from bitwright.version import __version__
 
+DATA_VARIABLE = "BITWRIGHT_DATA"
+"""The environment variable that names the folder of reference data sets."""
 #: Packages that affect results; missing ones are left out.
 PACKAGES = (
     "torch",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 
 def size(count: int) -> str:
     """A number of bytes, with decimal units.
@@ -44,8 +46,8 @@ def metric_change(metric: str, difference: float) -> str:
 
 
 def decibels(value: float | None) -> str:
-    """A signal-to-noise ratio; None means no noise."""
-    return "exact" if value is None else f"{value:.1f} dB"
+    """A signal-to-noise ratio; None and infinity mean no noise."""
+    return "exact" if value is None or value == inf else f"{value:.1f} dB"
 
 
 def number(value: float) -> str:

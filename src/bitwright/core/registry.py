@@ -122,3 +122,20 @@ def translated(
         if importer.target == target and importer.recognizes(data):
             return importer.translate(data, where=where, **options)
     return None
+
+
+def registries() -> dict[str, Registry]:
+    """The registries of objects that users choose by name, by kind."""
+    return {
+        "observers": OBSERVERS,
+        "quantizers": QUANTIZERS,
+        "backends": BACKENDS,
+        "artefacts": ARTEFACTS,
+        "runtimes": RUNTIMES,
+        "workloads": WORKLOADS,
+        "steps": STEPS,
+        "strategies": STRATEGIES,
+        "kernels": KERNELS,
+        "indicators": INDICATORS,
+        "planners": PLANNERS,
+    }

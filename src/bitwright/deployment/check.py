@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch import nn
 
 from bitwright.backends import DEFAULT_RUNTIME, backend
 from bitwright.core.arguments import Count, strict
-from bitwright.core.display import table
+from bitwright.core.display import Summarized, Table
 from bitwright.core.errors import ArtefactError, Problem, WorkloadError, log_warnings
 from bitwright.core.formatting import decibels, number, percent
 from bitwright.core.registry import RUNTIMES
@@ -38,7 +37,7 @@ from bitwright.workload.data import CalibrationData
 
 @strict
 @dataclass(frozen=True, kw_only=True)
-class Check:
+class Check(Summarized):
     """How an artefact on a runtime compares with the simulated model, per output and, if asked for, per site."""
 
     runtime: str
@@ -71,25 +70,67 @@ class Check:
         intact = not self.damages and not any(site.damaged for site in self.sites)
         return intact and all(output.passed for output in self.outputs)
 
-    def _repr_html_(self) -> str:
+    def summary(self) -> Iterator[Table | str]:
+        """The verdict per output, the distance from float, and the sites if they were compared."""
         rows = [
             (
                 one.name,
                 "agrees" if one.passed else "diverges",
-                decibels(one.sqnr_db if isfinite(one.sqnr_db) else None),
+                decibels(one.sqnr_db),
                 number(one.max_error),
-                None if one.top1_agreement is None else percent(one.top1_agreement),
+                _agreement(one.top1_agreement),
             )
             for one in self.outputs
         ]
         title = f"{self.runtime}: {'passed' if self.passed else 'failed'}, {self.samples} samples"
-        return table(["output", "result", "#SQNR", "#largest error", "#same top-1"], rows, title=title)
+        yield Table(["output", "result", "#SQNR", "#largest error", "#same top-1"], rows, title=title)
+        if self.distance is not None:
+            heads = ["simulated against float", "#SQNR", "#same top-1"]
+            outputs = self.distance.outputs
+            yield Table(heads, [(one.name, decibels(one.sqnr_db), _agreement(one.top1_agreement)) for one in outputs])
+        if self.sites:
+            yield from self._site_summary()
+
+    def failures(self) -> list[str]:
+        """Damages of the artefact and the first site that diverges."""
+        if self.passed:
+            return []
+        where = self.first_divergence or "no single site: only the output differs"
+        damages = [f"the artefact is not the model's: {damage.site}: {damage.what}" for damage in self.damages]
+        return [*damages, f"{self.runtime} diverges; first diverging site: {where}"]
+
+    def _site_summary(self) -> Iterator[Table | str]:
+        yield Table(
+            [f"site ({self.runtime})", "#codes that differ", "#largest, LSB", "#SQNR", ""],
+            [
+                (
+                    site.site,
+                    percent(site.differing),
+                    site.largest,
+                    decibels(site.sqnr_db),
+                    site.grid or ("diverges" if site.diverges else None),
+                )
+                for site in self.sites
+            ],
+        )
+        if self.unseen:
+            yield f"sites without own codes in the artefact: {', '.join(self.unseen)}"
+        if self.probe is not None:
+            identical = "equal those of the artefact"
+            fused = "differ, because the runtime fuses operators differently there"
+            verdict = identical if self.probe.outputs_identical else fused
+            yield f"measured in a copy with {self.probe.outputs} more outputs; its other outputs {verdict}"
+        yield f"first diverging site on {self.runtime}: {self.first_divergence or 'none'}"
 
     @property
     def first_divergence(self) -> str | None:
         """The first site, in the order of execution, whose codes differ by more than rounding."""
         damaged = next((damage.site for damage in self.damages), None)
         return next((site.site for site in self.sites if site.diverges), damaged)
+
+
+def _agreement(share: float | None) -> str | None:
+    return None if share is None else f"{100 * share:.4g} %"
 
 
 @strict

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from math import prod
 from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
 from bitwright.core.arguments import strict
-from bitwright.core.display import table
+from bitwright.core.display import Summarized, Table
 from bitwright.core.documents import parse_json
 from bitwright.core.errors import PlanError, Problem
 from bitwright.core.schemas import validated
@@ -103,7 +103,7 @@ class Parameter:
 
 @strict
 @dataclass(frozen=True, kw_only=True)
-class Graph:
+class Graph(Summarized):
     """The operators of a model, recorded from one or more inputs. `bitwright.capture` returns it.
 
     >>> import torch
@@ -153,19 +153,32 @@ class Graph:
         return frozenset(op.name for op in self.ops if op.name not in read)
 
     def __repr__(self) -> str:
-        parameters = sum(math.prod(parameter.shape) for parameter in self.parameters)
+        parameters = sum(prod(parameter.shape) for parameter in self.parameters)
         return f"<Graph: {len(self.ops)} operators, {parameters:,} parameters, {self.macs:,} MACs>"
 
     def to_dict(self) -> dict[str, Any]:
         """All operators, inputs, outputs and parameters as plain data."""
         return asdict(self)
 
-    def _repr_html_(self) -> str:
-        rows = [
-            (op.name, op.kind, "×".join(map(str, op.outputs[0].shape)) if op.outputs else "", f"{op.macs:,}")
-            for op in self.ops
-        ]
-        return table(["operator", "kind", "output", "#MACs"], rows, title=f"{len(self.ops)} operators")
+    def summary(self) -> Iterator[Table | str]:
+        """The operators with their shapes, parameters and multiply-accumulates."""
+        sizes = {name: prod(parameter.shape) for parameter in self.parameters for name in parameter.names}
+        heads = ["operator", "kind", "inputs", "output", "#parameters", "#MACs", "partial"]
+        yield Table(heads, [self._row(op, sizes) for op in self.ops])
+        total = sum(prod(parameter.shape) for parameter in self.parameters)
+        yield f"{len(self.ops)} operators, {total:,} parameters, {self.macs:,} multiply-accumulates per call"
+
+    def _row(self, op: Op, sizes: dict[str, int]) -> Sequence[object]:
+        own = {source.name for port in op.ports for source in port.sources if source.kind == "param"}
+        return (
+            op.name,
+            op.kind,
+            " ".join(_shape_text(port.shape) for port in op.ports if port.role == "activation"),
+            " ".join(_shape_text(output.shape) for output in op.outputs),
+            f"{sum(sizes.get(name, 0) for name in own):,}" if own else None,
+            f"{op.macs:,}" if op.macs else None,
+            f"{op.seen} of {self.runs} runs" if self.partial(op) else None,
+        )
 
     def partial(self, op: Op) -> bool:
         """Whether only some of the recordings contain the operator."""
@@ -204,7 +217,7 @@ class Graph:
 
     def to_json(self) -> str:
         """A deterministic JSON text."""
-        return json.dumps(asdict(self), indent=1, sort_keys=True)
+        return json.dumps(self.to_dict(), indent=1, sort_keys=True)
 
     @staticmethod
     def from_json(text: str) -> Graph:
@@ -215,6 +228,10 @@ class Graph:
         if problems:
             raise PlanError(problems, title="not a valid recorded graph")
         return graph
+
+
+def _shape_text(shape: tuple[int, ...]) -> str:
+    return "×".join(map(str, shape)) or "scalar"
 
 
 def _contradictions(graph: Graph) -> Iterator[Problem]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from bitwright.core.arguments import strict
-from bitwright.core.display import table
+from bitwright.core.display import Summarized, Table
 from bitwright.core.errors import PlanError, Problem, did_you_mean
 from bitwright.core.formats import Format
 from bitwright.core.schemas import device_name, not_blank
@@ -85,7 +85,7 @@ class Device:
 
 @strict
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class Plan(Summarized):
     """A set of sites with their formats. Immutable; `with_sites` returns a changed copy.
 
     >>> spec = SiteSpec(format=Format.parse("int8/channel/sym"), why="fast here")
@@ -167,13 +167,27 @@ class Plan:
         listed = ", ".join(f"{count} {what}" for what, count in content.items() if count)
         return f"<Plan {self.model or 'of any model'} for {self.backend or 'any backend'}: {listed or 'empty'}>"
 
-    def _repr_html_(self) -> str:
+    def summary(self) -> Iterator[Table | str]:
+        """The format of each site, and the reason."""
         rows = [
             *((name, spec.format, spec.why) for name, spec in self.quantized),
             *((name, spec.format, spec.why) for name, spec in self.compute.items()),
             *((name, "float", why) for name, why in self.float.items()),
         ]
-        return table(["site", "format", "why"], rows, title=f"Plan for {self.backend or 'any backend'}")
+        yield Table(["site", "format", "why"], rows, title=f"Plan for {self.backend or 'any backend'}")
+        yield self.counts_text
+
+    @property
+    def trains_kernels(self) -> bool:
+        """Whether training follows the plan with low-precision kernels, and not with quantizers."""
+        return bool(self.compute or self.devices) or not any(True for _ in self.quantized)
+
+    @property
+    def counts_text(self) -> str:
+        """How many sites and operators have low precision."""
+        low = sum(spec.is_low_precision for spec in self.compute.values())
+        computed = f"{low} operators computed in low precision, " if low else ""
+        return f"{computed}{len(list(self.quantized))} quantized sites, {len(self.float)} entries left in float"
 
     def to_yaml(self) -> str:
         """The plan as YAML. Equal plans give equal text."""

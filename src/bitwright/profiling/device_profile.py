@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -13,6 +13,7 @@ from pydantic import Field
 
 from bitwright.core import display
 from bitwright.core.arguments import strict
+from bitwright.core.display import Summarized, Table
 from bitwright.core.documents import parse_json, read_text
 from bitwright.core.errors import BitwrightError, PlanError, Problem
 from bitwright.core.files import write_text
@@ -176,7 +177,7 @@ class MemoryFacts(Strict):
 
 
 @strict
-class DeviceProfile(Strict):
+class DeviceProfile(Summarized, Strict):
     """The measured, imported or published costs of one kind of device.
 
     `bitwright.profile` creates it, `save` and `DeviceProfile.load` write and read it as JSON, and `bitwright.predict`
@@ -230,19 +231,13 @@ class DeviceProfile(Strict):
 
     __str__ = __repr__
 
-    def _repr_html_(self) -> str:
-        slowest = sorted(self.operators, key=lambda cost: -cost.forward.seconds)[:10]
-        rows = [
-            [
-                cost.operator[:90],
-                cost.format,
-                f"{1e3 * cost.forward.seconds:.3f} ms",
-                "" if cost.backward is None else f"{1e3 * cost.backward.seconds:.3f} ms",
-            ]
-            for cost in slowest
-        ]
-        heads = ["slowest operators", "format", "#forward", "#backward"]
-        return display.table(heads, rows, title=repr(self))
+    def summary(self) -> Iterator[Table | str]:
+        """The slowest operators."""
+        heads = ["slowest operators", "format", "#forward", "#backward", "#±"]
+        slowest = sorted(self.operators, key=lambda cost: -cost.forward.seconds)
+        yield Table(heads, [_cells(cost) for cost in slowest], title=repr(self), most=10)
+        if self.note:
+            yield self.note
 
     def plot(self) -> display.Chart:
         """The forward time of the slowest operators."""
@@ -296,9 +291,28 @@ def at(lines: Iterable[Line], elements: int) -> float | None:
     return None if best is None else best.fixed + best.per_element * elements
 
 
+def relative_uncertainty(operators: Sequence[OperatorCost]) -> float:
+    """Return half the width of the confidence intervals, relative to the time of all operators."""
+    known = [c.forward for c in operators if c.forward.low is not None and c.forward.high is not None]
+    whole = sum(timing.seconds for timing in known)
+    return sum((t.high or 0.0) - (t.low or 0.0) for t in known) / 2 / whole if whole else 0.0
+
+
+def _cells(cost: OperatorCost) -> tuple[object, ...]:
+    spread = relative_uncertainty([cost])
+    return (
+        cost.operator[:90],
+        cost.format,
+        f"{1e3 * cost.forward.seconds:.3f} ms",
+        None if cost.backward is None else f"{1e3 * cost.backward.seconds:.3f} ms",
+        f"{100 * spread:.1f} %" if spread else None,
+    )
+
+
 # -- quality -----------------------------------------------------------------------------------------------------
 
 _LEAST_R2, _LARGEST_ERROR = 0.9, 0.3
+_UNCERTAIN = 0.1
 
 
 def operators_of_step(profile: DeviceProfile, step: StepGraph) -> list[OperatorCost]:
@@ -321,11 +335,18 @@ def _without_gradient(tensor: TensorSpec) -> TensorSpec:
     return tensor.with_(grad=False)
 
 
-def relative_uncertainty(operators: Sequence[OperatorCost]) -> float:
-    """Return half the width of the confidence intervals, relative to the time of all operators."""
-    known = [c.forward for c in operators if c.forward.low is not None and c.forward.high is not None]
-    whole = sum(timing.seconds for timing in known)
-    return sum((t.high or 0.0) - (t.low or 0.0) for t in known) / 2 / whole if whole else 0.0
+def quality_notes(profile: DeviceProfile, step: StepGraph) -> list[str]:
+    """Describe what makes the times of a step uncertain."""
+    notes = []
+    spread = relative_uncertainty(operators_of_step(profile, step))
+    if spread > _UNCERTAIN:
+        fix = "more rounds" if profile.clock == "cpu" else "the clock `cpu`"
+        notes.append(f"times are uncertain by ±{100 * spread:.0f} %: repeat on an idle machine, or with {fix}")
+    bad = poor_fits(profile)
+    if bad:
+        more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
+        notes.append(f"poor fits, so times of other sizes are rough: {'; '.join(bad[:3])}{more}")
+    return notes
 
 
 def poor_fits(profile: DeviceProfile) -> list[str]:

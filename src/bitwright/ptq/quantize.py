@@ -50,7 +50,7 @@ _RECORDED = 16  # the most batches that are recorded to find paths that only som
 
 @strict
 @dataclass(frozen=True, kw_only=True)
-class Quantized:
+class Quantized(display.Summarized):
     """A quantized model: `model` computes with the formats of `plan`, and the methods save, export and measure it.
 
     >>> import tempfile, torch, bitwright
@@ -87,12 +87,14 @@ class Quantized:
         sites = sum(1 for _ in self.plan.quantized)
         return f"<Quantized {type(self.model).__name__} for {self.backend}: {sites} quantized sites{left}>"
 
-    def _repr_html_(self) -> str:
+    def summary(self) -> Iterator[display.Table | str]:
+        """Warnings, PTQ steps, the distance from float, and the plan."""
         rows = [("warning", f"{one.what}. {one.fix or ''}") for one in self.warnings]
         rows += [("step", ran.step) for ran in self.steps]
         if self.distance is not None:
             rows.append(("SQNR against float", f"{self.distance.sqnr_db:.1f} dB"))
-        return display.table(["", ""], rows, title=repr(self)[1:-1]) + self.plan._repr_html_()
+        yield display.Table(["", ""], rows, title=repr(self)[1:-1])
+        yield from self.plan.summary()
 
     def export(self, path: str | Path, *, dynamic_batch: bool = True, artefact: str | None = None) -> Artefact:
         """Write the artefact that the backend's tools read: the first one of its table, or the one named."""

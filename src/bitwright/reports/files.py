@@ -28,8 +28,10 @@ from bitwright.reports.record import (
     read_json,
     write_json,
 )
-from bitwright.reports.sections import forecast, sensitivity, tuning_record
+from bitwright.reports.sections import forecast, sensitivity, training_record, tuning_record
 from bitwright.sensitivity import Scores
+from bitwright.training import Callback
+from bitwright.training.run import TrainingRun
 from bitwright.tuning import Tuned
 
 
@@ -94,6 +96,14 @@ def _added(folder: str | Path, workload: str, parts: dict[str, Any]) -> Record:
     record = before.model_copy(update={**parts, "version": RECORD_VERSION})
     write_report(record, folder)
     return record
+
+
+class TrainReport(Callback):
+    """Writes the report of a training run together with its result."""
+
+    def on_result(self, run: TrainingRun, folder: Path) -> None:
+        """Write the report into the folder of the result."""
+        write_report(new_record(run.workload.name, seed=run.config.seed, training=training_record(folder)), folder)
 
 
 def join(records: Sequence[Record], names: Sequence[str] | None = None) -> Record:

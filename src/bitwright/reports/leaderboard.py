@@ -28,12 +28,32 @@ from bitwright.bench.leaderboard import (
 )
 from bitwright.bench.rows import report_folder
 from bitwright.core.environment import Machine
+from bitwright.core.errors import BitwrightError
 from bitwright.core.files import write_text, yaml_text
 from bitwright.core.formatting import counted
+from bitwright.core.output_folder import replacing_with_siblings
 from bitwright.reports.markdown import escaped, table
 from bitwright.reports.page import Card, all_and, document, render
 
 _KEYS = ("algorithm", "backend", "bits", "model")
+
+
+def write_leaderboard(board: Leaderboard, path: str | Path) -> Path:
+    """Write a leaderboard as JSON, and as Markdown beside it; both or none."""
+    path = check_leaderboard_path(path)
+    with replacing_with_siblings(path) as temporary:
+        board.save(temporary)
+        write_text(temporary.with_suffix(".md"), leaderboard_markdown(board))
+    return path
+
+
+def check_leaderboard_path(path: str | Path) -> Path:
+    """Reject a file name that isn't JSON, before long work."""
+    path = Path(path)
+    if path.suffix != ".json":
+        what, fix = "a leaderboard is a JSON file", "use a name such as board.json"
+        raise BitwrightError(what, where="--output", value=str(path), fix=fix, code="not-json")
+    return path
 
 
 def write_leaderboard_page(
@@ -49,6 +69,9 @@ def write_leaderboard_page(
 
 def report_links(board: Leaderboard, path: Path, reports: Path) -> dict[str, str]:
     """Relative addresses of the reports that exist, by row."""
+    if not reports.is_dir():
+        what, fix = "there is no such folder", f"run bitwright grid run grid.yaml --reports {reports}"
+        raise BitwrightError(what, where="--reports", value=str(reports), fix=fix, code="no-such-folder")
     found = {}
     for one in board.rows:
         report = report_folder(reports, one.id) / "report.html"

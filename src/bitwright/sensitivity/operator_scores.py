@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
@@ -14,7 +14,7 @@ from pydantic import Field
 from torch import nn
 
 from bitwright.core.arguments import Seed, strict
-from bitwright.core.display import table
+from bitwright.core.display import Summarized, Table
 from bitwright.core.documents import parse_json, read_text
 from bitwright.core.errors import BitwrightError, CalibrationError, UnknownName, did_you_mean
 from bitwright.core.files import write_text
@@ -44,7 +44,7 @@ class _File(Strict):
 
 @strict
 @dataclass(frozen=True, kw_only=True)
-class OperatorScores:
+class OperatorScores(Summarized):
     """The sensitivity score Ω(operator, format). Planners sum it over operators; it is 0 for `float`."""
 
     indicator: str
@@ -55,15 +55,6 @@ class OperatorScores:
 
     def __repr__(self) -> str:
         return f"<OperatorScores of {len(self.values)} operators by {self.indicator} on {self.samples} samples>"
-
-    def _repr_html_(self) -> str:
-        rows = [
-            (operator, format, f"{value:.3g}")
-            for operator, found in self.values.items()
-            for format, value in found.items()
-            if format != FLOAT
-        ]
-        return table(["operator", "format", "#score"], rows, title=repr(self)[1:-1])
 
     def value(self, operator: str, format: str) -> float:
         """The score of one operator in one format."""
@@ -85,8 +76,16 @@ class OperatorScores:
         known = [(name, found[format]) for name, found in self.values.items() if format in found]
         return sorted(known, key=lambda item: -item[1])
 
+    def summary(self) -> Iterator[Table | str]:
+        """The operators, worst first."""
+        formats = list(dict.fromkeys(name for found in self.values.values() for name in found if name != FLOAT))
+        worst = sorted(self.values.items(), key=lambda item: -max(item[1].values(), default=0.0))
+        rows = [(name, *(f"{found[one]:.3g}" if one in found else None for one in formats)) for name, found in worst]
+        yield Table(["operator", *(f"#{one}" for one in formats)], rows, most=20)
+        yield f"{self.indicator} of {self.samples} samples in {self.seconds:.1f} s of CPU time"
+
     def to_dict(self) -> dict[str, Any]:
-        """The scores as plain data, as `save` writes them."""
+        """The contents of a file as plain data."""
         return {
             "bitwright-operator-scores": _VERSION,
             "indicator": self.indicator,

@@ -51,7 +51,7 @@ class SiteScore:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scores:
+class Scores(display.Summarized):
     """The scores of all sites, worst first."""
 
     sites: tuple[SiteScore, ...]
@@ -67,23 +67,18 @@ class Scores:
         worst = f", most sensitive: {self.sites[0].site}" if self.sites else ""
         return f"<Scores of {len(self.sites)} sites on {self.samples} samples{worst}>"
 
-    def to_dict(self) -> dict[str, Any]:
-        """The scores of all sites as plain data."""
-        return asdict(self)
+    def summary(self) -> Iterator[display.Table | str]:
+        """The sites, worst first."""
+        heads = ["site", "format", "#own SQNR", "#output error", "#1 − cosine", "#loss change"]
+        title = f"Sensitivity of {len(self.sites)} sites, {self.samples} samples"
+        yield display.Table(heads, [_cells(one) for one in self.sites], title=title, most=20)
+        error = formatting.percent(self.together.output_error)
+        change = self.together.loss_change
+        yield f"all sites together: {error} output error{'' if change is None else f', loss {change:+.3g}'}"
 
-    def _repr_html_(self) -> str:
-        rows = [
-            (
-                one.site,
-                one.format,
-                None if one.sqnr_db is None else formatting.decibels(one.sqnr_db),
-                formatting.percent(one.output_error),
-                None if one.loss_change is None else f"{one.loss_change:+.3g}",
-            )
-            for one in self.sites
-        ]
-        heads = ["site", "format", "#SQNR", "#output error", "#loss change"]
-        return display.table(heads, rows, title=f"Sensitivity of {len(self.sites)} sites, {self.samples} samples")
+    def to_dict(self) -> dict[str, Any]:
+        """All fields as plain data."""
+        return asdict(self)
 
     def plot(self, most: int = 20) -> display.Chart:
         """The error of the outputs when one site is quantized, for the worst sites."""
@@ -97,6 +92,17 @@ class Scores:
         for site in self.sites:
             sums[site.operator] = sums.get(site.operator, 0.0) + site.penalty
         return sorted(sums.items(), key=lambda item: -item[1])
+
+
+def _cells(one: SiteScore) -> tuple[object, ...]:
+    return (
+        one.site,
+        one.format,
+        None if one.sqnr_db is None else formatting.decibels(one.sqnr_db),
+        formatting.percent(one.output_error),
+        f"{one.cosine_distance:.2g}",
+        None if one.loss_change is None else f"{one.loss_change:+.3g}",
+    )
 
 
 _FIRST = -1  # position of inputs and parameters, which exist before the first call

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import shutil
+from logging import getLogger
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bitwright.core.documents import parse_json
 from bitwright.core.errors import BitwrightError
 from bitwright.core.files import write_text, writing
+from bitwright.core.formatting import metric_value
+from bitwright.core.progress import Progress
 
 if TYPE_CHECKING:
     from bitwright.training.run import TrainingRun
+
+log = getLogger("bitwright.training")
 
 
 class Callback:
@@ -38,6 +43,41 @@ class Callback:
 
     def discard(self, run: TrainingRun) -> None:
         """The run failed before its first checkpoint: remove the files that this callback has written to its folder."""
+
+
+class EpochLog(Callback):
+    """Logs a line for each epoch, and reports the progress of each step."""
+
+    def __init__(self, progress: Progress | None = None) -> None:
+        self.progress = progress
+        self.losses: list[tuple[int, float]] = []  # of this epoch: the step, and the mean loss since the previous entry
+        self.begun = 0
+
+    def on_start(self, run: TrainingRun) -> None:
+        """Remember the first step."""
+        self.begun = run.step
+        if run.step == run.steps:
+            log.info("this run was already finished: no step was trained, and the report was written again")
+
+    def on_step(self, run: TrainingRun) -> None:
+        """Report the progress."""
+        if self.progress is not None:
+            loss = "" if run.loss is None else f", loss {run.loss:.4f}"
+            self.progress(run.step, run.steps, f"training, epoch {run.epoch + 1}/{run.config.epochs}{loss}")
+
+    def on_log(self, run: TrainingRun, values: dict[str, float]) -> None:
+        """Collect the loss."""
+        self.losses.append((run.step, values["loss"]))
+
+    def on_epoch(self, run: TrainingRun, values: dict[str, float]) -> None:
+        """Log the mean loss of the epoch and the metrics."""
+        total, last = 0.0, self.begun
+        for step, loss in self.losses:
+            total, last = total + loss * (step - last), step
+        parts = [f"loss {total / (last - self.begun):.4f}"] if last > self.begun else []
+        parts += [f"{name} {metric_value(name, value)}" for name, value in values.items() if name != "n"]
+        self.losses, self.begun = [], run.step
+        log.info("epoch %d/%d: %s", run.epoch, run.config.epochs, ", ".join(parts))
 
 
 class History(Callback):

@@ -14,16 +14,19 @@ from torch import nn
 
 from bitwright.backends import Choices
 from bitwright.backends.precisions import Precision, resolve
+from bitwright.core import formatting
 from bitwright.core.arguments import strict
+from bitwright.core.display import Summarized, Table
 from bitwright.core.environment import keep_freed_memory
 from bitwright.core.errors import BitwrightError, Problem, TrainError
 from bitwright.core.files import write_text
 from bitwright.core.interrupts import current_stop
 from bitwright.core.output_folder import locked, staged_output
+from bitwright.core.progress import Progress
 from bitwright.deployment.checkpoint import save_checkpoint
 from bitwright.plan import Plan
 from bitwright.ptq.quantize import Quantized
-from bitwright.training.callbacks import Callback, History
+from bitwright.training.callbacks import Callback, EpochLog, History
 from bitwright.training.checkpoints import Checkpoints, SavedCheckpoint, load_best, unsharded_state
 from bitwright.training.config import TrainConfig
 from bitwright.training.distributed import Ranks, device_of, process_group
@@ -33,18 +36,31 @@ from bitwright.workload import Workload, can_measure
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainResult:
+class TrainResult(Summarized):
     """A trained model and the results of the run."""
 
     model: nn.Module
     quantized: Quantized | None  # None after a float run
+    metric: str  # of the workload
     metrics: list[dict[str, float]]  # of each epoch
     best: dict[str, float] | None
+    kept_epoch: int  # the epoch of the weights
     steps: int
     epochs: int
     stopped_early: bool
     notes: list[str]
     out: Path | None
+
+    def summary(self) -> Iterator[Table | str]:
+        """The metric after the last epoch, the best one, and the epoch of the weights."""
+        went = f"{formatting.counted(self.epochs, 'epoch')}, {formatting.counted(self.steps, 'step')}"
+        last = self.metrics[-1].get(self.metric) if self.metrics else None
+        yield went if last is None else f"{self.metric} {formatting.metric_value(self.metric, last)} after {went}"
+        if self.best is not None:
+            value = formatting.metric_value(self.metric, self.best[self.metric])
+            last_one = "" if self.kept_epoch == self.best["epoch"] else ", the last one; --patience keeps the best"
+            best = f"best {value} in epoch {self.best['epoch']:.0f}"
+            yield f"{best}; the weights are of epoch {self.kept_epoch}{last_one}"
 
     def __repr__(self) -> str:
         best = ", ".join(f"{name} {value:.4g}" for name, value in (self.best or {}).items() if name != "n")
@@ -99,6 +115,7 @@ class Trainer:
         init: str | Path | None = None,
         resume: bool | Literal["auto"] = False,
         callbacks: Sequence[Callback] = (),
+        progress: Progress | None = None,
         device: str | None = None,
         **choices: Unpack[Choices],
     ) -> None:
@@ -112,6 +129,7 @@ class Trainer:
         self.out = Path(out) if out is not None else None
         self.init = Path(init) if init is not None else None
         self.resume = resume
+        self.progress = progress
         self.callbacks = list(callbacks)
         self.device = device
         self.choices = choices
@@ -180,7 +198,11 @@ class Trainer:
         stop = current_stop()
         with process_group(self.device) as ranks, self._locked(ranks):
             saved = self._saved(ranks)
-            callbacks = [*self.callbacks, *([History(self.out)] if self.out is not None else [])]
+            callbacks = [
+                *self.callbacks,
+                EpochLog(self.progress),
+                *([History(self.out)] if self.out is not None else []),
+            ]
             run = TrainingRun(
                 workload=self.workload,
                 config=self.config,
@@ -210,8 +232,10 @@ class Trainer:
         return TrainResult(
             model=run.model,
             quantized=run.qat.quantized if run.qat is not None else None,
+            metric=self.workload.metric,
             metrics=run.metrics,
             best=run.best,
+            kept_epoch=round(run.best["epoch"]) if run.best and self.config.patience is not None else run.epoch,
             steps=run.step,
             epochs=run.epoch,
             stopped_early=run.stopped_early,

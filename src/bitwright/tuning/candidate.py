@@ -166,6 +166,16 @@ class TrialOutcome(BaseModel):
         """Whether it took a full evaluation."""
         return not self.stopped and self.failed is None
 
+    @property
+    def text(self) -> str:
+        """The measurements in one line."""
+        if self.failed is not None:
+            return f"failed: {self.failed.splitlines()[0]}"
+        figures = ", ".join(f"{name} {value:.4g}" for name, value in self.metrics.items() if name != "n")
+        speed = "" if self.latency_ratio is None else f", {self.latency_ratio:.2f}× latency"
+        limits = "".join(f", {limit}" for limit in self.exceeded)
+        return f"{'about ' if self.stopped else ''}{figures}{speed}{limits}"
+
     def rank(self) -> tuple[float, ...]:
         """A sort key, smaller is better: candidates that pass by objective, then those nearest to passing."""
         if self.passed:

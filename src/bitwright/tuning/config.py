@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -94,6 +95,22 @@ class TuneConfig(Strict, populate_by_name=True):
                 "workload": code(self.workload),
                 "model": code(self.model),
                 "store": store,
+            }
+        )
+
+    def updated(
+        self, *, goal: Mapping[str, Any] | None = None, budget: Mapping[str, Any] | None = None, **changes: Any
+    ) -> TuneConfig:
+        """A copy with other settings. A value of None leaves a setting as it is."""
+        reject_unknown("TuneConfig.updated", changes, TuneConfig.model_fields)
+        title = "the options of the search have problems"
+        goals = {**self.goal.model_dump(exclude_unset=True), **_given(goal or {})}
+        limits = {**self.budget.model_dump(exclude_unset=True), **_given(budget or {})}
+        return self.model_copy(
+            update={
+                **_given(changes),
+                "goal": validated(Goal, goals, title=title),
+                "budget": validated(Budget, limits, title=title),
             }
         )
 
@@ -193,3 +210,7 @@ class TuneConfig(Strict, populate_by_name=True):
             **choices,
         }
         return tune(self.make_workload(workload), **{**arguments, **others})
+
+
+def _given(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}

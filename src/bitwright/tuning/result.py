@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ TUNING_VERSION = 1
 
 @strict
 @dataclass(frozen=True, kw_only=True)
-class Tuned:
+class Tuned(display.Summarized):
     """The result of `tune`.
 
     >>> import torch
@@ -45,6 +45,8 @@ class Tuned:
     """
 
     workload: str
+    metric: str
+    """The workload's metric."""
     met_goal: bool | None
     """Whether the best model meets the goal; None if the workload has no evaluation."""
     quantized: Quantized | None
@@ -87,8 +89,10 @@ class Tuned:
             best.append(f"{self.outcome.latency_ratio:.2f}× latency")
         return f"<Tuned {self.workload}: {', '.join([self._verdict, *best, f'{len(self.history)} trials'])}>"
 
-    def _repr_html_(self) -> str:
+    def summary(self) -> Iterator[display.Table | str]:
+        """The best trials, the comparison with float and the verdict."""
         names = self._metrics
+        front = {asked.number for asked in self.pareto}
         rows = [
             (
                 asked.number + 1,
@@ -96,13 +100,40 @@ class Tuned:
                 *(formatting.metric_value(name, found[name]) if name in found else None for name in names),
                 None if (ratio := asked.outcome.latency_ratio) is None else f"{ratio:.2f}×",
                 None if asked.outcome.size is None else formatting.size(asked.outcome.size),
+                "yes" if asked.number in front else None,
                 str(asked.candidate) + (" (best)" if asked.candidate == self.candidate else ""),
             )
-            for asked in self.history
+            for asked in sorted(self.history, key=lambda asked: asked.outcome.rank())
             for found in (asked.outcome.metrics,)
         ]
-        heads = ["#trial", "goal", *(f"#{name}" for name in names), "#latency", "#size", "candidate"]
-        return display.table(heads, rows, title=f"{self.workload}: {self._verdict}, {self.stopped_because}")
+        heads = ["#trial", "goal", *(f"#{name}" for name in names), "#latency", "#size", "Pareto", "candidate"]
+        yield display.Table(heads, rows, title=f"{self.workload}: {self._verdict}, {self.stopped_because}", most=12)
+        if self.baseline is not None and self.baseline.majority is not None:
+            yield f"accuracy of always predicting the most frequent class: {self.baseline.majority:.2f} %"
+        if self.paired is not None:
+            alone = f"only float is right on {self.paired.only_float} samples"
+            yield (
+                f"{alone}, only the quantized model on {self.paired.only_quantized}: "
+                f"p = {self.paired.p_value:.2g} (McNemar)"
+            )
+        if self.quantized is None and self.met_goal:
+            yield "the float model is the best candidate; no artefact was written"
+        yield f"{self._verdict}: {self.outcome.text}; {self.candidate}"
+        yield f"{len(self.history)} trials, {self.full_evaluations} whole evaluations"
+
+    def failures(self) -> list[str]:
+        """By how much the goal was missed."""
+        return [f"the goal was missed by {self._missed_by()}"] if self.met_goal is False else []
+
+    def _missed_by(self) -> str:
+        if self.outcome.exceeded:
+            return "; ".join(self.outcome.exceeded)
+        found = self.outcome.metrics
+        if self.baseline is None or self.metric not in found:
+            return self.outcome.failed or "all"
+        before = self.baseline.metrics
+        gaps = {name: self.goal.margin(name, before[name], found[name]) for name in self.goal.metrics(self.metric)}
+        return ", ".join(f"{-gap:.4g} {name}" for name, gap in gaps.items() if gap < 0)
 
     def plot(self) -> display.Chart:
         """The first metric of each trial; filled points are on the Pareto front."""

@@ -263,6 +263,11 @@ class TrialRecord:
     fresh: bool
     """Whether it was evaluated by this process."""
 
+    def __str__(self) -> str:
+        verdict = "" if self.outcome.failed else "passes: " if self.outcome.passed else "fails: "
+        known = "" if self.fresh else " (known)"
+        return f"trial {self.number + 1}: {verdict}{self.outcome.text}; {self.candidate}{known}"
+
 
 class StrategyRunner:
     """Runs a strategy."""

@@ -69,7 +69,6 @@ def tune(
     early: bool = True,
     memory: Amount = MEMORY,
     progress: Progress | None = None,
-    watch: Callable[[TrialRecord, Baseline], None] | None = None,
     on_result: Callable[[Tuned, Path], None] | None = None,
     **choices: Unpack[Choices],
 ) -> Tuned:
@@ -155,7 +154,7 @@ def tune(
                     if evaluator.runtime is not None:
                         tell("exporting the float model")
                         _ = evaluator.float_artefact  # write it while the model is float
-                    run = _StudyRun(workload, evaluator, candidates, baseline, study, budget, tell, watch)
+                    run = _StudyRun(workload, evaluator, candidates, baseline, study, budget, tell)
                     result = run(search_by, strategy, seed)
             if place is not None:
                 tell("saving")
@@ -180,11 +179,9 @@ class _StudyRun:
         study: TuningStudy,
         budget: Budget,
         tell: Callable[[str], None],
-        watch: Callable[[TrialRecord, Baseline], None] | None,
     ) -> None:
         self.workload, self.evaluator, self.space, self.baseline = workload, evaluator, space, baseline
         self.study, self.budget, self.tell = study, budget, tell
-        self.watch = watch or (lambda asked, baseline: None)
         self.notes: list[str] = []
 
     def __call__(self, strategy: Strategy, name: str, seed: int) -> Tuned:
@@ -208,6 +205,7 @@ class _StudyRun:
         best, outcome, quantized, on_runtime = self._choose_result(history)
         return Tuned(
             workload=self.workload.name,
+            metric=self.workload.metric,
             met_goal=outcome.passed,
             quantized=quantized,
             candidate=best,
@@ -227,7 +225,7 @@ class _StudyRun:
     def _finished(self, asked: TrialRecord) -> None:
         """Remove the PTQ state of a candidate, because the study now contains its outcome."""
         self.evaluator.forget(asked.candidate)
-        self.watch(asked, self.baseline)
+        log.info("%s", asked)
 
     def _choose_result(
         self, history: list[TrialRecord]
@@ -345,6 +343,7 @@ def _once(
     outcome = TrialOutcome(passed=False, accurate=False, margin=float("nan"))
     return Tuned(
         workload=workload.name,
+        metric=workload.metric,
         met_goal=None,
         quantized=quantized,
         candidate=candidate,

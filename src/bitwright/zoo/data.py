@@ -21,10 +21,10 @@ from torch import Tensor, nn
 
 from bitwright.core.arrays import npz_names, read_npz, read_picture, read_tensors
 from bitwright.core.documents import gunzip, read_bytes
+from bitwright.core.environment import DATA_VARIABLE
 from bitwright.core.errors import WorkloadError
 
 __all__ = [
-    "DATA_VARIABLE",
     "Augmented",
     "Images",
     "data_folder",
@@ -36,7 +36,6 @@ __all__ = [
     "whole",
 ]
 
-DATA_VARIABLE = "BITWRIGHT_DATA"
 _MOST_BYTES = 4 << 30
 _IMAGE_NAME = re.compile(r"(\d+)_(\d+)\.jpg")
 

@@ -16,7 +16,9 @@ from torch import nn
 
 from bitwright.backends import DEFAULT_BACKEND, DEFAULT_RUNTIME, Choices
 from bitwright.backends import backend as find_backend
+from bitwright.core import formatting
 from bitwright.core.arguments import strict
+from bitwright.core.display import Summarized, Table
 from bitwright.core.errors import BitwrightError, PlanError, Problem, log_warnings
 from bitwright.core.files import write_text
 from bitwright.core.interrupts import resumable
@@ -42,7 +44,9 @@ from bitwright.ptq import MEMORY, Step, read_steps
 from bitwright.ptq.quantize import Quantized, SavedModel, load_prepared, quantize
 from bitwright.quantizers import in_mode
 from bitwright.reports import Accuracy, LatencyRow, Record, Size, make_record, parity, read_json, timings, write_report
-from bitwright.workload import Workload, batches, can_measure, evaluate, open_workload, pairs
+from bitwright.reports.record import float_and_quantized
+from bitwright.workflows.data import calibration, probes
+from bitwright.workload import Workload, can_measure, evaluate, open_workload
 from bitwright.workload.data import first, rebatched, regrouped
 
 __all__ = ["Deployment", "deploy", "quantize_workload"]
@@ -56,7 +60,7 @@ _STATE = ".steps"  # where PTQ steps keep their state while they run
 
 @strict
 @dataclass(frozen=True, kw_only=True)
-class Deployment:
+class Deployment(Summarized):
     """A quantized model in a folder, with what was measured of it."""
 
     folder: Path
@@ -79,10 +83,48 @@ class Deployment:
         runtimes = ", ".join(row.runtime for row in self.record.parities) or "no runtime"
         return f"<Deployment {self.record.workload} in {self.folder}: {verdict} on {runtimes}>"
 
+    def summary(self) -> Iterator[Table | str]:
+        """Accuracy, size, latency, parity with the runtime and the distance from float."""
+        yield Table([self.record.title, "#", ""], list(self._rows()))
+
+    def failures(self) -> list[str]:
+        """Runtimes on which the artefact diverges."""
+        diverged = [row for row in self.record.parities if not row.passed]
+        names = ", ".join(f"{row.runtime} (first at {row.first_divergence or 'the output'})" for row in diverged)
+        return [f"the artefact diverges from the simulation on {names}"] if diverged else []
+
+    def _rows(self) -> Iterator[Sequence[object]]:
+        record = self.record
+        for one in record.accuracies:
+            change = None if one is record.accuracies[0] else one.change_from(record.accuracies[0])
+            yield f"{one.metric}, {one.where}", one.text, change
+        sizes = float_and_quantized(record)
+        if sizes is not None:
+            before, after = sizes
+            share = f"{100 * after.bytes / before.bytes:.0f} % of {formatting.size(before.bytes)} ({before.name})"
+            yield "size", formatting.size(after.bytes), share
+        for row in record.timings:
+            if row.variant == "quantized":
+                where = f"latency, {row.runtime}, batch {row.batch}"
+                yield where, f"{row.median_ms:.3g} ms", f"{row.rate_text}, {row.ratio_text}"
+        for check in record.parities:
+            verdict = "agrees" if check.passed else f"diverges, first at {check.first_divergence or 'the output'}"
+            yield f"parity, {check.runtime}", verdict, _agreement_text(check.sqnr_db, check.top1_agreement)
+        far = record.distance
+        if far is not None:
+            verdict = "far from float" if far.far else "close to float"
+            yield "simulated against float", verdict, _agreement_text(far.sqnr_db, far.top1_agreement)
+        yield "quantized sites", len(record.sites), f"{len(record.float_operators)} operators left in float"
+
     def to_dict(self) -> dict[str, Any]:
         """The files and the report as plain data."""
         files = {name: str(file) for name, file in self.files.items()}
         return {"files": files, "report": self.record.model_dump(mode="json")}
+
+
+def _agreement_text(sqnr_db: float | None, top1: float | None) -> str:
+    classes = "" if top1 is None else f", top-1 agrees on {100 * top1:.4g} %"
+    return f"{formatting.decibels(sqnr_db)} SQNR{classes}"
 
 
 @strict
@@ -309,20 +351,6 @@ def usable_runtimes(backend: str) -> list[str]:
         log.info("the artefact is not checked: %s can't be used here: %s", runtime, problem)
         return []
     return [runtime]
-
-
-def calibration(workload: Workload, samples: int | None = None) -> Iterator[Any]:
-    """Batches of the calibration data, with at most `samples` samples."""
-    return first(batches(workload.calibration, name=workload.name), samples)
-
-
-def probes(workload: Workload, samples: int | None = None) -> Iterator[Any]:
-    """Inputs to check a model with: those of the evaluation, else of the calibration, else the example."""
-    if workload.evaluation is not None:
-        return first((inputs for inputs, _ in pairs(workload)), samples)
-    if workload.calibration is not None:
-        return calibration(workload, samples)
-    return iter([workload.inputs])
 
 
 def _latencies(

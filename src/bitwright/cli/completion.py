@@ -9,44 +9,32 @@ from typing import Any, get_args
 
 from typer.models import OptionInfo
 
-from bitwright.core.registry import (
-    ARTEFACTS,
-    BACKENDS,
-    INDICATORS,
-    KERNELS,
-    OBSERVERS,
-    PLANNERS,
-    QUANTIZERS,
-    RUNTIMES,
-    STEPS,
-    STRATEGIES,
-    WORKLOADS,
-    Registry,
-)
+from bitwright.core.registry import WORKLOADS, registries
 
 Completer = Callable[[str], list[str]]
 
-#: By the name of the option or argument.
-_REGISTRIES: dict[str, Registry] = {
-    "WORKLOAD": WORKLOADS,
-    "CONFIG|WORKLOAD": WORKLOADS,
-    "--workload": WORKLOADS,
-    "--backend": BACKENDS,
-    "--observer": OBSERVERS,
-    "--weight-observer": OBSERVERS,
-    "--quantizer": QUANTIZERS,
-    "--weight-quantizer": QUANTIZERS,
-    "--step": STEPS,
-    "--strategy": STRATEGIES,
-    "--indicator": INDICATORS,
-    "--formats": KERNELS,
-    "--kernel": KERNELS,
-    "--planner": PLANNERS,
-    "--runtime": RUNTIMES,
-    "--runtimes": RUNTIMES,
-    "--artefact": ARTEFACTS,
+#: The kind of registered names, by the name of the option or argument.
+_KINDS = {
+    "WORKLOAD": "workloads",
+    "CONFIG|WORKLOAD": "workloads",
+    "--workload": "workloads",
+    "--backend": "backends",
+    "--observer": "observers",
+    "--weight-observer": "observers",
+    "--quantizer": "quantizers",
+    "--weight-quantizer": "quantizers",
+    "--step": "steps",
+    "--strategy": "strategies",
+    "--indicator": "indicators",
+    "--formats": "kernels",
+    "--kernel": "kernels",
+    "--planner": "planners",
+    "--runtime": "runtimes",
+    "--runtimes": "runtimes",
+    "--artefact": "artefacts",
 }
 _WORDS = {
+    "KIND": [*registries(), "formats"],
     "--precision": ["int8", "int4", "w4a8"],
     "--amp": ["bf16", "fp16"],
     "--clock": ["wall", "cpu"],
@@ -82,7 +70,7 @@ def _inner(kind: Any) -> Any:
 
 def _completer(names: Sequence[str]) -> Completer | None:
     """None leaves the completion to the shell, which knows files."""
-    known = next((_REGISTRIES[name] for name in names if name in _REGISTRIES), None)
+    known = next((registries()[_KINDS[name]] for name in names if name in _KINDS), None)
     words = next((_WORDS[name] for name in names if name in _WORDS), None)
     if known is None and words is None:
         return None

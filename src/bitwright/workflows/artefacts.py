@@ -1,0 +1,143 @@
+"""`export_workload` and `check_workload`: artefacts of a workload's model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from bitwright.core import formatting
+from bitwright.core.arguments import Count, strict
+from bitwright.core.display import Summarized
+from bitwright.core.output_folder import locked, replacing_with_siblings
+from bitwright.core.progress import Progress, phases
+from bitwright.core.registry import ARTEFACTS, RUNTIMES
+from bitwright.deployment import Artefact, Check, Runtime, check, default_runtime, export, export_float, open_runtime
+from bitwright.deployment import readers as runtimes_that_read
+from bitwright.deployment.onnx_files import stored_bytes
+from bitwright.ptq.quantize import SavedModel, load_prepared
+from bitwright.workflows.data import probes
+from bitwright.workload import Workload, open_workload
+from bitwright.workload.data import rebatched
+
+__all__ = ["ExportedFile", "check_workload", "export_workload"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportedFile(Summarized):
+    """The result of `export_workload`."""
+
+    path: Path
+    bytes: int
+    runtime: str | None = None
+    """The runtime that reads the file, if it isn't ONNX."""
+    artefact: Artefact | None = None
+    """The content of an ONNX file with a quantized model."""
+
+    def summary(self) -> Iterator[str]:
+        """One line: the size and the content."""
+        yield f"{formatting.size(self.bytes)}, {self._content()}"
+
+    def _content(self) -> str:
+        made = self.artefact
+        if made is None:
+            return "float" if self.runtime is None else f"for {self.runtime}"
+        batch = "any batch" if made.dynamic_batch else "a fixed batch"
+        if made.sidecar is not None:
+            return f"float with rounded weights, {batch}; its grids: {made.sidecar}"
+        return f"{made.activation_pairs} Q/DQ pairs, {made.weights} integer weights, {batch}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields as plain data."""
+        known = {} if self.artefact is None else self.artefact.to_dict()
+        return {**known, "path": str(self.path), "bytes": self.bytes, "runtime": self.runtime}
+
+
+@strict
+def export_workload(
+    workload: Workload | str,
+    path: str | Path,
+    saved: SavedModel | None = None,
+    *,
+    artefact: str | None = None,
+    dynamic_batch: bool = True,
+    progress: Progress | None = None,
+) -> ExportedFile:
+    """Write the artefact of a saved model of a workload, or without `saved` the float model.
+
+    The suffix of `path` chooses the runtime: .onnx, .pt2 (inductor), .pte (ExecuTorch) or .param (ncnn). `artefact` is
+    another ONNX artefact than the backend's first. Without `dynamic_batch`, the batch is that of the example inputs.
+    """
+    path, begin = Path(path), phases(progress)
+    if path.suffix != ".onnx" and (own := runtimes_that_read(path)) != runtimes_that_read(Path("model.onnx")):
+        return _export_for(own[0], workload, path, saved, progress)
+    written = None
+    with replacing_with_siblings(path) as temporary:  # first, to fail early if the folder can't be written
+        found = _loaded(workload, saved, progress)
+        begin("exporting")
+        if saved is None:
+            export_float(found.model, temporary, found.inputs, dynamic_batch=dynamic_batch)
+        else:
+            written = export(found.model, temporary, found.inputs, dynamic_batch=dynamic_batch, artefact=artefact)
+    if written is not None:
+        beside = None if written.sidecar is None else ARTEFACTS.get(written.kind)().path(path)  # they move together
+        written = replace(written, path=path, sidecar=beside)
+    return ExportedFile(path=path, bytes=stored_bytes(path), artefact=written)
+
+
+def _export_for(
+    name: str, workload: Workload | str, path: Path, saved: SavedModel | None, progress: Progress | None
+) -> ExportedFile:
+    """Write the artefact of a runtime that doesn't read ONNX."""
+    kind: type[Runtime] = RUNTIMES.get(name)
+    with locked(path.parent, name=path.name):  # fail early if the folder can't be written
+        pass
+    found = _loaded(workload, saved, progress)
+    phases(progress)(f"exporting for {name}")
+    with replacing_with_siblings(path) as temporary:
+        (kind.write_float if saved is None else kind.write)(found.model, temporary, found.inputs)
+    return ExportedFile(path=path, bytes=kind.size(path), runtime=name)
+
+
+def _loaded(workload: Workload | str, saved: SavedModel | None, progress: Progress | None) -> Workload:
+    if isinstance(workload, str):
+        phases(progress)(f"loading {workload}")
+        workload = open_workload(workload)
+    if saved is not None:
+        load_prepared(workload, saved.plan, saved.checkpoint)
+    return workload
+
+
+@strict
+def check_workload(
+    workload: Workload | str,
+    artefact: str | Path,
+    saved: SavedModel,
+    *,
+    runtime: str | None = None,
+    per_site: bool = False,
+    samples: Count | None = None,
+    progress: Progress | None = None,
+) -> list[Check]:
+    """Compare an artefact with the saved model of a workload on one runtime, or on `all` that read the file.
+
+    Where a runtime diverges, the sites are compared as well, to find the first that differs.
+    """
+    path, begin = Path(artefact), phases(progress)
+    names = runtimes_that_read(path) if runtime == "all" else [runtime or default_runtime(saved.plan.backend, path)[0]]
+    # a damaged artefact ends this before the workload is loaded
+    sizes = {name: open_runtime(name, path).batch for name in names}
+    found = _loaded(workload, saved, progress)
+    results: list[Check] = []
+    for name, size in sizes.items():
+        begin(f"checking on {name}")
+        chosen = name if runtime else None  # without a name, `check` tells why it takes another one than the backend's
+        data = rebatched(probes(found, samples), size)
+        result = check(found.model, path, data, runtime=chosen, per_site=per_site)
+        if not result.passed and not per_site:
+            data = rebatched(probes(found, size or 1), size)
+            sites = check(found.model, path, data, runtime=name, per_site=True, measure=False)
+            result = replace(result, sites=sites.sites, unseen=sites.unseen, probe=sites.probe)
+        results.append(result)
+    return results

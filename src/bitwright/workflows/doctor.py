@@ -1,0 +1,225 @@
+"""`diagnose()`: which runtimes, kernels, tools, data sets and extras work on this machine, and why others don't."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, distribution, metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed
+
+from bitwright.backends import backend
+from bitwright.core.display import Summarized, Table
+from bitwright.core.environment import DATA_VARIABLE, Environment, environment
+from bitwright.core.progress import Progress, phases
+from bitwright.core.registry import BACKENDS
+from bitwright.deployment import available_runtimes, saturates
+from bitwright.profiling import microbenchmarks
+
+__all__ = ["Diagnosis", "diagnose"]
+
+#: Tried with torch 2.13 and Python 3.11; docs/runtimes.md has the details.
+_NOT_OFFERED = {
+    "tvm": {
+        "tried": "apache-tvm 0.27.0.post1",
+        "why": "reads QDQ files, but runs their convolutions in float32: no integer lowering",
+    },
+    "litert": {
+        "tried": "ai-edge-litert 2.3.0, litert-torch 0.10.0",
+        "why": "its converter refuses integer weights, or leaves convolutions in float between Q and DQ",
+    },
+}
+#: Extras for developing Bitwright.
+_OWN = {"test", "lint", "bench", "docs", "examples"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RuntimeState:
+    """A runtime on this machine."""
+
+    version: str | None
+    problem: str | None
+    saturates: bool | None
+    """Whether 8-bit products saturate; None if the runtime can't be used."""
+    consequence: str
+
+    def cells(self, name: str) -> tuple[object, ...]:
+        """The row of a table."""
+        exactness = {None: None, True: "saturates", False: "exact"}[self.saturates]
+        return name, self.version or self.problem, exactness, self.consequence
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tool:
+    """A tool other than a Python package."""
+
+    tool: str
+    found: str | None
+    purpose: str
+    fix: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Extra:
+    """Packages of an optional dependency."""
+
+    extra: str
+    found: dict[str, str]
+    missing: list[str]
+
+    @property
+    def fix(self) -> str | None:
+        """The command that installs the missing packages."""
+        return f"pip install 'bitwright[{self.extra}]'" if self.missing else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diagnosis(Summarized):
+    """The result of `diagnose`."""
+
+    environment: Environment
+    runtimes: dict[str, RuntimeState]
+    kernels: list[microbenchmarks.KernelSpeed]
+    tools: list[Tool]
+    extras: list[Extra]
+
+    def failures(self) -> list[str]:
+        """Nothing can be checked without a runtime."""
+        usable = any(state.problem is None for state in self.runtimes.values())
+        return [] if usable else ["no runtime can be used: artefacts can be written, but not checked"]
+
+    def summary(self) -> Iterator[Table]:
+        """One table for each part."""
+        found = self.environment
+        machine = [
+            ("bitwright", found.bitwright),
+            ("python", found.python),
+            ("machine", f"{found.cpu} ({found.platform})"),
+            ("CPU features", ", ".join(found.cpu_features) or "none known"),
+            ("cores, threads", f"{found.cores} cores, torch uses {found.threads}"),
+            *found.packages.items(),
+        ]
+        yield Table(["", ""], machine, title="Environment")
+        heads = ["runtime", "version", "u8 × s8", "consequence"]
+        yield Table(heads, [state.cells(name) for name, state in self.runtimes.items()], title="Runtimes")
+        speeds = [(one.kernel, one.problem or "yes", _speed(one)) for one in self.kernels]
+        layer = f"a linear layer of {microbenchmarks.WIDTH} × {microbenchmarks.WIDTH}, batch {microbenchmarks.BATCH}"
+        title = f"Kernels, in {layer}, forward and backward, CPU time"
+        yield Table(["kernel", "works here", "#time of FP32"], speeds, title=title)
+        tools = [(one.tool, one.found or "no", one.purpose, None if one.found else one.fix) for one in self.tools]
+        yield Table(["tool", "found", "for", "fix"], tools, title="Tools and data")
+        extras = [
+            (
+                one.extra,
+                ", ".join(f"{package} {version}" for package, version in one.found.items()) or "–",
+                ", ".join(one.missing) or "–",
+                one.fix or "complete",
+            )
+            for one in self.extras
+        ]
+        yield Table(["extra", "found", "missing", "install"], extras, title="Extras")
+        others = [(name, facts["tried"], facts["why"]) for name, facts in _NOT_OFFERED.items()]
+        title = "Runtimes that Bitwright can't use (docs/runtimes.md)"
+        yield Table(["not offered", "tried", "why"], others, title=title)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as plain data."""
+        return {
+            "environment": self.environment.model_dump(),
+            "runtimes": {name: asdict(state) for name, state in self.runtimes.items()},
+            "kernels": [speed.to_dict() for speed in self.kernels],
+            "tools": [asdict(one) for one in self.tools],
+            "extras": [{**asdict(one), "fix": one.fix} for one in self.extras],
+            "not_offered": _NOT_OFFERED,
+        }
+
+
+def diagnose(*, progress: Progress | None = None) -> Diagnosis:
+    """Examine this machine. Runtimes are probed for the exactness of 8-bit products; kernels are timed against FP32."""
+    begin, found = phases(progress), environment()
+    begin("probing the runtimes")
+    runtimes = {name: _runtime(name, reason, found.packages) for name, reason in available_runtimes().items()}
+    begin("timing the kernels")
+    kernels = microbenchmarks.kernel_speeds()
+    return Diagnosis(environment=found, runtimes=runtimes, kernels=kernels, tools=_tools(), extras=_extras())
+
+
+def _speed(speed: microbenchmarks.KernelSpeed) -> str | None:
+    if speed.of_float is None:
+        return speed.doubt
+    return f"{speed.of_float:.2f}" + (": slower" if speed.of_float > 1.05 else "")
+
+
+def _runtime(name: str, problem: str | None, packages: dict[str, str]) -> RuntimeState:
+    if problem is not None:
+        unchecked = "artefacts aren't checked on it"
+        return RuntimeState(version=None, problem=problem, saturates=None, consequence=unchecked)
+    lossy = saturates(name)
+    version = packages.get("torch" if name == "inductor" else name)
+    return RuntimeState(version=version, problem=None, saturates=lossy, consequence=_consequence(name, lossy=lossy))
+
+
+def _consequence(runtime: str, *, lossy: bool) -> str:
+    if not lossy:
+        return "8-bit weights use their full range"
+    tables = [table for table in map(backend, BACKENDS.names()) if table.runtime == runtime]
+    names = ", ".join(f"{table.name} ({table.guard.name})" for table in tables if table.guard is not None)
+    if not names:
+        return "8-bit sums may saturate: prefer another runtime"
+    return f"plans guard 8-bit weights for {names}; use --no-saturating if another machine runs the model"
+
+
+def _tools() -> list[Tool]:
+    compilers = [name for name in (os.environ.get("CXX"), "c++", "g++", "clang++") if name]
+    compiler = next((found for name in compilers if (found := shutil.which(name))), None)
+    gloo = torch.distributed.is_available() and torch.distributed.is_gloo_available()
+    launcher = shutil.which("torchrun") or ("python -m torch.distributed.run" if gloo else None)
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    said = os.environ.get(DATA_VARIABLE)
+    folder = None if said is None else Path(said)
+    sets = [] if folder is None or not folder.is_dir() else sorted(one.name for one in folder.iterdir() if one.is_dir())
+    torch_fix = "install a torch with torch.distributed"
+    rows = [
+        ("C++ compiler", compiler, "runtime inductor, --fuse, --compile", "install g++ or clang++, or set CXX"),
+        ("torchrun", launcher, "training on several processes", torch_fix),
+        ("gloo", "in torch" if gloo else None, "processes on CPUs", torch_fix),
+        ("accelerator", None if accelerator is None else str(accelerator), "training on it", "none: CPU is used"),
+        (
+            f"data ({DATA_VARIABLE})",
+            ", ".join(sets) or None,
+            "workloads on real data",
+            f"set {DATA_VARIABLE} to a folder with cifar10/, imagenet-val/ or fashion-mnist/",
+        ),
+    ]
+    return [Tool(tool=tool, found=found, purpose=purpose, fix=fix) for tool, found, purpose, fix in rows]
+
+
+def _extras() -> list[Extra]:
+    try:
+        lines = metadata("bitwright").get_all("Requires-Dist") or []
+    except PackageNotFoundError:  # run from a checkout that isn't installed
+        return []
+    wanted: dict[str, list[str]] = {}
+    for line in lines:
+        package = re.match(r"[A-Za-z0-9._-]+", line)
+        extra = re.search(r"extra == ['\"]([^'\"]+)['\"]", line)
+        if package and extra and extra[1] not in _OWN:
+            wanted.setdefault(extra[1], []).append(package[0])
+    found = []
+    for name, packages in wanted.items():
+        versions = {package: version for package in packages if (version := _version(package)) is not None}
+        found.append(Extra(extra=name, found=versions, missing=[one for one in packages if one not in versions]))
+    return found
+
+
+def _version(package: str) -> str | None:
+    try:
+        return distribution(package).version
+    except PackageNotFoundError:
+        return None
