@@ -89,7 +89,7 @@ def test_names_are_checked_before_any_work(tmp_path: Path) -> None:
     assert "'mse'" in str(found["algorithms.1.observer"])
 
 
-def test_what_the_schema_refuses_hides_nothing_else(tmp_path: Path) -> None:
+def test_schema_errors_do_not_hide_other_problems(tmp_path: Path) -> None:
     (tmp_path / "w.py").write_text("def there():\n    ...\n")
     with pytest.raises(PlanError) as caught:
         load(
@@ -110,7 +110,7 @@ def test_what_the_schema_refuses_hides_nothing_else(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["models: {name: x}\nbits: []\n", "algorithms: 3\n", "training: 3\nbits: {a: 1}\n"])
-def test_files_far_from_a_grid_have_problems_all_the_same(tmp_path: Path, text: str) -> None:
+def test_files_that_are_not_grids_are_rejected(tmp_path: Path, text: str) -> None:
     with pytest.raises(PlanError, match="has problems"):
         load(tmp_path, text)
 
@@ -190,12 +190,12 @@ def test_the_schema_rejects_unknown_keys() -> None:
         jsonschema.validate({"bitwright-grid": 1, "modells": []}, json_schema("grid-1"))
 
 
-def test_training_means_what_it_means_to_the_trainer() -> None:
+def test_training_settings_are_those_of_the_trainer() -> None:
     assert set(Training.model_fields) <= set(TrainConfig.model_fields)
     TrainConfig(**Training().model_dump())
 
 
-def test_the_reference_leaderboards_grid_is_the_one_that_was_asked_for() -> None:
+def test_the_published_grid_has_the_required_size() -> None:
     config = GridConfig.load(ROOT / "benchmarks" / "leaderboard.yaml")
     assert len(config.tasks()) == 10 * 6 * 3 * 2 * 4
     nets, data = ({model.label.split("-", 1)[part] for model in config.models} for part in (0, 1))

@@ -66,7 +66,7 @@ def test_an_instance_has_as_many_threads_as_cores() -> None:
 
 
 @pinning
-def test_what_is_not_said_follows_from_the_cores() -> None:
+def test_missing_numbers_follow_from_the_cores() -> None:
     free = sorted(os.sched_getaffinity(0))
     assert arrange(1, None) == [tuple(free)]
     assert arrange(None, 1) == [(core,) for core in free]
@@ -74,7 +74,7 @@ def test_what_is_not_said_follows_from_the_cores() -> None:
         arrange(len(free) + 1, 1)
 
 
-def test_an_instance_that_fails_is_an_error_with_its_words(tmp_path: Path) -> None:
+def test_a_failed_instance_raises_its_error(tmp_path: Path) -> None:
     broken = tmp_path / "broken.onnx"
     broken.write_bytes(b"nothing")
     lost = Job(variant="float", batch=2, artefact=broken, feed={"x": np.zeros((2, 2))})
@@ -82,7 +82,7 @@ def test_an_instance_that_fails_is_an_error_with_its_words(tmp_path: Path) -> No
         run_together("onnxruntime", [lost], arrange(1, 1), runs=1, warmup=0)
 
 
-def test_an_instance_that_dies_is_an_error_and_nobody_is_left_behind() -> None:
+def test_a_killed_instance_is_an_error_and_all_others_end() -> None:
     with _started([arrange(1, 1)[0]] * 2) as (one, other):
         one.process.kill()
         with pytest.raises(BitwrightError, match=r"an instance ended with exit code -9"):

@@ -44,7 +44,7 @@ def board(made: Path) -> Leaderboard:
     return Leaderboard.load(made / "board.json")
 
 
-def test_a_row_leaves_its_whole_report(made: Path, board: Leaderboard) -> None:
+def test_a_finished_row_has_a_complete_report(made: Path, board: Leaderboard) -> None:
     academic, runtime, refused = board.rows
     assert refused.status == "refused"
     assert sorted(path.name for path in (made / "rows of it").iterdir()) == sorted([academic.id, runtime.id])
@@ -83,7 +83,7 @@ def test_the_leaderboard_has_a_few_figures_of_each_site(made: Path, board: Leade
     assert board.rows[2].sites == ()
 
 
-def test_a_row_runs_again_from_the_file_and_is_the_same(made: Path, board: Leaderboard, tmp_path: Path) -> None:
+def test_a_rerun_row_is_identical(made: Path, board: Leaderboard, tmp_path: Path) -> None:
     row = board.rows[1]
     starts = made / "grid.starts"
     again = ["grid", "rerun", made / "board.json", "--starts", starts, "--row", row.id[:8]]

@@ -56,7 +56,7 @@ def row(board: Leaderboard, algorithm: str, backend: str) -> Row:
     return next(r for r in board.rows if (r.algorithm, r.backend) == (algorithm, backend))
 
 
-def test_rows_say_what_really_ran(board: Leaderboard) -> None:
+def test_rows_record_what_was_executed(board: Leaderboard) -> None:
     academic, runtime = row(board, "lsq", "academic"), row(board, "lsq", "onnxruntime")
     assert academic.status == runtime.status == "done"
     assert academic.executed is not None
@@ -91,7 +91,7 @@ def test_the_gap_to_the_runtime_is_measured_where_it_runs(tmp_path: Path) -> Non
     assert abs(device.gap) <= 1
 
 
-def test_what_cannot_be_done_is_a_row_with_its_reason(board: Leaderboard) -> None:
+def test_refused_rows_have_a_reason(board: Leaderboard) -> None:
     refused = row(board, "tqt", "snpe")
     assert refused.status == "refused"
     assert "Tqt supports only symmetric formats" in str(refused.reason)
@@ -104,7 +104,7 @@ def test_what_cannot_be_done_is_a_row_with_its_reason(board: Leaderboard) -> Non
     assert all("/sym" in s.format for s in kin.executed.activations)
 
 
-def test_a_leaderboard_comes_back_from_its_file(board: Leaderboard, tmp_path: Path) -> None:
+def test_a_leaderboard_survives_saving_and_loading(board: Leaderboard, tmp_path: Path) -> None:
     assert Leaderboard.load(board.save(tmp_path / "board.json")) == board
     text = leaderboard_markdown(board)
     assert "Tqt supports only symmetric formats" in text
@@ -115,7 +115,7 @@ def test_a_leaderboard_comes_back_from_its_file(board: Leaderboard, tmp_path: Pa
     assert set(caught.value.codes) == {"missing-key"}
 
 
-def test_drops_are_those_of_the_quantizers_alone(board: Leaderboard) -> None:
+def test_drops_exclude_the_effect_of_training(board: Leaderboard) -> None:
     (net,) = board.floats
     assert board.drops_from == "trained"
     done = row(board, "lsq", "academic")
@@ -148,9 +148,7 @@ def test_a_grid_goes_on_where_it_was_left_and_may_grow(tmp_path: Path) -> None:
     assert grown.rows[1].start != one.rows[0].start
 
 
-def test_a_row_that_runs_something_else_than_it_says_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_differs_from_its_row_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def other(*arguments: Any, **choices: Any) -> Plan:
         return make_plan(*arguments, **{**choices, "quantizer": "plain", "weight_quantizer": "plain"})
 

@@ -15,7 +15,7 @@ from bitwright.zoo.workloads import TESTED_ON, TRAINED_ON
 NAMES = ("residual-fashion-mnist", "depthwise-fashion-mnist", "residual-cifar10", "depthwise-cifar10")
 
 
-def test_they_are_what_their_names_say() -> None:
+def test_networks_have_their_operators() -> None:
     residual = bw.capture(ResidualNet().eval(), torch.randn(2, 1, 14, 14))
     assert [op.kind for op in residual.ops].count("add") == 2
     depthwise = bw.capture(DepthwiseNet().eval(), torch.randn(2, 3, 16, 16))
@@ -26,7 +26,7 @@ def test_they_are_what_their_names_say() -> None:
 
 @pytest.mark.realdata
 @pytest.mark.parametrize("name", NAMES)
-def test_sizes_are_those_that_the_page_says(name: str, data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_has_the_documented_sizes(name: str, data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(DATA_VARIABLE, str(data_dir))
     work = bw.load_workload(name)
     side = 14 if "fashion" in name else 16

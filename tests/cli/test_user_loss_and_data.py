@@ -1,4 +1,4 @@
-"""A workload's own loss and training data: what is wrong with them is told as theirs, by every verb."""
+"""Errors in a user's loss and training data are reported as errors of user code, by every verb."""
 
 from __future__ import annotations
 
@@ -157,13 +157,17 @@ LOSSES = {
 
 @pytest.mark.parametrize("verb", STEPS)
 @pytest.mark.parametrize("function", LOSSES)
-def test_losses(run, folder: Path, monkeypatch: pytest.MonkeyPatch, verb: str, function: str) -> None:
+def test_errors_in_a_loss_are_user_errors(
+    run, folder: Path, monkeypatch: pytest.MonkeyPatch, verb: str, function: str
+) -> None:
     monkeypatch.chdir(folder)
     refused(run, verb, function, *LOSSES[function])
 
 
 @pytest.mark.parametrize("function", LOSSES)
-def test_losses_that_are_scored(run, folder: Path, monkeypatch: pytest.MonkeyPatch, function: str) -> None:
+def test_errors_in_a_loss_are_user_errors_of_score(
+    run, folder: Path, monkeypatch: pytest.MonkeyPatch, function: str
+) -> None:
     monkeypatch.chdir(folder)
     for indicator in ("gradient-variance", "hessian"):
         refused(run, "score", function, *LOSSES[function], options=["--indicator", indicator])
@@ -181,13 +185,17 @@ DATA = {
 
 @pytest.mark.parametrize("verb", ["profile", "plan-cluster", "train", "train quantized"])
 @pytest.mark.parametrize("function", DATA)
-def test_training_data(run, folder: Path, monkeypatch: pytest.MonkeyPatch, verb: str, function: str) -> None:
+def test_errors_in_training_data_are_user_errors(
+    run, folder: Path, monkeypatch: pytest.MonkeyPatch, verb: str, function: str
+) -> None:
     monkeypatch.chdir(folder)
     refused(run, verb, function, *DATA[function])
 
 
 @pytest.mark.parametrize("verb", ["profile", "predict", "train"])
-def test_nothing_to_train(run, folder: Path, monkeypatch: pytest.MonkeyPatch, verb: str) -> None:
+def test_a_model_without_trainable_parameters_is_rejected(
+    run, folder: Path, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
     monkeypatch.chdir(folder)
     refused(run, verb, "frozen", "call requires_grad_(True) on the parameters to train")
 

@@ -18,7 +18,7 @@ def of(*features: str, isa: str | None = None, onednn: str | None = None) -> Mac
     return machine().model_copy(update={"cpu_features": features, "isa": isa, "onednn_isa": onednn})
 
 
-def test_rows_of_wider_or_narrower_vectors_say_what_to_set() -> None:
+def test_other_vector_widths_give_the_variables_to_set() -> None:
     old, new = of("avx2"), of("avx2", "avx512f", isa="AVX512")
     assert old.instructions == ("AVX2", "AVX2")  # as told by the CPU where a file is older than the record
     assert new.instructions == ("AVX512", "AVX512")
@@ -34,11 +34,11 @@ def test_rows_of_wider_or_narrower_vectors_say_what_to_set() -> None:
 
 
 @pytest.mark.parametrize(("asked", "kind"), [("ALL", "AVX512"), ("AVX512_CORE", "AVX512"), ("SSE41", "DEFAULT")])
-def test_onednns_limit_is_read_as_it_means_it(asked: str, kind: str) -> None:
+def test_onednn_limits_are_mapped_to_instruction_sets(asked: str, kind: str) -> None:
     assert of("avx2", "avx512f", isa="AVX2", onednn=asked).instructions == ("AVX2", kind)
 
 
-def test_the_variables_are_what_is_recorded() -> None:
+def test_environment_variables_are_recorded() -> None:
     code = "from bitwright.core.environment import machine as m; print(m().instructions, m().onednn_isa, m().isa)"
     narrow = {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41"}
     done = subprocess.run(

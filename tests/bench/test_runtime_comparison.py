@@ -1,4 +1,4 @@
-"""One model on all runtimes: measured alike, the pick is a sound one, and what can't run says why."""
+"""`benchmark`: measurements on all runtimes, the fastest one, and skipped runtimes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def workload() -> bw.Workload:
     )
 
 
-def test_every_runtime_is_measured_beside_its_float_model(workload: bw.Workload) -> None:
+def test_each_runtime_is_measured_with_its_float_model(workload: bw.Workload) -> None:
     before = {key: value.clone() for key, value in workload.model.state_dict().items()}
     phases: list[str] = []
     result = bw.benchmark(
@@ -78,7 +78,9 @@ NAMING = [*BOTH, pytest.param("ncnn", marks=pytest.mark.skipif(find_spec("ncnn")
 
 
 @pytest.mark.parametrize("runtime", NAMING)
-def test_what_a_runtime_leaves_in_float_is_named(workload: bw.Workload, runtime: str, tmp_path: Path) -> None:
+def test_operators_that_a_runtime_leaves_in_float_are_named(
+    workload: bw.Workload, runtime: str, tmp_path: Path
+) -> None:
     kind: type[Runtime] = RUNTIMES.get(runtime)
     quantized = bw.quantize(workload.model, workload.calibration(), backend=runtime, keep_float=["head"])
     path = tmp_path / f"model{kind.suffix}"
@@ -90,7 +92,7 @@ def test_what_a_runtime_leaves_in_float_is_named(workload: bw.Workload, runtime:
     assert set(bw.open_runtime(runtime, path).left_in_float() or ()) == {"conv", "head"}
 
 
-def test_what_a_runtime_does_not_tell_is_said(workload: bw.Workload) -> None:
+def test_unknown_execution_types_are_reported_as_unknown(workload: bw.Workload) -> None:
     row = bw.benchmark(workload, ["onnxruntime"], runs=1).runtimes[0]
 
     def said(executed: dict[str, int] | None, names: tuple[str, ...] | None) -> str:
@@ -131,7 +133,7 @@ def others() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("others")
-def test_what_is_missing_says_why_and_what_is_wrong_is_no_pick(workload: bw.Workload) -> None:
+def test_missing_runtimes_are_skipped_and_wrong_ones_are_not_chosen(workload: bw.Workload) -> None:
     result = bw.benchmark(workload, ["absent", "wrong"], runs=2, evaluate=False)
     assert [(skip.runtime, skip.why) for skip in result.skipped] == [("absent", "the package absent is not installed")]
     assert [row.parity.passed for row in result.runtimes] == [False]
@@ -145,7 +147,7 @@ def test_unknown_runtimes_are_an_error(workload: bw.Workload) -> None:
     assert caught.value.codes == ["unknown-name"]
 
 
-def test_accuracy_alone_has_all_that_the_workload_measures_its_metric_first(workload: bw.Workload) -> None:
+def test_accuracies_have_all_metrics_with_the_main_metric_first(workload: bw.Workload) -> None:
     several = replace(workload, evaluate=lambda predict: {"loss": 0.5, "f1": 80.0, "n": 3.0}, metric="f1")
     result = bw.benchmark(several, ["onnxruntime"], time=False)
     (row,) = result.runtimes
@@ -163,7 +165,7 @@ def test_accuracy_alone_has_all_that_the_workload_measures_its_metric_first(work
     assert caught.value.codes == ["no-evaluation"]
 
 
-def test_a_made_model_is_measured_as_it_is(workload: bw.Workload, tmp_path: Path) -> None:
+def test_a_saved_model_is_measured_unchanged(workload: bw.Workload, tmp_path: Path) -> None:
     """Its own file, its own ranges; beside the float model, whose weights the checkpoint doesn't have to have."""
     other = copy.deepcopy(workload.model)
     with torch.no_grad():

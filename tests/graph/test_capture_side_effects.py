@@ -90,7 +90,7 @@ def model() -> Restless:
 @pytest.mark.parametrize("train", [False, True])
 @pytest.mark.parametrize("fail", [False, True])
 @pytest.mark.parametrize("mode", [False, True])
-def test_nothing_changes(model: Restless, train: bool, fail: bool, mode: bool) -> None:
+def test_capture_does_not_change_the_model(model: Restless, train: bool, fail: bool, mode: bool) -> None:
     model.train(mode)
     model.frozen.eval()
     before = everything(model)
@@ -105,7 +105,7 @@ def test_nothing_changes(model: Restless, train: bool, fail: bool, mode: bool) -
     assert "forward" not in vars(model.conv)
 
 
-def test_the_models_own_error_comes_through(model: Restless) -> None:
+def test_errors_of_the_model_are_not_hidden(model: Restless) -> None:
     with pytest.raises(RuntimeError, match="boom"):
         capture(model, (torch.randn(2, 3, 6, 6), True))
     # and the model still works, and can be captured

@@ -12,7 +12,7 @@ from bitwright.profiling.execution import IMPLEMENTATIONS, OperatorUnderPlan
 
 
 @pytest.mark.parametrize("make", [net, digits, bert])
-def test_types_are_those_of_autocast(make) -> None:  # type: ignore[no-untyped-def]
+def test_predicted_types_match_autocast(make) -> None:  # type: ignore[no-untyped-def]
     model, batch, loss = make()
     plain = record_step(model, batch, loss)
     real = record_step(model, batch, loss, StepSettings(amp="bf16"))

@@ -41,10 +41,10 @@ def check(folder: Path, kills: int, trials: int) -> None:
         assert trial.state in (TrialState.FAIL, TrialState.COMPLETE, TrialState.PRUNED, TrialState.WAITING)
 
 
-def test_a_few_kills(tmp_path: Path) -> None:
+def test_a_killed_search_loses_no_trial(tmp_path: Path) -> None:
     check(tmp_path, 6, 15)
 
 
 @pytest.mark.slow
-def test_fifty_kills_over_sixty_trials(tmp_path: Path) -> None:
+def test_fifty_kills_lose_no_trial(tmp_path: Path) -> None:
     check(tmp_path, 50, 60)

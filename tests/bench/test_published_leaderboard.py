@@ -15,7 +15,7 @@ NAMES = ("leaderboard", "leaderboard_why", "leaderboard_ranges")
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_it_is_the_result_of_its_grid(name: str) -> None:
+def test_the_published_leaderboard_has_all_rows_of_its_grid(name: str) -> None:
     config = GridConfig.load(BENCHMARKS / f"{name}.yaml")
     file = BENCHMARKS / "results" / f"{name}.json"
     board = Leaderboard.load(file)
@@ -26,7 +26,7 @@ def test_it_is_the_result_of_its_grid(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_rows_that_are_done_say_where_they_ran_and_what_their_sites_did(name: str) -> None:
+def test_finished_rows_have_a_machine_and_sites(name: str) -> None:
     board = Leaderboard.load(BENCHMARKS / "results" / f"{name}.json")
     assert board.drops_from == "trained"
     for row in board.rows:
@@ -39,7 +39,7 @@ def test_rows_that_are_done_say_where_they_ran_and_what_their_sites_did(name: st
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_rows_ran_what_they_say(name: str) -> None:
+def test_executed_quantizers_match_the_settings_of_rows(name: str) -> None:
     rows = Leaderboard.load(BENCHMARKS / "results" / f"{name}.json").rows
     assert any(row.status == "done" for row in rows)
     for row in rows:

@@ -1,4 +1,4 @@
-"""Who is busy, who waits, and what traces show of it: on clusters that nobody had to measure."""
+"""Busy and waiting times of devices in predictions and traces of synthetic clusters."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def spans(made: Prediction, process: int) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("count", [1, 2, 5])
 @pytest.mark.parametrize("exact", [False, True])
-def test_who_computes_is_busy(count: int, exact: bool) -> None:
+def test_a_computing_device_is_busy(count: int, exact: bool) -> None:
     """A device that waits for collectives after its backward has computed before, all the same."""
     graph, fast = measured(forward=1e-4, backward=2e-4)
     _, slow = measured(forward=2e-4, backward=3e-4)
@@ -48,7 +48,7 @@ def test_who_computes_is_busy(count: int, exact: bool) -> None:
         assert device.waiting * made.seconds == pytest.approx(idle, abs=made.seconds * 1e-6)
 
 
-def test_a_fast_link_lets_nobody_wait() -> None:
+def test_devices_do_not_wait_on_a_fast_link() -> None:
     graph, here = measured()
     cluster = Cluster.of({"here": 5}, link=Link(latency_us=0, gbit_per_s=1e6))
     (device,) = Predictor.make(graph, Plan(), {"here": here}, cluster).predict().devices
@@ -89,7 +89,7 @@ def test_traces_and_phases_are_those_of_the_kinds_own_batch(with_half: bool, acc
     assert all("-" not in words.rpartition(",")[2] for words in made.critical)  # nothing takes less than no time
 
 
-def test_what_all_do_first_is_in_the_trace() -> None:
+def test_the_trace_contains_the_common_start() -> None:
     graph, here = measured()
     assert graph.buffer_bytes
     made = Predictor.make(graph, Plan(), {"here": here}, Cluster.of({"here": 2}, link=LINK)).predict()

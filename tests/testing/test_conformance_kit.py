@@ -1,4 +1,4 @@
-"""The kit finds what it is there to find."""
+"""The conformance kit detects faulty plugins."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The leaderboard's page, as text; tests/browser looks at it."""
+"""The HTML page and the Markdown of a leaderboard; tests/browser tests the page in a browser."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_every_name_is_escaped() -> None:
     assert not re.search(r"https?://|\bsrc=[^x]|@import|url\(|<link", text.replace(EVIL, ""))
 
 
-def test_each_cell_says_mean_and_deviation() -> None:
+def test_each_cell_has_mean_and_deviation() -> None:
     board = made_up(*FEW)
     text = leaderboard_page(board)
     cell = next(one for one in board.summaries if one.model is not None and one.accuracy is not None)
@@ -47,7 +47,7 @@ def test_each_cell_says_mean_and_deviation() -> None:
     assert "refused" in text
 
 
-def test_the_verb(tmp_path: Path) -> None:
+def test_the_command_writes_the_page(tmp_path: Path) -> None:
     results = made_up(*FEW).save(tmp_path / "leaderboard.json")
     command = ["grid", "leaderboard", str(results), "-o", str(tmp_path / "p.html")]
     result = CliRunner().invoke(app, command)
@@ -107,5 +107,5 @@ def test_drops_are_from_the_float_network_that_was_trained_on() -> None:
 
 
 @pytest.mark.parametrize("algorithms", [("lsq",), ()])
-def test_small_boards(algorithms: tuple[str, ...]) -> None:
+def test_pages_of_small_leaderboards(algorithms: tuple[str, ...]) -> None:
     assert "Results" in leaderboard_page(made_up(algorithms, ("academic",)))

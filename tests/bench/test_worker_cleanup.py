@@ -1,4 +1,4 @@
-"""What benchmarks start ends with them, however they end."""
+"""Processes that a benchmark starts end with it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _there(pid: int) -> bool:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="benchmarks of several processes are for Linux")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_ranks_and_what_they_start_end_by_a_signal(number: signal.Signals) -> None:
+def test_a_signal_ends_ranks_and_their_children(number: signal.Signals) -> None:
     """A benchmark that was ended left its ranks, a cgroup and a network namespace."""
     script = subprocess.Popen([sys.executable, "-c", SCRIPT, str(BENCHMARKS)], stdout=subprocess.PIPE, text=True)
     assert script.stdout is not None

@@ -1,4 +1,4 @@
-"""What a user's own file may say, and how mistakes in it are told."""
+"""Workload files of users, and errors in them."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-def test_a_metric_sees_the_model_s_own_dict_on_the_runtime_too(run, own: Path, tmp_path: Path) -> None:
+def test_metrics_receive_the_same_dict_from_model_and_runtime(run, own: Path, tmp_path: Path) -> None:
     ran = run("quantize", f"{own}:two", "-o", tmp_path / "out", "--json")
     assert ran.code == 0, ran.err
     rows = {row["where"]: row["value"] for row in ran.json["report"]["accuracies"]}
@@ -110,14 +110,16 @@ def test_a_metric_sees_the_model_s_own_dict_on_the_runtime_too(run, own: Path, t
         ("quantize", "crashes", ["FileNotFoundError", "missing.pt", "at own.py:"]),
     ],
 )
-def test_mistakes_in_the_owner_s_code(run, own: Path, tmp_path: Path, verb: str, name: str, words: list[str]) -> None:
+def test_errors_in_user_code_name_their_cause(
+    run, own: Path, tmp_path: Path, verb: str, name: str, words: list[str]
+) -> None:
     ran = run(verb, f"{own}:{name}", "-o", tmp_path / "out")
     assert ran.code == 2, ran.err
     for word in words:
         assert word in ran.err
 
 
-def test_a_number_alone_is_the_metric(run, own: Path, tmp_path: Path) -> None:
+def test_evaluate_may_return_a_single_number(run, own: Path, tmp_path: Path) -> None:
     ran = run("quantize", f"{own}:own_number", "-o", tmp_path / "out", "--json")
     assert ran.code == 0, ran.err
     assert {row["metric"]: row["value"] for row in ran.json["report"]["accuracies"]} == {"share": 0.9}
