@@ -162,3 +162,12 @@ def as_array(tensor: Tensor) -> NDArray[Any]:
     """Convert a tensor to NumPy; bfloat16 becomes float32, which has the same values."""
     tensor = tensor.detach()
     return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).cpu().numpy()
+
+
+def shape_of(value: object) -> str:
+    """Describe a batch for an error message by its type and shape, never its contents."""
+    if isinstance(value, Tensor):
+        return f"tensor {tuple(value.shape)}"
+    if isinstance(value, tuple | list):
+        return f"{type(value).__name__} of {len(value)}"
+    return f"dict of {sorted(map(str, value))}" if isinstance(value, dict) else type(value).__name__

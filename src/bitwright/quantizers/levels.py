@@ -50,7 +50,6 @@ class NonUniformQuantizer(Quantizer):
     symmetric_only = True
 
     def set_grid(self, grid: Grid) -> None:
-        """Store the upper end."""
         super().set_grid(Grid(grid.scale * grid.qmax, grid.zero_point, grid.qmin, grid.qmax))
 
     def end(self) -> Tensor:

@@ -5,11 +5,11 @@ On the command line, a workload is written as ``file.py:function``, or as the na
 
 from __future__ import annotations
 
-from bitwright.workload.data import batches, call, call_on, pairs, report_data_errors, shape_of
+from bitwright.core.tensor_tree import shape_of
+from bitwright.workload.data import batches, call, call_on, pairs, report_data_errors
 from bitwright.workload.loading import load_object, load_workload, open_workload
-from bitwright.workload.loss import loss_of, trainable_parameters
 from bitwright.workload.metrics import can_measure, evaluate, hits_of
-from bitwright.workload.workload import Loss, Workload
+from bitwright.workload.workload import Loss, Workload, loss_of, trainable_parameters
 
 __all__ = [
     "Loss",

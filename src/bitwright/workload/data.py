@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from bitwright.core.errors import BitwrightError, Problem, WorkloadError, first_line, line_of, user_code
-from bitwright.core.tensor_tree import batch_size, copied, map_tensors, slice_batch, tensors_in
+from bitwright.core.tensor_tree import batch_size, copied, map_tensors, shape_of, slice_batch, tensors_in
 from bitwright.workload.workload import Workload
 
 
@@ -228,15 +228,6 @@ def pairs(workload: Workload) -> Iterator[tuple[Any, Tensor]]:
                     code="invalid-batch",
                 )
             yield batch[0], batch[1]
-
-
-def shape_of(value: object) -> str:
-    """Describe a batch for an error message by its type and shape, never its contents."""
-    if isinstance(value, Tensor):
-        return f"tensor {tuple(value.shape)}"
-    if isinstance(value, tuple | list):
-        return f"{type(value).__name__} of {len(value)}"
-    return f"dict of {sorted(map(str, value))}" if isinstance(value, dict) else type(value).__name__
 
 
 class CalibrationData:

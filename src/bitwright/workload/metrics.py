@@ -11,8 +11,8 @@ from torch import Tensor
 
 from bitwright.core.arguments import strict
 from bitwright.core.errors import WorkloadError, did_you_mean, user_code
-from bitwright.core.tensor_tree import eval_mode
-from bitwright.workload.data import call, call_on, pairs, shape_of
+from bitwright.core.tensor_tree import eval_mode, shape_of
+from bitwright.workload.data import call, call_on, pairs
 from bitwright.workload.workload import Workload
 
 Evaluate = Callable[[Callable[..., Any]], dict[str, float]]

@@ -50,7 +50,6 @@ class RangeObserver(Observer):
         self.high: Tensor | None = None
 
     def observe(self, rows: Tensor) -> None:
-        """Widen the range."""
         low, high = extremes(rows)
         self.low = low if self.low is None else torch.minimum(self.low, low)
         self.high = high if self.high is None else torch.maximum(self.high, high)
@@ -73,7 +72,6 @@ class MomentsObserver(RangeObserver):
         self.sums: Tensor | None = None  # of |x|, x, x²; one column per row of data
 
     def observe(self, rows: Tensor) -> None:
-        """Add a batch."""
         super().observe(rows)
         exact = rows.double()
         sums = torch.stack([exact.abs().sum(dim=1), exact.sum(dim=1), exact.square().sum(dim=1)])
@@ -107,7 +105,6 @@ class HistogramObserver(RangeObserver):
         self._only: Tensor | None = None
 
     def observe(self, rows: Tensor) -> None:
-        """Add a batch."""
         first = self.low is None
         super().observe(rows)
         if first and rows.shape[1] <= BINS:

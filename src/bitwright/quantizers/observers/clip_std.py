@@ -20,7 +20,6 @@ class ClipStd(MomentsObserver):
         self.deviations = deviations
 
     def range(self) -> tuple[Tensor, Tensor]:
-        """The range."""
         low, high = self.ends()
         mean, std = self.mean_std()
         return torch.maximum(low, mean - self.deviations * std), torch.minimum(high, mean + self.deviations * std)

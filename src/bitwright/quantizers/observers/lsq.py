@@ -18,7 +18,6 @@ class LsqStart(MomentsObserver):
     """
 
     def range(self) -> tuple[Tensor, Tensor]:
-        """The range of that scale."""
         low, high = self.ends()
         scale = 2 * self.mean_abs() / sqrt(resolved_sign(self.format, low).qmax)
         zeros = scale == 0  # only zeros were observed; the quantizer handles an empty range

@@ -12,7 +12,6 @@ class LsqPlusStart(MomentsObserver):
     """±m, m = max(|μ − 3σ|, |μ + 3σ|); limited to the observed range if the format has a zero point or no sign."""
 
     def range(self) -> tuple[Tensor, Tensor]:
-        """The range."""
         low, high = self.ends()
         mean, std = self.mean_std()
         m = torch.maximum((mean - 3 * std).abs(), (mean + 3 * std).abs())

@@ -17,5 +17,4 @@ class MinMax(RangeObserver):
     shows_infinities: ClassVar[bool] = True
 
     def range(self) -> tuple[Tensor, Tensor]:
-        """The observed range."""
         return self.ends()

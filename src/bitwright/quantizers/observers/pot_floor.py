@@ -43,7 +43,6 @@ class PotFloor(HistogramObserver):
     """s = 2^e with the best e over all observed values."""
 
     def range(self) -> tuple[Tensor, Tensor]:
-        """The range of that scale."""
         low, high = self.ends()
         exponent = best_exponent(*self.samples(), low, high, self.format)
         ends = range_of_scale(torch.exp2(exponent), low, self.format)

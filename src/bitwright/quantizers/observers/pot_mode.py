@@ -19,7 +19,6 @@ class PotMode(RangeObserver):
         self.votes: list[Tensor] = []
 
     def observe(self, rows: Tensor) -> None:
-        """One vote per row."""
         super().observe(rows)
         low, high = extremes(rows)
         ones = torch.ones_like(rows, dtype=torch.float64)
