@@ -52,12 +52,12 @@ class OpHooks:
 
 
 # path → per call of that module → kind → per occurrence
-Table = dict[str, list[OpHooks]]
+HookTable = dict[str, list[OpHooks]]
 # the same for recorded operators: kind → count
 OperatorCounts = dict[str, int]
 
 # a running module call: its hooks, operator counts by kind, path, call, recorded counts
-CallFrame = tuple[Table, dict[str, int], str, int, OperatorCounts | None]
+CallFrame = tuple[HookTable, dict[str, int], str, int, OperatorCounts | None]
 
 
 class Container(nn.Module):
@@ -96,7 +96,7 @@ def _copied(frame: CallFrame | None) -> CallFrame | None:
     return None if frame is None else (frame[0], dict(frame[1]), *frame[2:])
 
 
-_NO_TABLES: list[Table] = [{}]
+_NO_TABLES: list[HookTable] = [{}]
 
 
 class Attachment(Interceptor):
@@ -109,7 +109,7 @@ class Attachment(Interceptor):
         self.shared: dict[str, str] = {}  # site → the site with its quantizer
         self.folds: dict[str, Fold] = {}  # by the site of the folded bias
         self.kernels: dict[str, Any] = {}  # by operator
-        self.tables: dict[str, list[Table]] = {}
+        self.tables: dict[str, list[HookTable]] = {}
         self.recorded: dict[str, list[OperatorCounts]] = {}  # by path and call; other modules are not checked
         self.watching = True  # whether weights are compared with those of calibration
         self.warnings: dict[tuple[str, str], Problem] = {}  # by code and location, each logged once
