@@ -98,7 +98,8 @@ def test_one_process_says_for_all_that_there_is_no_tensorboard(tmp_path: Path, m
 
 
 @pytest.mark.parametrize(
-    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGKILL]
+    "number",
+    [signal.SIGINT, *(pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGTERM, signal.SIGKILL))],
 )
 def test_an_interrupted_run_loses_nothing(tmp_path: Path, number: signal.Signals) -> None:
     options = ["train", TINY, *COMMON, "--save-steps", "3", "--precision", "int8", "--no-tensorboard"]

@@ -171,7 +171,10 @@ def test_a_file_of_grids_that_was_changed_is_refused(batches: list[Tensor], tmp_
     assert raised.value.codes == ["damaged-artefact"]
 
 
-@pytest.mark.parametrize(("runtime", "backend"), [("inductor", "torch_inductor"), ("executorch", "executorch_xnnpack")])
+@pytest.mark.parametrize(
+    ("runtime", "backend"),
+    [("inductor", "torch_inductor"), pytest.param("executorch", "executorch_xnnpack", marks=pytest.mark.slow)],
+)
 def test_every_flipped_bit_of_a_program_is_found(
     runtime: str, backend: str, batches: list[Tensor], tmp_path: Path
 ) -> None:

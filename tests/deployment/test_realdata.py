@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.realdata, pytest.mark.timeout(600)]
 @pytest.mark.parametrize(
     ("build", "reference", "allowed", "samples"),
     [
-        (resnet20_cifar10, 91.73, 0.3, 10_000),
+        pytest.param(resnet20_cifar10, 91.73, 0.3, 10_000, marks=pytest.mark.slow),
         pytest.param(efficientnet_lite0_imagenet, 73.7, 1.0, 1_000, marks=pytest.mark.slow),
     ],
     ids=["resnet20", "efficientnet-lite0"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -30,11 +31,23 @@ class Net(nn.Module):
         return self.head(x.mean((2, 3)))
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def quantized() -> bw.Quantized:
+    """One model for all tests; none of them changes it."""
     torch.manual_seed(0)
     batches = [torch.randn(8, 3, 8, 8) for _ in range(2)]
     return bw.quantize(Net().eval(), batches)
+
+
+@pytest.fixture(scope="module")
+def exported(quantized: bw.Quantized, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return quantized.export(tmp_path_factory.mktemp("sites") / "model.onnx").path
+
+
+@pytest.fixture
+def artefact(exported: Path, tmp_path: Path) -> Path:
+    """A copy that the test may change."""
+    return Path(shutil.copy(exported, tmp_path / "model.onnx"))
 
 
 def change(path: Path, name: str, how: NDArray[np.generic] | float) -> None:
@@ -67,20 +80,18 @@ ONE = np.ones(1)
     ],
 )
 def test_the_damaged_site_is_the_first_that_diverges(
-    quantized: bw.Quantized, tmp_path: Path, runtime: str, constant: str, how: NDArray[np.generic] | float, site: str
+    quantized: bw.Quantized, artefact: Path, runtime: str, constant: str, how: NDArray[np.generic] | float, site: str
 ) -> None:
-    path = quantized.export(tmp_path / "model.onnx").path
-    assert quantized.check(path, runtime=runtime, per_site=True).first_divergence is None
-    change(path, constant, how)
-    result = quantized.check(path, runtime=runtime, per_site=True)
+    change(artefact, constant, how)
+    result = quantized.check(artefact, runtime=runtime, per_site=True)
     assert result.first_divergence == site
     assert not result.passed
 
 
 @pytest.mark.parametrize("runtime", ["onnxruntime", "openvino"])
-def test_sites_come_in_the_order_of_execution(quantized: bw.Quantized, tmp_path: Path, runtime: str) -> None:
-    path = quantized.export(tmp_path / "model.onnx").path
-    result = quantized.check(path, runtime=runtime, per_site=True)
+def test_sites_come_in_the_order_of_execution(quantized: bw.Quantized, artefact: Path, runtime: str) -> None:
+    result = quantized.check(artefact, runtime=runtime, per_site=True)
+    assert result.first_divergence is None
     order = [site.site for site in result.sites]
     named = ["stem:input", "stem:weight", "stem:bias", "/relu#0:output", "conv:weight", "head:weight"]
     assert [site for site in order if site in named] == named
@@ -90,10 +101,9 @@ def test_sites_come_in_the_order_of_execution(quantized: bw.Quantized, tmp_path:
 
 
 @pytest.mark.parametrize("runtime", ["onnxruntime", "openvino"])
-def test_the_copy_that_shows_its_sites_computes_the_same(quantized: bw.Quantized, tmp_path: Path, runtime: str) -> None:
-    path = quantized.export(tmp_path / "model.onnx").path
-    result = quantized.check(path, runtime=runtime, per_site=True)
+def test_the_copy_that_shows_its_sites_computes_the_same(quantized: bw.Quantized, artefact: Path, runtime: str) -> None:
+    result = quantized.check(artefact, runtime=runtime, per_site=True)
     assert result.probe is not None
     assert result.probe.outputs_identical
     assert result.probe.outputs == sum(not site.stored for site in result.sites)
-    assert quantized.check(path, runtime=runtime).probe is None
+    assert quantized.check(artefact, runtime=runtime).probe is None

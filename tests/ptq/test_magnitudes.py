@@ -16,6 +16,7 @@ from bitwright.ptq.gptq import _factor
 from bitwright.quantizers.observers.kl import Kl
 
 SIZES = [1e-37, 1e-30, 1e-20, 1e-7, 1e7, 1e20, 1e30, 1e38]
+EXTREMES = [1e-37, 1e-7, 1e38]
 KINDS = ["plain", "one sample", "constant", "zeros", "outlier", "one element"]
 ITERATED = ("adaround", "brecq", "qdrop")
 
@@ -70,12 +71,13 @@ def error_of(kind: str, size: float, **choices: Any) -> float | None:
     return None
 
 
-def sweep(**choices: Any) -> None:
+def sweep(*, whole: bool = False, **choices: Any) -> None:
+    """Compare all magnitudes with 1. Unless `whole`, special kinds of data have the extremes only."""
     for kind in KINDS:
         ordinary = error_of(kind, 1.0, **choices)
         assert ordinary is not None
         assert ordinary < 0.15, (kind, ordinary)  # clip-std clips on purpose
-        for size in SIZES:
+        for size in SIZES if whole or kind == "plain" else EXTREMES:
             error = error_of(kind, size, **choices)
             assert error is None or error <= 1.5 * ordinary + 0.01, (kind, size, error, ordinary)
 
@@ -88,6 +90,18 @@ def test_observers_at_every_magnitude(observer: str) -> None:
 @pytest.mark.parametrize("step", sorted(STEPS.names()))
 def test_steps_at_every_magnitude(step: str) -> None:
     sweep(steps=[f"{step}:iterations=5" if step in ITERATED else step])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("observer", sorted(OBSERVERS.names()))
+def test_observers_with_all_data_at_every_magnitude(observer: str) -> None:
+    sweep(whole=True, observer=observer, weight_observer=observer)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", sorted(STEPS.names()))
+def test_steps_with_all_data_at_every_magnitude(step: str) -> None:
+    sweep(whole=True, steps=[f"{step}:iterations=5" if step in ITERATED else step])
 
 
 @pytest.mark.parametrize("format", ["int8/tensor/sym", "int4/tensor/sym", "uint4/tensor/asym"])

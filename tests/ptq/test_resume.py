@@ -39,6 +39,7 @@ def command(folder: Path, output: str) -> list[str]:
     return [*COMMAND, "quantize", f"{folder / 'work.py'}:build", "-o", str(folder / output), *choices, *steps]
 
 
+@pytest.mark.slow  # the phases run in one process below; tests/test_interruptions.py kills real ones
 def test_a_killed_process_goes_on_to_the_same_bits(tmp_path: Path) -> None:
     (tmp_path / "work.py").write_text(WORKLOAD)
     state = tmp_path / "killed" / ".steps" / "progress.json"

@@ -31,6 +31,7 @@ class Mode(StrEnum):
 
 @verb(
     "bench",
+    writes=("output",),
     examples="""
     bitwright bench digits
     bitwright bench my_workload.py:small --runtimes onnxruntime,openvino --batch 1 --batch 16 --threads 2

@@ -18,6 +18,7 @@ from bitwright.core.errors import visible_text
 
 @verb(
     "plan",
+    writes=("output",),
     examples="""
     bitwright plan digits -o plan.yaml
     bitwright plan digits --weights int4/group8/sym --keep-float head

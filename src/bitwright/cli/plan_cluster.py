@@ -20,6 +20,7 @@ from bitwright.cli.verb import verb
 
 @verb(
     "plan-cluster",
+    writes=("output",),
     examples="""
     bitwright plan-cluster digits-untrained --cluster cluster.yaml --scores scores.json -o plan.yaml
     bitwright plan-cluster digits-untrained --cluster cluster.yaml --scores scores.json --planner recover+split

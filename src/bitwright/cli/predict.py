@@ -25,6 +25,7 @@ from bitwright.training.config import StepSettings
 
 @verb(
     "predict",
+    writes=("trace",),
     examples="""
     bitwright predict digits-untrained --profile device.json --precision int8
     bitwright predict digits-untrained --profile device.json --plan plan.yaml --compare 30

@@ -14,6 +14,7 @@ from bitwright.cli.verb import verb
 
 @verb(
     "report",
+    writes=("output",),
     examples="""
     bitwright report digits-int8 -o page.html
     bitwright report tuned digits-int8 scored/report.json -o page.html

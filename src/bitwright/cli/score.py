@@ -13,6 +13,7 @@ from bitwright.cli.verb import verb
 
 @verb(
     "score",
+    writes=("output",),
     examples="""
     bitwright score digits
     bitwright score digits --weights int4/channel/sym --backend academic --output better.yaml

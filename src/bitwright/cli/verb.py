@@ -8,8 +8,8 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Annotated, Any
 
 import typer
@@ -19,6 +19,7 @@ from bitwright.cli.out import Out
 from bitwright.core.errors import BitwrightError
 from bitwright.core.files import disk_error, written
 from bitwright.core.interrupts import Interrupted, Stop, exit_code, signals
+from bitwright.core.output_folder import locked_file
 
 Verb = Callable[..., None]
 #: The verbs that were imported, by name; each makes its click command.
@@ -34,8 +35,12 @@ _COMMON: dict[str, tuple[str, str]] = {
 }
 
 
-def verb(name: str, *, examples: str) -> Callable[[Verb], Verb]:
-    """Register a function as a verb. Its first argument is an `Out`; the others are command-line arguments."""
+def verb(name: str, *, examples: str, writes: Sequence[str] = ()) -> Callable[[Verb], Verb]:
+    """Register a function as a verb. Its first argument is an `Out`; the others are command-line arguments.
+
+    `writes` names the arguments with single files that the verb writes. They are locked while it runs, so that a second
+    process with the same file fails at once. Verbs that write folders lock these themselves.
+    """
 
     def register(function: Verb) -> Verb:
         own = list(inspect.signature(function, eval_str=True).parameters.values())[1:]
@@ -52,7 +57,10 @@ def verb(name: str, *, examples: str) -> Callable[[Verb], Verb]:
         @functools.wraps(function)
         def run(*, json: bool, quiet: bool, debug: bool, **arguments: Any) -> None:
             out = Out(json=json, quiet=quiet)
-            with signals(out.note) as stop, _telling(out, stop, debug=debug):
+            with signals(out.note) as stop, _telling(out, stop, debug=debug), ExitStack() as stack:
+                for key in writes:
+                    if arguments[key] is not None:
+                        stack.enter_context(locked_file(arguments[key]))
                 function(out, **arguments)
 
         keywords = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own]

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ try:
 except ImportError:  # Windows: only the owner recorded in the lock file is available
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["locked", "recover", "replacing_with_siblings", "staged_output", "visible_files"]
+__all__ = ["locked", "locked_file", "recover", "replacing_with_siblings", "staged_output", "visible_files"]
 
 LOCK = ".bitwright.lock"
 _COMMIT = f"{PREFIX}commit"
@@ -57,6 +57,15 @@ def locked(folder: str | Path, *, name: str = "", wait: float = _WAIT) -> Iterat
             stack.enter_context(made_folder(folder))
         with _lock_held(folder, name, wait):
             yield
+
+
+def locked_file(path: str | Path) -> AbstractContextManager[None]:
+    """Lock a file that will be written, as `locked` does. Pipes and devices have no lock."""
+    path = Path(path)
+    if path.exists() and not path.is_file():
+        return nullcontext()  # a folder, which is an error later, or a special file
+    path = path.resolve() if path.is_symlink() else path
+    return locked(path.parent, name=path.name)
 
 
 @contextmanager

@@ -175,7 +175,9 @@ def test_float_stays_where_low_precision_is_hardly_faster() -> None:
 
 
 @pytest.mark.parametrize("memory", [False, True])
-@pytest.mark.parametrize(("operators", "seeds"), [(6, range(40)), (8, range(100, 106))])
+@pytest.mark.parametrize(
+    ("operators", "seeds"), [(6, range(40)), pytest.param(8, range(100, 106), marks=pytest.mark.slow)]
+)
 def test_recovery_is_within_5_percent_of_brute_force_on_two_kinds(operators: int, seeds: range, memory: bool) -> None:
     """Jointly: a kind that waits has the whole step's time, not what it happened to take."""
     assert seeds
