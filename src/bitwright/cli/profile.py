@@ -70,6 +70,7 @@ def profile_(
     torchrun, collectives are measured too, and each rank writes its own profile: device.json, device.rank1.json.
     """
     from bitwright.cluster.measurement import profile
+    from bitwright.core.output_folder import locked_file
     from bitwright.importers.trace import import_trace
     from bitwright.profiling.device_profile import operators_of_step, quality_notes
     from bitwright.profiling.profiler import of_rank
@@ -88,7 +89,7 @@ def profile_(
         exclude("--trace", {**planning, "--published": published, **measuring})
     elif published is not None:
         exclude("--published", measuring)
-    with process_group() as ranks:
+    with process_group() as ranks, locked_file(of_rank(output, ranks.rank)):
         out = out if ranks.first else Out(json=False, quiet=True)
         found = open_workload(out, workload)
         if trace is not None:

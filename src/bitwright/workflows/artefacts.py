@@ -10,7 +10,7 @@ from typing import Any
 from bitwright.core import formatting
 from bitwright.core.arguments import Count, strict
 from bitwright.core.display import Summarized
-from bitwright.core.output_folder import locked, replacing_with_siblings
+from bitwright.core.output_folder import locked_file, replacing_with_siblings
 from bitwright.core.progress import Progress, phases
 from bitwright.core.registry import ARTEFACTS, RUNTIMES
 from bitwright.deployment import Artefact, Check, Runtime, check, default_runtime, export, export_float, open_runtime
@@ -91,12 +91,11 @@ def _export_for(
 ) -> ExportedFile:
     """Write the artefact of a runtime that doesn't read ONNX."""
     kind: type[Runtime] = RUNTIMES.get(name)
-    with locked(path.parent, name=path.name):  # fail early if the folder can't be written
-        pass
-    found = _loaded(workload, saved, progress)
-    phases(progress)(f"exporting for {name}")
-    with replacing_with_siblings(path) as temporary:
-        (kind.write_float if saved is None else kind.write)(found.model, temporary, found.inputs)
+    with locked_file(path):  # fail early if the folder can't be written, or if another process writes the file
+        found = _loaded(workload, saved, progress)
+        phases(progress)(f"exporting for {name}")
+        with replacing_with_siblings(path) as temporary:
+            (kind.write_float if saved is None else kind.write)(found.model, temporary, found.inputs)
     return ExportedFile(path=path, bytes=kind.size(path), runtime=name)
 
 
