@@ -6,7 +6,7 @@ BASE := .venv/.base
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow fuzz lint docs bench leaderboard clean
+.PHONY: help setup demo test test-slow fuzz lint docs bench leaderboard peers clean
 
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12

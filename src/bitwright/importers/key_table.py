@@ -253,8 +253,11 @@ def _at_origin(problem: Problem, moved: Mapping[str, str]) -> Problem:
     return problem if problem.where is None else replace(problem, where=_origin(problem.where, moved))
 
 
-def rows(model: type[Section], path: str = "") -> Iterator[KeyRow]:
-    """All keys of a table. `*` is any name."""
+def rows(model: type[Section], path: str = "", *, seen: dict[Any, str] | None = None) -> Iterator[KeyRow]:
+    """All keys of a table. `*` is any name.
+
+    With `seen={}`, a section that occurs several times is listed once; the other places refer to it.
+    """
     for name, info in model.model_fields.items():
         place = _join(path, info.alias or name)
         marker = _marker(info)
@@ -265,9 +268,15 @@ def rows(model: type[Section], path: str = "") -> Iterator[KeyRow]:
         if named is not None:
             for own, option in named.options.items():
                 yield _named_row(f"{place}.{own}", option)
-                yield from rows(option, f"{place}.{own}")
+                yield from rows(option, f"{place}.{own}", seen=seen)
         elif inner is not None and not isinstance(marker, Rejected):
-            yield from rows(inner, place if container is None else f"{place}.*")
+            below = place if container is None else f"{place}.*"
+            if seen is None or inner not in seen:
+                if seen is not None:
+                    seen[inner] = below
+                yield from rows(inner, below, seen=seen)
+            else:
+                yield KeyRow(key=f"{below}.…", handling="honoured", text=f"As `{seen[inner]}`.")
         elif marker is None:
             raise TypeError(f"{model.__name__}.{name} has no marker")
 

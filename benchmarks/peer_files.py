@@ -1,0 +1,156 @@
+"""Read all published files of LPOT, MQBench and QSync, and traces: how many are accepted, noted or rejected.
+
+    BITWRIGHT_DATA=FOLDER python benchmarks/peer_files.py [--folder FOLDER]
+
+The folder contains lpot/, mqbench/zoo/, mqbench/application/, qsync/ and traces/, or peers/ with them. Bar: at least
+95 % of LPOT's quantization files, all files of MQBench and all mappers are accepted; every trace is read or rejected
+with a reason; nothing ends in a traceback. Accepted means that every key is known and valid. It doesn't mean that the
+file was run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from common import environment, save
+
+from bitwright.core.documents import read_yaml
+from bitwright.core.errors import BitwrightError, Problem
+from bitwright.importers.lpot import read_lpot, tune_settings
+from bitwright.importers.mqbench import load_mqbench, mqbench_settings
+from bitwright.importers.qsync import load_mapper, summarize_mapper
+from bitwright.importers.trace_summary import summarize_trace
+
+Notes = tuple[Problem, ...]
+OTHER_TASKS = {"pruning", "distillation", "auto_distillation", "nas"}
+
+
+def _lpot(file: Path) -> Notes:
+    found = read_lpot(read_yaml(file, what="the file"), where=file.name)
+    try:
+        tune_settings(found.config)
+    except BitwrightError as error:
+        return (*found.notes, *error.problems)
+    return found.notes
+
+
+def _mqbench(file: Path) -> Notes:
+    found = load_mqbench(file)
+    mqbench_settings(found.config)
+    return found.notes
+
+
+def _qsync(file: Path) -> Notes:
+    summarize_mapper(load_mapper(file))
+    return ()
+
+
+def _trace(file: Path) -> Notes:
+    summarize_trace(file)
+    return ()
+
+
+SYSTEMS: dict[str, tuple[str, str, Callable[[Path], Notes]]] = {
+    "LPOT": ("lpot", "*.yaml", _lpot),
+    "MQBench zoo": ("mqbench/zoo", "*.yaml", _mqbench),
+    "MQBench toolkit": ("mqbench/application", "*.yaml", _mqbench),
+    "QSync mappers": ("qsync", "*.npy", _qsync),
+    "traces": ("traces", "*.json*", _trace),
+}
+
+
+@dataclass
+class Row:
+    """The files of one system."""
+
+    files: int = 0
+    accepted: int = 0
+    noted: int = 0
+    """Accepted with keys that can't change the result."""
+    cannot_run: int = 0
+    """Accepted with settings that `tune` can't apply; only LPOT's files are checked."""
+    other_tasks: int = 0
+    """Rejected since they prune or distil."""
+    rejected: int = 0
+    tracebacks: int = 0
+    reasons: dict[str, str] = field(default_factory=dict)
+
+
+def read_system(folder: Path, pattern: str, read: Callable[[Path], Notes]) -> tuple[Row, Counter[str]]:
+    row, cannot = Row(), Counter[str]()
+    for file in sorted(folder.glob(pattern)):
+        row.files += 1
+        try:
+            notes = read(file)
+        except BitwrightError as error:
+            if {problem.where for problem in error.problems} <= OTHER_TASKS:
+                row.other_tasks += 1
+            else:
+                row.rejected += 1
+            row.reasons[file.name] = "; ".join(f"{problem.where}: {problem.what}" for problem in error.problems)
+            row.reasons[file.name] = row.reasons[file.name].replace(f"{folder}/", "")
+        except Exception as error:  # a traceback is a result, too
+            row.tracebacks += 1
+            row.reasons[file.name] = f"{type(error).__name__}: {error}"
+        else:
+            row.accepted += 1
+            row.noted += any(note.code == "no-effect" for note in notes)
+            missing = [note for note in notes if note.code == "cannot-run"]
+            row.cannot_run += bool(missing)
+            cannot.update(f"{note.where}: {note.what} ({note.value})" for note in missing)
+    return row, cannot
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=os.environ.get("BITWRIGHT_DATA"))
+    given = parser.parse_args().folder
+    if given is None:
+        parser.error("set BITWRIGHT_DATA or --folder")
+    root = given / "peers" if (given / "peers").is_dir() else given
+    rows: dict[str, Row] = {}
+    cannot: dict[str, Counter[str]] = {}
+    for name, (place, pattern, read) in SYSTEMS.items():
+        rows[name], cannot[name] = read_system(root / place, pattern, read)
+    data: dict[str, Any] = {
+        "environment": environment(),
+        "systems": {name: asdict(row) for name, row in rows.items()},
+        "cannot_run": {name: dict(found.most_common()) for name, found in cannot.items() if found},
+    }
+    save("peer_files", data, _markdown(rows, cannot))
+    return int(any(row.tracebacks for row in rows.values()))
+
+
+def _markdown(rows: dict[str, Row], cannot: dict[str, Counter[str]]) -> str:
+    lines = [
+        "# Published files of other systems",
+        "",
+        "Accepted: every key is known and valid; the file was not run. Noted: of these, with keys that can't change",
+        "the result. Can't run: of these, with settings that `bitwright tune` can't apply (checked for LPOT only). Other",
+        "tasks: files that prune or distil.",
+        "",
+        "| system | files | accepted | noted | can't run | other tasks | rejected | tracebacks |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name, row in rows.items():
+        cannot_run = row.cannot_run if name == "LPOT" else "–"
+        cells = (row.files, row.accepted, row.noted, cannot_run, row.other_tasks, row.rejected, row.tracebacks)
+        lines.append(f"| {name} | {' | '.join(map(str, cells))} |")
+    if any(row.reasons for row in rows.values()):
+        lines += ["", "## Not accepted", "", "| file | reason |", "|---|---|"]
+        lines += [f"| {file} | {reason} |" for row in rows.values() for file, reason in row.reasons.items()]
+    if any(cannot.values()):
+        lines += ["", "## Settings that can't run", "", "| setting | files |", "|---|---|"]
+        lines += [f"| {text} | {count} |" for found in cannot.values() for text, count in found.most_common()]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,52 @@
+"""The tables of keys of all importers, for `bitwright list` and the migration pages."""
+
+from __future__ import annotations
+
+import sys
+
+from bitwright.importers.key_table import KeyRow, Section, rows
+from bitwright.importers.lpot import LpotConfig
+from bitwright.importers.mqbench import HuggingFaceConfig, ToolkitConfig, ZooConfig
+
+__all__ = ["TABLES", "key_rows", "keys_page"]
+
+TABLES: dict[str, tuple[str, type[Section]]] = {
+    "lpot": ("LPOT and Neural Compressor 1.x", LpotConfig),
+    "mqbench-zoo": ("MQBench: configurations of the paper's zoo", ZooConfig),
+    "mqbench-toolkit": ("MQBench: the toolkit's ImageNet example", ToolkitConfig),
+    "mqbench-text": ("MQBench: the toolkit's text example", HuggingFaceConfig),
+}
+"""The title and the table of each kind of file."""
+_HEAD = """\
+# Keys of other systems' files
+
+Bitwright reads files of LPOT and MQBench. **Honoured** keys keep their meaning in the settings that `read_lpot` and
+`load_mqbench` return. **Noted** keys can't change the result; they are accepted and reported once. **Rejected** keys
+are errors, with the reason and a fix. Any other key is an error, too.
+
+Reading a file is not running it. `bitwright tune` stops before any work with the code `cannot-run` if it can't apply an
+honoured key of LPOT. `bitwright grid run` applies a part of MQBench's keys; its notes list the others.
+
+`python -m bitwright.importers.tables` writes this page from the tables that the importers use.
+"""
+
+
+def key_rows(name: str) -> list[KeyRow]:
+    """The rows of a table by its name in `TABLES`. Sections that occur several times are listed once."""
+    return list(rows(TABLES[name][1], seen={}))
+
+
+def keys_page() -> str:
+    """The page of all keys in Markdown."""
+    parts = [_HEAD]
+    for name, (title, _) in TABLES.items():
+        lines = [f"## {title}\n", "| key | | |", "|---|---|---|"]
+        for row in key_rows(name):
+            text = f"{row.text} Fix: {row.advice}." if row.advice else row.text
+            lines.append(f"| `{row.key}` | {row.handling} | {text.replace('|', chr(92) + '|')} |")
+        parts.append("\n".join(lines) + "\n")
+    return "\n".join(parts)
+
+
+if __name__ == "__main__":  # python -m bitwright.importers.tables > docs/migrate/keys.md
+    sys.stdout.write(keys_page())
