@@ -270,8 +270,9 @@ def test_published_files_are_read_completely(data_dir: Path, part: str) -> None:
     files = sorted((data_dir / "peers" / "mqbench" / part).glob("*.yaml"))
     if not files:
         pytest.skip("no published files")
-    for file in files:
-        config = load_mqbench(file).config
+    configs = [load_mqbench(file).config for file in files]
+    assert {type(config) for config in configs} <= {ZooConfig if part == "zoo" else ToolkitConfig, HuggingFaceConfig}
+    for config in configs:
         settings = mqbench_settings(config)
         assert (settings is None) == (isinstance(config, ToolkitConfig) and config.is_float)
         if settings is not None:

@@ -123,8 +123,9 @@ def test_published_mappers_fit_models_with_their_layers(data_dir: Path) -> None:
     files = sorted((data_dir / "peers" / "qsync").glob("*.npy"))
     if not files:
         pytest.skip("no published mappers")
-    for file in files:
-        mapper = load_mapper(file)
+    mappers = list(map(load_mapper, files))
+    assert all({8, 16} & set(mapper.values()) for mapper in mappers)
+    for mapper in mappers:
         model = _Layers(Counter(key.rpartition("_")[0] for key in mapper))
         graph = capture(model, torch.zeros(1, 1, dtype=torch.int64))
         plan = plan_of_mapper(mapper, graph, model=model)
