@@ -256,7 +256,17 @@ class Fastest(ResultModel):
 
 @strict
 class Comparison(display.Summarized, ResultModel):
-    """All runtimes; latencies were measured in turns, in one process."""
+    """Accuracy, size and latency on several runtimes, measured in turns in one process. `benchmark` returns it.
+
+    >>> import torch, bitwright
+    >>> x = torch.randn(16, 8)
+    >>> workload = bitwright.Workload(
+    ...     name="tiny", model=torch.nn.Linear(8, 4), inputs=(x[:1],), calibration=lambda: [x]
+    ... )
+    >>> comparison = bitwright.benchmark(workload, ["onnxruntime"], evaluate=False, runs=5)
+    >>> comparison.workload, [one.runtime for one in comparison.runtimes]
+    ('tiny', ['onnxruntime'])
+    """
 
     version: Literal[1] = 1
     workload: str

@@ -102,7 +102,12 @@ class GridModel(_Strict):
 
 @strict
 class GridConfig(_Strict):
-    """One grid. Every row is trained from the same float weights of its model and seed."""
+    """One grid. Every row is trained from the same float weights of its model and seed.
+
+    >>> config = GridConfig(models=["digits"], algorithms=["lsq", "pact"], backends=["academic"], bits=[8, 4])
+    >>> len(config.tasks())
+    4
+    """
 
     version: Literal[1] = Field(default=1, alias="bitwright-grid")
     name: str = Field(default="grid", min_length=1)

@@ -38,7 +38,17 @@ from bitwright.workload.data import CalibrationData
 @strict
 @dataclass(frozen=True, kw_only=True)
 class Check(Summarized):
-    """How an artefact on a runtime compares with the simulated model, per output and, if asked for, per site."""
+    """How an artefact on a runtime compares with the simulated model, per output and, if asked for, per site.
+
+    >>> import tempfile, torch, bitwright
+    >>> x = torch.randn(16, 8)
+    >>> quantized = bitwright.quantize(torch.nn.Sequential(torch.nn.Linear(8, 4)), [x])
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     artefact = quantized.export(f"{folder}/model.onnx")
+    ...     check = quantized.check(artefact.path, [x], per_site=True)
+    >>> check.passed, [site.site for site in check.sites]
+    (True, ['0:input', '0:weight', '0:bias'])
+    """
 
     runtime: str
     samples: int

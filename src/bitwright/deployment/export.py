@@ -40,7 +40,16 @@ OPSET = 21
 @strict
 @dataclass(frozen=True, kw_only=True)
 class Artefact:
-    """An exported file and what it contains."""
+    """An exported file and what it contains. `export` returns it.
+
+    >>> import tempfile, torch, bitwright
+    >>> x = torch.randn(16, 8)
+    >>> quantized = bitwright.quantize(torch.nn.Sequential(torch.nn.Linear(8, 4)), [x])
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     artefact = quantized.export(f"{folder}/model.onnx")
+    >>> artefact.path.name, artefact.kind
+    ('model.onnx', 'qdq')
+    """
 
     path: Path
     bytes: int

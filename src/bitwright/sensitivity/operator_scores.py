@@ -45,7 +45,12 @@ class _File(Strict):
 @strict
 @dataclass(frozen=True, kw_only=True)
 class OperatorScores(Summarized):
-    """The sensitivity score Ω(operator, format). Planners sum it over operators; it is 0 for `float`."""
+    """The sensitivity score Ω(operator, format). Planners sum it over operators; it is 0 for `float`.
+
+    >>> scores = OperatorScores(indicator="hessian", samples=64, values={"conv1": {"float": 0.0, "int8": 0.25}})
+    >>> scores.value("conv1", "int8")
+    0.25
+    """
 
     indicator: str
     values: Mapping[str, Mapping[str, float]]

@@ -56,14 +56,15 @@ class Qat:
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
     >>> batches = [torch.randn(16, 4) for _ in range(2)]
     >>> qat = Qat(model, batches, quantize="int8")
-    >>> optimizer = torch.optim.SGD(parameter_groups(model, weight_decay=1e-4), lr=0.01)
+    >>> optimizer = torch.optim.SGD(qat.parameter_groups(weight_decay=1e-4), lr=0.01)
     >>> for batch in batches:
     ...     optimizer.zero_grad()
     ...     model(batch).square().mean().backward()
     ...     optimizer.step()
     ...     qat.after_step()
     >>> qat.after_epoch()
-    >>> quantized = qat.finish()
+    >>> qat.finish()
+    <Quantized Sequential for onnxruntime: 6 quantized sites>
     """
 
     def __init__(

@@ -61,7 +61,17 @@ _STATE = ".steps"  # where PTQ steps keep their state while they run
 @strict
 @dataclass(frozen=True, kw_only=True)
 class Deployment(Summarized):
-    """A quantized model in a folder, with what was measured of it."""
+    """A quantized model in a folder, and its measurements. `deploy` and `quantize_workload` return it.
+
+    >>> import tempfile, torch, bitwright
+    >>> x = torch.randn(16, 8)
+    >>> model = torch.nn.Sequential(torch.nn.Linear(8, 4))
+    >>> workload = bitwright.Workload(name="small", model=model, inputs=(x,), calibration=lambda: [x])
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     deployed = bitwright.quantize_workload(workload, f"{folder}/out")
+    ...     sorted(deployed.files)
+    ['checkpoint.safetensors', 'model.onnx', 'plan.yaml', 'report.html', 'report.json', 'report.md']
+    """
 
     folder: Path
     record: Record
