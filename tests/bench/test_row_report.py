@@ -35,7 +35,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "grid", "run", folder / "grid.yaml", "-o", folder / "board.json", "--reports", folder / "rows of it"
     )
     assert result.exit_code == 0, result.output
-    assert "2 of 2 finished rows have a report" in result.stdout
+    assert "2 of 2 finished rows have a report" in result.stderr
     return folder
 
 
@@ -161,5 +161,5 @@ def test_the_page_links_to_the_reports_that_are_there(made: Path, board: Leaderb
 
 def test_reports_of_rows_that_ran_before_are_told_of(made: Path, tmp_path: Path) -> None:
     result = invoke("grid", "run", made / "grid.yaml", "--reports", tmp_path)
-    assert "0 of 2 finished rows have a report" in result.stdout
+    assert "0 of 2 finished rows have a report" in result.stderr
     assert re.search(r"--row\s+\w{16}", result.output)

@@ -325,6 +325,11 @@ class RowTask(_Strict):
         return data
 
     @property
+    def label(self) -> str:
+        """The row in words."""
+        return f"{self.model.label}, {self.algorithm.label}, {self.backend}, {self.bits} bits, seed {self.seed}"
+
+    @property
     def key(self) -> str:
         """The hash of the row's settings."""
         return _digest(self.to_json())

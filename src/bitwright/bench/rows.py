@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from logging import WARNING, getLogger
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,18 @@ from bitwright.training import TrainConfig, Trainer, TrainResult
 from bitwright.workload import Workload, batches, evaluate
 
 _BATCHES = 4  # for clipped shares and histograms
+
+
+@contextmanager
+def quiet_training() -> Iterator[None]:
+    """Hide the notes of each training; the rows keep them."""
+    log = getLogger("bitwright.training")
+    level = log.level
+    log.setLevel(WARNING)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
 
 
 def report_folder(reports: Path, row: str) -> Path:

@@ -7,18 +7,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from logging import getLogger
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from bitwright.bench.float_networks import FloatNetworks
 from bitwright.bench.grid import GridConfig, RowTask
 from bitwright.bench.leaderboard import FloatNet, Leaderboard, Result, Row, summaries
-from bitwright.bench.rows import RowOutcome, gave_up, one_line, report_folder, run_row, train_float_on
+from bitwright.bench.rows import RowOutcome, gave_up, one_line, quiet_training, report_folder, run_row, train_float_on
 from bitwright.core.addresses import is_address
 from bitwright.core.arguments import strict
-from bitwright.core.environment import Machine, machine, other_instructions
+from bitwright.core.environment import Machine, machine, other_instructions, revision
 from bitwright.core.errors import BitwrightError, PlanError, Problem, UserCodeError, WorkloadError, did_you_mean
 from bitwright.core.files import disk_error, fingerprint, scratch_folder
 from bitwright.core.interrupts import Interrupted, current_stop, safe_point
+from bitwright.core.progress import Progress
 from bitwright.core.task_store import Study, open_study
 
 progress_log = getLogger("bitwright.progress")
@@ -43,14 +44,15 @@ def run_grid(
     starts: str | Path | None = None,
     reports: str | Path | None = None,
     watch: Callable[[RowProgress], None] | None = None,
+    progress: Progress | None = None,
     work: bool = True,
 ) -> Leaderboard:
     """Run the rows of a grid that have no result yet, and return the leaderboard.
 
     A grid resumes where it stopped. Processes with the same store share the work. `starts` is the folder of the float
     networks (by default in the folder of the store, or in the current folder if the store is a server). Rows that end
-    in this process write their reports into the folder `reports`, and `watch` is called for each of them. With
-    ``work=False`` nothing is run.
+    in this process write their reports into the folder `reports`, and `watch` is called for each of them. `progress` is
+    called with the number of rows that are done. With ``work=False`` nothing is run.
 
     >>> from tempfile import TemporaryDirectory
     >>> with TemporaryDirectory() as folder:
@@ -60,6 +62,17 @@ def run_grid(
     ...     run_grid(config, work=False)  # training the rows takes a minute
     <Leaderboard grid: 0 of 2 rows done>
     """
+
+    def tell(row: RowProgress) -> None:
+        if progress is not None:
+            progress(row.done, row.total, row.task.label)
+        if row.result.status in ("failed", "diverged"):
+            progress_log.info("%s: %s: %s", row.task.label, row.result.status, row.result.reason)
+        if watch is not None:
+            watch(row)
+
+    for note in config.notes:
+        progress_log.info("%s", note)
     study = open_grid(config)
     try:
         if work:
@@ -67,14 +80,28 @@ def run_grid(
             floats = FloatNetworks(folder, study)
             floats.check([task for task in config.tasks() if study.known(task) is None])
             try:
-                _work(config, study, floats, watch or (lambda _: None), Path(reports) if reports is not None else None)
-                _train_floats_on(config, study, floats)
+                with quiet_training():
+                    _work(config, study, floats, tell, Path(reports) if reports is not None else None)
+                    _train_floats_on(config, study, floats)
             except Interrupted as error:  # the message of the training is about one row only
                 kept = "finished rows are saved; rerun the command to resume"
                 raise Interrupted(error.cause, kept) from None
-        return assemble(config, study)
+        board = assemble(config, study)
+        if reports is not None:
+            _log_reports(board, Path(reports))
+        return board
     finally:
         study.close()
+
+
+def _log_reports(board: Leaderboard, reports: Path) -> None:
+    """Log how many rows have a report, and the command that writes the others."""
+    done = [row for row in board.rows if row.status == "done"]
+    missing = [row for row in done if not (report_folder(reports, row.id) / "report.html").is_file()]
+    progress_log.info("%d of %d finished rows have a report in %s", len(done) - len(missing), len(done), reports)
+    if missing:
+        command = f"bitwright grid rerun leaderboard.json --row {missing[0].id} --reports {reports}"
+        progress_log.info("to write the others: %s", command)
 
 
 def open_grid(config: GridConfig) -> GridStudy:
@@ -253,6 +280,23 @@ class Rerun:
             pairs[f"accuracy on {now.device.runtime}"] = (before.device.accuracy, now.device.accuracy)
         return [f"{name} was {was}, is {now}" for name, (was, now) in pairs.items() if was != now]
 
+    def cells(self) -> Sequence[object]:
+        """The row of a table."""
+        both = (self.row, self.result)
+        before, now = (one.status if one.accuracy is None else f"{one.accuracy:.2f}" for one in both)
+        return self.row.id, self.row.label, before, now, "no" if self.differences else "yes"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The results before and now as plain data."""
+        return {
+            "id": self.row.id,
+            "was": self.row.accuracy,
+            "accuracy": self.result.accuracy,
+            "status": self.result.status,
+            "differences": self.differences,
+            "report": None if self.report is None else str(self.report),
+        }
+
 
 @strict
 def rerun_rows(
@@ -262,7 +306,7 @@ def rerun_rows(
     reports: str | Path | None = None,
     starts: str | Path | None = None,
     workload: str | None = None,
-    watch: Callable[[Rerun], None] | None = None,
+    progress: Progress | None = None,
 ) -> list[Rerun]:
     """Run rows of a leaderboard again, from their configs and seeds. The leaderboard is not changed.
 
@@ -287,23 +331,41 @@ def rerun_rows(
     ('refused', ['status was pending, is refused'])
     """
     tasks = [(row, _task(board, row, workload)) for row in find_rows(board, rows)]
+    _log_other_machines(board, [row for row, _ in tasks])
     place = None if reports is None else Path(reports)
     found = []
-    with scratch_folder() as temporary:
+    with scratch_folder() as temporary, quiet_training():
         study = open_study(None, "again", {}, resume=True, kind=RowOutcome, gave_up=gave_up)
         try:
             floats = FloatNetworks(temporary if starts is None else Path(starts), study)
             floats.check([task for _, task in tasks])
-            for row, task in tasks:
+            for number, (row, task) in enumerate(tasks):
+                if progress is not None:
+                    progress(number, len(tasks), row.label)
                 result = run_row(task, floats, reports=place)
                 done = place is not None and result.status == "done"
                 report = report_folder(place, row.id) / "report.html" if place is not None and done else None
                 found.append(Rerun(row=row, result=result, report=report))
-                if watch is not None:
-                    watch(found[-1])
         finally:
             study.close()
+    if any(one.differences for one in found):
+        known = [board.machines[row.machine] for row, _ in tasks if row.machine in board.machines]
+        made = sorted({one.revision or "unknown" for one in known}) or ["unknown"]
+        progress_log.info("the rows were made by revision %s; this is %s", ", ".join(made), revision() or "unknown")
+        if not any(ran_elsewhere(board, row) for row, _ in tasks):
+            progress_log.info("another CPU or torch version rounds differently; compare with `machines` in the file")
     return found
+
+
+def _log_other_machines(board: Leaderboard, rows: Sequence[Row]) -> None:
+    """Log which rows ran with other instructions, and what to set in the environment."""
+    advice: dict[str, list[str]] = {}
+    for row in rows:
+        text = ran_elsewhere(board, row)
+        if text is not None:
+            advice.setdefault(text, []).append(row.id)
+    for text, own in advice.items():
+        progress_log.info("%s%s: %s", ", ".join(own[:3]), " …" if len(own) > 3 else "", text)
 
 
 def ran_elsewhere(board: Leaderboard, row: Row) -> str | None:

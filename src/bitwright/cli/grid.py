@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from logging import WARNING, getLogger
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -88,16 +85,8 @@ def _run(
     config = GridConfig.load(file, workload=workload)
     if attempts is not None:
         config = config.model_copy(update={"attempts": attempts})
-    for note in config.notes:
-        out.note(note)
-    with out.progress() as progress, _quiet_training():
-
-        def watch(told: Any) -> None:
-            progress(told.done, told.total, told.task.model.label)
-            if told.result.status in ("failed", "diverged"):
-                out.note(f"{told.task.model.label}: {told.result.status}: {told.result.reason}")
-
-        board = run_grid(config, starts=starts, reports=reports, watch=watch, work=work)
+    with out.progress() as progress:
+        board = run_grid(config, starts=starts, reports=reports, progress=progress, work=work)
     if output is not None:
         write_leaderboard(board, output)
     out.show(board, output=output)
@@ -105,9 +94,7 @@ def _run(
 
 @verb(
     "grid rerun",
-    examples="""
-    bitwright grid rerun leaderboard.json --row 3f9c --reports reports
-    """,
+    examples="bitwright grid rerun leaderboard.json --row 3f9c --reports reports",
 )
 def grid_rerun(
     out: Out,
@@ -127,32 +114,12 @@ def grid_rerun(
 
     board = Leaderboard.load(file)
     require("--row", row, "--row ID; the page of `bitwright grid leaderboard` shows the ids")
-    with out.progress("running"), _quiet_training():
-        found = rerun_rows(board, row or [], reports=reports, starts=starts, workload=workload)
-    out.data(
-        {
-            "rows": [
-                {
-                    "id": one.row.id,
-                    "was": one.row.accuracy,
-                    "accuracy": one.result.accuracy,
-                    "status": one.result.status,
-                    "differences": one.differences,
-                    "report": None if one.report is None else str(one.report),
-                }
-                for one in found
-            ]
-        }
-    )
+    with out.progress() as progress:
+        reruns = rerun_rows(board, row or [], reports=reports, starts=starts, workload=workload, progress=progress)
+    out.data({"rows": [one.to_dict() for one in reruns]})
     heads = ["row", "what", "#before", "#now", "same"]
-    out.table(
-        heads,
-        [
-            (one.row.id, one.row.label, one.row.accuracy, one.result.accuracy, "no" if one.differences else "yes")
-            for one in found
-        ],
-    )
-    out.fail_if([f"{one.row.id}: {difference}" for one in found for difference in one.differences])
+    out.table(heads, [one.cells() for one in reruns], title=board.title or board.name)
+    out.fail_if([f"{one.row.id}: {difference}" for one in reruns for difference in one.differences])
 
 
 @verb(
@@ -181,15 +148,3 @@ def grid_leaderboard(
     facts = {"rows": len(board.rows), "reports": linked, "config_hash": board.config_hash}
     out.data({"output": str(output), **facts})
     out.say(f"{output}: {len(board.rows)} rows, {linked} with a report")
-
-
-@contextmanager
-def _quiet_training() -> Iterator[None]:
-    """Hide the notes of each training; the rows keep them."""
-    log = getLogger("bitwright.training")
-    level = log.level
-    log.setLevel(WARNING)
-    try:
-        yield
-    finally:
-        log.setLevel(level)
