@@ -9,8 +9,10 @@ import pytest
 
 from bitwright.core.documents import parse_yaml, read_yaml
 from bitwright.core.errors import BitwrightError, PlanError
+from bitwright.core.schemas import validated
 from bitwright.importers.key_table import rows
 from bitwright.importers.lpot import LpotConfig, is_lpot, read_lpot, tune_settings
+from bitwright.tuning import TuneConfig
 
 STATIC = """\
 version: 1.0
@@ -22,14 +24,13 @@ quantization:
     sampling_size: 50 100 500
     dataloader:
       batch_size: 30
-      last_batch: discard
       dataset: {ImageFolder: {root: /data/train}}
       transform:
-        RandomResizedCrop: {size: 224, scale: [0.1, 1.0]}
+        RandomResizedCrop: {size: 224}
         RandomHorizontalFlip:
         ToTensor: {}
         Normalize: {mean: [0.485, 0.456, 0.406], std: [0.229, 0.224, 0.225]}
-  recipes: {scale_propagation_concat: false, last_conv_or_matmul_quantization: false}
+  recipes: {scale_propagation_concat: false}
   model_wise: {weight: {bit: 7.0}, activation: {algorithm: kl, dtype: [uint8, fp32]}}
   op_wise:
     layer1.0.conv1: {weight: {dtype: [fp32]}, activation: {dtype: [fp32]}}
@@ -95,6 +96,9 @@ quantization:
 """
 
 
+LOADER = "evaluation.accuracy.dataloader."
+
+
 def config_of(text: str) -> LpotConfig:
     return read_lpot(parse_yaml(text, where="a.yaml"), where="a.yaml").config
 
@@ -122,7 +126,7 @@ def test_a_file_with_all_kinds_of_keys() -> None:
     assert [step.name for step in steps] == ["RandomResizedCrop", "RandomHorizontalFlip", "ToTensor", "Normalize"]
     assert steps[0].model_dump() == {
         "size": (224, 224),
-        "scale": (0.1, 1.0),
+        "scale": (0.08, 1.0),
         "ratio": (3 / 4, 4 / 3),
         "interpolation": "bilinear",
     }
@@ -149,10 +153,23 @@ def test_keys_without_effect_are_noted_with_their_paths() -> None:
     }
 
 
+def test_random_transforms_have_the_seed_of_the_search() -> None:
+    settings = tune_settings(config_of(STATIC))
+    assert settings["calibration"] == {
+        "batch_size": 30,
+        "images": "/data/train",
+        "random_crop": 224,
+        "interpolation": "bilinear",
+        "seed": 1978,
+        "flip": True,
+        "mean": (0.485, 0.456, 0.406),
+        "std": (0.229, 0.224, 0.225),
+    }
+    assert validated(TuneConfig, settings, title="t").calibration is not None
+
+
 def test_names_of_operators_keep_their_meaning() -> None:
-    text = STATIC.replace("RandomResizedCrop: {size: 224, scale: [0.1, 1.0]}", "Resize: {size: 224}")
-    text = text.replace("RandomHorizontalFlip:", "CenterCrop: {size: 224}")
-    space = tune_settings(config_of(text))["space"]
+    space = tune_settings(config_of(STATIC))["space"]
     assert space["operators"] == {
         "layer1.0.conv1": {"keep": "float"},
         r"re:(?:module\.)?(?:dense[1-3].cat).*": {"keep": "float"},
@@ -179,6 +196,7 @@ def test_the_first_layout_means_the_same_as_the_later_one() -> None:
         "batch_size": 30,
         "images": "data/train",
         "resize": 64,
+        "interpolation": "bilinear",
         "crop": 48,
         "mean": (0.5,),
         "std": (0.5,),
@@ -284,6 +302,46 @@ def test_data_sets_without_a_reader_are_kept(name: str, options: str) -> None:
     assert loader is not None
     assert loader.dataset[0].name == name
     assert cannot_run(text) == {"quantization.calibration.dataloader.dataset": name}
+
+
+@pytest.mark.parametrize(
+    ("text", "where"),
+    [
+        ("quantization: {recipes: {weight_correction: true}}", "quantization.recipes.weight_correction"),
+        (
+            "quantization: {recipes: {last_conv_or_matmul_quantization: false}}",
+            "quantization.recipes.last_conv_or_matmul_quantization",
+        ),
+        ("tuning: {strategy: {name: tpe, accuracy_weight: 0.5}}", "tuning.strategy.accuracy_weight"),
+        ("tuning: {objective: accuracy}", "tuning.objective"),
+        ("evaluation: {accuracy: {iteration: 3}}", "evaluation.accuracy.iteration"),
+        ("evaluation: {accuracy: {metric: {MSE: {compare_label: false}}}}", "evaluation.accuracy.metric"),
+        ("evaluation: {accuracy: {multi_metrics: {topk: 1, weight: 1.0}}}", "evaluation.accuracy.multi_metrics"),
+        ("evaluation: {accuracy: {postprocess: {transform: {LabelShift: 1}}}}", "evaluation.accuracy.postprocess"),
+        *(
+            (f"evaluation: {{accuracy: {{dataloader: {{dataset: {{dummy: {{shape: [2, 3]}}}}, {text}}}}}}}", where)
+            for text, where in (
+                ("shuffle: true", "evaluation.accuracy.dataloader.shuffle"),
+                ("last_batch: discard", "evaluation.accuracy.dataloader.last_batch"),
+                ("filter: {LabelBalance: {size: 1}}", "evaluation.accuracy.dataloader.filter"),
+                ("transform: {Resize: {size: [2, 3]}}", LOADER + "transform"),
+                ("transform: {CenterCrop: {size: [2, 3]}}", LOADER + "transform"),
+                (
+                    "transform: {RandomResizedCrop: {size: 2, scale: [0.5, 1]}}",
+                    LOADER + "transform",
+                ),
+                ("transform: {Normalize: {rescale: [1, 2]}}", LOADER + "transform"),
+                ("transform: {CenterCrop: {size: 2}, Resize: {size: 3}}", LOADER + "transform"),
+            )
+        ),
+        (
+            "evaluation: {accuracy: {dataloader: {dataset: {dummy: {shape: [[2], [3]]}}}}}",
+            LOADER + "dataset",
+        ),
+    ],
+)
+def test_what_the_search_cannot_apply_is_not_dropped(text: str, where: str) -> None:
+    assert list(cannot_run(text)) == [where]
 
 
 @pytest.mark.parametrize("name", ["COCOmAP", "SquadF1", "BLEU", "mIOU", "GLUE", "ROC", "Loss", "VOCmAP", "COCOmAPv2"])

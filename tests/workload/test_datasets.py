@@ -9,7 +9,7 @@ from PIL import Image
 from pydantic import ValidationError
 
 from bitwright.core.errors import WorkloadError
-from bitwright.workload.datasets import Dataset
+from bitwright.workload.datasets import Dataset, random_part
 
 
 def test_npz_in_batches(tmp_path: Path) -> None:
@@ -40,6 +40,44 @@ def test_a_folder_of_pictures_by_class(tmp_path: Path) -> None:
     assert [tuple(batch.shape) for batch, _ in batches] == [(3, 3, 8, 8), (1, 3, 8, 8)]
     assert torch.cat([target for _, target in batches]).tolist() == [0, 0, 1, 1]
     assert float(batches[1][0][0, 0, 0, 0]) == pytest.approx((100 / 255 - 0.5) / 0.5)
+
+
+def test_random_parts_depend_on_the_seed_only(tmp_path: Path) -> None:
+    (tmp_path / "cat").mkdir()
+    pixels = np.random.default_rng(0).integers(0, 256, (30, 40, 3), dtype=np.uint8)
+    for number in range(4):
+        Image.fromarray(pixels).save(tmp_path / "cat" / f"{number}.png")
+    [first], [again], [other], [large] = (
+        list(Dataset(images=tmp_path, random_crop=8, flip=True, seed=seed, batch_size=size).inputs())[:1]
+        for seed, size in ((3, 4), (3, 4), (4, 4), (3, 2))
+    )
+    assert torch.equal(first, again)
+    assert torch.equal(first[:2], large)  # the batch size doesn't change the images
+    assert not torch.equal(first, other)
+    assert not torch.equal(first[0], first[1])  # the same file, another part
+    with pytest.raises(ValidationError, match="random_crop"):
+        Dataset(images=tmp_path, random_crop=8, crop=8)
+
+
+def test_every_second_image_is_mirrored(tmp_path: Path) -> None:
+    (tmp_path / "cat").mkdir()
+    pixels = np.zeros((2, 2, 3), dtype=np.uint8)
+    pixels[:, 0] = 255
+    for number in range(64):
+        Image.fromarray(pixels).save(tmp_path / "cat" / f"{number:02}.png")
+    [batch] = list(Dataset(images=tmp_path, flip=True, batch_size=64).inputs())
+    mirrored = batch[:, 0, 0, 0] == 0
+    assert torch.equal(batch[mirrored].flip(3), batch[~mirrored][:1].expand(int(mirrored.sum()), -1, -1, -1))
+    assert 20 <= int(mirrored.sum()) <= 44
+
+
+@pytest.mark.parametrize("size", [(40, 30), (1, 1), (500, 2), (2, 500)])
+def test_random_parts_are_within_the_image(size: tuple[int, int]) -> None:
+    parts = [random_part(size, np.random.default_rng(seed)) for seed in range(200)]
+    assert all(0 <= left < right <= size[0] and 0 <= top < bottom <= size[1] for left, top, right, bottom in parts)
+    areas = [(right - left) * (bottom - top) / (size[0] * size[1]) for left, top, right, bottom in parts]
+    if size == (40, 30):
+        assert (min(areas) < 0.15, max(areas) > 0.8) == (True, True)
 
 
 def test_wrong_data_is_reported(tmp_path: Path) -> None:

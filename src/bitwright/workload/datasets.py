@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from functools import cached_property
 from math import prod
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
@@ -20,7 +20,8 @@ from bitwright.core.schemas import Strict
 _PICTURES = (".jpg", ".jpeg", ".png", ".bmp")
 _MOST_PIXELS = 40_000_000
 _MOST_RANDOM = 2**30
-_BICUBIC = 3  # Pillow's Resampling.BICUBIC
+_FILTERS = {"nearest": 0, "bilinear": 2, "bicubic": 3}  # Pillow's Resampling
+_AREAS, _RATIOS = (0.08, 1.0), (3 / 4, 4 / 3)  # of random parts
 
 
 class Dataset(Strict):
@@ -39,6 +40,14 @@ class Dataset(Strict):
     )
     resize: int | None = Field(default=None, gt=0, le=10_000, description="Length of the shorter side of images.")
     crop: int | None = Field(default=None, gt=0, le=6_000, description="Size of the center crop of images.")
+    random_crop: int | None = Field(
+        default=None, gt=0, le=6_000, description="Size of a random part of images, as torchvision's RandomResizedCrop."
+    )
+    flip: bool = Field(default=False, description="Mirror every second image, at random.")
+    seed: int = Field(default=0, ge=0, lt=2**32, description="Of random parts and mirroring.")
+    interpolation: Literal["nearest", "bilinear", "bicubic"] = Field(
+        default="bicubic", description="The filter that resizes images."
+    )
     mean: tuple[Annotated[float, Field(ge=-1e6, le=1e6)], ...] = ()
     std: tuple[Annotated[float, Field(ge=1e-6, le=1e6)], ...] = ()
     batch_size: int = Field(default=32, gt=0, le=1_000_000)
@@ -51,6 +60,8 @@ class Dataset(Strict):
             raise ValueError(f"random data of {prod(self.random)} numbers exceeds the limit of {_MOST_RANDOM}")
         if len(self.mean) != len(self.std):
             raise ValueError("mean and std have different lengths")
+        if self.random_crop is not None and (self.resize is not None or self.crop is not None):
+            raise ValueError("random_crop replaces resize and crop")
         return self
 
     def labelled(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -119,7 +130,7 @@ class Dataset(Strict):
             )
         for start in range(0, len(files), self.batch_size):
             part = files[start : start + self.batch_size]
-            pictures = [self._picture(file) for file, _ in part]
+            pictures = [self._picture(file, start + offset) for offset, (file, _) in enumerate(part)]
             sizes = {tuple(picture.shape) for picture in pictures}
             if len(sizes) > 1:
                 shown = "; ".join(f"{height} × {width}" for height, width, _ in sorted(sizes)[:3])
@@ -130,8 +141,14 @@ class Dataset(Strict):
             pixels = torch.stack(pictures)
             yield self._normalised(pixels), torch.tensor([index for _, index in part])
 
-    def _picture(self, file: Path) -> Tensor:
+    def _picture(self, file: Path, number: int) -> Tensor:
         image = read_picture(file)
+        generator = np.random.default_rng([self.seed, number])
+        if self.random_crop is not None:
+            box = random_part(image.size, generator)
+            image = image.resize((self.random_crop,) * 2, _FILTERS[self.interpolation], box=box)
+        if self.flip and generator.random() < 0.5:
+            image = image.transpose(0)  # Pillow's Transpose.FLIP_LEFT_RIGHT
         if self.resize is not None:
             ratio = self.resize / min(image.size)
             size = tuple(max(1, round(side * ratio)) for side in image.size)
@@ -140,8 +157,30 @@ class Dataset(Strict):
                 raise WorkloadError(
                     what, where=str(file), value=image.size, fix="remove it, or reduce resize", code="image-too-large"
                 )
-            image = image.resize(size, _BICUBIC)
+            image = image.resize(size, _FILTERS[self.interpolation])
         if self.crop is not None:
             left, top = ((side - self.crop) // 2 for side in image.size)
             image = image.crop((left, top, left + self.crop, top + self.crop))
         return torch.from_numpy(np.array(image))
+
+
+def random_part(size: tuple[int, int], generator: np.random.Generator) -> tuple[int, int, int, int]:
+    """A random rectangle (left, top, right, bottom) with 8 to 100 % of the area and an aspect ratio near 1.
+
+    As torchvision's RandomResizedCrop: ten tries, then the largest central part with an allowed ratio.
+    """
+    width, height = size
+    for _ in range(10):
+        area = width * height * generator.uniform(*_AREAS)
+        ratio = np.exp(generator.uniform(*np.log(_RATIOS)))
+        across, down = round(float(np.sqrt(area * ratio))), round(float(np.sqrt(area / ratio)))
+        if 0 < across <= width and 0 < down <= height:
+            left, top = int(generator.integers(width - across + 1)), int(generator.integers(height - down + 1))
+            return left, top, left + across, top + down
+    across, down = width, height
+    if width / height < _RATIOS[0]:
+        down = min(height, max(1, round(width / _RATIOS[0])))
+    elif width / height > _RATIOS[1]:
+        across = min(width, max(1, round(height * _RATIOS[1])))
+    left, top = (width - across) // 2, (height - down) // 2
+    return left, top, left + across, top + down

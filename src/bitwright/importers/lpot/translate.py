@@ -13,12 +13,14 @@ from bitwright.importers.lpot.datasets import Loader
 from bitwright.importers.lpot.file import ActivationRule, LpotConfig, OpRule, WeightRule
 from bitwright.importers.lpot.layout import normalized
 from bitwright.importers.lpot.metrics import Metric
+from bitwright.importers.lpot.transforms import RandomResizedCrop, Transform
 
 __all__ = ["is_lpot", "read_lpot", "translate", "tune_settings"]
 
 _NO_ACCURACY = 1e9  # a drop that no candidate exceeds
 _OBJECTIVES = {"performance": "latency", "modelsize": "size", "footprint": "memory"}
 _METRICS = {"topk": "topk", "F1": "f1", "MSE": "mse", "MAE": "mae", "RMSE": "rmse", "Accuracy": "topk"}
+_IMPLIED = ("ToTensor", "ToPILImage")  # images become tensors in any case
 _PLAIN = re.compile(r"[A-Za-z0-9.][A-Za-z0-9_.\-/]*")  # LPOT reads any other name as a regular expression
 _KEYS = ("framework", "quantization", "tuning", "pruning", "distillation", "auto_distillation", "nas")
 
@@ -80,7 +82,7 @@ def tune_settings(config: LpotConfig, *, where: str = "the LPOT file") -> dict[s
     loaders = {"calibration": config.quantization.calibration.dataloader, "evaluation": accuracy.dataloader}
     for name, loader in loaders.items():
         if loader is not None and loader.dataset:
-            out[name] = _dataset(loader)
+            out[name] = _dataset(loader, tuning.random_seed)
     if accuracy.metrics:
         out["metric"] = dict(map(_metric, accuracy.metrics))
     if performance is not None and performance.iteration > 0:
@@ -89,66 +91,87 @@ def tune_settings(config: LpotConfig, *, where: str = "the LPOT file") -> dict[s
 
 
 def _not_runnable(config: LpotConfig) -> Iterator[Problem]:
-    """The settings that the search has no counterpart for."""
-    quantization = config.quantization
+    """The settings that the search has no counterpart for. Nothing is dropped silently."""
+    quantization, tuning, accuracy = config.quantization, config.tuning, config.evaluation.accuracy
     if quantization.approach != "post_training_static_quant":
+        what = "the search only runs post_training_static_quant"
         training = quantization.approach == "quant_aware_training"
         fix = "`bitwright train` trains quantized models" if training else "use post_training_static_quant"
-        yield Problem(
-            what="the search only runs post_training_static_quant",
-            where="quantization.approach",
-            value=quantization.approach,
-            fix=fix,
-            code="cannot-run",
-        )
-    if quantization.recipes.weight_correction:
-        yield Problem(
-            what="there is no PTQ step for it",
-            where="quantization.recipes.weight_correction",
-            fix="use fast_bias_correction",
-            code="cannot-run",
-        )
+        yield _cannot(what, "quantization.approach", quantization.approach, fix)
+    unused = {
+        "quantization.recipes.weight_correction": (quantization.recipes.weight_correction, False),
+        "quantization.recipes.last_conv_or_matmul_quantization": (
+            quantization.recipes.last_conv_or_matmul_quantization,
+            True,
+        ),
+        "tuning.strategy.accuracy_weight": (tuning.strategy.accuracy_weight, 1.0),
+        "tuning.strategy.latency_weight": (tuning.strategy.latency_weight, 1.0),
+        "tuning.strategy.confidence_batches": (tuning.strategy.confidence_batches, 2),
+        "evaluation.accuracy.iteration": (accuracy.iteration, -1),
+        "evaluation.accuracy.postprocess": (accuracy.postprocess, None),
+    }
+    for path, (value, usual) in unused.items():
+        if value != usual:
+            yield _cannot("the search has no such setting", path, value, f"remove it (LPOT's default is {usual})")
+    objectives = tuning.multi_objectives.objective if tuning.multi_objectives else (tuning.objective,)
+    if "accuracy" in objectives:
+        yield _cannot("accuracy is a limit, not an objective", "tuning.objective", "accuracy", "use performance")
     for path, loader in (
         ("quantization.calibration", quantization.calibration.dataloader),
-        ("evaluation.accuracy", config.evaluation.accuracy.dataloader),
+        ("evaluation.accuracy", accuracy.dataloader),
     ):
         if loader is not None:
             yield from _unreadable(loader, f"{path}.dataloader")
-    for metric in config.evaluation.accuracy.metrics:
-        if metric.name not in _METRICS:
-            yield Problem(
-                what="the metric is not built in",
-                where="evaluation.accuracy.metric",
-                value=metric.name,
-                fix="pass evaluate= to the workload",
-                code="cannot-run",
-            )
+    for metric in accuracy.metrics:
+        if metric.name not in _METRICS or not metric.model_dump().get("compare_label", True):
+            fix = "pass evaluate= to the workload"
+            yield _cannot("the metric is not built in", "evaluation.accuracy.metric", metric.name, fix)
+    if len(accuracy.multi_metrics) > len(accuracy.metrics):
+        what = "metrics are not added up; the first one decides"
+        yield _cannot(what, "evaluation.accuracy.multi_metrics", None, "remove weight and higher_is_better")
+
+
+def _cannot(what: str, where: str, value: Any, fix: str) -> Problem:
+    return Problem(what=what, where=where, value=value, fix=fix, code="cannot-run")
 
 
 def _unreadable(loader: Loader, path: str) -> Iterator[Problem]:
+    fix = "pass the data in code, or use ImageFolder, npz or dummy"
     for dataset in loader.dataset:
-        if dataset.name not in ("ImageFolder", "npz", "dummy"):
-            fix = "pass the data in code, or use ImageFolder, npz or dummy"
-            yield Problem(
-                what="no reader for this data set",
-                where=f"{path}.dataset",
-                value=dataset.name,
-                fix=fix,
-                code="cannot-run",
-            )
-    names = [step.name for step in loader.transform if step.name not in ("ToTensor", "ToPILImage")]
-    order = [name for name in ("Resize", "CenterCrop", "Normalize") if name in names]
-    if names != order:
-        yield Problem(
-            what="these transforms can't run in this order",
-            where=f"{path}.transform",
-            value=names,
-            fix="pass the data in code, or use Resize, CenterCrop, ToTensor and Normalize in this order",
-            code="cannot-run",
+        options = dataset.model_dump()
+        special = any(options.get(key) for key in ("low", "high", "dtype")) or len(options.get("shape", (0,))) != 1
+        if dataset.name not in ("ImageFolder", "npz", "dummy") or special:
+            yield _cannot("no reader for this data set", f"{path}.dataset", dataset.name, fix)
+    for key, value in {"filter": bool(loader.filter), "shuffle": loader.shuffle}.items():
+        if value:
+            yield _cannot("the search reads all samples in order", f"{path}.{key}", True, "remove it")
+    if loader.last_batch != "rollover":
+        what = "the search uses all samples"
+        yield _cannot(what, f"{path}.last_batch", loader.last_batch, "last_batch: rollover")
+    names = [step.name for step in loader.transform if step.name not in _IMPLIED]
+    orders = [
+        [name for name in order if name in names]
+        for order in (("Resize", "CenterCrop", "Normalize"), ("RandomResizedCrop", "RandomHorizontalFlip", "Normalize"))
+    ]
+    if names not in orders or any(map(_is_special, loader.transform)):
+        fix = "pass the data in code, or use Resize and CenterCrop or RandomResizedCrop, then Normalize"
+        yield _cannot("these transforms can't run", f"{path}.transform", names, fix)
+
+
+def _is_special(step: Transform) -> bool:
+    """Whether a transform has options that our data sets don't have."""
+    own = step.model_dump()
+    if step.name == "Resize":
+        return len(own["size"]) != 1
+    if step.name in ("CenterCrop", "RandomResizedCrop"):
+        usual = RandomResizedCrop(size=(1, 1)).model_dump() if step.name == "RandomResizedCrop" else own
+        return own["size"][0] != own["size"][1] or any(
+            own[key] != usual[key] for key in own if key in ("scale", "ratio")
         )
+    return bool(own.get("rescale"))
 
 
-def _dataset(loader: Loader) -> dict[str, Any]:
+def _dataset(loader: Loader, seed: int) -> dict[str, Any]:
     """The data set in our notation."""
     (dataset,) = loader.dataset
     options = dataset.model_dump()
@@ -159,10 +182,14 @@ def _dataset(loader: Loader) -> dict[str, Any]:
         data["images" if dataset.name == "ImageFolder" else "npz"] = options["root"]
     for step in loader.transform:
         own = step.model_dump()
-        if step.name == "Resize":
-            data["resize"] = own["size"][0]
-        elif step.name == "CenterCrop":
-            data["crop"] = own["size"][0]
+        if step.name in ("Resize", "CenterCrop", "RandomResizedCrop"):
+            data[{"Resize": "resize", "CenterCrop": "crop"}.get(step.name, "random_crop")] = own["size"][0]
+        if "interpolation" in own:
+            data["interpolation"] = own["interpolation"]
+        if step.name.startswith("Random"):
+            data["seed"] = seed
+        if step.name == "RandomHorizontalFlip":
+            data["flip"] = True
         elif step.name == "Normalize":
             data |= {"mean": own["mean"], "std": own["std"]}
     return data
