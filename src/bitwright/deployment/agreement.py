@@ -1,4 +1,4 @@
-"""X"""
+"""How far the runtime's numbers are from the simulation: of outputs, and of each site in the order of execution."""
 
 from __future__ import annotations
 
