@@ -44,15 +44,9 @@ def verb(name: str, *, examples: str, writes: Sequence[str] = ()) -> Callable[[V
 
     def register(function: Verb) -> Verb:
         own = list(inspect.signature(function, eval_str=True).parameters.values())[1:]
-        common = [
-            inspect.Parameter(
-                key,
-                inspect.Parameter.KEYWORD_ONLY,
-                default=False,
-                annotation=Annotated[bool, typer.Option(flag, help=text)],
-            )
-            for key, (flag, text) in _COMMON.items()
-        ]
+        flags = {key: Annotated[bool, typer.Option(flag, help=text)] for key, (flag, text) in _COMMON.items()}
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        common = [inspect.Parameter(key, keyword, default=False, annotation=kind) for key, kind in flags.items()]
 
         @functools.wraps(function)
         def run(*, json: bool, quiet: bool, debug: bool, **arguments: Any) -> None:
@@ -63,7 +57,7 @@ def verb(name: str, *, examples: str, writes: Sequence[str] = ()) -> Callable[[V
                         stack.enter_context(locked_file(arguments[key]))
                 function(out, **arguments)
 
-        keywords = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own]
+        keywords = [parameter.replace(kind=keyword) for parameter in own]
         parameters = [*keywords, *common]
         for parameter in parameters:
             add_completion(parameter)
