@@ -60,7 +60,7 @@ def run(task: RowTask, starts: FloatNetworks) -> dict[str, Any]:
         **task.training.model_dump(),
     )
     target = "academic" if beyond else task.backend
-    model = Trainer(workload, quantize=plan, backend=target, config=config).fit().model.eval()
+    model = Trainer(workload, precision=plan, backend=target, config=config).fit().model.eval()
     accuracy = evaluate(workload, model)[workload.metric]
     before, after = deviations(start.workload.model), deviations(model)
     for norm in model.modules():

@@ -50,7 +50,7 @@ def train(task: RowTask, starts: FloatNetworks, *, guarded: bool) -> tuple[torch
     workload = replace(start.workload, model=copy.deepcopy(start.workload.model))
     own = {"quantizer_lr": task.algorithm.quantizer_lr, "quantizer_decay": task.algorithm.quantizer_decay}
     config = TrainConfig(seed=task.seed, drop_last=True, **own, **task.training.model_dump())
-    return Trainer(workload, quantize=plan, backend=task.backend, config=config).fit().model, workload
+    return Trainer(workload, precision=plan, backend=task.backend, config=config).fit().model, workload
 
 
 def saturated(task: RowTask, starts: FloatNetworks, folder: Path, *, guarded: bool) -> dict[str, Any]:

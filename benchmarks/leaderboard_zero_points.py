@@ -60,7 +60,7 @@ def train(task: RowTask, starts: FloatNetworks) -> tuple[float, Watched, dict[st
     workload = replace(start.workload, model=copy.deepcopy(start.workload.model))
     config = TrainConfig(seed=task.seed, quantizer_lr=task.algorithm.quantizer_lr, **task.training.model_dump())
     target = "academic" if beyond else task.backend
-    model = Trainer(workload, quantize=plan, backend=target, config=config, callbacks=[watched]).fit().model
+    model = Trainer(workload, precision=plan, backend=target, config=config, callbacks=[watched]).fit().model
     after = zero_points(model)
     moved = {site: float((after[site] - before).abs().max()) for site, before in watched.before.items()}
     return evaluate(workload, model)[workload.metric], watched, moved

@@ -110,7 +110,7 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Any, Loss]]] = {
 def prepared(model: nn.Module, batch: Any, plan: Plan | None, settings: StepSettings) -> Variant:
     """A copy under a plan; None is the uniform INT8 plan."""
     made = copy.deepcopy(model)
-    qat = Qat(made, [batch[0]], quantize=plan or "int8", example=batch[0])
+    qat = Qat(made, [batch[0]], precision=plan or "int8", example=batch[0])
     return Variant(model=made.train(), plan=qat.plan, settings=settings)
 
 
@@ -187,7 +187,7 @@ def alone(name: str, plan: Path | None, settings: StepSettings, kernels: bool, s
     if plan is not None and kernels:
         prepare(model, Plan.load(plan), inputs=batch[0])
     elif plan is not None:
-        Qat(model, [batch[0]], quantize=Plan.load(plan), example=batch[0])
+        Qat(model, [batch[0]], precision=Plan.load(plan), example=batch[0])
     step = TimedStep(model.train(), [batch], loss, settings)
     for _ in range(steps):
         step()

@@ -72,7 +72,7 @@ def cases() -> dict[str, Case]:
     images, labels = torch.randn(BATCH, 3, 32, 32), torch.randint(0, 10, (BATCH,))
     settings = StepSettings(bucket_cap_mb=CAP_MB)
     quantized = ResNet20()
-    qat = Qat(quantized, [images], quantize="int8", example=images)
+    qat = Qat(quantized, [images], precision="int8", example=images)
     rows = (torch.randn(BATCH, 1024), labels)
     return {
         "resnet20, float": (Variant(model=ResNet20().train(), settings=settings), (images, labels), ResNet20()),

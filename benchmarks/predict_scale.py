@@ -55,7 +55,7 @@ def measure(layers: int) -> dict[str, Any]:
     batch = ({"input_ids": torch.randint(0, 64, (2, 8))}, torch.randint(0, 2, (2,)))
     graph = record_step(model, batch, logits_loss)
     quantized = copy.deepcopy(model)
-    plan = Qat(quantized, [batch[0]], quantize="int8", example=batch[0], fuse=False).plan
+    plan = Qat(quantized, [batch[0]], precision="int8", example=batch[0], fuse=False).plan
     settings = StepSettings(fuse=False, bucket_cap_mb=0.02)
     store = SampleStore()
     for variant in (

@@ -138,7 +138,7 @@ def run(name: str, seed: int, weights: Path) -> dict[str, Any]:
     config = settings(seed, **QAT, quantizer_lr=rate, quantizer_decay=decay)
     options = {"weights": "int4/channel/sym", "activations": "int4/tensor/sym/adasign", **recipe}
     trainer = Trainer(
-        workload, quantize="int4", backend="academic", quantizer=name, config=config, init=weights, **options
+        workload, precision="int4", backend="academic", quantizer=name, config=config, init=weights, **options
     )
     result = trainer.fit()
     kinds = {type(module).__name__ for module in result.model.bitwright.modules() if hasattr(module, "spec")}

@@ -58,7 +58,7 @@ def test_what_is_wrong_is_said_before_anything_is_trained(tmp_path: Path) -> Non
     assert "epochs" in result.stderr
     assert "lr" in result.stderr
     result = run("train", TINY, "--weights", "int4/channel/sym", "-o", tmp_path / "b", code=2)
-    assert 'add quantize="int8"' in result.stderr
+    assert 'add precision="int8"' in result.stderr
     result = run("train", TINY, "--precision", "int7x", "-o", tmp_path / "c", code=2)
     assert "unknown precision" in result.stderr
     result = run("train", TINY, "--precision", "int12", "--backend", "onnxruntime", "-o", tmp_path / "d", code=2)

@@ -172,7 +172,7 @@ def test_choices_beside_a_plan_are_refused() -> None:
     assert caught.value.codes == ["ignored-argument"] * 2
     assert [problem.where for problem in caught.value.problems] == ["weights", "keep_float"]
     with pytest.raises(PlanError) as caught:
-        Qat(model, BATCHES, quantize=plan, observer="mse")
+        Qat(model, BATCHES, precision=plan, observer="mse")
     assert caught.value.codes == ["ignored-argument"]
     quantize(model, BATCHES, plan=plan, weights=None, keep_float=[])
 

@@ -151,7 +151,7 @@ def test_training_with_dynamic_activations_lowers_the_loss() -> None:
     torch.manual_seed(0)
     model, data = Small(), [torch.randn(4, 5, 8) for _ in range(2)]
     target = torch.randn(4, 5, 4)
-    qat = bitwright.Qat(model, data, quantize="w8a8-dynamic")
+    qat = bitwright.Qat(model, data, precision="w8a8-dynamic")
     optimizer = torch.optim.Adam(qat.model.parameters(), lr=0.02)
     losses = []
     for _ in range(10):

@@ -19,7 +19,7 @@ from bitwright.core.errors import TrainError
 def trainer(out: Path, **options: Any) -> Trainer:
     config = TrainConfig(epochs=2, batch=25, lr=0.1, save_steps=2, ema=0.9)
     workload = load_workload(f"{Path(__file__).with_name('tiny.py')}:workload")
-    return Trainer(workload, quantize="int8", quantizer="plain", out=out, config=config, **options)
+    return Trainer(workload, precision="int8", quantizer="plain", out=out, config=config, **options)
 
 
 @pytest.fixture(scope="module")

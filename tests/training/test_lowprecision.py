@@ -148,7 +148,7 @@ def test_a_compiled_model_goes_around_the_kernels() -> None:
         ("bitwright: 1\n", {}, "no operator in low precision"),
         ("bitwright: 1\ncompute: {'*': int9}\n", {}, "unknown kernel"),
         ("bitwright: 1\ncompute: {'*': int8}\n", {"kind": "small"}, "no devices"),
-        ("bitwright: 1\ncompute: {'*': int8}\n", {"quantize": "int8"}, "can't be combined"),
+        ("bitwright: 1\ncompute: {'*': int8}\n", {"precision": "int8"}, "can't be combined"),
         ("bitwright: 1\ndevices: {a: {compute: {'*': int8}}, b: {}}\n", {}, "several kinds"),
         ("bitwright: 1\ndevices: {a: {compute: {'*': int8}}, b: {}}\n", {"kind": "c"}, "no such device"),
         ("bitwright: 1\ndevices: {big: {compute: {'*': int8}}, b: {}}\n", {"kind": "b,bigg"}, "did you mean 'big'"),

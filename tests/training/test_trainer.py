@@ -61,7 +61,7 @@ def test_a_float_run_learns_and_a_quantized_one_differs_by_the_flag_alone(tmp_pa
     assert result.metrics[-1]["top1"] > 80
     assert f"{result.epochs} epochs, {result.steps} steps" in repr(result)
     assert json.loads(json.dumps(result.to_dict()))["metrics"] == result.metrics
-    _, again = train(out=tmp_path / "int8", quantize="int8", init=tmp_path / "float")
+    _, again = train(out=tmp_path / "int8", precision="int8", init=tmp_path / "float")
     assert again.metrics[-1]["top1"] > result.metrics[-1]["top1"] - 3
     sites = quantizers_of(again.model)
     assert {q.spec.quantizer for q in sites.values()} == {"lsq", "product"}
@@ -77,12 +77,12 @@ def test_a_float_run_learns_and_a_quantized_one_differs_by_the_flag_alone(tmp_pa
     ("arguments", "changes"),
     [
         pytest.param({}, {}, id="float"),
-        pytest.param({"quantize": "int8"}, {}, id="lsq"),
-        pytest.param({"quantize": "int8", "quantizer": "plain", "observer": "ema-minmax"}, {}, id="followed"),
-        pytest.param({"quantize": "int4"}, {"ema": 0.9, "distill": 0.5, "accumulate": 2}, id="ema-distill"),
-        pytest.param({"quantize": "int8"}, {"optimizer": "adamw", "lr": 0.01, "amp": "bf16"}, id="adamw-bf16"),
-        pytest.param({"quantize": "int8", "quantizer": "plain"}, {"amp": "fp16", "freeze_observers": 1}, id="fp16"),
-        pytest.param({"quantize": "int8"}, {"freeze_bn": 1, "clip": 1.0, "warmup": 1}, id="freeze-clip"),
+        pytest.param({"precision": "int8"}, {}, id="lsq"),
+        pytest.param({"precision": "int8", "quantizer": "plain", "observer": "ema-minmax"}, {}, id="followed"),
+        pytest.param({"precision": "int4"}, {"ema": 0.9, "distill": 0.5, "accumulate": 2}, id="ema-distill"),
+        pytest.param({"precision": "int8"}, {"optimizer": "adamw", "lr": 0.01, "amp": "bf16"}, id="adamw-bf16"),
+        pytest.param({"precision": "int8", "quantizer": "plain"}, {"amp": "fp16", "freeze_observers": 1}, id="fp16"),
+        pytest.param({"precision": "int8"}, {"freeze_bn": 1, "clip": 1.0, "warmup": 1}, id="freeze-clip"),
     ],
 )
 @pytest.mark.parametrize("stop_at", [7, 10])
@@ -125,14 +125,14 @@ def test_a_killed_write_leaves_the_checkpoint_before_it(tmp_path: Path) -> None:
 
 
 def test_the_same_command_gives_the_result_of_a_finished_run_again(tmp_path: Path) -> None:
-    _, before = train(out=tmp_path, config=settings(epochs=1), quantize="int8", resume="auto")
+    _, before = train(out=tmp_path, config=settings(epochs=1), precision="int8", resume="auto")
     files = {name: (tmp_path / name).read_bytes() for name in ("checkpoint.safetensors", "history.jsonl", "plan.yaml")}
-    watch, result = train(out=tmp_path, config=settings(epochs=1), quantize="int8", resume="auto")
+    watch, result = train(out=tmp_path, config=settings(epochs=1), precision="int8", resume="auto")
     assert watch.losses == []
     assert (result.steps, result.metrics, result.best) == (before.steps, before.metrics, before.best)
     assert {name: (tmp_path / name).read_bytes() for name in files} == files
     with pytest.raises(BitwrightError) as error:
-        train(out=tmp_path, config=settings(epochs=1), quantize="int8", weights="int8/tensor/sym", resume="auto")
+        train(out=tmp_path, config=settings(epochs=1), precision="int8", weights="int8/tensor/sym", resume="auto")
     assert [problem.where for problem in error.value.problems] == ["weights"]
 
 
@@ -143,7 +143,7 @@ def test_another_run_is_refused_with_every_difference(tmp_path: Path) -> None:
     assert "run-exists" in used.value.codes
     assert "resume=True" in str(used.value)
     with pytest.raises(BitwrightError) as error:
-        train(out=tmp_path, config=settings(epochs=2, lr=0.2, log_steps=5), resume=True, quantize="int8")
+        train(out=tmp_path, config=settings(epochs=2, lr=0.2, log_steps=5), resume=True, precision="int8")
     assert "resume-mismatch" in error.value.codes
     assert {problem.where for problem in error.value.problems} == {"epochs", "lr", "quantize"}
 
@@ -165,7 +165,7 @@ def test_all_problems_at_once_before_anything_is_loaded(tmp_path: Path) -> None:
     assert {*expected, "no-such-checkpoint", "ignored-argument"} == set(error.value.codes)
     assert {"backend", "freeze_observers"} < {problem.where for problem in error.value.problems}
     with pytest.raises(BitwrightError, match="unknown precision"):
-        Trainer(workload(), quantize="int8x")
+        Trainer(workload(), precision="int8x")
 
 
 def wrong_config(**values: Any) -> BitwrightError:
@@ -184,7 +184,7 @@ def test_scales_are_float32_and_per_channel_at_every_step_of_amp(tmp_path: Path,
             self.seen.append(quantizers_of(run.model)["conv:weight"].scale.detach().clone())
 
     watch = Scales()
-    _, result = train(watch, out=tmp_path, quantize="int8", config=settings(amp=amp))
+    _, result = train(watch, out=tmp_path, precision="int8", config=settings(amp=amp))
     assert watch.losses[-1] < watch.losses[0]
     assert all(scale.shape == (6,) for scale in watch.seen)
     assert not torch.equal(watch.seen[0], watch.seen[-1])
@@ -203,7 +203,7 @@ def test_ranges_follow_the_data_until_they_are_frozen() -> None:
     watch = Ranges()
     train(
         watch,
-        quantize="int8",
+        precision="int8",
         quantizer="plain",
         observer="ema-minmax",
         config=settings(epochs=2, freeze_observers=1),
@@ -215,14 +215,14 @@ def test_ranges_follow_the_data_until_they_are_frozen() -> None:
 
 
 def test_what_is_followed_behind_a_relu_is_what_the_relu_gives() -> None:
-    _, result = train(quantize="int8", quantizer="plain", observer="minmax", activations="int8/tensor/sym/adasign")
+    _, result = train(precision="int8", quantizer="plain", observer="minmax", activations="int8/tensor/sym/adasign")
     behind = [q for site, q in quantizers_of(result.model).items() if "relu" in site]
     assert behind
     assert all(q.qmin == 0 for q in behind)
 
 
 def test_followed_weights_end_with_the_range_that_they_have() -> None:
-    _, result = train(quantize="int8", quantizer="plain", saturating=False, fold=-1, backend="academic")
+    _, result = train(precision="int8", quantizer="plain", saturating=False, fold=-1, backend="academic")
     weight = result.model.second.weight.detach()
     scale = quantizers_of(result.model)["second:weight"].scale
     torch.testing.assert_close(scale, torch.maximum(weight.max() / 127, -weight.min() / 128))
@@ -234,7 +234,7 @@ def test_batch_norms_stand_still_from_the_chosen_epoch_on() -> None:
             self.seen.append((run.model.norm.running_mean.clone(), run.model.norm.weight.detach().clone()))
 
     watch = Means()
-    train(watch, quantize="int8", config=settings(epochs=2, freeze_bn=1))
+    train(watch, precision="int8", config=settings(epochs=2, freeze_bn=1))
     assert not torch.equal(watch.seen[0][0], watch.seen[9][0])
     assert torch.equal(watch.seen[9][0], watch.seen[19][0])
     assert not torch.equal(watch.seen[9][1], watch.seen[19][1])  # γ trains on
@@ -311,7 +311,7 @@ def test_two_accumulated_batches_make_the_step_of_a_twice_as_large_one() -> None
 
 def test_decay_spares_scales_norms_and_biases() -> None:
     work = workload()
-    qat = Qat(work.model, work.calibration(), quantize="int8")
+    qat = Qat(work.model, work.calibration(), precision="int8")
     groups = {group["name"]: group for group in qat.parameter_groups(weight_decay=0.1, lr=1e-3)}
     assert {name: group["weight_decay"] for name, group in groups.items()} == {
         "weights": 0.1,
@@ -354,12 +354,12 @@ def test_a_loader_of_the_users_own_is_taken_apart() -> None:
 
 
 def test_without_calibration_data_ranges_start_from_training_batches() -> None:
-    result = Trainer(replace(workload(), calibration=None), quantize="int8", config=settings(epochs=1)).fit()
+    result = Trainer(replace(workload(), calibration=None), precision="int8", config=settings(epochs=1)).fit()
     assert any("training batches" in note for note in result.notes)
 
 
 def test_low_bits_keep_eight_at_both_ends() -> None:
-    _, result = train(quantize="w4a4", config=settings(epochs=1))
+    _, result = train(precision="w4a4", config=settings(epochs=1))
     bits = {site: spec.format.bits for site, spec in result.quantized.plan.quantized}
     assert bits == {
         "conv:input": 8,
@@ -382,7 +382,7 @@ def test_a_compiled_run_computes_what_an_eager_one_does(quantizer: str) -> None:
         work.model.drop.p = 0.0  # compiled dropout draws other numbers
         Trainer(
             work,
-            quantize="int8",
+            precision="int8",
             quantizer=quantizer,
             observer="ema-minmax",
             callbacks=[watch],
@@ -394,7 +394,7 @@ def test_a_compiled_run_computes_what_an_eager_one_does(quantizer: str) -> None:
 
 
 def test_result_says_what_was_run(tmp_path: Path) -> None:
-    train(out=tmp_path, quantize="int8", config=settings(epochs=1))
+    train(out=tmp_path, precision="int8", config=settings(epochs=1))
     facts = json.loads((tmp_path / "result.json").read_text())
     assert facts["config"]["lr"] == 0.1
     assert (facts["quantize"], facts["backend"], facts["steps"]) == ("int8", "onnxruntime", 10)
@@ -406,7 +406,7 @@ def test_tensorboard_has_losses_ranges_scales_and_clipped_shares(tmp_path: Path)
 
     from bitwright.training import TensorBoard
 
-    Trainer(workload(), quantize="int8", config=settings(epochs=2), callbacks=[TensorBoard(tmp_path)]).fit()
+    Trainer(workload(), precision="int8", config=settings(epochs=2), callbacks=[TensorBoard(tmp_path)]).fit()
     events = EventAccumulator(str(tmp_path))
     events.Reload()
     tags = set(events.Tags()["scalars"])
@@ -434,7 +434,7 @@ def test_a_few_steps_of_qat_keep_resnet20(data_dir: Path, tmp_path: Path) -> Non
         evaluation=lambda: test.batches(250, mean=base.mean, std=base.std),
     )
     floating = evaluate(work, work.model)["top1"]
-    result = Trainer(work, quantize="int8", config=TrainConfig(lr=2e-4, batch=64), out=tmp_path).fit()
+    result = Trainer(work, precision="int8", config=TrainConfig(lr=2e-4, batch=64), out=tmp_path).fit()
     # of 1,000 images; ten steps end 0.6 to 1.1 below, by the seed and by last bits of ranges
     assert result.metrics[-1]["top1"] >= floating - 1.5
     artefact = result.quantized.export(tmp_path / "model.onnx").path

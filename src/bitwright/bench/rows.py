@@ -151,7 +151,7 @@ def _run(task: RowTask, start: FloatNetwork, reports: Path | None) -> RowOutcome
         **task.training.model_dump(),
     )
     # a plan that the table does not allow is checked against the table that allows everything
-    trainer = Trainer(workload, quantize=plan, backend="academic" if beyond else task.backend, config=config)
+    trainer = Trainer(workload, precision=plan, backend="academic" if beyond else task.backend, config=config)
     trained = trainer.fit()
     assert trained.quantized is not None
     wrong = mismatches(trained.model, task, trained.quantized.plan, table, start.graph)

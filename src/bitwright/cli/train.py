@@ -70,7 +70,7 @@ def train(
     with out.progress("training") as progress:
         result = Trainer(
             found,
-            quantize=precision if plan is None or plan.trains_kernels else plan,
+            precision=precision if plan is None or plan.trains_kernels else plan,
             compute=plan if plan is not None and plan.trains_kernels else None,
             kind=device_kind,
             simulate=simulate,

@@ -54,15 +54,17 @@ def tune(
 
     config = TuneConfig.load(what) if what.endswith((".yaml", ".yml")) else TuneConfig(workload=what)
     config = config.updated(
+        {
+            "workload": workload,
+            "strategy": strategy,
+            "backend": backend,
+            "store": store,
+            "name": name,
+            "seed": seed,
+            "samples": samples,
+        },
         goal={"drop": drop, "lower_is_better": lower_is_better or None},
         budget={"minutes": minutes, "trials": trials, "stop": "first" if first else None},
-        workload=workload,
-        strategy=strategy,
-        backend=backend,
-        store=store,
-        name=name,
-        seed=seed,
-        samples=samples,
     )
     given = None if config.workload is None else open_workload(out, config.workload)
     found = config.make_workload(given)

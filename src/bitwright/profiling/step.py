@@ -219,7 +219,7 @@ class WorkloadStep:
             return Variant(model=model, plan=plan, settings=settings)
         if plan is None or not any(True for _ in plan.quantized):
             return Variant(model=model, settings=settings)
-        Qat(model, [self.batch[0]], quantize=plan, example=self.workload.inputs, fuse=settings.fuse)
+        Qat(model, [self.batch[0]], precision=plan, example=self.workload.inputs, fuse=settings.fuse)
         return Variant(model=model, plan=plan, settings=settings)
 
 

@@ -32,7 +32,7 @@ def load_compute_plan(plan: Plan | str | Path) -> Plan:
         Problem(
             what="a plan for low-precision training can't quantize sites",
             where=site,
-            fix="set kernels of operators in `compute`, or train with quantize=",
+            fix="set kernels of operators in `compute`, or train with precision=",
             code="plan-quantizes-sites",
         )
         for site in quantized[:10]

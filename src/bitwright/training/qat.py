@@ -55,7 +55,7 @@ class Qat:
     >>> import torch
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
     >>> batches = [torch.randn(16, 4) for _ in range(2)]
-    >>> qat = Qat(model, batches, quantize="int8")
+    >>> qat = Qat(model, batches, precision="int8")
     >>> optimizer = torch.optim.SGD(qat.parameter_groups(weight_decay=1e-4), lr=0.01)
     >>> for batch in batches:
     ...     optimizer.zero_grad()
@@ -72,7 +72,7 @@ class Qat:
         model: nn.Module,
         batches: Iterable[Any],
         *,
-        quantize: Precision = "int8",
+        precision: Precision = "int8",
         backend: str | None = None,
         example: Any = None,
         name: str | None = None,
@@ -82,7 +82,7 @@ class Qat:
         progress: Progress | None = None,
         **choices: Unpack[Choices],
     ) -> None:
-        plan, target, made, self.notes = resolve(quantize, backend, choices)
+        plan, target, made, self.notes = resolve(precision, backend, choices)
         self.quantized = _quantized(model, iter(batches), plan, target, example, name, progress, made)
         self._begin(freeze_observers, freeze_bn, fuse)
 
@@ -111,7 +111,7 @@ class Qat:
         if find_attachment(self.model) is None:
             raise TrainError.single(
                 "the plan has no quantized site",
-                fix="set the format of at least one site, or train without quantize",
+                fix="set the format of at least one site, or train in float",
                 code="plan-all-float",
             )
         compile_arithmetic(self.model, fuse)
@@ -237,7 +237,7 @@ class Qat:
                 f"the checkpoint was trained with another plan{more}",
                 where=first.where,
                 value=first.after,
-                fix="save qat.plan with the first run, and resume with quantize=Plan.load(...)",
+                fix="save qat.plan with the first run, and resume with precision=Plan.load(...)",
                 code="resume-mismatch",
             )
         self.load_observer_state(state["observers"], state["epochs"])

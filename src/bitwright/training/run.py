@@ -197,7 +197,7 @@ class TrainingRun:
         return Qat(
             self.model,
             (self.place(batch) for batch in self._calibration()),
-            quantize=self.precision,
+            precision=self.precision,
             backend=backend,
             example=self._example(),
             name=self.workload.name,

@@ -1,4 +1,4 @@
-"""`Trainer(workload, quantize="int8").fit()`: training in float, or quantized with one argument."""
+"""`Trainer(workload, precision="int8").fit()`: training in float, or quantized with one argument."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class TrainResult(Summarized):
 class Trainer:
     """Trains a workload in float or, with `quantize`, with quantizers from the first step.
 
-    `quantize` is "int8", "int4", "w4a8", a Plan or its path. Processes come from the process group or from torchrun.
+    `precision` is "int8", "int4", "w4a8", a Plan or its path. Processes come from the process group or from torchrun.
     `out` is the folder for checkpoints and history.jsonl, and at the end checkpoint.safetensors, plan.yaml and
     result.json. `compute` is a plan (or its path) with a `compute` section, which lists the operators that run in low
     precision. `kind` is the device kind of this process in that plan (or a comma-separated list, one per rank), and
@@ -95,7 +95,8 @@ class Trainer:
     the run between two steps, with a checkpoint.
 
     >>> from bitwright import TrainConfig, Trainer, load_workload
-    >>> trainer = Trainer(load_workload("digits-untrained"), quantize="int8", config=TrainConfig(batch=256, fuse=False))
+    >>> config = TrainConfig(batch=256, fuse=False)
+    >>> trainer = Trainer(load_workload("digits-untrained"), precision="int8", config=config)
     >>> result = trainer.fit()
     >>> result.epochs, result.steps > 0, result.quantized is not None
     (1, True, True)
@@ -105,7 +106,7 @@ class Trainer:
         self,
         workload: Workload,
         *,
-        quantize: Precision | None = None,
+        precision: Precision | None = None,
         compute: Plan | str | Path | None = None,
         kind: str | None = None,
         simulate: bool = False,
@@ -120,7 +121,7 @@ class Trainer:
         **choices: Unpack[Choices],
     ) -> None:
         self.workload = workload
-        self.precision = quantize
+        self.precision = precision
         self.compute = None if compute is None else load_compute_plan(compute)
         self.kind = kind
         self.simulate = simulate
@@ -144,7 +145,7 @@ class Trainer:
         if self.precision is None:
             for name, value in self.choices.items():
                 if value not in (None, [], ()):
-                    what, fix = "a float run doesn't use this argument", 'add quantize="int8" or another precision'
+                    what, fix = "a float run doesn't use this argument", 'add precision="int8" or another precision'
                     yield Problem(what=what, where=name, value=value, fix=fix, code="ignored-argument")
         if workload.training is None:
             fix = "pass Workload(training=...), a function that returns a data set of (inputs, target)"
@@ -172,7 +173,7 @@ class Trainer:
         if self.resume is True and self.out is None:
             yield Problem(what="resuming requires a folder", where="resume", fix="pass out=", code="out-required")
         if self.compute is not None and self.precision is not None:
-            what, fix = "quantizers and low-precision kernels can't be combined", "omit either compute or quantize"
+            what, fix = "quantizers and low-precision kernels can't be combined", "omit either compute or precision"
             yield Problem(what=what, where="compute", fix=fix, code="compute-and-quantize")
         if self.compute is None and (self.kind is not None or self.simulate):
             what, fix = "kind and simulate require a plan", "pass compute="
@@ -180,11 +181,11 @@ class Trainer:
         if self.precision is None:
             given = [key for key, value in {**self.choices, "backend": self.backend}.items() if value]
             for key in given:
-                what, fix = "a float run doesn't use this argument", 'add quantize="int8"'
+                what, fix = "a float run doesn't use this argument", 'add precision="int8"'
                 yield Problem(what=what, where=key, fix=fix, code="ignored-argument")
             for key in ("quantizer_lr", "freeze_observers"):
                 if getattr(config, key) is not None:
-                    what, fix = "a float run has no quantizers", 'add quantize="int8"'
+                    what, fix = "a float run has no quantizers", 'add precision="int8"'
                     yield Problem(what=what, where=key, fix=fix, code="ignored-argument")
         else:
             try:

@@ -99,7 +99,11 @@ class TuneConfig(Strict, populate_by_name=True):
         )
 
     def updated(
-        self, *, goal: Mapping[str, Any] | None = None, budget: Mapping[str, Any] | None = None, **changes: Any
+        self,
+        changes: Mapping[str, Any],
+        *,
+        goal: Mapping[str, Any] | None = None,
+        budget: Mapping[str, Any] | None = None,
     ) -> TuneConfig:
         """A copy with other settings. A value of None leaves a setting as it is."""
         reject_unknown("TuneConfig.updated", changes, TuneConfig.model_fields)
