@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import bitwright.cli
 from bitwright.cli.app import all_commands
 from bitwright.training.config import TrainConfig
 
@@ -79,3 +80,9 @@ def test_help_as_a_value_is_a_value(run, tmp_path, monkeypatch):
 
 def test_a_misspelt_verb_has_a_hint(run):
     assert "Did you mean 'inspect'?" in run("inspekt").err
+
+
+def test_the_command_line_stays_small():
+    files = {file.name: len(file.read_text().splitlines()) for file in Path(bitwright.cli.__file__).parent.glob("*.py")}
+    assert max(files.values()) <= 150, files
+    assert sum(files.values()) < 2200

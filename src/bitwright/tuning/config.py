@@ -16,11 +16,11 @@ from bitwright.backends import DEFAULT_BACKEND, Choices
 from bitwright.core.addresses import is_address
 from bitwright.core.arguments import reject_unknown, strict
 from bitwright.core.documents import read_settings
-from bitwright.core.errors import WorkloadError, did_you_mean
+from bitwright.core.errors import BitwrightError, WorkloadError, did_you_mean
 from bitwright.core.registry import translated
 from bitwright.core.schemas import NonBlank, Strict, validated
 from bitwright.tuning.evaluate import Measuring
-from bitwright.tuning.goal import Budget, Goal
+from bitwright.tuning.goal import Budget, Drop, Goal
 from bitwright.tuning.result import Tuned
 from bitwright.tuning.space import Space
 from bitwright.tuning.tune import tune
@@ -108,6 +108,15 @@ class TuneConfig(Strict, populate_by_name=True):
         """A copy with other settings. A value of None leaves a setting as it is."""
         reject_unknown("TuneConfig.updated", changes, TuneConfig.model_fields)
         title = "the options of the search have problems"
+        drop = (goal or {}).get("drop")
+        try:
+            Drop.read(drop)
+        except ValueError as error:
+            what, fix = (
+                "the drop is neither a percentage nor a number",
+                "give 1% (of float) or 0.5 (in its units)",
+            )
+            raise BitwrightError(what, where="drop", value=drop, fix=fix, code="invalid-drop") from error
         goals = {**self.goal.model_dump(exclude_unset=True), **_given(goal or {})}
         limits = {**self.budget.model_dump(exclude_unset=True), **_given(budget or {})}
         return self.model_copy(
