@@ -31,7 +31,15 @@ if TYPE_CHECKING:
     from bitwright.training import Qat, TrainConfig, Trainer
     from bitwright.tuning import Budget, Goal, Space, TuneConfig, Tuned, tune
     from bitwright.version import __version__
-    from bitwright.workflows import Deployment, deploy, quantize_workload
+    from bitwright.workflows import (
+        Deployment,
+        check_workload,
+        deploy,
+        export_workload,
+        quantize_workload,
+        score_workload,
+        tune_workload,
+    )
     from bitwright.workload import Workload, evaluate, load_workload
 
 # Names are fetched when they are first used: `bitwright --help` shouldn't wait seconds for torch.
@@ -44,7 +52,15 @@ _HOMES = {
         "strip",
     ),
     "bitwright.backends": ("backend", "make_plan"),
-    "bitwright.workflows": ("Deployment", "deploy", "quantize_workload"),
+    "bitwright.workflows": (
+        "Deployment",
+        "check_workload",
+        "deploy",
+        "export_workload",
+        "quantize_workload",
+        "score_workload",
+        "tune_workload",
+    ),
     "bitwright.bench": (
         "GridConfig",
         "Leaderboard",
@@ -171,11 +187,13 @@ __all__ = [
     "calibrate",
     "capture",
     "check",
+    "check_workload",
     "compile_arithmetic",
     "deploy",
     "evaluate",
     "export",
     "export_float",
+    "export_workload",
     "load",
     "load_checkpoint",
     "load_workload",
@@ -195,8 +213,10 @@ __all__ = [
     "save_checkpoint",
     "score",
     "score_operators",
+    "score_workload",
     "set_mode",
     "strip",
     "suggest",
     "tune",
+    "tune_workload",
 ]

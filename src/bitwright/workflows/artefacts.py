@@ -68,6 +68,15 @@ def export_workload(
 
     The suffix of `path` chooses the runtime: .onnx, .pt2 (inductor), .pte (ExecuTorch) or .param (ncnn). `artefact` is
     another ONNX artefact than the backend's first. Without `dynamic_batch`, the batch is that of the example inputs.
+
+    >>> import tempfile, torch
+    >>> from bitwright import Workload, export_workload
+    >>> x = torch.randn(16, 4)
+    >>> workload = Workload(
+    ...     name="tiny", model=torch.nn.Sequential(torch.nn.Linear(4, 2)), inputs=(x,), calibration=lambda: [x]
+    ... )
+    >>> export_workload(workload, tempfile.mkdtemp() + "/model.onnx").path.name
+    'model.onnx'
     """
     path, begin = Path(path), phases(progress)
     if path.suffix != ".onnx" and (own := runtimes_that_read(path)) != runtimes_that_read(Path("model.onnx")):
@@ -122,6 +131,18 @@ def check_workload(
     """Compare an artefact with the saved model of a workload on one runtime, or on `all` that read the file.
 
     Where a runtime diverges, the sites are compared as well, to find the first that differs.
+
+    >>> import tempfile, torch
+    >>> from bitwright import Workload, check_workload, quantize_workload
+    >>> x = torch.randn(16, 4)
+    >>> workload = Workload(
+    ...     name="tiny", model=torch.nn.Sequential(torch.nn.Linear(4, 2)), inputs=(x,), calibration=lambda: [x]
+    ... )
+    >>> folder = tempfile.mkdtemp()
+    >>> files = quantize_workload(workload, folder).files
+    >>> workload = Workload(name="tiny", model=torch.nn.Sequential(torch.nn.Linear(4, 2)), inputs=(x,))
+    >>> check_workload(workload, files["model.onnx"], SavedModel.read(folder))
+    [<Check on onnxruntime: passed, 16 samples>]
     """
     path, begin = Path(artefact), phases(progress)
     names = runtimes_that_read(path) if runtime == "all" else [runtime or default_runtime(saved.plan.backend, path)[0]]

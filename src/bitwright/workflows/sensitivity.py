@@ -93,6 +93,15 @@ def score_workload(
     The scores use the evaluation data if the workload has a loss, else its inputs alone. The suggestion keeps at most
     `most` operators in float, and is measured with the workload's metric. `output` is a file for the suggested plan.
     The results are added to the report in the folder `report`.
+
+    >>> import torch
+    >>> from bitwright import Workload, score_workload
+    >>> x = torch.randn(16, 4)
+    >>> workload = Workload(
+    ...     name="tiny", model=torch.nn.Sequential(torch.nn.Linear(4, 2)), inputs=(x,), calibration=lambda: [x]
+    ... )
+    >>> sorted(site.site for site in score_workload(workload, samples=8).scores.sites)
+    ['0:input', '0:weight']
     """
     from bitwright.reports import add_to_report, network, report_of, sensitivity
 

@@ -29,6 +29,15 @@ def tune_workload(
 
     `workload` replaces the one of the configuration. An interrupted search in `output` is resumed. `resume` is required
     for a search in another store.
+
+    >>> import tempfile, torch
+    >>> from bitwright import Workload, TuneConfig, tune_workload
+    >>> x = torch.randn(16, 4)
+    >>> workload = Workload(
+    ...     name="tiny", model=torch.nn.Sequential(torch.nn.Linear(4, 2)), inputs=(x,), calibration=lambda: [x]
+    ... )
+    >>> tune_workload(TuneConfig(), tempfile.mkdtemp(), workload=workload)  # without a metric: quantized once
+    <Tuned tiny: no goal was checked, 0 trials>
     """
     found = config.make_workload(workload)
     runtimes = usable_runtimes(config.backend)
