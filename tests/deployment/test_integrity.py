@@ -17,7 +17,7 @@ import bitwright as bw
 from bitwright.core.errors import BitwrightError, PlanError
 from bitwright.core.registry import RUNTIMES
 from bitwright.deployment import read_artefact
-from bitwright.deployment.integrity import DIGESTS, site_of
+from bitwright.deployment.onnx_files import DIGESTS, site_of
 from bitwright.deployment.runtimes.base import Runtime
 
 

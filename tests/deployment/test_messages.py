@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import bitwright as bw
 from bitwright.core.errors import ArtefactError, ExportError, PlanError
-from bitwright.deployment.integrity import STRUCTURE
+from bitwright.deployment.onnx_files import STRUCTURE
 
 
 class Branching(nn.Module):

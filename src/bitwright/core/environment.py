@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import platform
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -185,3 +188,19 @@ def keep_freed_memory() -> bool:
     except (AttributeError, OSError):
         return False
     return all(mallopt(name, value) == 1 for name, value in ((_MMAP, _LARGEST), (_TRIM, 2**31 - 1), (_PAD, _LARGEST)))
+
+
+@contextmanager
+def quiet(*names: str, level: int = logging.ERROR) -> Iterator[None]:
+    """Raise the level of these loggers, and of their descendants that set their own level, to `level`."""
+    below = [name for name in logging.Logger.manager.loggerDict if name.startswith(tuple(f"{one}." for one in names))]
+    loggers = [logging.getLogger(name) for name in names]
+    loggers += [one for name in below if (one := logging.getLogger(name)).level]
+    before = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(level)
+    try:
+        yield
+    finally:
+        for logger, old in zip(loggers, before, strict=True):
+            logger.setLevel(old)

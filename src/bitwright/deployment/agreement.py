@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from bitwright.core.errors import ArtefactError
 from bitwright.core.tensor_tree import call_copied
-from bitwright.deployment.integrity import Damage
+from bitwright.deployment.onnx_files import Damage
 from bitwright.deployment.runtimes.base import Runtime
 from bitwright.quantizers import Quantizer, in_mode, quantizers_of, tapped
 from bitwright.quantizers.grid import Grid

@@ -28,7 +28,7 @@ from bitwright.deployment.agreement import (
 )
 from bitwright.deployment.artefacts.base import QDQ, kind_of_artefact, read_artefact
 from bitwright.deployment.distance import Distance, SiteDistance, distance_of, measure_sites
-from bitwright.deployment.integrity import Damage
+from bitwright.deployment.onnx_files import Damage
 from bitwright.deployment.runtimes.base import Runtime, open_runtime, readers
 from bitwright.graph.capture import report_batch_errors
 from bitwright.quantizers import attachment_of, in_mode, warnings_of

@@ -16,15 +16,14 @@ from torch import nn
 
 from bitwright.backends import backend
 from bitwright.core.arguments import strict
+from bitwright.core.environment import quiet
 from bitwright.core.errors import ExportError, PlanError, Problem, log_warnings
 from bitwright.core.files import write_text
-from bitwright.core.logging import quiet
 from bitwright.core.registry import ARTEFACTS
 from bitwright.core.tensor_tree import as_call, batch_size, eval_mode
 from bitwright.deployment.artefacts.base import KEYS, KIND, QDQ, Sidecar, write_plain
 from bitwright.deployment.dynamic_axes import frozen_size
-from bitwright.deployment.integrity import text_digest, write_digests
-from bitwright.deployment.onnx_files import replacing_onnx, save_onnx, stored_bytes
+from bitwright.deployment.onnx_files import replacing_onnx, save_onnx, stored_bytes, text_digest, write_digests
 from bitwright.deployment.qdq import Counts, Recorded, write_qdq
 from bitwright.deployment.trace import Exported, export_program, fixed_batch, reason_of, trace
 from bitwright.deployment.translation import fold_constants, to_float32, translations

@@ -20,7 +20,7 @@ from bitwright.core.errors import ArtefactError, ExportError, shortened
 from bitwright.core.files import replacing
 from bitwright.core.tensor_tree import as_array, as_call, eval_mode, tensors_in
 from bitwright.deployment.export import marked_program
-from bitwright.deployment.integrity import Damage, compare_digests, digests_of, file_digest
+from bitwright.deployment.onnx_files import Damage, compare_digests, digests_of, file_digest
 from bitwright.deployment.qdq import Recorded
 from bitwright.quantizers import Attachment, Quantizer, attachment_of
 

@@ -20,8 +20,14 @@ from bitwright.core.documents import parse_json, read_text
 from bitwright.core.errors import ArtefactError, ExportError, PlanError, Problem
 from bitwright.core.registry import ARTEFACTS
 from bitwright.core.schemas import Strict, validated
-from bitwright.deployment.integrity import compare_digests, onnx_tensors, read_digests, structure_damages, text_digest
-from bitwright.deployment.onnx_files import load_onnx
+from bitwright.deployment.onnx_files import (
+    compare_digests,
+    load_onnx,
+    onnx_tensors,
+    read_digests,
+    structure_damages,
+    text_digest,
+)
 from bitwright.deployment.qdq import MARKER, Recorded, permutation_of, set_constant
 from bitwright.quantizers import Attachment, Quantizer
 

@@ -18,8 +18,16 @@ from bitwright.core.errors import ArtefactError, BitwrightError
 from bitwright.core.files import scratch_folder
 from bitwright.core.registry import RUNTIMES
 from bitwright.core.tensor_tree import as_array, eval_mode, map_tensors, tensors_in
-from bitwright.deployment.integrity import Damage, compare_digests, onnx_tensors, read_digests, structure_damages
-from bitwright.deployment.onnx_files import load_onnx, save_onnx, stored_bytes
+from bitwright.deployment.onnx_files import (
+    Damage,
+    compare_digests,
+    load_onnx,
+    onnx_tensors,
+    read_digests,
+    save_onnx,
+    stored_bytes,
+    structure_damages,
+)
 from bitwright.workload import Workload, call, evaluate
 from bitwright.workload.data import in_chunks
 

@@ -21,7 +21,7 @@ from bitwright.core.errors import ExportError
 from bitwright.core.files import replacing, scratch_folder
 from bitwright.deployment import exported_program as program_file
 from bitwright.deployment.exported_program import QuantizedProgram, quantized_program
-from bitwright.deployment.integrity import Damage
+from bitwright.deployment.onnx_files import Damage
 from bitwright.deployment.runtimes.base import Runtime, input_error
 
 

@@ -15,10 +15,10 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from bitwright.core.logging import quiet
+from bitwright.core.environment import quiet
 from bitwright.deployment import exported_program as program_file
 from bitwright.deployment.exported_program import quantized_program
-from bitwright.deployment.integrity import Damage
+from bitwright.deployment.onnx_files import Damage
 from bitwright.deployment.runtimes.base import Runtime, input_error
 from bitwright.quantizers.compiled import for_this_cpu
 

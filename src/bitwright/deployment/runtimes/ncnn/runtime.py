@@ -23,7 +23,7 @@ from bitwright.core.schemas import Strict, validated
 from bitwright.core.tensor_tree import slice_batch
 from bitwright.deployment.artefacts.base import QDQ
 from bitwright.deployment.export import export, export_float
-from bitwright.deployment.integrity import Damage, compare_digests, digests_of, file_digest, text_digest
+from bitwright.deployment.onnx_files import Damage, compare_digests, digests_of, file_digest, text_digest
 from bitwright.deployment.runtimes.base import Runtime, input_error
 from bitwright.deployment.runtimes.ncnn.layers import MAGIC, PRODUCTS, Net, factor, fuse
 from bitwright.deployment.runtimes.ncnn.operators import OPERATORS
