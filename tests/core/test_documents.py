@@ -317,7 +317,7 @@ def test_tensors_of_an_onnx_file_that_are_not_whole(artefact: Path, tmp_path: Pa
 
 
 def test_a_mapper_makes_no_room_for_what_is_not_there(tmp_path: Path) -> None:
-    from bitwright.importers.safe_pickle import load_npy
+    from bitwright.importers.qsync import load_npy
 
     path = tmp_path / "mapper.npy"
     np.save(path, np.zeros(3))

@@ -19,8 +19,7 @@ from typer.testing import CliRunner
 from bitwright.cli import app
 from bitwright.core.errors import BitwrightError, PlanError
 from bitwright.graph import capture
-from bitwright.importers.qsync import load_mapper, plan_of_mapper, summarize_mapper
-from bitwright.importers.safe_pickle import load_npy, read_pickle
+from bitwright.importers.qsync import load_mapper, load_npy, plan_of_mapper, read_pickle, summarize_mapper
 from bitwright.plan import Plan
 
 

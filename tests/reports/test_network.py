@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from bitwright.graph import capture
 from bitwright.reports import network
-from bitwright.reports.network import lay_out
+from bitwright.reports.record import lay_out
 
 
 class Residual(nn.Module):

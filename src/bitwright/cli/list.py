@@ -23,6 +23,6 @@ def list_(
     kind: Annotated[str | None, typer.Argument(metavar="KIND", help="Only this kind.", show_default=False)] = None,
 ) -> None:
     """List observers, quantizers, backends, runtimes and other plugins, and whether they work here."""
-    from bitwright.workflows.plugins import KINDS, list_plugins
+    from bitwright.workflows.doctor import KINDS, list_plugins
 
     out.show(list_plugins(KINDS if kind is None else [kind]))

@@ -6,18 +6,19 @@ from bitwright.core.environment import Environment, environment
 from bitwright.quantizers.site_statistics import Histogram, SiteRow, site_rows
 from bitwright.reports.files import add_to_report, join, new_record, report_of, write_html, write_page, write_report
 from bitwright.reports.markdown import write_markdown
-from bitwright.reports.network import Node, network
 from bitwright.reports.record import (
     RECORD_VERSION,
     FloatDistance,
     FloatOperator,
     GridRow,
+    Node,
     Record,
     RunRow,
     StepRow,
     WarningRow,
     float_distance,
     make_record,
+    network,
     read_json,
     warning_rows,
     write_json,
