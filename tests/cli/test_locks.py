@@ -34,6 +34,7 @@ FILES = {
     "score": "files/better.yaml",
     "predict": "files/step.trace.json",
     "bench": "files/figures.json",
+    "grid leaderboard": "files/leaderboard.html",
 }
 FOLDERS = ["quantize", "deploy"]  # `train` is in test_signals.py
 
@@ -69,6 +70,7 @@ def test_the_second_process_is_refused_and_changes_nothing(
         "report": ["report", made],
         "predict": ["predict", small, "--profile", profile],
         "bench": ["bench", small],
+        "grid leaderboard": ["grid", "leaderboard", place / "board-to-read.json"],
         "deploy": ["deploy", small, made],
     }
     target = place / FILES.get(verb, "out")

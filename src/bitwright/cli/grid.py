@@ -128,6 +128,7 @@ def grid_rerun(
     bitwright grid leaderboard leaderboard.json -o leaderboard.html
     bitwright grid leaderboard leaderboard.json --reports reports -o leaderboard.html
     """,
+    writes=("output",),
 )
 def grid_leaderboard(
     out: Out,

@@ -105,6 +105,13 @@ class AgreementSums:
         )
 
 
+def agreement_of(name: str, simulated: NDArray[Any], real: NDArray[Any], exact: NDArray[Any]) -> OutputCheck:
+    """The agreement of one output for one batch."""
+    sums = AgreementSums()
+    sums.add(simulated, real, exact)
+    return sums.result(name)
+
+
 def _difference(one: NDArray[np.float64], other: NDArray[np.float64]) -> NDArray[np.float64]:
     """`one - other`, where equal infinities differ by 0."""
     return np.where(one == other, 0.0, one - other)
@@ -231,7 +238,7 @@ class StoredSites:
         if site in self.seen_in_order:
             return
         self.seen_in_order[site] = None
-        grid = _grid_of(quantizer, x)
+        grid = grid_of(quantizer, x)
         numbers = {"scale": grid.scale.cpu().numpy(), "zero_point": grid.zero_point.cpu().numpy()}
         zero = quantizer.layout.spread(grid.zero_point, x).cpu().numpy()
         name = f"{site}.codes"
@@ -253,7 +260,8 @@ class StoredSites:
                 )
 
 
-def _grid_of(quantizer: Quantizer, x: Tensor) -> Grid:
+def grid_of(quantizer: Quantizer, x: Tensor) -> Grid:
+    """The grid of a quantizer for these values."""
     return quantizer.grid_for(x) if quantizer.spec.format.dynamic else quantizer.grid()
 
 
@@ -263,7 +271,7 @@ def _simulate(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     def look(site: str, quantizer: Quantizer, x: Tensor) -> None:
         if site in seen:
             return
-        grid = _grid_of(quantizer, x)
+        grid = grid_of(quantizer, x)
         seen[site] = _SimulatedSite(
             codes=quantizer.integers(x).cpu().numpy(),
             grid={"scale": grid.scale.cpu().numpy(), "zero_point": grid.zero_point.cpu().numpy()},
@@ -273,7 +281,7 @@ def _simulate(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
     def look_exactly(site: str, quantizer: Quantizer, x: Tensor) -> None:
         if site in seen and seen[site].exact is None:
-            scale = quantizer.layout.spread(_grid_of(quantizer, x).scale, x).cpu().numpy()
+            scale = quantizer.layout.spread(grid_of(quantizer, x).scale, x).cpu().numpy()
             seen[site].exact = x.detach().float().cpu().numpy() / scale + seen[site].zero
 
     _walk(model, look, args, kwargs, enabled=True)

@@ -23,12 +23,14 @@ from bitwright.deployment.agreement import (
     ProbeInfo,
     SiteCheck,
     StoredSites,
+    agreement_of,
     check_sites,
     refuse_nan,
 )
 from bitwright.deployment.artefacts.base import QDQ, kind_of_artefact, read_artefact
 from bitwright.deployment.distance import Distance, SiteDistance, distance_of, measure_sites
 from bitwright.deployment.onnx_files import Damage
+from bitwright.deployment.rounding_growth import GrowthProbe, RoundingGrowth
 from bitwright.deployment.runtimes.base import Runtime, open_runtime, readers
 from bitwright.graph.capture import report_batch_errors
 from bitwright.quantizers import attachment_of, in_mode, warnings_of
@@ -64,6 +66,8 @@ class Check(Summarized):
     """Problems that don't change the verdict. Each was also logged."""
     damages: tuple[Damage, ...] = ()
     """Values of the artefact that differ from the exported ones or from the model's."""
+    rounding: RoundingGrowth | None = None
+    """The comparison with the runtime's codes at each site, if an output didn't agree."""
 
     def __repr__(self) -> str:
         """One line: the verdict."""
@@ -76,16 +80,20 @@ class Check(Summarized):
 
     @property
     def passed(self) -> bool:
-        """All outputs agree, and the artefact stores the numbers that the model has."""
+        """All outputs agree, or differ only by rounding that grows; and the artefact stores the model's numbers."""
         intact = not self.damages and not any(site.damaged for site in self.sites)
-        return intact and all(output.passed for output in self.outputs)
+        return intact and (all(output.passed for output in self.outputs) or self._only_rounding)
+
+    @property
+    def _only_rounding(self) -> bool:
+        return self.rounding is not None and self.rounding.explains
 
     def summary(self) -> Iterator[Table | str]:
         """The verdict per output, the distance from float, and the sites if they were compared."""
         rows = [
             (
                 one.name,
-                "agrees" if one.passed else "diverges",
+                "agrees" if one.passed else "rounding differs" if self._only_rounding else "diverges",
                 decibels(one.sqnr_db),
                 number(one.max_error),
                 _agreement(one.top1_agreement),
@@ -118,7 +126,8 @@ class Check(Summarized):
                     percent(site.differing),
                     site.largest,
                     decibels(site.sqnr_db),
-                    site.grid or ("diverges" if site.diverges else None),
+                    site.grid
+                    or (("rounding differs" if self._only_rounding else "diverges") if site.diverges else None),
                 )
                 for site in self.sites
             ],
@@ -136,7 +145,10 @@ class Check(Summarized):
     def first_divergence(self) -> str | None:
         """The first site, in the order of execution, whose codes differ by more than rounding."""
         damaged = next((damage.site for damage in self.damages), None)
-        return next((site.site for site in self.sites if site.diverges), damaged)
+        if self.rounding is None:
+            return next((site.site for site in self.sites if site.diverges), damaged)
+        changed = next((site.site for site in self.sites if site.damaged), damaged)
+        return changed or self.rounding.wrong
 
 
 def _agreement(share: float | None) -> str | None:
@@ -184,7 +196,7 @@ def check(
             code="float-artefact",
         )
     sums: dict[str, AgreementSums] = {}
-    samples, seen = 0, CalibrationData()
+    samples, seen, growth = 0, CalibrationData(), GrowthProbe(model, real, artefact)
     first: tuple[tuple[Any, ...], dict[str, Any]] | None = None
     with eval_mode(model):
         for batch in batches:
@@ -193,12 +205,15 @@ def check(
             samples += next((int(t.shape[0]) if t.dim() else 1 for _, t in tensors_in((args, kwargs))), 1)
             if any(tensor.numel() for _, tensor in tensors_in(seen.see(batch))):
                 with report_batch_errors(model, batch):
-                    _compare(model, real, args, kwargs, sums)
+                    _compare(model, real, args, kwargs, sums, growth)
         if first is None or not sums:
             what = "there is no batch to check with" if first is None else "all batches to check with are empty"
             raise WorkloadError(what, fix="give at least one batch with a sample in it", code="no-data")
         sites = check_sites(model, real, artefact, *first) if per_site else None
         looked, damages = _look(model, real, artefact, *first)
+    outputs = tuple(sum_.result(name) for name, sum_ in sums.items())
+    rounding = None if all(output.passed for output in outputs) else growth.result
+    noted += [rounding.warning()] if rounding is not None and rounding.explains else []
     distance = distance_of(attachment_of(model), sums, looked, samples) if measure else None
     noted += [] if distance is None else distance.warnings
     noted += seen.warnings("the data to check with", fix="check with samples of the data in use", suffix="check")
@@ -209,13 +224,14 @@ def check(
     return Check(
         runtime=runtime,
         samples=samples,
-        outputs=tuple(sum_.result(name) for name, sum_ in sums.items()),
+        outputs=outputs,
         sites=() if sites is None else sites.checks,
         unseen=() if sites is None else sites.unseen,
         probe=None if sites is None else sites.probe,
         distance=distance,
         warnings=tuple(noted),
         damages=damages,
+        rounding=rounding,
     )
 
 
@@ -264,8 +280,14 @@ def _look(
 
 
 def _compare(
-    model: nn.Module, real: Runtime, args: tuple[Any, ...], kwargs: dict[str, Any], sums: dict[str, AgreementSums]
+    model: nn.Module,
+    real: Runtime,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    sums: dict[str, AgreementSums],
+    growth: GrowthProbe,
 ) -> None:
+    """Compare the outputs for one batch. If one differs too much, compare again with the runtime's codes."""
     with torch.no_grad():
         with in_mode(model, "quantize"):
             simulated = list(tensors_in(call_copied(model, args, kwargs)))
@@ -277,6 +299,7 @@ def _compare(
             f"the artefact has {len(results)} outputs, the model {len(simulated)}",
             fix="export the artefact from this model",
         )
+    agrees = True
     for (path, tensor), array, truth in zip(simulated, results, exact, strict=True):
         if tuple(array.shape) != tuple(tensor.shape):
             raise ArtefactError(
@@ -288,3 +311,6 @@ def _compare(
         ours, exactly = as_array(tensor), as_array(truth)
         refuse_nan(path, simulated=ours, real=array, exact=exactly, runtime=real.name)
         sums.setdefault(path or "output", AgreementSums()).add(ours, array, exactly)
+        agrees = agrees and agreement_of(path, ours, array, exactly).passed
+    if not agrees:
+        growth.examine(args, kwargs, real=results, exact=[as_array(truth) for truth in exact])
