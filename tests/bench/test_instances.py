@@ -21,6 +21,7 @@ two_cores = pytest.mark.skipif(
 )
 
 
+@pytest.mark.slow
 @two_cores
 def test_two_instances_on_cores_of_their_own_are_added_up() -> None:
     torch.manual_seed(0)

@@ -216,6 +216,7 @@ def test_a_planner_that_can_does_not_fail_for_one_that_cannot(plan: Any, measure
     assert "largest contributors the process itself" in " ".join(wrong.err.split())
 
 
+@pytest.mark.slow
 def test_planners_and_predictions_keep_the_same_reserve(plan: Any, measured: Path) -> None:
     """A limit that float needs to its last byte: it was said to fit, and processes need some percent more by chance."""
     free = plan("--planner", "float", "--json").json["allocations"]["float"]["memory"]["slow"]

@@ -89,6 +89,7 @@ def test_an_interrupted_run_says_what_is_kept(run: Any, tmp_path: Path, monkeypa
     assert not (tmp_path / "d.json").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_two_ranks_measure_their_collectives(tmp_path: Path) -> None:
     command = [

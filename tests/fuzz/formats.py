@@ -220,7 +220,7 @@ def _make_lpot(folder: Path) -> None:
         "  calibration:\n    sampling_size: 50, 100\n    dataloader:\n      batch_size: 4\n"
         "      dataset: {dummy: {shape: [8, 3, 6, 6]}}\n"
         "      transform: {Resize: {size: 8}, CenterCrop: {size: 6}, Normalize: {mean: [0.5], std: [0.2]}}\n"
-        "  model_wise: {weight: {granularity: per_channel, bit: 8}, activation: {algorithm: minmax}}\n"
+        "  model_wise: {weight: {granularity: per_channel, bit: 7.0}, activation: {algorithm: minmax}}\n"
         "  op_wise: {'conv.*': {activation: {dtype: fp32}}}\n"
         "evaluation: {accuracy: {metric: {topk: 1}, dataloader: {dataset: {ImageFolder: {root: pictures}}}},\n"
         "  performance: {warmup: 1, iteration: 3}}\n"

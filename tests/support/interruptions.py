@@ -391,9 +391,9 @@ def table(tallies: Sequence[Tally], seed: int, seconds: float) -> str:
 def prepare() -> None:
     """Import what the commands need, before any process is forked."""
     sys.path.insert(0, str(HERE))
-    for name in ("quantize", "tune", "train", "grid_run", "tune_tables", "train_bar", "board_tables"):
+    for name in ("quantize", "tune", "train", "grid"):
         import_module(f"bitwright.cli.{name}")
-    for name in ("bench", "deployment", "training.trainer", "tuning"):
+    for name in ("bench", "deployment", "training.trainer", "tuning", "workflows"):
         import_module(f"bitwright.{name}")
     import_module("bitwright.zoo.digits")
     import_module("onnxruntime")

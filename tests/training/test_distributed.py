@@ -53,7 +53,7 @@ def test_two_processes_train_one_model(tmp_path: Path, quantizer: str) -> None:
     # `Ranks.agree` compares every scale and weight bit by bit after each epoch: a difference would end the run
     options = ("--epochs", "2", "--precision", "int8", "--quantizer", quantizer, "--observer", "ema-minmax")
     words, notes = finish(launch(tmp_path, *options))
-    assert words.count("epoch 2/2") == 1  # rank 0 speaks for all
+    assert (words + notes).count("epoch 2/2") == 1  # rank 0 speaks for all
     steps = "13 steps of 20 samples per epoch, the last one of 10"
     assert f"{steps} (10 on each of 2 processes; the learning rate isn't scaled)" in notes
     rows = history(tmp_path)

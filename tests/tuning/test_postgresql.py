@@ -23,6 +23,7 @@ def server() -> Iterator[str]:
         yield address
 
 
+@pytest.mark.slow
 def test_two_workers_share_one_study_without_a_duplicate(server: str) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(WORKER), server, "0", "24", "0"]

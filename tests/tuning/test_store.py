@@ -102,6 +102,7 @@ def test_who_was_taken_for_dead_leaves_its_task_to_others(tmp_path: Path) -> Non
     assert slow.known(candidate(0)) == outcome(2)
 
 
+@pytest.mark.slow
 def test_two_processes_never_have_the_same_trial(tmp_path: Path) -> None:
     opened(tmp_path)
     context = multiprocessing.get_context("spawn")

@@ -87,6 +87,7 @@ def test_limits_count_as_much_as_accuracy() -> None:
     assert tuned.outcome.exceeded[0].startswith("size")
 
 
+@pytest.mark.slow
 def test_memory_is_measured_where_the_goal_speaks_of_it() -> None:
     goal = Goal(drop="10%", memory="4 GB", objective={"memory": 1.0, "size": 1.0})
     tuned = tune(workload(4, ()), goal, Budget(trials=1), space=ONE_BASE, measuring=QUICK)
