@@ -6,7 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+from bitwright import Workload, tune
 from bitwright.core.documents import parse_yaml, read_yaml
 from bitwright.core.errors import BitwrightError, PlanError
 from bitwright.core.schemas import validated
@@ -230,13 +233,62 @@ def test_training_is_read_completely() -> None:
     assert train.dataloader.shuffle
 
 
+def test_training_is_read_but_not_searched() -> None:
+    text = "model: {name: a, framework: pytorch}\nquantization: {approach: quant_aware_training}\n"
+    assert config_of(text).quantization.approach == "quant_aware_training"
+    assert cannot_run(text) == {"quantization.approach": "quant_aware_training"}
+
+
 @pytest.mark.parametrize(
-    "approach", ["post_training_dynamic_quant", "post_training_auto_quant", "quant_aware_training"]
+    ("approach", "formats"),
+    [
+        ("post_training_dynamic_quant", ["uint8/tensor/asym/dynamic"]),
+        ("post_training_auto_quant", ["uint8/tensor/asym", "uint8/tensor/asym/dynamic"]),
+    ],
 )
-def test_every_approach_is_read(approach: str) -> None:
+def test_dynamic_and_automatic_approaches(approach: str, formats: list[str]) -> None:
     text = f"model: {{name: a, framework: pytorch}}\nquantization: {{approach: {approach}}}\n"
-    assert config_of(text).quantization.approach == approach
-    assert cannot_run(text) == {"quantization.approach": approach}
+    assert tune_settings(config_of(text))["space"]["activations"] == formats
+
+
+def test_rules_of_a_dynamic_file() -> None:
+    text = """
+model: {name: a, framework: pytorch}
+quantization:
+  approach: post_training_dynamic_quant
+  op_wise:
+    head: fp32
+    body: {activation: {dtype: [fp32], compute_dtype: [int8]}, weight: {dtype: [int8]}}
+"""
+    rules = tune_settings(config_of(text))["space"]["operators"]
+    assert rules["head"] == {"keep": "float"}
+    assert rules["body"]["activations"] == ["int8/tensor/sym/dynamic"]
+
+
+def test_a_dynamic_file_is_searched() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)).eval()
+    x = torch.randn(256, 16)
+    labels = model(x).argmax(1)
+    work = Workload(
+        name="a",
+        model=model,
+        inputs=(x[:1],),
+        calibration=lambda: x.split(64),
+        evaluation=lambda: zip(x.split(64), labels.split(64), strict=True),
+    )
+    text = """
+model: {name: a, framework: pytorch}
+quantization: {approach: post_training_dynamic_quant}
+tuning: {accuracy_criterion: {relative: 0.05}, exit_policy: {max_trials: 2, timeout: 0}}
+"""
+    config = TuneConfig.model_validate(tune_settings(config_of(text)))
+    found = tune(work, config.goal, config.budget, space=config.space)
+    assert found.met_goal
+    assert found.quantized is not None
+    sites = found.quantized.plan.quantized
+    formats = {str(spec.format) for site, spec in sites if spec.share is None and not site.endswith(":weight")}
+    assert formats == {"uint8/tensor/asym/dynamic"}
 
 
 @pytest.mark.parametrize("key", ["pruning", "distillation", "auto_distillation", "nas"])

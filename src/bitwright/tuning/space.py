@@ -166,11 +166,16 @@ def _by_changes(options: list[tuple[OperatorOption, ...]]) -> Iterator[tuple[Ope
         yield from rest(0, changes)
 
 
-def make_space(space: Space, graph: Graph, table: BackendTable, plan: Plan, choices: Choices) -> SearchSpace:
-    """The search space for this model and backend; `plan` is the uniform plan. All problems are reported together."""
+def check_space(space: Space, graph: Graph, table: BackendTable) -> None:
+    """Raise all problems of a search space for this model and backend together."""
     problems = _problems(space, graph, table)
     if problems:
         raise PlanError(problems, title="the search space has problems")
+
+
+def make_space(space: Space, graph: Graph, table: BackendTable, plan: Plan, choices: Choices) -> SearchSpace:
+    """The search space for this model and backend; `plan` is the uniform plan with the preferred formats."""
+    check_space(space, graph, table)
     fixed = {name for name, value in choices.items() if value not in (None, (), [])}
     axes: dict[str, tuple[Any, ...]] = {
         "weights": space.weights or (() if "weights" in fixed else _granularities(table)),

@@ -39,7 +39,7 @@ from bitwright.tuning.search import (
     open_study,
     study_identity,
 )
-from bitwright.tuning.space import SearchSpace, Space, make_space
+from bitwright.tuning.space import SearchSpace, Space, check_space, make_space
 from bitwright.workload import Workload, can_measure, hits_of, pairs
 
 log = logging.getLogger("bitwright")
@@ -118,7 +118,9 @@ def tune(
         if space.samples == () and samples is not None:
             space = space.model_copy(update={"samples": (samples,)})
         graph = capture_paths(workload.model, chain([workload.inputs], calibration), most=_RECORDED)
-        plan = make_plan(graph, backend, model=workload.name, **choices)
+        check_space(space, graph, table)
+        usual: Choices = {"activations": space.activations[0]} if space.activations else {}
+        plan = make_plan(graph, backend, model=workload.name, **{**usual, **choices})
         candidates = make_space(space, graph, table, plan, choices)
         with scratch_folder() as scratch:
             evaluator = Evaluator(

@@ -19,6 +19,11 @@ __all__ = ["is_lpot", "read_lpot", "translate", "tune_settings"]
 _NO_ACCURACY = 1e9  # a drop that no candidate exceeds
 _OBJECTIVES = {"performance": "latency", "modelsize": "size", "footprint": "memory"}
 _METRICS = {"topk": "topk", "F1": "f1", "MSE": "mse", "MAE": "mae", "RMSE": "rmse", "Accuracy": "topk"}
+_APPROACHES = {
+    "post_training_static_quant": ("static",),
+    "post_training_dynamic_quant": ("dynamic",),
+    "post_training_auto_quant": ("static", "dynamic"),
+}
 _IMPLIED = ("ToTensor", "ToPILImage")  # images become tensors in any case
 _PLAIN = re.compile(r"[A-Za-z0-9.][A-Za-z0-9_.\-/]*")  # LPOT reads any other name as a regular expression
 _KEYS = ("framework", "quantization", "tuning", "pruning", "distillation", "auto_distillation", "nas")
@@ -92,11 +97,9 @@ def tune_settings(config: LpotConfig, *, where: str = "the LPOT file") -> dict[s
 def _not_runnable(config: LpotConfig) -> Iterator[Problem]:
     """The settings that the search has no counterpart for. Nothing is dropped silently."""
     quantization, tuning, accuracy = config.quantization, config.tuning, config.evaluation.accuracy
-    if quantization.approach != "post_training_static_quant":
-        what = "the search only runs post_training_static_quant"
-        training = quantization.approach == "quant_aware_training"
-        fix = "`bitwright train` trains quantized models" if training else "use post_training_static_quant"
-        yield _cannot(what, "quantization.approach", quantization.approach, fix)
+    if quantization.approach == "quant_aware_training":
+        fix = "`bitwright train` trains quantized models"
+        yield _cannot("the search runs post-training approaches", "quantization.approach", quantization.approach, fix)
     unused = {
         "quantization.recipes.weight_correction": (quantization.recipes.weight_correction, False),
         "quantization.recipes.last_conv_or_matmul_quantization": (
@@ -237,15 +240,16 @@ def _space(config: LpotConfig) -> dict[str, Any]:
     quantization = config.quantization
     whole, recipes = quantization.model_wise, quantization.recipes
     corrects = recipes.fast_bias_correction or quantization.advance.bias_correction is not None
+    approach = _APPROACHES[quantization.approach]
     space: dict[str, Any] = {
         "weights": _formats(whole.weight, weight=True),
-        "activations": _formats(whole.activation, weight=False),
+        "activations": _activations(whole.activation, approach, default=True),
         "observer": _observers(whole.activation.algorithm),
         "weight_observer": _observers(whole.weight.algorithm),
         "samples": _samples(config),
         "steps": [["bias-correction"]] if corrects else [[]],
-        "types": {kind.lower(): _rule(op) for kind, op in quantization.optype_wise.items()},
-        "operators": {pattern(name): _rule(op) for name, op in quantization.op_wise.items()},
+        "types": {kind.lower(): _rule(op, approach) for kind, op in quantization.optype_wise.items()},
+        "operators": {pattern(name): _rule(op, approach) for name, op in quantization.op_wise.items()},
     }
     if not recipes.first_conv_or_matmul_quantization:
         space["first"] = "float"
@@ -272,15 +276,29 @@ def pattern(name: str) -> str:
     return f"re:{optional}{rest}" if rest.endswith(".*") and "|" not in rest else f"re:{optional}(?:{rest}).*"
 
 
-def _rule(op: OpRule) -> dict[str, Any]:
-    """The rule in our notation."""
-    if op.is_float:
+def _activations(rule: ActivationRule, approach: tuple[str, ...], *, default: bool) -> list[str]:
+    """The formats of activations to try; without a `default`, none if the rule doesn't restrict them."""
+    static = _formats(rule, weight=False)
+    if approach == ("static",):
+        return static
+    if not (default or static or rule.compute_dtype):
+        return []
+    kinds = [kind for kind in rule.compute_dtype if kind in ("int8", "uint8")] or ["uint8"]
+    # PyTorch's dynamic kernels have one scale per tensor.
+    dynamic = [f"{kind}/tensor/{'asym' if kind == 'uint8' else 'sym'}/dynamic" for kind in kinds]
+    return [*(static or ["uint8/tensor/asym"]), *dynamic] if "static" in approach else dynamic
+
+
+def _rule(op: OpRule, approach: tuple[str, ...]) -> dict[str, Any]:
+    """The rule in our notation. Activations that are float in memory may get integers at run time."""
+    computed = "dynamic" in approach and any(kind in ("int8", "uint8") for kind in op.activation.compute_dtype)
+    if op.weight.is_float or (op.activation.is_float and not computed):
         return {"keep": "float"}
     keep = None if not op.activation.dtype or "fp32" in op.activation.dtype else "quantized"
     rule = {
         "keep": keep,
         "weights": _formats(op.weight, weight=True),
-        "activations": _formats(op.activation, weight=False),
+        "activations": _activations(op.activation, approach, default=False),
         "observer": _observers(op.activation.algorithm),
     }
     return {key: value for key, value in rule.items() if value}
