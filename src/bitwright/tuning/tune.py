@@ -119,8 +119,8 @@ def tune(
             space = space.model_copy(update={"samples": (samples,)})
         graph = capture_paths(workload.model, chain([workload.inputs], calibration), most=_RECORDED)
         check_space(space, graph, table)
-        usual: Choices = {"activations": space.activations[0]} if space.activations else {}
-        plan = make_plan(graph, backend, model=workload.name, **{**usual, **choices})
+        preferred: Choices = {"activations": space.activations[0], **choices} if space.activations else choices
+        plan = make_plan(graph, backend, model=workload.name, **preferred)
         candidates = make_space(space, graph, table, plan, choices)
         with scratch_folder() as scratch:
             evaluator = Evaluator(
