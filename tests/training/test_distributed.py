@@ -28,7 +28,21 @@ def launch(out: Path, *options: str, restarts: int = 0, processes: int = 2) -> s
         *("-m", "bitwright", "train", TINY, "--batch", "10", "--lr", "0.1", "--log-steps", "1", "--no-tensorboard"),
         *("-o", str(out), *options),
     ]
-    return subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command,
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=_default_signals,
+    )
+
+
+def _default_signals() -> None:
+    """Tests that run in the background of a shell would hand ignored signals down."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[str, str]:
@@ -140,14 +154,50 @@ def test_a_run_whose_worker_is_killed_ends_as_an_unbroken_one(tmp_path: Path) ->
     assert history(tmp_path / "killed") == history(tmp_path / "whole")
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("number", "target"),
+    [(signal.SIGINT, "group"), (signal.SIGTERM, "launcher"), (signal.SIGTERM, "rank"), (signal.SIGINT, "rank")],
+)
+def test_an_interrupted_run_keeps_its_work_on_all_ranks(tmp_path: Path, number: signal.Signals, target: str) -> None:
+    """Ctrl-C and SIGTERM through torchrun, and a signal that only one rank receives."""
+    options = ("--epochs", "5", "--precision", "int8")
+    finish(launch(tmp_path / "whole", *options))
+    process = launch(tmp_path / "out", *options)
+    rank = _worker_at_step(process, tmp_path / "out", 7)
+    children = [int(one) for one in _children(process)]
+    if target == "group":
+        os.killpg(process.pid, number)
+    else:
+        os.kill(rank if target == "rank" else process.pid, number)
+    _, notes = process.communicate(timeout=110)
+    assert process.returncode != 0
+    (told,) = [line for line in notes.splitlines() if line.startswith("error: interrupted")]
+    found = re.search(r"after step (\d+) of \d+: the run is saved; rerun the command to resume", told)
+    assert found is not None, notes
+    step = int(found[1])
+    assert step >= 7
+    assert (tmp_path / "out" / "checkpoints" / f"step-{step:08d}").is_dir()
+    assert [child for child in children if Path(f"/proc/{child}").exists()] == []
+    _, notes = finish(launch(tmp_path / "out", *options))
+    assert f"resumed step-{step:08d}" in notes
+    ours, theirs = state(tmp_path / "out"), state(tmp_path / "whole")
+    assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
+    assert history(tmp_path / "out") == history(tmp_path / "whole")
+
+
+def _children(launcher: subprocess.Popen[str]) -> list[str]:
+    return Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+
+
 def _worker_at_step(launcher: subprocess.Popen[str], out: Path, step: int) -> int:
     """A child of torchrun, as soon as the run has logged that step."""
     end = time.monotonic() + 100  # a process that imports torch and opens a group needs long on a busy machine
     while time.monotonic() < end:
         done = len((out / "history.jsonl").read_text().splitlines()) if (out / "history.jsonl").exists() else 0
         if done >= step:
-            children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
-            return int(children[-1])
+            return int(_children(launcher)[-1])
         assert launcher.poll() is None, launcher.communicate()
         time.sleep(0.05)
     raise AssertionError("the run didn't get that far")

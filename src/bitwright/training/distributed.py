@@ -194,6 +194,10 @@ class Replicated(SingleProcess):
         """Use DDP's `no_sync`."""
         return nullcontext() if last else self.net.no_sync()
 
+    def stopping(self, asked: bool) -> bool:
+        """Stop on all ranks after the same step: the others would wait for the gradients of a rank that ended."""
+        return _any_rank(asked, next(self.model.parameters()).device)
+
 
 class Sharded(SingleProcess):
     """FSDP2: each rank has a shard of every weight. Quantizer state is too small to shard, so it is replicated.
@@ -265,9 +269,13 @@ class Sharded(SingleProcess):
 
     def stopping(self, asked: bool) -> bool:
         """Stop on all ranks or on none, because saving a checkpoint needs all of them."""
-        flag = torch.tensor(float(asked), device=self.device)
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-        return bool(flag)
+        return _any_rank(asked, self.device)
+
+
+def _any_rank(value: bool, device: torch.device) -> bool:
+    flag = torch.tensor(float(value), device=device)
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+    return bool(flag)
 
 
 @torch.no_grad()

@@ -375,6 +375,7 @@ class TrainingRun:
         if self.checkpoints is None:
             raise Interrupted(words, "the run isn't saved, because it has no output folder")
         self.save()
+        self.ranks.tell(None)  # torchrun ends all ranks when the first one exits, so wait until rank 0 has saved
         raise Interrupted(words, "the run is saved; rerun the command to resume (in Python: resume=True)")
 
     def facts(self) -> dict[str, Any]:
