@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import odd_models
 import pytest
 import torch
 import torch.nn.functional as F
@@ -232,3 +233,32 @@ def test_a_layer_that_the_plan_keeps_in_float_is_not_reported_as_unseen(tmp_path
     quantized = deploy(Mixed().eval(), batches(2, 3, 8, 8), tmp_path)
     assert "up" in quantized.plan.float
     assert [problem.code for problem in warnings_of(quantized.model)] == []
+
+
+FAST = ("NestedDict", "SharedModule", "Tied", "Mha", "Deconv", "OptNoneKw", "NT")  # the most different ones
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")  # torch's own, in its encoder
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")  # as above, with norm_first
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in odd_models.CASES]
+)
+def test_an_unusual_model_reaches_parity_or_is_refused(name: str, tmp_path: Path) -> None:
+    """Unusual operators, inputs and outputs. A model is refused only if torch can't export its float version."""
+    build, draw = odd_models.CASES[name]
+    torch.manual_seed(1)
+    data = [draw() for _ in range(3)]
+    quantized = quantize(build().eval(), data)
+    if name in odd_models.REFUSED:
+        with pytest.raises(BitwrightError) as caught:
+            quantized.export(tmp_path / "model.onnx")
+        assert caught.value.codes == [odd_models.REFUSED[name]]
+        assert caught.value.problems[0].fix
+        return
+    artefact = quantized.export(tmp_path / "model.onnx")
+    check = quantized.check(artefact.path, data)
+    assert check.passed
+    assert min(output.sqnr_db for output in check.outputs) > 100  # no difference but that of float sums
+    assert quantized.plan.quantized
+    if name == "Lin0":
+        assert not artefact.dynamic_batch  # its code depends on the batch size
