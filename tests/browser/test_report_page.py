@@ -28,7 +28,7 @@ def test_a_page_with_everything_renders_and_answers(show: Show, tmp_path: Path) 
     """One page for all: starting a browser is most of the time that such a test takes."""
     page = show(write_html(large(60), tmp_path / "report.html"))
     assert page.inner_text("h1") == "net"
-    page.wait_for_selector(".network .op", timeout=5000)
+    page.wait_for_selector(".network .op", timeout=30000)
     assert page.locator(".network .op").count() == 30
     assert overflow(page) <= 0
     # filter: words, ports, formats

@@ -29,7 +29,7 @@ def mounted(place: Path, size: str) -> Iterator[Path]:
     place.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(place)]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     except OSError as error:
         pytest.skip(f"no mount: {error}")
     if done.returncode:
@@ -37,7 +37,7 @@ def mounted(place: Path, size: str) -> Iterator[Path]:
     try:
         yield place
     finally:
-        subprocess.run(["umount", "-l", str(place)], check=True, timeout=10)
+        subprocess.run(["umount", "-l", str(place)], check=True, timeout=60)
 
 
 @pytest.fixture
@@ -114,7 +114,7 @@ def test_train_keeps_checkpoints_and_no_part_of_the_result(run: Run, tmp_path: P
         assert "/." not in problem["where"]
         assert {path.name for path in (disk / "run").iterdir()} == {"checkpoints", "history.jsonl", "tensorboard"}
         assert not list(disk.rglob(".*"))
-        subprocess.run(["mount", "-o", "remount,size=1m", str(disk)], check=True, timeout=10)
+        subprocess.run(["mount", "-o", "remount,size=1m", str(disk)], check=True, timeout=60)
         resumed = run("train", TINY, "--epochs", "2", "-o", disk / "run", "--json")
         assert resumed.code == 0, resumed.err
         assert resumed.json["steps"] == 8

@@ -94,8 +94,23 @@ def start(place: Path, *arguments: str) -> subprocess.Popen[str]:
     return process
 
 
+def _cpu_seconds(process: subprocess.Popen[str]) -> float:
+    user, system = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
+def _wait_until_busy(process: subprocess.Popen[str]) -> None:
+    """Wait until the process has used 0.5 s of CPU time from now on."""
+    begin = _cpu_seconds(process)
+    for _ in range(1200):
+        if _cpu_seconds(process) - begin >= 0.5:
+            return
+        time.sleep(0.05)
+    raise AssertionError("the process doesn't compute")
+
+
 def group_is_gone(leader: int) -> bool:
-    for _ in range(100):
+    for _ in range(600):
         try:
             os.killpg(leader, 0)
         except ProcessLookupError:
@@ -117,7 +132,7 @@ def test_a_signal_is_told_and_nothing_is_left(place: Path, number: signal.Signal
 
 def test_a_second_signal_ends_at_once_even_within_c(place: Path) -> None:
     process = start(place, "quantize", "work.py:stuck", "-o", "out")
-    time.sleep(0.5)  # it is within the operation now
+    _wait_until_busy(process)  # it is within the operation then
     process.send_signal(signal.SIGINT)
     time.sleep(1.0)
     assert process.poll() is None  # it waits for the operation

@@ -87,7 +87,7 @@ def test_a_killed_process_leaves_the_old_file(tmp_path: Path) -> None:
         assert process.stdout is not None
         assert process.stdout.readline() == "written\n"
         process.send_signal(signal.SIGKILL)
-        process.wait(timeout=10)
+        process.wait(timeout=60)
     assert path.read_text() == "old"
     # what the killed one left is hidden and isn't in the way
     write_text(path, "new")

@@ -45,7 +45,7 @@ def test_a_ddp_that_outlives_its_group_does_not_deadlock(leave: str, tmp_path: P
     finally:
         for process in ranks:
             process.kill()
-            process.communicate(timeout=10)
+            process.communicate(timeout=60)
 
 
 def _ddp(model: nn.Module | None = None) -> Any:

@@ -120,7 +120,7 @@ def test_processes_can_train_again_and_again(count: int, tmp_path: Path) -> None
     finally:
         for process in processes:
             process.kill()
-            process.communicate(timeout=10)
+            process.communicate(timeout=60)
     assert [path.read_text().split()[-1] for path in said] == [str(count)] * 2
 
 
