@@ -16,6 +16,7 @@ from bitwright.core.schemas import validated
 from bitwright.importers.key_table import rows
 from bitwright.importers.lpot import LpotConfig, is_lpot, read_lpot, tune_settings
 from bitwright.tuning import TuneConfig
+from bitwright.tuning.evaluate import Measuring
 
 STATIC = """\
 version: 1.0
@@ -283,7 +284,7 @@ quantization: {approach: post_training_dynamic_quant}
 tuning: {accuracy_criterion: {relative: 0.05}, exit_policy: {max_trials: 2, timeout: 0}}
 """
     config = TuneConfig.model_validate(tune_settings(config_of(text)))
-    found = tune(work, config.goal, config.budget, space=config.space)
+    found = tune(work, config.goal, config.budget, space=config.space, measuring=Measuring(runs=5))
     assert found.met_goal
     assert found.quantized is not None
     sites = found.quantized.plan.quantized
