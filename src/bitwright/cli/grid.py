@@ -92,10 +92,7 @@ def _run(
     out.show(board, output=output)
 
 
-@verb(
-    "grid rerun",
-    examples="bitwright grid rerun leaderboard.json --row 3f9c --reports reports",
-)
+@verb("grid rerun", examples="bitwright grid rerun leaderboard.json --row 3f9c --reports reports")
 def grid_rerun(
     out: Out,
     file: BoardArg,
