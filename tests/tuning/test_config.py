@@ -132,10 +132,17 @@ def test_what_we_do_not_have_is_an_error_with_its_path(
     assert near in str(problem.fix)
 
 
-@pytest.mark.parametrize("approach", ["post_training_dynamic_quant", "quant_aware_training"])
-def test_approaches_that_we_do_not_have_are_refused(tmp_path: Path, approach: str) -> None:
-    with pytest.raises(PlanError, match=r"quantization\.approach"):
-        TuneConfig.load(written(tmp_path, SEED + f"quantization: {{approach: {approach}}}\n"))
+def test_training_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(PlanError) as caught:
+        TuneConfig.load(written(tmp_path, SEED + "quantization: {approach: quant_aware_training}\n"))
+    assert [(problem.where, problem.code) for problem in caught.value.problems] == [
+        ("quantization.approach", "cannot-run")
+    ]
+
+
+def test_dynamic_activations_are_searched(tmp_path: Path) -> None:
+    config = TuneConfig.load(written(tmp_path, SEED + "quantization: {approach: post_training_dynamic_quant}\n"))
+    assert config.space.activations == ("uint8/tensor/asym/dynamic",)
 
 
 def test_everything_in_one_file(tmp_path: Path) -> None:
