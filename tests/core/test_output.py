@@ -36,7 +36,7 @@ HOLD = """
 import sys, time
 from pathlib import Path
 from bitwright.core.output_folder import locked
-with locked(Path(sys.argv[1])):
+with locked(Path(sys.argv[1]), name="".join(sys.argv[2:])):
     print("held", flush=True)
     time.sleep(60)
 """
@@ -87,6 +87,40 @@ def test_a_lock_names_its_holder_and_ends_with_it(tmp_path: Path) -> None:
     assert f"pid {holder.pid} " in str(caught.value.problems[0].value)
     with locked(tmp_path):  # what the dead process left is no lock
         assert json.loads((tmp_path / output.LOCK).read_text())["pid"] == os.getpid()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("held", "wanted", "codes"),
+    [
+        ("", "model.onnx", ["folder-locked"]),
+        ("model.onnx", "", ["folder-locked"]),
+        ("model.onnx", "model.onnx", ["folder-locked"]),
+        ("model.onnx", "plan.yaml", []),
+    ],
+)
+def test_a_folder_and_its_files_exclude_each_other(held: str, wanted: str, codes: list[str], tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path), held], stdout=subprocess.PIPE, text=True
+    ) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        found: list[str] = []
+        try:
+            with locked(tmp_path, name=wanted, wait=0.1):
+                pass
+        except BitwrightError as error:
+            found = error.codes
+        holder.kill()
+    assert found == codes
+
+
+def test_a_process_locks_the_folder_of_a_file_that_it_writes(tmp_path: Path) -> None:
+    with locked(tmp_path, name="a"):
+        with locked(tmp_path), locked(tmp_path, name="b"):
+            assert len(list(tmp_path.iterdir())) == 3
+        ran = subprocess.run([sys.executable, "-c", HOLD, str(tmp_path), "c"], capture_output=True, timeout=60)
+        assert f"pid {os.getpid()} ".encode() in ran.stderr
     assert list(tmp_path.iterdir()) == []
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import os
@@ -41,13 +42,24 @@ LOCK = ".bitwright.lock"
 _COMMIT = f"{PREFIX}commit"
 _WAIT = 1.0  # seconds; a process that was just killed may still hold its lock
 _UNSUPPORTED = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
-_held: dict[Path, tuple[int, int, int]] = {}  # lock file → its handle, the owning thread, the lock count
+_held: dict[Path, _Held] = {}  # by lock file
+
+
+@dataclasses.dataclass
+class _Held:
+    """A lock of this process."""
+
+    handle: int
+    thread: int
+    shared: bool
+    count: int = 1
 
 
 @contextmanager
 def locked(folder: str | Path, *, name: str = "", wait: float = _WAIT) -> Iterator[None]:
     """Lock `folder` for this process, or only the file `name` in it.
 
+    Several processes can write different files of a folder, but not while another process has locked the whole folder.
     The operating system releases the lock when this process ends. If another process holds it, the error
     `folder-locked` names that process. The same thread may lock a folder several times.
     """
@@ -55,8 +67,10 @@ def locked(folder: str | Path, *, name: str = "", wait: float = _WAIT) -> Iterat
     with ExitStack() as stack:
         with writing(folder):
             stack.enter_context(made_folder(folder))
-        with _lock_held(folder, name, wait):
-            yield
+        stack.enter_context(_lock_held(folder, LOCK, wait, shared=bool(name)))
+        if name:
+            stack.enter_context(_lock_held(folder, f"{PREFIX}{name}.lock", wait))
+        yield
 
 
 def locked_file(path: str | Path) -> AbstractContextManager[None]:
@@ -69,35 +83,53 @@ def locked_file(path: str | Path) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def _lock_held(folder: Path, name: str, wait: float) -> Iterator[None]:
+def _lock_held(folder: Path, name: str, wait: float, *, shared: bool = False) -> Iterator[None]:
+    """Hold the lock file `name`. With `shared`, other processes can hold it as well, but nobody alone."""
     with writing(folder):
-        file = folder.resolve() / (f"{PREFIX}{name}.lock" if name else LOCK)
+        file = folder.resolve() / name
     here = threading.get_ident()
     known = _held.get(file)
-    if known is not None and known[1] == here:
-        _held[file] = (known[0], here, known[2] + 1)
+    if known is not None and (shared or known.thread == here):
+        if known.shared and not shared:
+            with writing(folder):
+                _make_exclusive(known, file, folder, wait)
+        known.count += 1
     else:
         with writing(folder):
-            handle = _acquire(file, folder, wait, in_this_process=known is not None)
-        _held[file] = (handle, here, 1)
+            handle = _acquire(file, folder, wait, shared=shared, in_this_process=known is not None)
+        known = _held[file] = _Held(handle, here, shared)
     try:
         yield
     finally:
-        handle, _, count = _held[file]
-        if count > 1:
-            _held[file] = (handle, here, count - 1)
-        else:
+        known.count -= 1
+        if not known.count:
             del _held[file]
-            file.unlink(missing_ok=True)  # while the lock is held: waiting processes open the file again
-            os.close(handle)
+            # Remove the file only while no other process holds the lock. Waiting processes open the file again.
+            if not known.shared or (_lock(known.handle) and _same(known.handle, file)):
+                file.unlink(missing_ok=True)
+            os.close(known.handle)
 
 
-def _acquire(file: Path, folder: Path, wait: float, *, in_this_process: bool) -> int:
+def _make_exclusive(held: _Held, file: Path, folder: Path, wait: float) -> None:
+    """Turn a shared lock of this process into an exclusive one."""
+    until = time.monotonic() + wait
+    while not _lock(held.handle):
+        if time.monotonic() >= until:
+            raise _folder_locked(folder, _read(held.handle))
+        time.sleep(0.05)
+    if not _same(held.handle, file):  # another process had the lock in between and has removed the file
+        handle = _acquire(file, folder, wait, shared=False, in_this_process=False)
+        os.close(held.handle)
+        held.handle = handle
+    held.shared = False
+
+
+def _acquire(file: Path, folder: Path, wait: float, *, shared: bool, in_this_process: bool) -> int:
     until = time.monotonic() + wait
     while True:
         handle = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
-            if not in_this_process and _lock(handle) and _same(handle, file):
+            if not in_this_process and _lock(handle, shared=shared) and _same(handle, file):
                 try:
                     os.truncate(handle, 0)
                     os.pwrite(handle, json.dumps(_owner()).encode(), 0)
@@ -111,21 +143,25 @@ def _acquire(file: Path, folder: Path, wait: float, *, in_this_process: bool) ->
             raise
         os.close(handle)
         if time.monotonic() >= until:
-            raise BitwrightError(
-                "another process is writing to this folder",
-                where=str(folder),
-                value=_in_words(owner),
-                fix="wait until it ends, or choose another folder (-o); workers that share a store need one each",
-                code="folder-locked",
-            )
+            raise _folder_locked(folder, owner)
         time.sleep(0.05)
 
 
-def _lock(handle: int) -> bool:
+def _folder_locked(folder: Path, owner: dict[str, Any]) -> BitwrightError:
+    return BitwrightError(
+        "another process is writing to this folder",
+        where=str(folder),
+        value=_in_words(owner),
+        fix="wait until it ends, or choose another folder (-o); workers that share a store need one each",
+        code="folder-locked",
+    )
+
+
+def _lock(handle: int, *, shared: bool = False) -> bool:
     """Try to lock the file."""
     if fcntl is not None:
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(handle, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
         except OSError as error:
@@ -135,7 +171,7 @@ def _lock(handle: int) -> bool:
             return True
     # A file system without locks: use the owner in the file, if its process is alive or can't be checked.
     owner = _read(handle)
-    if not owner or owner.get("pid") == os.getpid():
+    if shared or not owner or owner.get("pid") == os.getpid():
         return True
     return owner.get("boot") == boot_id() and process_start(int(owner.get("pid", 0))) != owner.get("born")
 
@@ -179,9 +215,9 @@ def _in_words(owner: dict[str, Any]) -> str:
 
 def _close_in_child() -> None:
     """Close the locks in a forked child, which shares them with its parent."""
-    for handle, _, _ in _held.values():
+    for held in _held.values():
         with suppress(OSError):
-            os.close(handle)
+            os.close(held.handle)
     _held.clear()
 
 
