@@ -91,6 +91,8 @@ QUANTIZERS = Registry("quantizer", "bitwright.quantizers")
 BACKENDS = Registry("backend", "bitwright.backends")
 ARTEFACTS = Registry("artefact", "bitwright.artefacts")
 RUNTIMES = Registry("runtime", "bitwright.runtimes")
+NETWORKS = Registry("network", "bitwright.networks")
+"""Functions (classes, dropout, norm, image_size) → module, for files of other systems that name a network."""
 WORKLOADS = Registry("workload", "bitwright.workloads")
 STEPS = Registry("step", "bitwright.steps")
 KERNELS = Registry("kernel", "bitwright.kernels")
@@ -133,6 +135,7 @@ def registries() -> dict[str, Registry]:
         "artefacts": ARTEFACTS,
         "runtimes": RUNTIMES,
         "workloads": WORKLOADS,
+        "networks": NETWORKS,
         "steps": STEPS,
         "strategies": STRATEGIES,
         "kernels": KERNELS,

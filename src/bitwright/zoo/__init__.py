@@ -1,6 +1,14 @@
 """Reference models and data sets for examples, tests and benchmarks."""
 
 from bitwright.zoo.digits import DigitsNet, train_digits
+from bitwright.zoo.imagenet import (
+    efficientnetlite_b0,
+    mobilenet_v2,
+    regnetx_600m,
+    regnetx_800m,
+    resnet18,
+    resnet50,
+)
 from bitwright.zoo.networks import EfficientNetLite0, ResNet20
 from bitwright.zoo.workloads import digits, efficientnet_lite0_imagenet, resnet20_cifar10
 
@@ -10,6 +18,12 @@ __all__ = [
     "ResNet20",
     "digits",
     "efficientnet_lite0_imagenet",
+    "efficientnetlite_b0",
+    "mobilenet_v2",
+    "regnetx_600m",
+    "regnetx_800m",
+    "resnet18",
     "resnet20_cifar10",
+    "resnet50",
     "train_digits",
 ]

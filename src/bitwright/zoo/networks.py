@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["DepthwiseNet", "EfficientNetLite0", "ResNet20", "ResidualNet"]
+__all__ = ["DepthwiseNet", "EfficientNetLite0", "Norm", "ResNet20", "ResidualNet"]
 
 
 class BasicBlock(nn.Module):
@@ -75,6 +76,7 @@ _STAGES = (
     (4, 5, 2, 192, 6),
     (1, 3, 1, 320, 6),
 )
+_EPS, _MOMENTUM = 1e-3, 0.01  # of its batch norms
 
 
 def same_padding(size: int, kernel: int, stride: int) -> tuple[int, int]:
@@ -100,24 +102,29 @@ def _padding_and_conv(
     return pad, conv
 
 
-def _bn(channels: int) -> nn.BatchNorm2d:
-    return nn.BatchNorm2d(channels, eps=1e-3, momentum=0.01)
+class Norm(Protocol):
+    """A class or function that makes the norm of some channels, such as `nn.BatchNorm2d`."""
+
+    def __call__(self, num_features: int, /, *, eps: float = ..., momentum: float = ...) -> nn.Module:
+        """Make the norm."""
 
 
 class MBConv(nn.Module):
     """Expand, depthwise convolution, project; with a shortcut if the shape stays the same."""
 
-    def __init__(self, channels_in: int, channels: int, kernel: int, stride: int, expansion: int, size: int) -> None:
+    def __init__(
+        self, channels_in: int, channels: int, kernel: int, stride: int, expansion: int, size: int, norm: Norm
+    ) -> None:
         super().__init__()
         wide = channels_in * expansion
         self._expand_conv: nn.Conv2d | None = None
         if expansion != 1:
             self._expand_conv = nn.Conv2d(channels_in, wide, 1, bias=False)
-            self._bn0 = _bn(wide)
+            self._bn0 = norm(wide, eps=_EPS, momentum=_MOMENTUM)
         self._pad, self._depthwise_conv = _padding_and_conv(wide, wide, kernel, stride, size, groups=wide)
-        self._bn1 = _bn(wide)
+        self._bn1 = norm(wide, eps=_EPS, momentum=_MOMENTUM)
         self._project_conv = nn.Conv2d(wide, channels, 1, bias=False)
-        self._bn2 = _bn(channels)
+        self._bn2 = norm(channels, eps=_EPS, momentum=_MOMENTUM)
         self._shortcut = stride == 1 and channels_in == channels
 
     def forward(self, x: Tensor) -> Tensor:
@@ -138,20 +145,22 @@ class EfficientNetLite0(nn.Module):
     exported graph.
     """
 
-    def __init__(self, classes: int = 1000, image_size: int = 224, dropout: float = 0.2) -> None:
+    def __init__(
+        self, classes: int = 1000, image_size: int = 224, dropout: float = 0.2, norm: Norm = nn.BatchNorm2d
+    ) -> None:
         super().__init__()
         self.image_size = image_size
         self._pad, self._conv_stem = _padding_and_conv(3, 32, 3, 2, image_size)
-        self._bn0 = _bn(32)
+        self._bn0 = norm(32, eps=_EPS, momentum=_MOMENTUM)
         size, channels_in = -(-image_size // 2), 32
         self._blocks = nn.ModuleList()
         for count, kernel, first_stride, channels, expansion in _STAGES:
             for index in range(count):
                 stride = first_stride if index == 0 else 1
-                self._blocks.append(MBConv(channels_in, channels, kernel, stride, expansion, size))
+                self._blocks.append(MBConv(channels_in, channels, kernel, stride, expansion, size, norm))
                 size, channels_in = -(-size // stride), channels
         self._conv_head = nn.Conv2d(channels_in, 1280, 1, bias=False)
-        self._bn1 = _bn(1280)
+        self._bn1 = norm(1280, eps=_EPS, momentum=_MOMENTUM)
         self._dropout = nn.Dropout(dropout)
         self._fc = nn.Linear(1280, classes)
 

@@ -1,0 +1,286 @@
+"""The ImageNet networks of MQBench: ResNet, MobileNetV2, RegNetX and EfficientNet-Lite0, without weights.
+
+ResNet, MobileNetV2 and RegNetX have torchvision's parameter names, so torchvision's checkpoints load strictly.
+Each function is an entry point of `bitwright.networks` and has the same arguments.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bitwright.zoo.networks import EfficientNetLite0, Norm
+
+__all__ = [
+    "MobileNetV2",
+    "RegNetX",
+    "ResNet",
+    "efficientnetlite_b0",
+    "mobilenet_v2",
+    "regnetx_600m",
+    "regnetx_800m",
+    "resnet18",
+    "resnet50",
+]
+
+# MobileNetV2, per stage: expansion, channels, blocks, stride of the first block.
+_INVERTED = ((1, 16, 1, 1), (6, 24, 2, 2), (6, 32, 3, 2), (6, 64, 4, 2), (6, 96, 3, 1), (6, 160, 3, 2), (6, 320, 1, 1))
+
+
+def _conv(channels_in: int, channels: int, kernel: int = 1, stride: int = 1, groups: int = 1) -> nn.Conv2d:
+    padding = kernel // 2
+    return nn.Conv2d(channels_in, channels, kernel, stride, padding=padding, groups=groups, bias=False)
+
+
+def _pooled(x: Tensor) -> Tensor:
+    return torch.flatten(F.adaptive_avg_pool2d(x, 1), 1)
+
+
+class _Basic(nn.Module):
+    """ResNet's block of two 3x3 convolutions."""
+
+    expansion = 1
+
+    def __init__(self, channels_in: int, width: int, stride: int, norm: Norm) -> None:
+        super().__init__()
+        self.conv1 = _conv(channels_in, width, 3, stride)
+        self.bn1 = norm(width)
+        self.conv2 = _conv(width, width, 3)
+        self.bn2 = norm(width)
+        self.downsample = _shortcut(channels_in, width, stride, norm)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Add the output of the convolutions to the shortcut."""
+        y = self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x)))))
+        return F.relu(y + (x if self.downsample is None else self.downsample(x)))
+
+
+class _Bottleneck(nn.Module):
+    """ResNet's block of 1x1, 3x3 and 1x1 convolutions. The 3x3 convolution has the stride, as in torchvision."""
+
+    expansion = 4
+
+    def __init__(self, channels_in: int, width: int, stride: int, norm: Norm) -> None:
+        super().__init__()
+        self.conv1 = _conv(channels_in, width)
+        self.bn1 = norm(width)
+        self.conv2 = _conv(width, width, 3, stride)
+        self.bn2 = norm(width)
+        self.conv3 = _conv(width, 4 * width)
+        self.bn3 = norm(4 * width)
+        self.downsample = _shortcut(channels_in, 4 * width, stride, norm)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Add the output of the convolutions to the shortcut."""
+        y = F.relu(self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x))))))
+        y = self.bn3(self.conv3(y))
+        return F.relu(y + (x if self.downsample is None else self.downsample(x)))
+
+
+def _shortcut(channels_in: int, channels: int, stride: int, norm: Norm) -> nn.Sequential | None:
+    """A 1x1 convolution where the shape changes."""
+    if stride == 1 and channels_in == channels:
+        return None
+    return nn.Sequential(_conv(channels_in, channels, 1, stride), norm(channels))
+
+
+class ResNet(nn.Module):
+    """ResNet (He et al., 2015) with torchvision's names and initial weights."""
+
+    def __init__(
+        self,
+        block: type[_Basic | _Bottleneck],
+        depths: Sequence[int],
+        *,
+        classes: int = 1000,
+        dropout: float = 0.0,
+        norm: Norm = nn.BatchNorm2d,
+    ) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, 64, 7, 2, padding=3, bias=False)
+        self.bn1 = norm(64)
+        before = 64
+        stages: list[nn.Sequential] = []
+        for index, depth in enumerate(depths):
+            width, blocks = 64 << index, []
+            for position in range(depth):
+                stride = 2 if index and not position else 1
+                blocks.append(block(before, width, stride, norm))
+                before = width * block.expansion
+            stages.append(nn.Sequential(*blocks))
+        self.layer1, self.layer2, self.layer3, self.layer4 = stages
+        self.dropout = nn.Dropout(dropout)
+        self.fc = nn.Linear(before, classes)
+        _initialize(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The logits of normalized images."""
+        x = F.max_pool2d(F.relu(self.bn1(self.conv1(x))), 3, 2, padding=1)
+        x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
+        logits: Tensor = self.fc(self.dropout(_pooled(x)))
+        return logits
+
+
+class _ConvNormAct(nn.Sequential):
+    """A convolution, a batch norm and an activation; torchvision numbers them 0, 1 and 2."""
+
+    def __init__(self, conv: nn.Conv2d, norm: Norm, activation: type[nn.Module] | None) -> None:
+        parts = [conv, norm(conv.out_channels)]
+        super().__init__(*parts, *([] if activation is None else [activation()]))
+
+
+class _InvertedResidual(nn.Module):
+    """MobileNetV2's block: expand, depthwise convolution, project; a shortcut if the shape stays the same."""
+
+    def __init__(self, channels_in: int, channels: int, stride: int, expansion: int, norm: Norm) -> None:
+        super().__init__()
+        wide = channels_in * expansion
+        layers: list[nn.Module] = []
+        if expansion != 1:
+            layers.append(_ConvNormAct(_conv(channels_in, wide), norm, nn.ReLU6))
+        layers.append(_ConvNormAct(_conv(wide, wide, 3, stride, groups=wide), norm, nn.ReLU6))
+        self.conv = nn.Sequential(*layers, _conv(wide, channels), norm(channels))
+        self.shortcut = stride == 1 and channels_in == channels
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Run the block. The projection is linear."""
+        y: Tensor = self.conv(x)
+        return x + y if self.shortcut else y
+
+
+class MobileNetV2(nn.Module):
+    """MobileNetV2 (Sandler et al., 2018) of width 1 with torchvision's names and initial weights."""
+
+    def __init__(self, *, classes: int = 1000, dropout: float = 0.2, norm: Norm = nn.BatchNorm2d) -> None:
+        super().__init__()
+        layers: list[nn.Module] = [_ConvNormAct(_conv(3, 32, 3, 2), norm, nn.ReLU6)]
+        before = 32
+        for expansion, channels, depth, first_stride in _INVERTED:
+            for position in range(depth):
+                stride = 1 if position else first_stride
+                layers.append(_InvertedResidual(before, channels, stride, expansion, norm))
+                before = channels
+        layers.append(_ConvNormAct(_conv(before, 1280), norm, nn.ReLU6))
+        self.features = nn.Sequential(*layers)
+        head = nn.Linear(1280, classes)
+        self.classifier = nn.Sequential(nn.Dropout(dropout), head)
+        _initialize(self)
+        nn.init.normal_(head.weight, 0, 0.01)
+        nn.init.zeros_(head.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The logits of normalized images."""
+        logits: Tensor = self.classifier(_pooled(self.features(x)))
+        return logits
+
+
+class _XBlock(nn.Module):
+    """RegNetX's block: 1x1, grouped 3x3 and 1x1 convolutions with a shortcut."""
+
+    def __init__(self, channels_in: int, channels: int, stride: int, group_width: int, norm: Norm) -> None:
+        super().__init__()
+        self.proj: _ConvNormAct | None = None
+        if stride != 1 or channels_in != channels:
+            self.proj = _ConvNormAct(_conv(channels_in, channels, 1, stride), norm, None)
+        grouped = _conv(channels, channels, 3, stride, groups=channels // group_width)
+        self.f = nn.Sequential(
+            OrderedDict(
+                a=_ConvNormAct(_conv(channels_in, channels), norm, nn.ReLU),
+                b=_ConvNormAct(grouped, norm, nn.ReLU),
+                c=_ConvNormAct(_conv(channels, channels), norm, None),
+            )
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Add the output of the convolutions to the shortcut."""
+        return F.relu((x if self.proj is None else self.proj(x)) + self.f(x))
+
+
+class RegNetX(nn.Module):
+    """RegNetX (Radosavovic et al., 2020) with torchvision's names and initial weights."""
+
+    def __init__(
+        self,
+        depths: Sequence[int],
+        widths: Sequence[int],
+        group_width: int,
+        *,
+        classes: int = 1000,
+        dropout: float = 0.0,
+        norm: Norm = nn.BatchNorm2d,
+    ) -> None:
+        super().__init__()
+        self.stem = _ConvNormAct(_conv(3, 32, 3, 2), norm, nn.ReLU)
+        stages: OrderedDict[str, nn.Module] = OrderedDict()
+        before = 32
+        for number, (depth, width) in enumerate(zip(depths, widths, strict=True), 1):
+            blocks: OrderedDict[str, nn.Module] = OrderedDict()
+            for position in range(depth):
+                stride = 1 if position else 2
+                blocks[f"block{number}-{position}"] = _XBlock(before, width, stride, group_width, norm)
+                before = width
+            stages[f"block{number}"] = nn.Sequential(blocks)
+        self.trunk_output = nn.Sequential(stages)
+        self.dropout = nn.Dropout(dropout)
+        self.fc = nn.Linear(before, classes)
+        _initialize(self)
+        nn.init.normal_(self.fc.weight, 0, 0.01)
+        nn.init.zeros_(self.fc.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The logits of normalized images."""
+        logits: Tensor = self.fc(self.dropout(_pooled(self.trunk_output(self.stem(x)))))
+        return logits
+
+
+def _initialize(model: nn.Module) -> None:
+    """He's initial weights for convolutions, by the fan-out."""
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+
+
+def resnet18(
+    *, classes: int = 1000, dropout: float = 0.0, norm: Norm = nn.BatchNorm2d, image_size: int = 224
+) -> ResNet:
+    """ResNet-18: 11.7 million parameters. Images of any size."""
+    return ResNet(_Basic, (2, 2, 2, 2), classes=classes, dropout=dropout, norm=norm)
+
+
+def resnet50(
+    *, classes: int = 1000, dropout: float = 0.0, norm: Norm = nn.BatchNorm2d, image_size: int = 224
+) -> ResNet:
+    """ResNet-50: 25.6 million parameters. Images of any size."""
+    return ResNet(_Bottleneck, (3, 4, 6, 3), classes=classes, dropout=dropout, norm=norm)
+
+
+def mobilenet_v2(
+    *, classes: int = 1000, dropout: float = 0.2, norm: Norm = nn.BatchNorm2d, image_size: int = 224
+) -> MobileNetV2:
+    """MobileNetV2: 3.5 million parameters. Images of any size."""
+    return MobileNetV2(classes=classes, dropout=dropout, norm=norm)
+
+
+def regnetx_600m(
+    *, classes: int = 1000, dropout: float = 0.0, norm: Norm = nn.BatchNorm2d, image_size: int = 224
+) -> RegNetX:
+    """RegNetX with 600 million multiplications: 6.2 million parameters. Images of any size."""
+    return RegNetX((1, 3, 5, 7), (48, 96, 240, 528), 24, classes=classes, dropout=dropout, norm=norm)
+
+
+def regnetx_800m(
+    *, classes: int = 1000, dropout: float = 0.0, norm: Norm = nn.BatchNorm2d, image_size: int = 224
+) -> RegNetX:
+    """RegNetX with 800 million multiplications: 7.3 million parameters. Images of any size."""
+    return RegNetX((1, 3, 7, 5), (64, 128, 288, 672), 16, classes=classes, dropout=dropout, norm=norm)
+
+
+def efficientnetlite_b0(
+    *, classes: int = 1000, dropout: float = 0.2, norm: Norm = nn.BatchNorm2d, image_size: int = 224
+) -> EfficientNetLite0:
+    """EfficientNet-Lite0: 4.7 million parameters. Images of `image_size`."""
+    return EfficientNetLite0(classes=classes, dropout=dropout, image_size=image_size, norm=norm)
