@@ -10,11 +10,13 @@ from bitwright.zoo.imagenet import (
     resnet50,
 )
 from bitwright.zoo.networks import EfficientNetLite0, ResNet20
+from bitwright.zoo.resnest import ResNeSt, resnest50
 from bitwright.zoo.workloads import digits, efficientnet_lite0_imagenet, resnet20_cifar10
 
 __all__ = [
     "DigitsNet",
     "EfficientNetLite0",
+    "ResNeSt",
     "ResNet20",
     "digits",
     "efficientnet_lite0_imagenet",
@@ -22,6 +24,7 @@ __all__ = [
     "mobilenet_v2",
     "regnetx_600m",
     "regnetx_800m",
+    "resnest50",
     "resnet18",
     "resnet20_cifar10",
     "resnet50",
