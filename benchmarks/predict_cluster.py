@@ -37,7 +37,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from bitwright.cluster import Cluster, Modelled, predict_step
-from bitwright.core.process_group import leave_group
 from bitwright.plan import Plan
 from bitwright.profiling import DeviceProfile, StepSettings, Variant, open_store, record_step
 from bitwright.profiling.microbenchmarks import measure_tensors
@@ -47,6 +46,7 @@ from bitwright.profiling.step import CLOCKS, TimedStep
 from bitwright.profiling.step_timer import StepTimer
 from bitwright.profiling.timing import gc_disabled, timer_overhead
 from bitwright.training import Qat
+from bitwright.training.distributed import leave_group
 from bitwright.zoo import ResNet20
 
 ABLATIONS = {

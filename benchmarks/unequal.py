@@ -38,12 +38,12 @@ from bitwright.cluster import Cluster
 from bitwright.cluster.cluster_cost_model import ClusterCostModel
 from bitwright.cluster.cost_model import FLOAT
 from bitwright.cluster.planners import Allocation, dynamic_batching, recover, recover_and_split, uniform
-from bitwright.core.process_group import leave_group
 from bitwright.plan import ComputeSpec
 from bitwright.profiling import DeviceProfile, StepSettings, Variant, halves, open_store, profile_variants, record_step
 from bitwright.profiling.overhead import group_fact, measure_collectives, measure_group
 from bitwright.profiling.step import TimedStep
 from bitwright.profiling.timing import gc_disabled
+from bitwright.training.distributed import leave_group
 from bitwright.zoo.data import data_folder, npz_images
 
 KINDS = ("fast", "slow")

@@ -38,13 +38,13 @@ from bitwright.cluster import Cluster, predict_step
 from bitwright.cluster.cluster_cost_model import ClusterCostModel
 from bitwright.cluster.planners.precision import over_limits
 from bitwright.core.errors import PlanError
-from bitwright.core.process_group import leave_group
 from bitwright.plan import ComputeSpec
 from bitwright.profiling import DeviceProfile, StepSettings, Variant, open_store, profile_variants, record_step
 from bitwright.profiling.overhead import group_fact, measure_collectives, measure_group
 from bitwright.profiling.profiler import peak_resident_bytes, training_peak
 from bitwright.profiling.step import TimedStep
 from bitwright.profiling.timing import gc_disabled
+from bitwright.training.distributed import leave_group
 
 BATCH, LENGTH, LAYERS, WORDS = 72, 128, 12, 1000
 KEPT = ("bert.embeddings*", "bert.pooler*", "classifier")

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from bitwright.cluster.measurement import profile
     from bitwright.cluster.plan_cluster import plan_cluster
     from bitwright.cluster.predictor import predict
+    from bitwright.core import __version__
     from bitwright.core.errors import BitwrightError, PlanError, Problem
     from bitwright.core.formats import Format
     from bitwright.core.progress import Progress
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from bitwright.sensitivity import OperatorScores, score, score_operators, suggest
     from bitwright.training import Qat, TrainConfig, Trainer
     from bitwright.tuning import Budget, Goal, Space, TuneConfig, Tuned, tune
-    from bitwright.version import __version__
     from bitwright.workflows import (
         Deployment,
         check_workload,
@@ -86,6 +86,7 @@ _HOMES = {
         "measure_latency",
         "open_runtime",
     ),
+    "bitwright.core": ("__version__",),
     "bitwright.core.errors": (
         "BitwrightError",
         "PlanError",
@@ -129,7 +130,6 @@ _HOMES = {
         "Tuned",
         "tune",
     ),
-    "bitwright.version": ("__version__",),
     "bitwright.workload": (
         "Workload",
         "load_workload",

@@ -17,11 +17,11 @@ from bitwright.cluster import Cluster, DeviceStep, Link, MemoryLimit, Predictor,
 from bitwright.cluster.memory import RESERVE
 from bitwright.core import tensor_tree as tree
 from bitwright.core.errors import BitwrightError, PlanError
-from bitwright.core.process_group import process_group
 from bitwright.plan import Plan
 from bitwright.profiling import StepSettings, Variant, record_step
 from bitwright.profiling.cost_key import TensorSpec
 from bitwright.profiling.device_profile import CollectiveCost, DeviceProfile, MemoryFacts
+from bitwright.training.distributed import joined_group
 
 YAML = """
 bitwright_cluster: 1
@@ -86,7 +86,7 @@ def test_buckets_are_those_of_ddp(cap: float | None, tmp_path: Path) -> None:
     batch = (torch.randn(4, 64), torch.randint(0, 64, (4,)))
     graph = record_step(model, batch, F.cross_entropy)
     ours = make_buckets([(name, graph.parameters[name]) for name in graph.gradient_order], cap)
-    with process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1):
+    with joined_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1):
         net_ = DistributedDataParallel(model, bucket_cap_mb=cap)  # type: ignore[arg-type]
         for _ in range(3):
             F.cross_entropy(net_(batch[0]), batch[1]).backward()

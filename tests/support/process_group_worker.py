@@ -1,6 +1,6 @@
 """One of two ranks whose DDP outlives the process group while one of gloo's threads still holds a finished work.
 
-The last argument says how the group is left: "torch" alone deadlocks (see `bitwright.core.process_group`),
+The last argument says how the group is left: "torch" alone deadlocks (see `bitwright.training.distributed`),
 "leave_group" and "keep_group" must not. Rank 1 joins the last collective late, so that the order of events always is
 the one that deadlocks.
 """
@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
-from bitwright.core.process_group import keep_group, leave_group
+from bitwright.training.distributed import keep_group, leave_group
 
 
 class Mode(TorchFunctionMode):

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from bitwright.core.process_group import process_group
+from bitwright.training.distributed import joined_group
 
 
 def run(worker: Path, folder: Path, *, seconds: float = 90) -> list[Any]:
@@ -49,5 +49,5 @@ def work(main: Callable[[int], Any]) -> None:
     rank, port, result = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     torch.set_num_threads(1)
     address = f"tcp://127.0.0.1:{port}"
-    with process_group("gloo", init_method=address, rank=rank, world_size=2, timeout=timedelta(seconds=60)):
+    with joined_group("gloo", init_method=address, rank=rank, world_size=2, timeout=timedelta(seconds=60)):
         torch.save(main(rank), result)

@@ -1,14 +1,19 @@
 """Hardware targets as tables, and the placement of quantizers by their rules."""
 
-from bitwright.backends.placement import make_plan, place
-from bitwright.backends.table import DEFAULT_BACKEND, DEFAULT_RUNTIME, BackendTable, backend
-from bitwright.backends.validation import (
+from bitwright.backends.choices import (
     Choices,
-    check_plan,
     choice_problems,
     patterns_of,
-    problems_title,
     reject_choices_with_plan,
+)
+from bitwright.backends.placement import make_plan, place
+from bitwright.backends.table import (
+    DEFAULT_BACKEND,
+    DEFAULT_RUNTIME,
+    BackendTable,
+    backend,
+    check_plan,
+    problems_title,
     resolve_for_backend,
 )
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Unpack
 
+from bitwright.backends.choices import Choices, choice_problems, patterns_of
 from bitwright.backends.decisions import Decisions
 from bitwright.backends.table import DEFAULT_BACKEND, BackendTable, Guard, backend, dynamic_table
-from bitwright.backends.validation import Choices, choice_problems, patterns_of
 from bitwright.core.arguments import strict
 from bitwright.core.errors import PlanError, Problem
 from bitwright.core.formats import Format

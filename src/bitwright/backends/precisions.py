@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from bitwright.backends.choices import Choices, reject_choices_with_plan
 from bitwright.backends.table import DEFAULT_BACKEND, backend
-from bitwright.backends.validation import Choices, reject_choices_with_plan
 from bitwright.core.errors import TrainError
 from bitwright.core.formats import Format
 from bitwright.plan import Plan

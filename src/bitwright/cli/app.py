@@ -10,7 +10,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from bitwright.cli.verb import REGISTERED
-from bitwright.version import __version__
+from bitwright.core import __version__
 
 #: Name → module, and the line of --help.
 VERBS: dict[str, tuple[str, str]] = {

@@ -27,7 +27,7 @@ def inspect(
 ) -> None:
     """Show the operators of a model: names, shapes, parameters, multiply-accumulates."""
     from bitwright.graph import capture
-    from bitwright.workflows import calibration
+    from bitwright.workload.data import calibration
 
     found = open_workload(out, workload)
     more = list(islice(calibration(found), batches)) if batches else []

@@ -10,19 +10,37 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 from rich import box
+from rich.console import Console
 from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from bitwright.cli.console import SafeConsole, json_text, problem_data, safe_text
-from bitwright.core.errors import Problem, visible_text
+from bitwright.core.errors import Problem, problem_data, visible_text
+from bitwright.core.formatting import json_text
 from bitwright.core.progress import Progress
 
 if TYPE_CHECKING:
     from bitwright.core.display import Summarized
 
 CHECK_FAILED = 1
+
+
+class SafeConsole(Console):
+    """A console that prints texts without control characters."""
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        """Print texts without control characters."""
+        super().print(*(visible_text(one) if isinstance(one, str) else one for one in objects), **options)
+
+    def on_broken_pipe(self) -> None:
+        """Raise what the pipe raised: rich would end the process by itself, as if with an error."""
+        raise
+
+
+def safe_text(words: object) -> Text:
+    """A text without markup; None is empty."""
+    return Text("" if words is None else visible_text(str(words)))
 
 
 class Out:

@@ -24,7 +24,7 @@ def quickstart(
     ),
 ) -> None:
     """Train a small CNN on scikit-learn's digits, quantize, export, check and time it. Needs no download."""
-    from bitwright.zoo.quickstart import run_quickstart
+    from bitwright.workflows import run_quickstart
 
     with out.progress("training on digits") as progress:
         result = run_quickstart(output, progress=progress)

@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 from pydantic import Field
 
+from bitwright.core import __version__
 from bitwright.core.schemas import ResultModel
-from bitwright.version import __version__
 
 DATA_VARIABLE = "BITWRIGHT_DATA"
 """The environment variable that names the folder of reference data sets."""

@@ -53,6 +53,13 @@ class Problem:
         return text
 
 
+def problem_data(problem: Problem) -> dict[str, Any]:
+    """All fields of a problem as plain data; a long value is shortened."""
+    value = problem.value
+    shown = None if value is None else shortened(value) if isinstance(value, str) else shortened_repr(value)
+    return {**vars(problem), "value": shown}
+
+
 class BitwrightError(Exception):
     """Base class of all errors that a user can fix. The command line prints them without a traceback.
 

@@ -1,8 +1,12 @@
-"""Numbers as text, in the same form in reports and on the command line."""
+"""Numbers and data as text, in the same form in reports and on the command line."""
 
 from __future__ import annotations
 
-from math import inf
+import json
+from math import inf, isfinite
+from typing import Any
+
+from bitwright.core.errors import UNSEEN
 
 
 def size(count: int) -> str:
@@ -80,3 +84,17 @@ def percent(share: float) -> str:
     ('12.5 %', '0.012 %', '< 0.001 %', '0 %')
     """
     return "< 0.001 %" if 0 < share < 1e-5 else f"{100 * share:.3g} %"
+
+
+def json_text(value: Any) -> str:
+    """JSON with escaped control characters; infinity and NaN are null."""
+    text = json.dumps(_finite(value), indent=1, ensure_ascii=False)
+    return UNSEEN.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(key): _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from bitwright.backends import backend
+from bitwright.core import __version__
 from bitwright.core.arguments import strict
 from bitwright.core.environment import quiet
 from bitwright.core.errors import ExportError, PlanError, Problem, log_warnings
@@ -29,7 +30,6 @@ from bitwright.deployment.trace import Exported, export_program, fixed_batch, re
 from bitwright.deployment.translation import fold_constants, to_float32, translations
 from bitwright.quantizers import Attachment, attachment_of
 from bitwright.quantizers.state import parameter_problems, state_problems
-from bitwright.version import __version__
 
 _Rest = TypeVarTuple("_Rest")  # further results of writing a file
 

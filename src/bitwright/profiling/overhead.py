@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from bitwright.core.formats import Format
-from bitwright.core.process_group import keep_group
 from bitwright.plan import Plan, SiteSpec
 from bitwright.profiling.cost_key import is_loss
 from bitwright.profiling.device_profile import CollectiveCost, Host
@@ -28,6 +27,7 @@ from bitwright.profiling.timing import fit, gc_disabled, interleaved, typical, y
 from bitwright.ptq import ALONE, calibrate
 from bitwright.quantizers import prepare
 from bitwright.training.config import StepSettings
+from bitwright.training.distributed import keep_group
 
 _LINKS = 30  # links of the chain: so many that the fixed start of a step doesn't matter
 _FEW = 3  # links of a short chain, which shows the fixed start of backward

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bitwright.core import __version__
 from bitwright.core.arguments import Count, strict
 from bitwright.core.errors import BitwrightError
 from bitwright.profiling.device_profile import CastCost, CollectiveCost, DeviceProfile, Host, MemoryFacts, TensorsCost
@@ -36,7 +37,6 @@ from bitwright.quantizers import find_attachment
 from bitwright.quantizers.compiled import SMALL, CompiledKernel, can_run_compiled
 from bitwright.training.config import StepSettings
 from bitwright.training.step import Batch
-from bitwright.version import __version__
 from bitwright.workload import Loss
 
 _WARM = 3  # steps before the first measurement: compilation, lazily created state

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from bitwright.core.tensor_tree import eval_mode
 from bitwright.graph.recording import Values
-from bitwright.ptq.block_replay import ReconstructionBlock, Replay
+from bitwright.ptq.block_replay import ReconstructionBlock, Replay, find_blocks, find_layers
 from bitwright.ptq.step import PtqContext, Step, Weight, is_uniform, magnitude_unit
 from bitwright.quantizers import Grid, Quantizer, in_mode, round_to_grid
 
@@ -302,3 +302,59 @@ def _probe_loss(output: Tensor, generator: torch.Generator) -> Tensor:
         return -logs.gather(1, labels).sum()
     signs = torch.randint(0, 2, output.shape, generator=generator).to(output.device) * 2 - 1
     return (output * signs).sum()
+
+
+class AdaRound(Reconstruct):
+    """Minimizes the error of each layer's output, on quantized inputs, relative to the float model."""
+
+    name: ClassVar[str] = "adaround"
+
+    def blocks(self, context: PtqContext) -> list[ReconstructionBlock]:
+        """Each layer is one block."""
+        return find_layers(context)
+
+
+class Brecq(Reconstruct):
+    """Learn rounding of weights and scales of activations, block by block, weighted by Fisher information."""
+
+    name: ClassVar[str] = "brecq"
+    learns_ranges: ClassVar[bool] = True
+
+    chain: int = Field(default=3, ge=1, description="Maximum number of weights per block in a chain without shortcuts.")
+    fisher: bool = Field(default=True, description="Weight errors by the squared gradient of the loss.")
+    activation_lr: float = Field(default=1e-3, gt=0, description="Adam's learning rate for activation scales.")
+
+    def blocks(self, context: PtqContext) -> list[ReconstructionBlock]:
+        """Residual blocks, and parts of chains."""
+        return find_blocks(context, self.chain)
+
+    @property
+    def uses_fisher(self) -> bool:
+        """The setting `fisher`."""
+        return self.fisher
+
+    @property
+    def range_lr(self) -> float:
+        """The setting `activation_lr`."""
+        return self.activation_lr
+
+
+class QDrop(Brecq):
+    """BRECQ with randomly dropped quantization of activations, including the inputs of each block."""
+
+    name: ClassVar[str] = "qdrop"
+
+    fisher: bool = Field(default=False, description="Weight errors by the squared gradient of the loss.")
+    drop: float = Field(default=0.5, ge=0, le=1, description="Share of the values that stay in float.")
+
+    def given(self, replay: Replay, index: int, generator: torch.Generator) -> Values:
+        """A random mix of values from the quantized and the float model."""
+        exact = replay.values(index, "float")
+        rounded = replay.values(index, "quantized")
+        return {source: self.quantize(exact[source], x, generator) for source, x in rounded.items()}
+
+    def quantize(self, x: Tensor, rounded: Tensor, generator: torch.Generator) -> Tensor:
+        """Choose the float or the rounded value for each element at random."""
+        if not x.is_floating_point():
+            return rounded
+        return torch.where(torch.rand(x.shape, generator=generator).to(x.device) < self.drop, x, rounded)

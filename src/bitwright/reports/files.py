@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
 
-from bitwright.bench.comparison import Comparison
+from bitwright.bench.comparison import Accuracy, Comparison
+from bitwright.bench.leaderboard import Result
+from bitwright.bench.rows import FinishedRow
 from bitwright.cluster import Prediction
 from bitwright.core.arguments import reject_unknown, strict
 from bitwright.core.environment import environment
@@ -21,6 +23,7 @@ from bitwright.reports.markdown import write_markdown
 from bitwright.reports.page import page
 from bitwright.reports.record import (
     RECORD_VERSION,
+    GridRow,
     Record,
     RunRow,
     make_record,
@@ -28,9 +31,9 @@ from bitwright.reports.record import (
     read_json,
     write_json,
 )
-from bitwright.reports.sections import forecast, sensitivity, training_record, tuning_record
+from bitwright.reports.sections import TrainingRecord, forecast, sensitivity, training_record, tuning_record
 from bitwright.sensitivity import Scores
-from bitwright.training import Callback
+from bitwright.training import Callback, TrainConfig
 from bitwright.training.run import TrainingRun
 from bitwright.tuning import Tuned
 
@@ -241,3 +244,60 @@ def _record(run: Any) -> Record | None:
 
 def _renamed(record: Record, workload: str) -> Record:
     return record.model_copy(update={"workload": workload, "title": workload})
+
+
+def write_row_report(row: FinishedRow, folder: Path) -> None:
+    """Write the report of a row into a folder; registered as a row reporter."""
+    write_report(row_record(row), folder)
+
+
+def row_record(finished: FinishedRow) -> Record:
+    """The record of a finished row."""
+    task, result, trained = finished.task, finished.result, finished.trained
+    workload, config = finished.workload, finished.config
+    assert trained.quantized is not None
+    assert result.executed is not None
+    algorithm = task.algorithm.label
+    record = make_record(
+        trained.quantized,
+        (),
+        workload=workload.name,
+        title=f"{task.model.label}: {algorithm} for {task.backend}, {task.bits} bits, seed {task.seed}",
+        seed=task.seed,
+        accuracies=_accuracies(result),
+        sites=finished.sites,
+    )
+    usual = TrainConfig().model_dump()
+    training = TrainingRecord(
+        metric=workload.metric,
+        precision=f"{algorithm}, {task.bits} bits",
+        metrics=tuple(trained.metrics),
+        best_epoch=None if trained.best is None else int(trained.best["epoch"]),
+        steps=trained.steps,
+        processes=1,
+        config_hash=config.digest,
+        settings={key: str(value) for key, value in config.model_dump().items() if value != usual[key]},
+        init=f"float weights {result.start}",
+        notes=tuple(trained.notes),
+    )
+    row = GridRow(
+        id=task.key,
+        config=task.grid(),
+        executed=result.executed,
+        device=result.device,
+        beyond=result.beyond,
+        notes=result.notes,
+        start=result.start or "",
+    )
+    return record.model_copy(update={"backend": task.backend, "training": training, "row": row})
+
+
+def _accuracies(result: Result) -> Iterator[Accuracy]:
+    """Float, simulated and, if measured, on the runtime."""
+    device = result.device
+    found = {"float": result.float_accuracy, "simulated": result.accuracy}
+    if device is not None:
+        found[device.runtime] = device.accuracy
+    for where, value in found.items():
+        if value is not None:
+            yield Accuracy(where=where, metric=result.metric or "", value=value, samples=result.samples)

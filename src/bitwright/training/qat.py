@@ -17,7 +17,6 @@ from bitwright.backends import DEFAULT_BACKEND, Choices, make_plan
 from bitwright.backends.precisions import Precision, resolve
 from bitwright.core.arguments import Amount, strict
 from bitwright.core.errors import CalibrationError, Problem, TrainError
-from bitwright.core.process_group import keep_groups
 from bitwright.core.progress import Progress
 from bitwright.core.tensor_tree import map_tensors, tensors_in
 from bitwright.deployment import Artefact
@@ -34,7 +33,7 @@ from bitwright.quantizers import (
     replaced_modules,
     unwrap_forward,
 )
-from bitwright.training.distributed import current_ranks, share_buffers
+from bitwright.training.distributed import current_ranks, keep_groups, share_buffers
 
 log = getLogger(__name__)
 _RECORDED = 4

@@ -17,6 +17,7 @@ from torch import nn
 
 from bitwright.backends import Choices
 from bitwright.backends.precisions import Precision, word
+from bitwright.core import __version__
 from bitwright.core.errors import TrainDiverged, TrainError
 from bitwright.core.interrupts import Interrupted, Stop
 from bitwright.core.tensor_tree import eval_mode, map_tensors
@@ -47,7 +48,6 @@ from bitwright.training.step import (
     learning_rate_factor,
     make_optimizer,
 )
-from bitwright.version import __version__
 from bitwright.workload import Workload, batches, can_measure, evaluate, report_data_errors
 
 log = getLogger("bitwright.training")

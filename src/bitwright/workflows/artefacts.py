@@ -17,9 +17,8 @@ from bitwright.deployment import Artefact, Check, Runtime, check, default_runtim
 from bitwright.deployment import readers as runtimes_that_read
 from bitwright.deployment.onnx_files import stored_bytes
 from bitwright.ptq.quantize import SavedModel, load_prepared
-from bitwright.workflows.data import probes
 from bitwright.workload import Workload, open_workload
-from bitwright.workload.data import rebatched
+from bitwright.workload.data import probes, rebatched
 
 __all__ = ["ExportedFile", "check_workload", "export_workload"]
 

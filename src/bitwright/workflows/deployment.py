@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from logging import getLogger
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 
-from torch import nn
-
-from bitwright.backends import DEFAULT_BACKEND, DEFAULT_RUNTIME, Choices
+from bitwright.backends import DEFAULT_BACKEND, DEFAULT_RUNTIME
 from bitwright.backends import backend as find_backend
 from bitwright.core import formatting
 from bitwright.core.arguments import strict
 from bitwright.core.display import Summarized, Table
 from bitwright.core.errors import BitwrightError, PlanError, Problem, log_warnings
-from bitwright.core.files import write_text
-from bitwright.core.interrupts import resumable
 from bitwright.core.output_folder import staged_output, visible_files
 from bitwright.core.progress import Progress, phases
 from bitwright.core.registry import RUNTIMES
@@ -40,22 +33,18 @@ from bitwright.deployment import (
 from bitwright.deployment.checkpoint import checkpoint_file, load_checkpoint
 from bitwright.graph import capture
 from bitwright.plan import Plan
-from bitwright.ptq import MEMORY, Step, read_steps
-from bitwright.ptq.quantize import Quantized, SavedModel, load_prepared, quantize
-from bitwright.quantizers import in_mode
-from bitwright.reports import Accuracy, LatencyRow, Record, Size, make_record, parity, read_json, timings, write_report
+from bitwright.ptq.quantize import Quantized, SavedModel, load_prepared
+from bitwright.reports import Accuracy, LatencyRow, Record, Size, make_record, parity, timings, write_report
 from bitwright.reports.record import float_and_quantized
-from bitwright.workflows.data import calibration, probes
 from bitwright.workload import Workload, can_measure, evaluate, open_workload
-from bitwright.workload.data import first, rebatched, regrouped
+from bitwright.workload.data import first, probes, rebatched, regrouped
 
-__all__ = ["Deployment", "deploy", "quantize_workload"]
+__all__ = ["Deployment", "deploy"]
 
 log = getLogger("bitwright")
 _BATCHES, _RUNS = (1, 64), 100
 _THREADS = 1  # a second thread only adds noise on a small model
 _SAMPLES = 256  # for the statistics of sites
-_STATE = ".steps"  # where PTQ steps keep their state while they run
 
 
 @strict
@@ -194,87 +183,6 @@ def deploy(
     return Deployment(folder=Path(output), record=record, quantized=quantized)
 
 
-@strict
-def quantize_workload(
-    workload: Workload | str,
-    output: str | Path,
-    *,
-    backend: str | None = None,
-    plan: Plan | None = None,
-    precision: str | None = None,
-    samples: int | None = None,
-    steps: Sequence[str | Step] = (),
-    seed: int = 0,
-    memory: int = MEMORY,
-    histograms: bool = True,
-    progress: Progress | None = None,
-    **choices: Unpack[Choices],
-) -> Deployment:
-    """Quantize a workload's model into a folder: plan, checkpoint, artefact and report.
-
-    Accuracy is measured before and after, simulated and on the real runtime, if the workload has a metric. An
-    interrupted run of `steps` resumes when the function is called again with the same arguments.
-
-    >>> import tempfile, torch, bitwright
-    >>> x, folder = torch.randn(16, 8), tempfile.mkdtemp()
-    >>> model = torch.nn.Sequential(torch.nn.Linear(8, 4))
-    >>> workload = bitwright.Workload(name="small", model=model, inputs=(x,), calibration=lambda: [x])
-    >>> deployed = bitwright.quantize_workload(workload, folder + "/out", precision="int8")
-    >>> deployed.passed, deployed.record.workload
-    (True, 'small')
-    """
-    begin, output = phases(progress), Path(output)
-    wanted = read_steps(steps)  # unknown names and wrong settings fail before the model is loaded
-    if precision is None:
-        backend = backend or (plan.backend if plan is not None else None) or DEFAULT_BACKEND
-    runtimes = None if backend is None else usable_runtimes(backend)
-    state = output / _STATE
-    with resumable(lambda: _resume_hint(state)), staged_output(output) as staged:
-        found = open_workload(workload) if isinstance(workload, str) else workload
-        _note_overwritten(output, found.name)
-        float_size = sum(t.numel() * t.element_size() for t in found.model.state_dict().values())
-        before: list[Accuracy] = []
-
-        def measure_float(model: nn.Module) -> None:
-            before.extend(accuracy(found, model, "float", begin))
-
-        quantized = quantize(
-            found.model,
-            partial(calibration, found, samples),
-            precision,
-            backend=backend,
-            plan=plan,
-            example=found.inputs,
-            name=found.name,
-            artefact=True,
-            steps=wanted,
-            seed=seed,
-            memory=memory,
-            folder=state,
-            keep_state=True,
-            on_start=measure_float if wanted else None,  # steps change the float weights
-            progress=progress,
-            **choices,
-        )
-        if not wanted:
-            # Later than with steps, because problems of the plan or the data should come before a long evaluation.
-            with in_mode(quantized.model, "float"):
-                measure_float(quantized.model)
-        _write_steps(quantized, staged)
-        record = finish(
-            found,
-            quantized,
-            staged,
-            runtimes=usable_runtimes(quantized.backend) if runtimes is None else runtimes,
-            accuracies=before,
-            float_size=Size(name="float weights", bytes=float_size),
-            histograms=histograms,
-            progress=progress,
-        )
-    shutil.rmtree(state, ignore_errors=True)  # not earlier: the results of the steps must be saved first
-    return Deployment(folder=output, record=record, quantized=quantized)
-
-
 def finish(
     workload: Workload,
     quantized: Quantized,
@@ -392,29 +300,6 @@ def _warnings(
     for problem in given:
         codes.setdefault(problem.code, problem)
     return (*codes.values(), *(() if written is None else written.warnings))
-
-
-def _resume_hint(state: Path) -> str | None:
-    if not state.is_dir():
-        return None
-    return f"the finished units of the steps are kept in {state}; rerun the command to resume"
-
-
-def _note_overwritten(output: Path, workload: str) -> None:
-    """Log it if the folder has the results of another workload."""
-    with suppress(BitwrightError):  # no report, or a damaged one
-        before = read_json(output / "report.json").workload
-        if before != workload:
-            log.info("%s has the results of %r: they are replaced", output, before)
-
-
-def _write_steps(quantized: Quantized, folder: Path) -> None:
-    if quantized.steps:
-        ran = [asdict(one) for one in quantized.steps]
-        write_text(folder / "steps.json", json.dumps(ran, indent=1, ensure_ascii=False) + "\n")
-    for one in quantized.steps:
-        if one.skipped:
-            log.info("%s skipped %d operators; steps.json has the reasons", one.step, len(one.skipped))
 
 
 def _check_same_model(workload: Workload, plan: Plan, run: Path) -> None:

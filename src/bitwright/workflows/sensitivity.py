@@ -20,9 +20,10 @@ from bitwright.graph import Graph
 from bitwright.plan import Plan
 from bitwright.ptq.quantize import Quantized, quantize
 from bitwright.sensitivity import OperatorScores, Scores, Suggestion, score, score_operators, suggest
-from bitwright.workflows.data import calibration, labelled, probes
-from bitwright.workload import Workload, can_measure, evaluate, loss_of
-from bitwright.workload.data import split
+from bitwright.training.data import TrainingData
+from bitwright.training.distributed import Ranks
+from bitwright.workload import Workload, can_measure, evaluate, loss_of, pairs
+from bitwright.workload.data import calibration, first, probes, split
 
 __all__ = ["WorkloadScores", "score_workload", "score_workload_operators"]
 
@@ -166,3 +167,11 @@ def score_workload_operators(
         log.info("there is no evaluation=: the indicator looks at training data")
     data = split(labelled(workload, samples), _BATCH)
     return score_operators(workload.model, data, loss_of(workload), indicator=indicator, formats=list(formats))
+
+
+def labelled(workload: Workload, samples: int | None = None) -> Iterator[Any]:
+    """Batches of (inputs, target) of the evaluation data, else of the training data."""
+    if workload.evaluation is not None:
+        return first(pairs(workload), samples)
+    alone = Ranks(rank=0, world=1, local=0)
+    return first(TrainingData(workload, batch=None, seed=0, ranks=alone, workers=0).epoch(0), samples)

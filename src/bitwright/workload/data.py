@@ -275,3 +275,17 @@ class CalibrationData:
             what = f"all {self.samples} samples of {name} are identical"
             found.append(Problem(what=what, fix=fix, code=f"constant-{suffix}"))
         return tuple(found)
+
+
+def calibration(workload: Workload, samples: int | None = None) -> Iterator[Any]:
+    """Batches of the calibration data, with at most `samples` samples."""
+    return first(batches(workload.calibration, name=workload.name), samples)
+
+
+def probes(workload: Workload, samples: int | None = None) -> Iterator[Any]:
+    """Inputs to check a model with: those of the evaluation, else of the calibration, else the example."""
+    if workload.evaluation is not None:
+        return first((inputs for inputs, _ in pairs(workload)), samples)
+    if workload.calibration is not None:
+        return calibration(workload, samples)
+    return iter([workload.inputs])

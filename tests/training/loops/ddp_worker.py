@@ -8,9 +8,8 @@ import torch
 import torch.distributed as dist
 from transformers import ResNetConfig, ResNetForImageClassification, Trainer, TrainingArguments
 
-from bitwright.core.process_group import leave_group
 from bitwright.training import Qat
-from bitwright.training.distributed import current_ranks
+from bitwright.training.distributed import current_ranks, leave_group
 from bitwright.training.loops.huggingface import HuggingFaceQatCallback
 
 

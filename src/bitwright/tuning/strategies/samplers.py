@@ -1,8 +1,10 @@
-"""bayesian and tpe: strategies based on Optuna's samplers."""
+"""Strategies that take candidates from the whole space: exhaustive, random, and Optuna's samplers (bayesian, tpe)."""
 
 from __future__ import annotations
 
 import warnings
+from itertools import islice
+from random import Random
 
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution
@@ -12,9 +14,35 @@ from optuna.trial import Trial
 from bitwright.tuning.candidate import Base, Candidate, TrialOutcome
 from bitwright.tuning.search import CandidateGenerator, Search
 
-_WAVE = 4  # candidates that may be evaluated in parallel
+_WAVE = 8  # candidates that may be evaluated in parallel
+_MISSES = 1000  # consecutive repeats after which nearly all candidates have been seen
+# Optuna's samplers learn from each wave, so theirs are smaller.
+_SAMPLED_WAVE = 4
+_SAMPLED_MISSES = 50  # consecutive repeats after which the sampler has no new candidates
 _START = 10  # random candidates at the start
-_MISSES = 50  # consecutive repeats after which the sampler has no new candidates
+
+
+def exhaustive(search: Search) -> CandidateGenerator:
+    """Generate all candidates, those with the fewest changes first, until the budget ends."""
+    everything = search.space.everything()
+    while wave := list(islice(everything, _WAVE)):
+        yield wave
+
+
+def random(search: Search) -> CandidateGenerator:
+    """Try each candidate at most once, starting with the default."""
+    generator, seen = Random(search.seed), set[str]()
+    wave: list[Candidate] = [search.space.start()]
+    while wave:
+        seen |= {candidate.key for candidate in wave}
+        yield wave
+        wave, misses = [], 0
+        while len(wave) < _WAVE and misses < _MISSES:
+            candidate = search.space.random(generator)
+            if candidate.key in seen or any(candidate.key == other.key for other in wave):
+                misses += 1
+            else:
+                wave.append(candidate)
 
 
 def tpe(search: Search) -> CandidateGenerator:
@@ -36,9 +64,9 @@ def _sampled(search: Search, sampler: BaseSampler) -> CandidateGenerator:
     [start] = yield [search.space.start()]
     seen: dict[str, TrialOutcome] = {search.space.start().key: start}
     misses = 0
-    while misses < _MISSES:
+    while misses < _SAMPLED_MISSES:
         asked: list[tuple[Trial, Candidate]] = []
-        while len(asked) < _WAVE and misses < _MISSES:
+        while len(asked) < _SAMPLED_WAVE and misses < _SAMPLED_MISSES:
             trial = study.ask(_space(search))
             candidate = _candidate(search, trial)
             if candidate.key in seen:

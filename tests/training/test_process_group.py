@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from bitwright.core import process_group as groups
-from bitwright.core.process_group import keep_group, keep_groups, leave_group, process_group
+from bitwright.training import distributed as groups
+from bitwright.training.distributed import joined_group, keep_group, keep_groups, leave_group
 
 WORKER = Path(__file__).parents[1] / "support" / "process_group_worker.py"
 
@@ -56,7 +56,7 @@ def _ddp(model: nn.Module | None = None) -> Any:
 
 def test_a_group_lives_as_long_as_its_reducer_and_no_longer(tmp_path: Path) -> None:
     for number in range(3):  # torch keeps the first group of a process
-        with process_group("gloo", init_method=f"file://{tmp_path}/{number}", rank=0, world_size=1):
+        with joined_group("gloo", init_method=f"file://{tmp_path}/{number}", rank=0, world_size=1):
             net = _ddp()
             group = weakref.ref(net.process_group)
         assert not dist.is_initialized()
@@ -71,7 +71,7 @@ def test_a_group_lives_as_long_as_its_reducer_and_no_longer(tmp_path: Path) -> N
 
 def test_every_ddp_of_the_process_is_found(tmp_path: Path) -> None:
     """Other frameworks make theirs where we don't see it, and collect garbage when they like."""
-    with process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1):
+    with joined_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1):
         net = _ddp()
         held = {"cycle": _ddp()}
         held["self"] = held
@@ -89,6 +89,6 @@ def test_every_ddp_of_the_process_is_found(tmp_path: Path) -> None:
 def test_there_may_be_no_group(tmp_path: Path) -> None:
     keep_groups()
     leave_group()
-    with process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1):
+    with joined_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1):
         dist.destroy_process_group()  # user code may be first
     assert not dist.is_initialized()

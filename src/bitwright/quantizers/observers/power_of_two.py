@@ -1,8 +1,4 @@
-"""The power-of-two scale with the smallest error.
-
-Starts with the smallest scale that clips nothing and tries smaller ones. "Floor" refers to the number of fractional
-bits, −log2 s, of the first scale.
-"""
+"""Power-of-two scales with the smallest error."""
 
 from __future__ import annotations
 
@@ -12,8 +8,14 @@ import torch
 from torch import Tensor
 
 from bitwright.core.formats import Format
-from bitwright.quantizers.grid import grid_from_range
-from bitwright.quantizers.observers.base import HistogramObserver, empty_if_zeros, observed_if_too_small, range_of_scale
+from bitwright.quantizers.grid import extremes, grid_from_range
+from bitwright.quantizers.observers.base import (
+    HistogramObserver,
+    RangeObserver,
+    empty_if_zeros,
+    observed_if_too_small,
+    range_of_scale,
+)
 
 _TRIED = 5  # number of exponents
 
@@ -46,4 +48,25 @@ class PotFloor(HistogramObserver):
         low, high = self.ends()
         exponent = best_exponent(*self.samples(), low, high, self.format)
         ends = range_of_scale(torch.exp2(exponent), low, self.format)
+        return empty_if_zeros(observed_if_too_small(ends, low, high, self.format), low, high)
+
+
+class PotMode(RangeObserver):
+    """Each batch votes for an exponent. The majority wins; ties are resolved in favour of the wider range."""
+
+    def __init__(self, *, format: Format) -> None:
+        super().__init__(format=format)
+        self.votes: list[Tensor] = []
+
+    def observe(self, rows: Tensor) -> None:
+        super().observe(rows)
+        low, high = extremes(rows)
+        ones = torch.ones_like(rows, dtype=torch.float64)
+        self.votes.append(best_exponent(rows, ones, low, high, self.format))
+
+    def range(self) -> tuple[Tensor, Tensor]:
+        """The range of the winning scale."""
+        low, high = self.ends()
+        finest = (-torch.stack(self.votes)).mode(dim=0).values  # for ties, `mode` returns the lowest
+        ends = range_of_scale(torch.exp2(-finest), low, self.format)
         return empty_if_zeros(observed_if_too_small(ends, low, high, self.format), low, high)

@@ -1,8 +1,13 @@
-"""mse_v2: repeatedly move the most helpful operator to float, then quantize as many as possible again."""
+"""Strategies that move operators to float in the order of a ranking: mse, mse_v2 and hawq_v2."""
 
 from __future__ import annotations
 
-from bitwright.tuning.search import CandidateGenerator, Search, evaluate_one
+from bitwright.tuning.search import CandidateGenerator, Search, accumulate, evaluate_one, worst_first
+
+
+def mse(search: Search) -> CandidateGenerator:
+    """Operators by the mean squared error between float and quantized activations, worst first."""
+    yield from worst_first(search, search.by_mse())
 
 
 def mse_v2(search: Search) -> CandidateGenerator:
@@ -21,3 +26,11 @@ def mse_v2(search: Search) -> CandidateGenerator:
         outcome = yield from evaluate_one([space.floated(None, [name for name in kept if name != least])])
         if outcome.passed:
             kept.remove(least)
+
+
+def hawq_v2(search: Search) -> CandidateGenerator:
+    """Accumulate operators by trace(H)·‖ΔW‖², largest first, with Hutchinson's estimate on the user's loss."""
+    search.need_loss("hawq_v2")
+    start = yield from evaluate_one([search.space.start()])
+    if not start.passed:
+        yield from accumulate(search, search.by_hessian())

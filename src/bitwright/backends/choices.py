@@ -1,10 +1,9 @@
-"""Validate the choices for a plan, and a plan against its backend."""
+"""The choices for a plan, and their validation against a backend."""
 
 from __future__ import annotations
 
 import fnmatch
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
 from typing import Any, TypedDict
 
 from bitwright.backends.table import BackendTable
@@ -12,8 +11,7 @@ from bitwright.core.errors import FormatError, PlanError, Problem, did_you_mean
 from bitwright.core.formats import Format
 from bitwright.core.registry import OBSERVERS, QUANTIZERS
 from bitwright.graph import Graph
-from bitwright.plan import NO_FOLDING, STRATEGIES, Plan, known_strategies
-from bitwright.plan.plan import is_pattern
+from bitwright.plan import NO_FOLDING, STRATEGIES, known_strategies
 
 
 class Choices(TypedDict, total=False):
@@ -125,45 +123,3 @@ def _folding(choices: Choices, table: BackendTable) -> Iterator[Problem]:
             fix="remove fold, or use another backend",
             code="fold-not-supported",
         )
-
-
-def resolve_for_backend(plan: Plan, table: BackendTable, graph: Graph, *, name: str | None = None) -> Plan:
-    """Resolve a plan for a model (`name`) and a backend. Raises all problems of both."""
-    problems = plan.validate(graph)
-    # a plan with unresolved patterns has no sites to check
-    known = replace(plan, sites={key: spec for key, spec in plan.sites.items() if not is_pattern(key)})
-    problems += check_plan(known if problems else plan.resolve(graph), table, graph)
-    if problems:
-        raise PlanError(problems, title=problems_title(plan, name))
-    return plan.resolve(graph)
-
-
-def problems_title(plan: Plan, name: str | None) -> str:
-    """The title of a list of problems, which mentions a plan made for another model."""
-    if name is None or plan.model in (None, name):
-        return "the plan has problems"
-    return f"the plan has problems: it was made for {plan.model!r}, but this model is {name!r}"
-
-
-def check_plan(plan: Plan, table: BackendTable, graph: Graph | None = None) -> list[Problem]:
-    """Every site with a format that the target can't run. The graph tells which operands are weights."""
-    roles = {} if graph is None else {op.site(port.name): port.role for op in graph.ops for port in op.ports}
-    problems: list[Problem] = []
-    for site, spec in plan.quantized:
-        if spec.share is not None or spec.quantizer == "product":
-            continue
-        weight = site.endswith(":weight")
-        choice = table.weights if weight else table.activations
-        # an operand may be a weight (x @ w) or a constant that counts as data (positions): accept either list
-        unsure = roles.get(site, "weight") == "weight" and site.rpartition(":")[2].startswith("input")
-        if not choice.allows(spec.format) and not (unsure and table.weights.allows(spec.format)):
-            problems.append(
-                Problem(
-                    what=f"{table.name} can't run this format here",
-                    where=site,
-                    value=str(spec.format),
-                    fix=f"use one of: {', '.join(choice.formats)}, float",
-                    code="unsupported-format",
-                )
-            )
-    return problems

@@ -1,10 +1,17 @@
-"""weight-variance: how much rounding changes the variance of an operator's weight."""
+"""Baselines for other indicators: random numbers, and the variance that rounding changes in an operator's weight."""
 
 from __future__ import annotations
+
+from random import Random
 
 from bitwright.plan import ComputeSpec
 from bitwright.sensitivity.error_injection import rounded_weight, weight_of
 from bitwright.sensitivity.operator_scores import Subject, Values
+
+
+def random(subject: Subject) -> Values:
+    """A number between 0 and 1 that depends only on the seed, the operator and the format."""
+    return subject.each(lambda name, spec: Random(f"{subject.seed} {name} {spec}").random())
 
 
 def weight_variance(subject: Subject) -> Values:
