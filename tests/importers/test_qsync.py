@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import pickletools
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -167,6 +168,18 @@ values = st.recursive(
 @settings(max_examples=80)
 def test_data_is_read_as_pickle_would(value: Any, protocol: int) -> None:
     assert read_pickle(pickle.dumps(value, protocol), "test") == value
+
+
+@given(values, st.data())
+@settings(max_examples=80)
+def test_frames_change_nothing(value: Any, draw: st.DataObject) -> None:
+    """pickletools ignores frames. In wrong ones, the unpickler would execute opcodes that nothing has verified."""
+    data = pickle.dumps(value, 3)
+    starts = [start for _, _, start in pickletools.genops(data) if start is not None]
+    for start in sorted(draw.draw(st.sets(st.sampled_from(starts))), reverse=True):
+        length = draw.draw(st.integers(0, len(data)))
+        data = data[:start] + b"\x95" + length.to_bytes(8, "little") + data[start:]
+    assert read_pickle(data, "test") == value
 
 
 @given(st.dictionaries(st.text(), st.integers(0, 32)))

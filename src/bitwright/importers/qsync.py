@@ -237,6 +237,7 @@ _FIX = "save the data as JSON or YAML; only numbers, texts, lists, dictionaries 
 # Opcodes that create other objects, or allocate memory before they read it.
 _REFUSED = {"INST", "OBJ", "NEWOBJ", "NEWOBJ_EX", "EXT1", "EXT2", "EXT4", "PERSID", "BINPERSID"}
 _REFUSED |= {"BYTEARRAY8", "NEXT_BUFFER", "READONLY_BUFFER"}
+_FRAME_BYTES = 9  # the opcode and the length of the frame
 
 
 class _Function:
@@ -305,17 +306,25 @@ class _Unpickler(pickle.Unpickler):
 
 def read_pickle(raw: bytes, where: str) -> Any:
     """The value of a pickle; NumPy's scalars become Python numbers."""
-    _check_opcodes(raw, where)
-    value = _Unpickler(raw, where).load()
+    value = _Unpickler(_checked_pickle(raw, where), where).load()
     return value.items if isinstance(value, _ObjectArray) else value
 
 
-def _check_opcodes(raw: bytes, where: str) -> None:
-    """Refuse opcodes that create other objects, and uses of the memo that need unbounded memory or time."""
+def _checked_pickle(raw: bytes, where: str) -> bytes:
+    """The pickle without frames, whose opcodes are known to be harmless.
+
+    Opcodes that create other objects are refused, and uses of the memo that need unbounded memory or time. Frames only
+    speed up reading. With nested frames, the unpickler would execute other opcodes than those that are verified here.
+    """
     tuples: set[Any] = set()
-    previous, count = "", 0
-    for opcode, argument, _ in pickletools.genops(raw):
+    kept: list[bytes] = []
+    previous, count, begin = "", 0, 0
+    for opcode, argument, position in pickletools.genops(raw):
         name = opcode.name
+        if name == "FRAME" and position is not None:
+            kept.append(raw[begin:position])
+            begin = position + _FRAME_BYTES
+            continue
         wrong = name if name in _REFUSED else ""
         if name in ("MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT"):
             index = count if argument is None else argument
@@ -330,6 +339,7 @@ def _check_opcodes(raw: bytes, where: str) -> None:
             what = "the pickle does more than hold data"
             raise BitwrightError(what, where=where, value=wrong, fix=_FIX, code="unsafe-pickle")
         previous = name
+    return b"".join([*kept, raw[begin:]])
 
 
 def load_npy(path: str | Path) -> Any:
