@@ -25,7 +25,7 @@ from bitwright import GridConfig, TrainConfig, Trainer
 from bitwright.backends import backend
 from bitwright.bench.float_networks import FloatNetworks
 from bitwright.bench.grid import RowTask
-from bitwright.bench.rows import RowOutcome, gave_up, plan_of
+from bitwright.bench.grid_row import RowOutcome, gave_up, plan_of
 from bitwright.core.task_store import open_study
 from bitwright.core.tensor_tree import as_call
 from bitwright.quantizers import Layout

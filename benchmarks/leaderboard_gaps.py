@@ -26,7 +26,7 @@ from bitwright import GridConfig, TrainConfig, Trainer, check
 from bitwright.backends import backend
 from bitwright.bench.float_networks import FloatNetworks
 from bitwright.bench.grid import RowTask
-from bitwright.bench.rows import RowOutcome, gave_up, on_device, plan_of
+from bitwright.bench.grid_row import RowOutcome, gave_up, on_device, plan_of
 from bitwright.core.task_store import open_study
 from bitwright.deployment.runtimes.openvino import OpenVino
 from bitwright.workload import Workload, evaluate

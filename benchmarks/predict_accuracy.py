@@ -42,8 +42,8 @@ from bitwright.plan import Plan
 from bitwright.profiling import DeviceProfile, StepSettings, Variant, halves, open_store, record_step
 from bitwright.profiling.microbenchmarks import measure_tensors
 from bitwright.profiling.overhead import measure_host
+from bitwright.profiling.profiled_step import CLOCKS, TimedStep, restricted
 from bitwright.profiling.profiler import assemble, compiler_bytes, peak_resident_bytes
-from bitwright.profiling.step import CLOCKS, TimedStep, restricted
 from bitwright.profiling.step_timer import StepTimer
 from bitwright.profiling.timing import gc_disabled, timer_overhead
 from bitwright.quantizers import prepare

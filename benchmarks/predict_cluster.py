@@ -41,8 +41,8 @@ from bitwright.plan import Plan
 from bitwright.profiling import DeviceProfile, StepSettings, Variant, open_store, record_step
 from bitwright.profiling.microbenchmarks import measure_tensors
 from bitwright.profiling.overhead import Collectives, group_fact, measure_group, measure_host
+from bitwright.profiling.profiled_step import CLOCKS, TimedStep
 from bitwright.profiling.profiler import assemble, pauses
-from bitwright.profiling.step import CLOCKS, TimedStep
 from bitwright.profiling.step_timer import StepTimer
 from bitwright.profiling.timing import gc_disabled, timer_overhead
 from bitwright.training import Qat

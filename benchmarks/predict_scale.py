@@ -26,7 +26,7 @@ from bitwright.core.files import write_text
 from bitwright.plan import Plan
 from bitwright.profiling import DeviceProfile, SampleStore, StepSettings, Variant, record_step
 from bitwright.profiling.device_profile import TensorsCost
-from bitwright.profiling.step import CLOCKS, TimedStep
+from bitwright.profiling.profiled_step import CLOCKS, TimedStep
 from bitwright.profiling.step_timer import StepTimer
 from bitwright.training import Qat
 

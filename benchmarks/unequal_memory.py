@@ -41,8 +41,8 @@ from bitwright.core.errors import PlanError
 from bitwright.plan import ComputeSpec
 from bitwright.profiling import DeviceProfile, StepSettings, Variant, open_store, profile_variants, record_step
 from bitwright.profiling.overhead import group_fact, measure_collectives, measure_group
+from bitwright.profiling.profiled_step import TimedStep
 from bitwright.profiling.profiler import peak_resident_bytes, training_peak
-from bitwright.profiling.step import TimedStep
 from bitwright.profiling.timing import gc_disabled
 from bitwright.training.distributed import leave_group
 

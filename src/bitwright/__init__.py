@@ -9,10 +9,10 @@ if TYPE_CHECKING:
     from bitwright.backends import backend, make_plan
     from bitwright.bench import GridConfig, Leaderboard, benchmark, rerun_rows
     from bitwright.bench.comparison import Comparison
-    from bitwright.bench.run_grid import run_grid
+    from bitwright.bench.grid_run import run_grid
     from bitwright.cluster import Cluster, Prediction
+    from bitwright.cluster.cluster_plan import plan_cluster
     from bitwright.cluster.measurement import profile
-    from bitwright.cluster.plan_cluster import plan_cluster
     from bitwright.cluster.predictor import predict
     from bitwright.core import __version__
     from bitwright.core.errors import BitwrightError, PlanError, Problem
@@ -69,7 +69,7 @@ _HOMES = {
         "run_grid",
     ),
     "bitwright.cluster": ("Cluster", "Prediction"),
-    "bitwright.cluster.plan_cluster": ("plan_cluster",),
+    "bitwright.cluster.cluster_plan": ("plan_cluster",),
     "bitwright.cluster.predictor": ("predict",),
     "bitwright.cluster.measurement": ("profile",),
     "bitwright.profiling": ("DeviceProfile",),

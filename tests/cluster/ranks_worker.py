@@ -16,8 +16,8 @@ from bitwright.plan import Plan
 from bitwright.profiling import StepSettings, open_store
 from bitwright.profiling.microbenchmarks import measure_tensors
 from bitwright.profiling.overhead import measure_group, measure_host
+from bitwright.profiling.profiled_step import CLOCKS, TimedStep
 from bitwright.profiling.profiler import assemble
-from bitwright.profiling.step import CLOCKS, TimedStep
 from bitwright.profiling.step_timer import StepTimer
 from bitwright.profiling.timing import gc_disabled
 

@@ -15,7 +15,7 @@ from bitwright.core.formats import Format
 from bitwright.plan import FoldSpec, Plan, SiteSpec
 from bitwright.profiling import IMPLEMENTATIONS, Cast, Execution, OperatorUnderPlan, StepSettings, Variant, record_step
 from bitwright.profiling.device_profile import CastCost, Line, OperatorTime, TensorsCost
-from bitwright.profiling.step import restricted
+from bitwright.profiling.profiled_step import restricted
 
 
 def test_every_second_is_somebodys() -> None:

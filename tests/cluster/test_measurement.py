@@ -10,8 +10,8 @@ from bitwright.cluster.measurement import check_is_here, compare
 from bitwright.core.errors import PlanError
 from bitwright.plan import Plan
 from bitwright.profiling import StepSettings, Variant, record_step
+from bitwright.profiling.profiled_step import TimedStep
 from bitwright.profiling.profiler import device_name
-from bitwright.profiling.step import TimedStep
 
 
 def test_the_step_that_is_measured_follows_one_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from bitwright.core.schemas import validated
 from bitwright.importers.key_table import rows
 from bitwright.importers.lpot import LpotConfig, is_lpot, read_lpot, tune_settings
 from bitwright.tuning import TuneConfig
-from bitwright.tuning.evaluate import Measuring
+from bitwright.tuning.evaluation import Measuring
 
 STATIC = """\
 version: 1.0

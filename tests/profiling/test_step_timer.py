@@ -10,9 +10,9 @@ from bitwright.cluster.device_step import DeviceStep
 from bitwright.plan import Plan
 from bitwright.profiling import StepSettings, Variant, record_step
 from bitwright.profiling.device_profile import DeviceProfile, Host, OperatorCost, OperatorTime, TensorsCost
+from bitwright.profiling.profiled_step import CLOCKS, TimedStep
 from bitwright.profiling.profiler import assemble
 from bitwright.profiling.sample_store import SampleStore
-from bitwright.profiling.step import CLOCKS, TimedStep
 from bitwright.profiling.step_timer import ACCUMULATE, Sample, StepTimer
 from bitwright.profiling.timing import timer_overhead
 

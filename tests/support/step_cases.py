@@ -14,7 +14,7 @@ from bitwright.backends import make_plan
 from bitwright.graph import capture
 from bitwright.plan import Plan
 from bitwright.profiling.device_profile import DeviceProfile, OperatorCost, OperatorTime, TensorsCost
-from bitwright.profiling.step import CLOCKS, TimedStep, Variant
+from bitwright.profiling.profiled_step import CLOCKS, TimedStep, Variant
 from bitwright.profiling.step_timer import Key, Sample, StepTimer
 from bitwright.ptq import calibrate
 from bitwright.quantizers import compile_arithmetic, prepare

@@ -46,7 +46,7 @@ def plan_cluster(
 ) -> None:
     """Choose a precision for every operator on each kind of device of a cluster, and compare planners."""
     from bitwright.cluster import Cluster
-    from bitwright.cluster.plan_cluster import compare_planners
+    from bitwright.cluster.cluster_plan import compare_planners
     from bitwright.core.registry import PLANNERS
     from bitwright.sensitivity import OperatorScores
 

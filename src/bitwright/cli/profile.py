@@ -73,8 +73,8 @@ def profile_(
     from bitwright.core.output_folder import locked_file
     from bitwright.importers.trace import import_trace
     from bitwright.profiling.device_profile import operators_of_step, quality_notes
+    from bitwright.profiling.profiled_step import WorkloadStep
     from bitwright.profiling.profiler import of_rank
-    from bitwright.profiling.step import WorkloadStep
     from bitwright.training.distributed import process_group
 
     measuring = {

@@ -8,8 +8,8 @@ from dataclasses import replace
 from functools import cached_property
 
 from bitwright.cluster.cluster import Cluster
+from bitwright.cluster.cost_lookup import kernel_estimate
 from bitwright.cluster.cost_model import ACTIVATIONS, FLOAT, Assignment, Plans
-from bitwright.cluster.costs import kernel_estimate
 from bitwright.cluster.data_parallel import Lane, replay
 from bitwright.cluster.device_step import DeviceStep
 from bitwright.cluster.memory import MemoryLimit, MemoryUse, memory_of, saved_by_operator

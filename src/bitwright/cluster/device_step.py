@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate as running_sum
 
-from bitwright.cluster.costs import Cost, Costs, kernel_estimate
+from bitwright.cluster.cost_lookup import Cost, Costs, kernel_estimate
 from bitwright.cluster.data_parallel import gradients_of
 from bitwright.core.errors import BitwrightError, did_you_mean
 from bitwright.graph.naming import site_name

@@ -33,18 +33,7 @@ from bitwright.plan import Plan
 from bitwright.profiling.cost_key import CostKey, is_loss
 from bitwright.profiling.device_profile import DeviceProfile
 from bitwright.profiling.execution import is_quantizer
-from bitwright.profiling.profiler import (
-    check_device,
-    device_name,
-    of_rank,
-    open_store,
-    profile_variants,
-    samples_file,
-    training_peak,
-)
-from bitwright.profiling.published import published as published_profile
-from bitwright.profiling.sample_store import SampleStore
-from bitwright.profiling.step import (
+from bitwright.profiling.profiled_step import (
     CLOCKS,
     PHASES,
     Clock,
@@ -55,6 +44,17 @@ from bitwright.profiling.step import (
     kernel_plan,
     resolve_plan,
 )
+from bitwright.profiling.profiler import (
+    check_device,
+    device_name,
+    of_rank,
+    open_store,
+    profile_variants,
+    samples_file,
+    training_peak,
+)
+from bitwright.profiling.published_profile import published as published_profile
+from bitwright.profiling.sample_store import SampleStore
 from bitwright.profiling.step_graph import StepGraph
 from bitwright.profiling.step_timer import ACCUMULATE, Sample, StepTimer
 from bitwright.profiling.timing import TimerOverhead, gc_disabled, timer_overhead, yardstick

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 
 from bitwright.cluster.cluster import Cluster
-from bitwright.cluster.costs import check_layout, explain_batch_mismatch
+from bitwright.cluster.cost_lookup import check_layout, explain_batch_mismatch
 from bitwright.cluster.data_parallel import Bucket, Lane, StepReplay, make_buckets, on_line, replay
 from bitwright.cluster.device_step import DeviceStep
 from bitwright.cluster.memory import memory_of
@@ -18,7 +18,7 @@ from bitwright.core.arguments import strict
 from bitwright.core.errors import BitwrightError, PlanError, Problem, did_you_mean
 from bitwright.plan import Plan
 from bitwright.profiling.device_profile import DeviceProfile
-from bitwright.profiling.step import WorkloadStep, resolve_plan
+from bitwright.profiling.profiled_step import WorkloadStep, resolve_plan
 from bitwright.profiling.step_graph import StepGraph
 from bitwright.training.config import StepSettings
 from bitwright.workload import Workload

@@ -17,7 +17,10 @@ from bitwright.core.errors import ArtefactError, Problem, WorkloadError, log_war
 from bitwright.core.formatting import decibels, number, percent
 from bitwright.core.registry import RUNTIMES
 from bitwright.core.tensor_tree import as_array, as_call, call_copied, eval_mode, tensors_in
-from bitwright.deployment.agreement import (
+from bitwright.deployment.artefacts.base import QDQ, kind_of_artefact, read_artefact
+from bitwright.deployment.distance import Distance, SiteDistance, distance_of, measure_sites
+from bitwright.deployment.onnx_files import Damage
+from bitwright.deployment.parity import (
     AgreementSums,
     OutputCheck,
     ProbeInfo,
@@ -27,9 +30,6 @@ from bitwright.deployment.agreement import (
     check_sites,
     refuse_nan,
 )
-from bitwright.deployment.artefacts.base import QDQ, kind_of_artefact, read_artefact
-from bitwright.deployment.distance import Distance, SiteDistance, distance_of, measure_sites
-from bitwright.deployment.onnx_files import Damage
 from bitwright.deployment.rounding_growth import GrowthProbe, RoundingGrowth
 from bitwright.deployment.runtimes.base import Runtime, open_runtime, readers
 from bitwright.graph.capture import report_batch_errors

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from bitwright.core.errors import Problem
 from bitwright.core.tensor_tree import as_array, as_call, batch_size, eval_mode, map_tensors, slice_batch, tensors_in
-from bitwright.deployment.agreement import AgreementSums, decibels
+from bitwright.deployment.parity import AgreementSums, decibels
 from bitwright.quantizers import Attachment, Quantizer, attachment_of, in_mode, tapped
 
 FAR_DB = 10.0  # below, the error is a third of the output's amplitude; typical INT8 models have 20 to 40

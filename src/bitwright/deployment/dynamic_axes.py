@@ -25,10 +25,10 @@ from torch import Tensor, nn
 from bitwright.backends import DEFAULT_RUNTIME
 from bitwright.core.errors import BitwrightError
 from bitwright.core.tensor_tree import as_array, call_copied, eval_mode, map_tensors, tensors_in
-from bitwright.deployment.agreement import AgreementSums
+from bitwright.deployment.parity import AgreementSums
 from bitwright.deployment.runtimes.base import Runtime, open_runtime
 from bitwright.quantizers import find_attachment, in_mode
-from bitwright.quantizers.prepare import QuantizationMode
+from bitwright.quantizers.preparation import QuantizationMode
 
 _LARGE = 1 << 16  # a larger limit comes from torch (32-bit indexes), not from the model's code
 _EXACT_DB = 60.0  # minimum agreement of the float program with the float model,

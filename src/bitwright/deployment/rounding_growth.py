@@ -23,7 +23,7 @@ from bitwright.core.errors import ArtefactError, Problem
 from bitwright.core.formatting import decibels as as_decibels
 from bitwright.core.formatting import percent
 from bitwright.core.tensor_tree import as_array, call_copied, tensors_in
-from bitwright.deployment.agreement import agreement_of, decibels, grid_of
+from bitwright.deployment.parity import agreement_of, decibels, grid_of
 from bitwright.deployment.runtimes.base import Runtime
 from bitwright.quantizers import Quantizer, in_mode, quantizers_of, tapped
 

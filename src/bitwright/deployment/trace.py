@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_leaves
 from bitwright.core.errors import ExportError, Problem, line_of
 from bitwright.core.tensor_tree import batch_size, call_copied, eval_mode, map_tensors, tensors_in
 from bitwright.deployment.dynamic_axes import Axis, free_axes, sizes_by_symbol, with_named_sizes
+from bitwright.deployment.onnx_translation import inline_regions
 from bitwright.deployment.qdq import Recorded
-from bitwright.deployment.translation import inline_regions
 from bitwright.graph.capture import Recorder, named_inputs, run_recorded
 from bitwright.graph.interception import bare
 from bitwright.quantizers import Attachment, Fold, Quantizer, Route, align, attachment_of, in_mode, routed, tapped

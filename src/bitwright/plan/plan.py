@@ -249,7 +249,7 @@ class Plan(Summarized):
 
     def resolve(self, graph: Graph) -> Plan:
         """Replace patterns by the sites they match. All problems are raised at once."""
-        from bitwright.plan.validate import validate
+        from bitwright.plan.validation import validate
 
         problems = validate(self, graph)
         if problems:
@@ -267,7 +267,7 @@ class Plan(Summarized):
 
     def validate(self, graph: Graph | None = None) -> list[Problem]:
         """All problems, with site, value and fix. Empty if the plan is valid."""
-        from bitwright.plan.validate import validate
+        from bitwright.plan.validation import validate
 
         return validate(self, graph)
 

@@ -21,7 +21,7 @@ from bitwright.plan import Plan, SiteSpec
 from bitwright.profiling.cost_key import is_loss
 from bitwright.profiling.device_profile import CollectiveCost, Host
 from bitwright.profiling.microbenchmarks import timed, zero_grad_cost
-from bitwright.profiling.step import CLOCKS, Clock, TimedStep, make_optimizer
+from bitwright.profiling.profiled_step import CLOCKS, Clock, TimedStep, make_optimizer
 from bitwright.profiling.step_timer import Sample, StepTimer
 from bitwright.profiling.timing import fit, gc_disabled, interleaved, typical, yardstick
 from bitwright.ptq import ALONE, calibrate

@@ -28,8 +28,8 @@ from bitwright.profiling.device_profile import CastCost, CollectiveCost, DeviceP
 from bitwright.profiling.execution import Cast
 from bitwright.profiling.microbenchmarks import COLD, DTYPES, measure_casts, measure_tensors
 from bitwright.profiling.overhead import group_facts, group_lacks, measure_group, measure_host
+from bitwright.profiling.profiled_step import CLOCKS, Clock, TimedStep, Variant
 from bitwright.profiling.sample_store import SampleStore
-from bitwright.profiling.step import CLOCKS, Clock, TimedStep, Variant
 from bitwright.profiling.step_graph import record_step
 from bitwright.profiling.step_timer import Key, StepTimer
 from bitwright.profiling.timing import gc_disabled, timer_overhead, yardstick

@@ -24,7 +24,7 @@ from bitwright.plan import Plan
 from bitwright.profiling.cost_key import CallSpec, TensorSpec, describe
 from bitwright.profiling.device_profile import Host
 from bitwright.profiling.execution import IMPLEMENTATIONS, Cast, Execution, OperatorUnderPlan, base_format
-from bitwright.profiling.step import TimedStep
+from bitwright.profiling.profiled_step import TimedStep
 from bitwright.profiling.step_graph import loss_call
 from bitwright.quantizers import Attachment, Quantizer, find_attachment
 from bitwright.training.config import StepSettings

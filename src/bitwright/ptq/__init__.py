@@ -2,8 +2,8 @@
 
 from bitwright.ptq.calibration import calibrate, find_ranges, settle_ranges, settle_weights
 from bitwright.ptq.distributed import ALONE
-from bitwright.ptq.run import StepResult, run_steps
 from bitwright.ptq.step import MEMORY, Data, PtqContext, Step, read_steps, require_rereadable
+from bitwright.ptq.step_runner import StepResult, run_steps
 from bitwright.workload.data import CalibrationData
 
 __all__ = [

@@ -34,8 +34,8 @@ from bitwright.graph import Graph, capture, capture_paths
 from bitwright.graph.interception import bare
 from bitwright.plan import Plan
 from bitwright.ptq.calibration import find_ranges
-from bitwright.ptq.run import StepResult, run_steps
 from bitwright.ptq.step import MEMORY, Data, PtqContext, Step, read_steps, require_rereadable
+from bitwright.ptq.step_runner import StepResult, run_steps
 from bitwright.quantizers import find_attachment, in_mode, prepare, strip, warnings_of, weights_may_change
 from bitwright.workload import Workload, evaluate, load_workload
 from bitwright.workload.data import CalibrationData

@@ -6,7 +6,7 @@ from bitwright.quantizers.export_sites import Route, align, routed
 from bitwright.quantizers.folding import Fold
 from bitwright.quantizers.grid import Grid, Layout, extremes, grid_from_range
 from bitwright.quantizers.observers.base import Observer
-from bitwright.quantizers.prepare import (
+from bitwright.quantizers.preparation import (
     attachment_of,
     compile_arithmetic,
     find_attachment,

@@ -17,7 +17,7 @@ from bitwright.plan import SiteSpec
 from bitwright.quantizers.attachment import Attachment
 from bitwright.quantizers.base import Quantizer
 from bitwright.quantizers.grid import Grid
-from bitwright.quantizers.prepare import attachment_of, in_mode, tapped
+from bitwright.quantizers.preparation import attachment_of, in_mode, tapped
 from bitwright.workload import call
 
 

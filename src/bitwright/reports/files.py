@@ -10,8 +10,8 @@ from typing import Any
 from pydantic import BaseModel
 
 from bitwright.bench.comparison import Accuracy, Comparison
+from bitwright.bench.grid_row import FinishedRow
 from bitwright.bench.leaderboard import Result
-from bitwright.bench.rows import FinishedRow
 from bitwright.cluster import Prediction
 from bitwright.core.arguments import reject_unknown, strict
 from bitwright.core.environment import environment

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any
 from urllib.parse import quote
 
+from bitwright.bench.grid_row import report_folder
 from bitwright.bench.leaderboard import (
     Leaderboard,
     Row,
@@ -26,7 +27,6 @@ from bitwright.bench.leaderboard import (
     spread_text,
     summary,
 )
-from bitwright.bench.rows import report_folder
 from bitwright.core.environment import Machine
 from bitwright.core.errors import BitwrightError
 from bitwright.core.files import write_text, yaml_text

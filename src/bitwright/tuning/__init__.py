@@ -2,7 +2,7 @@
 
 from bitwright.tuning.candidate import Base, Candidate, Override, TrialOutcome
 from bitwright.tuning.config import TuneConfig
-from bitwright.tuning.evaluate import Measuring
+from bitwright.tuning.evaluation import Measuring
 from bitwright.tuning.goal import Budget, Drop, Goal
 from bitwright.tuning.result import Tuned
 from bitwright.tuning.search import CandidateGenerator, Search, Strategy

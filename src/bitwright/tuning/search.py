@@ -23,7 +23,7 @@ from bitwright.plan import Plan
 from bitwright.sensitivity import errors_without, hessian_traces, score
 from bitwright.tuning.baseline import Baseline
 from bitwright.tuning.candidate import Base, Candidate, TrialOutcome, failure
-from bitwright.tuning.evaluate import Evaluator, Measuring, Tell
+from bitwright.tuning.evaluation import Evaluator, Measuring, Tell
 from bitwright.tuning.goal import Budget, Goal
 from bitwright.tuning.space import SearchSpace, Space
 from bitwright.workload import Workload, loss_of, pairs

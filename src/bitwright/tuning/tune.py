@@ -27,7 +27,7 @@ from bitwright.ptq.quantize import Quantized, put_back
 from bitwright.quantizers import find_attachment, strip
 from bitwright.tuning.baseline import Baseline, measure_float
 from bitwright.tuning.candidate import Candidate, TrialOutcome
-from bitwright.tuning.evaluate import Evaluator, Measuring, load_calibration, quantize_candidate
+from bitwright.tuning.evaluation import Evaluator, Measuring, load_calibration, quantize_candidate
 from bitwright.tuning.goal import ERROR, Budget, Goal, Paired, mcnemar
 from bitwright.tuning.result import TUNING, Tuned
 from bitwright.tuning.search import (

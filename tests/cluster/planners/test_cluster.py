@@ -21,7 +21,7 @@ from bitwright.kernels.int8 import Int8
 from bitwright.plan import ComputeSpec
 from bitwright.profiling import DeviceProfile, StepGraph, Variant, profile_variants, record_step
 from bitwright.profiling.device_profile import OperatorCost, OperatorTime
-from bitwright.profiling.step import Clock
+from bitwright.profiling.profiled_step import Clock
 
 INT8 = ComputeSpec(format="int8", backward=("input", "weight"))
 PENALTIES = {"0": {"int8": 3.0}, "2": {"int8": 1.0}, "4": {"int8": 0.1}, "6": {"int8": 9.0}}

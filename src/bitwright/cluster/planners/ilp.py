@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from bitwright.cluster.cost_model import FLOAT, CostModel, too_large
-from bitwright.cluster.planners.blocks import Sampled, price_of, sample
+from bitwright.cluster.planners.decomposition import Sampled, price_of, sample
 from bitwright.core.errors import PlanError, Problem
 
 _TRIES = 6  # true costs aren't sums: the limit is reduced by the excess, up to this number of times

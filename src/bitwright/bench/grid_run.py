@@ -11,8 +11,16 @@ from typing import Any, TypeAlias
 
 from bitwright.bench.float_networks import FloatNetworks
 from bitwright.bench.grid import GridConfig, RowTask
+from bitwright.bench.grid_row import (
+    RowOutcome,
+    gave_up,
+    one_line,
+    quiet_training,
+    report_folder,
+    run_row,
+    train_float_on,
+)
 from bitwright.bench.leaderboard import FloatNet, Leaderboard, Result, Row, summaries
-from bitwright.bench.rows import RowOutcome, gave_up, one_line, quiet_training, report_folder, run_row, train_float_on
 from bitwright.core.addresses import is_address
 from bitwright.core.arguments import strict
 from bitwright.core.environment import Machine, machine, other_instructions, revision

@@ -25,7 +25,7 @@ from bitwright.profiling.device_profile import (
     SavedTensors,
     TensorsCost,
 )
-from bitwright.profiling.step import CLOCKS, TimedStep, Variant
+from bitwright.profiling.profiled_step import CLOCKS, TimedStep, Variant
 from bitwright.profiling.step_timer import ACCUMULATE, CallWork, Key, Sample, StepTimer
 from bitwright.training.step import Batch
 from bitwright.workload import Loss

@@ -9,8 +9,8 @@ from typing import Any, TypedDict, Unpack
 
 from bitwright.cluster.cluster import Cluster
 from bitwright.cluster.cluster_cost_model import ClusterCostModel
+from bitwright.cluster.cost_lookup import check_layout, explain_batch_mismatch
 from bitwright.cluster.cost_model import FLOAT
-from bitwright.cluster.costs import check_layout, explain_batch_mismatch
 from bitwright.cluster.memory import MemoryLimit, describe_limits
 from bitwright.cluster.planners import Allocation, uniform
 from bitwright.cluster.planners.precision import over_limits
@@ -23,7 +23,7 @@ from bitwright.core.registry import PLANNERS
 from bitwright.core.tensor_tree import batch_size
 from bitwright.plan import Plan
 from bitwright.profiling.device_profile import DeviceProfile
-from bitwright.profiling.step import WorkloadStep
+from bitwright.profiling.profiled_step import WorkloadStep
 from bitwright.sensitivity import OperatorScores, spec_of
 from bitwright.workload import Workload
 

@@ -13,7 +13,7 @@ from bitwright.cluster import Cluster, predict_step
 from bitwright.core.errors import BitwrightError
 from bitwright.plan import ComputeSpec
 from bitwright.profiling import DeviceProfile, Variant, record_step
-from bitwright.profiling.published import published, published_devices
+from bitwright.profiling.published_profile import published, published_devices
 
 ROWS, WIDTH, OUT = 512, 1024, 2048
 

@@ -152,7 +152,7 @@ def test_a_model_that_differs_from_its_row_is_an_error(tmp_path: Path, monkeypat
     def other(*arguments: Any, **choices: Any) -> Plan:
         return make_plan(*arguments, **{**choices, "quantizer": "plain", "weight_quantizer": "plain"})
 
-    monkeypatch.setattr("bitwright.bench.rows.make_plan", other)
+    monkeypatch.setattr("bitwright.bench.grid_row.make_plan", other)
     (failed,) = run(tmp_path, attempts=1).rows
     assert failed.status == "failed"
     assert "bitwright.quantizers.plain.Plain runs instead of bitwright.quantizers.lsq.Lsq" in str(failed.reason)
@@ -160,7 +160,7 @@ def test_a_model_that_differs_from_its_row_is_an_error(tmp_path: Path, monkeypat
     def wide(*arguments: Any, **choices: Any) -> Plan:
         return make_plan(*arguments, **{**choices, "weights": "int6/channel/sym", "fold": None})
 
-    monkeypatch.setattr("bitwright.bench.rows.make_plan", wide)
+    monkeypatch.setattr("bitwright.bench.grid_row.make_plan", wide)
     (failed,) = run(tmp_path, attempts=1, backends=["onnxruntime"], runtimes="none", bnfold=2).rows
     assert "6 bits, the row has 4" in str(failed.reason)
 
@@ -171,7 +171,7 @@ def test_more_bits_than_the_row_says_are_for_its_edges_only(tmp_path: Path, monk
         eight = {key: choices[key].replace("int4", "int8") for key in ("weights", "activations")}
         return make_plan(*arguments, **{**choices, **eight, "first_last_bits": None})
 
-    monkeypatch.setattr("bitwright.bench.rows.make_plan", wide)
+    monkeypatch.setattr("bitwright.bench.grid_row.make_plan", wide)
     (failed,) = run(tmp_path, attempts=1).rows
     assert failed.status == "failed"
     assert ": 8 bits, the row has 4" in str(failed.reason)
@@ -204,7 +204,7 @@ def test_other_observers_than_the_row_says_are_an_error(
     def other(*arguments: Any, **choices: Any) -> Plan:
         return make_plan(*arguments, **{**choices, "observer": "mse"})
 
-    monkeypatch.setattr("bitwright.bench.rows.make_plan", other)
+    monkeypatch.setattr("bitwright.bench.grid_row.make_plan", other)
     (failed,) = run(tmp_path, attempts=1).rows
     assert failed.status == "failed"
     words = (
@@ -235,7 +235,7 @@ def test_norms_that_are_folded_otherwise_are_an_error(tmp_path: Path, monkeypatc
     def other(*arguments: Any, **choices: Any) -> Plan:
         return make_plan(*arguments, **{**choices, "fold": 1})
 
-    monkeypatch.setattr("bitwright.bench.rows.make_plan", other)
+    monkeypatch.setattr("bitwright.bench.grid_row.make_plan", other)
     (failed,) = run(tmp_path, attempts=1, backends=["tvm"]).rows
     assert "norms are folded {1: 5}" in str(failed.reason)
 
