@@ -177,21 +177,35 @@ def test_every_setting_of_the_toolkit_is_kept() -> None:
 
 
 @pytest.mark.parametrize(
-    ("pattern", "prob", "name"), [("layer", 1.0, "adaround"), ("block", 1.0, "brecq"), ("block", 0.5, "qdrop")]
+    ("pattern", "prob", "name"),
+    [("layer", 1.0, "adaround"), ("layer", 0.5, "qdrop"), ("block", 1.0, "brecq"), ("block", 0.5, "qdrop")],
 )
 def test_reconstruction_is_one_of_three_steps(pattern: str, prob: float, name: str) -> None:
     text = TOOLKIT.replace("pattern: block", f"pattern: {pattern}").replace("prob: 0.5", f"prob: {prob}")
+    text = text.replace("[20, 2]", "[10, 3]")
     settings = mqbench_settings(config_of(text))
     assert settings is not None
     (step,) = read_steps(settings.steps)
     assert step.name == name
-    assert bool(settings.notes) == (name == "adaround")  # it doesn't learn scales
+    options = {"start": 10.0, "end": 3.0, "decay": "linear", "lr": 0.001, "batch": 64, "activation_lr": 4e-5}
+    assert step.model_dump().items() >= {**options, "activation_scale": "linear"}.items()
+    assert getattr(step, "pattern", pattern) == pattern
 
 
-def test_another_exponent_cannot_run() -> None:
-    with pytest.raises(PlanError) as caught:
-        mqbench_settings(config_of(TOOLKIT.replace("[20, 2]", "[10, 2]")))
-    assert caught.value.codes == ["cannot-run"]
+def test_only_some_backends_read_the_schemes() -> None:
+    settings = mqbench_settings(config_of(TOOLKIT.replace("  cali_batchsize: 16\n", "  backend: SNPE\n")))
+    assert settings is not None
+    assert (settings.weight_format, settings.activation_format, len(settings.notes)) == (None, None, 1)
+
+
+def test_backends_have_their_own_quantizers() -> None:
+    text = TOOLKIT.replace("  cali_batchsize: 16\n", "  backend: Vitis\n")
+    for line in ("w_observer: MSEObserver", "a_observer: EMAMSEObserver"):
+        text = text.replace(f"    {line}\n", "")
+    settings = mqbench_settings(config_of(text.replace("    w_fakequantize: AdaRoundFakeQuantize\n", "")))
+    assert settings is not None
+    assert (settings.weights, settings.activations) == ("tqt", "fixed")
+    assert (settings.weight_observer, settings.observer) == ("pot-floor", "pot-mode")
 
 
 def test_a_file_without_quantization_is_a_float_run() -> None:

@@ -198,6 +198,34 @@ def test_learned_rounding_with_folded_norms_and_guards(tmp_path: Path) -> None:
     check(quantized, tmp_path / "model.onnx", data)  # export refuses weights that break their guard
 
 
+@pytest.mark.parametrize("step", ["adaround", "brecq", "qdrop"])
+@pytest.mark.parametrize("scale", ["log", "linear"])
+def test_learned_scales_of_activations_move_and_stay_powers_of_two(step: str, scale: str) -> None:
+    def scales(lr: float, activations: str) -> Tensor:
+        model = Mobile()
+        options = f"iterations=40,activation_lr={lr},activation_scale={scale}"
+        run(
+            model,
+            images(),
+            f"{step}:{options}",
+            backend="academic",
+            weights="int8/channel/sym",
+            activations=activations,
+        )
+        return torch.stack([q.grid().scale for s, q in bw.quantizers_of(model).items() if s.endswith("put")])
+
+    fixed, moved = (scales(lr, "uint4/tensor/asym") for lr in (0.0, 0.01))
+    assert bool((fixed != moved).any())
+    powers = scales(0.5, "int4/tensor/sym/pot")
+    assert torch.equal(powers.log2(), powers.log2().round())
+
+
+def test_layers_instead_of_blocks() -> None:
+    steps = ("adaround:iterations=1", "brecq:iterations=1", "brecq:iterations=1,pattern=layer")
+    single, blocks, layers = (run(Mobile(), images(), step, backend="academic").steps[0].units for step in steps)
+    assert single == layers > blocks
+
+
 def test_blocks_are_found_in_the_graph() -> None:
     model, data = Encoder(), texts()
     graph = bw.capture(model, data[0])

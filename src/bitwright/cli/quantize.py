@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
-from bitwright.cli.options import FolderOption, PrecisionOption, SamplesOption, WorkloadArg, option
+import typer
+
+from bitwright.cli.options import PrecisionOption, SamplesOption, exclude, option, require
 from bitwright.cli.out import Out
 from bitwright.cli.settings import with_choices
 from bitwright.cli.verb import verb
@@ -19,16 +22,20 @@ from bitwright.cli.verb import verb
     bitwright quantize my_workload.py:small --plan plan.yaml --samples 512 -o out
     bitwright quantize digits --weights int8/tensor/sym --step equalize --step bias-correction -o out
     bitwright quantize digits --weights int4/channel/sym --algorithm adaround:iterations=500 -o out
+    bitwright quantize --config mqbench/r18_8_8.yaml --data imagenet -o out
     """,
 )
 @with_choices
 def quantize(
     out: Out,
-    workload: WorkloadArg,
-    output: FolderOption,
     backend: str | None,
     plan: Any,
     choices: Any,
+    workload: Annotated[
+        str | None,
+        typer.Argument(metavar="WORKLOAD", help="file.py:function, or a name that `bitwright list workloads` has."),
+    ] = None,
+    output: Annotated[Path | None, option("Output folder.", "--output", "-o")] = None,
     precision: PrecisionOption = None,
     samples: SamplesOption = None,
     step: Annotated[
@@ -43,6 +50,21 @@ def quantize(
     ] = None,
     seed: Annotated[int, option("Random seed of the steps.", min=0, show_default=True)] = 0,
     memory: Annotated[int, option("MiB of activations that steps keep in memory.", min=1, show_default=True)] = 1024,
+    config: Annotated[
+        Path | None,
+        option(
+            "Run this file of MQBench's toolkit, instead of WORKLOAD and other options.", "--config", metavar="FILE"
+        ),
+    ] = None,
+    data: Annotated[
+        Path | None, option("With --config: the folder of images or texts.", "--data", metavar="FOLDER")
+    ] = None,
+    checkpoint: Annotated[
+        Path | None, option("With --config: the float weights, or a folder of a text model.", "--checkpoint")
+    ] = None,
+    iterations: Annotated[
+        int | None, option("With --config: optimizer steps for each layer or block.", "--iterations", min=1)
+    ] = None,
     histograms: Annotated[
         bool,
         option("Whether the report has a histogram of each site.", "--histograms/--no-histograms", show_default=True),
@@ -54,8 +76,22 @@ def quantize(
     PTQ algorithms that recover accuracy without training. If they are interrupted, rerun the command to resume after
     the last finished layer or block.
     """
-    from bitwright.workflows import quantize_workload
+    from bitwright.workflows import quantize_mqbench, quantize_workload
 
+    if config is not None:
+        given = {"WORKLOAD": workload, "--backend": backend, "--plan": plan, "--precision": precision}
+        exclude("--config", {**given, "--samples": samples, "--step": step, "other options": list(choices)})
+        with out.progress(f"reading {config}") as progress:
+            run = quantize_mqbench(
+                config, output, data=data, checkpoint=checkpoint, iterations=iterations, progress=progress
+            )
+        out.show(run)
+        return
+    exclude("WORKLOAD", {"--data": data, "--checkpoint": checkpoint, "--iterations": iterations})
+    require("WORKLOAD", workload, "bitwright quantize WORKLOAD -o FOLDER, or --config FILE")
+    require("--output", output, "--output FOLDER")
+    assert workload is not None
+    assert output is not None
     with out.progress(f"loading {workload}") as progress:
         result = quantize_workload(
             workload,

@@ -148,6 +148,8 @@ def _walk(model: type[Section], data: Mapping[str, Any], path: str, found: _Find
     for key, value in data.items():
         place = _join(path, key)
         info = fields.get(key)
+        if info is not None and isinstance(_marker(info), Rejected) and value in (None, [], {}):
+            continue  # an empty value asks for nothing
         if info is None:
             fix = did_you_mean(key, fields)
             found.problems.append(Problem(what="unknown key", where=place, fix=fix, code="unknown-key"))

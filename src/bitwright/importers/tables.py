@@ -25,7 +25,8 @@ Bitwright reads files of LPOT and MQBench. **Honoured** keys keep their meaning 
 are errors, with the reason and a fix. Any other key is an error, too.
 
 Reading a file is not running it. `bitwright tune` stops before any work with the code `cannot-run` if it can't apply an
-honoured key of LPOT. `bitwright grid run` applies a part of MQBench's keys; its notes list the others.
+honoured key of LPOT. `bitwright quantize --config` runs the files of MQBench's toolkit. `bitwright grid run` applies a
+part of the keys of MQBench's zoo; its notes list the others.
 
 `python -m bitwright.importers.tables` writes this page from the tables that the importers use.
 """

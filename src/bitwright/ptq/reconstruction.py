@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from math import cos, pi
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -22,10 +22,9 @@ from bitwright.core.tensor_tree import eval_mode
 from bitwright.graph.recording import Values
 from bitwright.ptq.block_replay import ReconstructionBlock, Replay, find_blocks, find_layers
 from bitwright.ptq.step import PtqContext, Step, Weight, is_uniform, magnitude_unit
-from bitwright.quantizers import Grid, Quantizer, in_mode, round_to_grid
+from bitwright.quantizers import Grid, Quantizer, in_mode, round_to_grid, usable_scale, with_gradient_of
 
 _LOW, _HIGH = -0.1, 1.1  # the range exceeds [0, 1], so that the sigmoid can reach 0 and 1
-_START, _END = 20.0, 2.0  # of β
 _TINY = 1e-30
 _ROOM = 127 / 126  # guards assume rounding to nearest; rounding up can add another half code
 
@@ -38,9 +37,18 @@ class Reconstruct(Step):
     lr: float = Field(default=0.01, gt=0, description="Adam's learning rate for the rounding.")
     weight: float = Field(default=0.01, gt=0, description="λ: weight of the penalty that drives values to up or down.")
     warmup: float = Field(default=0.2, ge=0, lt=1, description="Share of the iterations without this penalty.")
+    start: float = Field(default=20.0, gt=0, le=1000, description="β at the end of the warm-up.")
+    end: float = Field(default=2.0, gt=0, le=1000, description="β at the last iteration.")
+    decay: Literal["cosine", "linear"] = Field(default="cosine", description="How β goes from start to end.")
+    activation_lr: float = Field(default=0.0, ge=0, description="Adam's learning rate for activation scales; 0: fixed.")
+    activation_scale: Literal["log", "linear"] = Field(
+        default="log", description="What Adam changes: the logarithm of an activation scale, or the scale itself."
+    )
 
-    learns_ranges: ClassVar[bool] = False
-    """Whether to fit activation scales too. Otherwise only the operator's input is quantized during the fit."""
+    @property
+    def learns_ranges(self) -> bool:
+        """Whether to fit activation scales too. Otherwise only the operator's input is quantized during the fit."""
+        return self.activation_lr > 0
 
     @abstractmethod
     def blocks(self, context: PtqContext) -> list[ReconstructionBlock]:
@@ -94,7 +102,7 @@ class Reconstruct(Step):
         ranges: list[_LearnedScale],
     ) -> None:
         rounding = torch.optim.Adam([soft.v for soft in softs], lr=self.lr)
-        scales = torch.optim.Adam([r.log for r in ranges], lr=self.range_lr) if ranges else None
+        scales = torch.optim.Adam([r.learned for r in ranges], lr=self.activation_lr) if ranges else None
         begin = int(self.warmup * self.iterations)
         peaks = [replay.values(index, "target")[block.output].abs().max() for index in range(len(replay))]
         unit = magnitude_unit(float(torch.stack(peaks).max()))
@@ -107,28 +115,32 @@ class Reconstruct(Step):
                 error = error * context.cache["fisher"][block.name, error.shape[1:]]
             loss = error.sum(dim=1).mean() if error.dim() > 1 else error.mean()
             if step >= begin:
-                share = (step - begin) / max(self.iterations - begin, 1)
-                beta = _END + (_START - _END) * 0.5 * (1 + cos(pi * share))
+                beta = self.exponent((step - begin) / max(self.iterations - begin, 1))
                 loss = loss + self.weight * torch.stack([soft.penalty(beta) for soft in softs]).sum()
             rounding.zero_grad()
             if scales is not None:
                 scales.zero_grad()
                 for group in scales.param_groups:
-                    group["lr"] = self.range_lr * 0.5 * (1 + cos(pi * step / self.iterations))
+                    group["lr"] = self.activation_lr * 0.5 * (1 + cos(pi * step / self.iterations))
             loss.backward()
             rounding.step()
             if scales is not None:
                 scales.step()
 
+    def exponent(self, share: float) -> float:
+        """β after this share of the iterations that follow the warm-up.
+
+        >>> from bitwright.ptq.reconstruction import AdaRound
+        >>> [AdaRound(decay=decay).exponent(0.25) for decay in ("linear", "cosine")]
+        [15.5, 17.363961030678926]
+        """
+        left = 1 - share if self.decay == "linear" else 0.5 * (1 + cos(pi * share))
+        return self.end + (self.start - self.end) * left
+
     @property
     def uses_fisher(self) -> bool:
         """Whether errors are weighted by Fisher information."""
         return False
-
-    @property
-    def range_lr(self) -> float:
-        """The learning rate of the logarithm of activation scales."""
-        return 0.0
 
     def finish(self, context: PtqContext) -> None:
         """Remove the temporary files."""
@@ -184,19 +196,25 @@ class _LearnedScale:
     def __init__(self, step: Reconstruct, context: PtqContext, quantizer: Quantizer) -> None:
         self.step, self.quantizer, self.generator = step, quantizer, context.generator
         self.grid = quantizer.grid()
-        self.log = nn.Parameter(torch.zeros_like(self.grid.scale))
+        self.linear = step.activation_scale == "linear"
+        self.learned = nn.Parameter(self.grid.scale.clone() if self.linear else torch.zeros_like(self.grid.scale))
+
+    def scale(self) -> Tensor:
+        """The current scale: positive, and a power of two where the format requires it."""
+        scale = self.learned if self.linear else self.grid.scale * self.learned.exp()
+        if self.quantizer.spec.format.pot or self.linear:
+            scale = with_gradient_of(usable_scale(scale, pot=self.quantizer.spec.format.pot), scale)
+        return scale
 
     def __call__(self, x: Tensor) -> Tensor:
         """Round to the grid of the current scale."""
-        grid = replace(self.grid, scale=self.grid.scale * self.log.exp())
-        rounded = round_to_grid(x, grid, self.quantizer.layout)
+        rounded = round_to_grid(x, replace(self.grid, scale=self.scale()), self.quantizer.layout)
         return self.step.quantize(x, rounded, self.generator)
 
     @torch.no_grad()
     def settle(self) -> None:
         """Write the learned scale into the quantizer."""
-        grid = self.grid
-        self.quantizer.set_grid(Grid(grid.scale * self.log.exp(), grid.zero_point, grid.qmin, grid.qmax))
+        self.quantizer.set_grid(replace(self.grid, scale=self.scale()))
 
 
 def _activations(context: PtqContext, block: ReconstructionBlock) -> Iterator[Quantizer]:
@@ -318,25 +336,21 @@ class Brecq(Reconstruct):
     """Learn rounding of weights and scales of activations, block by block, weighted by Fisher information."""
 
     name: ClassVar[str] = "brecq"
-    learns_ranges: ClassVar[bool] = True
-
     chain: int = Field(default=3, ge=1, description="Maximum number of weights per block in a chain without shortcuts.")
     fisher: bool = Field(default=True, description="Weight errors by the squared gradient of the loss.")
-    activation_lr: float = Field(default=1e-3, gt=0, description="Adam's learning rate for activation scales.")
+    activation_lr: float = Field(
+        default=1e-3, ge=0, description="Adam's learning rate for activation scales; 0: fixed."
+    )
+    pattern: Literal["block", "layer"] = Field(default="block", description="Whether to fit blocks or single layers.")
 
     def blocks(self, context: PtqContext) -> list[ReconstructionBlock]:
-        """Residual blocks, and parts of chains."""
-        return find_blocks(context, self.chain)
+        """Residual blocks and parts of chains, or single layers."""
+        return find_layers(context) if self.pattern == "layer" else find_blocks(context, self.chain)
 
     @property
     def uses_fisher(self) -> bool:
         """The setting `fisher`."""
         return self.fisher
-
-    @property
-    def range_lr(self) -> float:
-        """The setting `activation_lr`."""
-        return self.activation_lr
 
 
 class QDrop(Brecq):

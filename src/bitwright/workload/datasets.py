@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from functools import cached_property
 from math import prod
@@ -18,6 +19,7 @@ from bitwright.core.errors import WorkloadError
 from bitwright.core.schemas import Strict
 
 _PICTURES = (".jpg", ".jpeg", ".png", ".bmp")
+_NUMBERED = re.compile(r"\d+_(\d+)\.(?:jpe?g|png|bmp)")  # number of the image, class
 _MOST_PIXELS = 40_000_000
 _MOST_RANDOM = 2**30
 _FILTERS = {"nearest": 0, "bilinear": 2, "bicubic": 3}  # Pillow's Resampling
@@ -28,8 +30,8 @@ class Dataset(Strict):
     """Where samples are and how they become tensors. Exactly one of `npz`, `images` and `random` is set.
 
     `npz`: a file with arrays `inputs` and `targets` (or the names in `keys`). `images`: a folder with one subfolder of
-    images per class. `random`: random numbers of this shape, for a first try. Images (uint8, channels last) are scaled
-    to 0 to 1, transposed to channels first and normalized with (x − mean)/std.
+    images per class, or with files named NUMBER_CLASS.jpg. `random`: random numbers of this shape, for a first try.
+    Images (uint8, channels last) are scaled to 0 to 1, transposed to channels first and normalized with (x − mean)/std.
     """
 
     npz: Path | None = None
@@ -44,7 +46,8 @@ class Dataset(Strict):
         default=None, gt=0, le=6_000, description="Size of a random part of images, as torchvision's RandomResizedCrop."
     )
     flip: bool = Field(default=False, description="Mirror every second image, at random.")
-    seed: int = Field(default=0, ge=0, lt=2**32, description="Of random parts and mirroring.")
+    shuffle: bool = Field(default=False, description="Read images in random order.")
+    seed: int = Field(default=0, ge=0, lt=2**32, description="Of random parts, mirroring and the order.")
     interpolation: Literal["nearest", "bilinear", "bicubic"] = Field(
         default="bicubic", description="The filter that resizes images."
     )
@@ -113,21 +116,7 @@ class Dataset(Strict):
         return (batch - torch.tensor(self.mean).view(shape)) / torch.tensor(self.std).view(shape)
 
     def _pictures(self) -> Iterator[tuple[Tensor, Tensor]]:
-        assert self.images is not None
-        classes = sorted(path for path in self.images.iterdir() if path.is_dir()) if self.images.is_dir() else []
-        files = [
-            (file, index)
-            for index, folder in enumerate(classes)
-            for file in sorted(folder.iterdir())
-            if file.suffix.lower() in _PICTURES
-        ]
-        if not files:
-            raise WorkloadError(
-                "the folder has no images",
-                where=str(self.images),
-                fix="give a folder with one subfolder per class",
-                code="no-data",
-            )
+        files = self.files()
         for start in range(0, len(files), self.batch_size):
             part = files[start : start + self.batch_size]
             pictures = [self._picture(file, start + offset) for offset, (file, _) in enumerate(part)]
@@ -140,6 +129,29 @@ class Dataset(Strict):
                 )
             pixels = torch.stack(pictures)
             yield self._normalised(pixels), torch.tensor([index for _, index in part])
+
+    def files(self) -> list[tuple[Path, int]]:
+        """The images with their classes, in the order in which they are read."""
+        assert self.images is not None
+        inside = sorted(self.images.iterdir()) if self.images.is_dir() else []
+        classes = [path for path in inside if path.is_dir()]
+        files = [
+            (file, index)
+            for index, folder in enumerate(classes)
+            for file in sorted(folder.iterdir())
+            if file.suffix.lower() in _PICTURES
+        ] or [(file, int(found[1])) for file in inside if (found := _NUMBERED.fullmatch(file.name.lower()))]
+        if not files:
+            raise WorkloadError(
+                "the folder has no images",
+                where=str(self.images),
+                fix="give a folder with one subfolder per class",
+                code="no-data",
+            )
+        if self.shuffle:
+            order = np.random.default_rng([self.seed, len(files)]).permutation(len(files))
+            files = [files[index] for index in order]
+        return files
 
     def _picture(self, file: Path, number: int) -> Tensor:
         image = read_picture(file)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,22 @@ _OBSERVERS = {
     "MSEObserver": "mse",
     "EMAMSEObserver": "ema-mse",
     "KLDObserver": "kl",
+    "MinMaxFloorObserver": "pot-floor",
+    "EMAMinMaxFloorObserver": "pot-floor",  # over all batches instead of the last one
+    "ModeMinMaxFloorObserver": "pot-mode",
+    "PoTModeObserver": "pot-mode",
+}
+# The options of its quantizers that change the result, and those that calibration or the missing training replaces.
+_OPTIONS = {"PACTFakeQuantize": ("alpha",), "DSQFakeQuantize": ("alpha",)}
+_INITIAL = ("scale", "zero_point", "use_grad_scaling")
+# The backends for which the toolkit reads w_qscheme and a_qscheme; others always have their own formats.
+_FREE_SCHEMES = ("academic", "academic_nlp", "tensorrt", "tensorrt_nlp")
+# The quantizer and the observers (weights, activations) of backends that have others than MinMax and EMAMinMax.
+_DEFAULTS = {
+    "nnie": ("nnie", "minmax", "ema-minmax"),
+    "vitis": ("tqt", "pot-floor", "pot-mode"),
+    "onnx_qnn": ("lsq", "minmax", "minmax"),
+    "ppl_cuda": ("lsq", "minmax", "minmax"),
 }
 # The observers with which MQBench begins, by quantizer: of weights, of activations.
 _BEGINNINGS = {
@@ -50,8 +66,8 @@ _QUANTIZERS = {
     "QDropFakeQuantize": "fixed",  # the step drops the quantization
 }
 _BACKENDS = {"pplw8a16": "ppl_w8a16", "pplcuda": "ppl_cuda", "bnfold_ablation": "academic"}
-_NO_SCALES = "quantize.reconstruction.scale_lr: the step adaround doesn't learn the scales of activations"
 _EDGE_BITS = 8  # of the first and the last layer
+_ROUNDING_LR = 0.001  # Adam's default
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,8 +90,18 @@ class MqbenchSettings:
     steps: tuple[str, ...] = ()
     """PTQ steps with their options."""
     norm: float = 2.0
-    """The norm of MSE observers."""
+    """The norm of MSE observers of weights."""
+    activation_norm: float = 2.0
+    """The norm of MSE observers of activations."""
+    quantizer_options: Mapping[str, Any] = field(default_factory=dict)
+    """Options of the quantizer of activations."""
+    weight_quantizer_options: Mapping[str, Any] = field(default_factory=dict)
     keep_float: tuple[str, ...] = ()
+    """Modules, with all that they contain, or operators by the names of torch.fx."""
+    keep_float_kinds: tuple[str, ...] = ()
+    """Functions."""
+    keep_float_classes: tuple[str, ...] = ()
+    """Classes of modules."""
     notes: tuple[str, ...] = ()
     """Settings without a counterpart."""
 
@@ -138,11 +164,12 @@ def _zoo(config: ZooConfig) -> MqbenchSettings:
     )
 
 
-def _format(scheme: QuantizerScheme) -> str:
-    """Symmetric integers are signed, others unsigned."""
+def _format(scheme: QuantizerScheme, backend: str) -> str:
+    """Symmetric integers are signed, others unsigned. TensorRT doesn't use the lowest code."""
     kind = "int" if scheme.symmetry else "uint"
     text = f"{kind}{scheme.bit}/{'channel' if scheme.per_channel else 'tensor'}/{'sym' if scheme.symmetry else 'asym'}"
-    return text + ("/pot" if scheme.pot_scale else "")
+    text += "/pot" if scheme.pot_scale else ""
+    return text + ("/narrow" if scheme.symmetry and backend.startswith("tensorrt") else "")
 
 
 def _toolkit(config: ToolkitConfig) -> MqbenchSettings | None:
@@ -150,45 +177,77 @@ def _toolkit(config: ToolkitConfig) -> MqbenchSettings | None:
         return None
     own = config.extra_prepare_dict.extra_qconfig_dict
     placement = config.extra_prepare_dict.extra_quantizer_dict
-    weight, activation = own.w_qscheme, own.a_qscheme
-    own_steps = config.quantize.reconstruction
+    backend = _backend(config.backend or config.quantize.backend)
+    quantizer, weight_observer, observer = _DEFAULTS.get(backend, ("lsq", "minmax", "ema-minmax"))
+    free = backend in _FREE_SCHEMES
+    weight, activation = (own.w_qscheme, own.a_qscheme) if free else (None, None)
+    notes = []
+    if not free and (own.w_qscheme is not None or own.a_qscheme is not None):
+        notes.append(f"w_qscheme and a_qscheme have no effect: {backend} always has its own formats, as in MQBench")
+    logarithmic = backend == "nnie"
+    if logarithmic and {own.w_fakequantize, own.a_fakequantize} - {None, "NNIEFakeQuantize"}:
+        notes.append("w_fakequantize and a_fakequantize have no effect: nnie always has logarithmic levels")
+    advanced = config.quantize.quantize_type == "advanced_ptq"
+    if config.quantize.reconstruction is not None and not advanced:
+        notes.append("quantize.reconstruction has no effect: quantize_type is naive_ptq")
+    activation_options = _options(own.a_fakequantize, own.a_fakeq_params, "a_fakeq_params", notes)
+    weight_options = _options(own.w_fakequantize, own.w_fakeq_params, "w_fakeq_params", notes)
     return MqbenchSettings(
-        backend=_backend(config.quantize.backend),
-        weights=_QUANTIZERS[own.w_fakequantize or "LearnableFakeQuantize"],
-        activations=_QUANTIZERS[own.a_fakequantize or "LearnableFakeQuantize"],
-        weight_observer=_OBSERVERS[own.w_observer or "MinMaxObserver"],
-        observer=_OBSERVERS[own.a_observer or "EMAMinMaxObserver"],
-        weight_format=None if weight is None else _format(weight),
-        activation_format=None if activation is None else _format(activation),
+        backend=backend,
+        weights=_QUANTIZERS[own.w_fakequantize] if own.w_fakequantize and not logarithmic else quantizer,
+        activations=_QUANTIZERS[own.a_fakequantize] if own.a_fakequantize and not logarithmic else quantizer,
+        weight_observer=_OBSERVERS[own.w_observer] if own.w_observer else weight_observer,
+        observer=_OBSERVERS[own.a_observer] if own.a_observer else observer,
+        weight_format=None if weight is None else _format(weight, backend),
+        activation_format=None if activation is None else _format(activation, backend),
         fold=0,
-        steps=() if own_steps is None else (_step(own_steps),),
-        notes=(_NO_SCALES,) if own_steps is not None and own_steps.pattern == "layer" and own_steps.scale_lr else (),
+        steps=(_step(config.quantize.reconstruction, config.data.batch_size),) if advanced else (),
+        notes=tuple(notes),
         norm=2.0 if weight is None else weight.p,
+        activation_norm=2.0 if activation is None else activation.p,
+        quantizer_options=activation_options,
+        weight_quantizer_options=weight_options,
         keep_float=(*placement.exclude_module_name, *placement.exclude_node_name),
+        keep_float_kinds=placement.exclude_function_type,
+        keep_float_classes=config.extra_prepare_dict.leaf_module,
     )
 
 
-def _step(own: Reconstruction) -> str:
-    """The PTQ step. Blocks whose activations are sometimes not quantized are QDrop's, others BRECQ's."""
-    if own.b_range != (20.0, 2.0):
-        raise PlanError(
-            [
-                Problem(
-                    what="the exponent of the penalty always goes from 20 to 2",
-                    where="quantize.reconstruction.b_range",
-                    value=own.b_range,
-                    fix="b_range: [20, 2]",
-                    code="cannot-run",
-                )
-            ],
-            title="the reconstruction can't run",
+def _options(name: str | None, given: Mapping[str, Any], where: str, notes: list[str]) -> dict[str, Any]:
+    """The options of a quantizer. Initial values are replaced by calibration."""
+    known = _OPTIONS.get(name or "", ())
+    idle = [key for key in given if key in _INITIAL]
+    if idle:
+        notes.append(f"{where}: {', '.join(idle)} have no effect: calibration sets scales, and nothing is trained")
+    problems = [
+        Problem(
+            what=f"{name} has no such option here",
+            where=f"extra_prepare_dict.extra_qconfig_dict.{where}.{key}",
+            value=value,
+            fix=f"use one of: {', '.join(known)}" if known else "remove it",
+            code="unknown-key",
         )
-    options: dict[str, Any] = {"iterations": own.max_count, "weight": own.weight, "warmup": own.warm_up}
-    name = "adaround" if own.pattern == "layer" else "qdrop" if own.prob < 1 else "brecq"
+        for key, value in given.items()
+        if key not in (*known, *_INITIAL)
+    ]
+    if problems:
+        raise PlanError(problems, title="the options of a quantizer have problems")
+    return {key: value for key, value in given.items() if key in known}
+
+
+def _step(own: Reconstruction | None, batch: int) -> str:
+    """The PTQ step with MQBench's optimizer and penalty.
+
+    Blocks whose activations are sometimes not quantized are QDrop's, others BRECQ's, without Fisher information.
+    """
+    assert own is not None  # the table checks it
+    start, end = own.b_range
+    options: dict[str, Any] = {"iterations": own.max_count, "batch": batch, "lr": _ROUNDING_LR, "weight": own.weight}
+    options |= {"warmup": own.warm_up, "start": start, "end": end, "decay": "linear"}
+    options |= {"activation_lr": own.scale_lr or 0.0, "activation_scale": "linear"}
+    name = "qdrop" if own.prob < 1 else "adaround" if own.pattern == "layer" else "brecq"
     if name != "adaround":
-        options["fisher"] = False
-        if own.scale_lr:
-            options["activation_lr"] = own.scale_lr
+        options |= {"fisher": False, "pattern": own.pattern}
     if name == "qdrop":
         options["drop"] = round(1 - own.prob, 12)
     return f"{name}:" + ",".join(f"{key}={str(value).lower()}" for key, value in options.items())
@@ -210,7 +269,7 @@ def _text(config: HuggingFaceConfig) -> MqbenchSettings | None:
         activations=_QUANTIZERS[activation.quantizer],
         weight_observer=_OBSERVERS[weight.observer or "MinMaxObserver"],
         observer=_OBSERVERS[activation.observer or "EMAMinMaxObserver"],
-        weight_format=_format(schemes[0]),
-        activation_format=_format(schemes[1]),
+        weight_format=_format(schemes[0], backend),
+        activation_format=_format(schemes[1], backend),
         fold=0,
     )

@@ -67,13 +67,18 @@ class _Quantizers(Section):
     a_qscheme: QuantizerScheme | None = None
 
 
+_MORE = Rejected("the backend's table says which operators are quantized", "add the operator to a copy of the table")
+
+
 class _Placement(Section):
-    exclude_module_name: Annotated[Names, Honoured("Modules that stay in float.")] = ()
-    exclude_function_type: Annotated[Names, Honoured("Functions that stay in float.")] = ()
-    exclude_node_name: Annotated[Names, Honoured("Operators that stay in float.")] = ()
-    additional_function_type: Annotated[Names, Honoured("More functions that are quantized.")] = ()
-    additional_module_type: Annotated[Names, Honoured("More modules that are quantized.")] = ()
-    additional_node_name: Annotated[Names, Honoured("More operators that are quantized.")] = ()
+    exclude_module_name: Annotated[Names, Honoured("Modules that stay in float, with all that they contain.")] = ()
+    exclude_function_type: Annotated[Names, Honoured("Functions that stay in float: add, torch.add, …")] = ()
+    exclude_node_name: Annotated[
+        Names, Honoured("Operators that stay in float, by the names of torch.fx or ours.")
+    ] = ()
+    additional_function_type: Annotated[Any, _MORE] = None
+    additional_module_type: Annotated[Any, _MORE] = None
+    additional_node_name: Annotated[Any, _MORE] = None
 
 
 class _Prepare(Section):
@@ -81,21 +86,29 @@ class _Prepare(Section):
     extra_quantizer_dict: _Placement = _Placement()
     preserve_attr: Annotated[Any, Noted(_TRACING)] = None
     concrete_args: Annotated[Any, Noted(_TRACING)] = None
-    leaf_module: Annotated[Any, Noted(_TRACING)] = None
+    leaf_module: Annotated[
+        Names, Honoured("Modules of these classes stay in float, because MQBench sees none of it.")
+    ] = ()
     extra_fuse_dict: Annotated[Any, Noted(_TRACING)] = None
+
+
+_Exponent = Annotated[float, Field(gt=0, le=1000)]
 
 
 class Reconstruction(Section):
     """The optimization of roundings and scales."""
 
-    pattern: Annotated[Literal["layer", "block"], Honoured("layer: AdaRound. block: BRECQ, or QDrop if prob < 1.")] = (
+    pattern: Annotated[Literal["layer", "block"], Honoured("layer: AdaRound. block: BRECQ. QDrop if prob < 1.")] = (
         "block"
     )
     scale_lr: Annotated[Rate | None, Honoured("Adam's learning rate of activation scales.")] = None
     warm_up: Annotated[float, Field(ge=0, lt=1), Honoured("The share of iterations without a penalty.")] = 0.2
     weight: Annotated[float, Field(gt=0, le=1e6), Honoured("The weight of the penalty.")] = 0.01
     max_count: Annotated[int, Field(ge=1, le=10**9), Honoured("The number of iterations.")] = 20_000
-    b_range: Annotated[tuple[Rate, Rate], Honoured("The first and the last exponent of the penalty.")] = (20.0, 2.0)
+    b_range: Annotated[tuple[_Exponent, _Exponent], Honoured("The first and the last exponent of the penalty.")] = (
+        20.0,
+        2.0,
+    )
     keep_gpu: Annotated[bool, Noted("Only changes where calibration data is kept.")] = True
     round_mode: Annotated[Literal["learned_hard_sigmoid"], Honoured("How the rounding is learned.")] = (
         "learned_hard_sigmoid"
@@ -153,6 +166,7 @@ class ToolkitConfig(Section):
 
     root: Annotated[str | None, Honoured("Another file, for sections that this one doesn't have.")] = None
     extra_prepare_dict: _Prepare = _Prepare()
+    backend: Annotated[Backend | None, Honoured("The backend, as quantize.backend.")] = None
     quantize: _Quantize | None = None
     model: _Model
     data: _Data
@@ -162,6 +176,11 @@ class ToolkitConfig(Section):
     def is_float(self) -> bool:
         """Whether the file only evaluates the float model."""
         return self.quantize is None
+
+    @property
+    def output(self) -> str | None:
+        """The folder of the results that the file names."""
+        return None if self.quantize is None or self.quantize.deploy is None else self.quantize.deploy.output_path
 
 
 class _TextScheme(Section):
@@ -227,10 +246,35 @@ class HuggingFaceConfig(Section):
     quant: _TextQuantization | None = None
     model: _TextModel
     data: _TextData = _TextData()
-    train: Annotated[dict[str, Any], Honoured("Arguments of transformers.TrainingArguments.")] = Field(
-        default_factory=dict
-    )
+    train: Annotated[
+        dict[str, Any],
+        Honoured("seed, per_device_eval_batch_size, output_dir. Others have no effect: MQBench only evaluates here."),
+    ] = Field(default_factory=dict)
     progress: Annotated[dict[str, Any], Noted("Messages, folders of messages, and names of runs.")] = Field(
         default_factory=dict
     )
     deploy: Annotated[Any, Rejected("text models have no deploy section in MQBench", "use `bitwright export`")] = None
+
+    @model_validator(mode="after")
+    def _numbers(self) -> HuggingFaceConfig:
+        for key, low in (("seed", 0), ("per_device_eval_batch_size", 1)):
+            value = self.train.get(key, low)
+            if type(value) is not int or not low <= value < 2**32:
+                raise ValueError(f"train.{key} must be a whole number of at least {low}")
+        return self
+
+    @property
+    def seed(self) -> int:
+        """The seed of the calibration samples."""
+        return int(self.train.get("seed", 42))
+
+    @property
+    def batch_size(self) -> int:
+        """Samples per batch."""
+        return int(self.train.get("per_device_eval_batch_size", 8))
+
+    @property
+    def output(self) -> str | None:
+        """The folder of the results that the file names."""
+        named = self.train.get("output_dir")
+        return None if named is None else str(named)

@@ -15,6 +15,7 @@ OBSERVERS = (
     *("MinMaxObserver", "AverageMinMaxObserver", "EMAMinMaxObserver", "ClipStdObserver"),
     *("LSQObserver", "LSQPlusObserver", "QuantileMovingAverageObserver", "EMAQuantileObserver"),
     *("MSEObserver", "EMAMSEObserver", "KLDObserver"),
+    *("MinMaxFloorObserver", "EMAMinMaxFloorObserver", "ModeMinMaxFloorObserver", "PoTModeObserver"),
 )
 """Observer classes of MQBench that have a counterpart."""
 Count = Annotated[int, Field(ge=0, le=10**9)]

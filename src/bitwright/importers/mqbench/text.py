@@ -1,0 +1,314 @@
+"""The workload of a toolkit file for Hugging Face models: a local classifier, and texts in local files."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bitwright.core.errors import BitwrightError, WorkloadError, did_you_mean, shortened
+from bitwright.importers.mqbench.toolkit import HuggingFaceConfig
+from bitwright.workload import Workload
+from bitwright.workload.data import call
+from bitwright.workload.metrics import METRICS
+
+__all__ = ["TASKS", "text_workload"]
+
+_KNOWN = ("seed", "per_device_eval_batch_size", "output_dir")  # of the section `train`
+_SUFFIXES = (".tsv", ".csv", ".jsonl", ".json")
+_FIRST = ("sentence1", "sentence", "question1", "question", "premise", "#1 String", "text")
+_SECOND = ("sentence2", "question2", "sentence", "hypothesis", "#2 String")
+_LABEL = ("label", "labels", "gold_label", "is_duplicate", "Quality", "score")
+_COLA = ["source", "label", "mark", "sentence"]  # its files have no header
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """The columns of a task of GLUE, and its metric."""
+
+    first: str
+    second: str | None = None
+    metric: str = "top1"
+    part: str = ""
+    """A suffix of the file with the development part."""
+
+
+TASKS = {
+    "cola": Task(first="sentence", metric="matthews"),
+    "mnli": Task(first="premise", second="hypothesis", part="_matched"),
+    "mrpc": Task(first="sentence1", second="sentence2"),
+    "qnli": Task(first="question", second="sentence"),
+    "qqp": Task(first="question1", second="question2"),
+    "rte": Task(first="sentence1", second="sentence2"),
+    "sst2": Task(first="sentence"),
+    "stsb": Task(first="sentence1", second="sentence2", metric="pearson"),
+    "wnli": Task(first="sentence1", second="sentence2"),
+}
+"""The tasks of GLUE by the names of Hugging Face."""
+_ALIASES = {  # in GLUE's own files
+    "premise": ("sentence1",),
+    "hypothesis": ("sentence2",),
+    "sentence1": ("#1 String",),
+    "sentence2": ("#2 String",),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Samples:
+    texts: list[tuple[str, ...]]
+    labels: list[str | float]
+
+
+def text_workload(
+    config: HuggingFaceConfig, *, data: Path | None = None, checkpoint: Path | None = None
+) -> tuple[Workload, list[str]]:
+    """The classifier and the texts that a file names, and what differs from the file.
+
+    The model is a local folder of `save_pretrained`. Texts are in `train_file` and `validation_file`, or in a folder
+    (`data` or `dataset_name`) with train and dev (or validation) as TSV, CSV or JSON lines. Calibration uses
+    `quant.calibrate` random samples of the training part.
+    """
+    notes: list[str] = []
+    unused = [f"train.{key}" for key in config.train if key not in _KNOWN]
+    if unused:
+        notes.append(f"{', '.join(unused)}: no effect, because MQBench's text example only calibrates and evaluates")
+    task = _task(config)
+    model, tokenizer = _pretrained(config, checkpoint)
+    train, validation = _files(config, data, task)
+    evaluated = _read(validation, task)
+    if train is None:
+        notes.append("there is no training part, so calibration and evaluation use the same texts")
+    calibrated = evaluated if train is None else _read(train, task)
+    own = config.data
+    numbers = _numbering([*calibrated.labels, *evaluated.labels], model.config, validation)
+    calibrated = _limited(calibrated, own.max_train_samples)
+    evaluated = _limited(evaluated, own.max_eval_samples)
+    count = min(256 if config.quant is None else config.quant.calibrate, len(calibrated.texts))
+    chosen = np.random.default_rng(config.seed).permutation(len(calibrated.texts))[:count]
+    length = min(own.max_seq_length, int(min(tokenizer.model_max_length, 10**6)))
+
+    def encode(texts: Sequence[tuple[str, ...]]) -> dict[str, Tensor]:
+        columns = [list(column) for column in zip(*texts, strict=True)]
+        padding = "max_length" if own.pad_to_max_length else "longest"
+        return dict(tokenizer(*columns, padding=padding, truncation=True, max_length=length, return_tensors="pt"))
+
+    def calibration() -> Iterator[dict[str, Tensor]]:
+        for start in range(0, len(chosen), config.batch_size):
+            yield encode([calibrated.texts[index] for index in chosen[start : start + config.batch_size]])
+
+    def evaluation() -> Iterator[tuple[dict[str, Tensor], Tensor]]:
+        for start in range(0, len(evaluated.texts), config.batch_size):
+            part = slice(start, start + config.batch_size)
+            yield encode(evaluated.texts[part]), torch.tensor([numbers(label) for label in evaluated.labels[part]])
+
+    regression = model.config.num_labels == 1
+    metric = "pearson" if regression else task.metric if task is not None else "top1"
+    workload = Workload(
+        name=own.task_name or type(model).__name__,
+        model=model.eval(),
+        inputs=next(calibration()),
+        calibration=calibration,
+        evaluation=None if regression else evaluation,
+        evaluate=_evaluate(metric, evaluation),
+        metric=metric,
+    )
+    return workload, notes
+
+
+def _task(config: HuggingFaceConfig) -> Task | None:
+    name = config.data.task_name
+    if name is None:
+        return None
+    plain = name.lower().replace("-", "").replace("_", "")
+    if plain not in TASKS:
+        raise WorkloadError(
+            "unknown task of GLUE",
+            where="data.task_name",
+            value=name,
+            fix=did_you_mean(plain, TASKS),
+            code="unknown-name",
+        )
+    return TASKS[plain]
+
+
+def _pretrained(config: HuggingFaceConfig, checkpoint: Path | None) -> tuple[Any, Any]:
+    try:
+        from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+    except ImportError as error:
+        raise BitwrightError(
+            "the file names a Hugging Face model", fix="pip install transformers", code="missing-package"
+        ) from error
+    own = config.model
+    folder = checkpoint or Path(own.model_name_or_path).expanduser()
+    where = "model.model_name_or_path" if checkpoint is None else "--checkpoint"
+    if not folder.is_dir():
+        raise BitwrightError(
+            "there is no such folder; models are not downloaded",
+            where=where,
+            value=str(folder),
+            fix="give a folder of save_pretrained (--checkpoint FOLDER)",
+            code="no-such-checkpoint",
+        )
+    try:
+        settings = AutoConfig.from_pretrained(own.config_name or folder, local_files_only=True)
+        model = AutoModelForSequenceClassification.from_pretrained(folder, config=settings, local_files_only=True)
+        words = own.tokenizer_name or folder
+        return model, AutoTokenizer.from_pretrained(words, use_fast=own.use_fast_tokenizer, local_files_only=True)
+    except Exception as error:  # transformers raises many types
+        raise BitwrightError(
+            f"the model can't be loaded: {shortened(' '.join(str(error).split()))}",
+            where=where,
+            value=str(folder),
+            fix="save a sequence classifier and its tokenizer with save_pretrained",
+            code="damaged-checkpoint",
+        ) from error
+
+
+def _files(config: HuggingFaceConfig, data: Path | None, task: Task | None) -> tuple[Path | None, Path]:
+    """The files with the training and the evaluation part."""
+    own = config.data
+    folder = data or (None if own.dataset_name is None else Path(own.dataset_name).expanduser())
+    named = [None if one is None else Path(one).expanduser() for one in (own.train_file, own.validation_file)]
+    if folder is None:
+        train, validation = named
+    else:
+        part = "" if task is None else task.part
+        train = named[0] or _found(folder, ["train"])
+        validation = named[1] or _found(folder, [f"dev{part}", f"validation{part}", "dev", "validation"])
+    missing = [str(one) for one in (train, validation) if one is not None and not one.is_file()]
+    if validation is None or missing:
+        raise WorkloadError(
+            "there are no texts for the evaluation" if not missing else "there is no such file",
+            where="data",
+            value=", ".join(missing) or (None if folder is None else str(folder)),
+            fix="give a folder with train and dev as .tsv, .csv or .jsonl (--data FOLDER)",
+            code="no-data",
+        )
+    return train, validation
+
+
+def _found(folder: Path, names: Iterable[str]) -> Path | None:
+    candidates = (folder / f"{name}{suffix}" for name in names for suffix in _SUFFIXES)
+    return next((path for path in candidates if path.is_file()), None)
+
+
+def _read(path: Path, task: Task | None) -> _Samples:
+    rows = _rows(path, cola=task is TASKS["cola"])
+    columns = list(rows[0]) if rows else []
+    label = next((name for name in _LABEL if name in columns), None)
+    if task is None:
+        texts = [name for name in columns if name != label and isinstance(rows[0][name], str)]
+        first = next((name for name in _FIRST if name in columns), texts[0] if texts else None)
+        second = next((name for name in _SECOND if name in columns and name != first), None)
+        wanted = [name for name in (first, second) if name is not None]
+    else:
+        wanted = [_column(columns, name) for name in (task.first, task.second) if name is not None]
+    if label is None or not wanted or any(name not in columns for name in wanted):
+        raise WorkloadError(
+            "the file has no column of labels or of texts",
+            where=str(path),
+            value=columns[:10],
+            fix=f"name the columns label and {' and '.join(wanted) or 'sentence1'}",
+            code="invalid-data",
+        )
+    complete = [row for row in rows if all(row.get(name) not in (None, "") for name in (*wanted, label))]
+    if not complete:
+        raise WorkloadError("the file has no samples", where=str(path), fix="add rows", code="no-data")
+    return _Samples(
+        texts=[tuple(str(row[name]) for name in wanted) for row in complete], labels=[row[label] for row in complete]
+    )
+
+
+def _column(columns: Sequence[str], name: str) -> str:
+    """The column of a text, by the name of Hugging Face or that in GLUE's own file."""
+    return next((one for one in (name, *_ALIASES.get(name, ())) if one in columns), name)
+
+
+def _rows(path: Path, *, cola: bool) -> list[dict[str, Any]]:
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+        if path.suffix in (".json", ".jsonl"):
+            found = (
+                json.loads(text) if text.lstrip().startswith("[") else [json.loads(x) for x in text.splitlines() if x]
+            )
+            if not all(isinstance(row, dict) for row in found):
+                raise ValueError("a row is not an object")
+            return found
+        plain = path.suffix == ".tsv"
+        lines = text.split("\n") if plain else text.splitlines(keepends=True)
+        if cola and plain and not text.startswith("sentence"):
+            lines = ["\t".join(_COLA), *lines]
+        return list(csv.DictReader(lines, delimiter="\t", quoting=csv.QUOTE_NONE) if plain else csv.DictReader(lines))
+    except (ValueError, csv.Error, UnicodeError) as error:
+        raise WorkloadError(
+            f"the file can't be read: {error}", where=str(path), fix="give TSV, CSV or JSON lines", code="invalid-data"
+        ) from error
+
+
+def _limited(samples: _Samples, most: int | None) -> _Samples:
+    return _Samples(texts=samples.texts[:most], labels=samples.labels[:most])
+
+
+def _numbering(labels: Sequence[str | float], settings: Any, path: Path) -> Callable[[str | float], int | float]:
+    """How labels become targets: numbers as they are, names by the model's `label2id`, else in sorted order."""
+    if settings.num_labels == 1:
+        return float
+    distinct = sorted({str(label).strip() for label in labels})
+    known = {str(name).lower(): int(number) for name, number in (settings.label2id or {}).items()}
+    if all(label.lstrip("-").isdigit() for label in distinct):
+        table = {label: int(label) for label in distinct}
+    elif all(label.lower() in known for label in distinct):
+        table = {label: known[label.lower()] for label in distinct}
+    else:
+        table = {label: number for number, label in enumerate(distinct)}
+    wrong = [label for label, number in table.items() if not 0 <= number < settings.num_labels]
+    if wrong:
+        raise WorkloadError(
+            f"the model has {settings.num_labels} classes",
+            where=str(path),
+            value=wrong[:5],
+            fix="use a model of this task",
+            code="invalid-data",
+        )
+    return lambda label: table[str(label).strip()]
+
+
+def _evaluate(
+    metric: str, data: Callable[[], Iterable[tuple[dict[str, Tensor], Tensor]]]
+) -> Callable[[Callable[..., Any]], dict[str, float]]:
+    """Measure the metric; two classes also have an F1 score."""
+
+    def evaluate(predict: Callable[..., Any]) -> dict[str, float]:
+        outputs, targets = [], []
+        for inputs, target in data():
+            found = call(predict, inputs)
+            logits = getattr(found, "logits", found)
+            outputs.append(logits[0] if isinstance(logits, tuple | list) else logits)
+            targets.append(target)
+        logits, target = torch.cat(outputs).float(), torch.cat(targets)
+        if metric == "pearson":
+            pair = torch.stack([logits.flatten().double(), target.double()])
+            return {"pearson": _finite(float(torch.corrcoef(pair)[0, 1])), "n": float(len(target))}
+        values = {name: METRICS[kind][0]() for name, kind in (("top1", "topk"), ("f1", "f1"))}
+        for counter in values.values():
+            counter.add(logits, target)
+        matthews = torch.corrcoef(torch.stack([logits.argmax(dim=1).double(), target.double()]))[0, 1]
+        return {
+            **{name: counter.value() for name, counter in values.items()},
+            "matthews": _finite(float(matthews)),  # for two classes, it is their correlation
+            "n": float(len(target)),
+        }
+
+    return evaluate
+
+
+def _finite(value: float) -> float:
+    """0 where the correlation is undefined, because a side is constant."""
+    return value if np.isfinite(value) else 0.0
