@@ -409,9 +409,12 @@ def make_plan(
     target: str | BackendTable = DEFAULT_BACKEND,
     *,
     model: str | None = None,
+    precision: str | None = None,
     **choices: Unpack[Choices],
 ) -> Plan:
     """Choose the format of every site by the rules of a backend.
+
+    `precision` is a name such as `w4a8`, or `qsync-int8` for low-precision kernels, which need no backend.
 
     `target` is the name of a backend, the path of a table file, or a table. The other arguments change the default
     formats, as in `bitwright.quantize`. If `saturating` is not given, this machine is tested. Set it if another machine
@@ -425,6 +428,13 @@ def make_plan(
     int8/channel/sym - weight of linear
     """
     refuse_module_names(op.module for op in graph.ops)
+    if precision is not None:
+        from bitwright.backends.precisions import KERNEL_PRECISIONS, kernel_precision, resolve
+
+        if precision in KERNEL_PRECISIONS:
+            return kernel_precision(precision, graph, choices, model=model)
+        own = None if target == DEFAULT_BACKEND else target if isinstance(target, str) else target.name
+        _, target, choices, _ = resolve(precision, own, choices, learned=False)
     table = backend(target)
     choices["keep_float"] = patterns_of(choices)
     if problems := choice_problems(choices, table, graph):  # before testing this machine

@@ -1,15 +1,22 @@
-"""Names of precisions ("int8", "w4a8", "w8a8-dynamic", "w4a16"): the backend and the plan choices they stand for."""
+"""Names of precisions ("int8", "w4a8", "w8a8-dynamic", "w4a16"): the backend and the plan choices they stand for.
+
+A few names ("qsync-int8") stand for kernels by kind of operator instead of quantizers.
+"""
 
 from __future__ import annotations
 
+import fnmatch
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
-from bitwright.backends.choices import Choices, reject_choices_with_plan
+from bitwright.backends.choices import Choices, patterns_of, reject_choices_with_plan
 from bitwright.backends.table import DEFAULT_BACKEND, backend
-from bitwright.core.errors import TrainError
+from bitwright.core.errors import PlanError, Problem, TrainError, did_you_mean
 from bitwright.core.formats import Format
-from bitwright.plan import Plan
+from bitwright.core.registry import KERNELS
+from bitwright.graph import Graph
+from bitwright.plan import ComputeSpec, Plan
 
 Precision = str | Path | Plan
 _WORD = re.compile(r"(?:int(\d+)|w(\d+)a(\d+))(-dynamic)?", re.IGNORECASE)
@@ -19,6 +26,51 @@ _FIRST_LAST_BITS = 8
 #: The default in training: its scales are learned, and no other quantizer is better at 8 bits.
 _QUANTIZER = "lsq"
 _START = "mse"  # below 8 bits, a range that clips outliers is better than one that covers all values
+_POOLS = ("max_pool2d", "avg_pool2d", "adaptive_avg_pool2d")
+KERNEL_PRECISIONS: Mapping[str, Mapping[str, str]] = {
+    "qsync-int8": {"conv2d": "int8", **dict.fromkeys(("relu", *_POOLS), "fp16")},
+}
+"""The kernel of each kind of operator. `qsync-int8` is the flag --int8 of QSync's training script."""
+
+
+def kernel_precision(name: str, graph: Graph, choices: Choices | None = None, *, model: str | None = None) -> Plan:
+    """The plan of a name in `KERNEL_PRECISIONS`. The only choice is `keep_float`.
+
+    >>> import torch
+    >>> from bitwright import capture
+    >>> net = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU(), torch.nn.Conv2d(8, 8, 3))
+    >>> plan = kernel_precision("qsync-int8", capture(net, torch.ones(1, 3, 9, 9)), {"keep_float": ["2"]})
+    >>> {name: spec.format for name, spec in plan.compute.items()}
+    {'0': 'int8', '1': 'fp16', '2': 'float'}
+    """
+    kinds = KERNEL_PRECISIONS[name]
+    choices = choices or Choices()
+    keep = patterns_of(choices)
+    reject_choices_with_plan({key: value for key, value in choices.items() if key != "keep_float"})
+    problems = [
+        Problem(
+            what="the pattern of keep_float matches no operator",
+            where="keep_float",
+            value=pattern,
+            fix=did_you_mean(pattern, graph.by_name),
+            code="unknown-operator",
+        )
+        for pattern in keep
+        if not any(fnmatch.fnmatchcase(op, pattern) for op in graph.by_name)
+    ]
+    ops = [op for op in graph.ops if op.kind in kinds and not op.constant]
+    if not ops:
+        what, fix = f"the model has no operator for the precision {name}", f"it lowers {', '.join(kinds)}"
+        problems.append(Problem(what=what, where="precision", value=name, fix=fix, code="plan-all-float"))
+    if problems:
+        raise PlanError(problems)
+    compute: dict[str, ComputeSpec] = {}
+    for op in ops:
+        spec = ComputeSpec(format=kinds[op.kind], why=f"{op.kind} in {name}")
+        kept = any(fnmatch.fnmatchcase(op.name, pattern) for pattern in keep)
+        reason = "kept in float by request" if kept else KERNELS.get(spec.format).refuses_named(op, spec)
+        compute[op.name] = spec if reason is None else ComputeSpec(why=reason)
+    return Plan(compute=compute, model=model)
 
 
 def resolve(
@@ -33,13 +85,22 @@ def resolve(
         reject_choices_with_plan(choices)
         return plan, target or plan.backend or DEFAULT_BACKEND, Choices(), []
     match = _WORD.fullmatch(str(precision))
+    if str(precision) in KERNEL_PRECISIONS:
+        raise TrainError.single(
+            "this precision stands for low-precision kernels, which train, predict and profile run",
+            where="precision",
+            value=str(precision),
+            fix="write int8 to quantize the model",
+            code="kernel-precision",
+        )
     if match is None:
         raise TrainError.single(
             "unknown precision",
             where="precision",
             value=str(precision),
             fix="write int8, int4, w4a8 (4-bit weights, 8-bit activations), w8a8-dynamic "
-            "(activation scales at run time), w4a16 (weights only), or the path of a plan.yaml",
+            "(activation scales at run time), w4a16 (weights only), the path of a plan.yaml, "
+            f"or for training {', '.join(KERNEL_PRECISIONS)} (kernels)",
             code="unknown-precision",
         )
     weight_bits, activation_bits = int(match[2] or match[1]), int(match[3] or match[1])

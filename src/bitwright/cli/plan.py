@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from bitwright.cli.options import open_workload, option, require
+from bitwright.cli.options import PrecisionOption, exclude, open_workload, option, require
 from bitwright.cli.out import Out
 from bitwright.cli.settings import with_choices
 from bitwright.cli.verb import verb
@@ -23,7 +23,8 @@ from bitwright.core.errors import visible_text
     bitwright plan digits -o plan.yaml
     bitwright plan digits --weights int4/group8/sym --keep-float head
     bitwright plan digits --plan edited.yaml --against plan.yaml
-    bitwright plan my_workload.py:net --mapper qsync.npy -o plan.yaml
+    bitwright plan my_workload.py:net --precision qsync-int8 -o plan.yaml
+    bitwright plan my_workload.py:net --mapper qsync.npy --keep-float "classifier*" -o plan.yaml
     bitwright plan --schema > plan.schema.json
     """,
 )
@@ -38,6 +39,7 @@ def plan(
     backend: str | None,
     plan: Any,
     choices: Any,
+    precision: PrecisionOption = None,
     against: Annotated[Path | None, option("Show the changes from this plan to the new one.")] = None,
     output: Annotated[Path | None, option("Write here, not to stdout.", "--output", "-o")] = None,
     schema: Annotated[bool, option("Print the JSON Schema of plan files.", "--schema")] = False,
@@ -50,12 +52,17 @@ def plan(
     from bitwright.backends import DEFAULT_BACKEND, make_plan, resolve_for_backend
     from bitwright.backends import backend as find_backend
     from bitwright.graph import capture
-    from bitwright.importers.qsync import load_mapper, plan_of_mapper
+    from bitwright.importers.qsync import load_mapper, plan_of_mapper, summarize_mapper
     from bitwright.plan import Plan, json_schema
 
     if schema:
         out.result(json.dumps(json_schema(), indent=1))
         return
+    if precision is not None:
+        exclude("--precision", {"--plan": plan, "--mapper": mapper})
+    if mapper is not None:
+        others = {f"--{name.replace('_', '-')}": value for name, value in choices.items() if name != "keep_float"}
+        exclude("--mapper", {"--plan": plan, "--backend": backend, **others})
     require("WORKLOAD", workload, "bitwright plan WORKLOAD, or --schema")
     other = None if against is None else Plan.load(against)
     target = backend or (plan.backend if plan is not None else None) or DEFAULT_BACKEND
@@ -63,9 +70,12 @@ def plan(
     found = open_workload(out, str(workload))
     graph = capture(found.model, found.inputs)
     if mapper is not None:
-        made = replace(plan_of_mapper(load_mapper(mapper), graph, model=found.model), model=found.name)
+        bits = load_mapper(mapper)
+        made = plan_of_mapper(bits, graph, model=found.model, exclude=choices.get("keep_float", ()))
+        made = replace(made, model=found.name)
+        out.note(f"{mapper.name}: {summarize_mapper(bits)}")
     elif plan is None:
-        made = make_plan(graph, target, model=found.name, **choices)
+        made = make_plan(graph, target, model=found.name, precision=precision, **choices)
     else:
         made = resolve_for_backend(plan, table, graph, name=found.name)
     changes = [] if other is None else other.resolve(graph).diff(made)

@@ -28,28 +28,45 @@ __all__ = ["MapperSummary", "load_mapper", "plan_of_mapper", "summarize_mapper"]
 
 BITS = (8, 16, 19, 32)
 """The bit widths of a mapper; 19 means TF32, which PyTorch sets for the whole process."""
-_KINDS = {
-    **dict.fromkeys(("conv", "conv2d"), "conv2d"),
-    **dict.fromkeys(("linear", "fc"), "linear"),
-    **dict.fromkeys(("layernorm", "layer_norm"), "layer_norm"),
-    **dict.fromkeys(("bn", "batchnorm", "batchnorm2d", "batch_norm"), "batch_norm"),
-    **dict.fromkeys(("maxpool2d", "max_pool2d"), "max_pool2d"),
-    **{name: name for name in ("embedding", "matmul", "relu", "gelu", "softmax")},
+_NAMES = {  # names of layers in mappers, by our kind
+    "conv2d": ("conv", "conv2d", "qconv"),
+    "conv1d": ("conv1d",),
+    "linear": ("linear", "fc", "qlinear"),
+    "layer_norm": ("layernorm", "layer_norm", "ln"),
+    "batch_norm": ("bn", "batchnorm", "batchnorm2d", "batch_norm"),
+    "embedding": ("embedding", "emb"),
+    "max_pool2d": ("maxpool", "maxpool2d", "max_pool2d"),
+    "avg_pool2d": ("avgpool", "avgpool2d", "avg_pool2d"),
+    "adaptive_avg_pool2d": ("adaptiveavgpool2d", "adaptive_avg_pool2d"),
+    "matmul": ("matmul", "bmm"),
+    "relu": ("relu",),
+    "gelu": ("gelu",),
+    "softmax": ("softmax",),
 }
+_KINDS = {name: kind for kind, names in _NAMES.items() for name in names}
 _MODULES: dict[str, tuple[type[nn.Module], ...]] = {
     "conv2d": (nn.Conv2d,),
+    "conv1d": (nn.Conv1d,),
     "linear": (nn.Linear,),
     "layer_norm": (nn.LayerNorm,),
     "batch_norm": (nn.BatchNorm2d,),
     "embedding": (nn.Embedding,),
     "max_pool2d": (nn.MaxPool2d,),
+    "avg_pool2d": (nn.AvgPool2d,),
+    "adaptive_avg_pool2d": (nn.AdaptiveAvgPool2d,),
+    "relu": (nn.ReLU,),
+    "gelu": (nn.GELU,),
+    "softmax": (nn.Softmax,),
 }
 _INTEGER = ("conv2d", "linear")  # QSync has integer kernels for these; all others run in FP16 below 32 bits
+_NUMBERED = re.compile(r"([A-Za-z]\w*?)_([0-9]{1,9})")
 
 
 def load_mapper(path: str | Path) -> dict[str, int]:
     """Read the bits of each layer from a file."""
     value = load_npy(path)
+    if isinstance(value, list) and all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in value):
+        value = {str(key): bits for key, bits in value}
     if not isinstance(value, Mapping):
         fix = "a mapper is a dictionary of bits by layer"
         raise BitwrightError("not a mapper", where=str(path), value=type(value).__name__, fix=fix, code="invalid-value")
@@ -112,24 +129,29 @@ def plan_of_mapper(
 
     Layers have a module's name, or are counted by kind in the order in which the model defines them (`named_modules`),
     as `conv2d_0` or `linear_7`. Without `model`, the order of the parameters replaces it, which differs only if the
-    model has layers that it doesn't run. Modules whose names match `exclude` are not counted. A layer whose precision
-    has no kernel here stays in float; the plan says so.
+    model has layers that it doesn't run. Modules whose names match `exclude` are not counted and stay in float, as
+    QSync doesn't convert the modules that its configuration names. A layer whose precision has no kernel here stays in
+    float; the plan says so.
     """
     layers = _Layers(graph, model, exclude)
     compute: dict[str, ComputeSpec] = {}
-    problems: list[Problem] = []
+    problems: list[Problem] = list(layers.unmatched_patterns())
     idle: list[str] = []
+    keys: dict[str, str] = {}
     for key, bits in mapper.items():
         found = layers.find(key)
         if found is None:
-            fix = did_you_mean(key, graph.by_name)
-            problems.append(
-                Problem(what="the model has no such layer", where="mapper", value=key, fix=fix, code="unknown-name")
-            )
+            problems.append(layers.problem(key))
         elif not found:
             idle.append(key)
         elif _is_width(bits):
-            compute |= {op.name: _spec(op, key, bits) for op in found}
+            for op in found:
+                other = keys.setdefault(op.name, key)
+                if mapper[other] != bits:
+                    what, value = f"the layer {op.name} has other bits under the key {other}", f"{key}: {bits}"
+                    fix = "keep one of the two keys"
+                    problems.append(Problem(what=what, where="mapper", value=value, fix=fix, code="ambiguous-name"))
+                compute[op.name] = _spec(op, key, bits)
     problems += _width_problems(mapper)
     if problems:
         raise PlanError(problems, title="the mapper doesn't fit the model")
@@ -148,7 +170,7 @@ def _spec(op: Op, key: str, bits: int) -> ComputeSpec:
     if format == FLOAT:
         return ComputeSpec(format=FLOAT, why=why)
     spec = ComputeSpec(format=format, why=why)
-    reason = KERNELS.get(format).refuses(op, spec)
+    reason = KERNELS.get(format).refuses_named(op, spec)
     return spec if reason is None else ComputeSpec(format=FLOAT, why=f"{why}; {reason}")
 
 
@@ -168,6 +190,7 @@ class _Layers:
         self.modules: dict[str, list[Op]] = defaultdict(list)
         for op in graph.ops:
             self.modules[op.module].append(op)
+        self.names = set(self.modules) if model is None else {name for name, _ in model.named_modules()}
         self.numbered = self._by_parameters() if model is None else self._by_definition(model)
 
     def find(self, key: str) -> list[Op] | None:
@@ -179,13 +202,49 @@ class _Layers:
         groups = self.numbered.get(kind, [])
         return groups[number] if kind and number < len(groups) else None
 
+    def problem(self, key: str) -> Problem:
+        """Why a key has no layer, with the nearest ones."""
+        kind, _ = _split(key)
+        name = key.removeprefix("module.")
+        numbered = _NUMBERED.fullmatch(key)
+        code = "unknown-name"
+        if kind:
+            written, count = key.rpartition("_")[0], len(self.numbered.get(kind, []))
+            what = f"the model has {count} layers of the kind {kind}"
+            fix = f"{written}_0 to {written}_{count - 1}" if count else f"it has {self._known()}"
+            if self.excluded:
+                what += " that are not excluded"
+        elif any(op.module == name for op in self.graph.ops):
+            what, fix = "several operators belong to this module", did_you_mean(name, self.graph.by_name)
+        elif numbered is not None and "." not in key and key not in self.names:
+            what, code = "QSync has no layer of this kind", "unknown-kind"
+            fix = f"{did_you_mean(numbered[1].lower(), _KINDS)}; the model has {self._known()}"
+        else:
+            what, fix = "the model has no such layer", did_you_mean(name, self.graph.by_name)
+        return Problem(what=what, where="mapper", value=key, fix=fix, code=code)
+
+    def unmatched_patterns(self) -> Iterator[Problem]:
+        """Patterns of `exclude` that match nothing."""
+        for pattern in self.excluded:
+            if not any(fnmatch.fnmatchcase(name, pattern) for name in (*self.names, *self.graph.by_name)):
+                fix = did_you_mean(pattern, [*self.names, *self.graph.by_name])
+                what = "the pattern matches no module"
+                yield Problem(what=what, where="exclude", value=pattern, fix=fix, code="unknown-name")
+
+    def _known(self) -> str:
+        counts = {kind: len(groups) for kind, groups in self.numbered.items() if kind in _NAMES and groups}
+        return ", ".join(f"{count} {kind}" for kind, count in counts.items()) or "no layer that QSync converts"
+
     def _by_definition(self, model: nn.Module) -> dict[str, list[list[Op]]]:
         groups: dict[str, list[list[Op]]] = defaultdict(list)
         for name, module in model.named_modules():
             for kind, types in _MODULES.items():
                 if isinstance(module, types) and not self._is_excluded(name):
                     groups[kind].append([op for op in self.modules.get(name, []) if op.kind == kind])
-        return {**self._by_call(), **groups}
+        defined = {op.name for own in groups.values() for ops in own for op in ops}
+        for kind, called in self._by_call().items():  # functions, such as F.relu, come after the modules
+            groups[kind] += [ops for ops in called if not defined & {op.name for op in ops}]
+        return groups
 
     def _by_parameters(self) -> dict[str, list[list[Op]]]:
         owners = [name.rpartition(".")[0] for parameter in self.graph.parameters for name in parameter.names]
@@ -200,7 +259,7 @@ class _Layers:
         groups: dict[str, dict[str, list[Op]]] = defaultdict(dict)
         for op in self.graph.ops:
             if not self._is_excluded(op.module):
-                owner = op.module if op.kind in _MODULES else op.name
+                owner = op.module if op.name.partition("#")[0] == op.module else op.name
                 groups[op.kind].setdefault(owner, []).append(op)
         return {kind: list(own.values()) for kind, own in groups.items()}
 
@@ -210,10 +269,9 @@ class _Layers:
 
 def _split(key: str) -> tuple[str, int]:
     """`layernorm_3` as ("layer_norm", 3); ("", 0) for a name of a module."""
-    name, _, number = key.rpartition("_")
-    kind = _KINDS.get(name.lower())
-    plain = number.isascii() and number.isdigit() and len(number) < 10  # "²" is a digit, too
-    return (kind, int(number)) if kind is not None and plain else ("", 0)
+    found = _NUMBERED.fullmatch(key)
+    kind = None if found is None else _KINDS.get(found[1].lower())
+    return ("", 0) if found is None or kind is None else (kind, int(found[2]))
 
 
 def _width_problems(mapper: Mapping[str, Any]) -> Iterator[Problem]:
@@ -228,6 +286,10 @@ def _is_width(bits: Any) -> bool:
 
 
 def _bits(value: Any) -> int:
+    if isinstance(value, _Array):  # an array with one number
+        value = value.content()
+    if isinstance(value, str) and value.isascii() and value.isdigit():
+        value = int(value[:9])
     whole = isinstance(value, int | float) and abs(value) < 2**31 and int(value) == value
     return int(value) if whole else value
 
@@ -265,28 +327,49 @@ class _Dtype:
         self.order = ">" if state[1] == ">" else "<"
 
 
-class _ObjectArray:
+class _Array:
+    """An array within a pickle: objects, or the bytes of numbers."""
+
     __slots__ = ("items",)
 
     def __init__(self, *_: Any) -> None:
         self.items: Any = None
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        self.items = state[-1]
+        shape, dtype, data = state[1], state[2], state[4]
+        if isinstance(data, bytes):
+            values = np.frombuffer(data, _plain(dtype)).tolist()
+            if len(values) != prod(shape):
+                raise pickle.UnpicklingError("has an array with another number of values than its shape")
+            data = values
+        self.items = data
+
+    def content(self) -> Any:
+        """The only item, or all."""
+        return self.items[0] if isinstance(self.items, list) and len(self.items) == 1 else self.items
+
+
+def _plain(dtype: _Dtype) -> np.dtype[Any]:
+    if re.fullmatch(r"b1|[iu][1248]|f[248]|[US][0-9]{1,4}", dtype.name) is None:
+        raise pickle.UnpicklingError(f"has a scalar of type {dtype.name[:20]!r}")
+    return np.dtype(f"{dtype.order}{dtype.name}")
 
 
 def _scalar(dtype: _Dtype, data: bytes) -> Any:
-    if re.fullmatch(r"b1|[iu][1248]|f[248]", dtype.name) is None:
-        raise pickle.UnpicklingError(f"has a scalar of type {dtype.name[:20]!r}")
-    return np.frombuffer(data, np.dtype(f"{dtype.order}{dtype.name}"))[0].item()
+    return np.frombuffer(data, _plain(dtype))[0].item()
 
 
 _FUNCTIONS = {
     "numpy.dtype": _Function(_Dtype),
-    "numpy.ndarray": _Function(_ObjectArray),
+    "numpy.ndarray": _Function(_Array),
+    # dictionaries of other kinds; the type of missing values has no meaning here
+    "collections.OrderedDict": _Function(dict),
+    "collections.Counter": _Function(dict),
+    "collections.defaultdict": _Function(lambda *_: {}),
+    **{f"builtins.{name}": _Function(lambda: None) for name in ("int", "float", "str", "list", "dict")},
     "_codecs.encode": _Function(lambda text, *_: text.encode("latin-1")),  # bytes in protocols 0 to 2
     **{f"{module}.bytes": _Function(lambda: b"") for module in ("builtins", "__builtin__")},
-    **{f"numpy.{core}.multiarray._reconstruct": _Function(_ObjectArray) for core in ("core", "_core")},
+    **{f"numpy.{core}.multiarray._reconstruct": _Function(_Array) for core in ("core", "_core")},
     **{f"numpy.{core}.multiarray.scalar": _Function(_scalar) for core in ("core", "_core")},
 }
 
@@ -307,7 +390,7 @@ class _Unpickler(pickle.Unpickler):
 def read_pickle(raw: bytes, where: str) -> Any:
     """The value of a pickle; NumPy's scalars become Python numbers."""
     value = _Unpickler(_checked_pickle(raw, where), where).load()
-    return value.items if isinstance(value, _ObjectArray) else value
+    return value.items if isinstance(value, _Array) else value
 
 
 def _checked_pickle(raw: bytes, where: str) -> bytes:
@@ -356,6 +439,8 @@ def load_npy(path: str | Path) -> Any:
 
 def _load(path: Path) -> Any:
     raw = read_bytes(path, what="the mapper", fix="give a file that numpy.save wrote", most=_MOST_BYTES)
+    if raw[:1] == b"\x80":  # a plain pickle
+        return read_pickle(raw, str(path))
     with io.BytesIO(raw) as file:
         version = np.lib.format.read_magic(file)
         reader = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
@@ -366,4 +451,11 @@ def _load(path: Path) -> Any:
             file.seek(0)
             return np.load(file, allow_pickle=False)
         value = read_pickle(file.read(), str(path))
-    return value[0] if shape == () and isinstance(value, list) and len(value) == 1 else value
+    return value[0] if prod(shape) == 1 and isinstance(value, list) and len(value) == 1 else _rows(value, shape)
+
+
+def _rows(value: Any, shape: tuple[int, ...]) -> Any:
+    """The rows of a table, which a pickle stores one after the other."""
+    if len(shape) != 2 or not isinstance(value, list) or len(value) != prod(shape):
+        return value
+    return [value[start : start + shape[1]] for start in range(0, len(value), shape[1])]

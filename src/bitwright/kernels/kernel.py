@@ -138,6 +138,8 @@ class Kernel(ABC):
 
     name: ClassVar[str]
     kinds: ClassVar[tuple[str, ...]]
+    named_kinds: ClassVar[tuple[str, ...]] = ()
+    """More kinds that it runs where a plan names the operator. Patterns and planners leave these in float."""
     compiles: ClassVar[bool] = True
     """Whether torch.compile of the complete model can trace it."""
     has_compiled_arithmetic: ClassVar[bool] = False
@@ -153,6 +155,11 @@ class Kernel(ABC):
     def refuses(cls, op: Op, spec: ComputeSpec) -> str | None:
         """Why the kernel can't run this operator; None if it can."""
         return None if op.kind in cls.kinds else f"{cls.name} has no kernel for {op.kind}"
+
+    @classmethod
+    def refuses_named(cls, op: Op, spec: ComputeSpec) -> str | None:
+        """Like `refuses`, for an operator that a plan names."""
+        return None if op.kind in cls.named_kinds else cls.refuses(op, spec)
 
     @classmethod
     def missing(cls, device: torch.device) -> str | None:

@@ -115,7 +115,8 @@ def _against(key: str, spec: ComputeSpec, graph: Graph, where: str) -> Iterator[
             code="unknown-operator",
         )
     elif spec.is_low_precision:
-        reasons = [KERNELS.get(spec.format).refuses(op, spec) for op in found]
+        kernel = KERNELS.get(spec.format)
+        reasons = [(kernel.refuses_named if op.name == key else kernel.refuses)(op, spec) for op in found]
         if all(reasons):
             yield Problem(
                 what=str(reasons[0]),

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from bitwright.backends import make_plan
-from bitwright.backends.precisions import resolve
+from bitwright.backends.precisions import KERNEL_PRECISIONS, kernel_precision, resolve
 from bitwright.core import tensor_tree as tree
 from bitwright.core.arguments import strict
 from bitwright.core.environment import keep_freed_memory
@@ -226,8 +226,10 @@ class WorkloadStep:
 def resolve_plan(workload: Workload, plan: Plan | str | Path) -> Plan:
     """Return the plan for a precision name (`int8`, `w4a8`), a plan file or a `Plan`, with its patterns resolved."""
     precision = plan if isinstance(plan, Plan) else str(plan)
-    found, target, choices, _ = resolve(precision, None, {})
     graph = capture(workload.model, workload.inputs)
+    if precision in KERNEL_PRECISIONS:
+        return kernel_precision(str(precision), graph, model=workload.name)
+    found, target, choices, _ = resolve(precision, None, {})
     if found is None:
         return make_plan(graph, target, model=workload.name, **choices)
     return found.resolve(graph)

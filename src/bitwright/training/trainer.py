@@ -13,7 +13,7 @@ from typing import Any, Literal, Unpack
 from torch import nn
 
 from bitwright.backends import Choices
-from bitwright.backends.precisions import Precision, resolve
+from bitwright.backends.precisions import KERNEL_PRECISIONS, Precision, kernel_precision, resolve
 from bitwright.core import formatting
 from bitwright.core.arguments import strict
 from bitwright.core.display import Summarized, Table
@@ -24,6 +24,7 @@ from bitwright.core.interrupts import current_stop
 from bitwright.core.output_folder import locked, staged_output
 from bitwright.core.progress import Progress
 from bitwright.deployment.checkpoint import save_checkpoint
+from bitwright.graph import capture
 from bitwright.plan import Plan
 from bitwright.ptq.quantize import Quantized
 from bitwright.training.callbacks import Callback, EpochLog, History
@@ -85,7 +86,8 @@ class TrainResult(Summarized):
 class Trainer:
     """Trains a workload in float or, with `quantize`, with quantizers from the first step.
 
-    `precision` is "int8", "int4", "w4a8", a Plan or its path. Processes come from the process group or from torchrun.
+    `precision` is "int8", "int4", "w4a8", a Plan or its path; "qsync-int8" trains with kernels instead of quantizers.
+    Processes come from the process group or from torchrun.
     `out` is the folder for checkpoints and history.jsonl, and at the end checkpoint.safetensors, plan.yaml and
     result.json. `compute` is a plan (or its path) with a `compute` section, which lists the operators that run in low
     precision. `kind` is the device kind of this process in that plan (or a comma-separated list, one per rank), and
@@ -121,6 +123,10 @@ class Trainer:
         **choices: Unpack[Choices],
     ) -> None:
         self.workload = workload
+        if isinstance(precision, str) and precision in KERNEL_PRECISIONS and compute is None:
+            graph = capture(workload.model, workload.inputs)
+            compute = kernel_precision(precision, graph, choices, model=workload.name)
+            precision, choices = None, Choices()
         self.precision = precision
         self.compute = None if compute is None else load_compute_plan(compute)
         self.kind = kind

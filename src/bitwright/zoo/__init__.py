@@ -8,6 +8,7 @@ from bitwright.zoo.imagenet import (
     regnetx_800m,
     resnet18,
     resnet50,
+    vgg16,
 )
 from bitwright.zoo.networks import EfficientNetLite0, ResNet20
 from bitwright.zoo.resnest import ResNeSt, resnest50
@@ -29,4 +30,5 @@ __all__ = [
     "resnet20_cifar10",
     "resnet50",
     "train_digits",
+    "vgg16",
 ]

@@ -1,6 +1,6 @@
-"""The ImageNet networks of MQBench: ResNet, MobileNetV2, RegNetX and EfficientNet-Lite0, without weights.
+"""The ImageNet networks of MQBench and QSync, without weights: ResNet, MobileNetV2, RegNetX, VGG, EfficientNet-Lite0.
 
-ResNet, MobileNetV2 and RegNetX have torchvision's parameter names, so torchvision's checkpoints load strictly.
+ResNet, MobileNetV2, RegNetX and VGG have torchvision's parameter names, so torchvision's checkpoints load strictly.
 Each function is an entry point of `bitwright.networks` and has the same arguments.
 """
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from bitwright.zoo.networks import EfficientNetLite0, Norm
 
 __all__ = [
+    "VGG16",
     "MobileNetV2",
     "RegNetX",
     "ResNet",
@@ -25,6 +26,7 @@ __all__ = [
     "regnetx_800m",
     "resnet18",
     "resnet50",
+    "vgg16",
 ]
 
 # MobileNetV2, per stage: expansion, channels, blocks, stride of the first block.
@@ -237,6 +239,36 @@ class RegNetX(nn.Module):
         return logits
 
 
+class VGG16(nn.Module):
+    """VGG-16 (Simonyan & Zisserman, 2014) without batch norms, with torchvision's names and initial weights."""
+
+    def __init__(self, *, classes: int = 1000, dropout: float = 0.5) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        before = 3
+        for depth, channels in ((2, 64), (2, 128), (3, 256), (3, 512), (3, 512)):
+            for _ in range(depth):
+                layers += [nn.Conv2d(before, channels, 3, padding=1), nn.ReLU()]
+                before = channels
+            layers.append(nn.MaxPool2d(2))
+        self.features = nn.Sequential(*layers)
+        self.avgpool = nn.AdaptiveAvgPool2d(7)
+        parts = [nn.Linear(512 * 7 * 7, 4096), nn.ReLU(), nn.Dropout(dropout)]
+        parts += [nn.Linear(4096, 4096), nn.ReLU(), nn.Dropout(dropout)]
+        self.classifier = nn.Sequential(*parts, nn.Linear(4096, classes))
+        _initialize(self)
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, 0, 0.01)
+            if isinstance(module, nn.Conv2d | nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The logits of normalized images."""
+        logits: Tensor = self.classifier(torch.flatten(self.avgpool(self.features(x)), 1))
+        return logits
+
+
 def _initialize(model: nn.Module) -> None:
     """He's initial weights for convolutions, by the fan-out."""
     for module in model.modules():
@@ -284,3 +316,8 @@ def efficientnetlite_b0(
 ) -> EfficientNetLite0:
     """EfficientNet-Lite0: 4.7 million parameters. Images of `image_size`."""
     return EfficientNetLite0(classes=classes, dropout=dropout, image_size=image_size, norm=norm)
+
+
+def vgg16(*, classes: int = 1000, dropout: float = 0.5, norm: Norm = nn.BatchNorm2d, image_size: int = 224) -> VGG16:
+    """VGG-16: 138.4 million parameters and no norms, so `norm` has no effect. Images of any size."""
+    return VGG16(classes=classes, dropout=dropout)
