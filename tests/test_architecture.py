@@ -67,3 +67,29 @@ def test_the_scan_finds_shared_public_classes() -> None:
         "d": "Shape = tuple[int, ...]",
     }
     assert shared_names(sources) == {"Timer": ["a", "b"], "Grid": ["b", "c"]}
+
+
+def error_classes() -> set[str]:
+    """Names of our error classes that describe a single problem."""
+    path = ROOT / "src" / "bitwright" / "core" / "errors.py"
+    classes = {node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)}
+    return classes - {"PlanError", "TrainError", "TrainDiverged"}
+
+
+def calls_without_code(source: str, classes: set[str]) -> list[int]:
+    """Lines that create a problem or an error without a stable code."""
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    named = [call for call in calls if getattr(call.func, "id", "") in classes]
+    return [call.lineno for call in named if not {None, "code"} & {keyword.arg for keyword in call.keywords}]
+
+
+def test_every_problem_has_a_stable_code() -> None:
+    classes = error_classes()
+    assert {"Problem", "BitwrightError", "CaptureError"} <= classes
+    found = {path: calls_without_code(path.read_text(), classes) for path in (ROOT / "src").rglob("*.py")}
+    assert {str(path.relative_to(ROOT)): lines for path, lines in found.items() if lines} == {}
+
+
+def test_the_scan_finds_problems_without_a_code() -> None:
+    source = "Problem(what='x')\nProblem(what='x', code='y')\nraise CaptureError('x', value=3)\nProblem(**given)"
+    assert calls_without_code(source, error_classes()) == [1, 3]

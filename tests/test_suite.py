@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+import bitwright.core.errors
+
 ROOT = Path(__file__).parents[1]
 FILES = sorted(ROOT.glob("tests/**/test_*.py"))
 #: Calls that check something on their own.
@@ -134,6 +136,18 @@ def _surely_checks(body: list[ast.stmt], helpers: set[str], known: set[str]) -> 
     return False
 
 
+def _is_error(kind: object) -> bool:
+    return isinstance(kind, type) and issubclass(kind, bitwright.BitwrightError)
+
+
+def _matches_wording(call: ast.Call, errors: set[str]) -> bool:
+    """`pytest.raises` of one of our errors with `match`: a test checks codes and locations, not the wording."""
+    if getattr(call.func, "attr", "") != "raises" or not call.args or all(k.arg != "match" for k in call.keywords):
+        return False
+    kind = call.args[0]
+    return getattr(kind, "attr", getattr(kind, "id", "")) in errors
+
+
 #: Tests over the blocks of a page, which may have none; another test counts them.
 MAY_BE_EMPTY = {"test_python_blocks_run", "test_yaml_blocks_are_plans_tables_clusters_searches_or_grids"}
 
@@ -143,6 +157,7 @@ def weak(source: str) -> list[tuple[int, str]]:
     tree = ast.parse(source)
     helpers = _helpers(tree) | _shared_helpers()
     constants = _constants(tree)
+    errors = {name for name, kind in vars(bitwright.core.errors).items() if _is_error(kind)}
     found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Assert):
@@ -151,6 +166,8 @@ def weak(source: str) -> list[tuple[int, str]]:
                 found.append((node.lineno, why))
         if isinstance(node, ast.Call) and _broad(node):
             found.append((node.lineno, "any exception will do"))
+        if isinstance(node, ast.Call) and _matches_wording(node, errors):
+            found.append((node.lineno, "matches the wording of an error: use raises_problem"))
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
             asserts = any(isinstance(one, ast.Assert) for one in ast.walk(node))
             called = set(_names(node))
@@ -195,6 +212,7 @@ def test_doctests_can_fail() -> None:
         "assert isinstance(x, object)",
         "assert (x, 'message')",
         "with pytest.raises(Exception):\n        f()",
+        "with pytest.raises(BitwrightError, match='wording'):\n        f()",
         "f()",
         "for x in f():\n        assert x == 1",
         "if f():\n        assert g() == 1",

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from problems import raises_problem
 from torch import Tensor, nn
 
 from bitwright.backends import backend, check_plan, place
@@ -288,9 +289,9 @@ def test_a_strategy_of_folding_may_be_chosen() -> None:
         assert plan.sites == usual.sites
     assert place(graph, "onnxruntime", fold=-1).fold == {}
     assert place(graph, "academic", fold=-1) == place(graph, "academic")
-    with pytest.raises(PlanError, match=r"unknown folding strategy(.|\n)*-1 \(no folding\)"):
+    with raises_problem("unknown-folding-strategy", where="fold", mentions=-1):
         place(graph, "onnxruntime", fold=5)
-    with pytest.raises(PlanError, match="none would be folded"):
+    with raises_problem("fold-not-supported", where="fold"):
         place(graph, "academic", fold=2)
 
 

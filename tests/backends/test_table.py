@@ -8,6 +8,7 @@ from typing import Any
 import jsonschema
 import pytest
 import torch
+from problems import raises_problem
 from ruamel.yaml import YAML
 from schemas import json_schema
 from torch import nn
@@ -139,25 +140,25 @@ def test_an_unknown_backend_lists_the_nearest() -> None:
 
 
 def test_a_missing_file(tmp_path: Path) -> None:
-    with pytest.raises(BitwrightError, match="can't read the backend table") as caught:
+    with raises_problem("unreadable-file", where=tmp_path / "none.yaml"):
         backend(str(tmp_path / "none.yaml"))
-    assert caught.value.problems[0].where == str(tmp_path / "none.yaml")
 
 
-@pytest.mark.parametrize("text", ["schema: {", "a: 1\na: 2\n", "\t- x"])
-def test_malformed_yaml(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "code"), [("schema: {", "invalid-yaml"), ("a: 1\na: 2\n", "duplicate-key"), ("\t- x", "invalid-yaml")]
+)
+def test_malformed_yaml(tmp_path: Path, text: str, code: str) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(text)
-    with pytest.raises(BitwrightError, match="not valid YAML") as caught:
+    with raises_problem(code, where=path):
         backend(str(path))
-    assert caught.value.problems[0].where == str(path)
 
 
 @pytest.mark.parametrize("text", ["", "just text", "[1, 2]"])
 def test_not_a_table(tmp_path: Path, text: str) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(text)
-    with pytest.raises(BitwrightError, match=r"mine\.yaml has problems"):
+    with raises_problem("invalid-value", mentions="mine.yaml"):
         backend(str(path))
 
 

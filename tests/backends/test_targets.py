@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from problems import raises_problem
 from target_blocks import block, graph_of
 from torch import Tensor, nn
 
@@ -209,7 +210,7 @@ def test_unsigned_ranges_use_all_codes() -> None:
 def test_an_unknown_algorithm_is_an_error() -> None:
     """There, it logged a line and returned nothing."""
     model, inputs = block("residual")
-    with pytest.raises(bw.BitwrightError, match="unknown quantizer"):
+    with raises_problem("unknown-name", where="quantizer", mentions="'lsq'"):
         bw.quantize(model, [inputs], backend="snpe", quantizer="lqs")
 
 

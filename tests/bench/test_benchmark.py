@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from problems import raises_problem
 from torch import Tensor, nn
 
 import bitwright as bw
@@ -190,5 +191,5 @@ def test_a_saved_model_is_measured_unchanged(workload: bw.Workload, tmp_path: Pa
     (row,) = bw.benchmark(workload, saved=tmp_path, time=False).runtimes
     assert not row.parity.passed  # the file isn't that of the checkpoint any more
     (tmp_path / "plan.yaml").unlink()
-    with pytest.raises(BitwrightError, match=r"has no plan\.yaml"):
+    with raises_problem("no-saved-model", mentions="plan.yaml"):
         bw.benchmark(workload, saved=tmp_path)

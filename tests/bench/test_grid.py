@@ -6,6 +6,7 @@ from pathlib import Path
 
 import jsonschema
 import pytest
+from problems import raises_problem
 from schemas import json_schema
 
 from bitwright import GridConfig, PlanError
@@ -111,7 +112,7 @@ def test_schema_errors_do_not_hide_other_problems(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["models: {name: x}\nbits: []\n", "algorithms: 3\n", "training: 3\nbits: {a: 1}\n"])
 def test_files_that_are_not_grids_are_rejected(tmp_path: Path, text: str) -> None:
-    with pytest.raises(PlanError, match="has problems"):
+    with raises_problem("missing-key", where="backends"):
         load(tmp_path, text)
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from problems import raises_problem
 
 from bitwright.core.errors import DuplicateName, UnknownName
 from bitwright.core.formats import Format
@@ -98,7 +99,7 @@ def test_two_packages_with_one_name_are_refused(distribution: Distribution) -> N
 
 def test_a_plugin_may_not_take_a_built_in_name(distribution: Distribution) -> None:
     distribution("bw_plugin_e", "[bitwright.observers]\nminmax = bw_plugin_e:A\n", "A = 1\n")
-    with pytest.raises(DuplicateName, match="minmax"):
+    with raises_problem("duplicate-name", mentions="minmax", kind=DuplicateName):
         Registry("observer", "bitwright.observers").get("mse")
 
 
@@ -114,12 +115,12 @@ def test_an_unknown_name_lists_the_nearest() -> None:
     with pytest.raises(UnknownName) as caught:
         OBSERVERS.get("min-max")
     problem = caught.value.problems[0]
-    assert (problem.what, problem.value) == ("unknown observer", "min-max")
+    assert (problem.code, problem.value) == ("unknown-name", "min-max")
     assert "'minmax'" in str(problem.fix)
 
 
 def test_an_empty_group_says_so() -> None:
-    with pytest.raises(UnknownName, match="nothing is registered"):
+    with raises_problem("unknown-name", kind=UnknownName):
         Registry("thing", "bitwright.nothing").get("x")
 
 
@@ -128,9 +129,9 @@ def test_register_by_hand() -> None:
     registry.register("mine", dict)
     assert registry.get("mine") is dict
     assert "mine" in registry.names()
-    with pytest.raises(DuplicateName, match="mine"):
+    with raises_problem("duplicate-name", mentions="mine", kind=DuplicateName):
         registry.register("mine", list)
-    with pytest.raises(DuplicateName, match="minmax"):
+    with raises_problem("duplicate-name", mentions="minmax", kind=DuplicateName):
         registry.register("minmax", list)
     registry.unregister("mine")
     assert "mine" not in registry

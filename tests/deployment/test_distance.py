@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from problems import raises_problem
 from torch import Tensor, nn
 
 import bitwright as bw
@@ -234,7 +235,7 @@ def test_a_batch_with_targets_is_told_as_such(tmp_path: Path) -> None:
     quantized = bw.quantize(net(), data())
     path = quantized.export(tmp_path / "model.onnx").path
     x = data()[0]
-    with pytest.raises(bw.BitwrightError, match="without targets"):
+    with raises_problem("model-failed", mentions="targets"):
         quantized.check(path, [(x, torch.zeros(len(x)))])
 
 

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from problems import raises_problem
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import bitwright as bw
 from bitwright.cli import app
-from bitwright.core.errors import ArtefactError, ExportError
+from bitwright.core.errors import ExportError
 from bitwright.core.registry import RUNTIMES
 from bitwright.deployment import Runtime, available_runtimes, saturates
 from bitwright.deployment.runtimes.ncnn.runtime import load
@@ -118,22 +119,22 @@ def test_a_damaged_weight_is_named_at_its_site(
         assert not result.passed
         assert result.first_divergence == name.rpartition(".")[0]
     path.with_suffix(".bin").write_bytes(whole[:-4])
-    with pytest.raises(ArtefactError, match=f"{len(whole) - 4} bytes of {len(whole)}"):
+    with raises_problem("damaged-artefact", mentions=f"{len(whole) - 4} bytes of {len(whole)}"):
         bw.open_runtime("ncnn", path)
     path.with_suffix(".bin").write_bytes(whole)
     path.write_text("\n".join(path.read_text(encoding="utf-8").splitlines()[:-1]), encoding="utf-8")
-    with pytest.raises(ArtefactError, match="export it again"):
+    with raises_problem("damaged-artefact", mentions="12 layers of 13"):
         bw.open_runtime("ncnn", path)
     path.with_suffix(".json").unlink()
-    with pytest.raises(ArtefactError, match="together"):
+    with raises_problem("unreadable-file", mentions="model.json"):
         bw.open_runtime("ncnn", path)
 
 
 def test_other_shapes_never_reach_ncnn(made: tuple[bw.Quantized, Path], batches: list[Tensor]) -> None:
     opened = bw.open_runtime("ncnn", made[1])
-    with pytest.raises(ArtefactError, match=r"\[4, 3, 9, 14\].*\[any, 3, 14, 14\]"):
+    with raises_problem("runtime-failed", mentions="[4, 3, 9, 14]"):
         opened(batches[0][:, :, :9])
-    with pytest.raises(ArtefactError, match="float64"):
+    with raises_problem("runtime-failed", mentions="float64"):
         opened(batches[0].double())
 
 
@@ -209,17 +210,14 @@ def test_all_operators_that_cant_be_written_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("backend", "named"),
-    [
-        ("onnxruntime", "codes other than .* at 0:input"),
-        pytest.param("fbgemm", "a zero point at 0:weight", marks=pytest.mark.slow),
-    ],
+    ("backend", "site"),
+    [("onnxruntime", "0:input"), pytest.param("fbgemm", "0:weight", marks=pytest.mark.slow)],
     ids=["onnxruntime", "fbgemm"],
 )
-def test_plans_for_other_grids_are_refused_at_their_site(backend: str, named: str, tmp_path: Path) -> None:
+def test_plans_for_other_grids_are_refused_at_their_site(backend: str, site: str, tmp_path: Path) -> None:
     x = torch.randn(4, 8)
     quantized = bw.quantize(nn.Sequential(nn.Linear(8, 4)).eval(), [x], backend=backend)
-    with pytest.raises(ExportError, match=named):
+    with raises_problem("operator-without-translation", mentions=f"at {site}"):
         ncnn().write(quantized.model, tmp_path / "model.param", x)
 
 
@@ -229,7 +227,7 @@ def test_groups_of_channels_have_one_scale_each(tmp_path: Path) -> None:
     model, x = nn.Sequential(nn.Conv2d(4, 6, 3, groups=2)).eval(), torch.randn(2, 4, 7, 7)
     quantized = bw.quantize(model, [x], backend="ncnn")
     path = tmp_path / "model.param"
-    with pytest.raises(ExportError, match=r"int8/tensor/sym/narrow.* at 0:weight"):
+    with raises_problem("operator-without-translation", mentions="0:weight"):
         ncnn().write(quantized.model, path, x)
     bw.strip(model)
     quantized = bw.quantize(model, [x], backend="ncnn", weights="int8/tensor/sym/narrow")

@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from problems import raises_problem
 from torch import Tensor, nn
 
 import bitwright as bw
 from bitwright.backends import BackendTable
-from bitwright.core.errors import ArtefactError, ExportError
 from bitwright.core.registry import RUNTIMES
 from bitwright.deployment import Runtime, available_runtimes, measurement, saturates
 from bitwright.quantizers import weights_may_change
@@ -78,7 +78,7 @@ def test_integers_run_and_every_site_agrees(name: str, batches: list[Tensor], tm
     with torch.no_grad():
         expected = quantized.model(torch.cat(batches)[:11])
     torch.testing.assert_close(opened(torch.cat(batches)[:11]), expected, rtol=1e-5, atol=1e-5)  # piece by piece
-    with pytest.raises(ArtefactError, match="batch"):
+    with raises_problem("runtime-failed", mentions="batch is 3"):
         opened.run(opened.feed(batches[0][:3]))
     result = quantized.check(path, batches, runtime=name, per_site=True)
     assert result.passed
@@ -129,7 +129,7 @@ def test_what_the_compiler_refuses_is_told_once_with_its_cause(
         raise RuntimeError("backend='inductor' raised:\nRuntimeError: 40 is not 36\n\nSet TORCHDYNAMO_VERBOSE=1")
 
     monkeypatch.setattr(torch, "compile", refuse)
-    with pytest.raises(ArtefactError, match=r"can't load the artefact: RuntimeError: 40 is not 36\n.*use another"):
+    with raises_problem("artefact-not-loadable", mentions="RuntimeError: 40 is not 36"):
         bw.open_runtime("inductor", path)
     assert not [record for record in caplog.records if record.levelno >= ERROR]
 
@@ -137,7 +137,7 @@ def test_what_the_compiler_refuses_is_told_once_with_its_cause(
 @needs("inductor")
 def test_formats_without_integer_kernels_are_refused(batches: list[Tensor], tmp_path: Path) -> None:
     quantized = bw.quantize(nn.Sequential(nn.Linear(8, 4)).eval(), [torch.randn(4, 8)], weights="int4/group4/sym")
-    with pytest.raises(ExportError, match=r"0:weight"):
+    with raises_problem("unsupported-format", where="0:weight"):
         RUNTIMES.get("inductor").write(quantized.model, tmp_path / "model.pt2", torch.randn(4, 8))
 
 

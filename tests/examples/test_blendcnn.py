@@ -8,9 +8,9 @@ import pytest
 import torch
 from blendcnn import BlendCNN, scores
 from mrpc import WordPieces, blendcnn_mrpc, read_pairs
+from problems import raises_problem
 
 import bitwright as bw
-from bitwright.core.errors import WorkloadError
 from bitwright.training import TrainConfig
 from bitwright.workload import evaluate
 from bitwright.zoo.text import encode_pairs
@@ -53,25 +53,25 @@ def test_quotes_and_unusual_line_separators_are_kept(tmp_path: Path, mark: str, 
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "code", "mentions"),
     [
-        ("label\tone\ttwo\n", "header"),
-        (HEADS + "\n1\t1\t2\tone\n2\t1\t2\ta\tb\n1\t1\t2\ta\tb\n", r"2 of 3 lines.*line 2 has 4 columns; line 3.*'2'"),
-        ("index\t#1 ID\t#2 ID\t#1 String\t#2 String\n0\t1\t2\ta\tb\n", "header"),
-        (HEADS + "\n", "no pairs"),
+        ("label\tone\ttwo\n", "invalid-data", "header"),
+        (HEADS + "\n1\t1\t2\tone\n2\t1\t2\ta\tb\n1\t1\t2\ta\tb\n", "invalid-data", "2 of 3 lines"),
+        ("index\t#1 ID\t#2 ID\t#1 String\t#2 String\n0\t1\t2\ta\tb\n", "invalid-data", "header"),
+        (HEADS + "\n", "no-data", None),
     ],
 )
-def test_invalid_files_are_rejected(tmp_path: Path, text: str, words: str) -> None:
+def test_invalid_files_are_rejected(tmp_path: Path, text: str, code: str, mentions: str | None) -> None:
     (tmp_path / "train.tsv").write_text(text)
-    with pytest.raises(WorkloadError, match=words):
+    with raises_problem(code, where="train.tsv", mentions=mentions):
         read_pairs(tmp_path / "train.tsv")
 
 
 def test_missing_files_and_wrong_encodings_are_rejected(tmp_path: Path) -> None:
-    with pytest.raises(WorkloadError, match=r"no train\.tsv"):
+    with raises_problem("data-file-missing", mentions="train.tsv"):
         blendcnn_mrpc(data=tmp_path)
     (tmp_path / "latin.tsv").write_bytes(HEADS.encode() + b"\n1\t1\t2\tcaf\xe9\tb\n")
-    with pytest.raises(WorkloadError, match="UTF-8"):
+    with raises_problem("not-utf8", mentions="latin.tsv"):
         read_pairs(tmp_path / "latin.tsv")
 
 

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from problems import raises_problem
 
 import bitwright as bw
 from bitwright.core.errors import BitwrightError
@@ -67,7 +68,7 @@ def test_an_untrained_model_is_not_reported(monkeypatch: pytest.MonkeyPatch, tmp
     assert raised.value.problems[0].code == "weights-required"
     assert bw.load_workload(f"{workload}_choose").training is not None
     monkeypatch.setenv("BLENDCNN_FLOAT", str(tmp_path))
-    with pytest.raises(BitwrightError, match="the checkpoint doesn't exist"):
+    with raises_problem("no-such-checkpoint"):
         bw.load_workload(f"{workload}_choose")
 
 

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from problems import raises_problem
 from torch import Tensor, nn
 
 import bitwright as bw
-from bitwright.core.errors import BitwrightError, CaptureError
+from bitwright.core.errors import CaptureError
 from bitwright.graph import Graph, Op, capture
 
 torch.set_num_threads(1)
@@ -115,19 +116,19 @@ def test_outputs_are_found_wherever_they_are(pack: Any, paths: list[str]) -> Non
 
 @pytest.mark.parametrize("result", [None, "text", 3.0, [], {"loss": 1.0}])
 def test_a_model_that_returns_no_tensor(result: Any) -> None:
-    with pytest.raises(CaptureError, match="returned no tensor") as caught:
+    with raises_problem("no-output-tensor", kind=CaptureError) as caught:
         of_body(lambda _, y: result)
     assert caught.value.problems[0].fix
 
 
 def test_not_a_module() -> None:
-    with pytest.raises(BitwrightError, match=r"torch\.nn\.Module") as caught:
+    with raises_problem("wrong-argument-type", where="model", mentions="torch.nn.Module") as caught:
         capture(torch.relu, torch.ones(1))  # type: ignore[arg-type]
     assert caught.value.problems[0].value is not None
 
 
 def test_no_inputs() -> None:
-    with pytest.raises(CaptureError, match="at least one"):
+    with raises_problem("no-inputs", kind=CaptureError):
         capture(nn.ReLU())
 
 

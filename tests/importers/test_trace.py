@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from gpu_traces import gpu_trace
+from problems import raises_problem
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from bitwright.cluster import predict_step
-from bitwright.core.errors import BitwrightError
 from bitwright.importers.trace import import_trace
 from bitwright.importers.trace_events import Event, _tops
 from bitwright.plan import Plan
@@ -77,7 +77,7 @@ def test_a_cpu_trace_becomes_a_profile(tmp_path: Path) -> None:
     assert conv.backward.seconds > 0
     assert "sgd/loop" in made.by_name
     # what it lacks is said, and isn't made up
-    with pytest.raises(BitwrightError, match="clip"):
+    with raises_problem("not-profiled", where="clip"):
         predict_step(graph, Plan(), made, settings=StepSettings(clip=1.0))
 
 
@@ -124,7 +124,7 @@ def test_autocast_is_read_from_the_types(tmp_path: Path) -> None:
     predicted = predict_step(graph, Plan(), made, settings=StepSettings(amp="bf16"))
     engine = sum(e["dur"] for e in events if "evaluate_function" in e["name"]) / 2e6
     assert predicted.devices[0].phases["backward"] == pytest.approx(engine, rel=0.05)
-    with pytest.raises(BitwrightError, match="float32"):
+    with raises_problem("not-profiled", where="dense", mentions="float32"):
         predict_step(graph, Plan(), made)
 
 
@@ -163,13 +163,16 @@ def test_a_trace_of_something_else_is_refused(tmp_path: Path) -> None:
     graph = record_step(model, batch, F.cross_entropy)
     path = tmp_path / "trace.json"
     path.write_text(json.dumps(gpu_trace()))
-    with pytest.raises(BitwrightError, match="no operator of this model"):
+    with raises_problem("no-match", mentions="trace.json"):
         import_trace(path, graph)
-    for text in ("nothing", "[1, 2]", '{"traceEvents": 5}', "5", "{}", '{"traceEvents": [1]}'):
+    path.write_text("nothing")
+    with raises_problem("invalid-json", where=f"{path}:1:1"):
+        import_trace(path, graph)
+    for text in ("[1, 2]", '{"traceEvents": 5}', "5", "{}", '{"traceEvents": [1]}'):
         path.write_text(text)
-        with pytest.raises(BitwrightError, match="not a Chrome trace"):
+        with raises_problem("invalid-value", where=path):
             import_trace(path, graph)
-    with pytest.raises(BitwrightError, match="can't read the trace"):
+    with raises_problem("unreadable-file", mentions="none.json"):
         import_trace(tmp_path / "none.json", graph)
 
 

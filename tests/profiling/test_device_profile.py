@@ -6,10 +6,10 @@ from pathlib import Path
 import jsonschema
 import numpy as np
 import pytest
+from problems import raises_problem
 from schemas import json_schema
 from step_cases import profile_of
 
-from bitwright.core.errors import BitwrightError
 from bitwright.profiling import DeviceProfile, SampleStore
 from bitwright.profiling.device_profile import Line, at
 from bitwright.profiling.execution import Cast
@@ -28,20 +28,20 @@ def test_a_profile_comes_back_and_keeps_the_schema(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "code", "where"),
     [
-        ("{}", "bitwright_profile"),
-        ('{"bitwright_profile": 2, "device": "x"}', "bitwright_profile"),
-        ('{"bitwright_profile": 1, "device": "x", "speed": 3}', "speed"),
-        ("hello", "JSON"),
+        ("{}", "missing-key", "{path}, bitwright_profile"),
+        ('{"bitwright_profile": 2, "device": "x"}', "invalid-value", "{path}, bitwright_profile"),
+        ('{"bitwright_profile": 1, "device": "x", "speed": 3}', "unknown-key", "{path}, speed"),
+        ("hello", "invalid-json", "{path}:1:1"),
     ],
 )
-def test_a_wrong_file_says_what_is_wrong(text: str, words: str, tmp_path: Path) -> None:
+def test_a_wrong_file_says_what_is_wrong(text: str, code: str, where: str, tmp_path: Path) -> None:
     path = tmp_path / "device.json"
     path.write_text(text)
-    with pytest.raises(BitwrightError, match=words):
+    with raises_problem(code, where=where.format(path=path)):
         DeviceProfile.load(path)
-    with pytest.raises(BitwrightError, match="can't read"):
+    with raises_problem("unreadable-file", mentions="other.json"):
         DeviceProfile.load(tmp_path / "other.json")
 
 

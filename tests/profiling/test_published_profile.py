@@ -6,11 +6,11 @@ import copy
 
 import pytest
 import torch
+from problems import raises_problem
 from torch import Tensor, nn
 
 from bitwright import Plan, capture, prepare
 from bitwright.cluster import Cluster, predict_step
-from bitwright.core.errors import BitwrightError
 from bitwright.plan import ComputeSpec
 from bitwright.profiling import DeviceProfile, Variant, record_step
 from bitwright.profiling.published_profile import published, published_devices
@@ -67,5 +67,5 @@ def test_every_table_is_whole_and_others_are_refused() -> None:
     for facts in published_devices().values():
         assert facts.operations_per_second["float32"] > 1e12
         assert facts.source
-    with pytest.raises(BitwrightError, match="nvidia-t4"):
+    with raises_problem("unknown-device", where="--published", mentions="'nvidia-t4'"):
         published("nvidia-t5", [], [], loss)

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from problems import raises_problem
 from step_cases import net, timed_sample
 
-from bitwright.core.errors import BitwrightError
 from bitwright.core.output_folder import locked
 from bitwright.profiling import SampleStore, Variant
 from bitwright.profiling.profiler import measure
@@ -84,18 +84,18 @@ def test_damage_is_said_with_its_line(tmp_path: Path) -> None:
     head, *lines = path.read_text().splitlines()
     for wrong in ("", "[]", '{"round": 3}', '{"round": [["add"]]}', '{"saved": [[1]]}', "\x00\xff", '{"facts": 3}'):
         path.write_text("\n".join([head, lines[0], wrong, *lines[1:]]) + "\n")
-        with pytest.raises(BitwrightError, match=r"samples\.jsonl, line 3: the samples are damaged"):
+        with raises_problem("damaged-samples", where=f"{path}, line 3"):
             SampleStore(path, circumstances={"device": "this one"})
     for wrong in ("[]", "words", "3"):
         path.write_text(wrong + "\n")
-        with pytest.raises(BitwrightError, match="line 1: the samples are damaged"):
+        with raises_problem("damaged-samples", where=f"{path}, line 1"):
             SampleStore(path, circumstances={"device": "this one"})
 
 
 def test_another_device_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "samples.jsonl"
     filled(path)
-    with pytest.raises(BitwrightError, match="other circumstances"):
+    with raises_problem("samples-differ", mentions="(device)"):
         SampleStore(path, circumstances={"device": "that one"})
 
 

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from problems import raises_problem
 from torch import Tensor, nn
 
 import bitwright as bw
-from bitwright.core.errors import ExportError, PlanError
+from bitwright.core.errors import PlanError
 from bitwright.quantizers import Quantizer, quantizers_of
 
 Build = Callable[..., Quantizer]
@@ -155,7 +156,7 @@ def test_levels_that_no_artefact_has(name: str, tmp_path: Path) -> None:
     x, _ = problem(8)
     quantized = bw.quantize(network().eval(), [x], backend="academic", quantizer=name, **W4A4)
     path = tmp_path / "model.onnx"
-    with pytest.raises(ExportError, match="QuantizeLinear") as caught:
+    with raises_problem("unsupported-levels", mentions="QuantizeLinear") as caught:
         quantized.export(path)
     (found,) = caught.value.problems
     assert found.where is not None
@@ -176,7 +177,7 @@ def test_asymmetric_formats_are_refused_all_at_once_before_calibration(name: str
     plan = bw.make_plan(graph, "onnxruntime", saturating=False)
     inputs = [site for site, spec in plan.quantized if not spec.format.symmetric and spec.share is None]
     plan = plan.with_sites({site: replace(plan.sites[site], quantizer=name) for site in inputs})
-    with pytest.raises(PlanError, match="only symmetric formats") as caught:  # a plan that was edited by hand
+    with raises_problem("unsupported-format", where="0:input") as caught:  # a plan that was edited by hand
         bw.prepare(model, plan)
     assert sorted(str(found.where) for found in caught.value.problems) == sorted(inputs)
     assert all("int8/tensor/sym/adasign" in str(found.fix) for found in caught.value.problems)
@@ -206,7 +207,7 @@ def test_weights_and_activations_are_chosen_apart() -> None:
     assert found == {"input": "pact", "weight": "lsq", "output": "pact"}
     plan = bw.make_plan(graph, "academic", weight_quantizer="tqt")
     assert {spec.quantizer for _, spec in plan.quantized} == {"plain", "tqt"}
-    with pytest.raises(PlanError, match=r"weight_quantizer: unknown quantizer"):
+    with raises_problem("unknown-name", where="weight_quantizer", mentions="'lsq'"):
         bw.make_plan(graph, "academic", weight_quantizer="lsqq")
 
 

@@ -11,6 +11,7 @@ import jsonschema
 import numpy as np
 import pytest
 import torch
+from problems import raises_problem
 from records import EVIL, large, record
 from schemas import json_schema
 from torch import nn
@@ -64,9 +65,13 @@ def test_json_round_trip(tmp_path: Path) -> None:
 
 def test_unreadable_json_is_one_clear_error(tmp_path: Path) -> None:
     path = tmp_path / "report.json"
-    for text in ("", "{}", '{"version": 9}'):
+    for text, code, where in (
+        ("", "invalid-json", f"{path}:1:1"),
+        ("{}", "invalid-value", path),
+        ('{"version": 9}', "invalid-value", path),
+    ):
         path.write_text(text)
-        with pytest.raises(bitwright.BitwrightError, match="can't read the report"):
+        with raises_problem(code, where=where):
             read_json(path)
 
 
@@ -83,7 +88,7 @@ def test_a_leaderboard_is_told_from_a_report(tmp_path: Path) -> None:
         read_json(path)
     assert error.value.codes == ["leaderboard-file"]
     path.write_text('{"version": 2, "title": 1, "strange": 3}')
-    with pytest.raises(bitwright.BitwrightError, match="and 3 more") as error:
+    with raises_problem("invalid-value", mentions="3 more") as error:
         read_json(path)
     assert len(str(error.value).splitlines()) == 2  # the error and its fix
 

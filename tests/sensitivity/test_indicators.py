@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from problems import raises_problem
 from scipy.stats import spearmanr
 from torch import Tensor, nn
 
-from bitwright import BitwrightError, OperatorScores, capture, score_operators
-from bitwright.core.errors import CalibrationError, UnknownName
+from bitwright import OperatorScores, capture, score_operators
+from bitwright.core.errors import CalibrationError
 from bitwright.core.registry import INDICATORS, KERNELS
 from bitwright.kernels import products
 from bitwright.kernels.products import encode
@@ -271,25 +272,30 @@ def test_relu_in_place_counts_as_any_other() -> None:
 
 def test_what_cant_be_indicated_is_said() -> None:
     model, batches = made(Words), sentences(1)
-    with pytest.raises(UnknownName, match="gradient-variance"):
+    with raises_problem("unknown-name", mentions="'gradient-variance'"):
         score_operators(model, batches, F.cross_entropy, indicator="gradient-varience")
-    with pytest.raises(UnknownName, match="int8"):
+    with raises_problem("unknown-kernel", mentions="'int8'"):
         score_operators(model, batches, F.cross_entropy, formats=["int9"])
-    with pytest.raises(BitwrightError, match="stochastic"):
+    with raises_problem("unknown-option", mentions="'stochastic'"):
         score_operators(model, batches, F.cross_entropy, formats=["int8/stochastics"])
     with pytest.raises(CalibrationError):
         score_operators(model, [], F.cross_entropy)
-    with pytest.raises(BitwrightError, match="no trainable parameter"):
+    with raises_problem("nothing-to-train"):
         score_operators(made(Words).requires_grad_(False), batches, F.cross_entropy)
     found = score_operators(model, batches, F.cross_entropy, indicator="random")
-    with pytest.raises(BitwrightError, match="query"):
+    with raises_problem("not-scored", mentions="'query'"):
         found.value("quary", "int8")
-    with pytest.raises(BitwrightError, match="bf16"):
+    with raises_problem("not-scored", where="query", mentions="bf16"):
         found.value("query", "bf16")
-    for text in ("{", "[]", "{}", found.to_json().replace('scores": 1', 'scores": 9')):
-        with pytest.raises(BitwrightError, match="scores"):
+    for text, code in {
+        "{": "invalid-json",
+        "[]": "invalid-value",
+        "{}": "missing-key",
+        found.to_json().replace('scores": 1', 'scores": 9'): "unknown-version",
+    }.items():
+        with raises_problem(code, mentions="scores"):
             OperatorScores.from_json(text)
-    with pytest.raises(BitwrightError, match="not finite"):
+    with raises_problem("not-finite", where="scores, values.table.float"):
         OperatorScores.from_json(found.to_json().replace('"float": 0.0', '"float": NaN', 1))
 
 

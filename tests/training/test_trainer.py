@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from problems import raises_problem
 from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
@@ -164,7 +165,7 @@ def test_all_problems_at_once_before_anything_is_loaded(tmp_path: Path) -> None:
     expected = {"no-training-data", "no-loss", "metric-required", "out-required", "warmup-too-long"}
     assert {*expected, "no-such-checkpoint", "ignored-argument"} == set(error.value.codes)
     assert {"backend", "freeze_observers"} < {problem.where for problem in error.value.problems}
-    with pytest.raises(BitwrightError, match="unknown precision"):
+    with raises_problem("unknown-precision", where="precision"):
         Trainer(workload(), precision="int8x")
 
 

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from problems import raises_problem
 from store_workers import IDENTITY, candidate, claim_and_wait, opened, outcome, race
 
-from bitwright import BitwrightError, PlanError
+from bitwright import BitwrightError
 from bitwright.tuning import TrialOutcome
 from bitwright.tuning.candidate import failure
 from bitwright.tuning.search import open_study
@@ -128,7 +129,7 @@ def test_another_model_goal_or_space_is_refused_with_the_difference(tmp_path: Pa
     claim = study.claim(candidate(0))
     assert claim is not None
     study.finish(claim, outcome(1))
-    with pytest.raises(PlanError, match=r"goal\.drop: was 0\.01, is 0\.02"):
+    with raises_problem("study-changed", where="goal.drop", mentions="0.02"):
         open_study(tmp_path / "study.db", "study", {"model": "abc", "goal": {"drop": 0.02}}, resume=True)
     with pytest.raises(BitwrightError) as raised:
         open_study(tmp_path / "study.db", "study", IDENTITY, resume=False)

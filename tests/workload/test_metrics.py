@@ -3,9 +3,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from problems import raises_problem
 from sklearn.metrics import f1_score, mean_absolute_error, mean_squared_error, top_k_accuracy_score
 
-from bitwright.core.errors import WorkloadError
 from bitwright.workload.metrics import make_evaluate
 
 GENERATOR = np.random.default_rng(0)
@@ -49,5 +49,5 @@ def test_nan_is_a_miss() -> None:
 
 
 def test_an_unknown_metric_names_the_nearest() -> None:
-    with pytest.raises(WorkloadError, match="'topk'"):
+    with raises_problem("unknown-name", mentions="'topk'"):
         make_evaluate({"topkk": {}}, list)

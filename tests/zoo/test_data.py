@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from problems import raises_problem
 
 from bitwright.core.environment import DATA_VARIABLE
 from bitwright.core.errors import WorkloadError
@@ -16,14 +17,14 @@ from bitwright.zoo.workloads import resnet20_cifar10
 
 def test_folder_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv(DATA_VARIABLE, raising=False)
-    with pytest.raises(WorkloadError, match=f"set {DATA_VARIABLE} to the folder"):
+    with raises_problem("data-folder-not-set", mentions=DATA_VARIABLE):
         data_folder()
     monkeypatch.setenv(DATA_VARIABLE, str(tmp_path / "none"))
-    with pytest.raises(WorkloadError, match="existing folder"):
+    with raises_problem("data-folder-missing", mentions=DATA_VARIABLE):
         data_folder()
     monkeypatch.setenv(DATA_VARIABLE, str(tmp_path))
     assert data_folder() == tmp_path
-    with pytest.raises(WorkloadError, match=r"has no test\.npz"):
+    with raises_problem("data-file-missing", mentions="test.npz"):
         resnet20_cifar10()
 
 
@@ -41,11 +42,11 @@ def test_npz_round_trip_and_normalisation(tmp_path: Path) -> None:
 
 def test_npz_that_is_not_what_it_should_be(tmp_path: Path) -> None:
     np.savez(tmp_path / "lacks.npz", images=np.zeros((1, 2, 2, 3), np.uint8))
-    with pytest.raises(WorkloadError, match="labels") as raised:
+    with raises_problem("missing-array", where="lacks.npz", mentions="labels") as raised:
         npz_images(tmp_path / "lacks.npz")
     assert raised.value.codes == ["missing-array"]
     np.savez(tmp_path / "floats.npz", images=np.zeros((1, 2, 2, 3)), labels=np.zeros(1))
-    with pytest.raises(WorkloadError, match="float64"):
+    with raises_problem("invalid-data", where="floats.npz", mentions="float64"):
         npz_images(tmp_path / "floats.npz")
 
 
@@ -57,12 +58,12 @@ def test_image_folder(tmp_path: Path) -> None:
     assert images.labels.tolist() == [42, 7]
     assert images.pixels.shape == (2, 3, 8, 8)
     assert images.pixels.float().mean(dim=(1, 2, 3)).tolist() == [10.0, 200.0]
-    with pytest.raises(WorkloadError, match="is not 9x9"):
+    with raises_problem("invalid-data", where="0000_0042.jpg", mentions="9x9"):
         image_folder(tmp_path, size=9)
 
 
 def test_image_folder_without_images(tmp_path: Path) -> None:
-    with pytest.raises(WorkloadError, match="NNNN_CCCC"):
+    with raises_problem("no-data", mentions="NNNN_CCCC"):
         image_folder(tmp_path)
 
 
@@ -110,5 +111,5 @@ def test_idx_files(tmp_path: Path) -> None:
     assert raised.value.codes == ["invalid-data"]
     with gzip.open(tmp_path / "short.gz", "wb") as file:
         file.write(header + pixels.tobytes()[:-1])
-    with pytest.raises(WorkloadError, match="not an IDX file"):
+    with raises_problem("invalid-data", where="short.gz"):
         idx_images(tmp_path / "short.gz", tmp_path / "l.gz")

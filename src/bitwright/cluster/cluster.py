@@ -86,6 +86,7 @@ class Cluster(Strict):
                 where=where,
                 value="nothing" if data is None else data,
                 fix="begin with `bitwright_cluster: 1`, then `devices:`; docs/predict.md has an example",
+                code="not-a-mapping",
             )
         return validated(Cluster, data, title=f"{where} has problems")
 
@@ -128,12 +129,23 @@ class Cluster(Strict):
         paths = {name: folder / kind.profile for name, kind in self.devices.items() if kind.profile is not None}
         paths |= given or {}
         problems = [
-            Problem(what="no such kind of device", where="profiles", value=name, fix=did_you_mean(name, self.devices))
+            Problem(
+                what="no such kind of device",
+                where="profiles",
+                value=name,
+                fix=did_you_mean(name, self.devices),
+                code="unknown-device-kind",
+            )
             for name in paths
             if name not in self.devices
         ]
         problems += [
-            Problem(what="this kind of device has no profile", where=name, fix=f"--profiles {name}=FILE, or `profile:`")
+            Problem(
+                what="this kind of device has no profile",
+                where=name,
+                fix=f"--profiles {name}=FILE, or `profile:`",
+                code="profile-required",
+            )
             for name in self.devices
             if name not in paths
         ]
@@ -187,4 +199,5 @@ class Cluster(Strict):
             where=f"cluster, {', '.join(without)}",
             fix=f"give the cluster a `link`, or one to {', '.join(without)}; or profile a process group of this size "
             f"with {self.backend}",
+            code="unknown-link",
         )

@@ -52,7 +52,13 @@ class ClusterCostModel:
         wrong = [pattern for pattern in keep_float if not fnmatch.filter(names, pattern)]
         if wrong:
             fix = did_you_mean(wrong[0], names)
-            raise PlanError([Problem(what="matches no operator", where="keep_float", value=wrong[0], fix=fix)])
+            raise PlanError(
+                [
+                    Problem(
+                        what="matches no operator", where="keep_float", value=wrong[0], fix=fix, code="unknown-operator"
+                    )
+                ]
+            )
         self.kept = {name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in keep_float)}
         self.predictor = Predictor.make(graph, Plan(), self.profiles, cluster, settings, smaller=smaller)
         steps = (self.predictor.locals, self.predictor.smaller)

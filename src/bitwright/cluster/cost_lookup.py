@@ -127,7 +127,13 @@ class Costs:
         if not self.missing:
             return
         problems = [
-            Problem(what="not in the profile", where=name, value=f"{text} in {format}", fix=self._fix(text, format))
+            Problem(
+                what="not in the profile",
+                where=name,
+                value=f"{text} in {format}",
+                fix=self._fix(text, format),
+                code="not-profiled",
+            )
             for (text, format), name in self.missing.items()
         ]
         shown = problems[:20]

@@ -160,7 +160,10 @@ class DeviceStep:
         wrong = sorted(name for name in changed if name not in self.graph.position)
         if wrong:
             raise BitwrightError(
-                "the step has no such operator", value=wrong[0], fix=did_you_mean(wrong[0], self.graph.position)
+                "the step has no such operator",
+                value=wrong[0],
+                fix=did_you_mean(wrong[0], self.graph.position),
+                code="unknown-operator",
             )
         local = DeviceStep(self.graph, plan, self.costs.fresh(), self.settings, list(self.blocks), casts=self.casts)
         gives = _Given(local)

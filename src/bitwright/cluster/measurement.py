@@ -331,16 +331,38 @@ def check_is_here(profile: DeviceProfile) -> None:
     threads = torch.get_num_threads()
     problems = []
     if profile.source == "published":
-        problems.append(Problem(what="it was published, not measured here", where="source", fix=fix))
+        problems.append(
+            Problem(
+                what="it was published, not measured here", where="source", fix=fix, code="profile-not-of-this-device"
+            )
+        )
     if profile.source == "measured" and _without_threads(profile.device) != _without_threads(device_name()):
         what = f"this one is {device_name()}"
-        problems.append(Problem(what=what, where="device", value=profile.device, fix=fix))
+        problems.append(
+            Problem(what=what, where="device", value=profile.device, fix=fix, code="profile-not-of-this-device")
+        )
     if profile.source == "measured" and profile.threads != threads:
         words = f"set OMP_NUM_THREADS={profile.threads}, or profile with {threads}"
-        problems.append(Problem(what=f"now there are {threads}", where="threads", value=profile.threads, fix=words))
+        problems.append(
+            Problem(
+                what=f"now there are {threads}",
+                where="threads",
+                value=profile.threads,
+                fix=words,
+                code="thread-count-differs",
+            )
+        )
     if profile.clock == "cpu" and threads > 1:
         words = "set OMP_NUM_THREADS=1, or profile with --clock wall"
-        problems.append(Problem(what="it counts one thread only", where="clock", value=profile.clock, fix=words))
+        problems.append(
+            Problem(
+                what="it counts one thread only",
+                where="clock",
+                value=profile.clock,
+                fix=words,
+                code="clock-needs-one-thread",
+            )
+        )
     if problems:
         raise PlanError(problems, title=f"the profile of {profile.device} can't be compared with steps here")
 

@@ -202,7 +202,12 @@ class Predictor:
             cluster = Cluster.of(dict.fromkeys(profiles, 1))
         for name in cluster.devices:
             if name not in profiles:
-                raise BitwrightError("this kind of device has no profile", where=name, fix=did_you_mean(name, profiles))
+                raise BitwrightError(
+                    "this kind of device has no profile",
+                    where=name,
+                    fix=did_you_mean(name, profiles),
+                    code="profile-required",
+                )
         locals_ = {
             name: DeviceStep.build(graph, plan_for(plan, name), profiles[name], settings, casts=modelled.casts)
             for name in cluster.devices
@@ -220,7 +225,9 @@ class Predictor:
     def changed(self, kind: str, plan: Plan, operators: set[str]) -> Predictor:
         """Return a predictor with another plan for one kind, which differs only at these operators."""
         if kind not in self.locals:
-            raise BitwrightError("no such kind of device", value=kind, fix=did_you_mean(kind, self.locals))
+            raise BitwrightError(
+                "no such kind of device", value=kind, fix=did_you_mean(kind, self.locals), code="unknown-device-kind"
+            )
         small = {name: local for name, local in self.smaller.items() if name != kind}
         if kind in self.smaller:
             with suppress(BitwrightError):  # not measured
@@ -369,6 +376,8 @@ def plan_for(plan: Plan | Mapping[str, Plan], kind: str) -> Plan:
     """The plan of one kind: its own, or its part of the common plan."""
     if not isinstance(plan, Plan):
         if kind not in plan:
-            raise BitwrightError("this kind of device has no plan", where=kind, fix=did_you_mean(kind, plan))
+            raise BitwrightError(
+                "this kind of device has no plan", where=kind, fix=did_you_mean(kind, plan), code="plan-required"
+            )
         return plan[kind]
     return plan.for_device(kind) if kind in plan.devices else replace(plan, devices={})

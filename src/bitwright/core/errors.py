@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import logging
+import os
 import re
 import reprlib
 import sys
@@ -264,7 +265,8 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f"known: {shown}" if names else "nothing is registered under this kind"
 
 
-# Code of packages and of the standard library; the user's code is the line that calls it.
+# Code of packages and of the standard library; the user's code is the line that calls it. A virtual environment may use
+# the packages of another one, so that their folder is not below its prefix.
 _FOREIGN = tuple(
     {
         str(Path(__file__).parents[1]),
@@ -272,6 +274,7 @@ _FOREIGN = tuple(
         sys.prefix,
     }
 )
+_PACKAGES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 
 
 @contextmanager
@@ -290,9 +293,13 @@ def user_code(workload: str | None, what: str, *, expected: str, fix: str) -> It
         ) from error
 
 
+def _is_foreign(filename: str) -> bool:
+    return filename.startswith((*_FOREIGN, "<")) or any(folder in filename for folder in _PACKAGES)
+
+
 def line_of(error: BaseException) -> str:
     """The innermost line of the user's code in the traceback, as ", at file.py:12". "" if there is none."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((*_FOREIGN, "<"))]
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not _is_foreign(f.filename)]
     return f", at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
 
 
@@ -303,7 +310,7 @@ def defined_at(function: object) -> str:
     kind = vars(type(function))  # for a loss module or another callable object
     for place in (function, kind.get("forward"), kind.get("__call__")):
         code = getattr(place, "__code__", None)
-        if code is not None and not code.co_filename.startswith((*_FOREIGN, "<")):
+        if code is not None and not _is_foreign(code.co_filename):
             return f", at {Path(code.co_filename).name}:{code.co_firstlineno}"
     return ""
 

@@ -298,6 +298,7 @@ def _compare(
         raise ArtefactError(
             f"the artefact has {len(results)} outputs, the model {len(simulated)}",
             fix="export the artefact from this model",
+            code="output-count",
         )
     agrees = True
     for (path, tensor), array, truth in zip(simulated, results, exact, strict=True):
@@ -307,6 +308,7 @@ def _compare(
                 where=path or "output",
                 value=f"{tuple(array.shape)} against {tuple(tensor.shape)}",
                 fix="export the artefact from this model",
+                code="output-shape",
             )
         ours, exactly = as_array(tensor), as_array(truth)
         refuse_nan(path, simulated=ours, real=array, exact=exactly, runtime=real.name)

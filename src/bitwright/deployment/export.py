@@ -98,7 +98,7 @@ def export(
     kind = artefact or default_artefact(attachment)
     sidecar = _sidecar(kind)
     for problem in unexportable(model, kind):
-        raise ExportError(problem.what, where=problem.where, value=problem.value, fix=problem.fix)
+        raise ExportError(problem.what, where=problem.where, value=problem.value, fix=problem.fix, code=problem.code)
     refuse_odd_state(model, attachment)
     args, kwargs = as_call(inputs)
     with replacing_onnx(path) as (temporary, data):
@@ -208,7 +208,7 @@ def marked_program(
 ) -> tuple[torch.export.ExportedProgram, Recorded]:
     """The program of the prepared model with a marker at each site and a fixed batch, and the codes of constants."""
     for problem in unexportable(model):
-        raise ExportError(problem.what, where=problem.where, value=problem.value, fix=problem.fix)
+        raise ExportError(problem.what, where=problem.where, value=problem.value, fix=problem.fix, code=problem.code)
     refuse_odd_state(model, attachment_of(model))
     traced = trace(model, args, kwargs, dynamic_batch=False)
     return traced.program, traced.recorded
@@ -261,6 +261,7 @@ def unexportable(model: nn.Module, artefact: str | None = None) -> list[Problem]
             fix="use evenly spaced levels here (plain, lsq, lsqplus, pact, dsq, tqt), or keep these sites in float"
             if name != "plain"
             else "use the backend's own quantizer here, or keep these sites in float",
+            code="unsupported-levels",
         )
         for name, where in sites.items()
     ]

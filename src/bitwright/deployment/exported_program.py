@@ -238,7 +238,9 @@ def _refuse_changed_bytes(path: Path) -> None:
         with zipfile.ZipFile(path) as archive:
             changed = archive.testzip()
     except OSError as error:
-        raise ArtefactError("the program can't be read", where=str(path), value=error.strerror) from error
+        raise ArtefactError(
+            "the program can't be read", where=str(path), value=error.strerror, code="unreadable-file"
+        ) from error
     except Exception as error:  # zipfile raises several types for a damaged directory
         changed = f"{type(error).__name__}: {error}"
     if changed is not None:

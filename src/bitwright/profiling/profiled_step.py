@@ -137,7 +137,9 @@ class Variant:
         """Raise if the model isn't prepared for the plan."""
         if bool(find_attachment(self.model)) != self.plan.changes_models:
             raise BitwrightError(
-                "the model isn't prepared for the plan", fix="prepare(model, plan) and calibrate it, or pass a Plan()"
+                "the model isn't prepared for the plan",
+                fix="prepare(model, plan) and calibrate it, or pass a Plan()",
+                code="not-prepared",
             )
 
 

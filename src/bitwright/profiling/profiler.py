@@ -113,6 +113,7 @@ def profile_variants(
             "the clock `cpu` counts one thread only",
             value=torch.get_num_threads(),
             fix="set OMP_NUM_THREADS=1, or use the clock `wall`",
+            code="clock-needs-one-thread",
         )
     for variant in variants:
         check_device(variant.model)

@@ -71,6 +71,7 @@ def published(device: str, variants: Sequence[Variant], batches: Sequence[Batch]
             where="--published",
             value=device,
             fix=did_you_mean(device, known),
+            code="unknown-device",
         )
     facts = known[device]
     costs: dict[Key, OperatorCost] = {}

@@ -136,6 +136,7 @@ class SampleStore:
                 where=str(self.path),
                 value=head.get(wrong),
                 fix=f"this run has {wanted.get(wrong)!r}: use another file for it",
+                code="samples-differ",
             )
 
     def _append(self, line: dict[str, Any]) -> None:
@@ -295,4 +296,5 @@ def _damaged(path: Path, number: int, value: str) -> BitwrightError:
         where=f"{path}, line {number}",
         value=value,
         fix="delete the file to measure again" if number == 1 else "delete this line; its samples are measured again",
+        code="damaged-samples",
     )

@@ -272,7 +272,11 @@ def record_step(
 ) -> StepGraph:
     """Record forward, loss and backward of one batch; the model is left as it was."""
     if find_attachment(model) is not None:
-        raise CaptureError("a step is recorded from the float model", fix="strip(model) first; plans come later")
+        raise CaptureError(
+            "a step is recorded from the float model",
+            fix="strip(model) first; plans come later",
+            code="already-prepared",
+        )
     settings = settings or StepSettings()
     inputs, target = batch
     args, kwargs = as_call(inputs)

@@ -235,13 +235,15 @@ def quantize(
     if wanted:
         require_rereadable(data)
     if find_attachment(model) is not None:
-        raise BitwrightError("this model is quantized already", fix="strip(model) first")
+        raise BitwrightError("this model is quantized already", fix="strip(model) first", code="already-prepared")
     seen = CalibrationData()
     stream = map(seen.see, data)
     first = list(islice(stream, 1))
     if not first:
         raise CalibrationError(
-            "the calibration loader yielded no batch", fix="give a loader (or list) with at least one batch"
+            "the calibration loader yielded no batch",
+            fix="give a loader (or list) with at least one batch",
+            code="no-batches",
         )
     given = [] if example is None else [example]
     if graph is None:
@@ -393,11 +395,18 @@ def load_prepared(workload: Workload, plan: Plan, checkpoint: Path) -> Quantized
     attachment = find_attachment(workload.model)
     if attachment is None:
         raise BitwrightError(
-            "the plan quantizes nothing", fix="give at least one site a format, or export with --float"
+            "the plan quantizes nothing",
+            fix="give at least one site a format, or export with --float",
+            code="nothing-to-quantize",
         )
     load_checkpoint(workload.model, checkpoint)
     problems = [
-        Problem(what="the checkpoint has no range for this site", where=site, fix="calibrate with this plan")
+        Problem(
+            what="the checkpoint has no range for this site",
+            where=site,
+            fix="calibrate with this plan",
+            code="no-range",
+        )
         for site, quantizer in attachment.quantizers.items()
         if not quantizer.ready
     ]

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from problems import raises_problem
 from safetensors.torch import load_file
 from tests.training.loops import common
 from transformers import (
@@ -140,7 +141,7 @@ def test_what_save_pretrained_writes_can_be_read_again(tmp_path: Path) -> None:
 
 
 def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(BitwrightError, match="restore_callback_states"):
+    with raises_problem("unsupported-option", where="restore_callback_states_from_checkpoint"):
         run(tmp_path, restore_callback_states_from_checkpoint=True)
     settings = {"report_to": [], "use_cpu": True, "disable_tqdm": True, "save_steps": 2, "max_steps": 2}
     args = TrainingArguments(str(tmp_path), weight_decay=0.1, **settings)

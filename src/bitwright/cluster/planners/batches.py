@@ -101,6 +101,7 @@ def _too_many(costs: CostModel, plans: Plans, caps: Mapping[str, int], total: in
         where="batch",
         value=", ".join(f"{kind} {cap}" for kind, cap in caps.items()),
         fix=f"a smaller --batch: at most {min(held, total - 1) // sum(costs.kinds.values())}; or more memory",
+        code="batch-too-large",
     )
     limits = {kind: costs.limit(kind) for kind in costs.kinds}
     none = any(cap == 0 for cap in caps.values())  # on some kind, not even one sample fits

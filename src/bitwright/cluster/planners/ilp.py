@@ -214,7 +214,12 @@ class Program:
         if memory is not None:
             needs = self.costs.memory(self.kind, self.smallest, self.batch)
             words.append(f"needs {needs / 1e9:.3g} GB at its smallest, {memory / 1e9:.3g} are allowed")
-        return Problem(what="; ".join(words), where=self.kind, fix="raise the limits, or use a smaller batch")
+        return Problem(
+            what="; ".join(words),
+            where=self.kind,
+            fix="raise the limits, or use a smaller batch",
+            code="limits-too-low",
+        )
 
 
 def _wider(constraint: Any, columns: int) -> Any:

@@ -38,19 +38,26 @@ def translate(data: Mapping[str, Any], *, where: str, workload: str | None = Non
     problems: list[Problem] = []
     for key in data:
         if key not in _KEYS:
-            problems.append(Problem(what="unknown key", where=str(key), fix=did_you_mean(str(key), _KEYS)))
+            problems.append(
+                Problem(what="unknown key", where=str(key), fix=did_you_mean(str(key), _KEYS), code="unknown-key")
+            )
     qparams = _mapping(data, "qparams", problems)
     for key in qparams:
         if key not in _QPARAMS:
             fix = did_you_mean(str(key), _QPARAMS)
-            problems.append(Problem(what="unknown key", where=f"qparams.{key}", fix=fix))
+            problems.append(Problem(what="unknown key", where=f"qparams.{key}", fix=fix, code="unknown-key"))
     for key in ("w_method", "a_method", "bit"):
         if key not in qparams:
             problems.append(
-                Problem(what="is missing", where=f"qparams.{key}", fix="qparams: {w_method, a_method, bit}")
+                Problem(
+                    what="is missing",
+                    where=f"qparams.{key}",
+                    fix="qparams: {w_method, a_method, bit}",
+                    code="missing-key",
+                )
             )
     if "backend" not in data:
-        problems.append(Problem(what="is missing", where="backend", fix="backend: academic"))
+        problems.append(Problem(what="is missing", where="backend", fix="backend: academic", code="missing-key"))
     notes: list[str] = []
     algorithm: dict[str, Any] = {key: qparams[key] for key in ("w_method", "a_method") if key in qparams}
     for theirs, ours in (("a_observer", "observer"), ("w_observer", "weight_observer")):
@@ -102,7 +109,11 @@ def _training(data: Mapping[str, Any], notes: list[str], problems: list[Problem]
     optimizer = _mapping(data, "optimizer", problems)
     kind = str(optimizer.get("type", "SGD"))
     if kind.lower() not in ("sgd", "adamw"):
-        problems.append(Problem(what="unknown optimizer", where="optimizer.type", value=kind, fix="SGD or AdamW"))
+        problems.append(
+            Problem(
+                what="unknown optimizer", where="optimizer.type", value=kind, fix="SGD or AdamW", code="unknown-name"
+            )
+        )
     made["optimizer"] = kind.lower()
     options = _mapping(optimizer, "kwargs", problems, "optimizer.")
     made |= {key: options[key] for key in ("lr", "momentum", "weight_decay") if key in options}
@@ -171,7 +182,7 @@ def _mapping(data: Mapping[str, Any], key: str, problems: list[Problem], prefix:
     if value is None:
         return {}
     if not isinstance(value, Mapping):
-        problems.append(Problem(what="is not a mapping", where=prefix + key, value=value))
+        problems.append(Problem(what="is not a mapping", where=prefix + key, value=value, code="not-a-mapping"))
         return {}
     return value
 
