@@ -40,6 +40,7 @@ if TYPE_CHECKING:
         score_workload,
         tune_workload,
     )
+    from bitwright.workflows.doctor import diagnose, list_plugins
     from bitwright.workload import Workload, evaluate, load_workload
 
 # Names are fetched when they are first used: `bitwright --help` shouldn't wait seconds for torch.
@@ -130,6 +131,7 @@ _HOMES = {
         "Tuned",
         "tune",
     ),
+    "bitwright.workflows.doctor": ("diagnose", "list_plugins"),
     "bitwright.workload": (
         "Workload",
         "load_workload",
@@ -190,10 +192,12 @@ __all__ = [
     "check_workload",
     "compile_arithmetic",
     "deploy",
+    "diagnose",
     "evaluate",
     "export",
     "export_float",
     "export_workload",
+    "list_plugins",
     "load",
     "load_checkpoint",
     "load_workload",

@@ -16,7 +16,6 @@ from bitwright.core.errors import BitwrightError, FormatError, UncalibratedError
 from bitwright.core.formats import Format
 from bitwright.plan import SiteSpec
 from bitwright.quantizers import Layout, Observer, Quantizer, grid_from_range
-from bitwright.quantizers.grid import Grid
 
 
 def numbers(*shape: int, seed: int = 0, positive: bool = False) -> Tensor:
@@ -152,9 +151,6 @@ class _Case:
     def numbers(self, seed: int = 0) -> Tensor:
         return numbers(6, 64, seed=seed, positive=self.format.adasign)
 
-    def grid(self, quantizer: Quantizer, x: Tensor) -> Grid:
-        return quantizer.grid_for(x) if self.format.dynamic else quantizer.grid()
-
     def calibrated(self, x: Tensor | None = None) -> Quantizer:
         quantizer = self.make()
         quantizer.observe(self.numbers() if x is None else x)
@@ -218,7 +214,7 @@ def _values(case: _Case) -> None:
 
 def _grid(case: _Case) -> None:
     quantizer, x = case.calibrated(), case.numbers()
-    grid = case.grid(quantizer, x)
+    grid = quantizer.deployed_grid(x)
     case.demand(grid.scale.dtype == torch.float32, "has a grid that isn't float32")
     case.demand(bool((grid.scale > 0).all()), "has a scale that isn't positive")
     if not quantizer.exportable:
@@ -233,7 +229,7 @@ def _grid(case: _Case) -> None:
 
 def _check_levels(case: _Case, quantizer: Quantizer, x: Tensor) -> None:
     """Check that the exported values equal the computed ones, and that a power of two stays one."""
-    grid, codes = case.grid(quantizer, x), quantizer.integers(x)
+    grid, codes = quantizer.deployed_grid(x), quantizer.integers(x)
     within = int(codes.min()) >= quantizer.qmin and int(codes.max()) <= quantizer.qmax
     case.demand(within, "has codes beyond qmin and qmax")
     scale, zero_point = quantizer.layout.spread(grid.scale, x), quantizer.layout.spread(grid.zero_point, x)

@@ -65,6 +65,10 @@ def test_a_passing_model_is_measured_on_the_real_runtime_and_saved(tmp_path: Pat
     assert kept["history"][0]["pareto"] is True
     assert kept["paired"]["only_float"] >= 0
     assert kept == json.loads(json.dumps(tuned.to_dict()))
+    # the report is that of the command line
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["tuning"]["met_goal"] is True
+    assert [one["where"] for one in report["accuracies"]] == ["float", "simulated", "onnxruntime"]
 
 
 def test_a_missed_goal_gives_the_best_model_and_says_by_how_much(tmp_path: Path) -> None:

@@ -15,12 +15,12 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from bitwright.core.addresses import is_address
 from bitwright.core.arguments import strict
 from bitwright.core.documents import name_problem, read_settings
 from bitwright.core.errors import PlanError, Problem, did_you_mean
 from bitwright.core.registry import BACKENDS, OBSERVERS, QUANTIZERS, WORKLOADS, translated
 from bitwright.core.schemas import problems_of
+from bitwright.core.store_connection import is_address
 from bitwright.plan import NO_FOLDING, STRATEGIES, known_strategies
 
 GRID_VERSION = 1

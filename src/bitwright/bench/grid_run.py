@@ -21,13 +21,13 @@ from bitwright.bench.grid_row import (
     train_float_on,
 )
 from bitwright.bench.leaderboard import FloatNet, Leaderboard, Result, Row, summaries
-from bitwright.core.addresses import is_address
 from bitwright.core.arguments import strict
 from bitwright.core.environment import Machine, machine, other_instructions, revision
 from bitwright.core.errors import BitwrightError, PlanError, Problem, UserCodeError, WorkloadError, did_you_mean
 from bitwright.core.files import disk_error, fingerprint, scratch_folder
 from bitwright.core.interrupts import Interrupted, current_stop, safe_point
 from bitwright.core.progress import Progress
+from bitwright.core.store_connection import is_address
 from bitwright.core.task_store import Study, open_study
 
 progress_log = getLogger("bitwright.progress")

@@ -1,8 +1,9 @@
-"""The machine of a measurement: CPU, instruction sets, package versions, code revision and memory allocator."""
+"""The machine of a measurement: CPU, instruction sets, package versions, code revision and memory."""
 
 from __future__ import annotations
 
 import ctypes
+import gc
 import logging
 import os
 import platform
@@ -10,7 +11,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -157,6 +158,11 @@ def _version(package: str) -> str | None:
         return None
 
 
+def cpu_name() -> str:
+    """The processor's name."""
+    return _cpu()[0]
+
+
 def _cpu() -> tuple[str, set[str]]:
     """The processor's name and flags; flags are only known on Linux."""
     try:
@@ -167,6 +173,44 @@ def _cpu() -> tuple[str, set[str]]:
     flags = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", text, re.MULTILINE)
     name = names[1].strip() if names else platform.processor() or platform.machine()
     return name, set(flags[1].split()) if flags else set()
+
+
+def resident_bytes() -> int:
+    """Resident bytes of this process; 0 if unknown."""
+    return _status("VmRSS")
+
+
+def peak_resident_bytes() -> int:
+    """Peak resident bytes of this process; 0 if unknown."""
+    return _status("VmHWM")
+
+
+def reset_peak_memory() -> bool:
+    """Release free memory and reset the peak counter of this process; return False if that is impossible.
+
+    Free blocks of the heap would count as part of the next measurement, and larger earlier steps would hide it.
+    """
+    gc.collect()
+    with suppress(AttributeError, OSError):  # another C library than glibc
+        ctypes.CDLL(None).malloc_trim(0)
+    return reset_peak()
+
+
+def reset_peak() -> bool:
+    """Reset the peak counter of this process; return False if that is impossible."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    except OSError:
+        return False
+    return peak_resident_bytes() > 0
+
+
+def _status(name: str) -> int:
+    try:
+        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+        return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
+    except (OSError, ValueError, StopIteration):
+        return 0
 
 
 _TRIM, _PAD, _MMAP = -1, -2, -3  # mallopt constants

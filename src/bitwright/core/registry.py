@@ -102,6 +102,9 @@ PLANNERS = Registry("planner", "bitwright.planners")
 IMPORTERS = Registry("importer", "bitwright.importers")
 ROW_REPORTERS = Registry("row reporter", "bitwright.row_reporters")
 """Functions that write a report of each finished row of a grid: (FinishedRow, folder) → None."""
+TUNING_REPORTERS = Registry("tuning reporter", "bitwright.tuning_reporters")
+"""Functions (Workload, backend, seed=, progress=) that `tune` calls before the search. Each returns a function that
+writes a report of the result: (Tuned, folder) → None."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,11 +13,9 @@ import os
 import socket
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from errno import EISDIR
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -25,18 +23,20 @@ import optuna
 from optuna.storages import RDBStorage
 from optuna.trial import FrozenTrial, TrialState
 from pydantic import BaseModel
-from sqlalchemy import Connection, event, make_url
-from sqlalchemy.exc import IntegrityError
-from sqlalchemy.pool import StaticPool
 
-from bitwright.core.addresses import address_without_secrets, is_address, message_without_secrets
 from bitwright.core.errors import BitwrightError, PlanError, Problem
-from bitwright.core.files import boot_id, disk_error, process_start, writing
+from bitwright.core.files import boot_id, process_start, writing
 from bitwright.core.interrupts import uninterrupted
+from bitwright.core.store_connection import (
+    address_without_secrets,
+    is_address,
+    message_without_secrets,
+    open_storage,
+    without_experimental_warnings,
+)
 
 _BEAT, _GRACE = 10, 40  # seconds
 _RETRIES = 10
-_OPENINGS = 20
 _KEY, _TASK, _OUTCOME, _WORKER = "key", "candidate", "outcome", "worker"
 _INTERRUPTED, _FAILURE = "interrupted", "failure"
 _IDENTITY, _MEMO, _SESSION = "identity", "memo:", "session:"
@@ -227,7 +227,7 @@ class Study(Generic[TaskT, OutcomeT]):
 
     def _fail_dead_workers(self) -> None:
         """Fail trials of dead workers: immediately on this machine, after missing heartbeats on others."""
-        with _experimental():
+        with without_experimental_warnings():
             optuna.storages.fail_stale_trials(self._study)
         for trial in self._all():
             if trial.state != TrialState.RUNNING or _alive(trial.user_attrs.get(_WORKER)):
@@ -262,7 +262,7 @@ def open_study(
     `store` is a file, a URL (postgresql://…), or None for a store in memory.
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    storage = _storage(store)
+    storage = open_storage(store, heartbeat=_BEAT, grace=_GRACE)
     text = json.loads(json.dumps(dict(identity)))
     file = None if store is None or is_address(store) else Path(store)
     with _store_errors(store), writing(file or "the store", strict=True):
@@ -349,107 +349,6 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 def _short(value: Any) -> str:
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 200 else text[:200] + "…"
-
-
-def _storage(store: str | Path | None) -> RDBStorage:
-    options: dict[str, Any] = {}
-    if store is None:
-        url = "sqlite:///:memory:"
-        options = {"poolclass": StaticPool, "connect_args": {"check_same_thread": False}}
-    elif is_address(store):
-        url = (
-            str(store).replace("postgresql://", "postgresql+psycopg://").replace("postgres://", "postgresql+psycopg://")
-        )
-        options = {"pool_pre_ping": True}
-    else:
-        path = _store_file(store)
-        url = f"sqlite:///{path}"
-        options = {"connect_args": {"timeout": 60}}
-    if store is not None and is_address(store):
-        _refuse_malformed(url, store)
-    for left in reversed(range(_OPENINGS)):
-        try:
-            with _experimental():
-                storage = RDBStorage(url, engine_kwargs=options, heartbeat_interval=_BEAT, grace_period=_GRACE)
-            if store is not None and url.startswith("sqlite"):
-                _one_at_a_time(storage)
-            return storage
-        except Exception as error:  # drivers and SQLAlchemy raise different types
-            # two workers may create the tables, or write their version, at the same time
-            if left and (isinstance(error, IntegrityError) or "already exists" in str(error)):
-                time.sleep(0.2)
-                continue
-            refused = None if store is None or is_address(store) else disk_error(error, store, strict=False)
-            if refused is not None:
-                raise refused from error
-            lines = str(error).strip().splitlines() or [type(error).__name__]
-            # a driver's message may contain the password, so it is not chained, even with --debug
-            raise BitwrightError(
-                f"the store can't be opened: {message_without_secrets(lines[0], store)}",
-                where=address_without_secrets(store),
-                fix="check the address and the server; PostgreSQL needs pip install 'bitwright[postgresql]'",
-                code="store-unreachable",
-            ) from None
-    raise AssertionError("the last attempt returns or raises")
-
-
-def _store_file(store: str | Path) -> Path:
-    """The file of a store. Its folder is created if necessary."""
-    path = Path(store)
-    if is_address(store):
-        raise _not_a_store(store)
-    with writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.is_dir():
-            raise IsADirectoryError(EISDIR, os.strerror(EISDIR))
-        if path.exists() and not path.is_file():
-            raise _not_a_store(store)
-    return path
-
-
-def _not_a_store(store: str | Path) -> BitwrightError:
-    fix = "write FILE, sqlite:///FILE or postgresql://user:password@host:5432/database"
-    return BitwrightError(
-        "this is not the address of a store", where=address_without_secrets(store), fix=fix, code="invalid-store"
-    )
-
-
-def _refuse_malformed(url: str, store: str | Path) -> None:
-    """Reject a malformed address before any driver is loaded."""
-    try:
-        parts = make_url(url)
-        memory = parts.database in (None, "", ":memory:") or parts.query.get("mode") == "memory"
-        if parts.get_backend_name() == "sqlite" and (memory or parts.host or parts.username):
-            raise ValueError("a store in memory can't be shared, and a file has no host")
-    except Exception:  # SQLAlchemy's, and ValueError for an invalid port; both messages contain the address
-        raise _not_a_store(store) from None
-
-
-def _one_at_a_time(storage: RDBStorage) -> None:
-    """Let a SQLite transaction lock the file when it begins.
-
-    By default Python begins a transaction at the first change, so two workers could both read that a trial is waiting
-    and then claim it.
-    """
-
-    @event.listens_for(storage.engine, "connect")
-    def leave_to_us(connection: Any, _: Any) -> None:
-        connection.isolation_level = None
-
-    @event.listens_for(storage.engine, "begin")
-    def lock(connection: Connection) -> None:
-        connection.exec_driver_sql("BEGIN IMMEDIATE")
-
-    storage.remove_session()
-    storage.engine.dispose()  # close earlier connections
-
-
-@contextmanager
-def _experimental() -> Iterator[None]:
-    """Suppress Optuna's warning that heartbeats are experimental."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        yield
 
 
 def _who() -> dict[str, Any]:

@@ -8,15 +8,20 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import random
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+
+_CONTAINERS = (dict, OrderedDict, list, set)
 
 
 def tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -171,3 +176,46 @@ def shape_of(value: object) -> str:
     if isinstance(value, tuple | list):
         return f"{type(value).__name__} of {len(value)}"
     return f"dict of {sorted(map(str, value))}" if isinstance(value, dict) else type(value).__name__
+
+
+@contextmanager
+def untouched(model: nn.Module, *, train: bool) -> Iterator[None]:
+    """Restore everything that running the model in this block changes."""
+    modules = list(model.modules())
+    attributes = [(vars(module), dict(vars(module))) for module in modules]
+    # A forward may replace a buffer, fill a cache or register a hook; these are in the modules' dicts.
+    # Most dicts are empty, so copying only the others saves thousands of objects.
+    known = [v for module in modules for v in vars(module).values() if type(v) in _CONTAINERS]
+    containers = [(v, v.copy() if v else ()) for v in known]
+    written = [*model.buffers(), *(tensor for module in modules for _, tensor in plain_tensors(module))]
+    tensors = [(tensor, tensor.detach().clone()) for tensor in written if not isinstance(tensor, nn.Parameter)]
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=_cuda_devices(model)), torch.no_grad():
+            model.train(train)
+            yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        for now, before in [*attributes, *containers]:
+            now.clear()
+            now.extend(before) if isinstance(now, list) else now.update(before)
+        with torch.no_grad():
+            for tensor, value in tensors:
+                tensor.copy_(value)
+
+
+def plain_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Tensors that are neither parameters nor buffers: attributes, also in lists, tuples and dicts."""
+    for name, value in vars(module).items():
+        if name in ("_parameters", "_buffers", "_modules"):
+            continue
+        if isinstance(value, Tensor):
+            yield name, value
+        elif isinstance(value, (list, tuple, dict)):
+            items = value.items() if isinstance(value, dict) else enumerate(value)
+            yield from ((f"{name}.{key}", item) for key, item in items if isinstance(item, Tensor))
+
+
+def _cuda_devices(model: nn.Module) -> list[int]:
+    return sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})

@@ -255,7 +255,7 @@ def measure_sites(
 def _site(site: str, quantizer: Quantizer, x: Tensor) -> SiteDistance:
     if x.numel() > _LOOKED_AT and quantizer.layout.granularity == "tensor":
         x = x.flatten()[:: -(-x.numel() // _LOOKED_AT) | 1]  # an odd step reaches all channels
-    grid = quantizer.grid_for(x) if quantizer.spec.format.dynamic else quantizer.grid()
+    grid = quantizer.deployed_grid(x)
     scale, zero_point = (quantizer.layout.spread(kept, x) for kept in (grid.scale, grid.zero_point))
     steps = quantizer.transform(x) / scale
     codes = torch.round(steps) + zero_point

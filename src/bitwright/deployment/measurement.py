@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -22,6 +21,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from bitwright.core.arguments import Amount, Count, strict
+from bitwright.core.environment import peak_resident_bytes, reset_peak, resident_bytes
 from bitwright.core.errors import ArtefactError
 from bitwright.core.files import scratch_folder
 from bitwright.core.formats import Format
@@ -116,24 +116,13 @@ def peak_memory(runtime: str, path: Path, feed: Mapping[str, NDArray[Any]], *, t
 
 def _now() -> int:
     """The resident memory, after a reset of the peak; on systems without /proc, the peak so far."""
-    status = Path("/proc/self/status")
-    if not status.exists():
-        return _peak()
-    with suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
-    return _line(status, "VmRSS:")
+    reset_peak()
+    return resident_bytes() or _peak()
 
 
 def _peak() -> int:
-    status = Path("/proc/self/status")
-    if status.exists():
-        return _line(status, "VmHWM:")
     unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def _line(status: Path, name: str) -> int:
-    return next(int(line.split()[1]) * 1024 for line in status.read_text().splitlines() if line.startswith(name))
+    return peak_resident_bytes() or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def main(runtime: str, path: str, inputs: str, threads: str) -> int:

@@ -19,7 +19,6 @@ from bitwright.core.tensor_tree import call_copied
 from bitwright.deployment.onnx_files import Damage
 from bitwright.deployment.runtimes.base import Runtime
 from bitwright.quantizers import Quantizer, in_mode, quantizers_of, tapped
-from bitwright.quantizers.grid import Grid
 
 MIN_SQNR = 30.0
 # Codes may differ by one if a sum is near a rounding boundary, and such flips propagate through a deep network. Real
@@ -238,7 +237,7 @@ class StoredSites:
         if site in self.seen_in_order:
             return
         self.seen_in_order[site] = None
-        grid = grid_of(quantizer, x)
+        grid = quantizer.deployed_grid(x)
         numbers = {"scale": grid.scale.cpu().numpy(), "zero_point": grid.zero_point.cpu().numpy()}
         zero = quantizer.layout.spread(grid.zero_point, x).cpu().numpy()
         name = f"{site}.codes"
@@ -260,18 +259,13 @@ class StoredSites:
                 )
 
 
-def grid_of(quantizer: Quantizer, x: Tensor) -> Grid:
-    """The grid of a quantizer for these values."""
-    return quantizer.grid_for(x) if quantizer.spec.format.dynamic else quantizer.grid()
-
-
 def _simulate(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, _SimulatedSite]:
     seen: dict[str, _SimulatedSite] = {}
 
     def look(site: str, quantizer: Quantizer, x: Tensor) -> None:
         if site in seen:
             return
-        grid = grid_of(quantizer, x)
+        grid = quantizer.deployed_grid(x)
         seen[site] = _SimulatedSite(
             codes=quantizer.integers(x).cpu().numpy(),
             grid={"scale": grid.scale.cpu().numpy(), "zero_point": grid.zero_point.cpu().numpy()},
@@ -281,7 +275,7 @@ def _simulate(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
     def look_exactly(site: str, quantizer: Quantizer, x: Tensor) -> None:
         if site in seen and seen[site].exact is None:
-            scale = quantizer.layout.spread(grid_of(quantizer, x).scale, x).cpu().numpy()
+            scale = quantizer.layout.spread(quantizer.deployed_grid(x).scale, x).cpu().numpy()
             seen[site].exact = x.detach().float().cpu().numpy() / scale + seen[site].zero
 
     _walk(model, look, args, kwargs, enabled=True)

@@ -23,7 +23,7 @@ from bitwright.core.errors import ArtefactError, Problem
 from bitwright.core.formatting import decibels as as_decibels
 from bitwright.core.formatting import percent
 from bitwright.core.tensor_tree import as_array, call_copied, tensors_in
-from bitwright.deployment.parity import agreement_of, decibels, grid_of
+from bitwright.deployment.parity import agreement_of, decibels
 from bitwright.deployment.runtimes.base import Runtime
 from bitwright.quantizers import Quantizer, in_mode, quantizers_of, tapped
 
@@ -177,7 +177,7 @@ class _Comparison:
         if theirs.shape != x.shape:
             self.differing[site], self.sqnr[site], self.correct[site] = 1.0, -inf, False
             return
-        grid = grid_of(quantizer, x)
+        grid = quantizer.deployed_grid(x)
         scale, zero_point = (quantizer.layout.spread(one, x) for one in (grid.scale, grid.zero_point))
         ours = quantizer.integers(x)
         difference = (theirs - ours).abs()

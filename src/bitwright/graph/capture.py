@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import inspect
-import random
 import weakref
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain, islice
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from bitwright.core.arguments import strict
 from bitwright.core.errors import BitwrightError, CaptureError, Problem, first_line, line_of
-from bitwright.core.tensor_tree import as_call, batch_size, slice_batch, tensors_in
-from bitwright.graph.graph import Graph, Op, Output, Parameter, Port, Role, Source
+from bitwright.core.tensor_tree import as_call, batch_size, plain_tensors, slice_batch, tensors_in, untouched
+from bitwright.graph.graph import Graph, Op, Output, Parameter, Port, Role, Source, merged
 from bitwright.graph.interception import Interceptor, bare, install, uninstall
 from bitwright.graph.naming import operator_name, primary_kind
 from bitwright.graph.operators import carries_floats, in_transform, is_inplace, kind_of, locate, macs, reads_values
@@ -46,7 +43,7 @@ def capture(model: nn.Module, *inputs: Any, train: bool = False) -> Graph:
     check_runnable(model)
     graph = _run(model, inputs[0], train=train)
     for example in inputs[1:]:
-        graph = _merge(graph, _run(model, example, train=train))
+        graph = merged(graph, _run(model, example, train=train))
     return graph
 
 
@@ -68,7 +65,7 @@ def capture_paths(model: nn.Module, inputs: Iterable[Any], *, most: int) -> Grap
         known = len(graph.ops)
         with report_batch_errors(model, example):
             found = _run(model, example, train=False)
-        graph = _merge(graph, found)
+        graph = merged(graph, found)
         if len(graph.ops) == known:
             break
     return graph
@@ -93,7 +90,7 @@ def _capture_few(model: nn.Module, first: Any, second: Any) -> Graph | None:
             return None
         found.append(graph)
     same = found[0].by_name.keys() == found[1].by_name.keys()
-    return _merge(*found) if same else None
+    return merged(*found) if same else None
 
 
 def check_runnable(model: nn.Module) -> None:
@@ -201,52 +198,6 @@ def _fails_alone(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     return False
 
 
-@contextmanager
-def untouched(model: nn.Module, *, train: bool) -> Iterator[None]:
-    """Restore everything that running the model in this block changes."""
-    modules = list(model.modules())
-    attributes = [(vars(module), dict(vars(module))) for module in modules]
-    # A forward may replace a buffer, fill a cache or register a hook; these are in the modules' dicts.
-    # Most dicts are empty, so copying only the others saves thousands of objects.
-    known = [v for module in modules for v in vars(module).values() if type(v) in _CONTAINERS]
-    containers = [(v, v.copy() if v else ()) for v in known]
-    written = [*model.buffers(), *(tensor for module in modules for _, tensor in _plain_tensors(module))]
-    tensors = [(tensor, tensor.detach().clone()) for tensor in written if not isinstance(tensor, nn.Parameter)]
-    python_state, numpy_state = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng(devices=_cuda_devices(model)), torch.no_grad():
-            model.train(train)
-            yield
-    finally:
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
-        for now, before in [*attributes, *containers]:
-            now.clear()
-            now.extend(before) if isinstance(now, list) else now.update(before)
-        with torch.no_grad():
-            for tensor, value in tensors:
-                tensor.copy_(value)
-
-
-_CONTAINERS = (dict, OrderedDict, list, set)
-
-
-def _plain_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Tensors that are neither parameters nor buffers: attributes, also in lists, tuples and dicts."""
-    for name, value in vars(module).items():
-        if name in ("_parameters", "_buffers", "_modules"):
-            continue
-        if isinstance(value, Tensor):
-            yield name, value
-        elif isinstance(value, (list, tuple, dict)):
-            items = value.items() if isinstance(value, dict) else enumerate(value)
-            yield from ((f"{name}.{key}", item) for key, item in items if isinstance(item, Tensor))
-
-
-def _cuda_devices(model: nn.Module) -> list[int]:
-    return sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
-
-
 def _dtype(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
@@ -276,7 +227,7 @@ class Recorder(Interceptor):
         for name, buffer in model.named_buffers():
             self._know(buffer, Source("buffer", name), constant=True)
         for path, module in model.named_modules():
-            for name, tensor in _plain_tensors(module):
+            for name, tensor in plain_tensors(module):
                 if id(tensor) not in self.known:  # nn.LSTM also keeps its parameters in a list
                     name = f"{path}.{name}" if path else name
                     self._know(tensor, Source("constant", name), constant=True)
@@ -422,46 +373,3 @@ def named_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
     except (TypeError, ValueError):  # the model's own call raises a better error
         bound = {**{str(i): value for i, value in enumerate(args)}, **kwargs}
     yield from tensors_in(bound)
-
-
-def _merge(first: Graph, second: Graph) -> Graph:
-    """Union of two recordings. Operators keep the order in which they were first recorded."""
-    merged: dict[str, Op] = dict(first.by_name)
-    order: list[str] = [op.name for op in first.ops]
-    at = 0
-    for op in second.ops:
-        known = merged.get(op.name)
-        if known is None:
-            merged[op.name] = op
-            order.insert(at, op.name)
-            at += 1
-            continue
-        merged[op.name] = _merge_op(known, op)
-        at = max(at, order.index(op.name) + 1)
-    outputs = dict.fromkeys([*first.outputs, *second.outputs])
-    return Graph(
-        ops=tuple(merged[name] for name in order),
-        inputs=tuple(dict.fromkeys([*first.inputs, *second.inputs])),
-        outputs=tuple(outputs),
-        parameters=first.parameters,
-        runs=first.runs + second.runs,
-    )
-
-
-def _merge_op(a: Op, b: Op) -> Op:
-    other = {port.name: port for port in b.ports}
-    ports: Sequence[Port] = [
-        replace(port, sources=tuple(dict.fromkeys([*port.sources, *other[port.name].sources])))
-        if port.name in other
-        else port
-        for port in a.ports
-    ]
-    extra = [port for port in b.ports if a.port(port.name) is None]
-    return replace(
-        a,
-        ports=(*ports, *extra),
-        seen=a.seen + b.seen,
-        macs=max(a.macs, b.macs),
-        depth=max(a.depth, b.depth),
-        constant=a.constant and b.constant,
-    )

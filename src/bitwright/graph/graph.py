@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from math import prod
 from typing import Any, Literal
@@ -262,3 +262,46 @@ def _contradictions(graph: Graph) -> Iterator[Problem]:
     for path, source in graph.outputs:
         if source.kind == "op" and source.name not in made:
             yield Problem(what="no operator makes this output", where=path, value=str(source), code="invalid-value")
+
+
+def merged(first: Graph, second: Graph) -> Graph:
+    """The union of two recordings. Operators keep the order in which they were first recorded."""
+    ops: dict[str, Op] = dict(first.by_name)
+    order: list[str] = [op.name for op in first.ops]
+    at = 0
+    for op in second.ops:
+        known = ops.get(op.name)
+        if known is None:
+            ops[op.name] = op
+            order.insert(at, op.name)
+            at += 1
+            continue
+        ops[op.name] = _merged_op(known, op)
+        at = max(at, order.index(op.name) + 1)
+    outputs = dict.fromkeys([*first.outputs, *second.outputs])
+    return Graph(
+        ops=tuple(ops[name] for name in order),
+        inputs=tuple(dict.fromkeys([*first.inputs, *second.inputs])),
+        outputs=tuple(outputs),
+        parameters=first.parameters,
+        runs=first.runs + second.runs,
+    )
+
+
+def _merged_op(a: Op, b: Op) -> Op:
+    other = {port.name: port for port in b.ports}
+    ports: Sequence[Port] = [
+        replace(port, sources=tuple(dict.fromkeys([*port.sources, *other[port.name].sources])))
+        if port.name in other
+        else port
+        for port in a.ports
+    ]
+    extra = [port for port in b.ports if a.port(port.name) is None]
+    return replace(
+        a,
+        ports=(*ports, *extra),
+        seen=a.seen + b.seen,
+        macs=max(a.macs, b.macs),
+        depth=max(a.depth, b.depth),
+        constant=a.constant and b.constant,
+    )

@@ -5,16 +5,12 @@ Samples are kept in a file, so that an interrupted run can resume.
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import hashlib
 import os
-import platform
 import re
 import statistics
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +19,7 @@ from torch import Tensor, nn
 
 from bitwright.core import __version__
 from bitwright.core.arguments import Count, strict
+from bitwright.core.environment import cpu_name, peak_resident_bytes, reset_peak_memory, resident_bytes
 from bitwright.core.errors import BitwrightError
 from bitwright.profiling.device_profile import CastCost, CollectiveCost, DeviceProfile, Host, MemoryFacts, TensorsCost
 from bitwright.profiling.execution import Cast
@@ -248,12 +245,7 @@ def _touched(model: nn.Module, batch: Batch, loss: Loss) -> int:
 
 def device_name() -> str:
     """The name of the processor and the number of threads. Steps are measured on the CPU, even if there is a GPU."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        model = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        model = platform.processor() or platform.machine()
-    return f"{model}, {torch.get_num_threads()} thread{'s' if torch.get_num_threads() > 1 else ''}"
+    return f"{cpu_name()}, {torch.get_num_threads()} thread{'s' if torch.get_num_threads() > 1 else ''}"
 
 
 def circumstances(clock: Clock) -> dict[str, Any]:
@@ -319,39 +311,6 @@ def pauses(clock: Clock) -> bool:
     """Whether this clock also counts pauses of a process that has used up its CPU quota."""
     quota = cpu_quota()
     return clock == "wall" and quota is not None and quota < torch.get_num_threads()
-
-
-def resident_bytes() -> int:
-    """Resident bytes of this process; 0 if unknown."""
-    return _status("VmRSS")
-
-
-def peak_resident_bytes() -> int:
-    """Peak resident bytes of this process; 0 if unknown."""
-    return _status("VmHWM")
-
-
-def reset_peak_memory() -> bool:
-    """Release free memory and reset the peak counter of this process; return False if that is impossible.
-
-    Free blocks of the heap would count as part of the next measurement, and larger earlier steps would hide it.
-    """
-    gc.collect()
-    with suppress(AttributeError, OSError):  # another C library than glibc
-        ctypes.CDLL(None).malloc_trim(0)
-    try:
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-    except OSError:
-        return False
-    return peak_resident_bytes() > 0
-
-
-def _status(name: str) -> int:
-    try:
-        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-        return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
-    except (OSError, ValueError, StopIteration):
-        return 0
 
 
 def memory_limit() -> int | None:

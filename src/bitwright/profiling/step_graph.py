@@ -18,8 +18,8 @@ from bitwright.core.documents import parse_json, read_text
 from bitwright.core.errors import BitwrightError, CaptureError, PlanError, Problem
 from bitwright.core.files import write_text
 from bitwright.core.schemas import validated
-from bitwright.core.tensor_tree import as_call, batch_size, tensors_in
-from bitwright.graph.capture import Recorder, untouched
+from bitwright.core.tensor_tree import as_call, batch_size, tensors_in, untouched
+from bitwright.graph.capture import Recorder
 from bitwright.graph.interception import install, uninstall
 from bitwright.graph.operators import kind_of, locate
 from bitwright.profiling.cost_key import LOSS, CallSpec, TensorSpec, describe

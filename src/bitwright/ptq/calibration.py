@@ -15,8 +15,7 @@ from bitwright.core.environment import keep_freed_memory
 from bitwright.core.errors import BitwrightError, CalibrationError, PlanError, Problem, log_warnings
 from bitwright.core.progress import Progress
 from bitwright.core.registry import OBSERVERS
-from bitwright.core.tensor_tree import as_call, batch_size, channels_last, eval_mode, slice_batch, tensors_in
-from bitwright.graph.capture import untouched
+from bitwright.core.tensor_tree import as_call, batch_size, channels_last, eval_mode, slice_batch, tensors_in, untouched
 from bitwright.ptq.distributed import (
     exchange,
     is_distributed,

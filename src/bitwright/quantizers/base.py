@@ -174,6 +174,10 @@ class Quantizer(nn.Module):
             scale = guarded_scale(self.spec.guard, grid.scale, weight, kind=self.kind, layout=self.layout)
         return replace(grid, scale=scale)
 
+    def deployed_grid(self, x: Tensor) -> Grid:
+        """The grid of the artefact for these values: `grid()`, or that of `x` if scales are computed at run time."""
+        return self.grid_for(x) if self.spec.format.dynamic else self.grid()
+
     # -- implementation ------------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -409,7 +413,7 @@ class Quantizer(nn.Module):
     def integers(self, x: Tensor) -> Tensor:
         """The codes of `x` (int32)."""
         x = x.to(torch.float32)
-        grid = self.grid_for(x) if self.spec.format.dynamic else self.grid()
+        grid = self.deployed_grid(x)
         x = self.transform(x)
         scale, zero_point = self.layout.spread(grid.scale, x), self.layout.spread(grid.zero_point, x)
         return torch.clamp(torch.round(x / scale) + zero_point, grid.qmin, grid.qmax).to(torch.int32)

@@ -80,7 +80,7 @@ class _SiteSums:
     @torch.no_grad()
     def add(self, quantizer: Quantizer, x: Tensor) -> None:
         x = x.detach().to(torch.float32)
-        grid = quantizer.grid_for(x) if quantizer.spec.format.dynamic else quantizer.grid()
+        grid = quantizer.deployed_grid(x)
         self.grid = self.grid or grid
         scale, zero_point = (
             quantizer.layout.spread(grid.scale, x),

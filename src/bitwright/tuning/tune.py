@@ -18,7 +18,7 @@ from bitwright.core.errors import BitwrightError, PlanError, Problem
 from bitwright.core.files import disk_error, fingerprint, scratch_folder
 from bitwright.core.output_folder import locked, recover, staged_output
 from bitwright.core.progress import Progress, phases
-from bitwright.core.registry import STRATEGIES
+from bitwright.core.registry import STRATEGIES, TUNING_REPORTERS
 from bitwright.core.tensor_tree import eval_mode
 from bitwright.deployment import open_runtime
 from bitwright.graph import capture_paths
@@ -76,8 +76,9 @@ def tune(
 
     Afterwards the workload's model is the best one, prepared and calibrated (`strip` restores float). If no candidate
     meets the goal, the result is the best one found, with `met_goal=False`. `output` is a folder in which everything is
-    saved. `store` keeps the trials: a file or postgresql://…; by default a file in `output`, if there is one. With
-    `resume`, one or many processes continue an existing study; "auto" continues only an unfinished study in `output`.
+    saved, with the artefact and a report. `store` keeps the trials: a file or postgresql://…; by default a file in
+    `output`, if there is one. With `resume`, one or many processes continue an existing study; "auto" continues only an
+    unfinished study in `output`.
     Each process needs its own `output`, even if they share a store. `on_result` may add files to the folder that
     becomes `output`, so that all files appear together. With `early`, the evaluation of a candidate stops after a
     random part of the data if the candidate can't pass. If the search fails, the model is restored to float.
@@ -107,12 +108,16 @@ def tune(
     table = find_backend(backend)
     tell = phases(progress)
     place = None if output is None else Path(output)
+    writers: list[Callable[[Tuned, Path], None]] = []
     with ExitStack() as stack:
         if place is not None:
             stack.enter_context(locked(place))
             recover(place)
             if resume == "auto" and (store is not None or (place / TUNING).is_file()):
                 resume = False
+            reporters = [TUNING_REPORTERS.get(one) for one in TUNING_REPORTERS.names()]
+            writers = [make_writer(workload, backend, seed=seed, progress=progress) for make_writer in reporters]
+            writers += [] if on_result is None else [on_result]
         tell("recording the model")
         calibration = load_calibration(workload, max([*space.samples, 0]) or samples, memory)
         if space.samples == () and samples is not None:
@@ -162,8 +167,8 @@ def tune(
                 tell("saving")
                 with staged_output(place) as staged:
                     result.save(staged)
-                    if on_result is not None:
-                        on_result(result, staged)
+                    for write in writers:
+                        write(result, staged)
                 evaluator.forget()
             evaluator.done = True
         return result

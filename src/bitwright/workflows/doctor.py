@@ -16,6 +16,7 @@ import torch
 import torch.distributed
 
 from bitwright.backends import backend
+from bitwright.core.arguments import strict
 from bitwright.core.display import Summarized, Table
 from bitwright.core.environment import DATA_VARIABLE, Environment, environment
 from bitwright.core.errors import UnknownName, did_you_mean
@@ -143,8 +144,13 @@ class Diagnosis(Summarized):
         }
 
 
+@strict
 def diagnose(*, progress: Progress | None = None) -> Diagnosis:
-    """Examine this machine. Runtimes are probed for the exactness of 8-bit products; kernels are timed against FP32."""
+    """Examine this machine. Runtimes are probed for the exactness of 8-bit products; kernels are timed against FP32.
+
+    >>> diagnose().runtimes["onnxruntime"].problem is None
+    True
+    """
     begin, found = phases(progress), environment()
     begin("probing the runtimes")
     runtimes = {name: _runtime(name, reason, found.packages) for name, reason in available_runtimes().items()}
@@ -259,8 +265,9 @@ class Plugins(Summarized):
         return {kind: [asdict(one) for one in found] for kind, found in self.kinds.items()}
 
 
+@strict
 def list_plugins(kinds: Sequence[str] = KINDS) -> Plugins:
-    """List what is registered.
+    """List quantizers, observers, backends, runtimes and other plugins, and whether they work here.
 
     >>> [plugin.name for plugin in list_plugins(["planners"]).kinds["planners"]][:2]
     ['batches', 'fastest']

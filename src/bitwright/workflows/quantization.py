@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
@@ -210,33 +210,39 @@ def tune_workload(
     >>> tune_workload(TuneConfig(), tempfile.mkdtemp(), workload=workload)  # without a metric: quantized once
     <Tuned tiny: no goal was checked, 0 trials>
     """
-    found = config.make_workload(workload)
-    runtimes = usable_runtimes(config.backend)
-    float_size = sum(t.numel() * t.element_size() for t in found.model.state_dict().values())
-
-    def write(tuned: Tuned, folder: Path) -> None:
-        part = tuning_record(tuned, found.metric)
-        if tuned.quantized is None:  # the float model is the best
-            write_report(new_record(found.name, seed=config.seed, tuning=part), folder)
-            return
-        finish(
-            found,
-            tuned.quantized,
-            folder,
-            runtimes=runtimes,
-            accuracies=_float_accuracy(found, tuned),
-            float_size=Size(name="float weights", bytes=float_size),
-            seed=config.seed,
-            tuning=part,
-            progress=progress,
-        )
-
     kept = "all trials that were finished are kept; rerun the command to resume"
     resume = resume or config.resume
     if config.store is not None and not resume:
         kept = f"{kept}, with --resume"  # others may use that store
     with resumable(kept):
-        return config.tune(found, output=output, resume=resume or "auto", progress=progress, on_result=write)
+        return config.tune(workload, output=output, resume=resume or "auto", progress=progress)
+
+
+def tuning_reporter(
+    workload: Workload, backend: str, *, seed: int, progress: Progress | None
+) -> Callable[[Tuned, Path], None]:
+    """The function that writes the artefact and the report of a search; registered as a tuning reporter."""
+    runtimes = usable_runtimes(backend)
+    float_size = sum(t.numel() * t.element_size() for t in workload.model.state_dict().values())
+
+    def write(tuned: Tuned, folder: Path) -> None:
+        part = tuning_record(tuned, workload.metric)
+        if tuned.quantized is None:  # the float model is the best
+            write_report(new_record(workload.name, seed=seed, tuning=part), folder)
+            return
+        finish(
+            workload,
+            tuned.quantized,
+            folder,
+            runtimes=runtimes,
+            accuracies=_float_accuracy(workload, tuned),
+            float_size=Size(name="float weights", bytes=float_size),
+            seed=seed,
+            tuning=part,
+            progress=progress,
+        )
+
+    return write
 
 
 def _float_accuracy(workload: Workload, tuned: Tuned) -> list[Accuracy]:
