@@ -33,7 +33,8 @@ def export(
     """Write the artefact of a quantized model, or the float model. The suffix chooses the runtime.
 
     .onnx: Q/DQ with integer weights, or float with a file of quantization parameters; .pt2: a torch.export program for
-    inductor; .pte: ExecuTorch; .param: ncnn, with the weights in .bin. .pt2 and .pte have the batch of the example.
+    inductor; .pte: ExecuTorch; .param: ncnn, with the weights in .bin; .tflite: LiteRT. .pt2, .pte and .tflite have the
+    batch of the example.
     """
     from bitwright.workflows import export_workload
 

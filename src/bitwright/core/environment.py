@@ -35,6 +35,7 @@ PACKAGES = (
     "openvino",
     "executorch",
     "ncnn",
+    "ai-edge-litert",
     "safetensors",
     "pydantic",
     "scikit-learn",

@@ -170,7 +170,7 @@ def _runtime(name: str, problem: str | None, packages: dict[str, str]) -> Runtim
         unchecked = "artefacts aren't checked on it"
         return RuntimeState(version=None, problem=problem, saturates=None, consequence=unchecked)
     lossy = saturates(name)
-    version = packages.get("torch" if name == "inductor" else name)
+    version = packages.get({"inductor": "torch", "litert": "ai-edge-litert"}.get(name, name))
     return RuntimeState(version=version, problem=None, saturates=lossy, consequence=_consequence(name, lossy=lossy))
 
 
