@@ -13,6 +13,7 @@ from planted import workload
 from schemas import json_schema
 
 from bitwright import BitwrightError, Budget, PlanError, evaluate
+from bitwright.importers.lpot.workload import LpotData
 from bitwright.tuning import Drop, TuneConfig
 from bitwright.tuning.space import SpaceRule
 
@@ -100,13 +101,10 @@ def test_every_key_of_a_full_file(tmp_path: Path) -> None:
     assert config.budget == Budget(minutes=10, trials=50)
     assert config.strategy == "mse_v2"
     assert config.seed == 1978  # the reference's default
-    assert config.metric == {"topk": {"k": 5}}
     assert config.measuring.runs == 30
     assert config.store == str(tmp_path / "history/study.db")
-    assert config.evaluation is not None
-    assert config.evaluation.npz == tmp_path / "test.npz"
-    assert config.calibration is not None
-    assert config.calibration.random == (40, 3, 8, 8)
+    assert isinstance(config.data, LpotData)
+    assert config.data.config.loaders["evaluation"].dataset[0].model_dump() == {"root": str(tmp_path / "test.npz")}
 
 
 def test_accuracy_does_not_count_if_only_performance_does(tmp_path: Path) -> None:
@@ -130,14 +128,6 @@ def test_what_we_do_not_have_is_an_error_with_its_path(
         TuneConfig.load(written(tmp_path, SEED.replace(old, new)))
     problem = next(p for p in caught.value.problems if p.where == where)
     assert near in str(problem.fix)
-
-
-def test_training_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(PlanError) as caught:
-        TuneConfig.load(written(tmp_path, SEED + "quantization: {approach: quant_aware_training}\n"))
-    assert [(problem.where, problem.code) for problem in caught.value.problems] == [
-        ("quantization.approach", "cannot-run")
-    ]
 
 
 def test_dynamic_activations_are_searched(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """Tables of the keys of other systems' files, and the walk that checks a file against such a table.
 
-A table is a pydantic model. Each field has one marker in its annotation: `Honoured`, `Noted` or `Rejected`. The same
-markers give the rows that `bitwright list` and the migration pages show, so documentation and behaviour can't differ.
+A table is a pydantic model. Each field has one marker in its annotation: `Honoured`, `Noted`, `InCode` or `Rejected`.
+The same markers give the rows that `bitwright list` and the migration pages show, so documentation and behaviour can't
+differ.
 """
 
 from __future__ import annotations
@@ -16,9 +17,21 @@ from pydantic.fields import FieldInfo
 from bitwright.core.errors import PlanError, Problem, did_you_mean
 from bitwright.core.schemas import Strict, problems_of
 
-__all__ = ["Honoured", "Imported", "KeyRow", "Named", "Noted", "Option", "Rejected", "Section", "read", "rows"]
+__all__ = [
+    "Honoured",
+    "Imported",
+    "InCode",
+    "KeyRow",
+    "Named",
+    "Noted",
+    "Option",
+    "Rejected",
+    "Section",
+    "read",
+    "rows",
+]
 
-Handling = Literal["honoured", "noted", "rejected"]
+Handling = Literal["honoured", "noted", "in code", "rejected"]
 
 
 @dataclass(frozen=True)
@@ -36,6 +49,13 @@ class Noted:
 
 
 @dataclass(frozen=True)
+class InCode:
+    """The file is read, but it only runs if this part is replaced by an object in Python."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
 class Rejected:
     """The key is an error."""
 
@@ -43,7 +63,7 @@ class Rejected:
     advice: str
 
 
-Marker = Honoured | Noted | Rejected
+Marker = Honoured | Noted | InCode | Rejected
 
 
 class Section(Strict):
@@ -224,7 +244,7 @@ def _options(named: Named, value: Any, place: str, found: _Findings) -> tuple[Op
 
 
 def _marker(info: FieldInfo) -> Marker | None:
-    return next((item for item in info.metadata if isinstance(item, Honoured | Noted | Rejected)), None)
+    return next((item for item in info.metadata if isinstance(item, Marker)), None)
 
 
 def _section(annotation: Any) -> tuple[type[Section] | None, type | None]:
@@ -270,7 +290,8 @@ def rows(model: type[Section], path: str = "", *, seen: dict[Any, str] | None = 
         if named is not None:
             for own, option in named.options.items():
                 yield _named_row(f"{place}.{own}", option)
-                yield from rows(option, f"{place}.{own}", seen=seen)
+                if isinstance(option.about, Honoured | Noted):
+                    yield from rows(option, f"{place}.{own}", seen=seen)
         elif inner is not None and not isinstance(marker, Rejected):
             below = place if container is None else f"{place}.*"
             if seen is None or inner not in seen:
@@ -288,6 +309,8 @@ def _row(place: str, marker: Marker) -> KeyRow:
         return KeyRow(key=place, handling="honoured", text=marker.meaning)
     if isinstance(marker, Noted):
         return KeyRow(key=place, handling="noted", text=marker.reason)
+    if isinstance(marker, InCode):
+        return KeyRow(key=place, handling="in code", text=f"{marker.reason[0].upper()}{marker.reason[1:]}.")
     return KeyRow(key=place, handling="rejected", text=marker.reason, advice=marker.advice)
 
 

@@ -20,13 +20,14 @@ TABLES: dict[str, tuple[str, type[Section]]] = {
 _HEAD = """\
 # Keys of other systems' files
 
-Bitwright reads files of LPOT and MQBench. **Honoured** keys keep their meaning in the settings that `read_lpot` and
-`load_mqbench` return. **Noted** keys can't change the result; they are accepted and reported once. **Rejected** keys
-are errors, with the reason and a fix. Any other key is an error, too.
+Bitwright reads files of LPOT and MQBench. **Honoured** keys keep their meaning when the file runs; where only some
+values do, the table says so, and the others stop before any work with the code `cannot-run`. **Noted** keys can't
+change the result; they are accepted and reported once. **In code**: the file is read, but it only runs if you pass this
+part in Python: a loader, `eval_func` or `postprocess`. **Rejected** keys are errors, with the reason and a fix. Any
+other key is an error, too.
 
-Reading a file is not running it. `bitwright tune` stops before any work with the code `cannot-run` if it can't apply an
-honoured key of LPOT. `bitwright quantize --config` runs the files of MQBench's toolkit. `bitwright grid run` applies a
-part of the keys of MQBench's zoo; its notes list the others.
+`bitwright quantize --config` runs the files of MQBench's toolkit. `bitwright grid run` applies a part of the keys of
+MQBench's zoo; its notes list the others.
 
 `python -m bitwright.importers.tables` writes this page from the tables that the importers use.
 """

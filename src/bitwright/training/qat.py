@@ -106,6 +106,15 @@ class Qat:
         self._begin(freeze_observers, freeze_bn, fuse)
         return self
 
+    @classmethod
+    def of(cls, quantized: Quantized, *, fuse: bool = True) -> Qat:
+        """Train a model that is quantized and calibrated already."""
+        self = cls.__new__(cls)
+        self.notes = []
+        self.quantized = quantized
+        self._begin(None, None, fuse)
+        return self
+
     def _begin(self, freeze_observers: int | None, freeze_bn: int | None, fuse: bool) -> None:
         if find_attachment(self.model) is None:
             raise TrainError.single(

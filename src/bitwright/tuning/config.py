@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from pydantic import Field
+from pydantic import Field, InstanceOf
+from pydantic.json_schema import SkipJsonSchema
 from torch import nn
 
 from bitwright.backends import DEFAULT_BACKEND, Choices
@@ -27,6 +29,22 @@ from bitwright.tuning.tune import tune
 from bitwright.workload import Workload, load_object, load_workload
 from bitwright.workload.datasets import Dataset
 from bitwright.workload.metrics import METRICS, make_evaluate, metric_name
+
+
+class FileData(ABC):
+    """The data, metric and training of another system's file, which complete a workload."""
+
+    @abstractmethod
+    def beside(self, folder: Path) -> FileData:
+        """A copy with paths relative to the folder of the file."""
+
+    @abstractmethod
+    def complete(self, workload: Workload | None) -> Workload:
+        """The workload with the data and metric of the file."""
+
+    @abstractmethod
+    def training(self, workload: Workload) -> Callable[[nn.Module], object] | None:
+        """The training of each candidate; None: no training."""
 
 
 @strict
@@ -62,6 +80,9 @@ class TuneConfig(Strict, populate_by_name=True):
     seed: int = Field(default=0, ge=0, lt=2**32)
     samples: int | None = Field(default=None, gt=0, le=10**12, description="Number of calibration samples.")
     measuring: Measuring = Measuring()
+    data: SkipJsonSchema[InstanceOf[FileData] | None] = Field(
+        default=None, description="Of another system's file: an object, not a setting that a file can have."
+    )
     early: bool = Field(
         default=True, description="Stop evaluating candidates that can't pass after a part of the data."
     )
@@ -95,6 +116,7 @@ class TuneConfig(Strict, populate_by_name=True):
                 "workload": code(self.workload),
                 "model": code(self.model),
                 "store": store,
+                "data": None if self.data is None else self.data.beside(folder),
             }
         )
 
@@ -131,6 +153,8 @@ class TuneConfig(Strict, populate_by_name=True):
         """The given or the configured workload, with the data and metric of this configuration."""
         if given is None and self.workload is not None:
             given = load_workload(self.workload)
+        if self.data is not None:
+            return self.data.complete(given)
         if given is None:
             given = self._from_model()
         changes: dict[str, Any] = {}
@@ -222,7 +246,10 @@ class TuneConfig(Strict, populate_by_name=True):
             "early": self.early,
             **choices,
         }
-        return tune(self.make_workload(workload), **{**arguments, **others})
+        made = self.make_workload(workload)
+        if self.data is not None:
+            arguments["train"] = self.data.training(made)
+        return tune(made, **{**arguments, **others})
 
 
 def _given(values: Mapping[str, Any]) -> dict[str, Any]:

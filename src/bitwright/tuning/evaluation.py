@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from pydantic import BaseModel, ConfigDict, Field
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from bitwright.backends import BackendTable, Choices
-from bitwright.core.errors import BitwrightError, DiskError
+from bitwright.core.errors import BitwrightError, DiskError, TrainError, first_line, line_of
 from bitwright.core.registry import RUNTIMES
 from bitwright.core.tensor_tree import as_call, batch_size, tensors_in
 from bitwright.deployment import Runtime, available_runtimes, measure_latency, open_runtime, peak_memory
+from bitwright.deployment.checkpoint import load_checkpoint, save_checkpoint
 from bitwright.graph import Graph
 from bitwright.plan import Plan
 from bitwright.ptq.quantize import Quantized, put_back, quantize
 from bitwright.quantizers import find_attachment, strip
+from bitwright.training.qat import Qat
 from bitwright.tuning.baseline import Baseline
 from bitwright.tuning.candidate import Candidate, TrialOutcome, failure
 from bitwright.tuning.goal import Goal, cannot_pass, required_hits
@@ -29,6 +33,8 @@ from bitwright.workload import Workload, batches, evaluate
 from bitwright.workload.data import first, rebatched, regrouped
 
 Tell = Callable[[str], None]
+Train = Callable[[nn.Module], object]
+"""Trains the prepared model of a candidate in place."""
 
 
 class Measuring(BaseModel):
@@ -58,10 +64,12 @@ class Evaluator:
         folder: Path,
         state: Path,
         early: bool,
+        train: Train | None = None,
     ) -> None:
         self.workload, self.table, self.graph, self.goal = workload, table, graph, goal
         self.backend, self.choices, self.seed, self.early = backend, choices, seed, early
         self.calibration, self.measuring, self.folder, self.state = calibration, measuring, folder, state
+        self.train = train
         self.runtime = usable_runtime(table)
         self.done = False
         self._before: dict[str, Tensor] = {}
@@ -74,6 +82,16 @@ class Evaluator:
         """Remove the saved PTQ state of a candidate, or of all."""
         folder = self.state if candidate is None else self.state / candidate.key
         shutil.rmtree(folder, ignore_errors=True)
+
+    def trained_file(self, candidate: Candidate) -> Path:
+        """Where the trained state of a candidate is kept during the search."""
+        return self.folder / f"trained-{candidate.key}.safetensors"
+
+    def keep_trained(self, candidates: Collection[Candidate]) -> None:
+        """Remove the trained states of all other candidates."""
+        kept = {self.trained_file(candidate) for candidate in candidates}
+        for file in set(self.folder.glob("trained-*.safetensors")) - kept:
+            file.unlink()
 
     def restore_float(self) -> None:
         """Restore the original float model, unless the search succeeded."""
@@ -104,7 +122,7 @@ class Evaluator:
             else:
                 with self.quantized(candidate, plan=plan, tell=tell) as quantized:
                     outcome = self._measure(quantized, baseline, tell)
-        except DiskError:
+        except (DiskError, TrainError):
             raise  # unrelated to the candidate
         except BitwrightError as error:
             outcome = failure(str(error))
@@ -248,7 +266,8 @@ def quantize_candidate(
     """Quantize the workload's model in place; also returns its original weights if PTQ steps change them."""
     workload, base = evaluator.workload, candidate.base
     model = workload.model
-    before = {n: t.detach().clone() for n, t in model.state_dict().items()} if base.steps else {}
+    changes = base.steps or evaluator.train is not None
+    before = {n: t.detach().clone() for n, t in model.state_dict().items()} if changes else {}
     evaluator._before = before
     data = list(first(evaluator.calibration, base.samples))
     state = evaluator.state / candidate.key
@@ -268,7 +287,41 @@ def quantize_candidate(
         progress=None if tell is None else lambda done, total, text: tell(text),
         measure=False,  # the search measures accuracy, and tries bad candidates on purpose
     )
+    if evaluator.train is not None:
+        try:
+            _train(evaluator, evaluator.trained_file(candidate), result, evaluator.train, tell)
+        except BaseException:
+            strip(model)
+            put_back(model, before)
+            raise
     return before, result
+
+
+def _train(evaluator: Evaluator, file: Path, quantized: Quantized, train: Train, tell: Tell | None) -> None:
+    """Quantization-aware training of a candidate, or its result from an earlier call."""
+    if file.exists():
+        load_checkpoint(quantized.model, file)
+        return
+    if tell is not None:
+        tell("training")
+    qat = Qat.of(quantized, fuse=False)
+    hook = register_optimizer_step_post_hook(lambda *_: qat.after_step())
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(evaluator.seed)
+            train(quantized.model)
+    except BitwrightError as error:
+        raise TrainError(error.problems) from error
+    except Exception as error:
+        what = f"the training raised {type(error).__name__}: {first_line(error)}{line_of(error)}"
+        raise TrainError.single(
+            what, fix="run the training on the float model first", code="training-failed"
+        ) from error
+    finally:
+        hook.remove()
+    qat.finish()
+    quantized.model.eval()
+    save_checkpoint(quantized.model, file)
 
 
 def usable_runtime(table: BackendTable) -> str | None:

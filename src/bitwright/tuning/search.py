@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 
 from bitwright.backends import Choices
-from bitwright.core.errors import BitwrightError
+from bitwright.core.errors import BitwrightError, TrainError
 from bitwright.core.files import disk_error, fingerprint
 from bitwright.core.interrupts import current_stop, safe_point
 from bitwright.core.task_store import Study
@@ -61,6 +61,7 @@ def study_identity(
     measuring: Measuring,
     early: bool,
     choices: Choices,
+    train: Callable[..., object] | None = None,
 ) -> dict[str, Any]:
     """The properties that must be equal to resume a study."""
     weights = [t for _, t in sorted(workload.model.state_dict().items())]
@@ -79,6 +80,11 @@ def study_identity(
         "measuring": measuring.model_dump(mode="json"),
         "early stopping": early,
         "choices": {key: list(value) if key == "keep_float" else value for key, value in choices.items()},  # type: ignore[call-overload]
+        **(
+            {}
+            if train is None
+            else {"training": getattr(train, "identity", None) or getattr(train, "__qualname__", "")}
+        ),
     }
 
 
@@ -347,6 +353,8 @@ class StrategyRunner:
         begin = time.perf_counter()
         try:
             return self.evaluate(candidate)
+        except TrainError:
+            raise  # the other candidates are trained in the same way
         except (
             Exception
         ) as error:  # a candidate that breaks the model, the exporter or the metric must not end the search

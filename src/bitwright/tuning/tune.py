@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, Unpack
 
 import torch
+from torch import nn
 
 from bitwright.backends import DEFAULT_BACKEND, Choices, make_plan
 from bitwright.backends import backend as find_backend
@@ -68,6 +69,7 @@ def tune(
     measuring: Measuring | None = None,
     early: bool = True,
     memory: Amount = MEMORY,
+    train: Callable[[nn.Module], object] | None = None,
     progress: Progress | None = None,
     on_result: Callable[[Tuned, Path], None] | None = None,
     **choices: Unpack[Choices],
@@ -82,6 +84,9 @@ def tune(
     Each process needs its own `output`, even if they share a store. `on_result` may add files to the folder that
     becomes `output`, so that all files appear together. With `early`, the evaluation of a candidate stops after a
     random part of the data if the candidate can't pass. If the search fails, the model is restored to float.
+
+    `train` makes it quantization-aware training: it gets the prepared model of each candidate and trains it in place,
+    with its own optimizer. Every candidate starts from the float weights.
 
     A workload without an evaluation is quantized once, without a search.
 
@@ -141,6 +146,7 @@ def tune(
                 folder=scratch,
                 state=scratch / "steps" if place is None else place / ".steps",
                 early=early,
+                train=train,
             )
             stack.callback(evaluator.restore_float)
             if not can_measure(workload):
@@ -153,7 +159,7 @@ def tune(
                 metrics = goal.metrics(workload.metric)
                 baseline = measure_float(workload, metrics, calibration, seed=seed)
                 identity = study_identity(
-                    workload, graph, baseline, goal, space, strategy, seed, backend, measuring, early, choices
+                    workload, graph, baseline, goal, space, strategy, seed, backend, measuring, early, choices, train
                 )
                 where = store if store is not None or place is None else place / STUDY
                 study = open_study(where, name or workload.name, identity, resume=resume)
@@ -190,6 +196,7 @@ class _StudyRun:
         self.workload, self.evaluator, self.space, self.baseline = workload, evaluator, space, baseline
         self.study, self.budget, self.tell = study, budget, tell
         self.notes: list[str] = []
+        self.outcomes: list[tuple[Candidate, TrialOutcome]] = []
 
     def __call__(self, strategy: Strategy, name: str, seed: int) -> Tuned:
         goal = self.evaluator.goal
@@ -232,6 +239,9 @@ class _StudyRun:
     def _finished(self, asked: TrialRecord) -> None:
         """Remove the PTQ state of a candidate, because the study now contains its outcome."""
         self.evaluator.forget(asked.candidate)
+        self.outcomes.append((asked.candidate, asked.outcome))
+        self.outcomes.sort(key=lambda pair: pair[1].rank())
+        self.evaluator.keep_trained([candidate for candidate, _ in self.outcomes[:_HEAT]])
         log.info("%s", asked)
 
     def _choose_result(

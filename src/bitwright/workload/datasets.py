@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -176,23 +176,29 @@ class Dataset(Strict):
         return torch.from_numpy(np.array(image))
 
 
-def random_part(size: tuple[int, int], generator: np.random.Generator) -> tuple[int, int, int, int]:
-    """A random rectangle (left, top, right, bottom) with 8 to 100 % of the area and an aspect ratio near 1.
+def random_part(
+    size: tuple[int, int],
+    generator: np.random.Generator,
+    *,
+    areas: Sequence[float] = _AREAS,
+    ratios: Sequence[float] = _RATIOS,
+) -> tuple[int, int, int, int]:
+    """A random rectangle (left, top, right, bottom), by default with 8 to 100 % of the area and a ratio near 1.
 
     As torchvision's RandomResizedCrop: ten tries, then the largest central part with an allowed ratio.
     """
     width, height = size
     for _ in range(10):
-        area = width * height * generator.uniform(*_AREAS)
-        ratio = np.exp(generator.uniform(*np.log(_RATIOS)))
+        area = width * height * generator.uniform(areas[0], areas[1])
+        ratio = np.exp(generator.uniform(np.log(ratios[0]), np.log(ratios[1])))
         across, down = round(float(np.sqrt(area * ratio))), round(float(np.sqrt(area / ratio)))
         if 0 < across <= width and 0 < down <= height:
             left, top = int(generator.integers(width - across + 1)), int(generator.integers(height - down + 1))
             return left, top, left + across, top + down
     across, down = width, height
-    if width / height < _RATIOS[0]:
-        down = min(height, max(1, round(width / _RATIOS[0])))
-    elif width / height > _RATIOS[1]:
-        across = min(width, max(1, round(height * _RATIOS[1])))
+    if width / height < ratios[0]:
+        down = min(height, max(1, round(width / ratios[0])))
+    elif width / height > ratios[1]:
+        across = min(width, max(1, round(height * ratios[1])))
     left, top = (width - across) // 2, (height - down) // 2
     return left, top, left + across, top + down

@@ -2,7 +2,7 @@
 
 from bitwright.core.registry import Importer
 from bitwright.importers.lpot.file import LpotConfig
-from bitwright.importers.lpot.translate import is_lpot, read_lpot, translate, tune_settings
+from bitwright.importers.lpot.search_settings import is_lpot, read_lpot, translate, tune_settings
 
 __all__ = ["LPOT", "LpotConfig", "is_lpot", "read_lpot", "translate", "tune_settings"]
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Annotated, Any, Literal
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
@@ -13,6 +14,8 @@ from bitwright.importers.lpot.datasets import Loader
 from bitwright.importers.lpot.metrics import METRICS, HigherIsBetter, Metric, Postprocess, Weights
 from bitwright.importers.lpot.training import Train
 from bitwright.importers.lpot.transforms import flags, listed
+
+SectionT = TypeVar("SectionT", bound=Section)
 
 __all__ = ["ActivationRule", "LpotConfig", "OpRule", "WeightRule"]
 
@@ -147,9 +150,13 @@ class _Recipes(Section):
     scale_propagation_concat: Annotated[bool, Noted("Placement follows the backend's table.")] = True
     pre_post_process_quantization: Annotated[bool, Noted("Placement follows the backend's table.")] = True
     first_conv_or_matmul_quantization: Annotated[bool, Honoured("false keeps the first product in float.")] = True
-    last_conv_or_matmul_quantization: Annotated[bool, Honoured("false keeps the last product in float.")] = True
+    last_conv_or_matmul_quantization: Annotated[
+        bool, Honoured("Only true runs: false, which keeps the last product in float, stops with `cannot-run`.")
+    ] = True
     fast_bias_correction: Annotated[bool, Honoured("The PTQ step bias-correction.")] = False
-    weight_correction: Annotated[bool, Honoured("Corrects mean and variance of quantized weights.")] = False
+    weight_correction: Annotated[
+        bool, Honoured("Only false runs: there is no such step; true stops with `cannot-run`.")
+    ] = False
 
 
 class _Advance(Section):
@@ -197,9 +204,15 @@ class _Strategy(Section):
         Literal["basic", "mse", "mse_v2", "hawq_v2", "bayesian", "tpe", "random", "exhaustive", "conservative", "auto"],
         Honoured("The strategy with the same name. sigopt is a paid service and not supported."),
     ] = "basic"
-    accuracy_weight: Annotated[float, Field(ge=0, le=1e9), Honoured("Weight of accuracy (tpe).")] = 1.0
-    latency_weight: Annotated[float, Field(ge=0, le=1e9), Honoured("Weight of latency (tpe).")] = 1.0
-    confidence_batches: Annotated[int, Field(ge=1, le=10**6), Honoured("Batches of a score (mse_v2).")] = 2
+    accuracy_weight: Annotated[
+        float, Field(ge=0, le=1e9), Honoured("Only 1 runs (tpe); others stop with `cannot-run`.")
+    ] = 1.0
+    latency_weight: Annotated[
+        float, Field(ge=0, le=1e9), Honoured("Only 1 runs (tpe); others stop with `cannot-run`.")
+    ] = 1.0
+    confidence_batches: Annotated[
+        int, Field(ge=1, le=10**6), Honoured("Only 2 runs (mse_v2); others stop with `cannot-run`.")
+    ] = 2
     hawq_v2_loss: Annotated[str | None, Noted("The workload's loss is used.")] = None
     sigopt_api_token: Annotated[str | None, Rejected("SigOpt is a paid service", "use the strategy tpe")] = None
     sigopt_project_id: Annotated[str | None, Rejected("SigOpt is a paid service", "use the strategy tpe")] = None
@@ -374,3 +387,34 @@ class LpotConfig(Section):
     auto_distillation: Annotated[Any, _DISTILLATION] = None
     nas: Annotated[Any, _SEARCH] = None
     train: Annotated[Any, Rejected("only pruning and distillation train here", "move it to quantization.train")] = None
+
+    @property
+    def loaders(self) -> dict[str, Loader]:
+        """The data sections by role: calibration, evaluation, training, performance."""
+        train, performance = self.quantization.train, self.evaluation.performance
+        found = {
+            "calibration": self.quantization.calibration.dataloader,
+            "evaluation": self.evaluation.accuracy.dataloader,
+            "training": None if train is None else train.dataloader,
+            "performance": None if performance is None else performance.dataloader,
+        }
+        return {role: loader for role, loader in found.items() if loader is not None}
+
+    def with_loaders(self, change: Callable[[Loader], Loader]) -> LpotConfig:
+        """A copy with changed data sections."""
+
+        def changed(section: SectionT | None) -> SectionT | None:
+            loader = getattr(section, "dataloader", None)
+            if section is None or loader is None:
+                return section
+            return section.model_copy(update={"dataloader": change(loader)})
+
+        quantization, evaluation = self.quantization, self.evaluation
+        new = {"calibration": changed(quantization.calibration), "train": changed(quantization.train)}
+        measured = {"accuracy": changed(evaluation.accuracy), "performance": changed(evaluation.performance)}
+        return self.model_copy(
+            update={
+                "quantization": quantization.model_copy(update=new),
+                "evaluation": evaluation.model_copy(update=measured),
+            }
+        )

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from collections.abc import Callable, Iterable
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
 
+from bitwright.core.errors import TrainError
+from bitwright.core.tensor_tree import map_tensors
 from bitwright.importers.key_table import Honoured, Marker, Named, Noted, Option, Rejected, Section
 from bitwright.importers.lpot.datasets import Loader
 from bitwright.importers.lpot.metrics import Postprocess
+from bitwright.quantizers import Quantizer
+from bitwright.workload.data import call
 
 __all__ = ["Train"]
 
@@ -17,6 +24,10 @@ Count = Annotated[int, Field(ge=1, le=10**7)]
 
 class _Optimizer(Option):
     about: ClassVar[Marker] = Honoured("")
+
+    def make(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        """The optimizer for these parameters."""
+        raise NotImplementedError(self.name)
 
 
 _LR = Annotated[float, Field(ge=0, le=1e6), Honoured("The learning rate.")]
@@ -31,6 +42,16 @@ class SGD(_Optimizer):
     nesterov: Annotated[bool, Honoured("Nesterov's momentum.")] = False
     weight_decay: _DECAY = 0.0
 
+    @model_validator(mode="after")
+    def _momentum(self) -> SGD:
+        if self.nesterov and not self.momentum:
+            raise ValueError("nesterov needs a momentum")
+        return self
+
+    def make(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        """PyTorch's SGD."""
+        return torch.optim.SGD(groups, lr=self.learning_rate, momentum=self.momentum, nesterov=self.nesterov)
+
 
 class Adam(_Optimizer):
     """Adam."""
@@ -41,10 +62,18 @@ class Adam(_Optimizer):
     epsilon: Annotated[float, Field(gt=0, le=1), Honoured("ε.")] = 1e-07
     amsgrad: Annotated[bool, Honoured("The AMSGrad variant.")] = False
     weight_decay: _DECAY = 0.0
+    kind: ClassVar[type[torch.optim.Adam]] = torch.optim.Adam
+
+    def make(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        """PyTorch's Adam or AdamW."""
+        betas = (self.beta_1, self.beta_2)
+        return self.kind(groups, lr=self.learning_rate, betas=betas, eps=self.epsilon, amsgrad=self.amsgrad)
 
 
 class AdamW(Adam):
     """Adam with decoupled weight decay."""
+
+    kind: ClassVar[type[torch.optim.Adam]] = torch.optim.AdamW
 
 
 class _Criterion(Option):
@@ -53,6 +82,16 @@ class _Criterion(Option):
         Literal["mean", "sum", "none", "auto", "sum_over_batch_size"], Honoured("How samples become one number.")
     ] = "mean"
     from_logits: Annotated[bool, Noted("PyTorch's loss always takes logits.")] = False
+
+    @property
+    def reduce(self) -> str:
+        """PyTorch's reduction."""
+        return self.reduction if self.reduction in ("sum", "none") else "mean"
+
+    def loss(self, output: Any, target: Tensor) -> Tensor:
+        """The loss of a batch."""
+        scores: Any = getattr(output, "logits", output[0] if isinstance(output, tuple | list) else output)
+        return nn.functional.cross_entropy(scores, target, reduction=self.reduce)
 
 
 class CrossEntropyLoss(_Criterion):
@@ -107,3 +146,35 @@ class Train(Section):
         """The numbers of the epochs."""
         end = self.end_epoch if self.end_epoch is not None else self.start_epoch + (self.epoch or 1)
         return range(self.start_epoch, end)
+
+    def run(self, model: nn.Module, batches: Callable[[int], Iterable[tuple[Any, Tensor]]]) -> None:
+        """Train a model. `batches` gives those of an epoch.
+
+        Weights decay as LPOT's do: all of them. The scales of quantizers never do.
+        """
+        optimizer, (criterion,) = self.optimizer[0], self.criterion
+        own = {p for module in model.modules() if isinstance(module, Quantizer) for p in module.parameters()}
+        trained = [p for p in model.parameters() if p.requires_grad]
+        decay = optimizer.model_dump()["weight_decay"]
+        groups = [
+            {"params": [p for p in trained if p not in own], "weight_decay": decay},
+            {"params": [p for p in trained if p in own], "weight_decay": 0.0},
+        ]
+        steps = optimizer.make([group for group in groups if group["params"]])
+        device = next((p.device for p in trained), torch.device("cpu"))
+        model.train()
+        for epoch in self.epochs:
+            for number, (inputs, target) in enumerate(batches(epoch)):
+                if number == self.iteration:
+                    break
+                steps.zero_grad()
+                inputs = map_tensors(inputs, lambda tensor: tensor.to(device))
+                loss = criterion.loss(call(model, inputs), target.to(device))
+                if not loss.isfinite():
+                    what, fix = "the loss is not finite", "lower the learning rate"
+                    where = f"epoch {epoch}, batch {number}"
+                    raise TrainError.single(
+                        what, where=where, value=float(loss.detach()), fix=fix, code="loss-not-finite"
+                    )
+                loss.backward()
+                steps.step()

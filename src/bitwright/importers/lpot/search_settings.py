@@ -1,4 +1,4 @@
-"""LPOT's settings as a `TuneConfig`."""
+"""The settings of a search (`TuneConfig`) that an LPOT file describes."""
 
 from __future__ import annotations
 
@@ -9,22 +9,19 @@ from typing import Any
 
 from bitwright.core.errors import PlanError, Problem, log_warnings
 from bitwright.importers.key_table import Imported, read
-from bitwright.importers.lpot.datasets import Loader
 from bitwright.importers.lpot.file import ActivationRule, LpotConfig, OpRule, WeightRule
-from bitwright.importers.lpot.metrics import Metric
-from bitwright.importers.lpot.transforms import RandomResizedCrop, Transform
+from bitwright.importers.lpot.workload import LpotData
 
 __all__ = ["is_lpot", "read_lpot", "translate", "tune_settings"]
 
 _NO_ACCURACY = 1e9  # a drop that no candidate exceeds
 _OBJECTIVES = {"performance": "latency", "modelsize": "size", "footprint": "memory"}
-_METRICS = {"topk": "topk", "F1": "f1", "MSE": "mse", "MAE": "mae", "RMSE": "rmse", "Accuracy": "topk"}
 _APPROACHES = {
     "post_training_static_quant": ("static",),
     "post_training_dynamic_quant": ("dynamic",),
     "post_training_auto_quant": ("static", "dynamic"),
+    "quant_aware_training": ("static",),
 }
-_IMPLIED = ("ToTensor", "ToPILImage")  # images become tensors in any case
 _PLAIN = re.compile(r"[A-Za-z0-9.][A-Za-z0-9_.\-/]*")  # LPOT reads any other name as a regular expression
 _KEYS = ("framework", "quantization", "tuning", "pruning", "distillation", "auto_distillation", "nas")
 
@@ -82,24 +79,18 @@ def tune_settings(config: LpotConfig, *, where: str = "the LPOT file") -> dict[s
         out["store"] = f"{workspace.path.rstrip('/')}/study.db"
     if workspace.resume is not None:
         out |= {"store": workspace.resume, "resume": True}
-    accuracy, performance = config.evaluation.accuracy, config.evaluation.performance
-    loaders = {"calibration": config.quantization.calibration.dataloader, "evaluation": accuracy.dataloader}
-    for name, loader in loaders.items():
-        if loader is not None and loader.dataset:
-            out[name] = _dataset(loader, tuning.random_seed)
-    if accuracy.metrics:
-        out["metric"] = dict(map(_metric, accuracy.metrics))
+    performance = config.evaluation.performance
     if performance is not None and performance.iteration > 0:
         out["measuring"] = {"runs": performance.iteration}
-    return out
+    return {**out, "data": LpotData(config=config)}
 
 
 def _not_runnable(config: LpotConfig) -> Iterator[Problem]:
     """The settings that the search has no counterpart for. Nothing is dropped silently."""
     quantization, tuning, accuracy = config.quantization, config.tuning, config.evaluation.accuracy
-    if quantization.approach == "quant_aware_training":
-        fix = "`bitwright train` trains quantized models"
-        yield _cannot("the search runs post-training approaches", "quantization.approach", quantization.approach, fix)
+    if quantization.train is not None and any(one.reduce == "none" for one in quantization.train.criterion):
+        where = "quantization.train.criterion.reduction"
+        yield _cannot("one loss per sample can't be minimized", where, "none", "use mean or sum")
     unused = {
         "quantization.recipes.weight_correction": (quantization.recipes.weight_correction, False),
         "quantization.recipes.last_conv_or_matmul_quantization": (
@@ -109,8 +100,6 @@ def _not_runnable(config: LpotConfig) -> Iterator[Problem]:
         "tuning.strategy.accuracy_weight": (tuning.strategy.accuracy_weight, 1.0),
         "tuning.strategy.latency_weight": (tuning.strategy.latency_weight, 1.0),
         "tuning.strategy.confidence_batches": (tuning.strategy.confidence_batches, 2),
-        "evaluation.accuracy.iteration": (accuracy.iteration, -1),
-        "evaluation.accuracy.postprocess": (accuracy.postprocess, None),
     }
     for path, (value, usual) in unused.items():
         if value != usual:
@@ -118,16 +107,10 @@ def _not_runnable(config: LpotConfig) -> Iterator[Problem]:
     objectives = tuning.multi_objectives.objective if tuning.multi_objectives else (tuning.objective,)
     if "accuracy" in objectives:
         yield _cannot("accuracy is a limit, not an objective", "tuning.objective", "accuracy", "use performance")
-    for path, loader in (
-        ("quantization.calibration", quantization.calibration.dataloader),
-        ("evaluation.accuracy", accuracy.dataloader),
-    ):
-        if loader is not None:
-            yield from _unreadable(loader, f"{path}.dataloader")
     for metric in accuracy.metrics:
-        if metric.name not in _METRICS or not metric.model_dump().get("compare_label", True):
-            fix = "pass evaluate= to the workload"
-            yield _cannot("the metric is not built in", "evaluation.accuracy.metric", metric.name, fix)
+        if not metric.model_dump().get("compare_label", True):
+            what, fix = "metrics compare with labels, not with the float model", "pass evaluate= to the workload"
+            yield _cannot(what, "evaluation.accuracy.metric", metric.name, fix)
     if len(accuracy.multi_metrics) > len(accuracy.metrics):
         what = "metrics are not added up; the first one decides"
         yield _cannot(what, "evaluation.accuracy.multi_metrics", None, "remove weight and higher_is_better")
@@ -135,71 +118,6 @@ def _not_runnable(config: LpotConfig) -> Iterator[Problem]:
 
 def _cannot(what: str, where: str, value: Any, fix: str) -> Problem:
     return Problem(what=what, where=where, value=value, fix=fix, code="cannot-run")
-
-
-def _unreadable(loader: Loader, path: str) -> Iterator[Problem]:
-    fix = "pass the data in code, or use ImageFolder, npz or dummy"
-    for dataset in loader.dataset:
-        options = dataset.model_dump()
-        special = any(options.get(key) for key in ("low", "high", "dtype")) or len(options.get("shape", (0,))) != 1
-        if dataset.name not in ("ImageFolder", "npz", "dummy") or special:
-            yield _cannot("no reader for this data set", f"{path}.dataset", dataset.name, fix)
-    for key, value in {"filter": bool(loader.filter), "shuffle": loader.shuffle}.items():
-        if value:
-            yield _cannot("the search reads all samples in order", f"{path}.{key}", True, "remove it")
-    if loader.last_batch != "rollover":
-        what = "the search uses all samples"
-        yield _cannot(what, f"{path}.last_batch", loader.last_batch, "last_batch: rollover")
-    names = [step.name for step in loader.transform if step.name not in _IMPLIED]
-    orders = [
-        [name for name in order if name in names]
-        for order in (("Resize", "CenterCrop", "Normalize"), ("RandomResizedCrop", "RandomHorizontalFlip", "Normalize"))
-    ]
-    if names not in orders or any(map(_is_special, loader.transform)):
-        fix = "pass the data in code, or use Resize and CenterCrop or RandomResizedCrop, then Normalize"
-        yield _cannot("these transforms can't run", f"{path}.transform", names, fix)
-
-
-def _is_special(step: Transform) -> bool:
-    """Whether a transform has options that our data sets don't have."""
-    own = step.model_dump()
-    if step.name == "Resize":
-        return len(own["size"]) != 1
-    if step.name in ("CenterCrop", "RandomResizedCrop"):
-        usual = RandomResizedCrop(size=(1, 1)).model_dump() if step.name == "RandomResizedCrop" else own
-        return own["size"][0] != own["size"][1] or any(
-            own[key] != usual[key] for key in own if key in ("scale", "ratio")
-        )
-    return bool(own.get("rescale"))
-
-
-def _dataset(loader: Loader, seed: int) -> dict[str, Any]:
-    """The data set in our notation."""
-    (dataset,) = loader.dataset
-    options = dataset.model_dump()
-    data: dict[str, Any] = {"batch_size": loader.batch_size or 1}
-    if dataset.name == "dummy":
-        data["random"] = options["shape"][0]
-    else:
-        data["images" if dataset.name == "ImageFolder" else "npz"] = options["root"]
-    for step in loader.transform:
-        own = step.model_dump()
-        if step.name in ("Resize", "CenterCrop", "RandomResizedCrop"):
-            data[{"Resize": "resize", "CenterCrop": "crop"}.get(step.name, "random_crop")] = own["size"][0]
-        if "interpolation" in own:
-            data["interpolation"] = own["interpolation"]
-        if step.name.startswith("Random"):
-            data["seed"] = seed
-        if step.name == "RandomHorizontalFlip":
-            data["flip"] = True
-        elif step.name == "Normalize":
-            data |= {"mean": own["mean"], "std": own["std"]}
-    return data
-
-
-def _metric(metric: Metric) -> tuple[str, dict[str, Any]]:
-    options = {"k": metric.model_dump().get("k", 1)} if _METRICS[metric.name] == "topk" else {}
-    return _METRICS[metric.name], options
 
 
 def _goal(config: LpotConfig) -> dict[str, Any]:
@@ -220,7 +138,8 @@ def _goal(config: LpotConfig) -> dict[str, Any]:
             for name, weight in zip(several.objective, weights, strict=True)
             if name in _OBJECTIVES
         }
-    return {"drop": drop, "lower_is_better": not criterion.higher_is_better, "objective": objective}
+    direction = {} if criterion.higher_is_better else {"lower_is_better": True}
+    return {"drop": drop, "objective": objective, **direction}
 
 
 def _budget(config: LpotConfig) -> dict[str, Any]:
