@@ -68,11 +68,24 @@ def test_runtimes_agree_with_the_simulation(
     assert quantized.check(path, [torch.randn(5, 7, 32)]).passed  # another batch
 
 
-def test_onnxruntime_fuses_products_of_one_scale(batches: list[torch.Tensor], tmp_path: Path) -> None:
-    quantized = bitwright.quantize(Encoder().eval(), batches, activations="uint8/tensor/asym/dynamic")
+@pytest.mark.parametrize(
+    ("format", "operator"),
+    [
+        ("uint8/tensor/asym/dynamic", "DynamicQuantizeLinear"),
+        ("int8/tensor/sym/dynamic", "QuantizeLinear"),
+        ("int8/token/sym/dynamic", "QuantizeLinear"),
+    ],
+)
+def test_onnxruntime_fuses_products(format: str, operator: str, batches: list[torch.Tensor], tmp_path: Path) -> None:
+    quantized = bitwright.quantize(Encoder().eval(), batches, activations=format)
     path = tmp_path / "model.onnx"
     quantized.export(path)
-    assert operators(path)["DynamicQuantizeLinear"] == 4  # q, k and v read one tensor
+    assert operators(path)[operator] == 4  # q, k and v read one tensor
+    # ONNX Runtime has no fast kernel for signed activations on x86.
+    codes = {node.input[0] for node in onnx.load(path).graph.node if node.op_type == "MatMulInteger"}
+    made = [node for node in onnx.load(path).graph.node if node.output[0] in codes]
+    assert {node.op_type for node in made} == {operator}
+    assert not [node.op_type for node in onnx.load(path).graph.node if node.op_type == "Clip"]
     options = ort.SessionOptions()
     options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
     ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])

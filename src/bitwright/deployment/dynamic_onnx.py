@@ -13,20 +13,22 @@ from numpy.typing import NDArray
 from bitwright.quantizers import Quantizer
 from bitwright.quantizers.grid import SMALLEST
 
-_FLOAT = ir.DataType.FLOAT
-_TYPES = {True: ir.DataType.INT8, False: ir.DataType.UINT8}
+_FLOAT, _CODES = ir.DataType.FLOAT, ir.DataType.UINT8
+_SHIFT = 128
+"""Signed codes are stored with this offset: ONNX Runtime has fast x86 kernels only for unsigned activations (20x)."""
 
 Constant = Callable[[str, NDArray[Any]], ir.Value]
 
 
 @dataclass(frozen=True)
 class DynamicValue:
-    """A quantized activation: codes, scale, and zero point (None for symmetric formats)."""
+    """A quantized activation: unsigned codes, scale, and zero point."""
 
     codes: ir.Value
     scale: ir.Value
-    zero_point: ir.Value | None
+    zero_point: ir.Value
     by_tensor: bool
+    symmetric: bool
 
 
 class DynamicWriter:
@@ -36,6 +38,8 @@ class DynamicWriter:
         self.graph, self.constant, self.unique = graph, constant, unique
         self.values: dict[ir.Value, DynamicValue] = {}  # by the dequantized value
         self.written: dict[tuple[str, str], ir.Value] = {}  # (source, format) → the dequantized value
+        self.quantize_linears = 0
+        self.ones: dict[ir.Value, ir.Value] = {}  # by the scales of tokens
 
     def quantize(self, before: ir.Node, source: ir.Value, site: str, quantizer: Quantizer) -> ir.Value:
         """Insert operators that quantize `source`; returns the dequantized value. Equal sites share them."""
@@ -63,7 +67,7 @@ class DynamicWriter:
             stored = None if weight is None else _stored_matrix(node, weight)
             if found is None or stored is None or not _is_plain_product(node):
                 continue
-            if found.by_tensor or found.zero_point is None:  # MatMulInteger has one zero point for all tokens
+            if found.by_tensor or found.symmetric:  # MatMulInteger has one zero point for all tokens
                 self._replace(node, found, stored)
 
     def _replace(self, node: ir.Node, data: DynamicValue, weight: _StoredMatrix) -> None:
@@ -71,19 +75,17 @@ class DynamicWriter:
         insert = _Inserter(self, node, str(output.name))
         codes = self.constant(f"{weight.name}.matrix", weight.codes) if weight.turned else weight.value
         scale = self.constant(f"{weight.name}.columns", weight.scale)
-        zeros = [] if data.zero_point is None else [data.zero_point]
+        zeros = [data.zero_point]
         if weight.zero_point is not None:
-            type = np.int8 if data.codes.dtype == ir.DataType.INT8 else np.uint8
-            zeros = zeros or [self.constant(f"{weight.name}.no_offset", np.zeros((), type))]
             zeros.append(self.constant(f"{weight.name}.offset", weight.zero_point))
         products = insert.node("MatMulInteger", [data.codes, codes, *zeros], "products", ir.DataType.INT32)
         wide = insert.node("Cast", [products], "wide", _FLOAT, to=_FLOAT)
-        if data.by_tensor:  # in this order, ONNX Runtime fuses them into one operator
-            both = insert.node("Mul", [data.scale, scale], "scale", _FLOAT)
-            result = insert.node("Mul", [wide, both], "scaled", _FLOAT)
-        else:
-            columns = insert.node("Mul", [wide, scale], "columns", _FLOAT)
-            result = insert.node("Mul", [columns, data.scale], "scaled", _FLOAT)
+        # ONNX Runtime fuses the four operators if one scalar and the scales of the columns are multiplied first.
+        scalar = data.scale if data.by_tensor else self._one(insert, data.scale)
+        both = insert.node("Mul", [scalar, scale], "scale", _FLOAT)
+        result = insert.node("Mul", [wide, both], "scaled", _FLOAT)
+        if not data.by_tensor:
+            result = insert.node("Mul", [result, data.scale], "tokens", _FLOAT)
         bias = node.inputs[2] if len(node.inputs) > 2 else None
         if bias is not None:
             result = insert.node("Add", [result, bias], "biased", _FLOAT)
@@ -92,6 +94,13 @@ class DynamicWriter:
         name = output.name
         self.graph.remove(node, safe=True)
         result.name = name
+
+    def _one(self, insert: _Inserter, scale: ir.Value) -> ir.Value:
+        """1 as a value of run time: a constant would be folded into the scales before ONNX Runtime fuses operators."""
+        if scale not in self.ones:
+            highest = insert.node("ReduceMax", [scale], "highest", _FLOAT, keepdims=0)
+            self.ones[scale] = insert.node("Div", [highest, highest], "one", _FLOAT)
+        return self.ones[scale]
 
 
 @dataclass(frozen=True)
@@ -169,51 +178,70 @@ class _Inserter:
             output.name, output.dtype = self.writer.unique(f"{self.site}.{name}"), type
         made.outputs[0].shape = source.shape
         self.writer.graph.insert_before(self.before, made)
-        return DynamicValue(made.outputs[0], made.outputs[1], made.outputs[2], by_tensor=True)
+        return DynamicValue(made.outputs[0], made.outputs[1], made.outputs[2], by_tensor=True, symmetric=False)
 
     def quantize(self, source: ir.Value, quantizer: Quantizer) -> DynamicValue:
         """The operators of `grid_from_range` and of rounding to this grid."""
         format, by_tensor = quantizer.format, quantizer.layout.granularity == "tensor"
+        shift = _SHIFT if format.signed else 0
         low, high = (self._extreme(op, source, quantizer) for op in ("ReduceMin", "ReduceMax"))
+        smallest = self.constant("smallest", SMALLEST)
         if format.symmetric:
-            ends = [
-                self.node("Div", [end, self.constant(f"{name}_code", float(code))], f"{name}_scale", _FLOAT)
-                for name, end, code in (("low", low, format.qmin), ("high", high, format.qmax))
+            # The smallest scale is positive, so a limit on the wrong side of 0 doesn't count.
+            ends = [("high", high, format.qmax), *([("low", low, format.qmin)] if format.signed else [])]
+            reached = [
+                self.node("Div", [end, self.constant(f"{n}_code", c)], f"{n}_scale", _FLOAT) for n, end, c in ends
             ]
-            scale = self.node("Max", ends, "widest", _FLOAT)
+            scale = self.node("Max", [*reached, smallest], "scale", _FLOAT)
+            zero = self.writer.constant(f"{self.site}.shift", np.array(shift, np.uint8))
         else:
+            low, high = (
+                self.node(op, [end, self.constant("zero", 0.0)], op.lower(), _FLOAT)
+                for op, end in (("Min", low), ("Max", high))
+            )
             span = self.node("Sub", [high, low], "span", _FLOAT)
-            scale = self.node("Div", [span, self.constant("codes_between", format.qmax - format.qmin)], "even", _FLOAT)
-        scale = self.node("Max", [scale, self.constant("smallest", SMALLEST)], "scale", _FLOAT)
-        steps = self.node("Round", [self.node("Div", [source, scale], "steps", _FLOAT)], "rounded", _FLOAT)
-        ends = [self.constant("lowest", format.qmin), self.constant("highest", format.qmax)]
-        zero: ir.Value | None = None
-        if not format.symmetric:
-            shift = self.node("Round", [self.node("Div", [low, scale], "low_steps", _FLOAT)], "low_code", _FLOAT)
-            zero = self.node("Sub", [ends[0], shift], "offset", _FLOAT)
-            zero = self.node("Clip", [zero, *ends], "offset_code", _FLOAT)
-            steps = self.node("Add", [steps, zero], "shifted", _FLOAT)
-        clipped = self.node("Clip", [steps, *ends], "clipped", _FLOAT)
-        type = _TYPES[format.signed]
-        codes = self.node("Cast", [clipped], "codes", type, to=type)
+            even = self.node("Div", [span, self.constant("codes_between", format.qmax - format.qmin)], "even", _FLOAT)
+            scale = self.node("Max", [even, smallest], "scale", _FLOAT)
+            steps = self.node("Round", [self.node("Div", [low, scale], "low_steps", _FLOAT)], "low_code", _FLOAT)
+            first, last = (
+                self.constant(f"{n}est", code + shift) for n, code in (("low", format.qmin), ("high", format.qmax))
+            )
+            zero = self.node(
+                "Clip", [self.node("Sub", [first, steps], "offset", _FLOAT), first, last], "offset_code", _FLOAT
+            )
+            zero = self.node("Cast", [zero], "zero_point", _CODES, to=_CODES)
+        # The ranges contain all values, so saturation to 8 bits clips as the format does.
+        if by_tensor and (format.symmetric or format.qmax - format.qmin == 255):
+            codes = self._quantize_linear(source, scale, zero)
+        elif format.symmetric:  # OpenVINO can't read a QuantizeLinear whose scales have an unknown length
+            steps = self.node("Div", [source, scale], "steps", _FLOAT)
+            codes = self._quantize_linear(steps, self.constant("step", 1.0), zero)
+        else:
+            codes = self._rounded(source, scale, zero, format.qmin + shift, format.qmax + shift)
         codes.shape = source.shape
-        if zero is not None:
-            zero = self.node("Cast", [zero], "zero_point", type, to=type)
-        return DynamicValue(codes, scale, zero, by_tensor=by_tensor)
+        return DynamicValue(codes, scale, zero, by_tensor=by_tensor, symmetric=format.symmetric)
+
+    def _quantize_linear(self, source: ir.Value, scale: ir.Value, zero: ir.Value) -> ir.Value:
+        self.writer.quantize_linears += 1
+        return self.node("QuantizeLinear", [source, scale, zero], "unsigned", _CODES)
+
+    def _rounded(self, source: ir.Value, scale: ir.Value, zero: ir.Value, lowest: int, highest: int) -> ir.Value:
+        steps = self.node("Round", [self.node("Div", [source, scale], "steps", _FLOAT)], "rounded", _FLOAT)
+        shifted = self.node("Add", [steps, self.node("Cast", [zero], "offsets", _FLOAT, to=_FLOAT)], "shifted", _FLOAT)
+        ends = [self.constant("first_code", lowest), self.constant("last_code", highest)]
+        clipped = self.node("Clip", [shifted, *ends], "clipped", _FLOAT)
+        return self.node("Cast", [clipped], "unsigned", _CODES, to=_CODES)
 
     def _extreme(self, op: str, source: ir.Value, quantizer: Quantizer) -> ir.Value:
-        """The minimum or maximum per tensor or token, including 0."""
+        """The minimum or maximum per tensor or token."""
         layout, axes = quantizer.layout, []
         if layout.granularity == "token":
             axes = [self.writer.constant(f"{self.site}.axis", np.array([layout.axis], np.int64))]
-        found = self.node(op, [source, *axes], op.lower(), _FLOAT, keepdims=int(layout.granularity == "token"))
-        bound = "Min" if op == "ReduceMin" else "Max"
-        return self.node(bound, [found, self.constant("zero", 0.0)], bound.lower(), _FLOAT)
+        return self.node(op, [source, *axes], op.lower(), _FLOAT, keepdims=int(layout.granularity == "token"))
 
     def dequantize(self, found: DynamicValue) -> ir.Value:
         """(codes − zero point)·scale in float."""
         value = self.node("Cast", [found.codes], "float_codes", _FLOAT, to=_FLOAT)
-        if found.zero_point is not None:
-            zero = self.node("Cast", [found.zero_point], "float_zero", _FLOAT, to=_FLOAT)
-            value = self.node("Sub", [value, zero], "centred", _FLOAT)
+        zero = self.node("Cast", [found.zero_point], "float_zero", _FLOAT, to=_FLOAT)
+        value = self.node("Sub", [value, zero], "centred", _FLOAT)
         return self.node("Mul", [value, found.scale], "value", _FLOAT)
