@@ -1,0 +1,234 @@
+"""Our `w8a8-dynamic` ONNX files against onnxruntime.quantization.quantize_dynamic: SQNR, accuracy, CPU time.
+
+    BITWRIGHT_DATA=... python benchmarks/dynamic.py [--runs 40] [--models bert minilm]
+
+Models: BERT-base's encoder with 6 layers and random weights, and all-MiniLM-L6-v2 (examples/minilm_dynamic). All files
+come from one torch model, and run on ONNX Runtime with one thread. Sessions take turns in one process; ratios are
+medians of the ratios of CPU times within a round, relative to float. The benchmark runs twice: with all instructions of
+this CPU, and in a process that sees AVX2 only (avx2_only.c, compiled here and preloaded: x86 Linux with a C compiler).
+SQNR is that of the last hidden states against float in torch. Accuracy: `--batches` batches of 16 pairs of MRPC dev for
+MiniLM; for random weights, how often the largest of 100 outputs is that of float.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import torch
+from common import environment, save
+from onnxruntime.quantization import QuantType, quantize_dynamic
+from onnxruntime.quantization.shape_inference import quant_pre_process
+from torch import Tensor, nn
+
+import bitwright as bw
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent / "examples" / "minilm_dynamic"))
+OURS = {"ours, per token": "int8/token/sym/dynamic", "ours, per tensor": "uint8/tensor/asym/dynamic"}
+PEERS: dict[str, dict[str, Any]] = {
+    "ORT": {},
+    "ORT, per channel": {"per_channel": True},
+    "ORT, uint8": {"weight_type": QuantType.QUInt8},
+    "ORT, uint8, per channel": {"weight_type": QuantType.QUInt8, "per_channel": True},
+    "ORT, reduced range, per channel": {"per_channel": True, "reduce_range": True},
+}
+TITLES = {"bert": "BERT-base, 6 layers", "minilm": "all-MiniLM-L6-v2"}
+LENGTHS = {"bert": 128, "minilm": 48}  # tokens
+BATCHES = (1, 8)
+
+
+class Encoder(nn.Module):
+    """The last hidden states of an encoder. Token 0 is padding."""
+
+    def __init__(self, encoder: nn.Module) -> None:
+        super().__init__()
+        self.encoder = encoder
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """The last hidden states."""
+        states: Tensor = self.encoder(input_ids=ids, attention_mask=(ids != 0).float())[0]
+        return states
+
+
+def bert() -> nn.Module:
+    """BERT-base's encoder with 6 of 12 layers and random weights."""
+    from transformers import BertConfig, BertModel
+
+    torch.manual_seed(0)
+    config = BertConfig(num_hidden_layers=6, attn_implementation="eager", return_dict=False)
+    return BertModel(config, add_pooling_layer=False).eval()
+
+
+def build(name: str, folder: Path, count: int) -> dict[str, Any]:
+    """All files of one model, with the inputs, the float outputs and the labels for the accuracy."""
+    from workload import Paraphrase, minilm, mrpc
+
+    torch.manual_seed(1)
+    model = Encoder(bert() if name == "bert" else minilm()).eval()
+    task = mrpc() if name == "minilm" else None
+    if task is None:
+        batches = [torch.randint(1, 30000, (4, LENGTHS[name])) for _ in range(min(count, 4))]
+        pairs = []
+    else:
+        assert task.evaluation is not None
+        pairs = list(task.evaluation())[:count]
+        batches = [tokens.flatten(0, 1) for tokens, _ in pairs]
+    with torch.no_grad():
+        expected = [model(ids).numpy() for ids in batches]
+    files = {"float": bw.export_float(model, folder / "float.onnx", batches[0])}
+    prepared = folder / "prepared.onnx"
+    quant_pre_process(str(files["float"]), str(prepared))
+    for label, options in PEERS.items():
+        files[label] = folder / f"{len(files)}.onnx"
+        quantize_dynamic(str(prepared), str(files[label]), **options)
+    for label, activations in OURS.items():
+        quantized = bw.quantize(model, batches[:1], activations=activations)
+        files[label] = quantized.export(folder / f"{len(files)}.onnx").path
+        bw.strip(model)
+    head = np.random.default_rng(0).standard_normal((expected[0].shape[-1], 100)).astype(np.float32)
+
+    def accuracy(outputs: list[np.ndarray]) -> float:
+        if task is None:
+            both = zip(outputs, expected, strict=True)
+            return 100 * float(np.mean([(a @ head).argmax(-1) == (b @ head).argmax(-1) for a, b in both]))
+        assert isinstance(task.model, Paraphrase)
+        right = []
+        for states, (tokens, labels) in zip(outputs, pairs, strict=True):
+            task.model.encoder = _Known(torch.from_numpy(states))
+            right.append((task.model(tokens).argmax(-1) == labels).float())
+        return 100 * float(torch.cat(right).mean())
+
+    return {"files": files, "batches": batches, "expected": expected, "accuracy": accuracy}
+
+
+class _Known(nn.Module):
+    def __init__(self, states: Tensor) -> None:
+        super().__init__()
+        self.states = states
+
+    def forward(self, **_: Tensor) -> tuple[Tensor]:
+        """The states that a runtime computed."""
+        return (self.states,)
+
+
+def measure(name: str, runs: int, batches: int) -> dict[str, dict[str, float]]:
+    """The rows of one model on this CPU."""
+    with tempfile.TemporaryDirectory() as folder:
+        built = build(name, Path(folder), batches)
+        sessions = {label: _session(path) for label, path in built["files"].items()}
+        feed = next(iter(sessions.values())).get_inputs()[0].name
+        rows: dict[str, dict[str, float]] = {}
+        for label, session in sessions.items():
+            outputs = [session.run(None, {feed: ids.numpy()})[0] for ids in built["batches"]]
+            noise = sum(
+                float(np.square(a - b, dtype=np.float64).sum()) for a, b in zip(outputs, built["expected"], strict=True)
+            )
+            power = sum(float(np.square(b, dtype=np.float64).sum()) for b in built["expected"])
+            rows[label] = {
+                "sqnr": round(10 * np.log10(power / max(noise, 1e-30)), 2),
+                "accuracy": round(built["accuracy"](outputs), 2),
+                "bytes": built["files"][label].stat().st_size,
+            }
+        for count in BATCHES:
+            ids = np.random.default_rng(0).integers(1, 30000, (count, LENGTHS[name]))
+            times = _times({label: partial(s.run, None, {feed: ids}) for label, s in sessions.items()}, runs)
+            for label, found in times.items():
+                rows[label][f"ms batch {count}"] = round(1e3 * median(found), 3)
+                rows[label][f"batch {count}"] = round(
+                    median(a / b for a, b in zip(found, times["float"], strict=True)), 3
+                )
+    return rows
+
+
+def _session(path: Path) -> onnxruntime.InferenceSession:
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+
+
+def _times(calls: dict[str, Any], runs: int) -> dict[str, list[float]]:
+    """CPU seconds of each call, in rounds of random order."""
+    found: dict[str, list[float]] = {label: [] for label in calls}
+    order, shuffler = list(calls), random.Random(0)
+    for turn in range(runs + 3):
+        shuffler.shuffle(order)
+        for label in order:
+            start = time.process_time()
+            calls[label]()
+            spent = time.process_time() - start
+            if turn >= 3:
+                found[label].append(spent)
+    return found
+
+
+def restricted(arguments: list[str], folder: Path) -> dict[str, Any] | None:
+    """The same in a process that sees AVX2 only; None without a C compiler."""
+    library = folder / "avx2_only.so"
+    built = subprocess.run(["cc", "-O2", "-shared", "-fPIC", "-o", library, HERE / "avx2_only.c"], check=False)
+    if built.returncode:
+        return None
+    variables = {**os.environ, "LD_PRELOAD": str(library), "ONEDNN_MAX_CPU_ISA": "AVX2"}
+    done = subprocess.run(
+        [sys.executable, __file__, *arguments, "--one"], env=variables, stdout=subprocess.PIPE, text=True, check=True
+    )
+    return dict(json.loads(done.stdout.strip().splitlines()[-1]))
+
+
+def table(rows: dict[str, dict[str, float]]) -> str:
+    """A Markdown table; times relative to float."""
+    times = [f"batch {count}" for count in BATCHES]
+    lines = ["| file | SQNR, dB | accuracy, % | MB | " + " | ".join(times) + " |"]
+    lines.append("|---" * (4 + len(times)) + "|")
+    for label, row in rows.items():
+        cells = [f"{row[shape]:.2f}×" for shape in times]
+        size = row["bytes"] / 1e6
+        lines.append(
+            f"| {label} | {row['sqnr']:.1f} | {row['accuracy']:.2f} | {size:.1f} | " + " | ".join(cells) + " |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measure and keep the results."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--runs", type=int, default=40)
+    parser.add_argument("--models", nargs="*", default=["bert", "minilm"])
+    parser.add_argument("--batches", type=int, default=26, help="of inputs for SQNR and accuracy")
+    parser.add_argument("--one", action="store_true", help="only in this process, as JSON")
+    options = parser.parse_args()
+    os.environ.setdefault("BITWRIGHT_DATA", str(HERE.parents[1] / "shared" / "data"))
+    torch.set_num_threads(1)
+    found = {name: measure(name, options.runs, options.batches) for name in options.models}
+    if options.one:
+        sys.stdout.write(json.dumps({"rows": found, "saturates": bw.deployment.saturates("onnxruntime")}) + "\n")
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        narrow = restricted(
+            [f"--runs={options.runs}", f"--batches={options.batches}", "--models", *options.models], Path(folder)
+        )
+    results = {"all instructions": found, **({"AVX2 only": narrow["rows"]} if narrow else {})}
+    facts = environment(onnxruntime=onnxruntime.__version__, load=round(os.getloadavg()[0], 1))
+    parts = [
+        f"## {TITLES[name]}, {LENGTHS[name]} tokens, {where}\n\n{table(rows)}"
+        for where, models in results.items()
+        for name, rows in models.items()
+    ]
+    text = "# Dynamic INT8 beside quantize_dynamic\n\nCPU times are relative to float: medians of rounds.\n\n"
+    save("dynamic", {"environment": facts, "results": results}, text + "\n\n".join(parts))
+
+
+if __name__ == "__main__":
+    main()
