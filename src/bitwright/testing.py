@@ -167,6 +167,7 @@ def check_quantizer(cls: type[Quantizer], **options: Any) -> None:
 
     Checks every format that the quantizer supports (its constructor raises no FormatError), for weights and
     activations. A quantizer that supports only dynamic formats is for activations only. The machine needs no compiler.
+    One that isn't `traceable` need not compile.
     """
     for weight, formats in ((False, _ACTIVATIONS), (True, _WEIGHTS)):
         accepted = 0
@@ -178,7 +179,7 @@ def check_quantizer(cls: type[Quantizer], **options: Any) -> None:
                 continue
             for check in (_uncalibrated, _values, _grid, _float32, _gradients, _state, _copies, _odd_numbers):
                 check(case)
-            if not accepted:
+            if not accepted and cls.traceable:
                 _compiles(case)
             accepted += 1
         only_dynamic = weight and not any(cls.supports(Format.parse(format)) for format in formats)

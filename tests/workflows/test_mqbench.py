@@ -16,12 +16,14 @@ from torch import Tensor, nn
 from bitwright.core.documents import parse_yaml
 from bitwright.core.errors import BitwrightError
 from bitwright.core.registry import NETWORKS, OBSERVERS, QUANTIZERS
-from bitwright.importers.mqbench import mqbench_settings, read_mqbench
+from bitwright.importers.mqbench import load_mqbench, mqbench_settings, read_mqbench
 from bitwright.importers.mqbench.images import image_workload
 from bitwright.importers.mqbench.settings import _OBSERVERS, _QUANTIZERS
 from bitwright.importers.mqbench.toolkit import BACKENDS
+from bitwright.ptq import read_steps
 from bitwright.quantizers import quantizers_of
 from bitwright.workflows import MqbenchRun, quantize_mqbench
+from bitwright.workflows.mqbench import _plan
 
 FILE = """\
 extra_prepare_dict:
@@ -110,10 +112,12 @@ def code_of(text: str, folder: Path, data: Path, **options: Any) -> list[str | N
 @pytest.mark.parametrize(
     ("changes", "step"),
     [
-        ({"pattern: block": "pattern: layer", "prob: 0.5": "prob: 1.0"}, "adaround"),
-        ({"prob: 0.5": "prob: 1.0"}, "brecq"),
         ({}, "qdrop"),
-        ({"pattern: block": "pattern: layer"}, "qdrop"),
+        pytest.param(
+            {"pattern: block": "pattern: layer", "prob: 0.5": "prob: 1.0"}, "adaround", marks=pytest.mark.slow
+        ),
+        pytest.param({"prob: 0.5": "prob: 1.0"}, "brecq", marks=pytest.mark.slow),
+        pytest.param({"pattern: block": "pattern: layer"}, "qdrop", marks=pytest.mark.slow),
     ],
 )
 def test_reconstruction_runs(changes: dict[str, str], step: str, tmp_path: Path, images: Path) -> None:
@@ -185,6 +189,7 @@ def test_one_folder_serves_calibration_and_evaluation(tmp_path: Path, images: Pa
     assert any("the same images" in note for note in notes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("integer", "kind"), [("true", "qdq"), ("false", "clip-ranges")])
 def test_deploy_writes_and_checks_the_artefact(integer: str, kind: str, tmp_path: Path, images: Path) -> None:
     text = (
@@ -220,10 +225,12 @@ def test_deploy_writes_and_checks_the_artefact(integer: str, kind: str, tmp_path
         ("leaf_module: [Sequential]", {"block.0", "block.2"}),
     ],
 )
-def test_named_parts_stay_in_float(section: str, left: set[str], tmp_path: Path, images: Path) -> None:
-    result = run(NAIVE.replace("\nquantize:", f"\n  {section}\nquantize:"), tmp_path, images)
-    assert result.deployment is not None
-    plan = result.deployment.quantized.plan
+def test_named_parts_stay_in_float(section: str, left: set[str], images: Path) -> None:
+    config = read(NAIVE.replace("\nquantize:", f"\n  {section}\nquantize:"))
+    settings = mqbench_settings(config)
+    assert settings is not None
+    workload, _ = image_workload(config, data=images)
+    plan, _ = _plan(workload, settings, [])
     assert {name.rpartition(":")[0] for name in plan.sites if name.endswith(":weight")} == (
         {"stem", "block.0", "block.2", "fc"} - left
     )
@@ -295,3 +302,58 @@ def test_every_observer_and_quantizer_runs_or_is_refused(tmp_path: Path, images:
             except BitwrightError as error:
                 refused.append((quantizer, error.codes))
     assert {quantizer for quantizer, _ in refused} <= {"NNIEFakeQuantize", "DoReFaFakeQuantize", "PACTFakeQuantize"}
+
+
+@pytest.mark.realdata
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    [
+        "min_max__mbv2_8_8",
+        "mse__reg800_4_8",
+        "adaround__r18_8_8_trt",
+        "adaround__r18_2_4",
+        "brecq__r18_2_4",
+        "qdrop__mbv2_2_4",
+        "fp32__mbv2",
+        "fp32__r50",
+    ],
+)
+@pytest.mark.timeout(1200)
+def test_published_files_run_unchanged(name: str, data_dir: Path, tmp_path: Path, images: Path) -> None:
+    file = data_dir / "peers" / "mqbench" / "application" / f"imagenet_example__PTQ__configs__{name}.yaml"
+    if not file.is_file():
+        pytest.skip("no published files")
+    few = tmp_path / "images"
+    for part in ("train", "val"):
+        (few / part / "n0").mkdir(parents=True)
+        for number, source in enumerate(sorted((images / part).rglob("*.png"))[:2]):
+            (few / part / "n0" / f"{number}.png").write_bytes(source.read_bytes())
+    result = quantize_mqbench(file, tmp_path / "out", data=few, iterations=1)
+    assert result.failures() == []
+    assert len(result.accuracies) == (1 if name.startswith("fp32") else 3)
+    assert (result.artefact is not None) == name.endswith("trt")
+
+
+@pytest.mark.realdata
+@pytest.mark.slow
+def test_published_files_have_a_plan(data_dir: Path, images: Path) -> None:
+    files = sorted((data_dir / "peers" / "mqbench" / "application").glob("*.yaml"))
+    if not files:
+        pytest.skip("no published files")
+    plans = 0
+    for file in files:
+        config = load_mqbench(file).config
+        small = config.data.model_copy(update={"input_size": 64, "test_resize": 72, "batch_size": 2})
+        config = config.model_copy(update={"data": small})
+        workload, notes = image_workload(config, data=images)
+        assert sum("untrained" in note for note in notes) == 1
+        settings = mqbench_settings(config)
+        if settings is None:
+            continue
+        plan, _ = _plan(workload, settings, notes)
+        bits = {spec.format.bits for name, spec in plan.sites.items() if name.endswith(":weight")}
+        assert bits == {8, config.extra_prepare_dict.extra_qconfig_dict.w_qscheme.bit}
+        read_steps(settings.steps)
+        plans += 1
+    assert plans == len(files) - sum("fp32" in file.name for file in files)

@@ -94,6 +94,12 @@ class Quantizer(nn.Module):
     own_kernels: ClassVar[bool] = False
     """Whether `quantize` itself calls compiled kernels if `self.compiled` is set. Otherwise `quantize` is compiled."""
 
+    traceable: ClassVar[bool] = True
+    """Whether torch.compile and torch.export can trace `quantize`."""
+
+    other_shapes: ClassVar[tuple[tuple[int, ...], ...]] = ()
+    """Shapes that learned state may have besides that of the scale."""
+
     symmetric_only: ClassVar[bool] = False
     """Whether its levels are symmetric around zero. Then formats with a zero point are rejected."""
 
@@ -280,7 +286,7 @@ class Quantizer(nn.Module):
         wide = x.to(torch.float32)
         if self.stand_in is not None:
             return self.stand_in(torch.relu(wide) if relu else wide).to(x.dtype)
-        if self.compiled and not self.own_kernels and is_worthwhile(x):
+        if self.compiled and self.traceable and not self.own_kernels and is_worthwhile(x):
             return quantize_compiled(self, wide, relu=relu).to(x.dtype)
         return (self.quantize_relu(wide) if relu else self.quantize(wide)).to(x.dtype)
 

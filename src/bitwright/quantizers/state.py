@@ -73,7 +73,7 @@ def _about(quantizer: Quantizer, name: str, value: Tensor, scale: Tensor | None)
     elif name == "scale" or not isinstance(scale, Tensor):
         fits = low <= value.dim() <= high and value.numel() > 0
     else:
-        fits = shape == tuple(scale.shape)
+        fits = shape in (tuple(scale.shape), *quantizer.other_shapes)
     if not fits:
         return [("has an invalid shape", shape, "state-shape")]
     if not bool(value.isfinite().all()):

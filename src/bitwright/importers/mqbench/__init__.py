@@ -1,6 +1,7 @@
 """Import files of MQBench: the configurations of its paper's zoo and of its later toolkit."""
 
 from bitwright.importers.mqbench.grid import MQBENCH
+from bitwright.importers.mqbench.quantize_base import MqbenchQuantizer, QuantizeBase, RangeObserver, pot_quantization
 from bitwright.importers.mqbench.settings import MqbenchSettings, load_mqbench, mqbench_settings, read_mqbench
 from bitwright.importers.mqbench.toolkit import HuggingFaceConfig, ToolkitConfig
 from bitwright.importers.mqbench.zoo import ZooConfig
@@ -8,10 +9,14 @@ from bitwright.importers.mqbench.zoo import ZooConfig
 __all__ = [
     "MQBENCH",
     "HuggingFaceConfig",
+    "MqbenchQuantizer",
     "MqbenchSettings",
+    "QuantizeBase",
+    "RangeObserver",
     "ToolkitConfig",
     "ZooConfig",
     "load_mqbench",
     "mqbench_settings",
+    "pot_quantization",
     "read_mqbench",
 ]
