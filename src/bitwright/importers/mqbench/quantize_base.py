@@ -210,8 +210,10 @@ class MqbenchQuantizer(Quantizer):
         # Parameters get the shapes of this site; `forward` then sets their values.
         for name in ("scale", "zero_point"):
             value = (grid.scale if name == "scale" else grid.zero_point).detach().reshape(-1).clone()
-            target = module._parameters if name in module._parameters else module._buffers
-            target[name] = nn.Parameter(value) if target is module._parameters else value
+            if name in module._parameters:
+                module._parameters[name] = nn.Parameter(value)
+            else:
+                module._buffers[name] = value
         module.observer_enabled, module.fake_quant_enabled = [1], [0]
         try:
             module(self._zeros() if self.sample is None else self.sample)
