@@ -25,12 +25,12 @@ def test_options_that_would_be_ignored_are_refused_at_once(run: Any, tmp_path: P
     assert "--rounds, --clock" in ran.err
 
 
-def test_a_damaged_cache_is_said(run: Any, tmp_path: Path) -> None:
+def test_a_damaged_cache_is_rejected(run: Any, tmp_path: Path) -> None:
     cache = tmp_path / "samples.jsonl"
     cache.write_text("[]\n")
     ran = run(*WORDS, "--cache", cache, "-o", tmp_path / "d.json")
     assert ran.code == 2
-    assert f"{cache}, line 1: the samples are damaged" in ran.err
+    assert [(problem.code, problem.where) for problem in ran.problems] == [("damaged-samples", f"{cache}, line 1")]
 
 
 NETS = """

@@ -21,7 +21,7 @@ from bitwright.profiling.device_profile import CollectiveCost, DeviceProfile
 class Link(Strict):
     """The network link of a device."""
 
-    latency_us: float = Field(default=0.0, ge=0, le=1e9, description="Of one message, in microseconds.")
+    latency_us: float = Field(default=0.0, ge=0, le=1e9, description="Latency of one message, in microseconds.")
     gbit_per_s: float = Field(ge=1e-6, le=1e9, description="Bandwidth, in gigabits per second.")
 
 
@@ -30,19 +30,23 @@ class DeviceKind(Strict):
 
     profile: str | None = Field(
         default=None,
-        description="The path of its DeviceProfile, relative to this file; else `plan-cluster --profiles` gives it.",
+        description="The path of its DeviceProfile, relative to this file. `plan-cluster --profiles` overrides it.",
     )
     count: int = Field(default=1, ge=1, le=100_000)
     memory_gb: float | None = Field(
-        default=None, ge=1e-6, le=1e6, description="Its memory; the profile's if not given."
+        default=None, ge=1e-6, le=1e6, description="Its memory in GB; by default that of the profile."
     )
     memory_reserve: float | None = Field(
-        default=None, ge=0, lt=1, description="Share of its memory that plans leave free; the cluster's if not given."
+        default=None,
+        ge=0,
+        lt=1,
+        description="Share of its memory that plans leave free; by default that of the cluster.",
     )
     plan: str | None = Field(
-        default=None, description="Its plan file, relative to this one; else the common plan's part for this kind."
+        default=None,
+        description="Its plan file, relative to this file; by default the section of the common plan for this kind.",
     )
-    link: Link | None = Field(default=None, description="Its link; the cluster's if not given.")
+    link: Link | None = Field(default=None, description="Its link; by default that of the cluster.")
 
 
 @strict
@@ -55,13 +59,13 @@ class Cluster(Strict):
     """
 
     bitwright_cluster: Literal[1] = Field(description="Version of this schema.")
-    link: Link | None = Field(default=None, description="What joins devices that have no link of their own.")
-    backend: str = Field(default="gloo", description="The backend whose measured collectives count.")
+    link: Link | None = Field(default=None, description="The link of devices without their own link.")
+    backend: str = Field(default="gloo", description="The backend whose measured collectives are used.")
     memory_reserve: float = Field(
         default=RESERVE,
         ge=0,
         lt=1,
-        description="Share of each device's memory that plans leave free, as predictions are some percent wrong.",
+        description="Share of each device's memory that plans leave free, because predictions have errors.",
     )
     devices: dict[DeviceName, DeviceKind] = Field(min_length=1)
     _folder: Path = PrivateAttr(default=Path())
@@ -78,11 +82,11 @@ class Cluster(Strict):
 
     @staticmethod
     def from_yaml(text: str, *, where: str = "cluster") -> Cluster:
-        """Read a cluster; all its problems are raised at once."""
+        """Parse a cluster file; all problems are raised together."""
         data = parse_yaml(text, where=where)
         if not isinstance(data, dict):
             raise BitwrightError(
-                "a cluster is a mapping",
+                "a cluster file must be a mapping",
                 where=where,
                 value="nothing" if data is None else data,
                 fix="begin with `bitwright_cluster: 1`, then `devices:`; docs/predict.md has an example",
@@ -100,7 +104,7 @@ class Cluster(Strict):
 
     @staticmethod
     def of(kinds: dict[str, int], **settings: Any) -> Cluster:
-        """Make a cluster from the number of devices of each kind."""
+        """Create a cluster from the number of devices of each kind."""
         reject_unknown("Cluster.of", settings, Cluster.model_fields)
         devices = {name: DeviceKind(profile=f"{name}.json", count=count) for name, count in kinds.items()}
         return Cluster(bitwright_cluster=1, devices=devices, **settings)
@@ -160,7 +164,7 @@ class Cluster(Strict):
         return found
 
     def memory_limit(self, kind: str, profile: DeviceProfile) -> MemoryLimit | None:
-        """The memory limit of a kind: from this file, else from the profile; None if both have none."""
+        """The memory limit of a kind: from this file, otherwise from the profile; None if neither has one."""
         own = self.devices[kind]
         total = int(own.memory_gb * 1e9) if own.memory_gb is not None else profile.memory.limit
         reserve = own.memory_reserve if own.memory_reserve is not None else self.memory_reserve

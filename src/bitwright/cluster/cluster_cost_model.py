@@ -22,16 +22,16 @@ from bitwright.profiling.execution import IMPLEMENTATIONS, Execution
 from bitwright.profiling.step_graph import StepOp
 from bitwright.profiling.step_timer import operator_key
 
-_Low = tuple[tuple[str, str], ...]  # operators that aren't float
+_Low = tuple[tuple[str, str], ...]  # operators that aren't in float
 
 
 class ClusterCostModel:
     """A `CostModel` with seconds and bytes from profiles and penalties from sensitivity scores.
 
-    `computes` says how each format is run: {"int8": ComputeSpec(format="int8", …)}. An operator can have the formats in
-    which a device's profile has it, or of which the kernel itself says the cost. `smaller` is the step recorded with a
-    smaller batch: where profiles have that, too, other batches lie on the line through both; else they are taken as
-    proportional in what grows with them.
+    `computes` says how each format is run: {"int8": ComputeSpec(format="int8", …)}. An operator can run in the
+    formats that the device's profile contains for it, and in those whose cost the kernel estimates. `smaller` is the
+    step recorded with a smaller batch. If the profile has both, other batch sizes are interpolated linearly; otherwise
+    the parts that depend on the batch are assumed to be proportional to it.
     """
 
     def __init__(
@@ -192,7 +192,7 @@ class ClusterCostModel:
             "buffers": use.buffers,
             "the process itself": own.process,
             "torch's compiler": own.compiler if local.compiled else 0,
-            "what comes and goes at the peak": max(0, use.peak - fixed - use.saved),
+            "temporary tensors at the peak": max(0, use.peak - fixed - use.saved),
             **{f"{ACTIVATIONS}{name}": int(share * bytes) for name, bytes in kept.items()},
         }
 
@@ -203,7 +203,7 @@ class ClusterCostModel:
         Operators with a single format between them are skipped. Kernels with float outputs don't affect their readers.
         """
         choices = set(self.operators)
-        behind: dict[str, set[str]] = {}  # choices that an operator's result depends on directly
+        behind: dict[str, set[str]] = {}  # choices on which an operator's result depends directly
         found: dict[str, Sequence[str]] = {}
         for op in self.graph.ops:
             sources = [source.removeprefix("op:") for source in op.sources if source.startswith("op:")]
@@ -234,7 +234,7 @@ class ClusterCostModel:
 
     @cached_property
     def _input_sharers(self) -> Mapping[str, Sequence[str]]:
-        """By the memory of what they read; parameters are there in any case."""
+        """Groups by the memory that operators read; parameters exist in any case."""
         readers: dict[int, list[str]] = {}
         for name in self.operators:
             op = self.graph.ops[self.graph.position[name]]
@@ -253,7 +253,7 @@ class ClusterCostModel:
 
     @cached_property
     def _alike(self) -> Mapping[str, Hashable]:
-        """All that was recorded from the choice before up to each one: calls, and how far away their sources are."""
+        """The calls recorded between the previous choice and each one, and the distances of their sources."""
         position, found = self.graph.position, {}
         begin = 0
         for name in self.operators:
@@ -266,7 +266,7 @@ class ClusterCostModel:
         return found
 
     def cost_key(self, kind: str, operator: str) -> Hashable:
-        """By what was recorded; its profile has one cost for equal calls."""
+        """Equal if the recorded calls are equal, because a profile has one cost for equal calls."""
         return (tuple(self.formats(kind, operator)), self._alike[operator])
 
     def to_plan(self, allocation: Allocation, *, model: str | None = None) -> Plan:

@@ -24,14 +24,14 @@ class CostModel(Protocol):
 
     @property
     def kinds(self) -> Mapping[str, int]:
-        """How many devices there are of each kind."""
+        """The number of devices of each kind."""
 
     @property
     def operators(self) -> Sequence[str]:
         """The operators that can have several formats, in order."""
 
     def formats(self, kind: str, operator: str) -> Sequence[str]:
-        """The formats that this operator can run in on such a device, including `float`."""
+        """The formats in which this operator can run on such a device, including `float`."""
 
     def penalty(self, operator: str, format: str) -> float:
         """The sensitivity score of this operator in this format; 0 for float."""
@@ -110,7 +110,7 @@ class TableCostModel:
     """Share of the limits that plans leave free; 0 by default, because tables are exact."""
 
     def formats(self, kind: str, operator: str) -> Sequence[str]:
-        """What the table has."""
+        """The formats in the table."""
         return list(self.costs[kind][operator])
 
     def penalty(self, operator: str, format: str) -> float:
@@ -143,7 +143,7 @@ class TableCostModel:
         return MemoryLimit(total=self.limits[kind], reserve=self.reserve) if kind in self.limits else None
 
     def parts(self, kind: str, assignment: Assignment, batch: int) -> Mapping[str, int]:
-        """Each operator, and what is there without any."""
+        """The bytes of each operator, and of the base."""
         own = {op: int(batch / self.batch * self.costs[kind][op][f].bytes) for op, f in assignment.items()}
         return {"the process itself": self.base.get(kind, 0), **own}
 
@@ -161,7 +161,7 @@ class TableCostModel:
         return tuple(self.costs[kind][operator].items())
 
     def with_limits(self, **limits: int) -> TableCostModel:
-        """The same with other memory."""
+        """A copy with other memory limits."""
         return replace(self, limits=limits)
 
 

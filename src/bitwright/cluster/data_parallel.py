@@ -19,7 +19,7 @@ from bitwright.profiling.step_graph import StepGraph, StepOp
 
 Gradient = tuple[str, TensorSpec]
 
-# The gradients that each folding strategy adds at the weight, in order. Others don't exist (0), or are at the norm (4).
+# The gradients that each folding strategy adds at the weight, in order. Strategy 0 adds none, 4 adds them at the norm.
 _AT_WEIGHT: Mapping[int, tuple[str, ...]] = {
     0: ("scale", "weight"),
     1: ("beta", "scale", "weight", "gamma"),
@@ -106,7 +106,7 @@ def limits(bucket_cap_mb: float | None) -> list[int]:
     """DDP's size limits. Without a user's size, the first bucket is smaller."""
     from torch.nn.parallel.distributed import _BucketCapacityConfig
 
-    config = _BucketCapacityConfig.create(bucket_cap_mb, None, False)  # type: ignore[arg-type]  # it takes floats, too
+    config = _BucketCapacityConfig.create(bucket_cap_mb, None, False)  # type: ignore[arg-type]  # it also takes floats
     first, rest = config.first_bucket_bytes_cap, config.bucket_bytes_cap
     return [first, rest] if first < rest else [rest]
 

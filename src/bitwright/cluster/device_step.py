@@ -30,17 +30,17 @@ _LOSSES = [
 _EXACT = ["avg_pool3d", "max_pool3d", "grid_sample", "polar", "prod", "quantile", "cdist", "trace", "stft", "inverse"]
 DENY = frozenset([*_LOSSES, *_EXACT])
 _NORMS = ["batch_norm", "layer_norm", "group_norm", "instance_norm", "rms_norm"]
-# Statistics and parameters beside the numbers don't widen them.
+# Statistics and parameters don't change the type of the result.
 _FIRST = frozenset([*_NORMS, "dropout", "index_select"])
-# What no integers can go through, unless a kernel says so.
+# Operators that cannot process integers, unless a kernel says otherwise.
 _FLOAT_ONLY = ALLOW | DENY | frozenset([*_NORMS, "softmax", "log_softmax", "gelu", "silu", "tanh", "sigmoid", "loss"])
-# These say themselves what they give.
+# These operators state their own output type.
 _SAYS = frozenset(["to", "float", "half", "bfloat16", "double", "type", "type_as"])
 _WIDTH = {"int8": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 
 def given(op: StepOp, execution: Execution, amp: Amp | None, before: Mapping[str, str]) -> str:
-    """The type of an operator's first output; `before` has those of the operators before it."""
+    """The type of an operator's first output; `before` contains those of earlier operators."""
     recorded = op.outputs[0].dtype if op.outputs else "float32"
     if execution.gives is not None:
         return execution.gives
@@ -61,12 +61,12 @@ def given(op: StepOp, execution: Execution, amp: Amp | None, before: Mapping[str
 
 
 def must_be_float(op: StepOp, execution: Execution) -> bool:
-    """Whether what comes in another format must be cast back: no kernel takes it, and the kind doesn't inherit."""
+    """Whether inputs in another format must be cast: no kernel accepts them, and the kind doesn't keep the format."""
     return execution.takes is None and op.call.kind in _FLOAT_ONLY
 
 
 def incoming(op: StepOp, before: Mapping[str, str]) -> list[tuple[TensorSpec, str]]:
-    """For each port the tensor that was recorded, and the type that comes now."""
+    """For each port, the recorded tensor and its type under this plan."""
     return [
         (
             spec,
@@ -79,7 +79,7 @@ def incoming(op: StepOp, before: Mapping[str, str]) -> list[tuple[TensorSpec, st
 
 
 def flow(graph: StepGraph, executions: Mapping[str, Execution], amp: Amp | None) -> dict[str, str]:
-    """What each operator gives."""
+    """The output types of operators."""
     found: dict[str, str] = {}
     for op in graph.ops:
         found[op.name] = given(op, executions[op.name], amp, found)
@@ -107,11 +107,11 @@ class PlacedOperator:
     gradients: tuple[tuple[str, TensorSpec], ...]
     accumulation: float
     key: tuple[str, str] = ("", "")
-    """What its cost was looked up by."""
+    """The key of its cost."""
 
     @cached_property
     def forward(self) -> float:
-        """Seconds, without the host's gap."""
+        """Seconds, without the overhead of the host."""
         return self.cost.forward + sum(placed.cost.forward for placed in self.casts)
 
     @cached_property
@@ -130,7 +130,7 @@ class DeviceStep:
     settings: StepSettings
     blocks: list[PlacedOperator] = field(default_factory=list)
     casts: bool = True
-    """False: casts cost nothing, to find out what they cost."""
+    """False omits the cost of casts, to measure their share."""
     known_trained: tuple[tuple[str, TensorSpec], ...] | None = None
     known_tail: dict[str, float] | None = None
     """`trained` and `tail` of a step with the same gradients, if there is one."""
@@ -144,7 +144,7 @@ class DeviceStep:
     def build(
         graph: StepGraph, plan: Plan, profile: DeviceProfile, settings: StepSettings, *, casts: bool = True
     ) -> DeviceStep:
-        """Look up all costs; raise with all that are missing."""
+        """Look up all costs; raise an error that lists all missing ones."""
         local = DeviceStep(graph, plan, Costs(profile), settings, casts=casts)
         gives: dict[str, str] = {}
         for op in graph.ops:
@@ -156,7 +156,7 @@ class DeviceStep:
         return local
 
     def replaced(self, plan: Plan, changed: set[str]) -> DeviceStep:
-        """The same step with another plan, which differs at these operators only."""
+        """The same step with another plan that differs only at these operators."""
         wrong = sorted(name for name in changed if name not in self.graph.position)
         if wrong:
             raise BitwrightError(
@@ -176,13 +176,13 @@ class DeviceStep:
             new = local.blocks[index] = local._block(old.op, plan, gives)
             same = same and new.gradients == old.gradients
             moved = (new.execution.cast_at("output") is None) != (old.execution.cast_at("output") is None)
-            if moved or new.gives != old.gives:  # readers get another type or other strides: look at them again
+            if moved or new.gives != old.gives:  # readers get another type or other strides, so check them again
                 for reader in self.graph.readers.get(old.op.name, ()):
                     if reader not in seen:
                         seen.add(reader)
                         waiting.append(reader)
                 waiting.sort()
-        if same:  # planners change plans often: reuse what depends on the gradients only
+        if same:  # planners change plans often: reuse results that depend only on the gradients
             local.known_trained, local.known_tail = self.trained, self.tail
         _ = local.loss, local.tail
         local.costs.complain()
@@ -245,12 +245,12 @@ class DeviceStep:
 
     @staticmethod
     def _is_cast(source: str, plan: Plan) -> bool:
-        """Whether a quantizer stands between this tensor's maker and its readers."""
+        """Whether there is a quantizer between the operator that creates this tensor and its readers."""
         spec = plan.sites.get(site_name(source.removeprefix("op:"), "output"))
         return spec is not None and spec.quantizes
 
     def _placed(self, op: StepOp, cast: Cast, spec: TensorSpec | None, gives: str) -> PlacedCast:
-        if spec is None:  # the output, or a bias that a folded norm brings
+        if spec is None:  # the output, or the bias of a folded norm
             spec = op.outputs[0].with_(dtype=gives)
         return PlacedCast(cast, spec, self.costs.cast(cast, spec, op.name))
 
@@ -258,7 +258,7 @@ class DeviceStep:
 
     @cached_property
     def gap(self) -> float:
-        """What the host needs for all operators of one forward."""
+        """The overhead of the host for all operators of one forward pass."""
         hooked = sum(bool(block.execution.casts) for block in self.blocks)
         return self.profile.host.between(len(self.blocks), hooked, prepared=self.plan.changes_models)
 
@@ -269,7 +269,7 @@ class DeviceStep:
 
     @property
     def loss_text(self) -> str:
-        """The loss, given the types that the model's outputs have now."""
+        """The loss, with the output types of the model under this plan."""
         call, position = self.graph.loss, self.graph.position
         now = {
             port: spec.with_(dtype=self.blocks[position[name]].gives)
@@ -280,12 +280,12 @@ class DeviceStep:
 
     @cached_property
     def forward_seconds(self) -> float:
-        """Of one batch, the loss not included."""
+        """Seconds of one batch without the loss."""
         return sum(block.forward for block in self.blocks) + self.gap
 
     @cached_property
     def backward_offsets(self) -> list[float]:
-        """For each operator, last one first: when its backward is done, counted from backward's start."""
+        """For each operator in reverse order: the time from the start of backward until its backward is done."""
         start = self.profile.host.start(len(self.blocks)) + self.loss.backward
         return list(running_sum((block.backward for block in reversed(self.blocks)), initial=start))[1:]
 
@@ -312,7 +312,7 @@ class DeviceStep:
 
     @cached_property
     def tail(self) -> dict[str, float]:
-        """What comes after the last backward, and a step's fixed work."""
+        """Seconds after the last backward pass, and the fixed work of a step."""
         if self.known_tail is not None:
             return self.known_tail
         tensors = len(self.trained)
@@ -323,7 +323,7 @@ class DeviceStep:
         scaling = costs.scaling(elements, tensors) if settings.amp == "fp16" else 0.0
         return {
             "accumulate": again * costs.on_all("accumulate", elements, tensors) if again else 0.0,
-            "clip": costs.on_all("clip", elements, tensors) + scaling if clips else 0.0,  # of what is unscaled
+            "clip": costs.on_all("clip", elements, tensors) + scaling if clips else 0.0,  # gradients that are unscaled
             "optimizer": costs.optimizer(settings, elements, tensors) + (0.0 if clips else scaling),
             "other": host.step
             + costs.on_all("zero_grad", elements, tensors)
@@ -346,28 +346,28 @@ class DeviceStep:
 
     @property
     def still(self) -> dict[str, float]:
-        """What of the phases before the collectives no batch makes longer."""
+        """Seconds of the phases before the collectives that do not depend on the batch."""
         return {"backward": self.tail["accumulate"], "other": self.tail["other"]}
 
     @property
     def lacks_scaling(self) -> bool:
-        """Whether fp16's loss scaling belongs to the step, but isn't in the profile."""
+        """Whether the step needs fp16 loss scaling that the profile doesn't have."""
         return self.settings.amp == "fp16" and "scaling" not in self.profile.by_name
 
     @property
     def stood_in(self) -> int:
-        """Operators that weren't measured in their format."""
+        """Operators without a measurement in their format."""
         loss = (self.loss_text, base_format(self.settings.amp))
         return sum(key in self.costs.stood_in for key in [*(block.key for block in self.blocks), loss])
 
     @property
     def seconds(self) -> float:
-        """Of one step without others to wait for."""
+        """Memory of one step of a single device."""
         return sum(self.phases.values())
 
 
 class _Given(dict[str, str]):
-    """What blocks give, read from them as they are."""
+    """The output types of blocks, read from the blocks themselves."""
 
     def __init__(self, local: DeviceStep) -> None:
         super().__init__()

@@ -228,7 +228,7 @@ class StepComparison(Summarized):
     step: TimePair
     phases: tuple[TimePair, ...]
     groups: tuple[TimePair, ...]
-    """Operators by kind, casts by what they make, forward and backward together."""
+    """Operators by kind and casts by result, forward and backward together."""
     steps: int
     drift: float | None
     """The time of the reference workload now, relative to the time when the device was profiled."""

@@ -27,9 +27,9 @@ class MemoryUse:
     buffers: int
     buckets: int
     saved: int
-    """Tensors that forward saves for backward, without parameters."""
+    """Bytes that the forward pass saves for backward, without parameters."""
     peak: int
-    """The most bytes that are allocated at once, including all of the above."""
+    """The maximum number of allocated bytes, including all of the above."""
     cause: str
     """The operator at the peak, and the direction."""
     process: int
@@ -52,8 +52,8 @@ def memory_of(local: DeviceStep, *, distributed: bool = False) -> MemoryUse:
     gradients = sum(spec.bytes for _, spec in local.trained)
     states = gradients * (_STATES[settings.optimizer] if settings.optimizer != "sgd" or settings.momentum else 0)
     fixed = weights + scales + states + graph.buffer_bytes + graph.input_bytes
-    # DDP's buckets are there from the start and gradients are views of them; else gradients come during backward,
-    # and those of earlier batches of an accumulated step stay.
+    # DDP's buckets exist from the start and gradients are views of them; otherwise gradients appear during backward,
+    # and those of earlier accumulated batches are kept.
     resident = gradients if distributed or settings.accumulate > 1 else 0
     peak, cause = walk.run(resident == 0)
     itself = local.profile.memory.process + (local.profile.memory.compiler if local.compiled else 0)
@@ -84,7 +84,7 @@ def saved_by_operator(local: DeviceStep) -> dict[str, int]:
 
 
 class _Walk:
-    """Pieces of memory by name: those of the recorded graph by number, a cast's result by operator and port."""
+    """Blocks of memory by name: blocks of the recorded graph by number, results of casts by operator and port."""
 
     def __init__(self, local: DeviceStep) -> None:
         self.local = local
@@ -96,14 +96,14 @@ class _Walk:
         graph = local.graph
         known = {number for number, storage in enumerate(graph.storages) if storage.kind != "op"}
         self.known = known
-        self.now: dict[int, object] = {}  # recorded memory whose tensor is another piece under this plan
+        self.now: dict[int, object] = {}  # recorded memory whose tensor is another block under this plan
         self.seen: set[object] = set(known)
         for index, block in enumerate(local.blocks):
             for read in block.op.reads:
                 self.last_read[self._at(read)] = index
             self.made.append(self._make(index, block))
             self._keep(index, block)
-            if block.op.writes and (block.op.name, "output") in self.sizes:  # readers get what the cast has made
+            if block.op.writes and (block.op.name, "output") in self.sizes:  # readers get the result of the cast
                 self.now[block.op.writes[0]] = (block.op.name, "output")
         for place in graph.loss_reads:
             self.last_read[self._at(place)] = len(local.blocks)
@@ -116,7 +116,7 @@ class _Walk:
         return self.now.get(place, place)
 
     def _make(self, index: int, block: PlacedOperator) -> list[object]:
-        """The pieces that an operator and its casts allocate."""
+        """The blocks that an operator and its casts allocate."""
         made: list[object] = []
         op, execution = block.op, block.execution
         for number, (place, spec) in enumerate(zip(op.writes, op.outputs, strict=True)):
@@ -171,7 +171,7 @@ class _Walk:
         self.own.append(own)
 
     def run(self, gradients_come: bool) -> tuple[int, str]:
-        """The peak above what is always there, and its cause."""
+        """The peak above the memory that always exists, and its cause."""
         blocks = self.local.blocks
         alive = peak = 0
         cause = "nothing"
@@ -202,14 +202,14 @@ class _Walk:
 
 
 class _Errors:
-    """Gradients of activations: there from the last reader's backward until the maker's is done."""
+    """Gradients of activations. Each exists from its last reader's backward to the backward of the operator before."""
 
     def __init__(self, blocks: list[PlacedOperator]) -> None:
         self.blocks = blocks
         self.alive: dict[int, int] = {}
 
     def before(self, index: int) -> int:
-        """Bytes that this operator's backward makes: one gradient for each activation that wants one."""
+        """Bytes that this operator's backward allocates: one gradient for each activation that requires one."""
         more = 0
         block = self.blocks[index]
         for (_, spec), place, source in zip(block.op.call.ports, block.op.reads, block.op.sources, strict=True):
@@ -219,7 +219,7 @@ class _Errors:
         return more
 
     def after(self, index: int) -> int:
-        """Bytes that it lets go: the gradient of what it made."""
+        """Bytes that it frees: the gradient of its output."""
         return sum(self.alive.pop(place, 0) for place in self.blocks[index].op.writes if self._maker(index, place))
 
     def _maker(self, index: int, place: int) -> bool:
@@ -227,7 +227,7 @@ class _Errors:
 
 
 def _scaled(bytes: int, spec: TensorSpec, gives: str) -> int:
-    """Memory of a tensor that is given in another type than was recorded."""
+    """Memory of a tensor that has another type than the recorded one."""
     if not spec.is_float or gives == spec.dtype or gives not in ("float32", "bfloat16", "float16", "float64"):
         return bytes
     return bytes * spec.with_(dtype=gives).bytes // max(spec.bytes, 1)

@@ -63,7 +63,7 @@ def import_trace(path: Path, graph: StepGraph, *, device: str | None = None) -> 
     whole = _without_warm_up([step for step in read if len(step.matched) == most])  # the trace may begin within a step
     costs = _costs(whole)
     formats = sorted({step.format for step in whole})
-    # Views have no events where torch skips them; they count as free.
+    # torch records no events for some views; they count as free.
     free = OperatorTime(seconds=0, repetitions=0)
     for call in [*(op.call for op in graph.ops), graph.loss]:
         for format in formats:
@@ -86,13 +86,13 @@ def _note(path: Path, trace: Trace, steps: list[_Read], graph: StepGraph) -> str
     parts = [f"from {path.name}", f"{len(steps)} steps"]
     if not steps[0].by_shapes:
         parts.append("the trace has no shapes: operators were matched by kind and order, which is less certain")
-    parts.append(f"{missing} of {len(graph.ops)} operators weren't in it and count as free")
+    parts.append(f"{missing} of {len(graph.ops)} operators weren't in the trace and count as free")
     lost, total = sum(step.unmatched for step in steps), sum(step.total + step.unmatched for step in steps)
     if total and lost > 0.001 * total:
         parts.append(f"{100 * lost / total:.1f} % of the traced time belongs to no operator of the model")
     waits = [kernel for kernel in trace.kernels if kernel.kind == "collective"]
     if waits:
-        parts.append(f"{len(waits)} kernels of collectives are not part of it")
+        parts.append(f"{len(waits)} kernels of collectives are not part of the profile")
     return "; ".join(parts)
 
 

@@ -47,7 +47,7 @@ class Event:
     end: float
     thread: Any
     inputs: list[tuple[Shape, str | None]] | None = None
-    """Shape and dtype (where the trace says it) of each; None without record_shapes."""
+    """The shape of each, and its dtype if the trace has it; None without record_shapes."""
     sequence: int | None = None
     """Autograd's counter at the start: the next node to create in forward, the node that runs in backward."""
     forward_thread: int | None = None
@@ -59,7 +59,7 @@ class Event:
 
     @property
     def seconds(self) -> float:
-        """The time of its kernels if the trace has kernels, else its own time."""
+        """The time of its kernels if the trace has kernels, otherwise its own time."""
         return 1e-6 * (self.end - self.start if self.device is None else self.device)
 
     @property
@@ -79,19 +79,19 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True)
 class GpuKernel:
-    """Work of a GPU. Times are microseconds."""
+    """A kernel or another activity of a GPU. Times are in microseconds."""
 
     name: str
     kind: Work
     start: float
     end: float
     launched: float | None
-    """When the host launched it; None if the trace doesn't say."""
+    """The time of its launch by the host; None if unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Window:
-    """A step as the profiler's schedule marked it. Times are microseconds."""
+    """A step marked by the schedule of the profiler. Times are in microseconds."""
 
     name: str
     start: float
@@ -103,7 +103,7 @@ class Trace:
     """The content of a trace file."""
 
     tops: list[Event]
-    """Operators that no other operator called, in order."""
+    """Operators that were not called by another operator, in order."""
     annotated: dict[str, dict[str, list[float]]]
     """Seconds by category and name."""
     device: str | None
@@ -122,7 +122,7 @@ class TracedStep:
 
 @dataclass
 class _Raw:
-    """Events by what they are."""
+    """Events by type."""
 
     events: list[Event] = field(default_factory=list)
     kernels: list[tuple[str, Work, float, float, int | None]] = field(default_factory=list)
@@ -226,7 +226,7 @@ def _json(path: Path) -> dict[str, Any]:
     data = {"traceEvents": data} if isinstance(data, list) else data
     events = data.get("traceEvents") if isinstance(data, dict) else None
     if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):
-        wrong = "no list of events" if not isinstance(events, list) else "events that are no objects"
+        wrong = "there is no list of events" if not isinstance(events, list) else "an event that is not an object"
         raise BitwrightError("not a Chrome trace", where=str(path), value=wrong, fix=_FIX, code="invalid-value")
     return data
 
@@ -253,7 +253,7 @@ def _number(args: dict[str, Any], key: str) -> int | None:
 
 def _shape(value: Any) -> Shape:
     if not isinstance(value, list) or not all(isinstance(size, int) for size in value):
-        raise TypeError("a shape is no list of whole numbers")
+        raise TypeError("a shape is not a list of whole numbers")
     return tuple(value)
 
 

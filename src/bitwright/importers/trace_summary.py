@@ -34,9 +34,9 @@ class TracedStepTime:
     name: str
     seconds: float
     compute: float
-    """When at least one kernel computes; 0 in a trace without kernels."""
+    """The time during which at least one kernel computes; 0 in a trace without kernels."""
     collective: float
-    """The sum of the kernels of collectives, including the time that they wait."""
+    """The total time of the kernels of collectives, including their waiting time."""
     copy: float
     steady: bool
     """Whether the step is neither warm-up nor cut off."""
@@ -49,7 +49,7 @@ class TraceSummary:
     device: str
     on_gpu: bool
     operators: int
-    """Calls of operators that no other operator made."""
+    """Operators that were not called by another operator."""
     has_shapes: bool
     has_backward: bool
     steps: tuple[TracedStepTime, ...]
@@ -84,7 +84,7 @@ class TraceSummary:
 
 
 def summarize_trace(path: str | Path) -> TraceSummary:
-    """Read a trace and count what is in it. A trace without operators is an error."""
+    """Summarize a trace. A trace without operators is an error."""
     file = Path(path)
     trace = read_trace(file)
     if not trace.tops:

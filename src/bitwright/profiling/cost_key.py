@@ -27,23 +27,23 @@ _TOKEN = re.compile(r"«([0-9]{1,6})»")
 
 
 def is_loss(text: str) -> bool:
-    """Whether this is a loss, and no operator."""
+    """Whether this key is a loss, not an operator."""
     return text.startswith(LOSS)
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor without its numbers."""
+    """The shape, strides and dtype of a tensor, without its values."""
 
     shape: tuple[int, ...]
     dtype: str
     grad: bool = False
     strides: tuple[int, ...] | None = None
-    """None where memory is in the order of the axes."""
+    """None if the tensor is contiguous."""
 
     @staticmethod
     def of(tensor: Tensor) -> TensorSpec:
-        """What this tensor is."""
+        """The description of a tensor."""
         strides = None if tensor.is_contiguous() else tuple(tensor.stride())
         return TensorSpec(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), tensor.requires_grad, strides)
 
@@ -54,23 +54,23 @@ class TensorSpec:
 
     @property
     def bytes(self) -> int:
-        """Its size, without gaps."""
+        """Its size in bytes, without gaps between elements."""
         return self.elements * (1 if self.dtype == "bool" else _BYTES.get(self.dtype, 4))
 
     @property
     def is_float(self) -> bool:
-        """Whether there is anything to cast."""
+        """Whether it is a floating-point tensor, which can be cast."""
         return self.dtype in FLOATS
 
     @property
     def possible(self) -> bool:
-        """Whether a tensor can have this shape; files are asked."""
+        """Whether a tensor can have this shape; checks values from files."""
         sizes = (*self.shape, *(self.strides or ()))
         same = self.strides is None or len(self.strides) == len(self.shape)
         return same and all(0 <= size < 2**40 for size in sizes) and self.elements < 2**50
 
     def compact(self) -> TensorSpec:
-        """What elementwise work makes of it: gaps are gone, an order of axes that fills memory stays."""
+        """The result of an elementwise operation: without gaps, with the same order of axes if that fills memory."""
         if self.strides is None:
             return self
         expected = 1
@@ -81,7 +81,7 @@ class TensorSpec:
         return self
 
     def with_(self, *, grad: bool | None = None, dtype: str | None = None) -> TensorSpec:
-        """The same, but for this."""
+        """A copy with these fields changed."""
         return replace(self, grad=self.grad if grad is None else grad, dtype=dtype or self.dtype)
 
     def __str__(self) -> str:
@@ -187,13 +187,13 @@ class CallSpec:
     inplace: bool = False
 
     def key(self, changed: Mapping[str, TensorSpec] | None = None) -> str:
-        """The text; `changed` says which ports are other tensors than was recorded."""
+        """The key as text; `changed` replaces recorded tensors at these ports."""
         specs = [(name, (changed or {}).get(name, spec)) for name, spec in self.ports]
         return _TOKEN.sub(lambda match: "{}={}".format(*specs[int(match[1])]), self.template)
 
     @property
     def tokens(self) -> list[int]:
-        """The numbers of the ports that the template names."""
+        """The indices of the ports in the template."""
         return [int(found) for found in _TOKEN.findall(self.template)]
 
     def port(self, name: str) -> TensorSpec | None:
@@ -218,7 +218,7 @@ def describe(kind: str, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, A
 
     shown_args, shown_kwargs = map_tensors((tuple(args), dict(kwargs)), token)
     words = [_show(value) for value in shown_args]
-    for name, value in sorted(shown_kwargs.items()):  # a port's text has its name already
+    for name, value in sorted(shown_kwargs.items()):  # the text of a port includes its name
         words.append(_show(value) if isinstance(value, _Words) else f"{name}={_show(value)}")
     inplace = is_inplace(func) or kwargs.get("inplace") is True
     return CallSpec(kind, ports, f"{kind}{'_' if inplace else ''}({', '.join(words)})", inplace)
@@ -241,4 +241,4 @@ def _show(value: Any) -> str:
         return f"[{', '.join(map(_show, value))}]"
     if isinstance(value, _PLAIN) or type(value).__module__.startswith("torch"):
         return repr(value)
-    return type(value).__name__  # an object's repr may have its address
+    return type(value).__name__  # the repr of an object may contain its address

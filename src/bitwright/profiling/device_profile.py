@@ -37,20 +37,20 @@ class OperatorTime(Strict):
 
 
 class SavedTensors(Strict):
-    """What a call saves for backward."""
+    """The tensors that a call saves for backward."""
 
     ports: list[str] = Field(
         default_factory=list,
-        description="Tensors that others have as well: a port (after its cast, if it has one), or `output`.",
+        description="Saved tensors that exist anyway: a port (after its cast, if it has one), or `output`.",
     )
-    own: int = Field(default=0, ge=0, le=MOST_BYTES, description="Bytes that nobody else has.")
+    own: int = Field(default=0, ge=0, le=MOST_BYTES, description="Bytes that only this call holds.")
 
 
 class OperatorCost(Strict):
     """One operator with its shapes and arguments in one format."""
 
     operator: str = Field(description="The call as text: `conv2d(input=f32[32,3,32,32], weight=…)`; `*` in a rate.")
-    format: str = Field(description="`float32`, `amp-bf16`, `float32/fold4`, or a registered kernel's own.")
+    format: str = Field(description="`float32`, `amp-bf16`, `float32/fold4`, or the format of a registered kernel.")
     forward: OperatorTime
     backward: OperatorTime | None = None
     saved: SavedTensors | None = None
@@ -64,12 +64,12 @@ class Line(Strict):
     start: int = Field(default=0, ge=0, le=MOST_BYTES)
     r2: float | None = Field(default=None, description="Of all sizes.")
     held_out: float | None = Field(
-        default=None, description="Largest relative error at sizes that a fit of the others hadn't seen."
+        default=None, description="Largest relative error at sizes that were left out of the fit."
     )
 
 
 class CastCost(Strict):
-    """A kind of cast or quantizer: lines by size, and sizes that were measured within models."""
+    """A kind of cast or quantizer: fitted lines, and the sizes that were measured within models."""
 
     kind: str = Field(description="`lsq int8/channel/sym fused`, `float32→bfloat16`, …")
     forward: list[Line]
@@ -110,70 +110,83 @@ class Host(Strict):
         default=0.0,
         ge=-MOST_SECONDS,
         le=MOST_SECONDS,
-        description="Per operator, what an unwatched float model takes beyond what watching has shown.",
+        description="Seconds per operator that a float model takes beyond the measured times of its operators.",
     )
     prepared_gap: float = Field(
-        default=0.0, ge=-MOST_SECONDS, le=MOST_SECONDS, description="The same in a prepared model."
+        default=0.0, ge=-MOST_SECONDS, le=MOST_SECONDS, description="The same for a prepared model."
     )
     seen: float = Field(
-        default=0.0, ge=0, le=MOST_SECONDS, description="What interception adds to an operator of a prepared model."
+        default=0.0,
+        ge=0,
+        le=MOST_SECONDS,
+        description="Seconds that interception adds to an operator of a prepared model.",
     )
     hooked: float = Field(
         default=0.0, ge=0, le=MOST_SECONDS, description="The same for an operator that has quantizers."
     )
     hook: float = Field(
-        default=0.0, ge=0, le=MOST_SECONDS, description="What watching added to each backward node; taken off already."
+        default=0.0,
+        ge=0,
+        le=MOST_SECONDS,
+        description="Seconds that the timer added to each backward node; already subtracted.",
     )
-    engine: float = Field(default=0.0, ge=0, le=MOST_SECONDS, description="From backward's call to its first node.")
+    engine: float = Field(
+        default=0.0, ge=0, le=MOST_SECONDS, description="Seconds from the call of backward to its first node."
+    )
     engine_operator: float = Field(
-        default=0.0, ge=0, le=MOST_SECONDS, description="The same, for each operator of the model."
+        default=0.0, ge=0, le=MOST_SECONDS, description="The same, per operator of the model."
     )
-    step: float = Field(
-        default=0.0, ge=0, le=MOST_SECONDS, description="Fixed work of a step, a scheduler's not included."
+    step: float = Field(default=0.0, ge=0, le=MOST_SECONDS, description="Fixed work of a step, without the scheduler.")
+    schedule: float = Field(
+        default=0.0, ge=0, le=MOST_SECONDS, description="Seconds to set the learning rate at each step."
     )
-    schedule: float = Field(default=0.0, ge=0, le=MOST_SECONDS, description="Setting the learning rate at each step.")
     yardstick: float = Field(
-        default=0.0, ge=0, le=MOST_SECONDS, description="A fixed piece of work, while operators were measured."
+        default=0.0,
+        ge=0,
+        le=MOST_SECONDS,
+        description="Seconds of the reference workload while operators were measured.",
     )
-    ddp_forward: float = Field(default=0.0, ge=0, le=MOST_SECONDS, description="What DDP adds to a forward.")
-    ddp_gradient: float = Field(default=0.0, ge=0, le=MOST_SECONDS, description="What DDP adds per gradient.")
+    ddp_forward: float = Field(
+        default=0.0, ge=0, le=MOST_SECONDS, description="Seconds that DDP adds to a forward pass."
+    )
+    ddp_gradient: float = Field(default=0.0, ge=0, le=MOST_SECONDS, description="Seconds that DDP adds per gradient.")
     contention: float = Field(
         default=0.0,
         ge=0,
         le=1e6,
-        description="Share of its speed that computing loses while a collective is under way.",
+        description="Share of its speed that computation loses while a collective runs.",
     )
     stretch: float = Field(
-        default=1.0, ge=1, le=1e6, description="How much longer a collective takes beside computing."
+        default=1.0, ge=1, le=1e6, description="Factor by which a collective takes longer while the device computes."
     )
 
     def start(self, operators: int) -> float:
-        """Seconds from the call of backward to its first node; autograd visits all nodes before."""
+        """Seconds from the call of backward to its first node; autograd first visits all nodes."""
         return self.engine + self.engine_operator * operators
 
     def between(self, operators: int, hooked: int, *, prepared: bool) -> float:
-        """Seconds of a forward pass besides its operators, of which `hooked` have quantizers."""
+        """Seconds of a forward pass outside of its operators, of which `hooked` have quantizers."""
         if not prepared:
             return self.gap * operators
         return self.prepared_gap * operators + self.hooked * hooked + self.seen * (operators - hooked)
 
 
 class MemoryFacts(Strict):
-    """The memory of a process besides its tensors."""
+    """The memory of a process that its tensors do not explain."""
 
     process: int = Field(
         default=0,
         ge=0,
         le=MOST_BYTES,
-        description="Bytes of a training process that its tensors don't explain: libraries, workspaces.",
+        description="Bytes of a training process outside of its tensors: libraries, workspaces.",
     )
     compiler: int = Field(
         default=0,
         ge=0,
         le=MOST_BYTES,
-        description="Bytes more where arithmetic is compiled (quantizers, int8 kernels): torch's compiler.",
+        description="Additional bytes of torch's compiler, if arithmetic is compiled (quantizers, int8 kernels).",
     )
-    limit: int | None = Field(default=None, ge=0, le=MOST_BYTES, description="Bytes that the device has.")
+    limit: int | None = Field(default=None, ge=0, le=MOST_BYTES, description="Memory of the device in bytes.")
 
 
 @strict
@@ -191,7 +204,7 @@ class DeviceProfile(Summarized, Strict):
     """
 
     bitwright_profile: Literal[1] = Field(description="Version of this schema.")
-    device: str = Field(description="The device, for people.")
+    device: str = Field(description="A readable name of the device.")
     source: Literal["measured", "imported", "published"] = "measured"
     note: str = ""
     clock: Literal["wall", "cpu"] = "wall"
@@ -270,7 +283,8 @@ class DeviceProfile(Summarized, Strict):
             if len(problems) > _MANY:  # a file of another kind
                 problems = [replace(problems[0], what=f"not a device profile: {problems[0].what}")]
             return PlanError(
-                [replace(one, where=f"{where}, {one.where}") for one in problems], title=f"{where} is no device profile"
+                [replace(one, where=f"{where}, {one.where}") for one in problems],
+                title=f"{where} is not a device profile",
             )
 
         return validated(DeviceProfile, data, title="", fix=fix, error=refusal)

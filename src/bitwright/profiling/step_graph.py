@@ -35,7 +35,7 @@ _MOST_BYTES = 2**50
 
 @dataclass(frozen=True)
 class Storage:
-    """A piece of memory that one or several tensors look at."""
+    """A block of memory that one or several tensors use."""
 
     bytes: int
     kind: str
@@ -54,30 +54,30 @@ class StepOp:
     """For each port, its storage."""
     outputs: tuple[TensorSpec, ...]
     writes: tuple[int, ...]
-    """For each output, its storage: a new one, or that of an input which it looks into."""
+    """For each output, its storage: a new one, or that of an input of which it is a view."""
     saved: tuple[str, ...] = ()
-    """Ports that backward keeps, and `output`."""
+    """Ports that are saved for backward, and `output`."""
     saved_own: int = 0
-    """Bytes that backward keeps and nobody else has."""
+    """Bytes that are saved for backward and that no other call holds."""
 
     @cached_property
     def has_backward(self) -> bool:
-        """Whether anything of it wants a gradient."""
+        """Whether any of its tensors requires a gradient."""
         return any(output.grad for output in self.outputs)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepGraph:
-    """The operators of a step's forward; backward runs them the other way round."""
+    """The operators of a step's forward pass; backward runs them in reverse order."""
 
     model: str
     ops: tuple[StepOp, ...]
     storages: tuple[Storage, ...]
     parameters: dict[str, TensorSpec]
     gradient_order: tuple[str, ...]
-    """Parameters as their gradients come."""
+    """Parameters in the order of their gradients."""
     loss: CallSpec
-    """The loss as if it were an operator."""
+    """The loss, described like an operator."""
     loss_sources: tuple[str, ...] = ()
     loss_reads: tuple[int, ...] = ()
     buffer_bytes: int = 0
@@ -92,7 +92,7 @@ class StepGraph:
 
     @cached_property
     def position(self) -> dict[str, int]:
-        """Where each operator stands."""
+        """The position of each operator."""
         return {op.name: index for index, op in enumerate(self.ops)}
 
     @cached_property
@@ -107,7 +107,7 @@ class StepGraph:
 
     @cached_property
     def uses(self) -> dict[str, str]:
-        """For each parameter the first operator that reads it: the last to give it a gradient."""
+        """For each parameter the first operator that reads it, which adds the last part of its gradient."""
         found: dict[str, str] = {}
         for op in self.ops:
             for source in op.sources:
@@ -120,7 +120,7 @@ class StepGraph:
         return json.dumps(asdict(self), indent=None, sort_keys=True)
 
     def save(self, path: Path) -> Path:
-        """Write it, whole or not at all."""
+        """Write the file atomically."""
         return write_text(path, self.to_json())
 
     @staticmethod
@@ -138,12 +138,12 @@ class StepGraph:
     @staticmethod
     def load(path: Path) -> StepGraph:
         """Read a file."""
-        fix = "make it: bitwright profile WORKLOAD --graph FILE"
+        fix = "create it: bitwright profile WORKLOAD --graph FILE"
         return StepGraph.from_json(read_text(path, what="the step graph", fix=fix), where=str(path))
 
 
 def _contradictions(graph: StepGraph) -> Iterator[Problem]:
-    """What a schema can't see: sizes below zero, and storages, ports or parameters that aren't there."""
+    """Check what a schema can't: negative sizes, and storages, ports or parameters that don't exist."""
 
     def problem(what: str, where: str, value: object) -> Problem:
         return Problem(what=what, where=where, value=value, fix=_FIX, code="invalid-value")
@@ -151,7 +151,7 @@ def _contradictions(graph: StepGraph) -> Iterator[Problem]:
     known = range(len(graph.storages))
     for index, storage in enumerate(graph.storages):
         if not 0 <= storage.bytes < _MOST_BYTES:
-            yield problem("a storage has no such size", f"storages.{index}", storage.bytes)
+            yield problem("invalid storage size", f"storages.{index}", storage.bytes)
     for name, value in (("buffer_bytes", graph.buffer_bytes), ("input_bytes", graph.input_bytes)):
         if not 0 <= value < _MOST_BYTES:
             yield problem("a size is out of range", name, value)
@@ -162,12 +162,12 @@ def _contradictions(graph: StepGraph) -> Iterator[Problem]:
         if len(sources) != len(call.ports) or len(reads) != len(call.ports):
             yield problem("a call needs a source and a storage for each port", where, (len(sources), len(reads)))
         if any(number not in known for number in reads):
-            yield problem("there is no such storage", f"{where}.reads", reads)
+            yield problem("unknown storage", f"{where}.reads", reads)
         if any(number >= len(call.ports) for number in call.tokens):
-            yield problem("the template names a port that isn't there", where, call.template)
+            yield problem("the template names an unknown port", where, call.template)
         for port, spec in call.ports:
             if not spec.possible:
-                yield problem("no tensor has such a shape", f"{where}.{port}", (spec.shape, spec.strides))
+                yield problem("invalid tensor shape", f"{where}.{port}", (spec.shape, spec.strides))
     for op in graph.ops:
         if len(op.writes) != len(op.outputs) or any(number not in known for number in op.writes):
             yield problem("each output needs a storage", f"ops.{op.name}.writes", op.writes)
@@ -175,30 +175,30 @@ def _contradictions(graph: StepGraph) -> Iterator[Problem]:
             yield problem("a size is out of range", f"ops.{op.name}.saved_own", op.saved_own)
         for spec in op.outputs:
             if not spec.possible:
-                yield problem("no tensor has such a shape", f"ops.{op.name}.outputs", (spec.shape, spec.strides))
+                yield problem("invalid tensor shape", f"ops.{op.name}.outputs", (spec.shape, spec.strides))
     if len({op.name for op in graph.ops}) != len(graph.ops):
         yield problem("two operators have the same name", "ops", len(graph.ops))
     for name, spec in graph.parameters.items():
         if not spec.possible:
-            yield problem("no tensor has such a shape", f"parameters.{name}", (spec.shape, spec.strides))
+            yield problem("invalid tensor shape", f"parameters.{name}", (spec.shape, spec.strides))
     strange = [name for name in graph.gradient_order if name not in graph.parameters]
     if strange:
-        yield problem("there is no such parameter", "gradient_order", strange)
+        yield problem("unknown parameter", "gradient_order", strange)
 
 
 class _StepRecorder(Recorder):
-    """Beside what `capture` writes down: arguments, shared memory, and what backward keeps."""
+    """Records arguments, shared memory and saved tensors, in addition to what `capture` records."""
 
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         super().__init__(model, args, kwargs)
         self.made: list[StepOp] = []
-        self.alive: list[Tensor] = []  # memory that is given back would be taken for another tensor's
+        self.alive: list[Tensor] = []  # freed memory could be reused and mistaken for that of another tensor
         self.storages: list[Storage] = []
         self.places: dict[int, int] = {}
         self.kept: list[Tensor] = []
 
     def storage(self, tensor: Tensor, kind: str) -> int:
-        """The number of a tensor's memory."""
+        """The index of a tensor's storage."""
         storage = tensor.untyped_storage()
         place = storage.data_ptr()
         if place not in self.places:
@@ -208,7 +208,7 @@ class _StepRecorder(Recorder):
         return self.places[place]
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Write the call down, and run it."""
+        """Record the call and run it."""
         kind = kind_of(func)
         if kind is None:
             return func(*args, **kwargs)
@@ -244,7 +244,7 @@ class _StepRecorder(Recorder):
         )
 
     def saved_by(self, labels: dict[int, str], outputs: set[int]) -> tuple[tuple[str, ...], int]:
-        """What the last call keeps: ports by name, and bytes of its own."""
+        """The tensors that the last call saves: ports by name, and bytes that only it holds."""
         found: dict[str, None] = {}
         own = 0
         seen: set[int] = set()
@@ -261,7 +261,7 @@ class _StepRecorder(Recorder):
         return tuple(found), own
 
     def pack(self, tensor: Tensor) -> Tensor:
-        """Backward wants this tensor."""
+        """Autograd saves this tensor for backward."""
         self.kept.append(tensor)
         return tensor
 
@@ -270,11 +270,11 @@ class _StepRecorder(Recorder):
 def record_step(
     model: nn.Module, batch: Batch, loss: Loss, settings: StepSettings | None = None, *, name: str = "model"
 ) -> StepGraph:
-    """Record forward, loss and backward of one batch; the model is left as it was."""
+    """Record forward, loss and backward of one batch. The model is left unchanged."""
     if find_attachment(model) is not None:
         raise CaptureError(
-            "a step is recorded from the float model",
-            fix="strip(model) first; plans come later",
+            "only a float model can be recorded",
+            fix="call strip(model) first; the plan is applied to the recorded step",
             code="already-prepared",
         )
     settings = settings or StepSettings()
@@ -295,7 +295,7 @@ def record_step(
             with autocast(settings.amp), keeping:
                 try:
                     install(model, recorder)
-                    # the copies that the recorder knows: a model may write into its inputs
+                    # use the copies that the recorder knows, because a model may write into its inputs
                     with report_data_errors("training", inputs):
                         output = model(*args, **kwargs)
                 finally:
@@ -326,7 +326,7 @@ def record_step(
 
 
 def loss_call(loss: Loss, output: Any, target: Any) -> CallSpec:
-    """A loss and what it is given, as an operator call; the model's outputs are its ports."""
+    """The loss as an operator call; the outputs of the model are its ports."""
     name = getattr(loss, "__qualname__", type(loss).__name__)
     ports = tuple((path or "output", TensorSpec.of(tensor)) for path, tensor in tensors_in(output))
     words = [f"«{number}»" for number in range(len(ports))] + [str(TensorSpec.of(t)) for _, t in tensors_in(target)]

@@ -253,7 +253,7 @@ def learning_rate_factor(config: TrainConfig, step: int, steps_per_epoch: int) -
 
 
 class Ema:
-    """average ← d·average + (1−d)·now after each step; d increases to its value, so the start loses its weight soon."""
+    """average ← d·average + (1−d)·current after each step. d grows, so the initial weights soon lose influence."""
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         self.decay = decay

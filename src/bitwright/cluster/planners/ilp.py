@@ -210,10 +210,10 @@ class Program:
         if seconds is not None:
             quick = self._solved("seconds", None, None) or self.smallest
             needs = self.costs.work(self.kind, quick, self.batch)
-            words.append(f"needs {needs:.4g} s at its fastest, {seconds:.4g} are allowed")
+            words.append(f"needs {needs:.4g} s at its fastest, the limit is {seconds:.4g}")
         if memory is not None:
             needs = self.costs.memory(self.kind, self.smallest, self.batch)
-            words.append(f"needs {needs / 1e9:.3g} GB at its smallest, {memory / 1e9:.3g} are allowed")
+            words.append(f"needs {needs / 1e9:.3g} GB at its smallest, the limit is {memory / 1e9:.3g}")
         return Problem(
             what="; ".join(words),
             where=self.kind,
