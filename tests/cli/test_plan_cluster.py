@@ -91,7 +91,7 @@ def plan(run: Any, measured: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return asked
 
 
-def test_a_plan_says_every_batch(plan: Any, measured: Path) -> None:
+def test_plans_contain_every_batch_size(plan: Any, measured: Path) -> None:
     """Also those that all have: `train` has no other word for it."""
     assert plan("--planner", "uniform", "-o", "uniform.yaml").code == 0
     assert {device.batch for device in Plan.load(measured / "uniform.yaml").devices.values()} == {96}
@@ -127,7 +127,7 @@ def test_profiles_of_another_batch_are_one_problem(run: Any, measured: Path, mon
     assert len(ran.err.splitlines()) == 2
 
 
-def test_the_layout_that_was_profiled_is_said(
+def test_a_profile_with_another_memory_layout_is_reported(
     measured: Path, plan: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = json.loads((measured / "fast.json").read_text())

@@ -15,7 +15,7 @@ from bitwright.profiling.device_profile import CastCost, Line, poor_fits
 WORDS = ["profile", "digits-untrained", "--batch", "8", "--no-casts"]
 
 
-def test_options_that_would_be_ignored_are_refused_at_once(run: Any, tmp_path: Path) -> None:
+def test_ignored_options_are_rejected_together(run: Any, tmp_path: Path) -> None:
     ran = run(*WORDS, "--trace", tmp_path / "t.json", "--amp", "bf16", "--precision", "int8", "--half-batch")
     assert ran.code == 2
     for flag in ("--amp", "--precision", "--half-batch", "--no-casts"):

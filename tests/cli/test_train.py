@@ -53,7 +53,7 @@ def test_three_commands_from_amp_to_a_measured_artefact(tmp_path: Path) -> None:
     assert "samples/s" in shown
 
 
-def test_what_is_wrong_is_said_before_anything_is_trained(tmp_path: Path) -> None:
+def test_invalid_options_are_rejected_before_training(tmp_path: Path) -> None:
     result = run("train", TINY, "--epochs", "0", "--lr", "-1", "-o", tmp_path / "a", code=2)
     assert "epochs" in result.stderr
     assert "lr" in result.stderr

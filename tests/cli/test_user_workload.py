@@ -146,7 +146,7 @@ def test_tune_knows_that_less_is_better(run, own: Path, tmp_path: Path) -> None:
         assert "the goal was missed by" in less.err
 
 
-def test_tune_has_something_to_hold(run, own: Path, tmp_path: Path) -> None:
+def test_tune_requires_a_metric_and_a_valid_drop(run, own: Path, tmp_path: Path) -> None:
     ran = run("tune", f"{own}:no_metric", "-o", tmp_path / "out", "--drop", "1%")
     assert ran.code == 2
     assert "--drop needs a metric" in ran.err

@@ -120,7 +120,7 @@ def test_score_without_a_metric(run, small, tmp_path):
     assert run("score", bare, "-o", tmp_path / "plan.yaml").code == 2
 
 
-def test_quantizers_are_chosen_apart(run, small, tmp_path):
+def test_weight_and_activation_quantizers_are_independent(run, small, tmp_path):
     path = tmp_path / "plan.yaml"
     assert run("plan", small, "-o", path, "--quantizer", "pact", "--weight-quantizer", "lsq").code == 0
     chosen = {site.rpartition(":")[2]: spec.quantizer for site, spec in Plan.load(path).quantized}

@@ -56,7 +56,7 @@ def test_a_part_of_memory_is_left_free() -> None:
         Cluster.from_yaml("bitwright_cluster: 1\ndevices: {a: {memory_reserve: 7}}")
 
 
-def test_all_problems_of_a_cluster_are_said() -> None:
+def test_all_problems_of_a_cluster_are_reported() -> None:
     with pytest.raises(PlanError) as error:
         Cluster.from_yaml("bitwright_cluster: 1\ndevices: {a: {profile: x, count: 0}, b: {profile: 3, memory_gb: -1}}")
     assert {problem.where for problem in error.value.problems} == {
@@ -66,7 +66,7 @@ def test_all_problems_of_a_cluster_are_said() -> None:
     }
 
 
-def test_measured_collectives_count_and_their_lack_is_said() -> None:
+def test_measured_collectives_are_used_and_missing_ones_reported() -> None:
     measured = CollectiveCost(operation="all_reduce", backend="gloo", world=2, latency=1e-3, per_byte=1e-9)
     made = profile_of([]).model_copy(update={"collectives": [measured]})
     cluster = Cluster.of({"a": 2})

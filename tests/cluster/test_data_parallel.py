@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from bitwright.cluster.data_parallel import Lane, replay
 
 
-def test_everybody_waits_for_the_slowest() -> None:
+def test_all_devices_wait_for_the_slowest() -> None:
     fast = Lane("fast", ready=(4.0, 5.0), computing=5.0, tail=1.0)
     slow = Lane("slow", ready=(8.0, 10.0), computing=10.0, tail=1.0)
     step = replay([fast, slow], [1.0, 2.0])

@@ -19,7 +19,7 @@ from bitwright.profiling.device_profile import CastCost, Line, OperatorTime, Ten
 from bitwright.profiling.profiled_step import restricted
 
 
-def test_every_second_is_somebodys() -> None:
+def test_phases_and_operators_add_up_to_the_step() -> None:
     model, batch, loss = net()
     graph = record_step(model, batch, loss)
     made = profile_of(timed_sample(Variant(model=model), batch, loss).calls)
@@ -47,7 +47,7 @@ def test_clipping_accumulation_and_the_optimizer_are_in_the_step() -> None:
     assert seconds(accumulate=3) == pytest.approx(3 * once + 200 + 1)
 
 
-def test_all_that_a_profile_lacks_is_said_at_once() -> None:
+def test_all_missing_measurements_are_reported_together() -> None:
     model, batch, loss = net()
     graph = record_step(model, batch, loss)
     plan = int8_plan(model, batch)
@@ -237,7 +237,7 @@ def test_changed_plans_are_predicted_as_if_from_nothing() -> None:
         plan = now
 
 
-def test_a_changed_operator_that_is_not_there_is_said() -> None:
+def test_unknown_changed_operators_are_rejected() -> None:
     model, batch, loss = net()
     graph = record_step(model, batch, loss)
     made = profile_of(timed_sample(Variant(model=model), batch, loss).calls)

@@ -107,7 +107,7 @@ def test_no_public_signature_hides_its_arguments(name: str) -> None:
     assert inspect.Parameter.VAR_KEYWORD not in kinds or name in open_ended
 
 
-def test_strict_keeps_what_a_function_is() -> None:
+def test_strict_keeps_name_signature_and_docstring() -> None:
     @strict
     def double(value: int, *, times: int = 2) -> int:
         """Documented."""
@@ -164,7 +164,7 @@ def test_misspelt_values_are_refused_before_any_data_is_read(arguments: Any, cod
     assert near in str(caught.value)
 
 
-def test_choices_beside_a_plan_are_refused() -> None:
+def test_choices_next_to_a_plan_are_rejected() -> None:
     model = _model()
     plan = make_plan(capture(model, BATCHES[0]))
     with pytest.raises(PlanError) as caught:
@@ -230,7 +230,7 @@ def test_arguments_of_the_wrong_type_are_named(argument: str, call: Callable[[],
     assert isinstance(caught.value, TypeError)
 
 
-def test_one_batch_instead_of_a_list_is_told_how_to_write_it() -> None:
+def test_a_single_batch_instead_of_a_list_is_rejected_with_a_fix() -> None:
     with pytest.raises(BitwrightError) as raised:
         quantize(_Two(), _BATCH)
     assert raised.value.codes == ["wrong-argument-type"]

@@ -127,7 +127,7 @@ def test_good_documents_are_read() -> None:
     assert parse_json('{"a": [1, 2.5, "ü", null]}', where="file") == {"a": [1, 2.5, "ü", None]}
 
 
-def test_a_bomb_is_not_expanded(tmp_path: Path) -> None:
+def test_yaml_bombs_are_not_expanded(tmp_path: Path) -> None:
     bomb = gzip.compress(b" " * (20 << 20), 9) * 50  # a gigabyte
     assert refused(gunzip, bomb, where="file", most=2 << 30).codes == ["file-too-large"]
     path = tmp_path / "trace.json.gz"
@@ -147,13 +147,13 @@ def test_events_of_a_trace_must_be_whole(tmp_path: Path, event: dict[str, Any]) 
 
 
 @pytest.mark.parametrize("value", ["-0.5", "1e300", "1e999"])
-def test_sensitivity_values_are_sane(value: str) -> None:
+def test_invalid_sensitivity_values_are_rejected(value: str) -> None:
     text = '{"bitwright-operator-scores": 1, "indicator": "x", "samples": 1, "values": {"a": {"int8": VALUE}}}'
     error = refused(OperatorScores.from_json, text.replace("VALUE", value))
     assert error.codes in (["invalid-value"], ["not-finite"])
 
 
-def test_numbers_of_clusters_and_profiles_are_sane(tmp_path: Path) -> None:
+def test_out_of_range_numbers_in_clusters_and_profiles_are_rejected(tmp_path: Path) -> None:
     path = tmp_path / "cluster.yaml"
     path.write_text(f"bitwright_cluster: 1\nlink: {{gbit_per_s: 1.0e300}}\ndevices: {{a: {{count: {2**63}}}}}\n")
     assert {problem.where for problem in refused(Cluster.load, path).problems} == {"link.gbit_per_s", "devices.a.count"}
@@ -184,7 +184,7 @@ def test_lpot_values_are_checked(tmp_path: Path, dataset: str, criterion: str, w
     assert where in [problem.where for problem in refused(TuneConfig.load, path).problems]
 
 
-def test_a_superscript_is_no_number_of_a_layer() -> None:
+def test_superscript_digits_are_not_layer_numbers() -> None:
     graph = bitwright.capture(nn.Sequential(nn.Conv2d(1, 1, 1)), torch.zeros(1, 1, 2, 2))
     assert refused(plan_of_mapper, {"conv2d_²": 8}, graph).problems[0].value == "conv2d_²"
 
@@ -287,7 +287,7 @@ def test_arrays_and_pictures(tmp_path: Path) -> None:
         ("postgresql://u:hunter%32@127.0.0.1:1/db?Pwd=hunter2&x=1", "store-unreachable"),
     ],
 )
-def test_stores_keep_their_secrets(url: str, code: str) -> None:
+def test_store_passwords_are_not_printed(url: str, code: str) -> None:
     import traceback
 
     with pytest.raises(BitwrightError) as caught:
@@ -316,7 +316,7 @@ def test_tensors_of_an_onnx_file_that_are_not_whole(artefact: Path, tmp_path: Pa
     assert set(refused(read_artefact, path).codes) == {"damaged-artefact"}
 
 
-def test_a_mapper_makes_no_room_for_what_is_not_there(tmp_path: Path) -> None:
+def test_mapper_sizes_are_checked_before_allocation(tmp_path: Path) -> None:
     from bitwright.importers.qsync import load_npy
 
     path = tmp_path / "mapper.npy"
@@ -344,7 +344,7 @@ READERS: dict[str, Callable[[Path], Any]] = {
 
 @pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize("kind", ["pipe", "folder", "device"])
-def test_what_is_no_file_is_refused_at_once(tmp_path: Path, reader: str, kind: str) -> None:
+def test_pipes_and_devices_are_rejected_without_blocking(tmp_path: Path, reader: str, kind: str) -> None:
     path = tmp_path / "x"
     if kind == "pipe":
         os.mkfifo(path)
@@ -355,7 +355,7 @@ def test_what_is_no_file_is_refused_at_once(tmp_path: Path, reader: str, kind: s
     assert set(refused(READERS[reader], path).codes) == {"not-a-file"}
 
 
-def test_a_pipe_that_somebody_writes_to_is_read(tmp_path: Path) -> None:
+def test_a_pipe_with_a_writer_is_read(tmp_path: Path) -> None:
     path = tmp_path / "pipe"
     os.mkfifo(path)
 
@@ -415,7 +415,7 @@ def test_a_short_password_does_not_garble_the_message() -> None:
     assert words == "(psycopg.Error) password … is wrong"
 
 
-def test_files_whose_names_look_a_little_like_addresses() -> None:
+def test_file_names_that_resemble_store_addresses() -> None:
     assert not any(map(is_address, ("out//study.db", "/tmp//x.db", "a@b.db", "C:\\x.db", "sql.db", "./mysql.db")))
 
 

@@ -39,6 +39,6 @@ def test_a_freed_block_stays(word: str, given_back: float) -> None:
     assert float(ran.stdout) == pytest.approx(given_back, abs=0.1)
 
 
-def test_other_systems_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_allocator_settings_are_linux_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "win32")
     assert keep_freed_memory.__wrapped__() is False

@@ -8,7 +8,7 @@ from bitwright.core import errors
 from bitwright.core.errors import BitwrightError, PlanError, Problem, did_you_mean, nearest
 
 
-def test_a_problem_says_where_what_value_and_fix() -> None:
+def test_a_problem_prints_where_what_value_and_fix() -> None:
     problem = Problem(what="too wide", where="conv1:weight", value="int99", fix="use int8")
     assert str(problem) == "conv1:weight: too wide (got 'int99')\n    fix: use int8"
 
@@ -21,7 +21,7 @@ def test_a_problem_says_where_what_value_and_fix() -> None:
         (Problem(what="too wide", fix="less"), "too wide\n    fix: less"),
     ],
 )
-def test_a_problem_leaves_out_what_it_does_not_know(problem: Problem, text: str) -> None:
+def test_a_problem_omits_missing_fields(problem: Problem, text: str) -> None:
     assert str(problem) == text
 
 

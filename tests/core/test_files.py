@@ -27,7 +27,7 @@ def test_replaces_whole_files(tmp_path: Path) -> None:
     assert path.read_text() == "b"
 
 
-def test_a_link_stays_and_its_target_is_written(tmp_path: Path) -> None:
+def test_writing_to_a_symlink_replaces_its_target(tmp_path: Path) -> None:
     (tmp_path / "kept").mkdir()
     link = tmp_path / "plan.yaml"
     link.symlink_to("kept/plan.yaml")
@@ -37,7 +37,7 @@ def test_a_link_stays_and_its_target_is_written(tmp_path: Path) -> None:
     assert (tmp_path / "kept" / "plan.yaml").read_text() == "b"
 
 
-def test_what_is_no_file_is_written_to_and_not_replaced(tmp_path: Path) -> None:
+def test_special_files_are_written_and_not_replaced(tmp_path: Path) -> None:
     """As root, `-o /dev/null` made a plain file of the machine's null device."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
@@ -51,7 +51,7 @@ def test_what_is_no_file_is_written_to_and_not_replaced(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [pipe]
 
 
-def test_readable_as_any_new_file_is(tmp_path: Path) -> None:
+def test_new_files_have_the_default_permissions(tmp_path: Path) -> None:
     # mkstemp makes files that only their owner can read
     write_text(tmp_path / "ours", "")
     (tmp_path / "plain").write_text("")
@@ -117,7 +117,7 @@ def test_readers_never_see_half_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("blocked", ["is_a_file/plan.yaml", "is_a_folder"])
-def test_an_unwritable_place_is_said_clearly(tmp_path: Path, blocked: str) -> None:
+def test_unwritable_paths_are_reported(tmp_path: Path, blocked: str) -> None:
     (tmp_path / "is_a_file").write_text("")
     (tmp_path / "is_a_folder").mkdir()
     with pytest.raises(BitwrightError) as caught:

@@ -80,7 +80,7 @@ def test_unsigned_twin_uses_all_codes() -> None:
         ("int8/tensor/asym/pot", "power-of-two"),
     ],
 )
-def test_wrong_formats_say_what_is_right(text: str, says: str) -> None:
+def test_invalid_formats_suggest_a_fix(text: str, says: str) -> None:
     with pytest.raises(FormatError) as caught:
         Format.parse(text)
     problem = caught.value.problems[0]

@@ -158,7 +158,7 @@ def test_a_child_does_not_keep_its_parents_lock(tmp_path: Path) -> None:
     os.close(writing)
 
 
-def test_a_file_system_without_locks_goes_by_the_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_systems_without_locks_use_the_owner_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(output, "fcntl", None)
     file = tmp_path / output.LOCK
     alive = {**output._owner(), "pid": os.getppid(), "born": output.process_start(os.getppid())}

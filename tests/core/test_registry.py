@@ -119,7 +119,7 @@ def test_an_unknown_name_lists_the_nearest() -> None:
     assert "'minmax'" in str(problem.fix)
 
 
-def test_an_empty_group_says_so() -> None:
+def test_an_empty_registry_is_reported() -> None:
     with raises_problem("unknown-name", kind=UnknownName):
         Registry("thing", "bitwright.nothing").get("x")
 

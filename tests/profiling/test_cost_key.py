@@ -7,7 +7,7 @@ from torch import nn
 from bitwright.profiling.cost_key import TensorSpec, describe
 
 
-def test_everything_that_costs_is_in_the_text() -> None:
+def test_keys_contain_everything_that_affects_cost() -> None:
     x, w = torch.randn(2, 3, 8, 8), nn.Parameter(torch.randn(4, 3, 3, 3))
     text = describe("conv2d", F.conv2d, (x, w, None, 1, 1), {}).key()
     assert text == "conv2d(input=f32[2,3,8,8], weight=f32[4,3,3,3]+, None, 1, 1)"
@@ -21,7 +21,7 @@ def test_everything_that_costs_is_in_the_text() -> None:
     assert len({text, *(other.key() for other in others)}) == 6
 
 
-def test_in_place_is_another_operator() -> None:
+def test_in_place_operators_have_their_own_key() -> None:
     x = torch.randn(4)
     assert describe("relu", torch.relu_, (x,), {}).key() == "relu_(input=f32[4])"
     assert describe("relu", F.relu, (x,), {"inplace": True}).inplace

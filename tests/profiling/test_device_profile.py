@@ -20,7 +20,7 @@ from bitwright.profiling.timing import fit
 from bitwright.quantizers.compiled import SMALL
 
 
-def test_a_profile_comes_back_and_keeps_the_schema(tmp_path: Path) -> None:
+def test_a_profile_round_trips_and_matches_its_schema(tmp_path: Path) -> None:
     made = profile_of([("add(f32[2])", "float32")])
     path = made.save(tmp_path / "device.json")
     assert DeviceProfile.load(path) == made
@@ -36,7 +36,7 @@ def test_a_profile_comes_back_and_keeps_the_schema(tmp_path: Path) -> None:
         ("hello", "invalid-json", "{path}:1:1"),
     ],
 )
-def test_a_wrong_file_says_what_is_wrong(text: str, code: str, where: str, tmp_path: Path) -> None:
+def test_invalid_profile_files_are_rejected(text: str, code: str, where: str, tmp_path: Path) -> None:
     path = tmp_path / "device.json"
     path.write_text(text)
     with raises_problem(code, where=where.format(path=path)):
@@ -45,14 +45,14 @@ def test_a_wrong_file_says_what_is_wrong(text: str, code: str, where: str, tmp_p
         DeviceProfile.load(tmp_path / "other.json")
 
 
-def test_lines_hold_from_their_start() -> None:
+def test_fitted_lines_apply_from_their_start() -> None:
     lines = [Line(per_element=1.0, fixed=0.0), Line(per_element=0.5, fixed=100.0, start=1000)]
     assert at(lines, 10) == 10.0
     assert at(lines, 2000) == 1100.0
     assert at([], 10) is None
 
 
-def test_fits_are_never_negative_and_know_their_error() -> None:
+def test_fits_are_non_negative_and_report_their_error() -> None:
     sizes = [2.0**k for k in range(8, 20)]
     noise = np.random.default_rng(0).normal(1.0, 0.02, len(sizes))
     found = fit([(n, 1.0) for n in sizes], [(3e-9 * n + 2e-6) * e for n, e in zip(sizes, noise, strict=True)])
@@ -73,7 +73,7 @@ def test_casts_are_measured_by_size() -> None:
     assert cast.forward[0].r2 is not None
 
 
-def test_the_host_has_a_price() -> None:
+def test_host_overhead_is_measured() -> None:
     host = measure_host("cpu", rounds=3)
     assert host.engine > 0
     assert host.schedule > 0
@@ -93,7 +93,7 @@ def test_groups_of_other_sizes_are_kept_apart() -> None:
     assert made.host.ddp_forward == 3e-3
 
 
-def test_both_lines_of_a_fused_quantizer_know_their_error() -> None:
+def test_both_lines_of_a_fused_quantizer_report_their_error() -> None:
     lines = _lines([(size, 1e-6 + 1e-9 * size) for size in _CAST_SIZES], broken=True)
     assert [line.start for line in lines] == [0, SMALL]
     assert all(line.held_out is not None for line in lines)

@@ -55,7 +55,7 @@ def registered():  # type: ignore[no-untyped-def]
         KERNELS.unregister(name)
 
 
-def test_figures_hold_on_a_busy_machine(registered: None) -> None:
+def test_speed_ratios_are_stable_on_a_busy_machine(registered: None) -> None:
     """Four processes compete for the CPU: a figure is right, or it isn't given."""
     others = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(4)]
     threads = torch.get_num_threads()
@@ -76,7 +76,7 @@ def test_figures_hold_on_a_busy_machine(registered: None) -> None:
             assert low < speed.of_float < high, speed
 
 
-def test_a_broken_kernel_hides_no_other(registered: None) -> None:
+def test_a_broken_kernel_does_not_hide_others(registered: None) -> None:
     found = by_name(batch=64, width=64)
     assert set(found) == {*KERNELS.names()}
     assert "AttributeError" in (found["broken"].problem or "")
@@ -86,7 +86,7 @@ def test_a_broken_kernel_hides_no_other(registered: None) -> None:
         assert (speed.of_float is None) == (speed.problem is not None or speed.doubt is not None)
 
 
-def test_a_disturbed_first_look_is_not_the_figure(monkeypatch: pytest.MonkeyPatch, registered: None) -> None:
+def test_a_disturbed_first_measurement_is_repeated(monkeypatch: pytest.MonkeyPatch, registered: None) -> None:
     """One slow sample used to be reported as "11 times slower"."""
     clock = {"now": 0.0, "reads": 0}
 
@@ -102,7 +102,7 @@ def test_a_disturbed_first_look_is_not_the_figure(monkeypatch: pytest.MonkeyPatc
     assert set(measured.values()) == {1.0}
 
 
-def test_ratios_that_disagree_are_no_figure() -> None:
+def test_inconsistent_ratios_give_no_result() -> None:
     assert judge("int8", [0.5] * 5) == KernelSpeed(kernel="int8", of_float=0.5, spread=0.0)
     unsure = judge("int8", [0.5, 0.5, 5.0, 11.0, 20.0])
     assert unsure.of_float is None

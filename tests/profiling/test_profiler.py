@@ -15,7 +15,7 @@ from bitwright.profiling.microbenchmarks import COLD
 from bitwright.profiling.profiler import _touched, training_peak
 
 
-def test_samples_are_the_devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_samples_are_shared_by_all_models_of_a_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """One file for all models; another for another clock, thread count, quota or version."""
     monkeypatch.setenv("BITWRIGHT_CACHE", str(tmp_path))
     wall = profiler.samples_file("wall")
@@ -36,7 +36,7 @@ def test_samples_are_the_devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert profiler.circumstances("wall")["bitwright"] == profiler.__version__
 
 
-def test_a_gpu_that_is_only_there_is_not_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_profiles_name_the_cpu_even_if_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "A Big GPU")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=1))
@@ -46,14 +46,14 @@ def test_a_gpu_that_is_only_there_is_not_what_was_measured(monkeypatch: pytest.M
     assert StepSettings(foreach=True).uses_foreach
 
 
-def test_a_model_that_is_elsewhere_is_refused() -> None:
+def test_models_on_other_devices_are_rejected() -> None:
     model = nn.Linear(4, 4, device="meta")
     with pytest.raises(BitwrightError) as caught:
         profile_variants([Variant(model=model)], (torch.ones(1, 4), torch.ones(1, 4)), nn.functional.mse_loss)
     assert caught.value.codes == ["model-not-on-cpu"]
 
 
-def test_a_few_steps_for_memory_leave_the_model_as_it_was() -> None:
+def test_measuring_memory_leaves_the_model_unchanged() -> None:
     model, batch, loss = net()
     model.eval()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -77,7 +77,7 @@ def test_a_smaller_step_is_not_hidden_by_a_larger_one_before() -> None:
     assert 0 < small < large - 40_000_000
 
 
-def test_optimizers_are_measured_as_warm_as_the_step_leaves_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_optimizers_are_measured_with_the_cache_state_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """A short step leaves parameters in the caches, a long one doesn't; neither is measured twice."""
     asked = []
 

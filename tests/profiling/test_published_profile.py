@@ -63,7 +63,7 @@ def test_a_step_of_two_kinds_is_predicted() -> None:
     assert predict_step(step, plan, profiles["v100"]).seconds == pytest.approx(alone["v100"])
 
 
-def test_every_table_is_whole_and_others_are_refused() -> None:
+def test_published_tables_are_complete_and_unknown_devices_rejected() -> None:
     for facts in published_devices().values():
         assert facts.operations_per_second["float32"] > 1e12
         assert facts.source

@@ -28,7 +28,7 @@ def filled(path: Path) -> SampleStore:
     return store
 
 
-def test_a_store_comes_back(tmp_path: Path) -> None:
+def test_a_store_round_trips(tmp_path: Path) -> None:
     path = tmp_path / "samples.jsonl"
     store = filled(path)
     again = SampleStore(path, circumstances={"device": "this one"})
@@ -39,7 +39,7 @@ def test_a_store_comes_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("quota", [None, 0.5])
-def test_what_watching_adds_is_not_told_from_pauses(
+def test_timer_overhead_is_estimated_despite_pauses(
     quota: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With half of a core, whether a step has a pause in it is chance, or the turn that it had."""
@@ -55,7 +55,7 @@ def test_known_operators_are_not_measured_again(tmp_path: Path) -> None:
     assert path.read_text().count("\n") == lines
 
 
-def test_a_line_that_was_cut_off_is_dropped_and_measured_again(tmp_path: Path) -> None:
+def test_an_incomplete_line_is_dropped_and_measured_again(tmp_path: Path) -> None:
     path = tmp_path / "samples.jsonl"
     store = filled(path)
     text = path.read_text()
@@ -69,7 +69,7 @@ def test_a_line_that_was_cut_off_is_dropped_and_measured_again(tmp_path: Path) -
         json.loads(line)
 
 
-def test_a_file_without_a_whole_head_is_a_new_one(tmp_path: Path) -> None:
+def test_a_file_with_an_incomplete_header_is_replaced(tmp_path: Path) -> None:
     path = tmp_path / "samples.jsonl"
     for text in ("", '{"bitwright_sam'):
         path.write_text(text)
@@ -78,7 +78,7 @@ def test_a_file_without_a_whole_head_is_a_new_one(tmp_path: Path) -> None:
         assert again.facts == {"host": {}}
 
 
-def test_damage_is_said_with_its_line(tmp_path: Path) -> None:
+def test_damaged_samples_are_reported_with_their_line(tmp_path: Path) -> None:
     path = tmp_path / "samples.jsonl"
     filled(path)
     head, *lines = path.read_text().splitlines()
@@ -140,7 +140,7 @@ def rounds_of(values: list[float], other: list[float]) -> SampleStore:
 
 
 @pytest.mark.parametrize("other", [0.0, 1.0])
-def test_the_interval_has_the_true_mean_as_often_as_it_says(other: float) -> None:
+def test_confidence_intervals_have_their_nominal_coverage(other: float) -> None:
     """Whether an operator is the whole step, so that its own slow rounds are left out, or a part of it."""
     chance = random.Random(1)
     hits = 0
@@ -154,7 +154,7 @@ def test_the_interval_has_the_true_mean_as_often_as_it_says(other: float) -> Non
     assert 0.90 <= hits / 300 <= 0.99
 
 
-def test_rounds_in_different_company_have_an_interval_too() -> None:
+def test_rounds_next_to_other_models_have_an_interval() -> None:
     """Each round has other operators beside this one: none is like another."""
     store = SampleStore()
     for number, seconds in enumerate((1.0, 2.0, 3.0)):

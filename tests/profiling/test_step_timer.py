@@ -26,7 +26,7 @@ def profile_of_sample(sample: Sample) -> DeviceProfile:
 @pytest.mark.parametrize("make", [net, digits, bert])
 @pytest.mark.parametrize("backend", [None, "onnxruntime", "academic"])
 @pytest.mark.parametrize("amp", [None, "bf16"])
-def test_what_is_measured_is_what_is_asked_for(make, backend, amp) -> None:  # type: ignore[no-untyped-def]
+def test_measured_keys_are_the_requested_keys(make, backend, amp) -> None:  # type: ignore[no-untyped-def]
     """Predicting looks up the very texts that watching has written down: no operator, cast or loss is missing."""
     model, batch, loss = make()
     settings = StepSettings(fuse=False, amp=amp)
@@ -63,7 +63,7 @@ def test_backward_of_an_operator_is_not_its_quantizers() -> None:
     assert all(sample.backward[key] > 0 for key in attention)
 
 
-def test_watching_changes_nothing() -> None:
+def test_timing_does_not_change_results() -> None:
     model, batch, loss = net()
     variant = prepared(model, batch, int8_plan(model, batch))
 
@@ -89,7 +89,7 @@ def test_watching_changes_nothing() -> None:
     }
 
 
-def test_recording_leaves_the_model_alone() -> None:
+def test_recording_leaves_the_model_unchanged() -> None:
     model, batch, loss = net()
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     for parameter in model.parameters():
@@ -105,7 +105,7 @@ def test_recording_leaves_the_model_alone() -> None:
 
 @pytest.mark.parametrize("backend", [None, "onnxruntime"])
 @pytest.mark.parametrize("share", [0.8, 1.1])
-def test_a_predicted_step_is_as_long_as_the_plain_one_beside_the_watched(backend: str | None, share: float) -> None:
+def test_a_predicted_step_matches_the_plain_step(backend: str | None, share: float) -> None:
     """Watching takes time: what operators are said to cost must add up to what a step takes that nobody watches."""
     model, batch, loss = bert()
     settings = StepSettings(fuse=False)

@@ -123,7 +123,7 @@ def test_switched_off_model_stays_off() -> None:
     assert not torch.equal(model(x), expected)
 
 
-def test_progress_is_told_of_each_batch() -> None:
+def test_progress_is_reported_for_each_batch() -> None:
     steps: list[int] = []
     calibrate(
         prepared("left:input"), [torch.ones(2, 4)] * 3, progress=lambda done, total, description: steps.append(done)
@@ -133,7 +133,7 @@ def test_progress_is_told_of_each_batch() -> None:
 
 @pytest.mark.parametrize(("value", "name"), [(float("nan"), "NaN"), (float("inf"), "infinity")])
 @pytest.mark.parametrize("observer", ["minmax", "ema-minmax", "percentile", "mse", "kl"])
-def test_bad_numbers_name_the_site(value: float, name: str, observer: str) -> None:
+def test_nonfinite_inputs_name_the_site(value: float, name: str, observer: str) -> None:
     model = prepared("left:output", "left:input", observer=observer)
     bad = torch.zeros(2, 4)
     bad[1, 2] = value
@@ -141,7 +141,7 @@ def test_bad_numbers_name_the_site(value: float, name: str, observer: str) -> No
         calibrate(model, [torch.zeros(2, 4), bad])
 
 
-def test_bad_numbers_in_a_weight_name_the_site() -> None:
+def test_nonfinite_weights_name_the_site() -> None:
     model = prepared("left:weight")
     with torch.no_grad():
         model.left.weight[0, 0] = float("nan")
@@ -160,7 +160,7 @@ def test_all_unusable_ranges_are_listed() -> None:
     ]
 
 
-def test_an_empty_batch_says_nothing() -> None:
+def test_an_empty_batch_does_not_change_ranges() -> None:
     model = prepared("left:input", "left:weight")
     calibrate(model, [torch.zeros(0, 4), torch.ones(2, 4), torch.zeros(0, 4)])
     assert model(torch.zeros(0, 4)).shape == (0, 4)
@@ -168,7 +168,7 @@ def test_an_empty_batch_says_nothing() -> None:
         calibrate(model, [torch.zeros(0, 4)])
 
 
-def test_calibrating_again_forgets_the_first_time() -> None:
+def test_recalibration_discards_earlier_ranges() -> None:
     model = prepared("left:input").eval()
     calibrate(model, [torch.full((2, 4), 100.0)])
     wide = quantizers_of(model)["left:input"].scale.clone()

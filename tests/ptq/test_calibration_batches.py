@@ -90,7 +90,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small")
-def test_pieces_give_the_ranges_of_whole_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_split_batches_give_the_ranges_of_whole_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Counted()
     cut = ranges(model)
     assert model.sizes == [4, 4, 2] * 3  # what looking ahead did is forgotten
@@ -102,9 +102,7 @@ def test_pieces_give_the_ranges_of_whole_batches(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("kind", [Mixed, Stateful, OnlyWhole])
-def test_models_that_pieces_would_change_get_whole_batches(
-    kind: type[Counted], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_batch_dependent_models_get_whole_batches(kind: type[Counted], monkeypatch: pytest.MonkeyPatch) -> None:
     model = kind()
     found = ranges(model)
     assert model.sizes == [10] * 3
@@ -114,7 +112,7 @@ def test_models_that_pieces_would_change_get_whole_batches(
 
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("observer", ["ema-minmax", "average-minmax", "mse", "percentile"])
-def test_observers_that_count_batches_get_whole_ones(observer: str) -> None:
+def test_batch_counting_observers_get_whole_batches(observer: str) -> None:
     model = Counted()
     ranges(model, observer)
     assert model.sizes == [10] * 3
@@ -143,7 +141,7 @@ class Viewing(Counted):
         return x.view(len(x), -1).view(x.shape) if x.max() > self.above else x
 
 
-def test_images_are_laid_channels_last_and_ranges_stay() -> None:
+def test_channels_last_calibration_keeps_ranges() -> None:
     model = Counted()
     found = ranges(model)
     assert model.channels_last == [True] * 3
@@ -157,13 +155,13 @@ class Plainly(Counted):
         return super().forward(x.view(len(x), -1).view(x.shape))
 
 
-def test_a_model_that_wants_the_plain_order_gets_it() -> None:
+def test_models_that_fail_with_channels_last_get_contiguous_batches() -> None:
     model = Viewing()
     ranges(model)
     assert model.channels_last == [False] * 3
 
 
-def test_a_later_batch_that_wants_the_plain_order_gets_it() -> None:
+def test_a_later_batch_that_fails_with_channels_last_is_contiguous() -> None:
     with torch.no_grad():
         tops = [Counted().eval().norm(Counted().first(batch)).max().item() for batch in DATA]
     model = Viewing(above=(max(tops[1:]) + tops[0]) / 2)

@@ -244,7 +244,7 @@ CHANGES: dict[str, Callable[[nn.Module], Any]] = {
 
 
 @pytest.mark.parametrize("change", sorted(CHANGES))
-def test_other_weights_after_calibration_are_noticed(change: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_changed_weights_after_calibration_are_detected(change: str, caplog: pytest.LogCaptureFixture) -> None:
     model, data = _net(), batches()
     quantize(model, data)
     model(data[0])

@@ -45,7 +45,7 @@ class Shared(nn.Module):
         return self.relu(self.second(self.relu(self.first(x))))
 
 
-def test_a_call_that_stays_float_says_so_in_the_plan() -> None:
+def test_a_float_call_is_listed_in_the_plan() -> None:
     torch.manual_seed(0)
     model, x = Shared().eval(), torch.randn(8, 4)
     plan = bw.quantize(model, [x]).plan
@@ -113,7 +113,7 @@ def at(path: int) -> Tensor:
     return x
 
 
-def test_records_for_as_long_as_there_are_new_paths() -> None:
+def test_recording_continues_while_there_are_new_paths() -> None:
     made = bw.quantize(Switching(), iter([at(0), at(1), at(2), at(2), at(0)]), backend="academic")
     assert {site.partition(":")[0] for site, _ in made.plan.quantized} == {"paths.0", "paths.1", "paths.2"}
 
@@ -139,7 +139,7 @@ def test_one_path_is_recorded_twice_and_every_batch_is_calibrated_with(monkeypat
     assert seen[-1] == 5
 
 
-def test_a_path_that_no_number_decides_is_recorded_from_few_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fixed_paths_are_recorded_from_few_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = []
     forward = nn.Linear.forward
 
@@ -164,6 +164,6 @@ class Unrolled(nn.Module):
         return torch.stack([layer(row) for layer, row in zip(self.layers, x, strict=False)])
 
 
-def test_a_path_that_the_number_of_samples_decides_is_recorded_whole() -> None:
+def test_paths_that_depend_on_the_batch_size_are_recorded_with_whole_batches() -> None:
     made = bw.quantize(Unrolled(), [torch.rand(4, 3)] * 2, backend="academic")
     assert {site.partition(":")[0] for site, _ in made.plan.quantized} >= {f"layers.{n}" for n in range(4)}

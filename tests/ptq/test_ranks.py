@@ -58,7 +58,7 @@ def test_grids_are_bit_equal_and_signs_agree(ranks: list[Any], observer: str) ->
 
 
 @pytest.mark.parametrize("quantizer", QUANTIZERS)
-def test_a_way_that_only_one_rank_takes(ranks: list[Any], quantizer: str) -> None:
+def test_a_path_that_only_one_rank_takes(ranks: list[Any], quantizer: str) -> None:
     first, second = (rank[f"quantizer {quantizer}"] for rank in ranks)
     equal(first, second)
     assert first["right:input codes"][0] < 0
@@ -110,9 +110,9 @@ def test_an_error_on_one_rank_ends_all(ranks: list[Any], case: str, culprit: int
     assert words[1] in other[1]
 
 
-def test_a_group_of_its_own_calibrates_alone(ranks: list[Any]) -> None:
+def test_a_subgroup_calibrates_alone(ranks: list[Any]) -> None:
     assert [rank["alone"]["left:input codes"] for rank in ranks] == [UNSIGNED, SIGNED]
 
 
-def test_after_errors_ranks_are_in_step(ranks: list[Any]) -> None:
+def test_ranks_stay_synchronized_after_errors(ranks: list[Any]) -> None:
     equal(*(rank["again"] for rank in ranks))

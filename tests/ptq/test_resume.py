@@ -40,7 +40,7 @@ def command(folder: Path, output: str) -> list[str]:
 
 
 @pytest.mark.slow  # the phases run in one process below; tests/test_interruptions.py kills real ones
-def test_a_killed_process_goes_on_to_the_same_bits(tmp_path: Path) -> None:
+def test_a_killed_process_resumes_bit_identical(tmp_path: Path) -> None:
     (tmp_path / "work.py").write_text(WORKLOAD)
     state = tmp_path / "killed" / ".steps" / "progress.json"
     process = subprocess.Popen(command(tmp_path, "killed"), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -75,7 +75,7 @@ def test_a_killed_process_goes_on_to_the_same_bits(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("after", [1, 3, 8])
-def test_every_phase_can_be_gone_on_with(after: int, tmp_path: Path) -> None:
+def test_every_phase_can_be_resumed(after: int, tmp_path: Path) -> None:
     """Among float steps, in the first step that needs ranges, in a step after it."""
 
     def stop(done: int, total: int | None, description: str) -> None:
@@ -124,7 +124,7 @@ def unfinished(folder: Path, data: list[torch.Tensor] | None = None) -> None:
         bw.quantize(Mobile(), data or images(), steps=["bias-correction"], folder=folder, progress=stop)
 
 
-def test_other_data_behind_the_first_batch_is_refused(tmp_path: Path) -> None:
+def test_resuming_with_other_later_batches_is_rejected(tmp_path: Path) -> None:
     unfinished(tmp_path)
     first, *rest = images()
     for other in ([first, *(batch + 1 for batch in rest)], [first], [first, *rest[::-1], first]):
@@ -148,7 +148,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("what", [*DAMAGE, *(f"done {value}" for value in ("-1", "0", "99", "true", '"2"', "1.5"))])
-def test_damaged_state_is_refused_and_says_what_to_remove(what: str, tmp_path: Path) -> None:
+def test_damaged_state_is_rejected_and_names_the_folder_to_remove(what: str, tmp_path: Path) -> None:
     unfinished(tmp_path)
     (state,) = tmp_path.glob("unit-*.safetensors")
     if what in DAMAGE:

@@ -74,7 +74,7 @@ def test_a_failure_leaves_the_weights_as_they_were() -> None:
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_progress_and_results_are_told() -> None:
+def test_progress_and_results_are_reported() -> None:
     seen: list[tuple[int, int | None, str]] = []
 
     def progress(*at: Any) -> None:
@@ -100,7 +100,7 @@ def test_progress_and_results_are_told() -> None:
 
 
 @pytest.mark.parametrize("activation", [nn.ReLU, nn.ReLU6])
-def test_equalization_keeps_the_function_and_helps(activation: type[nn.Module], tmp_path: Path) -> None:
+def test_equalization_keeps_the_function_and_reduces_error(activation: type[nn.Module], tmp_path: Path) -> None:
     exact, data = Mobile(activation), images()
     plain, even = copy.deepcopy(exact), copy.deepcopy(exact)
     run(plain, data, weights="int4/tensor/sym")
@@ -147,7 +147,7 @@ def test_shared_weights_are_left_alone() -> None:
 
 
 @pytest.mark.parametrize("backend", ["onnxruntime", "academic"])
-def test_bias_correction_takes_back_the_mean(backend: str, tmp_path: Path) -> None:
+def test_bias_correction_restores_the_mean(backend: str, tmp_path: Path) -> None:
     """With folded norms the correction goes to β, with others to the norm's mean."""
     exact, data = Mobile(nn.ReLU), images()
     plain, corrected = copy.deepcopy(exact), copy.deepcopy(exact)
@@ -261,7 +261,7 @@ def test_memory_beyond_the_limit_goes_to_the_disk() -> None:
 
 
 @pytest.mark.parametrize("step", ["smoothquant", "awq"])
-def test_scaling_keeps_the_function_and_helps(step: str, tmp_path: Path) -> None:
+def test_scaling_keeps_the_function_and_reduces_error(step: str, tmp_path: Path) -> None:
     exact, data = Encoder(), texts()
     plain, scaled = copy.deepcopy(exact), copy.deepcopy(exact)
     run(plain, data, **W4)
@@ -283,7 +283,7 @@ def test_gptq_is_better_than_nearest(model: type[nn.Module], data: Any, tmp_path
     check(quantized, tmp_path / "model.onnx", batches)
 
 
-def test_tokens_far_beyond_others_are_clipped(tmp_path: Path) -> None:
+def test_outlier_tokens_are_clipped(tmp_path: Path) -> None:
     exact, data = Encoder(), texts()
     with torch.no_grad():
         exact.embed.weight[7] *= 30  # a separator that no other token is like

@@ -204,7 +204,7 @@ def test_gradient_passes_exactly_where_nothing_is_clipped(values: Array, format:
 
 
 @pytest.mark.parametrize("value", [0.0, 1e-30])
-def test_a_tensor_of_nothing_has_a_usable_scale(value: float) -> None:
+def test_an_empty_tensor_has_a_valid_scale(value: float) -> None:
     for format in ("int8/channel/sym", "uint8/tensor/asym", "int4/group2/sym", "int8/tensor/sym/pot"):
         quantizer = quantizer_of(np.full((2, 4), value, F32), format)
         assert (quantizer.scale > 0).all()
@@ -218,7 +218,7 @@ def test_zero_is_always_exact() -> None:
             assert quantizer_of(values * F32(sign), format)(torch.zeros(1, 4)).abs().max() == 0
 
 
-def test_a_wrong_format_teaches_the_right_one() -> None:
+def test_invalid_formats_suggest_valid_ones() -> None:
     with raises_problem("invalid-format", mentions="adasign"):
         Format.parse("uint8/tensor/sym/adasign")
     with raises_problem("invalid-format", mentions="2 to 16"):

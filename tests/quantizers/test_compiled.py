@@ -259,7 +259,7 @@ def test_a_folded_weight_is_the_same_in_compiled_code(which: str, guard: str | N
 
 
 @pytest.mark.parametrize("guard", [None, "int16-pairs"])
-def test_a_folded_weight_is_rounded_as_any_is(guard: str | None) -> None:
+def test_folded_weights_are_rounded_like_others(guard: str | None) -> None:
     weight, factor = numbers(6, 4, 3, 3).requires_grad_(), numbers(6, 1, 1, 1, seed=1).requires_grad_()
     lsq = folding("conv2d", weight.detach(), guard=guard)
     leaves = [weight, factor, lsq.scale]
@@ -293,7 +293,7 @@ def test_new_sizes_dont_compile_again(name: str, counting: list[int]) -> None:
     assert len(counting) == made
 
 
-def test_small_tensors_are_left_alone(counting: list[int]) -> None:
+def test_small_tensors_are_not_compiled(counting: list[int]) -> None:
     for name in ("lsq", "dsq"):
         quantizer = build(name, "uint8/tensor/asym", numbers(4, 8), weight=False)
         quantizer.compiled = True
@@ -301,7 +301,7 @@ def test_small_tensors_are_left_alone(counting: list[int]) -> None:
     assert counting == []
 
 
-def test_off_until_asked_for(zoo: SimpleNamespace, counting: list[int]) -> None:
+def test_compilation_is_off_by_default(zoo: SimpleNamespace, counting: list[int]) -> None:
     model = zoo.quantized(zoo.seeded(zoo.Residual), quantizer="lsq").train()
     assert not any(quantizer.compiled for quantizer in quantizers_of(model).values())
     x = numbers(64, 3, 16, 16)
@@ -347,9 +347,7 @@ def test_inlined_when_the_whole_model_is_compiled_or_exported(zoo: SimpleNamespa
     assert torch.allclose(exported.module()(x), expected, atol=0.05)
 
 
-def test_says_once_that_nothing_can_be_compiled(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_missing_compiler_is_reported_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     def broken(*_: Any, **__: Any) -> Any:
         raise RuntimeError("no compiler here\nand more")
 

@@ -79,7 +79,7 @@ SHAPES = [
 @pytest.mark.parametrize("format", ["int8/channel/sym", "int8/tensor/sym"])
 @settings(max_examples=12)
 @given(seed=st.integers(0, 10_000), tail=st.sampled_from([1.0, 3.0]))
-def test_every_pair_is_in_range(case: Any, format: str, seed: int, tail: float) -> None:
+def test_guarded_pair_sums_fit_into_int16(case: Any, format: str, seed: int, tail: float) -> None:
     kind, shape, x_shape = case
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(shape, generator=generator)
@@ -96,7 +96,7 @@ def test_every_pair_is_in_range(case: Any, format: str, seed: int, tail: float) 
     assert torch.equal(again.scale, safe.scale)
 
 
-def test_unguarded_codes_do_leave_the_range() -> None:
+def test_unguarded_codes_exceed_the_range() -> None:
     weight = torch.ones(2, 4)
     plain = guarded("linear", weight, torch.ones(1, 4), "int8/channel/sym", None)
     assert worst_pair(plain.integers(weight)) == 254
@@ -104,7 +104,7 @@ def test_unguarded_codes_do_leave_the_range() -> None:
     assert 126 <= worst_pair(safe.integers(weight)) <= 128
 
 
-def test_only_the_channels_that_need_it_pay() -> None:
+def test_guards_change_only_channels_that_exceed_the_range() -> None:
     weight = torch.tensor([[1.0, 1.0, 0.1, 0.1], [1.0, -1.0, 0.2, -0.1]])
     safe = guarded("linear", weight, torch.ones(1, 4), "int8/channel/sym", "int16-pairs")
     plain = guarded("linear", weight, torch.ones(1, 4), "int8/channel/sym", None)

@@ -119,7 +119,7 @@ def test_power_of_two_survives_training() -> None:
 
 
 @pytest.mark.parametrize("scale", [-0.05, 0.0, 1e-12])
-def test_a_scale_that_training_drove_to_zero_or_below_stays_usable(scale: float) -> None:
+def test_nonpositive_learned_scales_stay_usable(scale: float) -> None:
     w = torch.randn(2, 8)
     quantizer = lsq("int4/tensor/sym", w)
     with torch.no_grad():
@@ -144,7 +144,7 @@ def _folded(gamma: float) -> tuple[nn.Module, Tensor]:
     return model, x
 
 
-def test_scales_of_folded_weights_move_alike_whatever_the_norm_makes_of_them() -> None:
+def test_gradients_of_folded_scales_do_not_depend_on_the_norm() -> None:
     """γ scales the folded weight and with it the scale: its relative step must not depend on γ."""
     steps = []
     for gamma in (0.02, 1.0, 5.0):
@@ -169,7 +169,7 @@ def test_copies_keep_the_units_of_their_gradients() -> None:
     assert torch.equal(grads[0], grads[1])
 
 
-def test_a_learned_scale_below_its_guard_quantizes_as_the_guard_wants() -> None:
+def test_a_learned_scale_below_its_guard_is_raised_to_the_guard() -> None:
     """What is trained is what is deployed: else norms learn the statistics of a weight that is clipped away later."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(4, 6, 3, bias=False))

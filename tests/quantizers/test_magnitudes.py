@@ -66,7 +66,7 @@ def test_quantization_commutes_with_powers_of_two(
 
 
 @pytest.mark.parametrize("quantizer", ["dorefa", "apot", "qil"])
-def test_small_weights_are_standardised_as_ordinary_ones_are(build: Build, quantizer: str) -> None:
+def test_small_weights_are_standardized_like_others(build: Build, quantizer: str) -> None:
     x = numbers(0) * 0.01
     wanted = build(quantizer, "int4/channel/sym", x, weight=True)(x)
     small = x * 2.0**-60

@@ -55,7 +55,7 @@ def test_blocks_of_32_have_powers_of_two(format: str, exponent: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["mxint8/tensor", "fp8e4m3/asym", "fp8e4m3/tensor/channel", "mxfp4e3m0"])
-def test_formats_that_there_are_not(text: str) -> None:
+def test_unknown_float_formats_are_rejected(text: str) -> None:
     with pytest.raises(FormatError):
         bw.Format.parse(text)
 
@@ -74,7 +74,7 @@ def test_a_plan_of_small_floats_is_made_and_kept() -> None:
     assert 0 < errors["fp8e4m3/channel"] < errors["mxfp4e2m1"]
 
 
-def test_what_no_artefact_has_is_refused_before_calibration() -> None:
+def test_unexportable_formats_are_rejected_before_calibration() -> None:
     model = nn.Sequential(nn.Linear(32, 4)).eval()
     with raises_problem("unsupported-levels", where="0:weight", mentions="minifloat"):
         bw.quantize(model, [torch.randn(2, 32)], backend="academic", weights="fp8e4m3", artefact=True)

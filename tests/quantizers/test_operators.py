@@ -165,7 +165,7 @@ def test_a_call_that_the_plan_leaves_out_is_float_when_the_graph_knows_it() -> N
         assert torch.equal(prepared(x), F.relu(prepared.linear(hidden * 10)))
 
 
-def test_a_placed_plan_leaves_the_second_call_as_it_says() -> None:
+def test_a_placed_plan_keeps_the_format_of_the_second_call() -> None:
     model = Twice().eval()
     x = torch.randn(16, 4)
     graph = capture(model, x)
@@ -290,7 +290,7 @@ def test_keyword_weights_are_found() -> None:
     assert torch.equal(model(x), expected)
 
 
-def test_a_site_of_a_module_that_is_no_operator_says_so() -> None:
+def test_sites_of_modules_without_operator_are_rejected() -> None:
     model = nn.Sequential(nn.Sequential(nn.Linear(2, 2)))
     with pytest.raises(BitwrightError) as raised:
         prepare(model, Plan(sites={"0:weight": spec(COARSE)}))

@@ -190,7 +190,7 @@ def test_strip_gives_the_original_back(any_model: nn.Module, training: bool, zoo
     assert strip(any_model) is any_model  # nothing to take off: nothing happens
 
 
-def test_strip_puts_back_a_forward_of_somebody_else(zoo: SimpleNamespace) -> None:
+def test_strip_restores_a_replaced_forward(zoo: SimpleNamespace) -> None:
     model = zoo.seeded(zoo.Functional)
     x = zoo.example(model)
     model.forward = lambda x: type(model).forward(model, x) + 1.0
@@ -262,7 +262,7 @@ def test_submodule_on_its_own_is_quantized(zoo: SimpleNamespace) -> None:
     assert not torch.equal(model.out(x), plain(x))
 
 
-def test_an_exception_inside_forward_leaves_no_trace(zoo: SimpleNamespace) -> None:
+def test_an_exception_in_forward_leaves_no_state(zoo: SimpleNamespace) -> None:
     model = zoo.quantized(zoo.seeded(zoo.Attention).eval())
     x = zoo.example(model)
     expected = model(x)

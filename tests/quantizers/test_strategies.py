@@ -126,7 +126,7 @@ def test_training_is_that_of_the_float_model(pair: str, strategy: int) -> None:
 
 @pairs
 @pytest.mark.parametrize("strategy", FROZEN)
-def test_frozen_statistics_stay(pair: str, strategy: int) -> None:
+def test_frozen_statistics_do_not_change(pair: str, strategy: int) -> None:
     model, x = build(pair)
     ours = without_rounding(folded(model, x, strategy)).train()
     before = {name: buffer.clone() for name, buffer in ours[1].named_buffers()}
@@ -265,7 +265,7 @@ def test_a_norm_in_eval_mode_runs_as_deployed(strategy: int) -> None:
 
 
 @pytest.mark.parametrize("strategy", ALL)
-def test_keys_copies_and_float_mode(strategy: int) -> None:
+def test_state_dict_keys_copies_and_float_mode(strategy: int) -> None:
     model, x = build("conv2d", torch.float32)
     ours = folded(model, x, strategy)
     assert [key for key in ours.state_dict() if not key.startswith("bitwright.")] == list(model.state_dict())

@@ -34,7 +34,7 @@ def test_two_ranks_are_one_process_on_the_joint_batch(
 
 
 @pytest.mark.parametrize("strategy", [2, 3, 4])
-def test_compiled_and_in_a_group_of_its_own(strategy: int, ranks: list[Any]) -> None:
+def test_compiled_quantizers_in_a_subgroup(strategy: int, ranks: list[Any]) -> None:
     torch.set_num_threads(1)
     model, x, weights = build(strategy, "SyncBatchNorm", False)
     joint = train(model, model.train(), x, weights)

@@ -199,7 +199,7 @@ def test_checkpoint_round_trip(name: str, tmp_path: Path) -> None:
     assert {n for n, _ in other.named_parameters()} == {n for n, _ in model.named_parameters()}
 
 
-def test_weights_and_activations_are_chosen_apart() -> None:
+def test_weight_and_activation_quantizers_are_independent() -> None:
     x, _ = problem(8)
     graph = bw.capture(network().eval(), x)
     plan = bw.make_plan(graph, "academic", quantizer="pact", weight_quantizer="lsq")

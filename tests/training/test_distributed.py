@@ -82,7 +82,7 @@ def test_two_processes_train_one_model(tmp_path: Path, quantizer: str) -> None:
 
 
 @pytest.mark.slow
-def test_shards_train_as_replicas_do(tmp_path: Path) -> None:
+def test_sharded_training_equals_replicated_training(tmp_path: Path) -> None:
     common = ("--epochs", "2", "--precision", "int8", "--clip", "5", "--ema", "0.9", "--accumulate", "2")
     runs = {kind: launch(tmp_path / kind, *common, "--parallel", kind) for kind in ("ddp", "fsdp")}
     for process in runs.values():
@@ -125,7 +125,7 @@ def test_processes_can_train_again_and_again(count: int, tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_shards_go_on_to_the_bit(tmp_path: Path) -> None:
+def test_sharded_runs_resume_bit_identical(tmp_path: Path) -> None:
     options = ("--epochs", "2", "--precision", "int8", "--parallel", "fsdp", "--ema", "0.9", "--save-steps", "5")
     finish(launch(tmp_path / "whole", *options))
     process = launch(tmp_path / "killed", *options, restarts=1)

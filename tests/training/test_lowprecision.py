@@ -51,7 +51,7 @@ def test_int8_training_reaches_what_float_training_reaches() -> None:
     assert train(compute=plan)[1]["0.weight"].equal(state["0.weight"])  # seeded, roundings and all
 
 
-def test_a_run_goes_on_to_the_bit(tmp_path: Path) -> None:
+def test_resumed_runs_are_bit_identical(tmp_path: Path) -> None:
     def run(out: Path, epochs: int, **options: Any) -> dict[str, torch.Tensor]:
         config = TrainConfig(epochs=4, batch=50, lr=0.1, save_steps=7, schedule="constant")
         trainer = Trainer(workload(), config=config, compute=Plan(compute={"*": INT8}), out=out, **options)
@@ -83,7 +83,7 @@ class _StopAt:
         return lambda *args: None
 
 
-def test_a_run_goes_on_as_the_same_kind_of_device_only(tmp_path: Path) -> None:
+def test_a_run_resumes_only_on_the_same_kind_of_device(tmp_path: Path) -> None:
     plan = Plan(devices={"low": Device(compute={"*": INT8}), "plain": Device()})
 
     def trainer(kind: str) -> Trainer:
@@ -131,7 +131,7 @@ def test_a_nan_weight_stops_training_as_in_float() -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own imports, in its compiler
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # of dynamo, where it goes on
-def test_a_compiled_model_goes_around_the_kernels() -> None:
+def test_compiled_models_run_without_kernels() -> None:
     """The same numbers as without; torch's compiler once failed on the packed weights."""
     states = []
     for compile in (True, False):
@@ -312,7 +312,7 @@ def test_two_kinds_of_device_train_one_model(tmp_path: Path) -> None:
     assert replace(Plan.load(tmp_path / "run" / "plan.yaml"), model=None).devices["slow"].batch == 6
 
 
-def test_a_planner_may_say_that_float_is_best(tmp_path: Path) -> None:
+def test_plans_with_float_everywhere_are_accepted(tmp_path: Path) -> None:
     config = TrainConfig(epochs=1, batch=50, lr=0.1)
     trainer = Trainer(workload(), config=config, compute=Plan(devices={"big": Device(), "small": Device()}), kind="big")
     trained = trainer.fit().model.state_dict()
@@ -323,7 +323,7 @@ def test_a_planner_may_say_that_float_is_best(tmp_path: Path) -> None:
     assert "plan-all-float" in caught.value.codes
 
 
-def test_a_plan_carries_its_layout(tmp_path: Path) -> None:
+def test_a_plan_sets_the_memory_layout(tmp_path: Path) -> None:
     plan = Plan(devices={"big": Device(channels_last=True)})
     Trainer(workload(), config=TrainConfig(epochs=1, batch=50), compute=plan, kind="big", out=tmp_path).fit()
     assert json.loads((tmp_path / "result.json").read_text())["config"]["channels_last"] is True

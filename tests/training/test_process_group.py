@@ -54,7 +54,7 @@ def _ddp(model: nn.Module | None = None) -> Any:
     return net
 
 
-def test_a_group_lives_as_long_as_its_reducer_and_no_longer(tmp_path: Path) -> None:
+def test_a_group_is_released_after_its_reducer(tmp_path: Path) -> None:
     for number in range(3):  # torch keeps the first group of a process
         with joined_group("gloo", init_method=f"file://{tmp_path}/{number}", rank=0, world_size=1):
             net = _ddp()
@@ -86,7 +86,7 @@ def test_every_ddp_of_the_process_is_found(tmp_path: Path) -> None:
     assert len(groups._KEPT) == 0
 
 
-def test_there_may_be_no_group(tmp_path: Path) -> None:
+def test_leaving_without_a_group_is_allowed(tmp_path: Path) -> None:
     keep_groups()
     leave_group()
     with joined_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1):

@@ -87,7 +87,7 @@ def test_a_float_run_learns_and_a_quantized_one_differs_by_the_flag_alone(tmp_pa
     ],
 )
 @pytest.mark.parametrize("stop_at", [7, 10])
-def test_a_run_that_was_stopped_goes_on_to_the_bit(
+def test_a_stopped_run_resumes_bit_identical(
     tmp_path: Path, arguments: dict[str, Any], changes: dict[str, Any], stop_at: int
 ) -> None:
     config = settings(epochs=2, **changes)
@@ -125,7 +125,7 @@ def test_a_killed_write_leaves_the_checkpoint_before_it(tmp_path: Path) -> None:
     assert result.steps == 10
 
 
-def test_the_same_command_gives_the_result_of_a_finished_run_again(tmp_path: Path) -> None:
+def test_rerunning_a_finished_run_returns_its_result(tmp_path: Path) -> None:
     _, before = train(out=tmp_path, config=settings(epochs=1), precision="int8", resume="auto")
     files = {name: (tmp_path / name).read_bytes() for name in ("checkpoint.safetensors", "history.jsonl", "plan.yaml")}
     watch, result = train(out=tmp_path, config=settings(epochs=1), precision="int8", resume="auto")
@@ -215,21 +215,21 @@ def test_ranges_follow_the_data_until_they_are_frozen() -> None:
     assert not torch.equal(watch.seen[0]["conv:weight"], watch.seen[9]["conv:weight"])
 
 
-def test_what_is_followed_behind_a_relu_is_what_the_relu_gives() -> None:
+def test_ranges_after_a_relu_use_the_relu_output() -> None:
     _, result = train(precision="int8", quantizer="plain", observer="minmax", activations="int8/tensor/sym/adasign")
     behind = [q for site, q in quantizers_of(result.model).items() if "relu" in site]
     assert behind
     assert all(q.qmin == 0 for q in behind)
 
 
-def test_followed_weights_end_with_the_range_that_they_have() -> None:
+def test_observed_weight_ranges_match_the_final_weights() -> None:
     _, result = train(precision="int8", quantizer="plain", saturating=False, fold=-1, backend="academic")
     weight = result.model.second.weight.detach()
     scale = quantizers_of(result.model)["second:weight"].scale
     torch.testing.assert_close(scale, torch.maximum(weight.max() / 127, -weight.min() / 128))
 
 
-def test_batch_norms_stand_still_from_the_chosen_epoch_on() -> None:
+def test_batch_norms_are_frozen_from_the_chosen_epoch() -> None:
     class Means(Watch):
         def on_step(self, run: TrainingRun) -> None:
             self.seen.append((run.model.norm.running_mean.clone(), run.model.norm.weight.detach().clone()))
@@ -255,7 +255,7 @@ def test_stopping_early_gives_the_best_epoch(tmp_path: Path) -> None:
     assert all(torch.equal(result.model.state_dict()[k], v) for k, v in states[1].items())
 
 
-def test_less_may_be_better(tmp_path: Path) -> None:
+def test_metrics_where_lower_is_better(tmp_path: Path) -> None:
     scores = iter([float("nan"), 6.0, 5.0, 7.0, 8.0, 1.0])
     work = replace(
         workload(), evaluate=lambda predict: {"errors": next(scores)}, metric="errors", lower_is_better={"errors"}
@@ -264,7 +264,7 @@ def test_less_may_be_better(tmp_path: Path) -> None:
     assert (result.epochs, result.best) == (5, {"errors": 5.0, "epoch": 3.0})
 
 
-def test_averaged_weights_are_what_is_measured_and_kept() -> None:
+def test_averaged_weights_are_evaluated_and_saved() -> None:
     class Last(Watch):
         def on_epoch(self, run: TrainingRun, values: dict[str, float]) -> None:
             super().on_epoch(run, values)
@@ -332,7 +332,7 @@ def test_a_loss_that_is_not_a_number_ends_the_run_and_is_not_saved(tmp_path: Pat
     assert not list((tmp_path / "checkpoints").glob("step-*"))
 
 
-def test_a_loader_of_the_users_own_is_taken_apart() -> None:
+def test_a_user_dataloader_is_converted() -> None:
     x, y = torch.randn(30, 1, 8, 8), torch.arange(30) % 3
     loader = DataLoader(TensorDataset(x, y), batch_size=10, shuffle=True)
     result = Trainer(replace(workload(), training=lambda: loader), config=TrainConfig()).fit()
@@ -394,7 +394,7 @@ def test_a_compiled_run_computes_what_an_eager_one_does(quantizer: str) -> None:
     assert sum(losses[True][-3:]) < 3 * losses[True][0]
 
 
-def test_result_says_what_was_run(tmp_path: Path) -> None:
+def test_the_result_describes_the_run(tmp_path: Path) -> None:
     train(out=tmp_path, precision="int8", config=settings(epochs=1))
     facts = json.loads((tmp_path / "result.json").read_text())
     assert facts["config"]["lr"] == 0.1

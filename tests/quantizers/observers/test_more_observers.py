@@ -84,7 +84,7 @@ def test_lsq_start(format: str, positive: bool, p: int) -> None:
 
 
 @pytest.mark.parametrize("far", [-20.0, 20.0])
-def test_lsq_start_with_a_zero_point_keeps_to_the_many(far: float) -> None:
+def test_lsq_start_with_a_zero_point_ignores_outliers(far: float) -> None:
     """One far number on either side must not push the range away from all the others."""
     (batch,) = batches(3, rows=1)[:1]
     batch[0, 0] = far
@@ -94,7 +94,7 @@ def test_lsq_start_with_a_zero_point_keeps_to_the_many(far: float) -> None:
     assert clipped < 0.05
 
 
-def test_lsq_start_with_a_zero_point_covers_what_fits() -> None:
+def test_lsq_start_with_a_zero_point_covers_the_range_if_it_fits() -> None:
     """A range that is long enough has all data in it: on a short side, more codes are left for the other one."""
     batch = np.linspace(-0.5, 3.0, 200, dtype=np.float32)[None]
     low, high = (float(end[0]) for end in seen("lsq", [batch], "uint4/channel/asym"))

@@ -125,7 +125,7 @@ def test_mse(seed: int, count: int, length: int, bits: int, p: float, symmetric:
         assert errors[shrink] <= min(errors.values()) * (1 + 1e-5) + 1e-12
 
 
-def test_mse_clips_an_outlier_that_few_bits_cannot_afford() -> None:
+def test_mse_clips_outliers_at_few_bits() -> None:
     values = np.random.default_rng(0).normal(size=(1, 4000)).astype(F32)
     values[0, 0] = 8.0
     _, narrow = seen_range("mse", [values], "int4/tensor/sym")
@@ -195,7 +195,7 @@ def test_percentile_of_a_stream_is_that_of_all_values() -> None:
     assert np.isclose(high[0], np.quantile(values, 0.995), atol=2e-3 * np.abs(values).max())
 
 
-def test_range_grows_by_doubling_without_losing_a_count() -> None:
+def test_histogram_range_doubles_without_losing_counts() -> None:
     generator = np.random.default_rng(0)
     observer = OBSERVERS.get("percentile")(format=Format.parse("int8/tensor/sym"))
     seen = []
@@ -266,6 +266,6 @@ def test_zeros_first_then_values() -> None:
     ("name", "options"),
     [("percentile", {"percentile": 40.0}), ("ema-minmax", {"momentum": 1.0}), ("mse", {"p": 0.0})],
 )
-def test_options_that_make_no_sense(name: str, options: dict[str, float]) -> None:
+def test_invalid_observer_options_are_rejected(name: str, options: dict[str, float]) -> None:
     with pytest.raises(BitwrightError):
         OBSERVERS.get(name)(format=Format.parse("int8/tensor/sym"), **options)

@@ -11,7 +11,7 @@ from bitwright.core.registry import OBSERVERS
 
 
 @pytest.mark.parametrize("observer", OBSERVERS.names())
-def test_numbers_that_are_too_small_are_refused(observer: str) -> None:
+def test_too_small_values_are_rejected(observer: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 8, bias=False), nn.ReLU(), nn.Linear(8, 4, bias=False)).eval()
     with pytest.raises(bw.BitwrightError) as caught:

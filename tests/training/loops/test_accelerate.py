@@ -66,7 +66,7 @@ def test_it_trains_and_deploys(tmp_path: Path, settings: dict[str, Any]) -> None
     common.deploys(loop.qat, tmp_path / "model.onnx", common.samples()[0])
 
 
-def test_what_accelerate_unwraps_still_runs(tmp_path: Path) -> None:
+def test_the_unwrapped_model_runs(tmp_path: Path) -> None:
     loop = Loop(tmp_path, precision="bf16")
     loop.epochs(1)
     x = common.samples()[0]
@@ -82,7 +82,7 @@ def test_what_accelerate_unwraps_still_runs(tmp_path: Path) -> None:
     "options",
     [pytest.param({}, marks=pytest.mark.slow), {"quantizer": "plain", "observer": "ema-minmax", "freeze_observers": 2}],
 )
-def test_save_state_resumes_to_the_bit(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_save_state_resumes_bit_identical(tmp_path: Path, options: dict[str, Any]) -> None:
     loop = Loop(tmp_path, **options)
     loop.epochs(1)
     loop.accelerator.save_state(str(tmp_path / "state"))

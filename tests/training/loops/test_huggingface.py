@@ -121,7 +121,7 @@ def test_it_trains_and_deploys(tmp_path: Path, settings: dict[str, Any]) -> None
     "options",
     [pytest.param({}, marks=pytest.mark.slow), {"quantizer": "plain", "observer": "ema-minmax", "freeze_observers": 1}],
 )
-def test_it_resumes_to_the_bit(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_resuming_is_bit_identical(tmp_path: Path, options: dict[str, Any]) -> None:
     watch = not options  # nothing is learned by `plain`
     whole, _, _, _ = run(tmp_path / "one", options=options, watch=watch)
     saved = load_file(tmp_path / "one" / "checkpoint-7" / "model.safetensors")
@@ -140,7 +140,7 @@ def test_what_save_pretrained_writes_can_be_read_again(tmp_path: Path) -> None:
     assert common.same(common.state(again.model), common.state(qat.model))
 
 
-def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
+def test_unsupported_setups_are_rejected(tmp_path: Path) -> None:
     with raises_problem("unsupported-option", where="restore_callback_states_from_checkpoint"):
         run(tmp_path, restore_callback_states_from_checkpoint=True)
     settings = {"report_to": [], "use_cpu": True, "disable_tqdm": True, "save_steps": 2, "max_steps": 2}

@@ -108,7 +108,7 @@ def test_it_trains_and_deploys(tmp_path: Path, part: str, settings: dict[str, An
     "options",
     [pytest.param({}, marks=pytest.mark.slow), {"quantizer": "plain", "observer": "ema-minmax", "freeze_observers": 1}],
 )
-def test_it_resumes_to_the_bit(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_resuming_is_bit_identical(tmp_path: Path, options: dict[str, Any]) -> None:
     whole = fit(tmp_path / "whole", Module(), **options)
     fit(tmp_path / "parts", Module(), max_epochs=1, **options)
     saved = next((tmp_path / "parts").rglob("*.ckpt"))
@@ -118,7 +118,7 @@ def test_it_resumes_to_the_bit(tmp_path: Path, options: dict[str, Any]) -> None:
     assert common.same(common.state(whole.qat.model), common.state(again.qat.model))
 
 
-def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
+def test_unsupported_setups_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(BitwrightError) as caught:
         fit(tmp_path, Module(decay_all=True))
     assert "scales-decay" in caught.value.codes

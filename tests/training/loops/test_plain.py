@@ -55,7 +55,7 @@ def test_a_plain_loop(tmp_path: Path) -> None:
     "options",
     [pytest.param({}, marks=pytest.mark.slow), {"quantizer": "plain", "observer": "ema-minmax", "freeze_observers": 2}],
 )
-def test_three_states_resume_to_the_bit(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_resuming_from_three_states_is_bit_identical(tmp_path: Path, options: dict[str, Any]) -> None:
     qat, optimizer = make(**options)
     steps(qat, optimizer, 1)
     torch.save([qat.model.state_dict(), optimizer.state_dict(), qat.state_dict()], tmp_path / "state.pt")
@@ -103,7 +103,7 @@ def test_modules_that_were_replaced_afterwards_are_found() -> None:
         assert "norm" in str(error.value)
 
 
-def test_evaluation_before_training_moves_no_range() -> None:
+def test_evaluation_before_training_changes_no_range() -> None:
     work = common.workload()
     assert work.calibration is not None
     work.model.eval()
@@ -114,7 +114,7 @@ def test_evaluation_before_training_moves_no_range() -> None:
     assert common.same(before, common.state(work.model))
 
 
-def test_observers_and_the_example_go_where_the_model_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_observers_and_the_example_follow_the_model_to_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
     qat, _ = make(quantizer="plain", observer="ema-minmax")
     qat.model.to("meta")
     observer = next(q.observer for q in qat.following if q.observer is not None and not q.weight)
