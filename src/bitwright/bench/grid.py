@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import ast
 import copy
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -22,6 +21,7 @@ from bitwright.core.registry import BACKENDS, OBSERVERS, QUANTIZERS, WORKLOADS, 
 from bitwright.core.schemas import problems_of
 from bitwright.core.store_connection import is_address
 from bitwright.plan import NO_FOLDING, STRATEGIES, known_strategies
+from bitwright.workload.loading import reference_problem
 
 GRID_VERSION = 1
 _REGISTRIES = {"a_method": QUANTIZERS, "w_method": QUANTIZERS, "observer": OBSERVERS, "weight_observer": OBSERVERS}
@@ -232,7 +232,7 @@ class GridConfig(_Strict):
                 fix = did_you_mean(model.workload, WORKLOADS.names())
                 where = f"models.{index}"
                 yield Problem(what="unknown workload", where=where, value=model.workload, fix=fix, code="unknown-name")
-            elif ":" in model.workload and (wrong := _file_problem(model.workload)) is not None:
+            elif ":" in model.workload and (wrong := reference_problem(model.workload)) is not None:
                 yield replace(wrong, where=f"models.{index}")
         for index, bits in enumerate(self.bits):
             if not 2 <= bits <= 8:
@@ -421,37 +421,3 @@ def _replace_invalid(made: dict[str, Any], loc: tuple[Any, ...]) -> None:
         made[first][loc[1]] = example[1]
     else:
         made[first][loc[1]].pop(loc[2], None)
-
-
-def _file_problem(ref: str) -> Problem | None:
-    """The problem of a reference `file.py:function` that can be found without running the file."""
-    path, _, function = ref.rpartition(":")
-    file = Path(path).expanduser()
-    where_from = "paths in a grid are relative to the grid's file"
-    if not file.is_file():
-        return Problem(
-            what="the workload file does not exist", value=path, fix=where_from, code="workload-file-missing"
-        )
-    try:
-        nodes = list(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
-    except (OSError, SyntaxError, ValueError) as error:
-        return Problem(what=f"the workload file can't be read: {error}", value=path, code="unreadable-file")
-    if function not in set(_bound(nodes)) and not any(isinstance(n, ast.alias) and n.name == "*" for n in nodes):
-        return Problem(
-            what="the workload file has no such function",
-            value=ref,
-            fix=f"write def {function}(): …",
-            code="unknown-function",
-        )
-    return None
-
-
-def _bound(nodes: Sequence[ast.AST]) -> Iterator[str]:
-    """The names that a file defines."""
-    for node in nodes:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            yield node.name
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            yield node.id
-        elif isinstance(node, ast.alias):
-            yield node.asname or node.name

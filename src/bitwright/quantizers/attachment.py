@@ -19,7 +19,7 @@ from bitwright.graph.operators import KINDS, PRODUCTS, carries_floats, in_transf
 from bitwright.plan import Plan
 from bitwright.quantizers.base import Quantizer
 from bitwright.quantizers.export_sites import Route
-from bitwright.quantizers.folding import Fold
+from bitwright.quantizers.folding import Fold, FoldedCall
 from bitwright.quantizers.state import identify_weight, state_problems
 
 log = logging.getLogger("bitwright")
@@ -329,7 +329,8 @@ def _run(hooks: OpHooks, kind: str, writes: bool, func: Any, args: tuple[Any, ..
             if quantizer is not None and not (hooks.fold is not None and port in ("weight", "bias")):
                 put(new_args, new_kwargs, place, quantizer(tensor))
     if hooks.fold is not None:
-        result = hooks.fold.run(func, new_args, new_kwargs, hooks.inputs.get("weight"), hooks.inputs.get("bias"))
+        call = FoldedCall(func, new_args, new_kwargs, hooks.inputs.get("weight"), hooks.inputs.get("bias"))
+        result = hooks.fold.run(call)
     elif hooks.kernel is not None:
         result = hooks.kernel(func, tuple(new_args), new_kwargs)
     else:

@@ -145,16 +145,8 @@ class Fold:
 
     # -- implementation ------------------------------------------------------------------------------------
 
-    def run(
-        self,
-        func: Callable[..., Tensor],
-        args: list[Any],
-        kwargs: dict[str, Any],
-        quantize_weight: Callable[..., Tensor] | None,
-        quantize_bias: Callable[[Tensor], Tensor] | None,
-    ) -> Tensor:
+    def run(self, call: FoldedCall) -> Tensor:
         """Run the operator with the folded, quantized weight and bias."""
-        call = FoldedCall(func, args, kwargs, quantize_weight, quantize_bias)
         return self.train(call) if self.norm.training else self.deployed(call)
 
     def norm_output(self, x: Tensor) -> Tensor | None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import importlib.util
 import inspect
 import itertools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 
 from bitwright.core.arguments import UnknownArgument, strict
-from bitwright.core.errors import BitwrightError, WorkloadError, did_you_mean, first_line, line_of
+from bitwright.core.errors import BitwrightError, Problem, WorkloadError, did_you_mean, first_line, line_of
 from bitwright.core.registry import WORKLOADS
 from bitwright.core.tensor_tree import eval_mode, tensors_in
 from bitwright.workload.data import call
@@ -172,3 +173,41 @@ def _siblings(folder: Path) -> Iterator[None]:
             source = getattr(sys.modules[name], "__file__", None)
             if source and Path(source).is_relative_to(folder):
                 _brought[name] = folder
+
+
+def reference_problem(ref: str) -> Problem | None:
+    """The problem of a reference `file.py:function` that can be found without running the file."""
+    path, _, function = ref.rpartition(":")
+    file = Path(path).expanduser()
+    if not file.is_file():
+        return Problem(
+            what="the workload file does not exist",
+            value=path,
+            fix="give an existing file; paths in a grid are relative to the grid's file",
+            code="workload-file-missing",
+        )
+    try:
+        nodes = list(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
+    except (OSError, SyntaxError, ValueError) as error:
+        return Problem(what=f"the workload file can't be read: {error}", value=path, code="unreadable-file")
+    if function not in set(_defined_names(nodes)) and not any(
+        isinstance(n, ast.alias) and n.name == "*" for n in nodes
+    ):
+        return Problem(
+            what="the workload file has no such function",
+            value=ref,
+            fix=f"write def {function}(): …",
+            code="unknown-function",
+        )
+    return None
+
+
+def _defined_names(nodes: Sequence[ast.AST]) -> Iterator[str]:
+    """The names that a file defines."""
+    for node in nodes:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.alias):
+            yield node.asname or node.name

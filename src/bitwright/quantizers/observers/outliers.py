@@ -1,4 +1,4 @@
-"""The range without a small share of outliers."""
+"""Ranges without outliers: a quantile of the values, or a few standard deviations around the mean."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from bitwright.core.errors import BitwrightError
 from bitwright.core.formats import Format
-from bitwright.quantizers.observers.base import HistogramObserver
+from bitwright.quantizers.observers.base import HistogramObserver, MomentsObserver
 
 
 class Percentile(HistogramObserver):
@@ -33,3 +33,18 @@ class Percentile(HistogramObserver):
         last = (below < (1 - tail) * total).sum(dim=1).clamp(max=values.shape[1] - 1)
         rows = torch.arange(values.shape[0], device=values.device)
         return torch.maximum(values[rows, first], low), torch.minimum(values[rows, last], high)
+
+
+class ClipStd(MomentsObserver):
+    """μ ± k·σ over all batches (k = 2.6), within the observed range."""
+
+    def __init__(self, *, format: Format, deviations: float = 2.6) -> None:
+        super().__init__(format=format)
+        if deviations <= 0:
+            raise BitwrightError("deviations must be positive", value=deviations, fix="2.6", code="invalid-options")
+        self.deviations = deviations
+
+    def range(self) -> tuple[Tensor, Tensor]:
+        low, high = self.ends()
+        mean, std = self.mean_std()
+        return torch.maximum(low, mean - self.deviations * std), torch.minimum(high, mean + self.deviations * std)
