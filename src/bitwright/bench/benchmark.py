@@ -354,7 +354,7 @@ def _crowd(
 def _fastest(
     results: Iterable[OnRuntime], timings: Iterable[LatencyRow], together: Iterable[Together]
 ) -> Iterator[Fastest]:
-    """A quantized artefact that doesn't compute what was promised is no pick, however fast it is."""
+    """A quantized artefact that differs from its simulation is never recommended, however fast it is."""
     sound = {row.runtime for row in results if row.parity.passed}
     measured: list[LatencyRow | Together] = [*timings, *together]
     rows = [row for row in measured if row.variant == "float" or row.runtime in sound]

@@ -34,7 +34,7 @@ class SafeConsole(Console):
         super().print(*(visible_text(one) if isinstance(one, str) else one for one in objects), **options)
 
     def on_broken_pipe(self) -> None:
-        """Raise what the pipe raised: rich would end the process by itself, as if with an error."""
+        """Raise the error of the pipe again. Otherwise rich would end the process with an error code."""
         raise
 
 

@@ -84,7 +84,7 @@ def locked_file(path: str | Path) -> AbstractContextManager[None]:
 
 @contextmanager
 def _lock_held(folder: Path, name: str, wait: float, *, shared: bool = False) -> Iterator[None]:
-    """Hold the lock file `name`. With `shared`, other processes can hold it as well, but nobody alone."""
+    """Hold the lock file `name`. With `shared`, other processes that also share it can hold it at the same time."""
     with writing(folder):
         file = folder.resolve() / name
     here = threading.get_ident()

@@ -16,7 +16,7 @@ _MOST_PROBLEMS = 100
 
 
 def not_blank(value: str) -> str:
-    """The text, if it says something."""
+    """The text, if it isn't blank."""
     if not value.strip():
         raise ValueError("must not be empty")
     return value

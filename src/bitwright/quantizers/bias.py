@@ -89,4 +89,4 @@ class Product(Quantizer):
         return torch.clamp(codes, self.qmin, self.qmax).to(torch.int32)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        """Save nothing: there is no own state."""
+        """Save nothing, because it has no own state."""

@@ -195,7 +195,7 @@ class Goal(BaseModel):
                 what="a metric that should be high can't lose more than 100%",
                 where=f"drop of {name}",
                 value=str(goal.drop_of(name)),
-                fix="allow less, such as 1%; or say lower_is_better, if the metric should be low",
+                fix="allow less, such as 1%; or set lower_is_better, if lower values are better",
                 code="impossible-drop",
             )
             for name in goal.metrics(workload.metric)

@@ -152,7 +152,9 @@ def check_workload(
     results: list[Check] = []
     for name, size in sizes.items():
         begin(f"checking on {name}")
-        chosen = name if runtime else None  # without a name, `check` tells why it takes another one than the backend's
+        chosen = (
+            name if runtime else None
+        )  # without a name, `check` reports why it uses another runtime than the backend's
         data = rebatched(probes(found, samples), size)
         result = check(found.model, path, data, runtime=chosen, per_site=per_site)
         if not result.passed and not per_site:
