@@ -26,9 +26,10 @@ from bitwright.core.errors import BitwrightError, Problem
 from bitwright.importers.lpot import read_lpot, tune_settings
 from bitwright.importers.mqbench import load_mqbench, mqbench_settings
 from bitwright.importers.qsync import load_mapper, summarize_mapper
-from bitwright.importers.trace_summary import summarize_trace
+from bitwright.importers.trace_summary import TraceSummary, summarize_trace
 
 Notes = tuple[Problem, ...]
+TRACES: dict[str, TraceSummary] = {}
 OTHER_TASKS = {"pruning", "distillation", "auto_distillation", "nas"}
 
 
@@ -53,7 +54,7 @@ def _qsync(file: Path) -> Notes:
 
 
 def _trace(file: Path) -> Notes:
-    summarize_trace(file)
+    TRACES[file.name] = summarize_trace(file)
     return ()
 
 
@@ -122,10 +123,24 @@ def main() -> int:
     data: dict[str, Any] = {
         "environment": environment(),
         "systems": {name: asdict(row) for name, row in rows.items()},
+        "traces": {name: _trace_row(summary) for name, summary in TRACES.items()},
         "cannot_run": {name: dict(found.most_common()) for name, found in cannot.items() if found},
     }
     save("peer_files", data, _markdown(rows, cannot))
     return int(any(row.tracebacks for row in rows.values()))
+
+
+def _trace_row(summary: TraceSummary) -> dict[str, Any]:
+    """Steps in milliseconds."""
+    replay, measured, error = summary.replay, summary.step_seconds, summary.error
+    return {
+        "device": summary.device,
+        "steady steps": f"{len(summary.steady)} of {len(summary.steps)}",
+        "measured": "–" if measured is None else f"{1e3 * measured:.1f}",
+        "replayed": "–" if replay is None else f"{1e3 * replay.seconds:.1f}",
+        "error": "–" if error is None else f"{100 * error:+.1f} %",
+        "limited by": "–" if replay is None else replay.bound,
+    }
 
 
 def _markdown(rows: dict[str, Row], cannot: dict[str, Counter[str]]) -> str:
@@ -143,6 +158,11 @@ def _markdown(rows: dict[str, Row], cannot: dict[str, Counter[str]]) -> str:
         cannot_run = row.cannot_run if name == "LPOT" else "–"
         cells = (row.files, row.accepted, row.noted, cannot_run, row.other_tasks, row.rejected, row.tracebacks)
         lines.append(f"| {name} | {' | '.join(map(str, cells))} |")
+    if TRACES:
+        found = {name: _trace_row(summary) for name, summary in TRACES.items()}
+        heads = list(next(iter(found.values())))
+        lines += ["", "## Steady steps of traces (ms)", "", f"| trace | {' | '.join(heads)} |", "|---" * 7 + "|"]
+        lines += [f"| {name} | {' | '.join(map(str, cells.values()))} |" for name, cells in found.items()]
     if any(row.reasons for row in rows.values()):
         lines += ["", "## Not accepted", "", "| file | reason |", "|---|---|"]
         lines += [f"| {file} | {reason} |" for row in rows.values() for file, reason in row.reasons.items()]

@@ -2,38 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.nn.functional as F
-from gpu_traces import ENGINE, gpu_trace
-from torch import nn
+from gpu_traces import ENGINE, events_of, graph, step, written
 
 from bitwright.core.errors import BitwrightError
-from bitwright.importers.trace import import_trace
+from bitwright.importers.trace import import_trace, match_trace
 from bitwright.importers.trace_summary import TraceSummary, summarize_trace
-from bitwright.profiling import record_step
-from bitwright.profiling.step_graph import StepGraph
 
 OLD = {"cpu_op": "Operator", "cuda_runtime": "Runtime", "kernel": "Kernel"}
-
-
-def graph() -> StepGraph:
-    model = nn.Sequential(nn.Linear(16, 8), nn.ReLU())
-    return record_step(model, (torch.randn(4, 16), torch.randn(4, 8)), F.mse_loss)
-
-
-def written(path: Path, events: list[dict[str, Any]]) -> Path:
-    path.write_text(json.dumps({"deviceProperties": [{"name": "A Big GPU"}], "traceEvents": events}))
-    return path
-
-
-def events_of() -> list[dict[str, Any]]:
-    events: list[dict[str, Any]] = gpu_trace()["traceEvents"]
-    return events
 
 
 def as_torch_1_9() -> list[dict[str, Any]]:
@@ -84,25 +63,10 @@ def test_without_shapes_operators_are_matched_by_order(tmp_path: Path) -> None:
     times = seconds_of(path)
     assert times["linear"] == pytest.approx((300e-6, 400e-6))
     assert times["relu"] == pytest.approx((40e-6, 1e-6))
-    made = import_trace(path, graph())
-    assert "matched by kind and order" in made.note
-
-
-def step(number: int, begin: float, dur: float, factor: float = 1.0) -> list[dict[str, Any]]:
-    """The step at another time, with kernels that take longer."""
-    made: list[dict[str, Any]] = []
-    for event in events_of():
-        if event["ph"] != "X":
-            continue
-        args = dict(event["args"])
-        for key, count in (("correlation", 1000), ("Sequence number", 10)):
-            if key in args:
-                args[key] += count * number
-        longer = factor if event["cat"] == "kernel" else 1.0
-        made.append({**event, "ts": event["ts"] + begin, "dur": event["dur"] * longer, "args": args})
-    name = f"ProfilerStep#{number}"
-    mark = {"ph": "X", "cat": "user_annotation", "name": name, "ts": begin - 1, "dur": dur, "tid": 1, "args": {}}
-    return [*made, mark]
+    match = match_trace(path, graph())
+    assert (match.by_shapes, match.matched, match.operators) == (False, 2, 2)
+    assert match.confidence == 0.5  # no kernel of this trace has the name of a relu
+    assert "no shapes" in match.profile.note
 
 
 def test_warm_up_is_skipped(tmp_path: Path) -> None:

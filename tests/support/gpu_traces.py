@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from bitwright.profiling import record_step
+from bitwright.profiling.step_graph import StepGraph
 
 ENGINE = "autograd::engine::evaluate_function: "
 
@@ -65,3 +74,35 @@ def gpu_trace() -> dict[str, Any]:
             kernel(900, 77, 107),
         ],
     }
+
+
+def graph() -> StepGraph:
+    model = nn.Sequential(nn.Linear(16, 8), nn.ReLU())
+    return record_step(model, (torch.randn(4, 16), torch.randn(4, 8)), F.mse_loss)
+
+
+def written(path: Path, events: list[dict[str, Any]]) -> Path:
+    path.write_text(json.dumps({"deviceProperties": [{"name": "A Big GPU"}], "traceEvents": events}))
+    return path
+
+
+def events_of() -> list[dict[str, Any]]:
+    events: list[dict[str, Any]] = gpu_trace()["traceEvents"]
+    return events
+
+
+def step(number: int, begin: float, dur: float, factor: float = 1.0) -> list[dict[str, Any]]:
+    """The step at another time, with kernels that take longer."""
+    made: list[dict[str, Any]] = []
+    for event in events_of():
+        if event["ph"] != "X":
+            continue
+        args = dict(event["args"])
+        for key, count in (("correlation", 1000), ("Sequence number", 10)):
+            if key in args:
+                args[key] += count * number
+        longer = factor if event["cat"] == "kernel" else 1.0
+        made.append({**event, "ts": event["ts"] + begin, "dur": event["dur"] * longer, "args": args})
+    name = f"ProfilerStep#{number}"
+    mark = {"ph": "X", "cat": "user_annotation", "name": name, "ts": begin - 1, "dur": dur, "tid": 1, "args": {}}
+    return [*made, mark]

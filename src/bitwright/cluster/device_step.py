@@ -331,6 +331,15 @@ class DeviceStep:
         }
 
     @cached_property
+    def host_limit(self) -> float:
+        """Seconds for which the device waits because the host can't issue work faster."""
+        floor = self.profile.host.floor
+        if not floor:
+            return 0.0
+        own = self.settings.accumulate * (self.forward_seconds + self.loss.forward + self.backward_seconds)
+        return max(0.0, floor - own - sum(self.tail.values()))
+
+    @cached_property
     def phases(self) -> dict[str, float]:
         """Seconds of one step alone, by phase."""
         count = self.settings.accumulate
@@ -341,13 +350,13 @@ class DeviceStep:
             "backward": count * self.backward_seconds + tail["accumulate"],
             "clip": tail["clip"],
             "optimizer": tail["optimizer"],
-            "other": tail["other"],
+            "other": tail["other"] + self.host_limit,
         }
 
     @property
     def still(self) -> dict[str, float]:
         """Seconds of the phases before the collectives that do not depend on the batch."""
-        return {"backward": self.tail["accumulate"], "other": self.tail["other"]}
+        return {"backward": self.tail["accumulate"], "other": self.tail["other"] + self.host_limit}
 
     @property
     def lacks_scaling(self) -> bool:

@@ -275,7 +275,8 @@ class Predictor:
         count = self.settings.accumulate
         per_gradient = host.ddp_gradient if several else 0.0
         forward = local.forward_seconds + local.loss.forward + (host.ddp_forward if several else 0.0)
-        begun = local.tail["other"] + (count - 1) * (forward + local.backward_seconds) + local.tail["accumulate"]
+        begun = local.tail["other"] + local.host_limit + local.tail["accumulate"]
+        begun += (count - 1) * (forward + local.backward_seconds)
         before = begun + forward
         ready = local.gradient_offsets
         end = before + local.backward_seconds + len(ready) * per_gradient

@@ -33,7 +33,8 @@ _CATEGORIES = {  # of torch before 1.11, and of other builds
 _LAUNCHES = ("cuda_runtime", "cuda_driver")
 _ANNOTATION = re.compile(r"ProfilerStep#\d+$|Optimizer\.\w+#|enumerate\(DataLoader\)#|(nccl|rccl|gloo):|## ")
 _STEP = re.compile(r"ProfilerStep#\d+$")
-_COLLECTIVE = re.compile(r"nccl|rccl", re.IGNORECASE)
+_OPTIMIZER = re.compile(r"Optimizer\.(step|zero_grad)#")
+_COLLECTIVE = re.compile(r"nccl|rccl|msccl|oneccl", re.IGNORECASE)
 _LONGEST = 1e18  # microseconds since 1970 or since the start of the machine
 _MOST_BYTES = 2 << 30
 
@@ -55,6 +56,10 @@ class Event:
     correlation: int | None = None
     device: float | None = None
     """Microseconds of the kernels that were launched within it; None in a trace without kernels."""
+    is_call: bool = False
+    """Whether it is a call of the GPU's library, not an operator."""
+    kernels: list[int] = field(default_factory=list)
+    """The numbers of the launches within it."""
     children: list[Event] = field(default_factory=list)
 
     @property
@@ -86,7 +91,21 @@ class GpuKernel:
     start: float
     end: float
     launched: float | None
-    """The time of its launch by the host; None if unknown."""
+    """When the host launched it; None if the trace doesn't say."""
+    stream: Any = None
+    correlation: int | None = None
+    """The number of the call that launched it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostCall:
+    """A call of the GPU's library: a launch, a copy or a wait. Times are microseconds."""
+
+    name: str
+    start: float
+    end: float
+    thread: Any
+    correlation: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +129,9 @@ class Trace:
     on_gpu: bool
     kernels: list[GpuKernel] = field(default_factory=list)
     windows: list[Window] = field(default_factory=list)
+    calls: list[HostCall] = field(default_factory=list)
+    optimizing: list[Window] = field(default_factory=list)
+    """The optimizer's steps on the host, and its calls of `zero_grad`."""
 
 
 @dataclass
@@ -125,25 +147,31 @@ class _Raw:
     """Events by type."""
 
     events: list[Event] = field(default_factory=list)
-    kernels: list[tuple[str, Work, float, float, int | None]] = field(default_factory=list)
+    kernels: list[tuple[str, Work, float, float, int | None, Any]] = field(default_factory=list)
     annotated: dict[str, dict[str, list[float]]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(list)))
     windows: list[Window] = field(default_factory=list)
+    optimizing: list[Window] = field(default_factory=list)
+    categories: Counter[str] = field(default_factory=Counter)
 
     def add(self, event: dict[str, Any]) -> None:
         args = event.get("args") or {}
         category = str(event.get("cat", ""))
         category = _CATEGORIES.get(category, category)
         name = str(event.get("name", ""))
+        self.categories[category] += 1
         if category == "kernel" or category.startswith("gpu_mem"):
             start = _time(event, "ts") if "ts" in event else 0.0
             kind: Work = "copy" if category != "kernel" else "collective" if _COLLECTIVE.search(name) else "compute"
-            self.kernels.append((name, kind, start, start + _time(event, "dur"), _number(args, "correlation")))
+            end, stream = start + _time(event, "dur"), args.get("stream", event.get("tid"))
+            stream = stream if isinstance(stream, int | str) else None
+            self.kernels.append((name, kind, start, end, _number(args, "correlation"), stream))
         elif category.endswith("user_annotation") or (category == "cpu_op" and _ANNOTATION.match(name)):
             category = category if category.endswith("user_annotation") else "user_annotation"
             self.annotated[category][str(event["name"])].append(1e-6 * _time(event, "dur"))
-            if category == "user_annotation" and _STEP.match(name):
+            if category == "user_annotation" and (_STEP.match(name) or _OPTIMIZER.match(name)):
                 start = _time(event, "ts")
-                self.windows.append(Window(name=name, start=start, end=start + _time(event, "dur")))
+                found = self.windows if _STEP.match(name) else self.optimizing
+                found.append(Window(name=name, start=start, end=start + _time(event, "dur")))
         elif category == "cpu_op" or category in _LAUNCHES:
             self.events.append(_event(event, args, launches=category != "cpu_op"))
 
@@ -155,7 +183,9 @@ def read_trace(path: Path) -> Trace:
     """
     data = _json(path)
     raw = _Raw()
+    phases: Counter[str] = Counter()
     for number, event in enumerate(data["traceEvents"]):
+        phases[str(event.get("ph"))] += 1
         if event.get("ph") != "X":
             continue
         try:
@@ -171,18 +201,59 @@ def read_trace(path: Path) -> Trace:
     launched: dict[int | None, float] = {
         event.correlation: event.start for event in raw.events if event.correlation is not None
     }
+    if not any(not event.is_call for event in raw.events):
+        raise _no_operators(raw, phases, path)
     _check_kernels(raw, path)
     kernels = [
-        GpuKernel(name=name, kind=kind, start=start, end=end, launched=launched.get(correlation))
-        for name, kind, start, end, correlation in raw.kernels
+        GpuKernel(
+            name=name,
+            kind=kind,
+            start=start,
+            end=end,
+            launched=None if correlation is None else launched.get(correlation),
+            stream=stream,
+            correlation=correlation,
+        )
+        for name, kind, start, end, correlation, stream in raw.kernels
+    ]
+    calls = [
+        HostCall(name=one.name, start=one.start, end=one.end, thread=one.thread, correlation=one.correlation)
+        for one in raw.events
+        if one.is_call
     ]
     seconds: dict[int, float] = defaultdict(float)
-    for _, kind, start, end, correlation in raw.kernels:
+    for _, kind, start, end, correlation, _ in raw.kernels:
         if kind != "collective" and correlation is not None:
             seconds[correlation] += end - start
-    windows = sorted(raw.windows, key=lambda window: window.start)
     tops = _tops(raw.events, seconds)
-    return Trace(tops, raw.annotated, _device(data), bool(kernels), kernels, windows)
+    windows = _flat(raw.windows)
+    return Trace(tops, raw.annotated, _device(data), bool(kernels), kernels, windows, calls, raw.optimizing)
+
+
+def _flat(windows: list[Window]) -> list[Window]:
+    """Steps without others in them: of two nested ones the outer, of several in one the inner ones."""
+    found: list[tuple[Window, list[Window]]] = []
+    for window in sorted(windows, key=lambda window: (window.start, -window.end)):
+        if found and window.end <= found[-1][0].end:
+            found[-1][1].append(window)
+        else:
+            found.append((window, []))
+    flat = [one for outer, inner in found for one in (_flat(inner) if len(inner) > 1 else [outer])]
+    return sorted(flat, key=lambda window: window.start)
+
+
+def _no_operators(raw: _Raw, phases: Counter[str], path: Path) -> BitwrightError:
+    """Another tool's trace, or one without the host's operators."""
+    known = ", ".join(name or "none" for name, _ in raw.categories.most_common(4))
+    if known:
+        value = f"events of the categories {known}"
+    elif phases["B"] or phases["b"]:
+        value = "events with separate beginnings and ends, as other tools write them"
+    else:
+        value = f"{sum(phases.values())} events without a duration"
+    fix = "record with activities=[ProfilerActivity.CPU, …] and export with export_chrome_trace"
+    what = "the trace has no operators of torch"
+    return BitwrightError(what, where=str(path), value=value, fix=fix, code="no-operators")
 
 
 def _check_kernels(raw: _Raw, path: Path) -> None:
@@ -235,6 +306,9 @@ def _event(event: dict[str, Any], args: dict[str, Any], *, launches: bool) -> Ev
     start, thread = _time(event, "ts"), event.get("tid")
     if thread is not None and not isinstance(thread, int | str):
         raise TypeError("tid is neither a number nor a text")
+    process = event.get("pid")
+    if isinstance(process, int | str):  # ranks in one file
+        thread = f"{process}/{thread}"
     return Event(
         name=str(event["name"]).removeprefix("aten::"),
         start=start,
@@ -244,6 +318,7 @@ def _event(event: dict[str, Any], args: dict[str, Any], *, launches: bool) -> Ev
         sequence=_number(args, "Sequence number"),
         forward_thread=_number(args, "Fwd thread id"),
         correlation=_number(args, "correlation") if launches else None,
+        is_call=launches,
     )
 
 
@@ -279,9 +354,10 @@ def _tops(events: list[Event], kernels: dict[int, float]) -> list[Event]:
         stack = open_[event.thread]
         while stack and stack[-1].end <= event.start:
             stack.pop()
-        if event.correlation is not None:
-            for around in stack:
-                around.device = (around.device or 0.0) + kernels.get(event.correlation, 0.0)
+        if event.is_call or event.correlation is not None:
+            for around in stack if event.correlation is not None else ():
+                around.device = (around.device or 0.0) + kernels.get(event.correlation or 0, 0.0)
+                around.kernels.append(event.correlation or 0)
             continue
         if kernels:
             event.device = 0.0

@@ -11,8 +11,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from bitwright.core.errors import BitwrightError
 from bitwright.importers.trace_events import Event, GpuKernel, Trace, Window, read_trace, training_steps
+from bitwright.importers.trace_replay import Replay, replay_steps
 
 __all__ = ["TraceSummary", "TracedStepTime", "summarize_trace"]
 
@@ -55,6 +55,14 @@ class TraceSummary:
     steps: tuple[TracedStepTime, ...]
     collectives: dict[str, int] = field(default_factory=dict)
     """The number of kernels by collective."""
+    replay: Replay | None = None
+    """The steady step, replayed from the mean durations of kernels and of the host's work."""
+
+    @property
+    def error(self) -> float | None:
+        """The replayed step relative to the traced one, minus 1."""
+        measured = self.step_seconds
+        return self.replay.seconds / measured - 1 if self.replay is not None and measured else None
 
     @property
     def steady(self) -> tuple[TracedStepTime, ...]:
@@ -72,6 +80,11 @@ class TraceSummary:
             compute = statistics.median(step.compute for step in self.steady)
             text = f"{len(self.steady)} of {len(self.steps)} steps are steady, {1e3 * self.step_seconds:.1f} ms each"
             parts.append(text + (f" ({1e3 * compute:.1f} ms of kernels)" if self.on_gpu else ""))
+        if self.replay is not None:
+            limit = "the host limits it" if self.replay.bound == "host" else "the device limits it"
+            parts.append(f"replayed {1e3 * self.replay.seconds:.1f} ms ({100 * (self.error or 0):+.1f} %), {limit}")
+        elif self.step_seconds is None:
+            parts.append("no complete training step")
         if not self.has_backward:
             parts.append("no backward pass")
         if self.collectives:
@@ -80,20 +93,14 @@ class TraceSummary:
 
     def to_dict(self) -> dict[str, Any]:
         """The fields, and the time of a steady step."""
-        return {**asdict(self), "step_seconds": self.step_seconds}
+        return {**asdict(self), "step_seconds": self.step_seconds, "error": self.error}
 
 
 def summarize_trace(path: str | Path) -> TraceSummary:
-    """Summarize a trace. A trace without operators is an error."""
+    """Read a trace, count what is in it, and replay its steady step. A trace without operators is an error."""
     file = Path(path)
     trace = read_trace(file)
-    if not trace.tops:
-        raise BitwrightError(
-            "the trace has no operators",
-            where=str(file),
-            fix="record with activities=[ProfilerActivity.CPU, …] and export with export_chrome_trace",
-            code="no-operators",
-        )
+    steps = traced_steps(trace)
     collectives: dict[str, int] = defaultdict(int)
     for kernel in trace.kernels:
         if kernel.kind == "collective":
@@ -104,16 +111,22 @@ def summarize_trace(path: str | Path) -> TraceSummary:
         operators=len(trace.tops),
         has_shapes=any(event.inputs is not None for event in trace.tops),
         has_backward=any(event.is_backward for event in trace.tops),
-        steps=tuple(_steps(trace)),
+        steps=tuple(step for step, _ in steps),
         collectives=dict(collectives),
+        replay=replay_steps(trace, steady_windows(steps)),
     )
+
+
+def steady_windows(steps: Iterable[tuple[TracedStepTime, Window]]) -> list[Window]:
+    """The windows of the steady steps."""
+    return [window for step, window in steps if step.steady]
 
 
 def _collective(name: str) -> str:
     return next((ours for theirs, ours in _NAMES if re.search(theirs, name, re.IGNORECASE)), "other")
 
 
-def _steps(trace: Trace) -> list[TracedStepTime]:
+def traced_steps(trace: Trace) -> list[tuple[TracedStepTime, Window]]:
     """Steps as the profiler's schedule marked them, or from one forward to the next."""
     windows = [window for window in trace.windows or _forward_windows(trace) if _has_work(window, trace.tops)]
     if not windows:
@@ -121,7 +134,9 @@ def _steps(trace: Trace) -> list[TracedStepTime]:
     median = statistics.median(window.end - window.start for window in windows)
     nearest = min(abs(window.end - window.start - median) for window in windows)
     limit = max(_STEADY * median, nearest)
-    return [_step(window, trace.kernels, abs(window.end - window.start - median) <= limit) for window in windows]
+    return [
+        (_step(window, trace.kernels, abs(window.end - window.start - median) <= limit), window) for window in windows
+    ]
 
 
 def _forward_windows(trace: Trace) -> list[Window]:

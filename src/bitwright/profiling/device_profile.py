@@ -140,6 +140,9 @@ class Host(Strict):
     schedule: float = Field(
         default=0.0, ge=0, le=MOST_SECONDS, description="Seconds to set the learning rate at each step."
     )
+    floor: float = Field(
+        default=0.0, ge=0, le=MOST_SECONDS, description="What the host needs for a step, however fast its device is."
+    )
     yardstick: float = Field(
         default=0.0,
         ge=0,
