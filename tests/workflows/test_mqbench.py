@@ -17,9 +17,9 @@ from bitwright.core.documents import parse_yaml
 from bitwright.core.errors import BitwrightError
 from bitwright.core.registry import NETWORKS, OBSERVERS, QUANTIZERS
 from bitwright.importers.mqbench import load_mqbench, mqbench_settings, read_mqbench
-from bitwright.importers.mqbench.images import image_workload
 from bitwright.importers.mqbench.settings import _OBSERVERS, _QUANTIZERS
 from bitwright.importers.mqbench.toolkit import BACKENDS
+from bitwright.importers.mqbench.workloads import image_workload
 from bitwright.ptq import read_steps
 from bitwright.quantizers import quantizers_of
 from bitwright.workflows import MqbenchRun, quantize_mqbench
