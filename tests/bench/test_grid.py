@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import pytest
 from problems import raises_problem
 from schemas import json_schema
 
-from bitwright import GridConfig, PlanError
+from bitwright import GridConfig, PlanError, capture, load_workload
+from bitwright.backends import backend as find_backend
 from bitwright.bench.grid import Training
+from bitwright.bench.grid_row import plan_of
 from bitwright.training import TrainConfig
 
 ROOT = Path(__file__).parents[2]
@@ -27,7 +30,7 @@ bnfold: 4
 """
 
 
-def load(folder: Path, text: str, **options: str) -> GridConfig:
+def load(folder: Path, text: str, **options: Any) -> GridConfig:
     (folder / "grid.yaml").write_text(text, encoding="utf-8")
     return GridConfig.load(folder / "grid.yaml", **options)
 
@@ -120,70 +123,84 @@ def test_mqbenchs_file_runs_as_a_grid_of_one_row(tmp_path: Path) -> None:
     config = load(tmp_path, MQBENCH)
     (task,) = config.tasks()
     assert (task.algorithm.weights, task.algorithm.a_method) == ("lsq", "lsq")
-    assert (task.bits, task.backend, task.bnfold, task.seed) == (4, "academic", 4, 1000)
+    assert (task.algorithm.weight_observer, task.algorithm.observer) == ("lsq", "lsq")
+    assert (task.bits, task.backend, task.bnfold, task.seed) == (4, "academic", -1, 1000)
     assert task.model.workload == "digits"
-    assert "names no model" in config.notes[0]
     assert task.training.label_smoothing == 0.1
+    recipe = task.training.recipe
+    assert recipe is not None
+    assert (recipe.epochs, recipe.optimizer.momentum, recipe.schedule.top) == (1, 0.9, 0.004)
+    notes = " ".join(config.notes)
+    assert "optimizer, lr_scheduler, label_smooth: missing" in notes
+    assert "the workload digits has its own network and data" in notes
     (other,) = load(tmp_path, MQBENCH, workload="digits-untrained").tasks()
     assert other.model.workload == "digits-untrained"
 
 
-def test_a_whole_mqbench_file_says_what_is_not_used(tmp_path: Path) -> None:
+def test_a_whole_mqbench_file_is_honoured(tmp_path: Path) -> None:
     config = load(
         tmp_path,
-        "model: {type: digits, kwargs: {num_classes: 10}}\n"
+        "model: {type: resnet18, kwargs: {num_classes: 10}}\n"
         "qparams: {w_method: dorefa, a_method: pact, bit: 8, a_observer: EMAMinMaxObserver}\n"
         "backend: tensorrt\nbnfold: 1\nseed: 5\nlabel_smooth: 0.0\nema: {enable: True, kwargs: {decay: 0.99}}\n"
-        "optimizer: {type: SGD, kwargs: {nesterov: True, momentum: 0.8, weight_decay: 0.001}}\n"
-        "lr_scheduler: {type: Cosine, kwargs: {base_lr: 0.02, warmup_steps: 10, max_epoch: 3}}\n"
-        "data: {batch_size: 32, root: x}\nsaver: {val_freq: 1}\n",
+        "optimizer: {type: Adam, kwargs: {betas: [0.8, 0.9]}, pconfig: {bn_w: {weight_decay: 0.0}}}\n"
+        "lr_scheduler: {type: Cosine, kwargs: {base_lr: 0.02, warmup_lr: 0.1, warmup_steps: 10, max_iter: 30}}\n"
+        "data: {batch_size: 32, num_workers: 2}\nsaver: {val_freq: 7, save_many: True}\n",
+        data=str(tmp_path),
     )
     (task,) = config.tasks()
-    training = task.training
-    assert (training.lr, training.momentum, training.weight_decay, training.epochs) == (0.02, 0.8, 0.001, 3)
+    training, recipe = task.training, task.training.recipe
+    assert recipe is not None
+    assert (recipe.iterations, recipe.validate_every, recipe.keep_checkpoints) == (30, 7, True)
+    assert (recipe.optimizer.name, recipe.optimizer.options) == ("Adam", {"betas": (0.8, 0.9)})
+    assert recipe.groups["bn_w"].weight_decay == 0.0
+    assert (recipe.schedule.start, recipe.schedule.top, recipe.schedule.warmup) == (0.02, 0.1, 10)
     assert (training.batch, training.ema, training.label_smoothing) == (32, 0.99, 0.0)
     assert (task.algorithm.observer, task.bnfold, task.seed) == ("ema-minmax", 1, 5)
-    notes = " ".join(config.notes)
-    assert "model.kwargs" in notes
-    assert "warmup_steps" in notes
-    assert "data.root, saver" in notes
+    assert task.model.workload == f"{tmp_path}/grid.yaml:{tmp_path}"
+    assert "data.num_workers" in " ".join(config.notes)
+    settings = training.config(seed=task.seed)
+    assert settings.recipe == recipe
+    again = GridConfig.parse(task.grid(), where="row", folder=tmp_path)
+    assert again.tasks()[0].key == task.key  # a row can be rerun from its own config
+    (shorter,) = load(tmp_path, (tmp_path / "grid.yaml").read_text(), iterations=3).tasks()
+    assert shorter.training.recipe is not None
+    assert shorter.training.recipe.iterations == 3
 
 
-def test_mqbench_simulates_what_hardware_cannot_run_and_so_do_we(tmp_path: Path) -> None:
-    (task,) = load(tmp_path, MQBENCH.replace("academic", "tensorrt")).tasks()
-    assert (task.bits, task.backend, task.beyond) == (4, "tensorrt", "simulate")
+def test_iterations_are_only_for_mqbenchs_files(tmp_path: Path) -> None:
+    with pytest.raises(PlanError) as caught:
+        load(tmp_path, "models: [digits]\nalgorithms: [lsq]\nbackends: [academic]\nbits: [8]\n", iterations=3)
+    assert caught.value.codes == ["ignored-argument"]
 
 
-def test_every_key_of_mqbench_that_means_nothing_here_is_noted(tmp_path: Path) -> None:
-    config = load(
-        tmp_path,
-        MQBENCH + "model: {type: digits, pretrained: True}\n"
-        "optimizer: {type: SGD, groups: [], kwargs: {nesterov: False, dampening: 0.1, lr: 0.1}}\n"
-        "lr_scheduler: {type: Step, by: iter, kwargs: {base_lr: 0.1, max_iter: 500400, lr_steps: [1, 2]}}\n"
-        "ema: {enable: True, type: x, kwargs: {decay: 0.9, copy: True}}\ndist: {sync: False}\n",
-    )
-    notes = "\n".join(config.notes)
-    for key in (
-        *("model.pretrained", "optimizer.groups", "optimizer.kwargs.dampening", "optimizer.kwargs.nesterov False"),
-        *("lr_scheduler.type Step", "lr_scheduler.by", "lr_scheduler.kwargs.lr_steps", "max_iter 500400", "ema.type"),
-        *("ema.kwargs.copy", "dist"),
-    ):
-        assert key in notes, key
-    assert "one epoch is trained" in notes
-    (task,) = config.tasks()
-    assert (task.training.schedule, task.training.epochs) == ("cosine", 1)
-    constant = load(tmp_path, MQBENCH + "lr_scheduler: {type: Constant}\noptimizer: {kwargs: {nesterov: True}}\n")
-    assert constant.training.schedule == "constant"
-    assert len(constant.notes) == 1  # that it names no model
+@pytest.mark.parametrize("backend", ["tensorrt", "fbgemm"])
+def test_mqbench_simulates_what_hardware_cannot_run_and_so_do_we(tmp_path: Path, backend: str) -> None:
+    (task,) = load(tmp_path, MQBENCH.replace("academic", backend).replace("lsq", "qil")).tasks()
+    assert (task.bits, task.backend, task.beyond) == (4, backend, "adapt")
+    workload = load_workload("digits-untrained")
+    plan, beyond = plan_of(task, find_backend(backend), capture(workload.model, workload.inputs), "digits")
+    assert beyond is not None
+    found = {(site.quantizer, site.format.bits, site.format.symmetric) for site in plan.sites.values()}
+    assert ("qil", 4, True) in found
+    assert not any(name == "qil" and not symmetric for name, _, symmetric in found)
+
+
+def test_rows_without_a_recipe_keep_their_keys() -> None:
+    (task,) = GridConfig(models=["digits"], algorithms=["lsq"], backends=["academic"], bits=[8]).tasks()
+    assert "recipe" not in task.to_json()["training"]
+    assert "recipe" not in repr(task.training)
 
 
 def test_mqbench_files_with_problems_list_them(tmp_path: Path) -> None:
     with pytest.raises(PlanError) as caught:
         load(tmp_path, "qparams: {w_metod: lsq, a_method: lsq, bit: 4}\nbnfolt: 4\nmodel: {type: resnet18}\n")
-    assert [problem.where for problem in caught.value.problems] == [
-        *("bnfolt", "qparams.w_metod", "qparams.w_method", "backend", "model.type")
-    ]
-    assert "--workload" in str(caught.value)
+    places = {problem.where for problem in caught.value.problems}
+    assert places == {"bnfolt", "qparams.w_metod", "qparams.w_method", "backend"}
+    with pytest.raises(PlanError) as caught:
+        load(tmp_path, MQBENCH + "model: {type: resnet19}\n")
+    assert [(problem.where, problem.code) for problem in caught.value.problems] == [("model.type", "unknown-name")]
+    assert "resnet18" in str(caught.value)
 
 
 def test_the_schema_rejects_unknown_keys() -> None:
@@ -193,7 +210,7 @@ def test_the_schema_rejects_unknown_keys() -> None:
 
 def test_training_settings_are_those_of_the_trainer() -> None:
     assert set(Training.model_fields) <= set(TrainConfig.model_fields)
-    TrainConfig(**Training().model_dump())
+    Training().config(seed=1)
 
 
 def test_the_published_grid_has_the_required_size() -> None:

@@ -21,7 +21,7 @@ from bitwright.core.task_store import Study
 from bitwright.core.tensor_tree import tensors_in
 from bitwright.deployment.checkpoint import load_checkpoint, save_checkpoint
 from bitwright.graph import Graph, capture
-from bitwright.training import TrainConfig, Trainer
+from bitwright.training import Trainer
 from bitwright.training.data import seed_all
 from bitwright.workload import Workload, can_measure, evaluate, load_workload, pairs
 
@@ -72,7 +72,7 @@ class FloatNetworks:
                 load_checkpoint(workload.model, file)
             else:
                 with _random_state_kept():
-                    config = TrainConfig(seed=task.seed, drop_last=True, **task.start.model_dump())
+                    config = task.start.config(seed=task.seed)
                     trainer = Trainer(workload, config=config)
                     workload = replace(workload, model=trainer.fit().model)
                 file.parent.mkdir(parents=True, exist_ok=True)

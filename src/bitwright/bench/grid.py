@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -21,10 +22,13 @@ from bitwright.core.registry import BACKENDS, OBSERVERS, QUANTIZERS, WORKLOADS, 
 from bitwright.core.schemas import problems_of
 from bitwright.core.store_connection import is_address
 from bitwright.plan import NO_FOLDING, STRATEGIES, known_strategies
+from bitwright.training.config import TrainConfig
+from bitwright.training.recipe import Recipe
 from bitwright.workload.loading import reference_problem
 
 GRID_VERSION = 1
 _REGISTRIES = {"a_method": QUANTIZERS, "w_method": QUANTIZERS, "observer": OBSERVERS, "weight_observer": OBSERVERS}
+_SETTINGS = re.compile(r".+?\.ya?ml(?=$|:)")
 _SOME: dict[str, Any] = {"minItems": 1}  # checked in `problems`, together with all other problems
 
 
@@ -55,6 +59,17 @@ class Training(_Strict):
         default=False,
         description="Compile the quantizers' arithmetic. This takes seconds and speeds up long trainings.",
     )
+    recipe: Recipe | None = Field(
+        default=None, description="Settings in iterations, instead of epochs, optimizer, lr and schedule."
+    )
+
+    def config(self, **more: Any) -> TrainConfig:
+        """The settings of a trainer. Batches have equal sizes, as in published results."""
+        values: dict[str, Any] = {**self.model_dump(), **more}
+        return TrainConfig(**values, **({"drop_last": True} if self.recipe is None else {}))
+
+    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
+        return ((key, value) for key, value in super().__repr_args__() if key != "recipe" or value is not None)
 
 
 class Algorithm(_Strict):
@@ -92,7 +107,7 @@ class GridModel(_Strict):
     """A network with its data."""
 
     name: str = Field(default="", description="The name in tables; by default that of the workload.")
-    workload: str = Field(description="file.py:function, or a name of `bitwright list workloads`.")
+    workload: str = Field(description="file.py:function, config.yaml:FOLDER, or a name of `bitwright list workloads`.")
 
     @property
     def label(self) -> str:
@@ -129,9 +144,10 @@ class GridConfig(_Strict):
         default=None,
         description="Train the float network first, once for each seed. None: the workload has trained weights.",
     )
-    beyond: Literal["refuse", "simulate"] = Field(
+    beyond: Literal["refuse", "simulate", "adapt"] = Field(
         default="refuse",
-        description="If a backend can't run a width: refuse the row, or simulate the backend's scheme.",
+        description="If a backend can't run a width: refuse the row, or simulate the backend's scheme. adapt also "
+        "gives quantizers without a zero point a symmetric format on backends with asymmetric ones.",
     )
     runtimes: Literal["every", "first-seed", "none"] = Field(
         default="every", description="The rows that are also measured on the backend's runtime, if it is available."
@@ -156,21 +172,36 @@ class GridConfig(_Strict):
         return value if isinstance(value, list | tuple) else [value]
 
     @staticmethod
-    def load(path: str | Path, *, workload: str | None = None) -> GridConfig:
+    def load(
+        path: str | Path,
+        *,
+        workload: str | None = None,
+        data: str | Path | None = None,
+        iterations: int | None = None,
+    ) -> GridConfig:
         """Read a grid file or MQBench's `config.yaml`. Paths in the file are relative to it.
 
-        All problems of the file are reported at once. `workload` is the model of a file that names none.
+        All problems of the file are reported at once. `workload` is the model of a file that names none. Only for
+        files of MQBench, `data` is the folder of images, and `iterations` replaces `max_iter`.
         """
         file = Path(path)
-        data = read_settings(file, "a grid", "bitwright-grid: 1")
-        return GridConfig.parse(data, where=str(file), folder=file.parent, workload=workload)
+        settings = read_settings(file, "a grid", "bitwright-grid: 1")
+        options = {"images": None if data is None else str(Path(data).resolve()), "iterations": iterations}
+        return GridConfig.parse(settings, where=str(file), folder=file.parent, workload=workload, **options)
 
     @staticmethod
-    def parse(data: dict[str, Any], *, where: str, folder: Path, workload: str | None = None) -> GridConfig:
-        """Make a grid from the data of a file."""
-        foreign = translated(data, "grid", where=where, workload=workload)
+    def parse(
+        data: dict[str, Any], *, where: str, folder: Path, workload: str | None = None, **options: Any
+    ) -> GridConfig:
+        """Make a grid from the data of a file. The options are those of `load`, for another system's file."""
+        foreign = translated(data, "grid", where=where, workload=workload, **options)
+        given = [name for name, value in options.items() if value is not None]
         if foreign is not None:
             data = foreign
+        elif given:
+            what = "only files of MQBench have this setting; a grid has its own"
+            problem = Problem(what=what, where=given[0], fix="change the grid's file", code="ignored-argument")
+            raise PlanError([problem], title=f"{where} has problems")
         elif workload is not None:
             data = {**data, "models": [workload]}
         try:
@@ -187,7 +218,7 @@ class GridConfig(_Strict):
         """Resolve paths relative to the folder of the file."""
 
         def code(ref: str) -> str:
-            return str(folder / ref) if ".py:" in ref else ref
+            return str(folder / ref) if is_file(ref) else ref
 
         def table(ref: str) -> str:
             return str(folder / ref) if ref.endswith((".yaml", ".yml")) else ref
@@ -228,6 +259,8 @@ class GridConfig(_Strict):
                     what="unknown backend", where=f"backends.{index}", value=name, fix=fix, code="unknown-name"
                 )
         for index, model in enumerate(self.models):
+            if settings_file(model.workload) is not None:
+                continue  # loading it reports its problems
             if ":" not in model.workload and model.workload not in WORKLOADS:
                 fix = did_you_mean(model.workload, WORKLOADS.names())
                 where = f"models.{index}"
@@ -313,7 +346,7 @@ class RowTask(_Strict):
     edges: int | None
     training: Training
     start: Training | None
-    beyond: Literal["refuse", "simulate"]
+    beyond: Literal["refuse", "simulate", "adapt"]
     runtimes: bool
     threads: int
 
@@ -322,6 +355,9 @@ class RowTask(_Strict):
         data: dict[str, Any] = self.model_dump(mode="json")
         data["model"] = {"name": self.model.label, "workload": _file_name(data["model"]["workload"])}
         data["backend"] = _file_name(data["backend"])
+        for section in (data["training"], data["start"]):
+            if section is not None and section["recipe"] is None:
+                del section["recipe"]  # keys of rows don't depend on it
         return data
 
     @property
@@ -370,7 +406,21 @@ def _changed(training: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _file_name(ref: str) -> str:
-    return ref.rpartition("/")[2] if ".py:" in ref or ref.endswith((".yaml", ".yml")) else ref
+    settings = settings_file(ref)
+    if settings is not None:  # without the folder of the data
+        return settings.rpartition("/")[2]
+    return ref.rpartition("/")[2] if ".py:" in ref else ref
+
+
+def settings_file(ref: str) -> str | None:
+    """The file of a reference `config.yaml:FOLDER`; None for other references."""
+    found = _SETTINGS.match(ref)
+    return None if found is None else found[0]
+
+
+def is_file(ref: str) -> bool:
+    """Whether a reference to a workload is a file: `file.py:function` or `config.yaml:FOLDER`."""
+    return ".py:" in ref or settings_file(ref) is not None
 
 
 def _digest(data: Any) -> str:

@@ -28,6 +28,7 @@ from bitwright.core.files import scratch_folder
 from bitwright.core.formats import Format
 from bitwright.core.registry import QUANTIZERS, ROW_REPORTERS, RUNTIMES
 from bitwright.deployment import Runtime, open_runtime, unexportable
+from bitwright.graph import Graph
 from bitwright.plan import NO_FOLDING, Plan
 from bitwright.quantizers.site_statistics import SiteRow, site_rows
 from bitwright.training import TrainConfig, Trainer, TrainResult
@@ -141,14 +142,12 @@ def one_line(error: BaseException) -> str:
 
 def _run(task: RowTask, start: FloatNetwork, reports: Path | None) -> RowOutcome:
     table = backend(task.backend)
-    plan, beyond = plan_of(task, table, start)
+    plan, beyond = plan_of(task, table, start.graph, start.workload.name)
     workload = replace(start.workload, model=copy.deepcopy(start.workload.model))
-    config = TrainConfig(
+    config = task.training.config(
         seed=task.seed,
         quantizer_lr=task.algorithm.quantizer_lr,
         quantizer_decay=task.algorithm.quantizer_decay,
-        drop_last=True,  # batches of equal size, as in published results
-        **task.training.model_dump(),
     )
     # a plan that the table does not allow is checked against the table that allows everything
     trainer = Trainer(workload, precision=plan, backend="academic" if beyond else task.backend, config=config)
@@ -189,19 +188,20 @@ def train_float_on(task: RowTask, start: FloatNetwork) -> float:
     """The float network's accuracy after the training that a row has, without quantizers."""
     workload = replace(start.workload, model=copy.deepcopy(start.workload.model))
     with _threads(task.threads):
-        settings = task.training.model_dump(exclude={"freeze_observers", "freeze_bn"})
-        trained = Trainer(workload, config=TrainConfig(seed=task.seed, drop_last=True, **settings)).fit()
+        config = task.training.config(seed=task.seed, freeze_observers=None, freeze_bn=None)
+        trained = Trainer(workload, config=config).fit()
         return evaluate(workload, trained.model)[workload.metric]
 
 
-def plan_of(task: RowTask, table: BackendTable, start: FloatNetwork) -> tuple[Plan, str | None]:
+def plan_of(task: RowTask, table: BackendTable, graph: Graph, model: str) -> tuple[Plan, str | None]:
     """The row's plan, and the formats that the backend can't run, if any."""
     algorithm = task.algorithm
-    weights = _format(table, algorithm.weights, task.bits, weight=True)
-    activations = _format(table, algorithm.a_method, task.bits, weight=False)
+    adapt = task.beyond == "adapt"
+    weights = _format(table, algorithm.weights, task.bits, weight=True, adapt=adapt)
+    activations = _format(table, algorithm.a_method, task.bits, weight=False, adapt=adapt)
     low = task.bits < 8
     beyond = None
-    if task.beyond == "simulate":
+    if task.beyond != "refuse":
         wide = [
             (role, f) for role, f in ((table.weights, weights), (table.activations, activations)) if not role.allows(f)
         ]
@@ -226,19 +226,22 @@ def plan_of(task: RowTask, table: BackendTable, start: FloatNetwork) -> tuple[Pl
         "first_last_bits": task.edges if task.edges is not None and task.bits < task.edges else None,
         "saturating": True,  # as if no CPU had VNNI, so that a row does not depend on the machine
     }
-    plan = make_plan(start.graph, table, model=start.workload.name, **choices)
+    plan = make_plan(graph, table, model=model, **choices)
     return replace(plan, backend=task.backend), beyond
 
 
-def _format(table: BackendTable, quantizer: str, bits: int, *, weight: bool) -> Format:
-    """The backend's format at this width, or its symmetric variant for a quantizer without a zero point, if allowed."""
+def _format(table: BackendTable, quantizer: str, bits: int, *, weight: bool, adapt: bool) -> Format:
+    """The backend's format at this width, or its symmetric variant for a quantizer without a zero point, if allowed.
+
+    With `adapt` it is always allowed.
+    """
     choice = table.weights if weight else table.activations
     usual = Format.parse(choice.format).with_bits(bits)
     if usual.symmetric or not QUANTIZERS.get(quantizer).symmetric_only:
         return usual
     signed = replace(usual, name=f"int{bits}", signed=True, symmetric=True)
     variant = signed if weight else replace(signed, adasign=True)
-    return variant if choice.allows(variant) else usual
+    return variant if adapt or choice.allows(variant) else usual
 
 
 def on_device(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from bitwright.bench.float_networks import FloatNetworks
-from bitwright.bench.grid import GridConfig, RowTask
+from bitwright.bench.grid import GridConfig, RowTask, is_file, settings_file
 from bitwright.bench.grid_row import (
     RowOutcome,
     gave_up,
@@ -420,11 +420,11 @@ def _task(board: Leaderboard, row: Row, workload: str | None) -> RowTask:
 
 def _workload(board: Leaderboard, row: Row, given: str | None) -> str:
     ref = str(row.config["models"][0]["workload"])
-    if ".py:" not in ref:
+    if not is_file(ref):
         return ref
     used = next((m["workload"] for m in board.config.get("models", []) if m.get("name") == row.model), ref)
     where = given or str(used)
-    if not Path(where.rpartition(":")[0]).is_file():
+    if not Path(settings_file(where) or where.rpartition(":")[0]).is_file():
         raise BitwrightError(
             "the file of the row's workload does not exist",
             where=row.id,

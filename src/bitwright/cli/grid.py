@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from bitwright.cli.options import GridWorkloadOption, option, require
+from bitwright.cli.options import DataOption, GridWorkloadOption, IterationsOption, option, require
 from bitwright.cli.out import Out
 from bitwright.cli.verb import verb
 
@@ -24,6 +24,7 @@ BoardOption = Annotated[Path | None, option("Write the leaderboard as JSON, and 
     "grid run",
     examples="""
     bitwright grid run grid.yaml -o leaderboard.json
+    bitwright grid run mqbench/config.yaml --data imagenet
     bitwright grid run mqbench/config.yaml --workload my_workload.py:resnet18
     bitwright grid run grid.yaml -o leaderboard.json --reports reports
     """,
@@ -32,6 +33,8 @@ def grid_run(
     out: Out,
     file: GridArg,
     workload: GridWorkloadOption = None,
+    data: DataOption = None,
+    iterations: IterationsOption = None,
     attempts: Annotated[int | None, option("How often a failing row is tried in total.", min=1)] = None,
     starts: StartsOption = None,
     output: BoardOption = None,
@@ -42,7 +45,12 @@ def grid_run(
     Rerun the command to resume. Start it several times, on machines that share the store, to divide the work. Exits
     with 1 if a row failed or is pending, or if all rows were refused.
     """
-    _run(out, file, workload, attempts, starts, output, reports, work=True)
+    from bitwright.bench import GridConfig
+
+    config = GridConfig.load(file, workload=workload, data=data, iterations=iterations)
+    if attempts is not None:
+        config = config.model_copy(update={"attempts": attempts})
+    _run(out, config, starts, output, reports, work=True)
 
 
 @verb(
@@ -56,6 +64,8 @@ def grid_show(
     out: Out,
     file: GridArg,
     workload: GridWorkloadOption = None,
+    data: DataOption = None,
+    iterations: IterationsOption = None,
     starts: StartsOption = None,
     output: BoardOption = None,
 ) -> None:
@@ -63,28 +73,18 @@ def grid_show(
 
     Exits with 1 if a row failed or is pending, or if all rows were refused.
     """
-    _run(out, file, workload, None, starts, output, None, work=False)
+    from bitwright.bench import GridConfig
+
+    config = GridConfig.load(file, workload=workload, data=data, iterations=iterations)
+    _run(out, config, starts, output, None, work=False)
 
 
-def _run(
-    out: Out,
-    file: Path,
-    workload: str | None,
-    attempts: int | None,
-    starts: Path | None,
-    output: Path | None,
-    reports: Path | None,
-    *,
-    work: bool,
-) -> None:
-    from bitwright.bench import GridConfig, run_grid
+def _run(out: Out, config: Any, starts: Path | None, output: Path | None, reports: Path | None, *, work: bool) -> None:
+    from bitwright.bench import run_grid
     from bitwright.reports.leaderboard import check_leaderboard_path, write_leaderboard
 
     if output is not None:
         check_leaderboard_path(output)
-    config = GridConfig.load(file, workload=workload)
-    if attempts is not None:
-        config = config.model_copy(update={"attempts": attempts})
     with out.progress() as progress:
         board = run_grid(config, starts=starts, reports=reports, progress=progress, work=work)
     if output is not None:

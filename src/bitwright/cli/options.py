@@ -90,6 +90,13 @@ BatchOption = Annotated[int | None, option("Samples per step (default: the loade
 ChannelsLastOption = Annotated[
     bool, option("Keep images as NHWC in memory, as `train --channels-last` does.", "--channels-last")
 ]
+DataOption = Annotated[
+    Path | None,
+    option("The folder of images for MQBench's config.yaml, with train and val.", "--data", metavar="FOLDER"),
+]
+IterationsOption = Annotated[
+    int | None, option("Iterations instead of max_iter in MQBench's config.yaml.", "--iterations", min=1)
+]
 GridWorkloadOption = Annotated[str | None, option("The workload, if the file doesn't name one.", "--workload")]
 
 

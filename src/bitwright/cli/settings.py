@@ -46,16 +46,18 @@ def with_choices(function: Function) -> Function:
     return _with_options(function, run, ("backend", "plan", "choices"), added)
 
 
-def with_settings(model: type[BaseModel]) -> Callable[[Function], Function]:
-    """Add one option for each field of a model to a verb, which gets the model as `settings`."""
+def with_settings(model: type[BaseModel], *, nested: tuple[str, ...] = ()) -> Callable[[Function], Function]:
+    """Add one option for each field of a model to a verb, which gets the model as `settings`. `nested` have none."""
 
     def add(function: Function) -> Function:
+        fields = {name: field for name, field in model.model_fields.items() if name not in nested}
+        added = {name: _field_option(name, field) for name, field in fields.items()}
+
         def run(*args: Any, **arguments: Any) -> None:
-            given = {name: arguments.pop(name) for name in model.model_fields}
+            given = {name: arguments.pop(name) for name in added}
             said = {name: value for name, value in given.items() if value is not None}
             function(*args, settings=model(**said), **arguments)
 
-        added = {name: _field_option(name, field) for name, field in model.model_fields.items()}
         return _with_options(function, run, ("settings",), added)
 
     return add

@@ -6,7 +6,18 @@ import os
 from pathlib import Path
 from typing import Annotated, Any
 
-from bitwright.cli.options import FolderOption, PrecisionOption, WorkloadArg, open_workload, option
+import typer
+
+from bitwright.cli.options import (
+    DataOption,
+    FolderOption,
+    IterationsOption,
+    PrecisionOption,
+    exclude,
+    open_workload,
+    option,
+    require,
+)
 from bitwright.cli.out import Out
 from bitwright.cli.settings import with_choices, with_settings
 from bitwright.cli.verb import verb
@@ -21,25 +32,34 @@ from bitwright.training.config import TrainConfig
     bitwright train my_workload.py:net --precision int4 --distill 0.5 --epochs 3 -o runs/int4
     bitwright train my_workload.py:net --plan kernels.yaml --channels-last -o runs/kernels
     torchrun --nproc-per-node 2 -m bitwright train my_workload.py:net --precision int8 -o runs/two
+    bitwright train config.yaml --data imagenet --checkpoint resnet18.pth -o runs/mqbench
     """,
 )
 @with_choices
-@with_settings(TrainConfig)
+@with_settings(TrainConfig, nested=("recipe",))
 def train(
     out: Out,
-    workload: WorkloadArg,
     output: FolderOption,
     settings: TrainConfig,
     backend: str | None,
     plan: Any,
     choices: Any,
+    workload: Annotated[
+        str | None,
+        typer.Argument(metavar="WORKLOAD", help="A workload, or the config.yaml of MQBench's benchmark."),
+    ] = None,
+    config: Annotated[Path | None, option("The config.yaml, as in MQBench's command.", "--config")] = None,
+    data: DataOption = None,
+    iterations: IterationsOption = None,
     precision: PrecisionOption = None,
     device_kind: Annotated[
         str | None,
         option("The device kind of this process in the plan, or one for each rank: fast,slow.", "--device-kind"),
     ] = None,
     simulate: Annotated[bool, option("Round in float instead of running kernels.", "--simulate")] = False,
-    init: Annotated[Path | None, option("Float weights to start from: a run's folder, or a file.")] = None,
+    init: Annotated[
+        Path | None, option("Float weights to start from: a run's folder, or a file.", "--init", "--checkpoint")
+    ] = None,
     resume: Annotated[
         bool, option("Continue the run in this folder (the default for equal settings).", "--resume")
     ] = False,
@@ -55,34 +75,50 @@ def train(
 
     Quantizers are in place before DDP, the optimizer and the compiler. Several processes: start it with torchrun.
     Rerun the same command after an interruption or a kill: it resumes from the last checkpoint, to the bit.
+    A config.yaml of MQBench sets the network, its quantizers and the whole training; --iterations shortens it.
     """
+    from bitwright.importers.mqbench import train_mqbench
     from bitwright.reports.files import TrainReport
     from bitwright.training import Callback, TensorBoard, Trainer, tensorboard_problem
 
     speaks = os.environ.get("RANK", "0") == "0"
-    found = open_workload(out, workload)
+    require("WORKLOAD", workload or config, "file.py:function, a built-in workload, or a config.yaml of MQBench")
+    if config is None and str(workload).endswith((".yaml", ".yml")):
+        config, workload = Path(str(workload)), None
+    ours = {"--precision": precision, "--plan": plan, "--backend": backend, "options of plans": choices}
+    if config is not None:
+        exclude("config.yaml", {"WORKLOAD": workload, "--device-kind": device_kind, "--simulate": simulate, **ours})
+    else:
+        exclude("a workload", {"--data": data, "--iterations": iterations})
     callbacks: list[Callback] = [TrainReport()]
     missing = tensorboard_problem()
     if tensorboard or (tensorboard is None and missing is None):
         callbacks.append(TensorBoard(output / "tensorboard"))
     elif tensorboard is None and speaks:
         out.note(f"no TensorBoard logs: {missing}")
+    found = None if config is not None else open_workload(out, str(workload))
     with out.progress("training") as progress:
-        result = Trainer(
-            found,
-            precision=precision if plan is None or plan.trains_kernels else plan,
-            compute=plan if plan is not None and plan.trains_kernels else None,
-            kind=device_kind,
-            simulate=simulate,
-            backend=backend,
-            config=settings,
-            out=output,
-            init=init,
-            resume=resume or "auto",
-            callbacks=callbacks,
-            progress=progress if speaks else None,
-            device=device,
-            **choices,
-        ).fit()
+        common: Any = {
+            "config": settings,
+            "out": output,
+            "resume": resume or "auto",
+            "callbacks": callbacks,
+            "progress": progress if speaks else None,
+            "device": device,
+        }
+        if found is None:
+            result = train_mqbench(Path(str(config)), data=data, iterations=iterations, checkpoint=init, **common)
+        else:
+            result = Trainer(
+                found,
+                precision=precision if plan is None or plan.trains_kernels else plan,
+                compute=plan if plan is not None and plan.trains_kernels else None,
+                kind=device_kind,
+                simulate=simulate,
+                backend=backend,
+                init=init,
+                **common,
+                **choices,
+            ).fit()
     if speaks:
         out.show(result, output=output)

@@ -116,6 +116,8 @@ class Importer:
     recognizes: Callable[[Mapping[str, Any]], bool]
     translate: Callable[..., dict[str, Any]]
     """Gets the file's data and, as keywords, `where` and the options of the reader."""
+    workload: Callable[..., Any] | None = None
+    """Makes the workload of a file that names a network. Gets the path, and as `data` the folder of the data."""
 
 
 def translated(

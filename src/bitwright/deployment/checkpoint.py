@@ -20,9 +20,11 @@ from bitwright.core.files import replacing
 from bitwright.quantizers import CONTAINER, Attachment, find_attachment
 from bitwright.quantizers.state import parameter_problems
 
-__all__ = ["checkpoint_file", "load_checkpoint", "read_state", "save_checkpoint", "save_state"]
+__all__ = ["checkpoint_file", "load_checkpoint", "load_state", "read_state", "save_checkpoint", "save_state"]
 
 _VERSION = "1"
+_PICKLED = (".pth", ".pt", ".tar", ".bin")
+_CONTAINERS = ("state_dict", "model")
 _PREFIX = f"{CONTAINER}."
 
 
@@ -78,8 +80,9 @@ def _sort_metadata(path: Path, metadata: Mapping[str, str]) -> None:
 def load_checkpoint(model: nn.Module, path: str | Path) -> None:
     """Load a file of `save_checkpoint` into a model that is prepared with the same plan.
 
-    A float checkpoint loads too; the quantizers then have no range yet. Names and shapes are compared first: either
-    everything is loaded, or nothing is and the error lists every difference.
+    A float checkpoint loads too; the quantizers then have no range yet. It may be a state dict that `torch.save` wrote
+    (.pth, .pt, .tar, .bin). Names and shapes are compared first: either everything is loaded, or nothing is and the
+    error lists every difference.
 
     >>> import tempfile, torch, bitwright
     >>> saved, loaded = torch.nn.Linear(8, 4), torch.nn.Linear(8, 4)
@@ -88,11 +91,17 @@ def load_checkpoint(model: nn.Module, path: str | Path) -> None:
     >>> torch.equal(saved.weight, loaded.weight)
     True
     """
-    path = Path(path)
-    state = read_state(path)
+    load_state(model, read_state(Path(path)), where=str(path))
+
+
+def load_state(model: nn.Module, state: dict[str, Tensor], *, where: str) -> None:
+    """Load a state dict if all its names and shapes are those of the model; otherwise report every difference."""
+    for name, tensor in model.state_dict().items():
+        if name.endswith(".num_batches_tracked"):  # batch norms of old checkpoints don't count their batches
+            state.setdefault(name, torch.zeros_like(tensor))
     problems = _differences(model, state)
     if problems:
-        raise PlanError(problems, title=f"{path} doesn't match the model")
+        raise PlanError(problems, title=f"{where} doesn't match the model")
     model.load_state_dict(state)
 
 
@@ -124,7 +133,7 @@ def _untied(state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def read_state(path: Path) -> dict[str, Tensor]:
-    """Read a file of `save_state`."""
+    """Read a file of `save_state`, or a state dict of `torch.save`."""
     if not path.is_file():
         raise CheckpointError(
             "the checkpoint doesn't exist",
@@ -132,6 +141,8 @@ def read_state(path: Path) -> dict[str, Tensor]:
             fix="pass the path of a .safetensors file",
             code="no-such-checkpoint",
         )
+    if path.suffix in _PICKLED:
+        return _read_pickled(path)
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
@@ -154,6 +165,32 @@ def read_state(path: Path) -> dict[str, Tensor]:
             code="unknown-version",
         )
     return state
+
+
+def _read_pickled(path: Path) -> dict[str, Tensor]:
+    """A state dict of torch.save. Only tensors and plain values are read; code in the file doesn't run."""
+    try:
+        data = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch, pickle and the operating system raise different types
+        raise CheckpointError(
+            f"the checkpoint can't be read: {shortened(str(error))}",
+            where=str(path),
+            fix="save model.state_dict() again, best as .safetensors",
+            code="damaged-checkpoint",
+        ) from error
+    for key in _CONTAINERS:
+        if isinstance(data, Mapping) and isinstance(data.get(key), Mapping):
+            data = data[key]
+    if not isinstance(data, Mapping) or not all(isinstance(value, Tensor) for value in data.values()):
+        raise CheckpointError(
+            "the file has no state dict",
+            where=str(path),
+            value=type(data).__name__,
+            fix="save model.state_dict()",
+            code="damaged-checkpoint",
+        )
+    wrapped = all(str(name).startswith("module.") for name in data)  # by DataParallel
+    return {str(name).removeprefix("module.") if wrapped else str(name): value for name, value in data.items()}
 
 
 def _aliased(text: str, state: dict[str, Tensor], path: Path) -> dict[str, Tensor]:

@@ -63,7 +63,7 @@ class EpochLog(Callback):
         """Report the progress."""
         if self.progress is not None:
             loss = "" if run.loss is None else f", loss {run.loss:.4f}"
-            self.progress(run.step, run.steps, f"training, epoch {run.epoch + 1}/{run.config.epochs}{loss}")
+            self.progress(run.step, run.steps, f"training, epoch {run.epoch + 1}/{run.epochs}{loss}")
 
     def on_log(self, run: TrainingRun, values: dict[str, float]) -> None:
         """Collect the loss."""
@@ -77,7 +77,7 @@ class EpochLog(Callback):
         parts = [f"loss {total / (last - self.begun):.4f}"] if last > self.begun else []
         parts += [f"{name} {metric_value(name, value)}" for name, value in values.items() if name != "n"]
         self.losses, self.begun = [], run.step
-        log.info("epoch %d/%d: %s", run.epoch, run.config.epochs, ", ".join(parts))
+        log.info("epoch %d/%d: %s", run.epoch, run.epochs, ", ".join(parts))
 
 
 class History(Callback):

@@ -136,8 +136,9 @@ class SavedCheckpoint:
 class Checkpoints:
     """The folder `checkpoints` of a run."""
 
-    def __init__(self, run: Path) -> None:
+    def __init__(self, run: Path, *, keep_all: bool = False) -> None:
         self.folder = run / "checkpoints"
+        self.keep_all = keep_all
 
     def save(self, step: int, write: Callable[[Path], None], *, best: bool = False) -> SavedCheckpoint:
         """Call `write` to fill a temporary folder, then rename it once it is complete and on disk."""
@@ -196,6 +197,8 @@ class Checkpoints:
         return next((saved for saved in self.all() if saved.folder.name == name), None)
 
     def _forget(self) -> None:
+        if self.keep_all:
+            return
         best = self.best()
         for saved in self.all()[:-_KEPT]:
             if best is None or saved.step != best.step:
@@ -208,7 +211,7 @@ _FREE = {"save_steps", "log_steps", "workers"}
 
 def identity(run: TrainingRun) -> dict[str, Any]:
     """The settings that must be equal to resume a run."""
-    fixed = {key: value for key, value in run.config.model_dump().items() if key not in _FREE}
+    fixed = {key: value for key, value in run.config.settings().items() if key not in _FREE}
     return {
         "workload": run.workload.name,
         "quantize": word(run.precision),
@@ -293,7 +296,7 @@ def restore(run: TrainingRun, saved: SavedCheckpoint, state: TrainerState) -> No
         raise saved.damaged(saved.folder / STATE, what) from error
     run.step, run.epoch, run.stale = state.step, state.epoch, state.stale
     run.stopped_early, run.best, run.metrics = state.stopped_early, state.best, state.metrics
-    ended = run.step == run.epoch * run.steps_per_epoch
+    ended = run.step == min(run.epoch * run.steps_per_epoch, run.steps)
     if run.checkpoints is not None and run.ranks.first and ended and run.best and run.best["epoch"] == run.epoch:
         run.checkpoints.mark_best(saved)  # the run may have failed between the checkpoint and the mark
     run.note(f"resumed {saved.folder.name}: {run.step} of {run.steps} steps are done")

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from bitwright.core.arguments import strict
 from bitwright.core.errors import Problem, TrainError, did_you_mean
+from bitwright.training.recipe import Recipe
 
 Amp = Literal["bf16", "fp16"]
+# Settings that a recipe replaces.
+_REPLACED = (
+    *("epochs", "optimizer", "lr", "quantizer_lr", "momentum", "weight_decay", "quantizer_decay", "schedule"),
+    *("warmup", "accumulate", "drop_last"),
+)
 AMP_DTYPES: Mapping[str, str] = {"bf16": "bfloat16", "fp16": "float16"}
 
 
@@ -94,6 +100,9 @@ class TrainConfig(BaseModel):
         default=None, ge=1, le=2**53, description="Steps between checkpoints, in addition to each epoch's end."
     )
     log_steps: int = Field(default=10, ge=1, le=2**53, description="Steps between logged losses.")
+    recipe: Recipe | None = Field(
+        default=None, description="Settings in iterations, instead of epochs, optimizer, lr and schedule."
+    )
 
     def __init__(self, **values: Any) -> None:
         """Validate all values at once."""
@@ -102,10 +111,27 @@ class TrainConfig(BaseModel):
         except ValidationError as error:
             raise TrainError([_problem(detail) for detail in error.errors()]) from None
 
+    def problems(self) -> Iterator[Problem]:
+        """Settings that contradict each other."""
+        fields = type(self).model_fields
+        for key in _REPLACED if self.recipe is not None else ():
+            value = getattr(self, key)
+            if value != fields[key].default:
+                what = "the recipe has this setting"
+                yield Problem(what=what, where=key, value=value, fix="change the recipe", code="ignored-argument")
+        if self.recipe is None and self.warmup >= self.epochs:
+            what, fix = "the warm-up is as long as the training", f"use less than {self.epochs} epochs"
+            yield Problem(what=what, where="warmup", value=self.warmup, fix=fix, code="warmup-too-long")
+
+    def settings(self) -> dict[str, Any]:
+        """All settings as plain data. Those that the recipe replaces, and a missing recipe, are left out."""
+        return self.model_dump(exclude={"recipe"} if self.recipe is None else set(_REPLACED))
+
     @property
     def digest(self) -> str:
         """A short hash that names these settings."""
-        return hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:16]
+        data = self.model_dump_json(exclude={"recipe"} if self.recipe is None else set(_REPLACED))
+        return hashlib.sha256(data.encode()).hexdigest()[:16]
 
 
 @strict

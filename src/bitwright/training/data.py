@@ -10,10 +10,12 @@ from typing import Any
 
 import numpy
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler, default_collate
 
 from bitwright.core.errors import TrainError, WorkloadError, user_code
 from bitwright.training.distributed import Ranks
+from bitwright.training.recipe import Recipe
 from bitwright.workload import Workload, shape_of
 
 
@@ -100,9 +102,15 @@ class TrainingData:
         self.workers = workers
         self.drop_last = drop_last
         self.samples = _Seeded(source, seed, ranks.rank)
-        self.batches, left = divmod(self.size, sum(self.parts))
+        self.batches = 0
         self.last = self.parts
         """The number of samples of each rank in the last batch of an epoch."""
+        self._divide(where)
+
+    def _divide(self, where: str) -> None:
+        """Set the number of batches of an epoch, and the sizes of the last one."""
+        ranks, drop_last = self.ranks, self.drop_last
+        self.batches, left = divmod(self.size, sum(self.parts))
         if left and self.batches and not drop_last:
             fewest = [min(_FEWEST, part) for part in self.parts]
             if left >= sum(fewest):
@@ -192,6 +200,62 @@ class TrainingData:
     def _owners_code(self, what: str) -> AbstractContextManager[None]:
         fix = "check training()[0] in Python; items of different sizes need Workload(collate=…)"
         return user_code(self.name, what, expected=_EXPECTED, fix=fix)
+
+
+class IterationData(TrainingData):
+    """The training set of a run that counts iterations. An epoch is the iterations between two validations.
+
+    All batches have the same size, so the data is repeated where needed.
+    """
+
+    def __init__(self, recipe: Recipe, workload: Workload, **options: Any) -> None:
+        self.recipe = recipe
+        self.iterations = 0
+        self._whole: Tensor | None = None
+        super().__init__(workload, **options)
+
+    def _divide(self, where: str) -> None:
+        self.iterations = self.recipe.length(self.size, sum(self.parts))
+        self.batches = min(self.recipe.validate_every, self.iterations)
+
+    def steps(self, accumulate: int) -> int:
+        """The iterations between two validations."""
+        return self.batches
+
+    def describe(self, accumulate: int) -> str:
+        """Describe the iterations, for the log."""
+        whole = sum(self.parts)
+        words = f"{self.size} samples, {self.iterations} iterations of {whole} samples"
+        words += f" ({self.iterations * whole / self.size:.3g} passes over the data)"
+        return (
+            f"{words}; metrics every {self.batches} iterations (an epoch)" if self.iterations > self.batches else words
+        )
+
+    def order(self, epoch: int) -> list[list[_Key]]:
+        """The keys of this rank's batches between two validations."""
+        before = sum(self.parts[: self.ranks.rank])
+        size, whole = self.parts[self.ranks.rank], sum(self.parts)
+        found = []
+        for number in range(min(self.batches, self.iterations - epoch * self.batches)):
+            start = (epoch * self.batches + number) * whole + before
+            found.append([(epoch, number, index) for index in self._samples(start, start + size)])
+        return found
+
+    def _samples(self, start: int, end: int) -> list[int]:
+        """The samples at these positions of the run."""
+        if self._whole is None:
+            total = self.iterations * sum(self.parts)
+            kind = torch.int32 if total < 2**31 else torch.int64
+            passes = -(-total // self.size)
+            generator = torch.Generator().manual_seed(seed_of(self.seed, "order", 0))
+            if self.recipe.sampler == "epochs":
+                parts = [torch.randperm(self.size, generator=generator) for _ in range(passes)]
+                self._whole = torch.cat(parts)[:total].to(kind)
+            else:
+                # every sample as often as the others, or once less; the order is that of the whole run
+                mixed = torch.randperm(total, generator=generator).to(kind)
+                self._whole = mixed.remainder_(self.size)
+        return [int(index) for index in self._whole[start:end]]
 
 
 def _shares(count: int, weights: list[int]) -> list[int]:

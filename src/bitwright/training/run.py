@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice
 from logging import getLogger
-from math import isfinite, isnan
+from math import ceil, isfinite, isnan
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from bitwright.training.checkpoints import (
     validate_checkpoint,
 )
 from bitwright.training.config import TrainConfig
-from bitwright.training.data import TrainingData, seed_all
+from bitwright.training.data import IterationData, TrainingData, seed_all
 from bitwright.training.distributed import Ranks, Replicated, Sharded, SingleProcess, share_buffers
 from bitwright.training.low_precision import LowPrecision, batch_size_of, device_kind_of
 from bitwright.training.qat import Qat
@@ -95,7 +95,8 @@ class TrainingRun:
         if section is not None and section.channels_last:  # the plan was made for that layout
             self.config = config = config.model_copy(update={"channels_last": True})
         self.place = DevicePlacement(device=device, channels_last=config.channels_last)
-        self.data = TrainingData(
+        kind = TrainingData if config.recipe is None else partial(IterationData, config.recipe)
+        self.data: TrainingData = kind(
             workload,
             batch=batch,
             seed=config.seed,
@@ -112,14 +113,20 @@ class TrainingRun:
                 fix=f"use at most {self.data.batches}",
                 code="accumulate-too-large",
             )
-        self.steps = config.epochs * self.steps_per_epoch
+        if isinstance(self.data, IterationData):
+            self.steps = self.data.iterations
+            self.epochs = ceil(self.steps / self.steps_per_epoch)  # the last one may be shorter
+        else:
+            self.epochs = config.epochs
+            self.steps = self.epochs * self.steps_per_epoch
         self.epoch = self.step = self.stale = 0
         self.loss: float | None = None
         self.metrics: list[dict[str, float]] = []
         self.best: dict[str, float] | None = None
         self.stopped_early = False
         self.notes: list[str] = []
-        self.checkpoints = Checkpoints(out) if out is not None else None
+        keeps = config.recipe is not None and config.recipe.keep_checkpoints
+        self.checkpoints = Checkpoints(out, keep_all=keeps) if out is not None else None
         self._losses = LossMean()
         state = validate_checkpoint(self, resume) if resume is not None else None
         self._set_up(backend, choices, init, resume)
@@ -229,7 +236,7 @@ class TrainingRun:
 
     def train(self) -> None:
         """Run all epochs that are left."""
-        while self.epoch < self.config.epochs and not self.stopped_early:
+        while self.epoch < self.epochs and not self.stopped_early:
             self._train_epoch()
             self._finish_epoch()
 
@@ -266,10 +273,11 @@ class TrainingRun:
         self.model.train()
         done = self.step - self.epoch * self.steps_per_epoch
         data = self.data.epoch(self.epoch, skip=done * self.config.accumulate)
-        for _ in range(done, self.steps_per_epoch):
+        end = min((self.epoch + 1) * self.steps_per_epoch, self.steps)
+        for _ in range(self.step, end):
             self._train_step(data)
             progress_log.debug("step %d finished", self.step)
-            last = self.step % self.steps_per_epoch == 0
+            last = self.step == end
             if self.step % self.config.log_steps == 0 or last:
                 self._log()
             for callback in self.callbacks:
@@ -281,7 +289,11 @@ class TrainingRun:
             self._stop_if_requested()
 
     def _train_step(self, data: Iterator[tuple[Any, Any]]) -> None:
-        factor = learning_rate_factor(self.config, self.step, self.steps_per_epoch)
+        recipe = self.config.recipe
+        if recipe is None:
+            factor = learning_rate_factor(self.config, self.step, self.steps_per_epoch)
+        else:
+            factor = recipe.schedule.rate(self.step + 1, self.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = group["peak"] * factor
         numbers = self.data.numbers(self.step - self.epoch * self.steps_per_epoch, self.config.accumulate)
@@ -336,7 +348,7 @@ class TrainingRun:
         if patience is not None and self.stale >= patience:
             self.stopped_early = True
         self.save(best=better)
-        if self.epoch < self.config.epochs and not self.stopped_early:
+        if self.epoch < self.epochs and not self.stopped_early:
             self._stop_if_requested()
 
     def _measure(self) -> bool:
@@ -392,7 +404,7 @@ class TrainingRun:
             "init": str(self.init) if self.init is not None else None,
             "backend": self.qat.quantized.backend if self.qat is not None else None,
             "processes": self.ranks.world,
-            "config": self.config.model_dump(),
+            "config": self.config.settings(),
             "config_hash": self.config.digest,
             "steps": self.step,
             "epochs": self.epoch,

@@ -227,6 +227,8 @@ def build_optimizer(
 def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
     """The optimizer of a run; each group stores its peak learning rate as `peak`, which the schedule multiplies."""
     trainable_parameters(model)
+    if config.recipe is not None:
+        return config.recipe.make_optimizer(model)
     groups = parameter_groups(model, weight_decay=config.weight_decay, quantizer_lr=config.quantizer_lr)
     for group in groups:
         if group["name"] == "quantizers":

@@ -170,9 +170,7 @@ class Trainer:
         if config.save_steps is not None and self.out is None:
             what = "checkpoints require a folder"
             yield Problem(what=what, where="save_steps", fix="pass out=", code="out-required")
-        if config.warmup >= config.epochs:
-            what, fix = "the warm-up is as long as the training", f"use less than {config.epochs} epochs"
-            yield Problem(what=what, where="warmup", value=config.warmup, fix=fix, code="warmup-too-long")
+        yield from config.problems()
         if self.init is not None and not self.init.exists():
             what, fix = "the checkpoint doesn't exist", "pass the folder of a run, or a .safetensors file"
             yield Problem(what=what, where="init", value=str(self.init), fix=fix, code="no-such-checkpoint")

@@ -18,7 +18,7 @@ from bitwright.core.arrays import read_npz, read_picture
 from bitwright.core.errors import WorkloadError
 from bitwright.core.schemas import Strict
 
-_PICTURES = (".jpg", ".jpeg", ".png", ".bmp")
+PICTURES = (".jpg", ".jpeg", ".png", ".bmp")
 _NUMBERED = re.compile(r"\d+_(\d+)\.(?:jpe?g|png|bmp)")  # number of the image, class
 _MOST_PIXELS = 40_000_000
 _MOST_RANDOM = 2**30
@@ -139,7 +139,7 @@ class Dataset(Strict):
             (file, index)
             for index, folder in enumerate(classes)
             for file in sorted(folder.iterdir())
-            if file.suffix.lower() in _PICTURES
+            if file.suffix.lower() in PICTURES
         ] or [(file, int(found[1])) for file in inside if (found := _NUMBERED.fullmatch(file.name.lower()))]
         if not files:
             raise WorkloadError(

@@ -7,6 +7,7 @@ import contextlib
 import importlib.util
 import inspect
 import itertools
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -17,16 +18,22 @@ from typing import Any
 import torch
 
 from bitwright.core.arguments import UnknownArgument, strict
+from bitwright.core.documents import read_settings
 from bitwright.core.errors import BitwrightError, Problem, WorkloadError, did_you_mean, first_line, line_of
-from bitwright.core.registry import WORKLOADS
+from bitwright.core.registry import IMPORTERS, WORKLOADS, Importer
 from bitwright.core.tensor_tree import eval_mode, tensors_in
 from bitwright.workload.data import call
 from bitwright.workload.workload import Workload
+
+_SETTINGS = re.compile(r"(?P<file>.+?\.ya?ml)(?::(?P<data>.+))?")
 
 
 @strict
 def load_workload(ref: str) -> Workload:
     """Load a workload by ``file.py:function``, or by the name of a built-in or plugin.
+
+    ``config.yaml:FOLDER`` is the network that another system's file names, with the data in a folder. Without FOLDER,
+    the data is where the file says.
 
     `bitwright list workloads` shows all names.
 
@@ -34,6 +41,9 @@ def load_workload(ref: str) -> Workload:
     <Workload digits-untrained: DigitsNet with calibration, evaluation, training data>
     """
     is_file = ":" in ref or ref.endswith(".py")
+    settings = _SETTINGS.fullmatch(ref)
+    if settings is not None:
+        return _imported(Path(settings["file"]).expanduser(), settings["data"])
     workload = load_object(ref) if is_file else _called(WORKLOADS.get(ref), ref)
     if not isinstance(workload, Workload):
         raise WorkloadError(
@@ -43,6 +53,21 @@ def load_workload(ref: str) -> Workload:
             code="not-a-workload",
         )
     return workload
+
+
+def _imported(file: Path, data: str | None) -> Workload:
+    found = read_settings(file, "a file that names a network", "model: {type: resnet18}")
+    for name in IMPORTERS.names():
+        importer: Importer = IMPORTERS.get(name)
+        if importer.workload is not None and importer.recognizes(found):
+            workload: Workload = importer.workload(file, data=None if data is None else Path(data).expanduser())
+            return workload
+    raise WorkloadError(
+        "the file doesn't name a network with data",
+        value=str(file),
+        fix="pass file.py:function, or a file of MQBench's zoo",
+        code="invalid-reference",
+    )
 
 
 def open_workload(ref: str) -> Workload:

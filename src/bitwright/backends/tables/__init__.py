@@ -14,6 +14,7 @@ def _table(name: str) -> BackendTable:
 
 
 academic = partial(_table, "academic")
+academic_fold = partial(_table, "academic_fold")
 academic_nlp = partial(_table, "academic_nlp")
 acl = partial(_table, "acl")
 executorch_xnnpack = partial(_table, "executorch_xnnpack")

@@ -65,7 +65,7 @@ _QUANTIZERS = {
     "AdaRoundFakeQuantize": "fixed",  # the step learns the rounding
     "QDropFakeQuantize": "fixed",  # the step drops the quantization
 }
-_BACKENDS = {"pplw8a16": "ppl_w8a16", "pplcuda": "ppl_cuda", "bnfold_ablation": "academic"}
+_BACKENDS = {"pplw8a16": "ppl_w8a16", "pplcuda": "ppl_cuda", "bnfold_ablation": "academic_fold"}
 _EDGE_BITS = 8  # of the first and the last layer
 _ROUNDING_LR = 0.001  # Adam's default
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from bitwright.importers.key_table import Honoured, Noted, Rejected, Section
+from bitwright.training.recipe import GroupSettings, Kind, OptimizerSettings, RateSchedule
 
 __all__ = ["OBSERVERS", "Optimizer", "Schedule", "ZooConfig"]
 
@@ -21,6 +21,7 @@ OBSERVERS = (
 Count = Annotated[int, Field(ge=0, le=10**9)]
 Rate = Annotated[float, Field(ge=0, le=1e6)]
 Share = Annotated[float, Field(ge=0, lt=1)]
+_UNDECAYED: tuple[Kind, ...] = ("conv_b", "linear_b", "bn_w", "bn_b")
 _WORKERS = "Only changes how fast the data is read."
 
 
@@ -41,7 +42,7 @@ Names = Annotated[tuple[str, ...], BeforeValidator(_names)]
 
 class _NormOptions(Section):
     group_size: Annotated[Count | None, Honoured("Processes that share statistics.")] = None
-    var_mode: Annotated[Literal["L1", "L2"], Honoured("L2: the variance.")] = "L2"
+    var_mode: Annotated[Literal["L2"], Honoured("L2: the variance.")] = "L2"
     sync_stats: Annotated[bool, Noted("Running statistics are those of the group.")] = True
     momentum: Annotated[Share, Honoured("Momentum of the running statistics.")] = 0.1
     eps: Annotated[Rate, Honoured("ε of batch norms.")] = 1e-5
@@ -122,14 +123,27 @@ class Optimizer(Section):
     no_wd: Annotated[bool, Honoured("No weight decay of biases and batch norms.")] = False
 
     @property
-    def groups(self) -> dict[str, dict[str, float]]:
+    def groups(self) -> dict[Kind, GroupSettings]:
         """The settings of each kind of parameter that differ from `kwargs`."""
-        found: dict[str, dict[str, float]] = {}
+        found: dict[Kind, dict[str, float]] = {}
         if self.no_wd:
-            found = {kind: {"weight_decay": 0.0} for kind in ("conv_b", "linear_b", "bn_w", "bn_b")}
-        for kind, own in self.pconfig.model_dump(exclude_none=True).items():
-            found[kind] = own
-        return found
+            found = {kind: {"weight_decay": 0.0} for kind in _UNDECAYED}
+        for name in type(self.pconfig).model_fields:
+            group: _Group | None = getattr(self.pconfig, name)
+            if group is not None:
+                found[cast(Kind, name)] = group.model_dump(exclude_none=True)
+        return {kind: GroupSettings(**values) for kind, values in found.items()}
+
+    @property
+    def settings(self) -> OptimizerSettings:
+        """The optimizer with the options that the file gives."""
+        options = self.kwargs.model_dump(exclude_unset=True, exclude={"lr"})
+        return OptimizerSettings(name=self.type, **options)
+
+    @model_validator(mode="after")
+    def _valid(self) -> Optimizer:
+        _ = self.settings  # unknown options of this optimizer are errors
+        return self
 
 
 class _ScheduleOptions(Section):
@@ -170,34 +184,22 @@ class Schedule(Section):
             raise ValueError(f"{self.type} needs kwargs.{missing[0]}")
         return self
 
-    def rate(self, iteration: int, iterations: int | None = None) -> float:
-        """The learning rate of an iteration, which are counted from 1. `iterations` replaces `max_iter`.
-
-        >>> options = {"base_lr": 0.1, "warmup_lr": 0.4, "warmup_steps": 4, "max_iter": 8}
-        >>> schedule = Schedule.model_validate({"type": "Cosine", "kwargs": options})
-        >>> [round(schedule.rate(n), 3) for n in range(1, 9)]
-        [0.1, 0.2, 0.3, 0.4, 0.341, 0.2, 0.059, 0.0]
-        """
+    @property
+    def rates(self) -> RateSchedule:
+        """The learning rate at each iteration."""
         own = self.kwargs
-        last = iterations or own.max_iter
-        if last is None:
-            raise ValueError("the number of iterations is not known: the file has max_epoch")
-        top = own.base_lr if own.warmup_lr is None else own.warmup_lr
-        if own.warmup_steps >= 2 and iteration < own.warmup_steps:
-            return own.base_lr + (top - own.base_lr) / (own.warmup_steps - 1) * (iteration - 1)
-        done = iteration - own.warmup_steps
-        if self.type == "Cosine":
-            share = done / max(1, last - own.warmup_steps)
-            return own.min_lr + (top - own.min_lr) * (1 + math.cos(math.pi * share)) / 2
-        if self.type == "Step":
-            changes = zip(own.lr_steps, own.lr_mults, strict=True)
-            return top * math.prod(factor for start, factor in changes if iteration >= start)
-        if self.type == "StepDecay":
-            assert own.decay is not None
-            assert own.step_size is not None
-            return float(top * own.decay ** (done // own.step_size))
-        assert own.power is not None
-        return float(top * max(0.0, 1 - done / last) ** own.power)
+        return RateSchedule(
+            kind=self.type,
+            start=own.base_lr,
+            top=own.base_lr if own.warmup_lr is None else own.warmup_lr,
+            last=own.min_lr,
+            warmup=own.warmup_steps,
+            steps=own.lr_steps,
+            factors=own.lr_mults,
+            every=own.step_size,
+            decay=own.decay,
+            power=own.power,
+        )
 
 
 class _EmaOptions(Section):
@@ -298,7 +300,7 @@ class ZooConfig(Section):
     qparams: _Quantizers
     backend: Annotated[
         Literal["academic", "acl", "fbgemm", "snpe", "tensorrt", "tvm", "tflitemicro", "bnfold_ablation"],
-        Honoured("The backend with the same name. bnfold_ablation: as academic, but norms are folded by bnfold."),
+        Honoured("The backend with the same name; academic_fold for bnfold_ablation, which folds norms by bnfold."),
     ]
     bnfold: Annotated[int, Field(ge=-1, le=4), Honoured("How batch norms are folded. academic doesn't fold.")] = 1
     freeze_step: Annotated[Count | None, Honoured("The iteration from which batch norms are frozen.")] = None
