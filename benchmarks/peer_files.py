@@ -5,7 +5,7 @@
 The folder contains lpot/, mqbench/zoo/, mqbench/application/, qsync/ and traces/, or peers/ with them. Bar: at least
 95 % of LPOT's quantization files, all files of MQBench and all mappers are accepted; every trace is read or rejected
 with a reason; nothing ends in a traceback. Accepted means that every key is known and valid. It doesn't mean that the
-file was run.
+file was run. For the zoo, the plan of the whole network is made, too, as `train` does before its first iteration.
 """
 
 from __future__ import annotations
@@ -16,13 +16,20 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
 from common import environment, save
 
+from bitwright.backends import backend
+from bitwright.bench.grid import GridConfig
+from bitwright.bench.grid_row import plan_of
 from bitwright.core.documents import read_yaml
 from bitwright.core.errors import BitwrightError, Problem
+from bitwright.core.registry import NETWORKS
+from bitwright.graph import Graph, capture
 from bitwright.importers.lpot import read_lpot, tune_settings
 from bitwright.importers.mqbench import load_mqbench, mqbench_settings
 from bitwright.importers.qsync import load_mapper, summarize_mapper
@@ -48,6 +55,20 @@ def _mqbench(file: Path) -> Notes:
     return found.notes
 
 
+def _zoo(file: Path) -> Notes:
+    """Read the file and make the plan of its network, as `train` does before the first iteration."""
+    found = load_mqbench(file)
+    (task,) = GridConfig.load(file, data=file.parent).tasks()
+    plan_of(task, backend(task.backend), _graph(found.config.model.type), file.name)
+    return found.notes
+
+
+@cache
+def _graph(name: str) -> Graph:
+    """The graph of a network of the zoo, on small images."""
+    return capture(NETWORKS.get(name)(image_size=64).eval(), (torch.zeros(1, 3, 64, 64),))
+
+
 def _qsync(file: Path) -> Notes:
     summarize_mapper(load_mapper(file))
     return ()
@@ -60,7 +81,7 @@ def _trace(file: Path) -> Notes:
 
 SYSTEMS: dict[str, tuple[str, str, Callable[[Path], Notes]]] = {
     "LPOT": ("lpot", "*.yaml", _lpot),
-    "MQBench zoo": ("mqbench/zoo", "*.yaml", _mqbench),
+    "MQBench zoo": ("mqbench/zoo", "*.yaml", _zoo),
     "MQBench toolkit": ("mqbench/application", "*.yaml", _mqbench),
     "QSync mappers": ("qsync", "*.npy", _qsync),
     "traces": ("traces", "*.json*", _trace),

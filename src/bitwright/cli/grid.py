@@ -45,12 +45,8 @@ def grid_run(
     Rerun the command to resume. Start it several times, on machines that share the store, to divide the work. Exits
     with 1 if a row failed or is pending, or if all rows were refused.
     """
-    from bitwright.bench import GridConfig
-
-    config = GridConfig.load(file, workload=workload, data=data, iterations=iterations)
-    if attempts is not None:
-        config = config.model_copy(update={"attempts": attempts})
-    _run(out, config, starts, output, reports, work=True)
+    options = {"workload": workload, "data": data, "iterations": iterations}
+    _run(out, file, options, output, attempts, starts=starts, reports=reports)
 
 
 @verb(
@@ -73,20 +69,23 @@ def grid_show(
 
     Exits with 1 if a row failed or is pending, or if all rows were refused.
     """
-    from bitwright.bench import GridConfig
-
-    config = GridConfig.load(file, workload=workload, data=data, iterations=iterations)
-    _run(out, config, starts, output, None, work=False)
+    options = {"workload": workload, "data": data, "iterations": iterations}
+    _run(out, file, options, output, starts=starts, work=False)
 
 
-def _run(out: Out, config: Any, starts: Path | None, output: Path | None, reports: Path | None, *, work: bool) -> None:
-    from bitwright.bench import run_grid
+def _run(
+    out: Out, file: Path, options: dict[str, Any], output: Path | None, attempts: int | None = None, **more: Any
+) -> None:
+    from bitwright.bench import GridConfig, run_grid
     from bitwright.reports.leaderboard import check_leaderboard_path, write_leaderboard
 
     if output is not None:
         check_leaderboard_path(output)
+    config = GridConfig.load(file, **options)
+    if attempts is not None:
+        config = config.model_copy(update={"attempts": attempts})
     with out.progress() as progress:
-        board = run_grid(config, starts=starts, reports=reports, progress=progress, work=work)
+        board = run_grid(config, progress=progress, **more)
     if output is not None:
         write_leaderboard(board, output)
     out.show(board, output=output)
