@@ -26,8 +26,8 @@ change the result; they are accepted and reported once. **In code**: the file is
 part in Python: a loader, `eval_func` or `postprocess`. **Rejected** keys are errors, with the reason and a fix. Any
 other key is an error, too.
 
-`bitwright quantize --config` runs the files of MQBench's toolkit. `bitwright train` and `bitwright grid run` apply every
-honoured key of the paper's zoo.
+`bitwright quantize --config` runs the files of MQBench's toolkit. `bitwright train` and `bitwright grid run` apply
+every honoured key of the paper's zoo.
 
 `python -m bitwright.importers.tables` writes this page from the tables that the importers use.
 """
