@@ -159,7 +159,7 @@ def test_tune_requires_a_metric_and_a_valid_drop(run, own: Path, tmp_path: Path)
 
 def test_deploy_rejects_folders_without_a_run_of_this_model(run, own: Path, tmp_path: Path) -> None:
     nowhere = run("deploy", f"{own}:two", tmp_path / "nowhere", "-o", tmp_path / "out")
-    assert (nowhere.code, nowhere.codes) == (2, ["no-such-folder"]), nowhere.err
+    assert (nowhere.code, nowhere.codes) == (2, ["no-saved-model"]), nowhere.err
     assert "bitwright train --precision" in nowhere.err
     assert run("quantize", f"{own}:two", "-o", tmp_path / "two").code == 0
     ran = run("deploy", f"{own}:only_training", tmp_path / "two", "-o", tmp_path / "out")
