@@ -60,6 +60,7 @@ def written(folder: Path, text: str) -> str:
     return str(folder / "conf.yaml")
 
 
+@pytest.mark.slow
 def test_the_seeds_snippet(tmp_path: Path) -> None:
     """Usage 3: the loader and eval_func in code. Only the import line differs."""
     model = network()
@@ -87,6 +88,7 @@ def test_the_seeds_snippet(tmp_path: Path) -> None:
     assert float((q_model(x).argmax(1) == labels).float().mean()) >= 0.99
 
 
+@pytest.mark.slow
 def test_everything_from_the_file_and_its_benchmark(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Usage 1, and `Benchmark` with more instances than this machine has cores."""
     conf = written(tmp_path, DATA)
