@@ -26,6 +26,7 @@ torch.set_num_threads(1)
 
 BUILT_IN = [
     "academic",
+    "academic_fold",
     "academic_nlp",
     "acl",
     "executorch_xnnpack",

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from bitwright import GridConfig, Leaderboard
-from bitwright.bench.row_verification import class_name
 from bitwright.core.registry import QUANTIZERS
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -48,6 +47,7 @@ def test_executed_quantizers_match_the_settings_of_rows(name: str) -> None:
             continue
         assert row.executed is not None
         for sites, method in ((row.executed.weights, row.w_method), (row.executed.activations, row.a_method)):
-            assert {one.quantizer for one in sites} == {class_name(QUANTIZERS.get(method))}
+            # Modules may move after a leaderboard was made; the class stays the same.
+            assert {one.quantizer.rpartition(".")[2] for one in sites} == {QUANTIZERS.get(method).__qualname__}
             assert all(one.levels <= 2 ** int(one.format.partition("/")[0].lstrip("uint")) for one in sites)
         assert row.executed.folding.keys() <= {str(row.config.get("bnfold", 4))}
