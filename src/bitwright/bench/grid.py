@@ -186,14 +186,23 @@ class GridConfig(_Strict):
         """
         file = Path(path)
         settings = read_settings(file, "a grid", "bitwright-grid: 1")
-        options = {"images": None if data is None else str(Path(data).resolve()), "iterations": iterations}
-        return GridConfig.parse(settings, where=str(file), folder=file.parent, workload=workload, **options)
+        images = None if data is None else str(Path(data).resolve())
+        return GridConfig.parse(
+            settings, where=str(file), folder=file.parent, workload=workload, images=images, iterations=iterations
+        )
 
     @staticmethod
     def parse(
-        data: dict[str, Any], *, where: str, folder: Path, workload: str | None = None, **options: Any
+        data: dict[str, Any],
+        *,
+        where: str,
+        folder: Path,
+        workload: str | None = None,
+        images: str | None = None,
+        iterations: int | None = None,
     ) -> GridConfig:
-        """Make a grid from the data of a file. The options are those of `load`, for another system's file."""
+        """Make a grid from the data of a file. `images` and `iterations` are for files of MQBench, as in `load`."""
+        options = {"images": images, "iterations": iterations}
         foreign = translated(data, "grid", where=where, workload=workload, **options)
         given = [name for name, value in options.items() if value is not None]
         if foreign is not None:

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import torch
 from pydantic import Field, model_validator
-from torch import nn
 
 from bitwright.core.schemas import Strict
+
+if TYPE_CHECKING:  # the command line reads these settings for its help, without torch
+    import torch
+    from torch import nn
 
 __all__ = ["GroupSettings", "OptimizerSettings", "RateSchedule", "Recipe", "group_by_kind"]
 
@@ -141,6 +143,8 @@ class Recipe(Strict):
 
     def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """The optimizer. The groups store the ratio of their learning rate to the schedule's first one as `peak`."""
+        import torch
+
         first = self.schedule.rate(1, 2**53)
         groups = [
             {"params": parameters, "name": kind, **self._own(kind)}
@@ -164,10 +168,13 @@ def group_by_kind(model: nn.Module, kinds: tuple[str, ...] = ()) -> dict[str, li
 
     Biases and batch norms always have a group. Weights have one only if their kind is in `kinds`.
 
+    >>> from torch import nn
     >>> layers = [nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Linear(4, 2)]
     >>> {kind: len(found) for kind, found in group_by_kind(nn.Sequential(*layers)).items() if found}
     {'others': 2, 'conv_b': 1, 'linear_b': 1, 'bn_w': 1, 'bn_b': 1}
     """
+    from torch import nn
+
     found: dict[str, list[nn.Parameter]] = {kind: [] for kind in ("others", "conv_b", "linear_b", "bn_w", "bn_b")}
     found |= {kind: [] for kind in kinds if kind not in found}
     known: set[int] = set()
@@ -185,6 +192,8 @@ def group_by_kind(model: nn.Module, kinds: tuple[str, ...] = ()) -> dict[str, li
 
 def _kinds(module: nn.Module) -> tuple[str, ...]:
     """The kinds of a module, the most specific one first."""
+    from torch import nn
+
     if isinstance(module, nn.Conv2d):
         if module.groups == module.in_channels:  # a dense convolution of one channel is depthwise, as in MQBench
             return "conv_dw", "conv"
