@@ -18,17 +18,22 @@ from torch.utils.data import TensorDataset
 
 from bitwright import TuneConfig, Workload
 from bitwright.core.arrays import read_tensors
-from bitwright.core.errors import WorkloadError
+from bitwright.core.errors import PlanError, WorkloadError
 from bitwright.deployment.checkpoint import checkpoint_file
+from bitwright.importers.lpot.workload import LpotData
 from bitwright.zoo import ResNeSt, resnest50
 
 
-def _config() -> TuneConfig:
+def _data() -> LpotData:
     found = os.environ.get("RESNEST_CONFIG")
     if not found:
         what, fix = "the LPOT file is not named", "set RESNEST_CONFIG, or use run.sh --config FILE"
         raise WorkloadError(what, where="RESNEST_CONFIG", fix=fix, code="config-required")
-    return TuneConfig.load(found)
+    data = TuneConfig.load(found).data
+    if not isinstance(data, LpotData):
+        what, fix = "the file has no data", "name a file of LPOT"
+        raise WorkloadError(what, where="RESNEST_CONFIG", value=found, fix=fix, code="config-required")
+    return data
 
 
 def _weights(named: str) -> dict[str, Tensor]:
@@ -40,13 +45,19 @@ def _weights(named: str) -> dict[str, Tensor]:
 
 
 def _workload(name: str) -> Workload:
-    config = _config()
-    calibration, evaluation = config.calibration, config.evaluation
-    if calibration is None or evaluation is None or calibration.images is None or evaluation.crop is None:
-        what, fix = "the file has no image folders", "add ImageFolder with CenterCrop for calibration and evaluation"
+    data = _data()
+    sources, problems = data.open(None)
+    if problems:
+        raise PlanError(problems, title="the data of the LPOT file has problems")
+    loaders = {role: data.config.loaders.get(role) for role in ("calibration", "evaluation")}
+    roots = {role: getattr(loader.dataset[0], "root", None) for role, loader in loaders.items() if loader}
+    if None in (roots.get("calibration"), roots.get("evaluation")):
+        what, fix = "the file has no image folders", "add ImageFolder for calibration and evaluation"
         raise WorkloadError(what, where="RESNEST_CONFIG", fix=fix, code="config-required")
-    crop, classes = evaluation.crop, sum(path.is_dir() for path in calibration.images.iterdir())
-    training = evaluation.model_copy(update={"images": calibration.images})
+    calibration, evaluation = sources["calibration"], sources["evaluation"]
+    training = evaluation.loader.model_copy(update={"dataset": calibration.loader.dataset}).open(calibration.seed)
+    classes = sum(path.is_dir() for path in Path(roots["calibration"]).iterdir())
+    first = next(iter(evaluation.inputs()))
     named = os.environ.get("RESNEST_CHECKPOINT")
     weights = _weights(named) if named else None
     if weights is None:
@@ -62,15 +73,15 @@ def _workload(name: str) -> Workload:
         model.load_state_dict(weights, strict=True)
 
     def samples() -> TensorDataset:
-        parts = list(training.labelled())
+        parts = list(training.epoch())
         return TensorDataset(torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts]))
 
     return Workload(
         name=name,
         model=model.eval(),
-        inputs=(torch.zeros(1, 3, crop, crop),),
+        inputs=(torch.zeros_like(first[:1]),),
         calibration=calibration.inputs,
-        evaluation=evaluation.labelled,
+        evaluation=evaluation.epoch,
         training=samples,
         loss=F.cross_entropy,
     )

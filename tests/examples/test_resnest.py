@@ -7,12 +7,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bitwright import TuneConfig
 from bitwright.core.documents import read_settings
 from bitwright.importers.lpot import read_lpot
+from bitwright.importers.lpot.workload import LpotData
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "resnest"
 NAME = "image_recognition__resnest__conf@*.yaml"
@@ -40,15 +42,21 @@ def images(tmp_path: Path) -> Path:
     return tmp_path / "images"
 
 
+def batches(config: TuneConfig) -> tuple[Any, Any]:
+    """The calibration and evaluation data of an LPOT file."""
+    assert isinstance(config.data, LpotData)
+    sources, problems = config.data.open(None)
+    assert problems == []
+    return sources["calibration"], sources["evaluation"]
+
+
 def test_folders_are_filled_in(images: Path, tmp_path: Path) -> None:
     file = tmp_path / "conf.yaml"
     file.write_text(python("folders.py", EXAMPLE / "resnest.yaml", images))
-    config = TuneConfig.load(file)
-    assert config.calibration is not None
-    assert config.evaluation is not None
-    assert (config.calibration.images, config.evaluation.images) == (images / "train", images / "val")
-    assert sum(len(labels) for _, labels in config.evaluation.labelled()) == 8
-    assert next(iter(config.calibration.inputs())).shape == (24, 3, 56, 56)
+    calibration, evaluation = batches(TuneConfig.load(file))
+    assert [Path(one.loader.dataset[0].root) for one in (calibration, evaluation)] == [images / "train", images / "val"]
+    assert sum(len(labels) for _, labels in evaluation.epoch()) == 8
+    assert next(iter(calibration.inputs())).shape == (24, 3, 56, 56)
 
 
 @pytest.mark.realdata
@@ -60,11 +68,10 @@ def test_published_files_have_the_same_settings(data_dir: Path, images: Path, tm
         file = tmp_path / f"{number}.yaml"
         file.write_text(python("folders.py", published, images / "train"))  # a folder without parts
         config = TuneConfig.load(file)
-        assert config.calibration is not None
-        assert config.evaluation is not None
         assert (config.goal, config.metric, config.seed) == (ours.goal, ours.metric, ours.seed)
-        assert config.calibration.images == config.evaluation.images == images / "train"
-        assert (config.calibration.random_crop, config.evaluation.crop) == (224, 224)
+        for one in batches(config):
+            assert Path(one.loader.dataset[0].root) == images / "train"
+            assert next(iter(one.inputs())).shape[1:] == (3, 224, 224)
 
 
 @pytest.mark.realdata

@@ -249,7 +249,7 @@ def _make_mqbench(folder: Path) -> None:
         "model: {type: digits, kwargs: {num_classes: 10}}\nseed: 1000\n"
         "optimizer: {type: SGD, kwargs: {lr: 0.004, momentum: 0.9, weight_decay: 0.0001, nesterov: true}}\n"
         "lr_scheduler: {type: Cosine, kwargs: {base_lr: 0.004, max_epoch: 2, min_lr: 0.0}}\nlabel_smooth: 0.1\n"
-        "ema: {enable: true, kwargs: {decay: 0.99}}\ndata: {batch_size: 64, max_epoch: 2, workers: 4}\n"
+        "ema: {enable: true, kwargs: {decay: 0.99}}\ndata: {batch_size: 64, max_epoch: 2, num_workers: 4}\n"
         "saver: {print_freq: 10}\n"
     )
 

@@ -229,7 +229,7 @@ def resolve_plan(workload: Workload, plan: Plan | str | Path) -> Plan:
     """Return the plan for a precision name (`int8`, `w4a8`), a plan file or a `Plan`, with its patterns resolved."""
     precision = plan if isinstance(plan, Plan) else str(plan)
     graph = capture(workload.model, workload.inputs)
-    if precision in KERNEL_PRECISIONS:
+    if isinstance(precision, str) and precision in KERNEL_PRECISIONS:
         return kernel_precision(str(precision), graph, model=workload.name)
     found, target, choices, _ = resolve(precision, None, {})
     if found is None:
