@@ -296,7 +296,9 @@ def test_published_files_run(data_dir: Path, tmp_path: Path, number: int) -> Non
 @pytest.mark.realdata
 @pytest.mark.slow
 def test_all_published_files_become_valid_rows(data_dir: Path, tmp_path: Path) -> None:
-    for file in zoo_files(data_dir):
+    files = zoo_files(data_dir)
+    assert len(files) > 100
+    for file in files:
         (task,) = GridConfig.load(file, data=tmp_path).tasks()
         assert task.model.name in NETWORKS
         assert task.training.recipe is not None

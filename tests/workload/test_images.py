@@ -14,7 +14,7 @@ from torch import nn
 
 from bitwright import TrainConfig, Trainer, Workload
 from bitwright.core.errors import BitwrightError
-from bitwright.workload import ImageFiles, Images
+from bitwright.workload import ImageFiles, TransformedImages
 from bitwright.workload.images import color_jitter
 
 MEAN, STD = (torch.tensor(values).view(3, 1, 1) for values in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
@@ -65,7 +65,7 @@ def test_all_problems_of_a_list_are_reported(folder: Path) -> None:
 
 def test_onecrop_is_the_center_of_the_resized_image(folder: Path) -> None:
     files = ImageFiles.from_folder(folder)
-    images = Images(files, transforms="ONECROP", size=16, resize=18)
+    images = TransformedImages(files, transforms="ONECROP", size=16, resize=18)
     pixels, label = images[0]
     with Image.open(files.files[0]) as opened:  # 28 x 20
         resized = opened.convert("RGB").resize((25, 18), Image.Resampling.BILINEAR)
@@ -73,7 +73,7 @@ def test_onecrop_is_the_center_of_the_resized_image(folder: Path) -> None:
     torch.testing.assert_close(pixels, (torch.tensor(cropped).permute(2, 0, 1) / 255 - MEAN) / STD)
     assert label == 0
     with pytest.raises(BitwrightError) as caught:
-        Images(files, transforms="ONECROP", size=16, resize=12)
+        TransformedImages(files, transforms="ONECROP", size=16, resize=12)
     assert caught.value.codes == ["invalid-value"]
 
 
@@ -82,7 +82,7 @@ def test_standard_is_random_and_depends_on_torchs_seed_only(folder: Path) -> Non
 
     def one(kind: Literal["STANDARD", "LINEAR"], seed: int) -> torch.Tensor:
         torch.manual_seed(seed)
-        return Images(files, transforms=kind, size=16)[0][0]
+        return TransformedImages(files, transforms=kind, size=16)[0][0]
 
     assert one("STANDARD", 1).shape == (3, 16, 16)
     assert torch.equal(one("STANDARD", 1), one("STANDARD", 1))
@@ -113,7 +113,7 @@ def test_jitter_stays_within_its_strengths() -> None:
 
 
 def test_batches_do_not_depend_on_the_number_of_workers(folder: Path) -> None:
-    images = Images(ImageFiles.from_folder(folder), transforms="STANDARD", size=16)
+    images = TransformedImages(ImageFiles.from_folder(folder), transforms="STANDARD", size=16)
     weights = []
     for workers in (0, 2):
         torch.manual_seed(0)

@@ -431,7 +431,7 @@ def make_plan(
     if precision is not None:
         from bitwright.backends.precisions import KERNEL_PRECISIONS, kernel_precision, resolve
 
-        if isinstance(precision, str) and precision in KERNEL_PRECISIONS:
+        if precision in KERNEL_PRECISIONS:
             return kernel_precision(precision, graph, choices, model=model)
         own = None if target == DEFAULT_BACKEND else target if isinstance(target, str) else target.name
         _, target, choices, _ = resolve(precision, own, choices, learned=False)

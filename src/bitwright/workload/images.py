@@ -21,7 +21,7 @@ from bitwright.core.documents import read_text
 from bitwright.core.errors import PlanError, Problem, WorkloadError
 from bitwright.workload.datasets import PICTURES, random_part
 
-__all__ = ["ImageFiles", "Images", "color_jitter"]
+__all__ = ["ImageFiles", "TransformedImages", "color_jitter"]
 
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 _BILINEAR = 2
@@ -85,7 +85,7 @@ class ImageFiles:
         return cls(files=tuple(files), labels=tuple(labels))
 
 
-class Images(Dataset[tuple[Tensor, int]]):
+class TransformedImages(Dataset[tuple[Tensor, int]]):
     """Normalized images with labels.
 
     `transforms` are MQBench's: "STANDARD" is a random resized crop, a random flip and color jitter; "LINEAR" is the

@@ -371,7 +371,9 @@ class GraphWriter:
     def _result(self, value: ir.Value) -> FileTensor:
         tensor = self.layout(self.real(value), last=False)
         if tensor.index in {index for one in self.graph.inputs for index in [self.forms[str(one.name)].real.index]}:  # type: ignore[union-attr]
-            raise PlanError([Problem(what="an output is an input", where=value.name)], title="can't write the model")
+            what, fix = "an output is an input", "leave it out of the model's outputs"
+            problem = Problem(what=what, where=str(value.name), fix=fix, code="output-is-input")
+            raise PlanError([problem], title="can't write the model")
         return tensor
 
     def _attempt(self, node: ir.Node) -> None:

@@ -20,7 +20,7 @@ from bitwright.importers.mqbench.settings import load_mqbench
 from bitwright.importers.mqbench.zoo import ZooConfig
 from bitwright.training.data import seed_all
 from bitwright.training.distributed import current_ranks
-from bitwright.workload import ImageFiles, Images, Workload
+from bitwright.workload import ImageFiles, TransformedImages, Workload
 
 __all__ = ["file_workload", "weights_note", "workers", "zoo_config", "zoo_network", "zoo_workload"]
 
@@ -70,8 +70,10 @@ def zoo_workload(config: ZooConfig, *, folder: Path, data: Path | None = None) -
         raise PlanError(problems, title="the images can't be used")
     own, size = config.data, config.data.input_size
     modes = {part: section.transforms.type if (section := getattr(own, part)) else None for part in parts}
-    training = Images(parts["train"], transforms=modes["train"] or "STANDARD", size=size, resize=own.test_resize)
-    testing = Images(parts["test"], transforms=modes["test"] or "ONECROP", size=size, resize=own.test_resize)
+    training = TransformedImages(
+        parts["train"], transforms=modes["train"] or "STANDARD", size=size, resize=own.test_resize
+    )
+    testing = TransformedImages(parts["test"], transforms=modes["test"] or "ONECROP", size=size, resize=own.test_resize)
     load, network = _loader(testing, config), zoo_network(config)
     continued = _pretrained(config, folder)
     if continued is not None:
@@ -189,7 +191,7 @@ def _loader(images: Dataset[Any], config: ZooConfig) -> Callable[[], Iterator[tu
     return load
 
 
-def _first(images: Images, config: ZooConfig) -> Tensor:
+def _first(images: TransformedImages, config: ZooConfig) -> Tensor:
     """A training batch, from which ranges start, as in MQBench."""
     state = torch.random.get_rng_state()
     torch.random.manual_seed(config.seed)
