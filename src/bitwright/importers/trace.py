@@ -20,7 +20,7 @@ from typing import Any, cast
 from bitwright.cluster import predict_step
 from bitwright.core.errors import BitwrightError
 from bitwright.importers.trace_events import Event, Shape, Trace, TracedStep, read_trace, training_steps
-from bitwright.importers.trace_replay import StepReplay, replay_steps
+from bitwright.importers.trace_replay import TraceReplay, replay_steps
 from bitwright.importers.trace_summary import steady_windows, traced_steps
 from bitwright.plan import Plan
 from bitwright.profiling.cost_key import CallSpec
@@ -82,7 +82,7 @@ class TraceMatch:
     """1: every operator was found by its shapes. Without shapes, the share of operators with kernels of their kind."""
     measured: float | None
     """Seconds of a steady step, the median."""
-    replay: StepReplay | None
+    replay: TraceReplay | None
     unmatched: tuple[Unmatched, ...] = ()
     """Without the optimizer, largest first."""
 
@@ -177,7 +177,7 @@ def match_trace(path: Path, graph: StepGraph, *, device: str | None = None) -> T
     return replace(match, profile=profile.model_copy(update={"note": "; ".join(note)}))
 
 
-def _host(profile: DeviceProfile, graph: StepGraph, format: str, replay: StepReplay | None, *, on_gpu: bool) -> Host:
+def _host(profile: DeviceProfile, graph: StepGraph, format: str, replay: TraceReplay | None, *, on_gpu: bool) -> Host:
     """What a step takes besides its operators, and the least that the host needs.
 
     Collectives are left out: a prediction for a cluster adds its own.

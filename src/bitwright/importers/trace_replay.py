@@ -17,7 +17,7 @@ from typing import Any, Literal
 from bitwright.importers.trace_events import GpuKernel, HostCall, Trace, Window
 from bitwright.profiling.timing import middle_half
 
-__all__ = ["StepReplay", "replay_steps"]
+__all__ = ["TraceReplay", "replay_steps"]
 
 _WAITS = re.compile(r"Synchronize$|^(cuda|hip)Memcpy$|WithStream$|^cuda(Free|Malloc)$|^hip(Free|Malloc)$")
 _COPY = re.compile(r"Mem(cpy|set)")
@@ -29,7 +29,7 @@ Bound = Literal["device", "host"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepReplay:
+class TraceReplay:
     """The replay of a steady step, in seconds."""
 
     seconds: float
@@ -66,7 +66,7 @@ class _Work:
     """The kernel of another stream that it waited for."""
 
 
-def replay_steps(trace: Trace, windows: Sequence[Window]) -> StepReplay | None:
+def replay_steps(trace: Trace, windows: Sequence[Window]) -> TraceReplay | None:
     """Replay the mean of these steps until they repeat. None without a step.
 
     On a CPU, and in windows without a launch, the step is the host's work.
@@ -75,7 +75,7 @@ def replay_steps(trace: Trace, windows: Sequence[Window]) -> StepReplay | None:
         return None
     if not trace.on_gpu:
         seconds = 1e-6 * statistics.fmean(_middle([window.end - window.start for window in windows]))
-        return StepReplay(seconds=seconds, host=seconds, without_collectives=seconds, bound="host")
+        return TraceReplay(seconds=seconds, host=seconds, without_collectives=seconds, bound="host")
     steps = [_actions(trace, window) for window in windows]
     usual = statistics.median_low(len(actions) for actions, _ in steps)
     shape, rest = next(step for step in steps if len(step[0]) == usual)
@@ -88,7 +88,7 @@ def replay_steps(trace: Trace, windows: Sequence[Window]) -> StepReplay | None:
     seconds, host, half = period(), period(0.0, 0.0), period(0.5, 0.5)
     spent = 1e-6 * sum(costs[work.key][0] for action in shape for work in action.kernels)
     bound: Bound = "host" if seconds - half < 0.25 * 0.5 * min(spent, seconds) else "device"
-    return StepReplay(seconds=seconds, host=host, without_collectives=period(1.0, 0.0), bound=bound)
+    return TraceReplay(seconds=seconds, host=host, without_collectives=period(1.0, 0.0), bound=bound)
 
 
 def _middle(values: Sequence[float]) -> Sequence[float]:

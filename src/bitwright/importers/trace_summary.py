@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bitwright.importers.trace_events import Event, GpuKernel, Trace, Window, read_trace, training_steps
-from bitwright.importers.trace_replay import StepReplay, replay_steps
+from bitwright.importers.trace_replay import TraceReplay, replay_steps
 
 __all__ = ["TraceSummary", "TracedStepTime", "summarize_trace"]
 
@@ -55,7 +55,7 @@ class TraceSummary:
     steps: tuple[TracedStepTime, ...]
     collectives: dict[str, int] = field(default_factory=dict)
     """The number of kernels by collective."""
-    replay: StepReplay | None = None
+    replay: TraceReplay | None = None
     """The steady step, replayed from the mean durations of kernels and of the host's work."""
 
     @property
