@@ -68,10 +68,15 @@ class ExecuTorch(Runtime):
 
     def run(self, feed: dict[str, NDArray[Any]]) -> list[NDArray[Any]]:
         """Run once."""
+        tensors = [torch.from_numpy(np.ascontiguousarray(feed[name])) for name in self.inputs]
         try:
-            results = self.method.execute([torch.from_numpy(np.ascontiguousarray(feed[name])) for name in self.inputs])
+            results = self.method.execute(tensors)
         except Exception as error:
-            raise input_error(self.name, error) from error
+            reason: Exception = error
+            if self.batch is not None and any(len(tensor) != self.batch for tensor in tensors if tensor.dim()):
+                # the engine only says that an argument is invalid
+                reason = ValueError(f"the batch is {len(tensors[0])}, but the artefact's is {self.batch}")
+            raise input_error(self.name, reason) from error
         return [result.numpy().copy() for result in results]  # the engine owns the buffers
 
     def executed(self) -> dict[str, int]:
