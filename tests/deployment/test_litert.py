@@ -99,6 +99,15 @@ def test_integers_run_and_every_site_agrees(made: tuple[bw.Quantized, Path, list
     assert [site.differing for site in check.sites if site.stored] == [0.0] * 12
 
 
+@pytest.mark.parametrize("formats", [PHONE, {}], ids=["channel", "powers-of-two"])
+def test_the_simulation_of_the_reference_kernels_is_exact(formats: dict[str, str], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    batches = images(4, 3, 15, 18)
+    quantized, path = written(trained(Net(), batches), batches, tmp_path, **formats)
+    outputs = quantized.check(path, batches, runtime="litert_reference", measure=False).outputs
+    assert [output.max_error for output in outputs] == [0.0]
+
+
 def test_the_backend_is_checked_on_litert(made: tuple[bw.Quantized, Path, list[Tensor]]) -> None:
     quantized, path, batches = made
     assert quantized.check(path, batches).runtime == "litert"

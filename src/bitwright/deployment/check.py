@@ -289,7 +289,7 @@ def _compare(
 ) -> None:
     """Compare the outputs for one batch. If one differs too much, compare again with the runtime's codes."""
     with torch.no_grad():
-        with in_mode(model, "quantize"):
+        with in_mode(model, "quantize"), real.simulating(model):
             simulated = list(tensors_in(call_copied(model, args, kwargs)))
         with in_mode(model, "float"):
             exact = [tensor for _, tensor in tensors_in(call_copied(model, args, kwargs))]

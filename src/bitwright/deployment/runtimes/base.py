@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -110,6 +111,10 @@ class Runtime(ABC):
     def probing(cls, path: Path, sites: Iterable[str]) -> Runtime:
         """Open the artefact with additional outputs `<site>.codes` for these sites."""
         raise _hidden(cls.name)
+
+    def simulating(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Let the simulation round as this runtime does, where its rounding differs from that of quantizers."""
+        return nullcontext()
 
     def feed(self, *args: Any, **kwargs: Any) -> dict[str, NDArray[Any]]:
         """The input arrays of a call of the model: keywords by name, the others in order."""

@@ -7,6 +7,7 @@ of the file maps our sites to its tensors.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,6 +28,7 @@ from bitwright.deployment.artefacts.base import QDQ
 from bitwright.deployment.export import export, export_float
 from bitwright.deployment.onnx_files import Damage, compare_digests
 from bitwright.deployment.runtimes.base import Runtime, input_error
+from bitwright.deployment.runtimes.litert_arithmetic import LiteRtRounding
 from bitwright.deployment.runtimes.litert_operators import OPERATORS
 from bitwright.deployment.runtimes.litert_writer import (
     NOTES,
@@ -255,6 +257,12 @@ class LiteRtReference(LiteRt):
     name = "litert_reference"
     deploys = False
     resolver: ClassVar[str] = "BUILTIN_REF"
+
+    def simulating(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Round as these kernels do."""
+        if self.file.notes is None:
+            return nullcontext()
+        return LiteRtRounding(self.file.model, self.file.notes.sites).applied(model)
 
 
 def _convert(source: Path, path: Path) -> None:
