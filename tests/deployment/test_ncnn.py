@@ -19,7 +19,7 @@ from bitwright.cli import app
 from bitwright.core.errors import ExportError
 from bitwright.core.registry import RUNTIMES
 from bitwright.deployment import Runtime, available_runtimes, saturates
-from bitwright.deployment.runtimes.ncnn.runtime import load
+from bitwright.deployment.runtimes.ncnn import load
 from bitwright.zoo.workloads import efficientnet_lite0_imagenet, resnet20_cifar10
 
 REASON = available_runtimes()["ncnn"]

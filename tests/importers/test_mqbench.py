@@ -23,7 +23,7 @@ from bitwright.importers.mqbench import (
 from bitwright.importers.mqbench.settings import _BEGINNINGS, _OBSERVERS, _QUANTIZERS
 from bitwright.importers.mqbench.toolkit import BACKENDS as THEIR_BACKENDS
 from bitwright.ptq import read_steps
-from bitwright.training.recipe import GroupSettings
+from bitwright.training.optimizer import GroupSettings
 
 ZOO = """\
 model:

@@ -23,7 +23,7 @@ from bitwright.core.schemas import problems_of
 from bitwright.core.store_connection import is_address
 from bitwright.plan import NO_FOLDING, STRATEGIES, known_strategies
 from bitwright.training.config import TrainConfig
-from bitwright.training.recipe import Recipe
+from bitwright.training.optimizer import Recipe
 from bitwright.workload.loading import reference_problem
 
 GRID_VERSION = 1

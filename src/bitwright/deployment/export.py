@@ -27,7 +27,7 @@ from bitwright.deployment.dynamic_axes import frozen_size
 from bitwright.deployment.onnx_files import replacing_onnx, save_onnx, stored_bytes, text_digest, write_digests
 from bitwright.deployment.onnx_translation import fold_constants, to_float32, translations
 from bitwright.deployment.qdq import Counts, Recorded, write_qdq
-from bitwright.deployment.trace import Exported, export_program, fixed_batch, reason_of, trace
+from bitwright.deployment.torch_export import Exported, export_program, fixed_batch, reason_of, trace
 from bitwright.quantizers import Attachment, attachment_of
 from bitwright.quantizers.state import parameter_problems, state_problems
 

@@ -26,8 +26,9 @@ from bitwright.sensitivity import spec_of
 from bitwright.training.config import StepSettings
 from bitwright.training.data import TrainingData
 from bitwright.training.distributed import Ranks, Replicated, SingleProcess
+from bitwright.training.optimizer import build_optimizer
 from bitwright.training.qat import Qat
-from bitwright.training.step import Batch, TrainingStep, build_optimizer
+from bitwright.training.step import Batch, TrainingStep
 from bitwright.workload import Loss, Workload, loss_of, trainable_parameters
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from bitwright.core.arguments import strict
 from bitwright.core.errors import Problem, TrainError, did_you_mean
-from bitwright.training.recipe import Recipe
+from bitwright.training.optimizer import Recipe
 
 Amp = Literal["bf16", "fp16"]
 # Settings that a recipe replaces.

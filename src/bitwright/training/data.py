@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
 from bitwright.core.errors import TrainError, WorkloadError, user_code
 from bitwright.training.distributed import Ranks
-from bitwright.training.recipe import Recipe
+from bitwright.training.optimizer import Recipe
 from bitwright.workload import Workload, shape_of
 
 

@@ -37,6 +37,7 @@ from bitwright.training.config import TrainConfig
 from bitwright.training.data import IterationData, TrainingData, seed_all
 from bitwright.training.distributed import Ranks, Replicated, Sharded, SingleProcess, share_buffers
 from bitwright.training.low_precision import LowPrecision, batch_size_of, device_kind_of
+from bitwright.training.optimizer import learning_rate_factor, make_optimizer
 from bitwright.training.qat import Qat
 from bitwright.training.step import (
     DevicePlacement,
@@ -45,8 +46,6 @@ from bitwright.training.step import (
     MicroBatch,
     TrainingObjective,
     TrainingStep,
-    learning_rate_factor,
-    make_optimizer,
 )
 from bitwright.workload import Workload, batches, can_measure, evaluate, report_data_errors
 

@@ -1,15 +1,14 @@
 """The training step: forward, loss, backward, clipping and the optimizer. The profiler measures the same step.
 
-The loss, the optimizer, the learning-rate schedule, the device and the averaged weights of a step are here, too.
+The loss, the device and the averaged weights of a step are here, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from math import cos, pi
 from typing import Any
 
 import torch
@@ -21,8 +20,7 @@ from bitwright.core.errors import TrainError
 from bitwright.core.tensor_tree import eval_mode, map_tensors
 from bitwright.training.config import AMP_DTYPES, Amp, TrainConfig
 from bitwright.training.distributed import Ranks, SingleProcess
-from bitwright.training.qat import parameter_groups
-from bitwright.workload import Loss, Workload, call, call_on, loss_of, trainable_parameters
+from bitwright.workload import Loss, Workload, call, call_on, loss_of
 
 Batch = tuple[Any, Any]
 """Inputs and target."""
@@ -203,55 +201,6 @@ def _task(workload: Workload, smoothing: float) -> Loss:
         fix="smooth in the workload's own loss, or use F.cross_entropy",
         code="smoothing-unsupported",
     )
-
-
-def build_optimizer(
-    name: str,
-    parameters: Sequence[nn.Parameter] | Sequence[dict[str, Any]],
-    *,
-    lr: float,
-    momentum: float,
-    weight_decay: float = 0.0,
-    foreach: bool | None = None,
-) -> torch.optim.Optimizer:
-    """SGD with Nesterov momentum, or AdamW with `momentum` as its first beta."""
-    if name == "adamw":
-        betas = (momentum, 0.999)
-        return torch.optim.AdamW(parameters, lr=lr, betas=betas, weight_decay=weight_decay, foreach=foreach)
-    nesterov = momentum > 0
-    return torch.optim.SGD(
-        parameters, lr=lr, momentum=momentum, nesterov=nesterov, weight_decay=weight_decay, foreach=foreach
-    )
-
-
-def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
-    """The optimizer of a run; each group stores its peak learning rate as `peak`, which the schedule multiplies."""
-    trainable_parameters(model)
-    if config.recipe is not None:
-        return config.recipe.make_optimizer(model)
-    groups = parameter_groups(model, weight_decay=config.weight_decay, quantizer_lr=config.quantizer_lr)
-    for group in groups:
-        if group["name"] == "quantizers":
-            group["weight_decay"] = config.quantizer_decay
-    made = build_optimizer(config.optimizer, groups, lr=config.lr, momentum=config.momentum)
-    for group in made.param_groups:
-        group["peak"] = group["lr"]
-    return made
-
-
-def learning_rate_factor(config: TrainConfig, step: int, steps_per_epoch: int) -> float:
-    """The learning rate at `step` (from 0), relative to its peak.
-
-    >>> [round(learning_rate_factor(TrainConfig(epochs=2, warmup=0.5), step, 4), 3) for step in range(8)]
-    [0.333, 0.667, 1.0, 0.933, 0.75, 0.5, 0.25, 0.067]
-    """
-    warm = round(config.warmup * steps_per_epoch)
-    if step < warm:
-        return (step + 1) / (warm + 1)
-    if config.schedule == "constant":
-        return 1.0
-    total = config.epochs * steps_per_epoch
-    return 0.5 * (1 + cos(pi * (step - warm) / max(total - warm, 1)))
 
 
 class Ema:

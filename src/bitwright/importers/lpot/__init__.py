@@ -2,8 +2,8 @@
 
 from bitwright.core.registry import Importer
 from bitwright.importers.lpot.experimental import Benchmark, Quantization, QuantizedModel, common
-from bitwright.importers.lpot.file import LpotConfig
-from bitwright.importers.lpot.search_settings import is_lpot, read_lpot, translate, tune_settings
+from bitwright.importers.lpot.reader import is_lpot, read_lpot, translate, tune_settings
+from bitwright.importers.lpot.schema import LpotConfig
 
 __all__ = [
     "LPOT",

@@ -25,9 +25,9 @@ from bitwright.core.files import scratch_folder
 from bitwright.core.schemas import validated
 from bitwright.core.tensor_tree import batch_size
 from bitwright.importers.lpot.datasets import Batches
-from bitwright.importers.lpot.file import LpotConfig
 from bitwright.importers.lpot.metrics import Counter
-from bitwright.importers.lpot.search_settings import read_lpot, tune_settings
+from bitwright.importers.lpot.reader import read_lpot, tune_settings
+from bitwright.importers.lpot.schema import LpotConfig
 from bitwright.importers.lpot.workload import Given, LpotData, as_pair
 from bitwright.ptq.quantize import Quantized
 from bitwright.quantizers import strip

@@ -14,8 +14,8 @@ from torch import nn
 from bitwright.core.errors import BitwrightError, PlanError, Problem, WorkloadError
 from bitwright.importers.key_table import InCode, Option
 from bitwright.importers.lpot.datasets import Loader
-from bitwright.importers.lpot.file import LpotConfig
 from bitwright.importers.lpot.metrics import Counter, make_evaluate
+from bitwright.importers.lpot.schema import LpotConfig
 from bitwright.training.data import TrainingData
 from bitwright.training.distributed import current_ranks
 from bitwright.tuning.config import FileData

@@ -20,7 +20,7 @@ from bitwright.importers.mqbench.settings import mqbench_settings, read_mqbench
 from bitwright.importers.mqbench.workload import file_workload, weights_note, workers, zoo_config, zoo_workload
 from bitwright.importers.mqbench.zoo import ZooConfig
 from bitwright.training import Callback, TrainConfig, Trainer, TrainResult
-from bitwright.training.recipe import Recipe
+from bitwright.training.optimizer import Recipe
 from bitwright.training.run import TrainingRun
 from bitwright.workload import load_workload
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, cast
 from pydantic import BeforeValidator, Field, model_validator
 
 from bitwright.importers.key_table import Honoured, Noted, Rejected, Section
-from bitwright.training.recipe import GroupSettings, Kind, OptimizerSettings, RateSchedule
+from bitwright.training.optimizer import GroupSettings, Kind, OptimizerSettings, RateSchedule
 
 __all__ = ["OBSERVERS", "Optimizer", "Schedule", "ZooConfig"]
 

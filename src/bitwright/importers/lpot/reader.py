@@ -9,7 +9,7 @@ from typing import Any
 
 from bitwright.core.errors import PlanError, Problem, log_warnings
 from bitwright.importers.key_table import Imported, read
-from bitwright.importers.lpot.file import ActivationRule, LpotConfig, OpRule, WeightRule
+from bitwright.importers.lpot.schema import ActivationRule, LpotConfig, OpRule, WeightRule
 from bitwright.importers.lpot.workload import LpotData
 
 __all__ = ["is_lpot", "read_lpot", "translate", "tune_settings"]

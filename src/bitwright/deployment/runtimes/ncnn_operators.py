@@ -11,8 +11,8 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from bitwright.deployment.onnx_files import operator_of
-from bitwright.deployment.runtimes.ncnn.layers import INT8, Layer, LayerParameter, LayerWeight, Reading, factor
-from bitwright.deployment.runtimes.ncnn.writer import (
+from bitwright.deployment.runtimes.ncnn_layers import INT8, Layer, LayerParameter, LayerWeight, Reading, factor
+from bitwright.deployment.runtimes.ncnn_writer import (
     ConstantCodes,
     LayerWriter,
     UnsupportedOperator,

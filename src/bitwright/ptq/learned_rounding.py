@@ -130,7 +130,7 @@ class Reconstruct(Step):
     def exponent(self, share: float) -> float:
         """β after this share of the iterations that follow the warm-up.
 
-        >>> from bitwright.ptq.reconstruction import AdaRound
+        >>> from bitwright.ptq.learned_rounding import AdaRound
         >>> [round(AdaRound(decay=decay).exponent(0.25), 2) for decay in ("linear", "cosine")]
         [15.5, 17.36]
         """

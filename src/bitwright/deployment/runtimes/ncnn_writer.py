@@ -11,7 +11,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from bitwright.core.errors import ExportError
-from bitwright.deployment.runtimes.ncnn.layers import Layer, LayerParameter, LayerWeight, Net, Reading, factor
+from bitwright.deployment.runtimes.ncnn_layers import Layer, LayerParameter, LayerWeight, Net, Reading, factor
 
 _CODES = 127
 _SKIPPED = ("QuantizeLinear", "DequantizeLinear", "Constant")  # handled by their readers

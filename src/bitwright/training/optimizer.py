@@ -1,12 +1,13 @@
-"""The settings of trainings that count iterations: an optimizer, parameter groups and a learning rate per iteration.
+"""Optimizers, parameter groups and learning-rate schedules.
 
-Files of other systems have them. `Recipe` replaces the settings of `TrainConfig` that count epochs.
+`TrainConfig` counts epochs. `Recipe` replaces these settings for trainings that count iterations, as files of other
+systems do.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -17,7 +18,18 @@ if TYPE_CHECKING:  # the command line reads these settings for its help, without
     import torch
     from torch import nn
 
-__all__ = ["GroupSettings", "OptimizerSettings", "RateSchedule", "Recipe", "group_by_kind"]
+    from bitwright.training.config import TrainConfig
+
+__all__ = [
+    "GroupSettings",
+    "OptimizerSettings",
+    "RateSchedule",
+    "Recipe",
+    "build_optimizer",
+    "group_by_kind",
+    "learning_rate_factor",
+    "make_optimizer",
+]
 
 Share = Annotated[float, Field(ge=0, lt=1)]
 Amount = Annotated[float, Field(ge=0, le=1e6)]
@@ -201,3 +213,58 @@ def _kinds(module: nn.Module) -> tuple[str, ...]:
     if isinstance(module, nn.Linear):
         return ("linear",)
     return ("bn",) if isinstance(module, nn.modules.batchnorm._BatchNorm) else ()
+
+
+def build_optimizer(
+    name: str,
+    parameters: Sequence[nn.Parameter] | Sequence[dict[str, Any]],
+    *,
+    lr: float,
+    momentum: float,
+    weight_decay: float = 0.0,
+    foreach: bool | None = None,
+) -> torch.optim.Optimizer:
+    """SGD with Nesterov momentum, or AdamW with `momentum` as its first beta."""
+    import torch
+
+    if name == "adamw":
+        betas = (momentum, 0.999)
+        return torch.optim.AdamW(parameters, lr=lr, betas=betas, weight_decay=weight_decay, foreach=foreach)
+    nesterov = momentum > 0
+    return torch.optim.SGD(
+        parameters, lr=lr, momentum=momentum, nesterov=nesterov, weight_decay=weight_decay, foreach=foreach
+    )
+
+
+def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
+    """The optimizer of a run; each group stores its peak learning rate as `peak`, which the schedule multiplies."""
+    from bitwright.training.qat import parameter_groups
+    from bitwright.workload import trainable_parameters
+
+    trainable_parameters(model)
+    if config.recipe is not None:
+        return config.recipe.make_optimizer(model)
+    groups = parameter_groups(model, weight_decay=config.weight_decay, quantizer_lr=config.quantizer_lr)
+    for group in groups:
+        if group["name"] == "quantizers":
+            group["weight_decay"] = config.quantizer_decay
+    made = build_optimizer(config.optimizer, groups, lr=config.lr, momentum=config.momentum)
+    for group in made.param_groups:
+        group["peak"] = group["lr"]
+    return made
+
+
+def learning_rate_factor(config: TrainConfig, step: int, steps_per_epoch: int) -> float:
+    """The learning rate at `step` (from 0), relative to its peak.
+
+    >>> from bitwright.training.config import TrainConfig
+    >>> [round(learning_rate_factor(TrainConfig(epochs=2, warmup=0.5), step, 4), 3) for step in range(8)]
+    [0.333, 0.667, 1.0, 0.933, 0.75, 0.5, 0.25, 0.067]
+    """
+    warm = round(config.warmup * steps_per_epoch)
+    if step < warm:
+        return (step + 1) / (warm + 1)
+    if config.schedule == "constant":
+        return 1.0
+    total = config.epochs * steps_per_epoch
+    return 0.5 * (1 + math.cos(math.pi * (step - warm) / max(total - warm, 1)))

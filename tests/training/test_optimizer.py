@@ -17,7 +17,7 @@ from bitwright import Qat, TrainConfig, Trainer, Workload, capture
 from bitwright.backends import backend, make_plan
 from bitwright.core.errors import TrainError
 from bitwright.training import Callback
-from bitwright.training.recipe import GroupSettings, OptimizerSettings, RateSchedule, Recipe, group_by_kind
+from bitwright.training.optimizer import GroupSettings, OptimizerSettings, RateSchedule, Recipe, group_by_kind
 
 ITERATIONS, BATCH, WARMUP, START, TOP, LAST = 20, 8, 6, 0.002, 0.05, 0.001
 SGD = OptimizerSettings(name="SGD", momentum=0.9, nesterov=True, weight_decay=0.01)
