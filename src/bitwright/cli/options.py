@@ -21,9 +21,9 @@ def option(help: str, *flags: str, **settings: Any) -> Any:
     return typer.Option(*flags, help=help, **{"show_default": False, **settings})
 
 
-WorkloadArg = Annotated[
-    str, typer.Argument(metavar="WORKLOAD", help="file.py:function, or a name that `bitwright list workloads` has.")
-]
+_WORKLOAD = "file.py:function, hf:FOLDER, gguf:FILE, or a name that `bitwright list workloads` has."
+WorkloadArg = Annotated[str, typer.Argument(metavar="WORKLOAD", help=_WORKLOAD)]
+OptionalWorkloadArg = Annotated[str | None, typer.Argument(metavar="WORKLOAD", help=_WORKLOAD, show_default=False)]
 FolderOption = Annotated[Path, option("Output folder.", "--output", "-o")]
 BackendOption = Annotated[
     str | None,
@@ -38,12 +38,8 @@ PrecisionOption = Annotated[
         metavar="NAME",
     ),
 ]
-CheckpointOption = Annotated[
-    Path | None, option("The prepared model's checkpoint (.safetensors).", "--checkpoint", metavar="FILE")
-]
-ModelOption = Annotated[
-    Path | None, option("Instead of --plan and --checkpoint: an output folder of `quantize`.", "--model")
-]
+CheckpointOption = Annotated[Path | None, option("The prepared model's .safetensors.", "--checkpoint", metavar="FILE")]
+ModelOption = Annotated[Path | None, option("Instead of --plan and --checkpoint: a `quantize` folder.", "--model")]
 WeightsOption = Annotated[
     str | None, option("Format of weights, e.g. int8/channel/sym.", "--weights", metavar="FORMAT")
 ]

@@ -7,9 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
-from bitwright.cli.options import PrecisionOption, exclude, open_workload, option, require
+from bitwright.cli.options import OptionalWorkloadArg, PrecisionOption, exclude, open_workload, option, require
 from bitwright.cli.out import Out
 from bitwright.cli.settings import with_choices
 from bitwright.cli.verb import verb
@@ -31,10 +29,7 @@ from bitwright.core.errors import visible_text
 @with_choices
 def plan(
     out: Out,
-    workload: Annotated[
-        str | None,
-        typer.Argument(metavar="WORKLOAD", help="file.py:function, or a registered name.", show_default=False),
-    ] = None,
+    workload: OptionalWorkloadArg = None,
     *,
     backend: str | None,
     plan: Any,

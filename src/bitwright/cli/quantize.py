@@ -5,9 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
-from bitwright.cli.options import PrecisionOption, SamplesOption, exclude, option, require
+from bitwright.cli.options import OptionalWorkloadArg, PrecisionOption, SamplesOption, exclude, option, require
 from bitwright.cli.out import Out
 from bitwright.cli.settings import with_choices
 from bitwright.cli.verb import verb
@@ -31,10 +29,7 @@ def quantize(
     backend: str | None,
     plan: Any,
     choices: Any,
-    workload: Annotated[
-        str | None,
-        typer.Argument(metavar="WORKLOAD", help="file.py:function, or a name that `bitwright list workloads` has."),
-    ] = None,
+    workload: OptionalWorkloadArg = None,
     output: Annotated[Path | None, option("Output folder.", "--output", "-o")] = None,
     precision: PrecisionOption = None,
     samples: SamplesOption = None,

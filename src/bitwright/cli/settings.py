@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
 
@@ -12,7 +13,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from bitwright.cli import options
-from bitwright.cli.options import exclude, option
+from bitwright.cli.options import exclude, option, require
 
 Function = Callable[..., None]
 
@@ -27,6 +28,15 @@ _CHOICES: dict[str, Any] = {
     "keep_float": options.KeepFloatOption,
     "fold": options.FoldOption,
     "saturating": options.SaturatingOption,
+}
+
+_TEXT: dict[str, Any] = {
+    "text": Annotated[
+        Path | None, option("Text for calibration and perplexity of hf:FOLDER or gguf:FILE.", "--text", metavar="FILE")
+    ],
+    "sequence": Annotated[
+        int | None, option("Tokens of each sample of the text (default: 256).", "--sequence", min=2, metavar="N")
+    ],
 }
 
 
@@ -61,6 +71,29 @@ def with_settings(model: type[BaseModel], *, nested: tuple[str, ...] = ()) -> Ca
         return _with_options(function, run, ("settings",), added)
 
     return add
+
+
+def with_text(function: Function, own: list[inspect.Parameter]) -> tuple[Function, list[inspect.Parameter]]:
+    """Add the options of language models to a verb that takes a workload. They become part of its reference."""
+    name = next((parameter.name for parameter in own if _is_workload(parameter)), None)
+    if name is None:
+        return function, own
+
+    def run(*args: Any, text: Any, sequence: Any, **arguments: Any) -> None:
+        given = {"text": text, "sequence": sequence}
+        if any(value is not None for value in given.values()):
+            require("WORKLOAD", arguments[name], "hf:FOLDER or gguf:FILE, to which --text and --sequence belong")
+            from bitwright.workload.language_models import with_text
+
+            arguments[name] = with_text(arguments[name], **given)
+        function(*args, **arguments)
+
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    return run, [*own, *(inspect.Parameter(key, keyword, default=None, annotation=kind) for key, kind in _TEXT.items())]
+
+
+def _is_workload(parameter: inspect.Parameter) -> bool:
+    return any("WORKLOAD" in (getattr(info, "metavar", None) or "") for info in get_args(parameter.annotation)[1:])
 
 
 def _with_options(function: Function, run: Function, replaced: tuple[str, ...], added: dict[str, Any]) -> Function:

@@ -16,6 +16,7 @@ import typer
 
 from bitwright.cli.completion import add_completion
 from bitwright.cli.out import Out
+from bitwright.cli.settings import with_text
 from bitwright.core.errors import BitwrightError
 from bitwright.core.files import disk_error, written
 from bitwright.core.interrupts import Interrupted, Stop, exit_code, signals
@@ -47,6 +48,7 @@ def verb(name: str, *, examples: str, writes: Sequence[str] = ()) -> Callable[[V
         flags = {key: Annotated[bool, typer.Option(flag, help=text)] for key, (flag, text) in _COMMON.items()}
         keyword = inspect.Parameter.KEYWORD_ONLY
         common = [inspect.Parameter(key, keyword, default=False, annotation=kind) for key, kind in flags.items()]
+        call, own = with_text(function, own)
 
         @functools.wraps(function)
         def run(*, json: bool, quiet: bool, debug: bool, **arguments: Any) -> None:
@@ -55,7 +57,7 @@ def verb(name: str, *, examples: str, writes: Sequence[str] = ()) -> Callable[[V
                 for key in writes:
                     if arguments[key] is not None:
                         stack.enter_context(locked_file(arguments[key]))
-                function(out, **arguments)
+                call(out, **arguments)
 
         keywords = [parameter.replace(kind=keyword) for parameter in own]
         parameters = [*keywords, *common]

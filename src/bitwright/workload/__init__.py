@@ -1,6 +1,7 @@
 """Workload: the model, its data, loss and metrics, in one object that every verb takes.
 
-On the command line, a workload is written as ``file.py:function``, or as the name of a built-in or plugin.
+On the command line, a workload is written as ``file.py:function``, as ``hf:FOLDER`` or ``gguf:FILE`` (language models),
+or as the name of a built-in or plugin.
 """
 
 from __future__ import annotations

@@ -23,14 +23,26 @@ from bitwright.core.errors import BitwrightError, Problem, WorkloadError, did_yo
 from bitwright.core.registry import IMPORTERS, WORKLOADS, Importer
 from bitwright.core.tensor_tree import eval_mode, tensors_in
 from bitwright.workload.data import call
+from bitwright.workload.language_models import (
+    is_language_model,
+    language_model_problem,
+    load_language_model,
+    with_text,
+)
 from bitwright.workload.workload import Workload
 
 _SETTINGS = re.compile(r"(?P<file>.+?\.ya?ml)(?::(?P<data>.+))?")
 
 
 @strict
-def load_workload(ref: str) -> Workload:
+def load_workload(
+    ref: str, *, text: str | Path | None = None, sequence: int | None = None, samples: int | None = None
+) -> Workload:
     """Load a workload by ``file.py:function``, or by the name of a built-in or plugin.
+
+    ``hf:FOLDER`` and ``gguf:FILE`` are language models. `text` is a file for calibration and perplexity, which is split
+    into `samples` of `sequence` tokens (default: 32 of 256 for each of both). The options can also be part of the
+    reference: ``hf:FOLDER,text=wiki.txt,sequence=512,samples=8,batch=2``.
 
     ``config.yaml:FOLDER`` is the network that another system's file names, with the data in a folder. Without FOLDER,
     the data is where the file says.
@@ -40,6 +52,9 @@ def load_workload(ref: str) -> Workload:
     >>> load_workload("digits-untrained")
     <Workload digits-untrained: DigitsNet with calibration, evaluation, training data>
     """
+    ref = with_text(ref, text=text, sequence=sequence, samples=samples)
+    if is_language_model(ref):
+        return load_language_model(ref)
     is_file = ":" in ref or ref.endswith(".py")
     settings = _SETTINGS.fullmatch(ref)
     if settings is not None:
@@ -201,7 +216,9 @@ def _siblings(folder: Path) -> Iterator[None]:
 
 
 def reference_problem(ref: str) -> Problem | None:
-    """The problem of a reference `file.py:function` that can be found without running the file."""
+    """The problem of a reference that can be found without running the file or loading the model."""
+    if is_language_model(ref):
+        return language_model_problem(ref)
     path, _, function = ref.rpartition(":")
     file = Path(path).expanduser()
     if not file.is_file():

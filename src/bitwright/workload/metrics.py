@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, SupportsFloat
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from bitwright.core.arguments import strict
@@ -15,6 +17,7 @@ from bitwright.core.tensor_tree import eval_mode, shape_of
 from bitwright.workload.data import call, call_on, pairs
 from bitwright.workload.workload import Workload
 
+_LARGEST_EXPONENT = 700.0
 Evaluate = Callable[[Callable[..., Any]], dict[str, float]]
 
 
@@ -79,12 +82,29 @@ class _Error:
         return mean**0.5 if self.root else mean
 
 
+class _Perplexity:
+    """exp of the mean cross-entropy of next tokens; the target is the token ids that the model got."""
+
+    def __init__(self) -> None:
+        self.sum, self.n = 0.0, 0
+
+    def add(self, output: Tensor, target: Tensor) -> None:
+        logits, following = output[:, :-1].flatten(0, 1), target[:, 1:].flatten()
+        self.sum += float(F.cross_entropy(logits.float(), following, reduction="sum"))
+        self.n += following.numel()
+
+    def value(self) -> float:
+        mean = self.sum / self.n
+        return math.exp(mean) if mean < _LARGEST_EXPONENT else math.inf
+
+
 METRICS: dict[str, tuple[Callable[..., Any], bool]] = {
     "topk": (_Topk, True),
     "f1": (_F1, True),
     "mse": (partial(_Error, 2), False),
     "mae": (partial(_Error, 1), False),
     "rmse": (partial(_Error, 2, root=True), False),
+    "perplexity": (_Perplexity, False),
 }
 """Each metric with whether higher is better."""
 
