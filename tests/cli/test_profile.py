@@ -62,7 +62,6 @@ def test_operators_of_other_models_in_the_cache_are_not_shown(run: Any, tmp_path
     assert "linear(input=f32[8,3], weight=f32[4,3]+" in ran.out
     assert "kernel int8" in ran.out
     assert "300]" not in ran.out
-    assert "of them from this model" in ran.out
 
 
 def test_lines_that_fit_badly_are_named() -> None:
