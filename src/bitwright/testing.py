@@ -122,7 +122,7 @@ _ACTIVATIONS = (
 )
 _WEIGHTS = (
     *("int8/channel/sym", "int4/tensor/sym", "int4/group4/sym", "int4/channel/asym", "int4/channel/sym/pot"),
-    *("fp8e5m2/channel", "mxfp4e2m1"),
+    *("int4/group4/sym/full", "fp8e5m2/channel", "mxfp4e2m1"),
 )
 
 
@@ -217,7 +217,8 @@ def _grid(case: _Case) -> None:
     quantizer, x = case.calibrated(), case.numbers()
     grid = quantizer.deployed_grid(x)
     case.demand(grid.scale.dtype == torch.float32, "has a grid that isn't float32")
-    case.demand(bool((grid.scale > 0).all()), "has a scale that isn't positive")
+    positive = grid.scale.abs() if case.format.full else grid.scale
+    case.demand(bool((positive > 0).all()), "has a scale that isn't positive")
     if not quantizer.exportable:
         return
     _check_levels(case, quantizer, x)

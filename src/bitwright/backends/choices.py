@@ -8,7 +8,6 @@ from typing import Any, TypedDict
 
 from bitwright.backends.table import BackendTable
 from bitwright.core.errors import FormatError, PlanError, Problem, did_you_mean
-from bitwright.core.formats import Format
 from bitwright.core.registry import OBSERVERS, QUANTIZERS
 from bitwright.graph import Graph
 from bitwright.plan import NO_FOLDING, STRATEGIES, known_strategies
@@ -18,7 +17,7 @@ class Choices(TypedDict, total=False):
     """Keyword arguments of `make_plan`, `place` and `quantize`."""
 
     weights: str | None
-    """Format of weights, e.g. "int4/group32/sym"."""
+    """Format of weights, e.g. "int4/group32" (groups with the best grid that the target can store)."""
     activations: str | None
     """Format of activations, e.g. "uint8/tensor/asym"."""
     observer: str | None
@@ -87,7 +86,7 @@ def _formats(choices: Choices, table: BackendTable) -> Iterator[Problem]:
         ("activation", choices.get("activations"), table.activations),
     ):
         try:
-            format = Format.parse(text or choice.format)
+            format = choice.parse(text or choice.format)
         except FormatError as error:
             yield from error.problems
             continue

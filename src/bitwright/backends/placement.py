@@ -337,7 +337,7 @@ def place(graph: Graph, target: str | BackendTable, *, model: str | None = None,
     keep = patterns_of(choices)
     if problems := choice_problems({**choices, "keep_float": keep}, table, graph):
         raise PlanError(problems)
-    weight_format = Format.parse(choices.get("weights") or table.weights.format)
+    weight_format = table.weights.parse(choices.get("weights") or table.weights.format)
     activation_format = Format.parse(choices.get("activations") or table.activations.format)
     quantizer = choices.get("quantizer") or _natural(activation_format, table.activations.quantizer)
     usual = _partner(quantizer) if choices.get("quantizer") else table.weights.quantizer

@@ -43,9 +43,26 @@ class Choice(Strict):
 
     def allows(self, format: Format) -> bool:
         """Whether the target can run this format."""
-        # A pattern such as uint8/tensor/* doesn't include dynamic formats: they need other kernels.
-        listed = [p for p in self.formats if p == "*" or p.endswith("/dynamic") == format.dynamic]
+        # A pattern such as uint8/tensor/* doesn't include dynamic formats: they need other kernels. Neither does
+        # int4/*/sym* include full ones, because many targets can't store negative scales.
+        listed = [
+            p
+            for p in self.formats
+            if p == "*" or (p.endswith("/dynamic"), p.endswith("/full")) == (format.dynamic, format.full)
+        ]
         return format.is_plain_float or any(fnmatch.fnmatchcase(str(format), p) for p in listed)
+
+    def parse(self, text: str) -> Format:
+        """Parse a format. Groups that are written without a symmetry ("int4/group32") use every code if the target can.
+
+        A symmetric format without `full` leaves out one of its codes, which matters for few bits.
+        """
+        format = Format.parse(text)
+        options = text.lower().replace(" ", "").split("/")[1:]
+        if format.granularity == "group" and len(options) == 1 and format.minifloat is None:
+            full = replace(format, full=format.signed)
+            return full if self.allows(full) else format
+        return format
 
 
 class Rule(Strict):

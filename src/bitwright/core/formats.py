@@ -7,7 +7,8 @@ An integer format is `[u]intB/granularity/symmetry[/flag…]`:
 - symmetry: `sym` (zero point 0; unsigned: only for numbers that are never negative) or `asym` (any zero point);
 - flags: `pot` (scale is a power of two), `narrow` (drop the lowest code: ±127), `adasign` (an input that is
   never negative becomes unsigned and uses all 2^B codes), `dynamic` (scales are computed at run time from the values
-  themselves, per `tensor` or per `token`; no calibration).
+  themselves, per `tensor` or per `token`; no calibration), `full` (weights: the value of largest magnitude gets the
+  lowest code, −2^(B−1), and the scale has its sign: negative where that value is positive).
 
 Small floating-point formats are quantized formats, too: `fp8e4m3` and `fp8e5m2` have one scale per `tensor` (default),
 `channel`, `groupN` or `token`, and can be `dynamic`, too. In the OCP microscaling formats `mxfp8e4m3`, `mxfp8e5m2`,
@@ -51,7 +52,7 @@ MINIFLOATS = {
     # fixed point: no exponent, so all values are subnormal
     "mxint8": MinifloatSpec(bits=8, fraction=6, lowest=0, largest=127 / 64),
 }
-FLAGS = ("pot", "narrow", "adasign", "dynamic")
+FLAGS = ("pot", "narrow", "adasign", "dynamic", "full")
 _INTEGER = re.compile(r"^(u?)int([0-9]{1,3})$")
 _GROUP = re.compile(r"^group([0-9]{1,9})$")
 
@@ -78,6 +79,7 @@ class Format:
     narrow: bool = False
     adasign: bool = False
     dynamic: bool = False
+    full: bool = False
 
     @property
     def is_float(self) -> bool:
@@ -242,6 +244,17 @@ def _with_options(base: Format, options: list[str], text: str) -> Format:
     if result.narrow and not result.signed:
         raise FormatError(
             "narrow drops the lowest signed code", value=text, fix="leave out narrow", code="invalid-format"
+        )
+    if result.full and (not result.signed or not result.symmetric or result.dynamic or result.pot or result.adasign):
+        raise FormatError(
+            "full gives the scale of a signed symmetric format the sign of the largest value",
+            value=text,
+            fix=f"int{result.bits}/group32/sym/full",
+            code="invalid-format",
+        )
+    if result.full and result.narrow:
+        raise FormatError(
+            "full uses the lowest code, which narrow drops", value=text, fix="keep one", code="invalid-format"
         )
     if result.pot and not result.symmetric:
         raise FormatError(

@@ -106,10 +106,14 @@ class Quantizer(nn.Module):
     minifloats: ClassVar[bool] = False
     """Whether it supports small floating-point formats, and only those."""
 
+    signed_scales: ClassVar[bool] = False
+    """Whether it supports `full` formats, which have negative scales."""
+
     @classmethod
     def supports(cls, format: Format) -> bool:
         """Whether this kind of format is supported: integers with stored scales, or small floats."""
-        return (format.minifloat is not None) == cls.minifloats and not format.dynamic
+        kind = (format.minifloat is not None) == cls.minifloats and not format.dynamic
+        return kind and (cls.signed_scales or not format.full)
 
     @classmethod
     def mismatch(cls, format: Format, *, where: str) -> Problem:
@@ -120,6 +124,8 @@ class Quantizer(nn.Module):
             fix = "use an integer format, or quantizer: minifloat"
         elif format.dynamic:
             fix = "use quantizer: dynamic, or a format without dynamic"
+        elif format.full:
+            fix = "use quantizer: plain or lsq, or a format without full"
         else:
             fix = "use a format with dynamic (int8/token/sym/dynamic), or quantizer: plain"
         what = f"{cls.__name__} doesn't support this format"

@@ -109,7 +109,10 @@ def is_finite(x: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Grid:
-    """Scale and zero point (float32, stored shape) and the lowest and highest code."""
+    """Scale and zero point (float32, stored shape) and the lowest and highest code.
+
+    Scales are positive, except in `full` formats.
+    """
 
     scale: Tensor
     zero_point: Tensor
@@ -140,6 +143,9 @@ def scale_of(low: Tensor, high: Tensor, steps: int) -> Tensor:
 def grid_from_range(low: Tensor, high: Tensor, format: Format, *, site: str | None = None) -> Grid:
     """The smallest scale with which `format` covers [low, high] (and 0) without clipping.
 
+    A `full` format maps the end with the larger magnitude to its lowest code, and clips the other end after 2^(B−1) − 1
+    steps.
+
     With a `site`, a scale that float32 can't represent raises an error that names it. Without one, it is replaced by
     the nearest valid scale, for observers that try ranges.
     """
@@ -152,7 +158,11 @@ def grid_from_range(low: Tensor, high: Tensor, format: Format, *, site: str | No
         scale = _usable(scale_of(low, high, qmax - qmin), torch.maximum(high, -low), site)
         zero_point = torch.clamp(qmin - torch.round(low / scale), qmin, qmax)
         return _covered(Grid(scale, zero_point, qmin, qmax), site)
-    if format.signed:
+    if format.full:
+        reach = torch.maximum(high, -low)
+        size = _usable(reach / -qmin, reach, site)
+        scale = torch.where(high > -low, -size, size)
+    elif format.signed:
         scale = _usable(torch.maximum(high / qmax, low / qmin), torch.maximum(high, -low), site)
     else:
         scale = _usable(high / qmax, high, site)
@@ -202,7 +212,7 @@ def _covered(grid: Grid, site: str | None) -> Grid:
             raise CalibrationError(
                 "these values are too large: the ends of their range exceed float32",
                 where=site,
-                value=float(grid.scale.max()),
+                value=float(grid.scale.abs().max()),
                 code="scale-overflow",
                 fix="divide the data or the weights by a power of two, or keep this site in float (format: float)",
             )
@@ -216,7 +226,7 @@ def negligible(sizes: Tensor) -> Tensor:
 
 def product_problem(first: Tensor, second: Tensor, *, where: str) -> Problem | None:
     """Problem of the product of two scales, which integer kernels store as one float32; None if it is valid."""
-    product = first.double() * second.double()
+    product = (first.double() * second.double()).abs()
     if bool((product > LARGEST).any()):
         what, code, way = "exceeds float32", "scale-overflow", "divide"
     elif bool((product[product < SMALLEST] > negligible(product)).any()):
@@ -279,9 +289,9 @@ def needed_scale(guard: str, rows: Tensor) -> Tensor:
 def guarded_scale(guard: str, scale: Tensor, weight: Tensor, *, kind: str, layout: Layout) -> Tensor:
     """The scale, raised where the guard requires it."""
     needed = needed_scale(guard, _summed_last(weight, kind))
-    if layout.granularity == "channel" and needed.shape == scale.shape:
-        return torch.maximum(scale, needed)
-    return torch.maximum(scale, needed.amax())
+    if layout.granularity != "channel" or needed.shape != scale.shape:
+        needed = needed.amax()
+    return torch.where(scale < 0, -torch.maximum(-scale, needed), torch.maximum(scale, needed))
 
 
 def holds(guard: str, codes: Tensor, *, kind: str) -> bool:

@@ -22,11 +22,15 @@ class Lsq(Quantizer):
     learned = ("scale",)
     lengths = ("scale",)
     own_kernels = True
+    signed_scales = True
 
     def quantize(self, x: Tensor, *, relu: bool = False) -> Tensor:
         """Round to the grid of the learned scale (and zero point, if it is learned)."""
         grid, factor = self.grid_for(x), self.gradient_scale(x)
         grid = replace(grid, zero_point=with_gradient_of(grid.zero_point, self.zero_point, factor))
+        if self.spec.format.full:  # the gradient of the scale itself, not of its magnitude
+            grid = replace(grid, scale=with_gradient_of(grid.scale, self.scale, factor))
+            return round_to_grid(x, grid, self.layout, relu=relu)
         return round_to_grid(x, grid, self.layout, learned=self.scale, factor=factor, relu=relu, fused=self.compiled)
 
     def quantize_relu(self, x: Tensor) -> Tensor:
@@ -39,7 +43,7 @@ class Lsq(Quantizer):
 
     def grid(self) -> Grid:
         """The grid with the effective scale."""
-        scale = usable_scale(self.scale, pot=self.spec.format.pot)
+        scale = usable_scale(self.scale, pot=self.spec.format.pot, signed=self.spec.format.full)
         return Grid(scale, self.zero_point.detach(), self.qmin, self.qmax)
 
 

@@ -12,6 +12,7 @@ class Plain(Quantizer):
     """x̂ = (clamp(round(x/s) + z, n, p) − z)·s, ∂x̂/∂x = 1 inside the range and 0 outside."""
 
     own_kernels = True
+    signed_scales = True
 
     def quantize(self, x: Tensor, *, relu: bool = False) -> Tensor:
         """Round to the grid."""

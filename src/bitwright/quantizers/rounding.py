@@ -37,10 +37,12 @@ def with_gradient_of(value: Tensor, x: Tensor, factor: float = 1.0) -> Tensor:
     return result
 
 
-def usable_scale(scale: Tensor, *, pot: bool) -> Tensor:
-    """The effective value of a learned scale: positive, a power of two if required, without gradient."""
-    scale = torch.clamp(scale.detach().abs(), SMALLEST, LARGEST)
-    return power_of_two(scale) if pot else scale
+def usable_scale(scale: Tensor, *, pot: bool, signed: bool = False) -> Tensor:
+    """The effective value of a learned scale: a power of two if required, positive unless `signed`, no gradient."""
+    size = torch.clamp(scale.detach().abs(), SMALLEST, LARGEST)
+    if signed:
+        return torch.where(scale.detach() < 0, -size, size)
+    return power_of_two(size) if pot else size
 
 
 def _eager() -> bool:
@@ -299,7 +301,7 @@ def can_fold(quantizer: Quantizer, weight: Tensor) -> bool:
         not torch.compiler.is_compiling()  # compilers fuse it anyway
         and (layout.granularity, layout.axis) == ("channel", 0)
         and format.symmetric
-        and not format.pot
+        and not (format.pot or format.full)
         and weight.dtype == torch.float32
         and weight.is_contiguous()
         and quantizer.spec.guard in _FOLDED_FORWARD

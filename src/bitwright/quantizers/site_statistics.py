@@ -128,7 +128,8 @@ class _SiteSums:
 def _ends(grid: Grid) -> tuple[float, float]:
     """The smallest and the largest number of all scales."""
     scale, zero_point = grid.scale.double(), grid.zero_point.double()
-    return float(((grid.qmin - zero_point) * scale).min()), float(((grid.qmax - zero_point) * scale).max())
+    ends = torch.stack(((grid.qmin - zero_point) * scale, (grid.qmax - zero_point) * scale))  # a scale may be negative
+    return float(ends.min()), float(ends.max())
 
 
 def _binned(low: float, high: float, least: float, most: float) -> tuple[float, float]:

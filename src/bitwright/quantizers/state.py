@@ -81,9 +81,19 @@ def _about(quantizer: Quantizer, name: str, value: Tensor, scale: Tensor | None)
     if name == "codes":
         return [] if tuple(value.tolist()) in _codes(quantizer) else [("don't match the format", shape, "codes")]
     if name == "scale":
-        bad = value == 0 if quantizer.learns(name) else value < SMALLEST  # a learned scale is used as |s|
-        return [("is not a positive normal number", _odd(value, bad), "scale-range")] if bool(bad.any()) else []
+        # a learned scale is used as |s|, or with its sign in a full format
+        bad = value == 0 if quantizer.learns(name) else _size(quantizer, value) < SMALLEST
+        return [(_not_normal(quantizer), _odd(value, bad), "scale-range")] if bool(bad.any()) else []
     return []
+
+
+def _size(quantizer: Quantizer, scale: Tensor) -> Tensor:
+    """The scales, without the sign that those of a full format may have."""
+    return scale.abs() if quantizer.spec.format.full else scale
+
+
+def _not_normal(quantizer: Quantizer) -> str:
+    return "is not a normal number" if quantizer.spec.format.full else "is not a positive normal number"
 
 
 def _codes(quantizer: Quantizer) -> set[tuple[float, float]]:
@@ -112,9 +122,10 @@ def _about_grid(quantizer: Quantizer, state: Mapping[str, Tensor]) -> list[tuple
         [] if odd is None else [(odd, ("is out of range", _first(state[odd]), "state-range"))]
     )
     scale, zero_point = grid.scale, grid.zero_point
-    if not bool(((scale >= SMALLEST) & (scale <= LARGEST)).all()):
-        found.append(("scale", ("is not a positive normal number", _odd(scale, ~(scale >= SMALLEST)), "scale-range")))
-    ends = torch.maximum((low - zero_point).abs(), (high - zero_point).abs()) * scale
+    size = _size(quantizer, scale)
+    if not bool(((size >= SMALLEST) & (size <= LARGEST)).all()):
+        found.append(("scale", (_not_normal(quantizer), _odd(scale, ~(size >= SMALLEST)), "scale-range")))
+    ends = torch.maximum((low - zero_point).abs(), (high - zero_point).abs()) * size
     if not bool(ends.isfinite().all()):
         found.append(("scale", ("is so large that codes represent infinity", _first(scale), "scale-overflow")))
     inside = (zero_point >= low) & (zero_point <= high) & (zero_point == zero_point.round())

@@ -311,6 +311,7 @@ def _formats() -> Iterator[Plugin]:
         "…/tensor, …/channel, …/groupN": "one scale for all, per channel, or per N elements",
         "…/sym, …/asym": "zero point 0, or any",
         "…/pot, …/narrow, …/adasign": "power-of-two scale; ±127; unsigned where nothing is negative",
+        "…/full": "weights: signed scales with which the largest value gets the lowest code",
     }.items():
         yield Plugin(name=name, about=about)
     for name, numbers in MINIFLOATS.items():

@@ -1,4 +1,4 @@
-"""The range with the smallest quantization error, found by shrinking both ends in steps of one percent."""
+"""The range with the smallest quantization error, which may be weighted by importance."""
 
 from __future__ import annotations
 
@@ -7,14 +7,20 @@ from torch import Tensor
 
 from bitwright.core.errors import BitwrightError
 from bitwright.core.formats import Format
-from bitwright.quantizers.grid import grid_from_range
+from bitwright.quantizers.grid import SMALLEST, extremes, grid_from_range, size_of
 from bitwright.quantizers.observers.base import HistogramObserver
+
+_CHUNK = 1 << 16  # elements at a time, so that temporaries stay in the cache
+_FACTORS = (1.0, 0.96, 1.04, 0.92, 0.88, 0.84, 0.8, 0.75, 0.7, 0.65, 0.6)
+_FLIPPED = (0.98, 1.04, 1.1, 1.16)
+"""Factors for the other sign of a `full` scale, with which the largest value gets the highest code or is clipped."""
 
 
 class Mse(HistogramObserver):
     """Minimizes Σ|x̂ − x|^p over ranges α·[min, max], α = 1, 0.99, … 0.20 (p = 2, or 2.4 for longer tails).
 
-    Above 10 bits, the rounding error is smaller than a histogram bin, so the full range is used.
+    Above 10 bits, the rounding error is smaller than a histogram bin, so the full range is used. For groups of weights
+    and p = 2, fewer candidates are refined by least squares (`best_range`), and no copy of the weight is kept.
     """
 
     def __init__(self, *, format: Format, p: float = 2.0) -> None:
@@ -22,9 +28,22 @@ class Mse(HistogramObserver):
         if p <= 0:
             raise BitwrightError("p must be positive", value=p, fix="2.0", code="invalid-options")
         self.p = p
+        self._found: tuple[Tensor, Tensor] | None = None
+
+    def observe(self, rows: Tensor) -> None:
+        """Observe one batch. The range of groups is searched at once; that of several batches covers all of theirs."""
+        if not (self.format.granularity == "group" and self.p == 2.0 and self.format.bits <= 10):
+            super().observe(rows)
+            return
+        low, high = best_range(rows, self.format)
+        if self._found is not None:
+            low, high = torch.minimum(low, self._found[0]), torch.maximum(high, self._found[1])
+        self._found = low, high
 
     def range(self) -> tuple[Tensor, Tensor]:
         """The best of the ranges."""
+        if self._found is not None:
+            return self._found
         low, high = self.ends()
         if self.format.bits > 10:
             return low, high
@@ -46,3 +65,62 @@ class Mse(HistogramObserver):
         scale, zero_point = grid.scale[:, None], grid.zero_point[:, None]
         codes = torch.clamp(torch.round(values / scale) + zero_point, grid.qmin, grid.qmax)
         return (((codes - zero_point) * scale - values).abs().double().pow(self.p) * counts).sum(dim=1)
+
+
+@torch.no_grad()
+def best_range(rows: Tensor, format: Format, importance: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The range per row whose grid has the smallest Σ w·(x̂ − x)², where w is the importance (default 1).
+
+    Each candidate scale gives integer codes k; the scale Σw·x·k / Σw·k² is the best one for these codes. Candidates
+    are fractions of the smallest scale that covers the row. `importance` broadcasts to `rows`.
+
+    >>> rows = torch.tensor([[0.9, -2.0, 0.1, 0.4]])
+    >>> low, high = best_range(rows, Format.parse("int4/group4/sym/full"))
+    >>> bool(low < -1.8), float(high)
+    (True, 0.0)
+    """
+    low, high = torch.empty(rows.shape[0]), torch.empty(rows.shape[0])
+    low, high = low.to(rows.device), high.to(rows.device)
+    step = max(1, _CHUNK // rows.shape[1])
+    if importance is not None:
+        importance = importance.expand_as(rows)
+    for start in range(0, rows.shape[0], step):
+        part = slice(start, start + step)
+        low[part], high[part] = _search(rows[part], format, None if importance is None else importance[part])
+    return low, high
+
+
+def _search(rows: Tensor, format: Format, importance: Tensor | None) -> tuple[Tensor, Tensor]:
+    unit = size_of(rows)[:, None]  # squares of very small or large numbers exceed the range of float32
+    x = rows / unit
+    low, high = extremes(x)
+    weighted = x if importance is None else x * importance
+    whole = grid_from_range(low, high if format.signed or not format.symmetric else high.clamp(min=0.0), format)
+    ends = torch.tensor([whole.qmin, whole.qmax])
+    best = torch.full_like(low, -1.0)
+    scale, zero = whole.scale.clone(), whole.zero_point.clone()
+    tried = [(factor, 1.0) for factor in _FACTORS]
+    if format.full:
+        tried += [(factor, -1.0) for factor in _FLIPPED]
+    for factor, sign in tried:
+        grid = whole if format.symmetric else grid_from_range(low * factor, high * factor, format)
+        first = grid.scale * (factor * sign) if format.symmetric else grid.scale
+        bottom, top = (end - grid.zero_point[:, None] for end in ends)
+        codes = torch.div(x, first[:, None]).round_().clamp_(bottom, top)
+        product = (weighted * codes).sum(dim=1)
+        square = codes.square() if importance is None else codes.square().mul_(importance)
+        power = square.sum(dim=1).clamp(min=SMALLEST)
+        gain = product.square() / power  # the squared error is Σw·x² minus this
+        fitted = product / power
+        better = (gain > best) & (fitted * sign * whole.scale > 0)
+        best = torch.where(better, gain, best)
+        scale = torch.where(better, fitted, scale)
+        zero = torch.where(better, grid.zero_point, zero)
+    span = (whole.qmin - zero) * scale, (whole.qmax - zero) * scale
+    if format.full:
+        span = span[0].clamp(max=0.0), span[0].clamp(min=0.0)
+    elif format.symmetric and not format.signed:
+        span = low.clamp(max=0.0), span[1]  # the quantizer reports negative numbers
+    zeros = (low == 0) & (high == 0)
+    found = [torch.where(zeros, 0.0, end * unit[:, 0]) for end in span]
+    return found[0], found[1]
