@@ -42,7 +42,7 @@ def test_three_commands_from_nothing_to_measured_int8(tmp_path: Path) -> None:
     assert {(one["batch"], one["variant"]) for one in row["timings"]} == {
         (batch, variant) for batch in (1, 32) for variant in ("float", "quantized")
     }
-    for words in ("the goal is met", "majority 50", "f1", "p99", "fastest with batch 32"):
+    for words in ("goal met", "majority 50", "f1", "p99", "fastest with batch 32"):
         assert words in done.stdout, done.stdout
 
 
