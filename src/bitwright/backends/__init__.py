@@ -16,6 +16,7 @@ from bitwright.backends.table import (
     problems_title,
     resolve_for_backend,
 )
+from bitwright.backends.token_models import plan_warnings
 
 __all__ = [
     "DEFAULT_BACKEND",
@@ -28,6 +29,7 @@ __all__ = [
     "make_plan",
     "patterns_of",
     "place",
+    "plan_warnings",
     "problems_title",
     "reject_choices_with_plan",
     "resolve_for_backend",

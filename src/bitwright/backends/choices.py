@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, TypedDict
 
 from bitwright.backends.table import BackendTable
@@ -20,6 +21,10 @@ class Choices(TypedDict, total=False):
     """Format of weights, e.g. "int4/group32" (groups with the best grid that the target can store)."""
     activations: str | None
     """Format of activations, e.g. "uint8/tensor/asym"."""
+    group: int | None
+    """Values along the reduction axis that share one scale of a weight, instead of the granularity of `weights`."""
+    head_bits: int | None
+    """Bits of the weights of the head, which predicts tokens. Default: 8 if a named precision has fewer."""
     observer: str | None
     """Observer of activation ranges."""
     weight_observer: str | None
@@ -63,6 +68,19 @@ def reject_choices_with_plan(choices: Mapping[str, Any]) -> None:
         )
 
 
+def weight_format(choices: Choices, table: BackendTable) -> Format:
+    """The format of weights."""
+    format, group = table.weights.parse(choices.get("weights") or table.weights.format), choices.get("group")
+    if group is not None and group < 1:
+        what, fix = "a group must have at least one value", "use group=32"
+        raise PlanError([Problem(what=what, where="group", value=group, fix=fix, code="invalid-value")])
+    if group is None:
+        return format
+    if format.minifloat is None and format.symmetric and not format.is_float:
+        return table.weights.parse(f"{format.name}/group{group}")  # with every code where the target can store it
+    return replace(format, granularity="group", group=group)
+
+
 def choice_problems(choices: Choices, table: BackendTable, graph: Graph) -> list[Problem]:
     """Problems of the choices, each reported once rather than for each site."""
     return [*_names(choices), *_formats(choices, table), *_patterns(choices, graph), *_folding(choices, table)]
@@ -86,13 +104,18 @@ def _formats(choices: Choices, table: BackendTable) -> Iterator[Problem]:
         ("activation", choices.get("activations"), table.activations),
     ):
         try:
-            format = choice.parse(text or choice.format)
+            format = weight_format(choices, table) if role == "weight" else choice.parse(text or choice.format)
+            heads = choices.get("head_bits")
+            head = format.with_bits(heads) if heads is not None and role == "weight" else format
         except FormatError as error:
             yield from error.problems
             continue
         if not choice.allows(format):
             what, fix = f"{table.name} can't run this {role} format", f"use one of: {', '.join(choice.formats)}"
             yield Problem(what=what, where="plan", value=str(format), fix=fix, code="unsupported-format")
+        elif not choice.allows(head):
+            what, fix = f"{table.name} can't run this format of the head", f"use one of: {', '.join(choice.formats)}"
+            yield Problem(what=what, where="head_bits", value=str(head), fix=fix, code="unsupported-format")
 
 
 def _patterns(choices: Choices, graph: Graph) -> Iterator[Problem]:

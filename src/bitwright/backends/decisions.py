@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 
 from bitwright.backends.table import BackendTable, Rule
+from bitwright.backends.token_models import ROUTER, token_model
 from bitwright.graph import Graph, Op, Port, Source
 from bitwright.graph.operators import is_product
 from bitwright.plan import NO_FOLDING
@@ -21,6 +22,7 @@ class Decisions:
         self.table = table
         self.kept = {n for n in graph.by_name if any(fnmatch.fnmatchcase(n, pattern) for pattern in keep)}
         self.bn = bn
+        self.tokens = token_model(graph)
         self.fold = {} if bn == NO_FOLDING else self._folds()
         self.quantized: dict[str, Rule] = {}
         self.float: dict[str, str] = {}
@@ -124,10 +126,14 @@ class Decisions:
             return
         if rule is None:
             if op.macs > 0 or is_product(op.kind):
-                self.float[op.name] = f"{self.table.name} has no integer rule for {op.kind}"
+                reason = None if self.tokens is None else self.tokens.float_reason(op)
+                self.float[op.name] = reason or f"{self.table.name} has no integer rule for {op.kind}"
             return
         if op.name in self.kept:
             self.float[op.name] = "kept in float by request"
+            return
+        if self.tokens is not None and op.name in self.tokens.routers:
+            self.float[op.name] = ROUTER
             return
         ports = [p for p in op.ports if _named(p, rule.inputs) and not self._is_weight(p, rule)]
         if not ports or not all(port.is_floating for port in ports):

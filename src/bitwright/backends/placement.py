@@ -7,8 +7,10 @@ from dataclasses import replace
 from typing import Unpack
 
 from bitwright.backends.choices import Choices, choice_problems, patterns_of
+from bitwright.backends.choices import weight_format as format_of_weights
 from bitwright.backends.decisions import Decisions
 from bitwright.backends.table import DEFAULT_BACKEND, BackendTable, Guard, backend, dynamic_table
+from bitwright.backends.token_models import HEAD
 from bitwright.core.arguments import strict
 from bitwright.core.errors import PlanError, Problem
 from bitwright.core.formats import Format
@@ -122,6 +124,8 @@ def _reason(op: Op, decisions: Decisions) -> str:
         return "kept in float by request"
     if op.constant:
         return "its result depends on parameters only, not on the input"
+    if decisions.tokens is not None and (reason := decisions.tokens.float_reason(op)) is not None:
+        return reason
     if op.name in decisions.quantized:
         return "none of its operands has a quantizer under this plan"
     if op.kind not in table.operators:
@@ -141,9 +145,17 @@ def _missing(what: str, name: str) -> Problem:
 class _SitePlacer:
     """Builds the sites of one plan."""
 
-    def __init__(self, decisions: Decisions, activation: SiteSpec, weight: SiteSpec, guard: Guard | None) -> None:
+    def __init__(
+        self,
+        decisions: Decisions,
+        activation: SiteSpec,
+        weight: SiteSpec,
+        guard: Guard | None,
+        head_bits: int | None = None,
+    ) -> None:
         self.decisions, self.graph, self.table = decisions, decisions.graph, decisions.table
         self.activation, self.weight, self.guard = activation, weight, guard
+        self.head_bits = head_bits
         self.sites: dict[str, SiteSpec] = {}
         self.owner: dict[Source, str] = {}  # grid (by its representative) → the site with its quantizer
         self.tensor: dict[str, Source] = {}  # that site → the tensor it quantizes
@@ -180,6 +192,7 @@ class _SitePlacer:
             self.sites = {site: spec for site, spec in self.sites.items() if SiteName.parse(site).port == "weight"}
         if edges is not None:
             self._widen_edges(edges, narrower)
+        self._widen_head()
         if self.guard is not None:
             self._guard_products(self.guard)
         fold = {norm: FoldSpec(into=into, strategy=self.decisions.bn) for norm, into in self.decisions.fold.items()}
@@ -213,6 +226,18 @@ class _SitePlacer:
                 if spec.format.bits < bits or narrower:
                     why = "; ".join(t for t in (spec.why, f"{bits} bits at the first and last operator") if t)
                     self.sites[site] = replace(spec, format=spec.format.with_bits(bits), why=why)
+
+    def _widen_head(self) -> None:
+        """Use other bits for the operator that predicts tokens."""
+        tokens = self.decisions.tokens
+        if tokens is None or self.head_bits is None:
+            return
+        head = self.graph.by_name[tokens.head]
+        for site in (head.site(port.name) for port in head.ports if port.role == "weight"):
+            spec = self.sites.get(site)
+            if spec is not None and spec.share is None and spec.format.bits != self.head_bits:
+                format = spec.format.with_bits(self.head_bits)
+                self.sites[site] = replace(spec, format=format, why=f"{self.head_bits} bits: {HEAD}")
 
     def _guard_products(self, guard: Guard) -> None:
         """Limit the weights of 8-bit products. Edges may be 8-bit where other operators have fewer bits."""
@@ -337,7 +362,7 @@ def place(graph: Graph, target: str | BackendTable, *, model: str | None = None,
     keep = patterns_of(choices)
     if problems := choice_problems({**choices, "keep_float": keep}, table, graph):
         raise PlanError(problems)
-    weight_format = table.weights.parse(choices.get("weights") or table.weights.format)
+    weight_format = format_of_weights(choices, table)
     activation_format = Format.parse(choices.get("activations") or table.activations.format)
     quantizer = choices.get("quantizer") or _natural(activation_format, table.activations.quantizer)
     usual = _partner(quantizer) if choices.get("quantizer") else table.weights.quantizer
@@ -380,7 +405,7 @@ def place(graph: Graph, target: str | BackendTable, *, model: str | None = None,
             raise PlanError(problems)
     bn = DEFAULT_STRATEGY if (asked := choices.get("fold")) is None else asked
     decisions = Decisions(graph, dynamic_table(table) if activation_format.dynamic else table, keep, bn)
-    sites = _SitePlacer(decisions, activation, weight, guard)
+    sites = _SitePlacer(decisions, activation, weight, guard, choices.get("head_bits"))
     plan = sites.plan(table.edges if edges is None else edges, narrower=edges is not None)
     if missing := list(unlisted(graph, plan)):
         raise PlanError(missing, title="the plan doesn't cover the complete model")

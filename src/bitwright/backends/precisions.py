@@ -1,4 +1,4 @@
-"""Names of precisions ("int8", "w4a8", "w8a8-dynamic", "w4a16"): the backend and the plan choices they stand for.
+"""Names of precisions ("int8", "w4a8", "w8a8-dynamic", "fp8"): the backend and the plan choices they stand for.
 
 A few names ("qsync-int8") stand for kernels by kind of operator instead of quantizers.
 """
@@ -10,8 +10,9 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from bitwright.backends.choices import Choices, patterns_of, reject_choices_with_plan
+from bitwright.backends.choices import Choices, patterns_of, reject_choices_with_plan, weight_format
 from bitwright.backends.table import DEFAULT_BACKEND, backend
+from bitwright.backends.token_models import HEAD_BITS
 from bitwright.core.errors import PlanError, Problem, TrainError, did_you_mean
 from bitwright.core.formats import Format
 from bitwright.core.registry import KERNELS
@@ -20,6 +21,7 @@ from bitwright.plan import ComputeSpec, Plan
 
 Precision = str | Path | Plan
 _WORD = re.compile(r"(?:int(\d+)|w(\d+)a(\d+))(-dynamic)?", re.IGNORECASE)
+_FP8 = {"weights": "fp8e4m3/channel", "activations": "fp8e4m3/token/dynamic"}
 _FLOAT_BITS = (16, 32)
 """Activations with these bits stay in float (w4a16: weights only), unless the target has 16-bit integers."""
 _FIRST_LAST_BITS = 8
@@ -84,6 +86,8 @@ def resolve(
         plan = precision if isinstance(precision, Plan) else Plan.load(precision)
         reject_choices_with_plan(choices)
         return plan, target or plan.backend or DEFAULT_BACKEND, Choices(), []
+    if str(precision).lower() == "fp8":
+        return None, target or "academic", _with_fp8(choices), [] if target else [_simulated(precision)]
     match = _WORD.fullmatch(str(precision))
     if str(precision) in KERNEL_PRECISIONS:
         raise TrainError.single(
@@ -99,7 +103,7 @@ def resolve(
             where="precision",
             value=str(precision),
             fix="write int8, int4, w4a8 (4-bit weights, 8-bit activations), w8a8-dynamic "
-            "(activation scales at run time), w4a16 (weights only), the path of a plan.yaml, "
+            "(activation scales at run time), w4a16 (weights only), fp8, the path of a plan.yaml, "
             f"or for training {', '.join(KERNEL_PRECISIONS)} (kernels)",
             code="unknown-precision",
         )
@@ -112,7 +116,7 @@ def resolve(
         # Weights of few bits are stored as they are; activations of few bits have no kernels.
         target = "academic" if low and not (weight_only or dynamic) else DEFAULT_BACKEND
         if target == "academic":
-            notes.append(f"{precision} is simulated on the backend academic; to deploy, name a backend that runs it")
+            notes.append(_simulated(precision))
     table = backend(target)
     made: Choices = {**choices}
     made["weights"] = choices.get("weights") or _widths(table.weights.format, weight_bits)
@@ -123,6 +127,9 @@ def resolve(
     else:
         usual = _widths(table.activations.format, activation_bits)
     made["activations"] = choices.get("activations") or usual
+    if low and (weight_only or dynamic) and choices.get("head_bits") is None:
+        head = weight_format(made, table).with_bits(HEAD_BITS)
+        made["head_bits"] = HEAD_BITS if table.weights.allows(head) else None
     if learned and choices.get("quantizer") is None:
         made["weight_quantizer" if Format.parse(made["activations"] or "").dynamic else "quantizer"] = _QUANTIZER
     if low and not (weight_only or dynamic):
@@ -133,6 +140,17 @@ def resolve(
             if choices.get(key) is None:
                 made[key] = _START
     return None, target, made, notes
+
+
+def _simulated(precision: Precision) -> str:
+    return f"{precision} is simulated on the backend academic; to deploy, name a backend that runs it"
+
+
+def _with_fp8(choices: Choices) -> Choices:
+    made: Choices = {**choices}
+    made["weights"] = choices.get("weights") or _FP8["weights"]
+    made["activations"] = choices.get("activations") or _FP8["activations"]
+    return made
 
 
 def _widths(format: str, bits: int) -> str:

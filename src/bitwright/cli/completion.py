@@ -35,7 +35,7 @@ _KINDS = {
 }
 _WORDS = {
     "KIND": [*registries(), "formats"],
-    "--precision": ["int8", "int4", "w4a8", "qsync-int8"],
+    "--precision": ["int8", "int4", "w4a8", "w4a16", "w8a16", "w8a8-dynamic", "w4a8-dynamic", "fp8", "qsync-int8"],
     "--amp": ["bf16", "fp16"],
     "--clock": ["wall", "cpu"],
     "--fold": ["-1", "0", "1", "2", "3", "4"],

@@ -44,8 +44,9 @@ def plan(
 
     With --plan, an existing plan is validated for the workload instead. `plan-cluster` plans low-precision training.
     """
-    from bitwright.backends import DEFAULT_BACKEND, make_plan, resolve_for_backend
+    from bitwright.backends import DEFAULT_BACKEND, make_plan, plan_warnings, resolve_for_backend
     from bitwright.backends import backend as find_backend
+    from bitwright.core.errors import log_warnings
     from bitwright.graph import capture
     from bitwright.importers.qsync import load_mapper, plan_of_mapper, summarize_mapper
     from bitwright.plan import Plan, json_schema
@@ -73,6 +74,7 @@ def plan(
         made = make_plan(graph, target, model=found.name, precision=precision, **choices)
     else:
         made = resolve_for_backend(plan, table, graph, name=found.name)
+    log_warnings(plan_warnings(graph, made))
     changes = [] if other is None else other.resolve(graph).diff(made)
     if output is not None:
         made.save(output)

@@ -20,6 +20,10 @@ Function = Callable[..., None]
 _CHOICES: dict[str, Any] = {
     "weights": options.WeightsOption,
     "activations": options.ActivationsOption,
+    "group": Annotated[
+        int | None, option("Values that share a scale of a weight, e.g. 32.", "--group", min=1, metavar="N")
+    ],
+    "head_bits": Annotated[int | None, option("Bits of a language model's head.", "--head-bits", min=2, metavar="N")],
     "observer": options.ObserverOption,
     "weight_observer": options.WeightObserverOption,
     "quantizer": options.QuantizerOption,

@@ -16,6 +16,7 @@ from bitwright.backends import (
     DEFAULT_BACKEND,
     Choices,
     make_plan,
+    plan_warnings,
     problems_title,
     reject_choices_with_plan,
     resolve_for_backend,
@@ -161,6 +162,8 @@ def quantize(
     plan: Plan | None = None,
     weights: str | None = None,
     activations: str | None = None,
+    group: int | None = None,
+    head_bits: int | None = None,
     keep_float: str | Iterable[str] = (),
     observer: str | None = None,
     weight_observer: str | None = None,
@@ -185,9 +188,12 @@ def quantize(
     """Quantize `model` in place and calibrate it with `batches` of inputs (tensors, tuples or dicts).
 
     Without other arguments the model gets the backend's default formats, 8 bits on ONNX Runtime. `precision` is a name
-    such as "int8", "int4" or "w4a8" (4-bit weights, 8-bit activations). Fewer than 8 bits are simulated on the backend
+    such as "int8", "int4", "w4a8" (4-bit weights, 8-bit activations), "w4a16" (weights only), "w8a8-dynamic",
+    "w4a8-dynamic" (scales of activations at run time) or "fp8". Fewer than 8 bits are simulated on the backend
     "academic" unless you name a backend that runs them, with 8 bits in the first and last operators.
 
+    - `group`: this many values share a scale of a weight ("w4a16" with `group=32`). `head_bits`: bits of the head of a
+      language model, 8 by default if a weight-only or dynamic precision has fewer.
     - `weights`, `activations`: formats, e.g. "int4/group32/sym". `keep_float`: patterns of operators to leave in float.
     - `observer`, `weight_observer`: how ranges are found. `quantizer`, `weight_quantizer`: the arithmetic.
     - `first_last_bits`: bits of the first and the last operator. `fold`: batch-norm folding, -1 (none) to 4.
@@ -212,6 +218,8 @@ def quantize(
     choices = Choices(
         weights=weights,
         activations=activations,
+        group=group,
+        head_bits=head_bits,
         keep_float=[keep_float] if isinstance(keep_float, str) else list(keep_float),
         observer=observer,
         weight_observer=weight_observer,
@@ -255,6 +263,8 @@ def quantize(
         if plan is None
         else resolve_for_backend(plan, table, graph, name=name)
     )
+    known = plan_warnings(graph, plan)
+    log_warnings(known)
     before = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()} if wanted else {}
     prepare(model, plan, graph=graph)
     if find_attachment(model) is None:
@@ -281,6 +291,7 @@ def quantize(
     distance = measure_distance(model, measured) if measure else None
     noted = (*seen.warnings(), *(() if distance is None else distance.warnings))
     log_warnings(noted)
+    noted = (*known, *noted)  # those that are known before calibration were logged then
     noted += warnings_of(model) if find_attachment(model) is not None else ()  # logged when they came up
     return Quantized(
         model=model,
