@@ -9,6 +9,7 @@ from typing import Any, TypedDict
 
 from bitwright.backends.table import BackendTable
 from bitwright.core.errors import FormatError, PlanError, Problem, did_you_mean
+from bitwright.core.formats import Format
 from bitwright.core.registry import OBSERVERS, QUANTIZERS
 from bitwright.graph import Graph
 from bitwright.plan import NO_FOLDING, STRATEGIES, known_strategies
