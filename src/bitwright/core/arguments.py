@@ -29,9 +29,9 @@ from annotated_types import Ge, Gt, Le, Lt
 from bitwright.core.errors import PlanError, Problem, did_you_mean
 
 Count = Annotated[int, Ge(1), Lt(2**63)]
-"""How many: at least one."""
+"""A number of items: at least 1."""
 Amount = Annotated[int, Ge(0), Lt(2**63)]
-"""How many, or how many bytes: none is possible, too."""
+"""A number of items or bytes: 0 or more."""
 Seed = Annotated[int, Ge(0), Lt(2**32)]
 """The seed of random numbers."""
 Share = Annotated[float, Ge(0), Le(1e12)]
@@ -73,7 +73,7 @@ def fits(value: Any, hint: Any) -> bool:
 
 
 def limit_problem(value: Any, hint: Any) -> str | None:
-    """The limits of `hint` (`Annotated[int, Ge(1)]`) that a number violates; None if there are none.
+    """The limit of `hint` (`Annotated[int, Ge(1)]`) that a number violates; None if it violates none.
 
     >>> limit_problem(-5, Count | None), limit_problem(None, Count | None)
     ('at least 1', None)
@@ -87,7 +87,7 @@ def limit_problem(value: Any, hint: Any) -> str | None:
     if origin is not Annotated:
         return None
     number = float(value)
-    for limit in hint.__metadata__:  # written so that NaN is outside
+    for limit in hint.__metadata__:  # written so that NaN violates every limit
         if isinstance(limit, Ge) and not number >= cast(Any, limit.ge):
             return f"at least {limit.ge}"
         if isinstance(limit, Gt) and not number > cast(Any, limit.gt):
@@ -178,7 +178,7 @@ class WrongArgument(PlanError, TypeError):
 class ImpossibleArgument(PlanError, ValueError):
     """A call with numbers outside of their limits; also a `ValueError`, as in Python itself."""
 
-    def __init__(self, problems: list[Problem], *, title: str = "impossible arguments") -> None:
+    def __init__(self, problems: list[Problem], *, title: str = "arguments out of range") -> None:
         super().__init__(problems, title=title)
         if len(problems) == 1:
             self.args = (str(problems[0]),)
@@ -236,12 +236,12 @@ def reject_wrong_types(function: str, given: Mapping[str, Any], hints: Mapping[s
 
 
 def reject_impossible(function: str, given: Mapping[str, Any], hints: Mapping[str, Any]) -> None:
-    """Raise for every number that is outside of the limits that `hints` has for it."""
+    """Raise an error that lists every number outside the limits in `hints`."""
     problems = []
     for name, value in given.items():
         limit = limit_problem(value, hints[name]) if name in hints else None
         if limit is not None:
-            what = f"{function}() can't use this number as {name!r}"
+            what = f"the argument {name!r} of {function}() is out of range"
             problems.append(
                 Problem(what=what, where=name, value=value, fix=f"give {limit}", code="impossible-argument")
             )
@@ -283,11 +283,12 @@ def _hints(function: Callable[..., Any], signature: inspect.Signature) -> dict[s
             hints[parameter.name] = hint
     defaults = {name: signature.parameters[name].default for name in hints if name in signature.parameters}
     return {
-        name: hint | None if defaults.get(name, 0) is None and _joins(hint) else hint for name, hint in hints.items()
+        name: hint | None if defaults.get(name, 0) is None and _supports_union(hint) else hint
+        for name, hint in hints.items()
     }
 
 
-def _joins(hint: Any) -> bool:
+def _supports_union(hint: Any) -> bool:
     try:
         hint | None
     except TypeError:

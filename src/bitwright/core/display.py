@@ -140,7 +140,7 @@ def lanes(rows: Sequence[tuple[str, Sequence[Bar]]], *, end: float, unit: str, l
 
 
 def ticks(low: float, high: float, count: int, *, least: float = 0.0) -> list[float]:
-    """Round numbers from at most `low` to at least `high`, no nearer to each other than `least`.
+    """Round numbers from at most `low` to at least `high`, at least `least` apart.
 
     >>> ticks(0, 1.07, 5)
     [0.0, 0.25, 0.5, 0.75, 1.0, 1.25]
@@ -203,7 +203,7 @@ class Table:
     """The number of rows that are shown."""
 
     def shown(self, most: int | None = None) -> tuple[Sequence[Sequence[object]], int]:
-        """The first rows, and the number of the others."""
+        """The first rows, and the number of omitted rows."""
         limit = most or self.most or len(self.rows)
         return self.rows[:limit], max(0, len(self.rows) - limit)
 

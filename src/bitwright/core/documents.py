@@ -54,8 +54,8 @@ MOST_EXPANDED = 100
 """The limit of the expansion ratio of a large gzip stream. Traces and data sets have less than 30."""
 _SMALL = 64 << 20  # expanded streams below this size have no ratio limit
 _CHUNK = 1 << 20
-_NOBODY, _SILENT = 1.0, 60.0  # timeouts in seconds for a pipe without a writer, and for one with a silent writer
-_LARGEST = 2**64  # of integers; traces contain unsigned 64-bit counters
+_NO_WRITER, _SILENT = 1.0, 60.0  # timeouts in seconds for a pipe without a writer, and for one with a silent writer
+_LARGEST = 2**64  # the limit of integers; traces contain unsigned 64-bit counters
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -126,7 +126,7 @@ def _chunks(path: Path, what: str, fix: str | None, error: ErrorType) -> Iterato
                 yield chunk
             elif (some and chunk is not None) or not pipe:
                 return
-            elif waited >= (_NOBODY if chunk is not None else _SILENT):
+            elif waited >= (_NO_WRITER if chunk is not None else _SILENT):
                 raise error(f"can't read {what}: the pipe sends no data", where=str(path), fix=fix, code="not-a-file")
             else:
                 time.sleep(0.02)

@@ -110,7 +110,7 @@ def machine() -> Machine:
 
 
 def other_instructions(was: Machine, now: Machine) -> str | None:
-    """How to get the same last digits here as on the machine `was`; None: nothing is needed."""
+    """How to get the same last digits as on the machine `was`. None if this machine already gives them."""
     wanted, here = was.instructions, now.instructions
     if wanted == here:
         return None
@@ -137,7 +137,7 @@ def _feature(name: str) -> str:
 def revision() -> str | None:
     """The commit of the package's own repository; None if it was installed from a wheel."""
     package = Path(__file__).parents[1]
-    if _git(package, "ls-files", "--error-unmatch", "__init__.py") is None:  # a repository of someone else
+    if _git(package, "ls-files", "--error-unmatch", "__init__.py") is None:  # the repository of another project
         return None
     commit = _git(package, "rev-parse", "--short=12", "HEAD")
     changed = _git(package, "status", "--porcelain", "--untracked-files=no", "--", ".")
@@ -189,10 +189,10 @@ def peak_resident_bytes() -> int:
 def reset_peak_memory() -> bool:
     """Release free memory and reset the peak counter of this process; return False if that is impossible.
 
-    Free blocks of the heap would count as part of the next measurement, and larger earlier steps would hide it.
+    Otherwise, free heap blocks would count in the next measurement, or a higher earlier peak would hide its peak.
     """
     gc.collect()
-    with suppress(AttributeError, OSError):  # another C library than glibc
+    with suppress(AttributeError, OSError):  # the C library isn't glibc
         ctypes.CDLL(None).malloc_trim(0)
     return reset_peak()
 

@@ -167,7 +167,7 @@ class PlanError(BitwrightError):
         Exception.__init__(self, f"{title} ({len(self.problems)}):\n{lines}")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Exceptions are pickled by their message alone; a worker's list of problems must reach its parent.
+        # By default, only the message of an exception is pickled. A worker's parent also needs the list of problems.
         return partial(type(self), title=self.title), (self.problems,)
 
 
@@ -262,7 +262,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     if near:
         return f"did you mean {', '.join(repr(n) for n in near)}?"
     shown = ", ".join(names[:12]) + (", …" if len(names) > 12 else "")
-    return f"known: {shown}" if names else "nothing is registered under this kind"
+    return f"known: {shown}" if names else "nothing is registered for this kind"
 
 
 # Code of packages and of the standard library; the user's code is the line that calls it. A virtual environment may use

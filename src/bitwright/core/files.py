@@ -65,7 +65,7 @@ def disk_error(
 ) -> DiskError | None:
     """The `DiskError` behind `error`, if a disk caused it. Libraries wrap disk errors in their own types.
 
-    `path` is the file being written, `needed` its size in bytes if known. Missing files and permissions can concern
+    `path` is the file being written, `needed` its size in bytes if known. A missing file or permission may concern
     other files, such as the user's data; with `strict`, only unambiguous causes count, such as a full disk.
     """
     if isinstance(error, DiskError):

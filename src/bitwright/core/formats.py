@@ -10,8 +10,8 @@ An integer format is `[u]intB/granularity/symmetry[/flag…]`:
   themselves, per `tensor` or per `token`; no calibration), `full` (weights: the value of largest magnitude gets the
   lowest code, −2^(B−1), and the scale has its sign: negative where that value is positive).
 
-Small floating-point formats are quantized formats, too: `fp8e4m3` and `fp8e5m2` have one scale per `tensor` (default),
-`channel`, `groupN` or `token`, and can be `dynamic`, too. In the OCP microscaling formats `mxfp8e4m3`, `mxfp8e5m2`,
+Small floating-point formats are also quantized formats: `fp8e4m3` and `fp8e5m2` have one scale per `tensor` (default),
+`channel`, `groupN` or `token`, and can be `dynamic`. In the OCP microscaling formats `mxfp8e4m3`, `mxfp8e5m2`,
 `mxfp4e2m1` and `mxint8`, blocks of 32 along the reduction axis share a power-of-two scale, which is computed for each
 tensor.
 """
@@ -187,7 +187,7 @@ def _minifloat(name: str, options: list[str], text: str) -> Format:
     if not all(option in ("tensor", "channel", "token", "dynamic") or _GROUP.match(option) for option in options):
         fix = f"write {name}, {name}/channel, {name}/group32 or {name}/token/dynamic"
         raise FormatError(
-            "a small float format takes a granularity, and dynamic", value=text, fix=fix, code="invalid-format"
+            "small float formats take only a granularity and dynamic", value=text, fix=fix, code="invalid-format"
         )
     return _with_options(Format(name=name, bits=bits), options, text)
 

@@ -152,7 +152,7 @@ def _folder_locked(folder: Path, owner: dict[str, Any]) -> BitwrightError:
         "another process is writing to this folder",
         where=str(folder),
         value=_in_words(owner),
-        fix="wait until it ends, or choose another folder (-o); workers that share a store need one each",
+        fix="wait until it ends, or choose another folder (-o); workers that share a store need one folder each",
         code="folder-locked",
     )
 

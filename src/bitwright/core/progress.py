@@ -9,7 +9,7 @@ from typing import TypeAlias
 __all__ = ["Progress", "phases"]
 
 #: Called with the number of finished units, the total (None: unknown) and a description of the current unit.
-#: `lambda done, total, description: print(f"{done}/{total} {description}")` is one.
+#: Example: `lambda done, total, description: print(f"{done}/{total} {description}")`.
 Progress: TypeAlias = Callable[[int, int | None, str], None]
 
 

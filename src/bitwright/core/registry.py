@@ -1,7 +1,7 @@
 """Plugin registries based on Python entry points.
 
 Built-ins are declared in Bitwright's `pyproject.toml` and are loaded in the same way as plugins. Importers translate
-configuration files of other systems. They are plugins, so that readers of our files don't import them.
+configuration files of other systems. They are plugins, so that reading Bitwright's own files doesn't import them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Registry:
             found: dict[str, EntryPoint] = {}
             for point in _installed(tuple(sys.path)).select(group=self.group):
                 known = found.get(point.name)
-                # A distribution can be on sys.path twice (editable and built): the same value is no conflict.
+                # A distribution can be on sys.path twice (editable and built). Equal values are not a conflict.
                 if known is not None and known.value != point.value:
                     raise DuplicateName(
                         f"two packages register the {self.kind} {point.name!r}",

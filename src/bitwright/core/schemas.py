@@ -43,7 +43,7 @@ class Strict(BaseModel):
 
 
 class ResultModel(BaseModel):
-    """The base of results: unknown keys are refused, and values don't change. Unlike `Strict`, it accepts NaN."""
+    """Base class of results. Unknown keys are errors and instances are immutable. Unlike `Strict`, it accepts NaN."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -56,7 +56,7 @@ def validated(
     fix: str | None = None,
     error: Callable[[list[Problem]], BitwrightError] | None = None,
 ) -> ModelT:
-    """`data` as a model. Otherwise all problems, raised as a PlanError or as the exception that `error` creates."""
+    """Validate `data` as a model. Raise all problems as a PlanError, or as the exception that `error` creates."""
     try:
         return model.validate_python(data) if isinstance(model, TypeAdapter) else model.model_validate(data)  # type: ignore[attr-defined]
     except ValidationError as cause:

@@ -257,7 +257,7 @@ def open_study(
     kind: type[OutcomeT],
     gave_up: Callable[[str], OutcomeT],
 ) -> Study[Any, OutcomeT]:
-    """Create a study or resume one. A study with another `identity` raises an error.
+    """Create a study or resume one. A study with a different `identity` raises an error.
 
     `store` is a file, a URL (postgresql://…), or None for a store in memory.
     """
@@ -295,7 +295,7 @@ def _begun(
 
 @contextmanager
 def _store_errors(store: str | Path | None) -> Iterator[None]:
-    """Report a damaged or unreachable store as one error. Disk errors are reported before."""
+    """Report a damaged or unreachable store as one error. Disk errors are reported separately."""
     try:
         yield
     except BitwrightError:
@@ -305,13 +305,13 @@ def _store_errors(store: str | Path | None) -> Iterator[None]:
         raise BitwrightError(
             f"the store can't be used: {type(error).__name__}: {message_without_secrets(lines[0], store)}",
             where=address_without_secrets(store) if store is not None else "the store in memory",
-            fix="check the server or the file; replace a damaged store by a new one",
+            fix="check the server or the file; use a new store if this one is damaged",
             code="store-failed",
         ) from (None if is_address(store) else error)
 
 
 def _identity(study: optuna.Study, own: dict[str, Any]) -> dict[str, Any]:
-    """What the study is about. If its creator was killed before writing this, our identity is stored."""
+    """The settings that identify the study. If its creator was killed before storing them, store `own`."""
     for _ in range(20):
         known = study.user_attrs.get(_IDENTITY)
         if known is not None:
@@ -334,7 +334,7 @@ def _refuse_changes(known: Mapping[str, Any], now: Mapping[str, Any]) -> None:
         if before.get(key) != after.get(key)
     ]
     if problems:
-        raise PlanError(problems, title="can't resume: the study has other settings")
+        raise PlanError(problems, title="can't resume: the study has different settings")
 
 
 def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:

@@ -96,7 +96,7 @@ def as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 def eval_mode(model: object) -> Iterator[None]:
     """Switch the model to evaluation mode, and restore the mode of each module afterwards.
 
-    Objects that aren't modules (runtimes, functions) are left alone.
+    Objects that aren't modules (runtimes, functions) are not changed.
     """
     if not isinstance(model, nn.Module):
         yield
@@ -149,7 +149,7 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
     if dataclasses.is_dataclass(value) or isinstance(value, Mapping) or hasattr(value, "__dict__"):
         try:
             return copy.deepcopy(value, {**memo, **{id(t): copied(t, memo) for t in _tensors_of(value)}})
-        except Exception:  # pass objects that can't be copied unchanged
+        except Exception:  # objects that can't be copied are passed unchanged
             return value
     return value
 
