@@ -48,7 +48,7 @@ def capture(model: nn.Module, *inputs: Any, train: bool = False) -> Graph:
 
 
 def capture_paths(model: nn.Module, inputs: Iterable[Any], *, most: int) -> Graph:
-    """Record example calls until one of them adds no operators, at most `most` calls.
+    """Record example calls until one adds no new operator, but at most `most` calls.
 
     Most models need two calls. Models with data-dependent control flow need more.
     """
@@ -72,9 +72,9 @@ def capture_paths(model: nn.Module, inputs: Iterable[Any], *, most: int) -> Grap
 
 
 def _capture_few(model: nn.Module, first: Any, second: Any) -> Graph | None:
-    """Record a few samples of two calls. Return None if complete batches might take another path.
+    """Record only the first samples of two calls. Return None if complete batches might take another path.
 
-    They can't if the model's code reads no tensor values, and if one sample and two samples take the same path.
+    This is impossible if the model's code reads no tensor values, and if one sample and two samples take the same path.
     """
     few = slice_batch(first, 0, 2)
     other = slice_batch(second, 0, 1 if batch_size(few) > 1 else 2)
@@ -83,10 +83,10 @@ def _capture_few(model: nn.Module, first: Any, second: Any) -> Graph | None:
     found: list[Graph] = []
     for example in (few, other):
         try:
-            graph, looked = _record(model, example, train=False)
+            graph, values_read = _record(model, example, train=False)
         except Exception:  # the model may require complete batches; they are tried next
             return None
-        if looked:
+        if values_read:
             return None
         found.append(graph)
     same = found[0].by_name.keys() == found[1].by_name.keys()
@@ -118,7 +118,7 @@ def check_runnable(model: nn.Module) -> None:
             (
                 "these modules are compiled by torch.jit, which hides their operators",
                 [path or type(model).__name__ for path in outermost],
-                "use the Python modules that were scripted or traced",
+                "use the original Python modules instead of the scripted or traced ones",
                 "scripted-module",
             ),
         )
@@ -147,7 +147,7 @@ def _record(model: nn.Module, example: Any, *, train: bool) -> tuple[Graph, bool
     """The recorded graph, and whether the model's code read tensor values."""
     args, kwargs = as_call(example)
     recorder = Recorder(model, args, kwargs)
-    return run_recorded(model, recorder, args, kwargs, train=train), recorder.looked
+    return run_recorded(model, recorder, args, kwargs, train=train), recorder.values_read
 
 
 def run_recorded(
@@ -184,7 +184,7 @@ def report_batch_errors(model: nn.Module, example: Any) -> Iterator[None]:
         raise CaptureError(
             f"the model fails on a batch: {type(error).__name__}: {first_line(error)}{line_of(error)}",
             value=shapes.replace("torch.", ""),
-            fix="give batches (Workload.calibration) of the model's inputs, without targets",
+            fix="let Workload.calibration return batches of the model's inputs, without targets",
             code="model-failed",
         ) from error
 
@@ -203,7 +203,7 @@ def _dtype(tensor: Tensor) -> str:
 
 
 class Recorder(Interceptor):
-    """Records each call. Tensors are identified by weak references, so memory use stays that of a forward."""
+    """Records each call. Tensors are identified by weak references, so recording doesn't keep activations alive."""
 
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         super().__init__()
@@ -214,7 +214,7 @@ class Recorder(Interceptor):
         self.calls: dict[str, int] = {}
         self.frame: tuple[str, int, dict[str, int]] = ("", 0, {})
         self.unknown = 0
-        self.looked = False  # whether the model's code read tensor values, which may change its path
+        self.values_read = False  # whether the model's code read tensor values, which may change its path
         self.views: set[str] = set()  # operators that write to a view: their last output is the base tensor
         names: dict[int, tuple[nn.Parameter, list[str]]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -265,7 +265,7 @@ class Recorder(Interceptor):
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the call, and record it if it makes a tensor."""
         kind = kind_of(func)
-        self.looked = self.looked or reads_values(func, args, kwargs)
+        self.values_read = self.values_read or reads_values(func, args, kwargs)
         if kind is None:
             return func(*args, **kwargs)
         found = [(port, tensor, *self._source(tensor)) for port, _, tensor in locate(kind, func, args, kwargs)]

@@ -143,7 +143,7 @@ class Graph(Summarized):
 
     @cached_property
     def idle(self) -> frozenset[str]:
-        """Operators with results that reach no output. Empty if a source is unknown."""
+        """Operators whose results don't reach any output. Empty if a source is unknown."""
         if any(source.kind == "unknown" for op in self.ops for port in op.ports for source in port.sources):
             return frozenset()
         read = {source.name for source in self.output_sources if source.kind == "op"}
@@ -243,7 +243,7 @@ def _contradictions(graph: Graph) -> Iterator[Problem]:
             for source in port.sources:
                 if source.kind == "op" and not 0 <= source.index < made.get(source.name, 0):
                     yield Problem(
-                        what="no earlier operator makes it", where=where, value=str(source), code="invalid-value"
+                        what="no earlier operator produces it", where=where, value=str(source), code="invalid-value"
                     )
         if op.name in made:
             yield Problem(what="two operators have this name", where=where, code="invalid-value")
@@ -261,7 +261,7 @@ def _contradictions(graph: Graph) -> Iterator[Problem]:
             yield Problem(what=what, where=f"parameters.{index}", value=parameter, code="invalid-value")
     for path, source in graph.outputs:
         if source.kind == "op" and source.name not in made:
-            yield Problem(what="no operator makes this output", where=path, value=str(source), code="invalid-value")
+            yield Problem(what="no operator produces this output", where=path, value=str(source), code="invalid-value")
 
 
 def merged(first: Graph, second: Graph) -> Graph:

@@ -77,7 +77,7 @@ def _replayed(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 # Python functions of torch that call operators we need to intercept. They check `has_torch_function…` first and would
-# call us again without end, so we run a copy of the function in which these checks return False.
+# cause an infinite recursion, so we run a copy of the function in which these checks return False.
 _COMPOSITES: tuple[Any, ...] = (F.multi_head_attention_forward,)
 
 
@@ -85,7 +85,7 @@ def _no(*_: Any) -> bool:
     return False
 
 
-def _twin(func: Any) -> Any:
+def _without_dispatch_checks(func: Any) -> Any:
     checks = {name: _no for name in func.__globals__ if name.startswith("has_torch_function")}
     twin = FunctionType(
         func.__code__, {**func.__globals__, **checks}, func.__name__, func.__defaults__, func.__closure__
@@ -94,7 +94,7 @@ def _twin(func: Any) -> Any:
     return twin
 
 
-COMPOSITES: dict[Any, Any] = {func: _twin(func) for func in _COMPOSITES}
+COMPOSITES: dict[Any, Any] = {func: _without_dispatch_checks(func) for func in _COMPOSITES}
 
 
 _UNFLATTEN = torch.Tensor.unflatten

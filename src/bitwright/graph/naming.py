@@ -138,10 +138,10 @@ _SITE = re.compile(
 
 
 def refuse_module_names(paths: Iterable[str]) -> None:
-    """Raise for modules whose names have marks that separate the parts of a site's name."""
+    """Raise an error if a module's name contains a separator of site names."""
     problems = [
         Problem(
-            what="a module's name can't have '#', '/' or ':'",
+            what="a module's name can't contain '#', '/' or ':'",
             where=path,
             fix=f"rename the module, e.g. to {re.sub('[#/:]', '_', path)!r}",
             code="module-name",
