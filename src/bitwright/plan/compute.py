@@ -51,7 +51,7 @@ class ComputeSpec:
 
 
 def resolved(layers: list[Mapping[str, ComputeSpec]], graph: Graph) -> dict[str, ComputeSpec]:
-    """The specs by exact operator. Exact names precede patterns, later entries precede earlier ones, in each layer."""
+    """The spec of each operator. In each layer, exact names override patterns, and later entries earlier ones."""
     found: dict[str, ComputeSpec] = {}
     for op in graph.ops:
         for layer in layers:
@@ -89,7 +89,7 @@ def problems_of(
         if spec.scales not in _SCALES:
             fix = f"use one of: {', '.join(_SCALES)}"
             yield Problem(
-                what="unknown choice of scales", where=where, value=spec.scales, fix=fix, code="unknown-scales"
+                what="unknown granularity of scales", where=where, value=spec.scales, fix=fix, code="unknown-scales"
             )
         quantized = [site for site, one in sites.items() if site.rpartition(":")[0] == key and one.quantizes]
         if spec.is_low_precision and quantized:

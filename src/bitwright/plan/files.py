@@ -48,7 +48,7 @@ def parse_plan(text: str, *, where: str) -> Plan:
         )
     if data.get("bitwright") != SCHEMA_VERSION or data["bitwright"] is True:  # True == 1
         raise BitwrightError(
-            "unsupported schema version of a plan",
+            "unsupported plan schema version",
             where=f"{where}: bitwright",
             value=data.get("bitwright"),
             fix=f"this Bitwright reads version {SCHEMA_VERSION}",
@@ -133,7 +133,7 @@ def _specs(entries: Mapping[str, SiteEntry | str], prefix: str, problems: list[P
         except KeyError:
             problems.append(
                 Problem(
-                    what="a mapping here needs `name`",
+                    what="this mapping needs a `name`",
                     where=prefix + name,
                     fix="{name: percentile, …}",
                     code="missing-key",
@@ -276,14 +276,14 @@ def diff(before: Plan, after: Plan) -> list[Change]:
     changes += _compare("compute", _kernels(before.compute), _kernels(after.compute))
     for kind in dict.fromkeys([*before.devices, *after.devices]):
         a, b = before.devices.get(kind), after.devices.get(kind)
-        changes += _compare("devices", _about(kind, a), _about(kind, b))
+        changes += _compare("devices", _device_texts(kind, a), _device_texts(kind, b))
         changes += _compare(f"devices.{kind}", _texts(a.sites if a else {}), _texts(b.sites if b else {}))
         kernels = (_kernels(a.compute if a else {}), _kernels(b.compute if b else {}))
         changes += _compare(f"devices.{kind} compute", *kernels)
     return changes
 
 
-def _about(kind: str, device: Device | None) -> dict[str, str]:
+def _device_texts(kind: str, device: Device | None) -> dict[str, str]:
     if device is None:
         return {}
     words = [

@@ -116,7 +116,7 @@ class Plan(Summarized):
             raise PlanError(problems)
 
     def _name_problems(self) -> Iterator[Problem]:
-        """Names that a plan file can't have, either."""
+        """Problems of names that a plan file can't contain."""
         names: list[tuple[str, Callable[[str], str], Iterable[str]]] = [
             ("model", not_blank, [] if self.model is None else [self.model]),
             ("backend", not_blank, [] if self.backend is None else [self.backend]),
@@ -134,7 +134,7 @@ class Plan(Summarized):
 
     @cached_property
     def folds(self) -> Mapping[str, FoldSpec]:
-        """`fold` with all defaults."""
+        """`fold` with all default values filled in."""
         return {n: FoldSpec(into=spec) if isinstance(spec, str) else spec for n, spec in self.fold.items()}
 
     @staticmethod
@@ -179,7 +179,7 @@ class Plan(Summarized):
 
     @property
     def trains_kernels(self) -> bool:
-        """Whether training follows the plan with low-precision kernels, and not with quantizers."""
+        """Whether training runs low-precision kernels for this plan, rather than quantizers."""
         return bool(self.compute or self.devices) or not any(True for _ in self.quantized)
 
     @property
@@ -227,7 +227,7 @@ class Plan(Summarized):
                 common[key] = own.get(key, spec)  # keeps its position
             elif is_pattern(key) and key not in own:
                 common[key] = spec
-        # later entries precede earlier ones, so those of the device come last
+        # later entries override earlier ones, so those of the device come last
         compute = {k: v for k, v in self.compute.items() if k not in self.devices[kind].compute}
         compute.update(self.devices[kind].compute)
         return replace(self, sites={**common, **own}, compute=compute, devices={})
@@ -260,7 +260,7 @@ class Plan(Summarized):
         for kind, device in self.devices.items():
             own = Lookup(device.sites)
             sites = _resolved(Lookup(device.sites, self.sites), names, graph)
-            # includes sites that follow from the device's own: a tied weight may have another owner there
+            # includes sites that the device's entries affect: a tied weight may have another owner on this device
             kept = {n: spec for n, spec in sites.items() if own(n) is not None or spec != common.get(n)}
             devices[kind] = replace(device, sites=kept, compute=resolved([device.compute], graph))
         return replace(self, sites=common, compute=resolved([self.compute], graph), devices=devices)
@@ -288,7 +288,7 @@ def matching(pattern: str, names: list[str]) -> list[str]:
 
 
 class Lookup:
-    """Finds the entry of a site: exact names precede patterns, later entries precede earlier ones, in each layer."""
+    """Finds a site's entry. In each layer, exact names override patterns and later entries override earlier ones."""
 
     def __init__(self, *layers: Mapping[str, SiteSpec]) -> None:
         self.layers = [(sites, [key for key in reversed(list(sites)) if is_pattern(key)]) for sites in layers]

@@ -72,7 +72,7 @@ class FoldEntry(_Strict):
 class ComputeEntry(_Strict):
     """How operators are computed. A string is short for `{format: string}`."""
 
-    format: NonBlank = Field(description="A kernel: int8, bf16, fp16, …; float for none.")
+    format: NonBlank = Field(description="A kernel: int8, bf16, fp16, …; `float` for no kernel.")
     backward: tuple[Literal["input", "weight"], ...] = Field(
         default=("input",), description="Backward products that also run in this precision."
     )
@@ -106,7 +106,7 @@ class PlanFile(_Strict):
     sites: dict[NonBlank, SiteEntry | str] = Field(
         default_factory=dict,
         description="Sites by name or pattern (*, ?, [abc]). "
-        "An exact name precedes patterns; a later pattern precedes an earlier one.",
+        "An exact name overrides patterns; a later pattern overrides an earlier one.",
     )
     fold: dict[NonBlank, FoldEntry | str] = Field(
         default_factory=dict,

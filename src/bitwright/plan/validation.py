@@ -21,7 +21,7 @@ GUARDS = ("int16-pairs",)
 def validate(plan: Plan, graph: Graph | None = None) -> list[Problem]:
     """Problems of names and options; with a graph, also of sites, patterns and shapes."""
     problems: list[Problem] = []
-    # a path refers to the user's own table, which is checked when it is loaded
+    # a path refers to the user's table, which is checked when it is loaded
     if plan.backend is not None and not plan.backend.endswith((".yaml", ".yml")):
         problems += _unknown(BACKENDS, plan.backend, "backend")
     layers: list[tuple[str, list[Mapping[str, SiteSpec]]]] = [("", [plan.sites])]
