@@ -122,7 +122,7 @@ def _formats(choices: Choices, table: BackendTable) -> Iterator[Problem]:
 def _patterns(choices: Choices, graph: Graph) -> Iterator[Problem]:
     for pattern in choices.get("keep_float", ()):
         if not any(fnmatch.fnmatchcase(name, pattern) for name in graph.by_name):
-            what, fix = "the pattern of keep_float matches no operator", did_you_mean(pattern, graph.by_name)
+            what, fix = "this keep_float pattern matches no operator", did_you_mean(pattern, graph.by_name)
             yield Problem(what=what, where="plan", value=pattern, fix=fix, code="unknown-operator")
 
 
@@ -140,7 +140,7 @@ def _folding(choices: Choices, table: BackendTable) -> Iterator[Problem]:
         )
     elif not table.fold:
         yield Problem(
-            what=f"{table.name} runs batch norms as separate operators: none would be folded",
+            what=f"{table.name} runs batch norms as separate operators, so they can't be folded",
             where="fold",
             value=strategy,
             fix="remove fold, or use another backend",

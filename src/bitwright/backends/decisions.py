@@ -11,7 +11,7 @@ from bitwright.graph.operators import is_product
 from bitwright.plan import NO_FOLDING
 
 Edge = tuple[str, str]  # (operator, port) that reads a tensor
-_TURNS = ("attribute_T", "attribute_mT", "t")  # views of a stored weight
+_TRANSPOSES = ("attribute_T", "attribute_mT", "t")  # views of a stored weight
 
 
 class Decisions:
@@ -115,7 +115,7 @@ class Decisions:
         source = port.sources[0]
         while port.name in rule.inputs and source.kind == "op":
             op = self.graph.by_name[source.name]
-            if len(op.ports) != 1 or op.kind not in (*_TURNS, *self.table.transparent):
+            if len(op.ports) != 1 or op.kind not in (*_TRANSPOSES, *self.table.transparent):
                 return False
             source = op.ports[0].sources[0]
         return True
@@ -185,7 +185,7 @@ class Decisions:
         return len(port.sources) == 1 and self._only_reader(source) is not None and self._is_anchor(source)
 
     def _carry(self, op: Op) -> None:
-        """Give integer inputs to a transparent operator if all its readers want integers. Same for absorbed ones."""
+        """Quantize the inputs of a transparent or absorbed operator if all its readers read integers."""
         source = Source("op", op.name)
         readers = self.graph.consumers.get(source, ())
         into = self.table.absorbed.get(op.kind, ())

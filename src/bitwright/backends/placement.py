@@ -20,7 +20,9 @@ from bitwright.graph.naming import SiteName, refuse_module_names
 from bitwright.graph.operators import can_hook, channel_axis, is_product
 from bitwright.plan import DEFAULT_STRATEGY, FoldSpec, Plan, SiteSpec
 
-UNUSED = "no recorded operator reads this parameter: the inputs don't use it, or code reads it that can't be recorded"
+UNUSED = (
+    "no recorded operator reads this parameter: the inputs don't use it, or it is read by code that can't be recorded"
+)
 
 
 def multiplies(op: Op) -> bool:
@@ -244,9 +246,9 @@ class _SitePlacer:
         for site, op in self.reader.items():
             spec, feeding = self.sites.get(site), self._feeding(op)
             if spec is None or not spec.format.signed or spec.format.bits != 8 or _is_depthwise(op):
-                continue  # a depthwise operator has one product per step: nothing is paired
+                continue  # a depthwise operator adds one product per step, so no pair of products can saturate
             if self.sites.get(feeding or "", self.activation).format.bits == 8:
-                why = "; ".join(text for text in (spec.why.removeprefix(_usual(op)), guard.why.strip()) if text)
+                why = "; ".join(text for text in (spec.why.removeprefix(_weight_reason(op)), guard.why.strip()) if text)
                 self.sites[site] = replace(spec, guard=guard.name, why=why.removeprefix("; "))
 
     def _feeding(self, op: Op) -> str | None:
@@ -266,7 +268,7 @@ class _SitePlacer:
         return {site: SiteSpec(why="this call of the shared module stays float") for site in idle.values()}
 
     def _at_output(self, source: Source) -> bool:
-        """Quantize a tensor once at its producer if all readers want it quantized or the target requires it."""
+        """Quantize a tensor once at its producer if all readers read it quantized or the target requires it."""
         readers = self.graph.consumers.get(source, ())
         op = self.graph.by_name[source.name]
         hookable = can_hook(op.kind) and any(port.is_floating for port in op.ports)
@@ -336,10 +338,10 @@ class _SitePlacer:
             why = "its readers have their channels along different axes: one scale for all"
             self.sites[site] = replace(self.weight, format=one, why=why)
             return
-        self.sites[site] = replace(self.weight, why=self.decisions.quantized[op.name].why or _usual(op))
+        self.sites[site] = replace(self.weight, why=self.decisions.quantized[op.name].why or _weight_reason(op))
 
 
-def _usual(op: Op) -> str:
+def _weight_reason(op: Op) -> str:
     """The default reason of a weight's quantizer."""
     return f"weight of {op.kind}"
 
@@ -364,9 +366,9 @@ def place(graph: Graph, target: str | BackendTable, *, model: str | None = None,
         raise PlanError(problems)
     weight_format = format_of_weights(choices, table)
     activation_format = Format.parse(choices.get("activations") or table.activations.format)
-    quantizer = choices.get("quantizer") or _natural(activation_format, table.activations.quantizer)
-    usual = _partner(quantizer) if choices.get("quantizer") else table.weights.quantizer
-    weight_quantizer = choices.get("weight_quantizer") or _natural(weight_format, usual)
+    quantizer = choices.get("quantizer") or _default_quantizer(activation_format, table.activations.quantizer)
+    usual = _matching_weight_quantizer(quantizer) if choices.get("quantizer") else table.weights.quantizer
+    weight_quantizer = choices.get("weight_quantizer") or _default_quantizer(weight_format, usual)
     problems = [
         QUANTIZERS.get(name).refusal(format, where="plan")
         for name, format in ((quantizer, activation_format), (weight_quantizer, weight_format))
@@ -413,7 +415,7 @@ def place(graph: Graph, target: str | BackendTable, *, model: str | None = None,
     return replace(plan, backend=target if isinstance(target, str) else table.name, model=model)
 
 
-def _natural(format: Format, usual: str) -> str:
+def _default_quantizer(format: Format, usual: str) -> str:
     """The default quantizer of a format."""
     if format.minifloat is not None:
         return "minifloat"
@@ -422,7 +424,7 @@ def _natural(format: Format, usual: str) -> str:
     return "plain" if usual == "minifloat" else usual
 
 
-def _partner(quantizer: str) -> str:
+def _matching_weight_quantizer(quantizer: str) -> str:
     """The weight quantizer for an activation quantizer; usually the same."""
     found: str | None = QUANTIZERS.get(quantizer).weight_partner
     return found or quantizer

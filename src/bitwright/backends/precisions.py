@@ -36,7 +36,7 @@ KERNEL_PRECISIONS: Mapping[str, Mapping[str, str]] = {
 
 
 def kernel_precision(name: str, graph: Graph, choices: Choices | None = None, *, model: str | None = None) -> Plan:
-    """The plan of a name in `KERNEL_PRECISIONS`. The only choice is `keep_float`.
+    """The plan of a precision in `KERNEL_PRECISIONS`. It accepts no choice except `keep_float`.
 
     >>> import torch
     >>> from bitwright import capture
@@ -51,7 +51,7 @@ def kernel_precision(name: str, graph: Graph, choices: Choices | None = None, *,
     reject_choices_with_plan({key: value for key, value in choices.items() if key != "keep_float"})
     problems = [
         Problem(
-            what="the pattern of keep_float matches no operator",
+            what="this keep_float pattern matches no operator",
             where="keep_float",
             value=pattern,
             fix=did_you_mean(pattern, graph.by_name),
@@ -62,7 +62,7 @@ def kernel_precision(name: str, graph: Graph, choices: Choices | None = None, *,
     ]
     ops = [op for op in graph.ops if op.kind in kinds and not op.constant]
     if not ops:
-        what, fix = f"the model has no operator for the precision {name}", f"it lowers {', '.join(kinds)}"
+        what, fix = f"the precision {name} applies to no operator of the model", f"it lowers only {', '.join(kinds)}"
         problems.append(Problem(what=what, where="precision", value=name, fix=fix, code="plan-all-float"))
     if problems:
         raise PlanError(problems)
@@ -78,9 +78,9 @@ def kernel_precision(name: str, graph: Graph, choices: Choices | None = None, *,
 def resolve(
     precision: Precision, target: str | None, choices: Choices, *, learned: bool = True
 ) -> tuple[Plan | None, str, Choices, list[str]]:
-    """The plan (if one is given), the backend's name, the choices for `make_plan`, and notes for the user.
+    """Return the plan (if one is given), the backend's name, the choices for `make_plan`, and notes for the user.
 
-    With `learned`, as in training, the scales are parameters.
+    If `learned` is set, as in training, the scales are parameters.
     """
     if isinstance(precision, Plan) or str(precision).endswith((".yaml", ".yml")):
         plan = precision if isinstance(precision, Plan) else Plan.load(precision)
@@ -113,7 +113,7 @@ def resolve(
     low = min(weight_bits, activation_bits) < _FIRST_LAST_BITS
     weight_only = activation_bits in _FLOAT_BITS and not dynamic
     if target is None:
-        # Weights of few bits are stored as they are; activations of few bits have no kernels.
+        # Targets can store low-bit weights, but they have no kernels for low-bit activations.
         target = "academic" if low and not (weight_only or dynamic) else DEFAULT_BACKEND
         if target == "academic":
             notes.append(_simulated(precision))
@@ -135,7 +135,7 @@ def resolve(
     if low and not (weight_only or dynamic):
         if choices.get("first_last_bits") is None:
             made["first_last_bits"] = _FIRST_LAST_BITS
-            notes.append(f"the first and the last operator have {_FIRST_LAST_BITS} bits")
+            notes.append(f"the first and the last operator use {_FIRST_LAST_BITS} bits")
         for key in ("observer", "weight_observer"):
             if choices.get(key) is None:
                 made[key] = _START

@@ -20,9 +20,9 @@ from bitwright.plan import Plan
 from bitwright.plan.plan import is_pattern
 
 DEFAULT_BACKEND = "onnxruntime"
-"""The target of plans that name none."""
+"""The target of plans without a backend."""
 DEFAULT_RUNTIME = "onnxruntime"
-"""The runtime of artefacts whose target has none on this machine."""
+"""The runtime of artefacts if this machine has no runtime of their target."""
 
 
 class Choice(Strict):
