@@ -15,7 +15,7 @@ from bitwright.quantizers.rounding import usable_scale, with_gradient_of
 
 
 def levels(bits: int) -> list[float]:
-    """The 2^bits levels in [0, 1]. Each two bits select 0 or one of three powers; an odd bit selects 0 or one power."""
+    """The 2^bits levels in [0, 1]. Each pair of bits selects 0 or one of three powers, a single bit 0 or one power."""
     pairs = bits // 2
     third = 2 * pairs + bits % 2
     terms = [[0.0, 2.0**-j, 2.0 ** -(j + pairs), 2.0 ** -(j + third)] for j in range(1, pairs + 1)]
@@ -63,7 +63,7 @@ class Apot(NonUniformQuantizer, Sized):
         return with_gradient_of(nearest(share.detach(), known), share) * alpha
 
     def _sized(self, values: Tensor, x: Tensor, known: list[float]) -> Tensor:
-        """The nearest levels of a range that gives them the size of `x`. A power of two can't match it exactly."""
+        """Round to levels that give the result the magnitude of `x`. A power of two can't match it exactly."""
         pot, rows = self.spec.format.pot, self.layout.rows(values.detach())
         end = usable_scale(rows.abs().amax(dim=1), pot=pot)
         near = nearest(torch.clamp(values.detach() / self.layout.over(end, x), -1.0, 1.0), known)

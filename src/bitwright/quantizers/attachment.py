@@ -173,8 +173,8 @@ class Attachment(Interceptor):
     def _call_topk(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Among equal values, select those with the lowest indices, as ONNX requires.
 
-        torch does not specify the order of equal values. Quantized values are often equal, so that runtimes would
-        select other ones. An exported program has the operator itself.
+        torch does not specify the order of equal values. Quantized values are often equal, so runtimes would
+        select different ones. An exported program keeps the operator itself.
         """
         training = self.root is not None and self.root.module.training
         own = in_transform() or training or "out" in kwargs or torch.compiler.is_exporting()
@@ -209,7 +209,7 @@ class Attachment(Interceptor):
         if hooks is None or place is None or place >= len(hooks):
             return run(*args, **kwargs)
         if eager:
-            self._look_at_weights(hooks[place], kind, func, args, kwargs)
+            self._identify_weights(hooks[place], kind, func, args, kwargs)
         return _run(hooks[place], kind, writes, run, args, kwargs)
 
     def _note_unseen(self, operator: str) -> None:
@@ -225,7 +225,7 @@ class Attachment(Interceptor):
             )
         )
 
-    def _look_at_weights(
+    def _identify_weights(
         self, hooks: OpHooks, kind: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         if not hooks.inputs:

@@ -64,8 +64,8 @@ class Quantizer(nn.Module):
         self.tracked = Tracked()  # the weights that the range belongs to
         self.saw = False  # whether an input was observed since the last range
         self.observed_shape = torch.Size()
-        self.zeros: Tensor | None = None  # rows that contain only zeros: any scale is valid,
-        self.finest = 0.0  # except for smaller ones, with which the following bias exceeds int32
+        self.zeros: Tensor | None = None  # rows that contain only zeros: any scale of at least `finest` is valid
+        self.finest = 0.0  # with a smaller scale, the following bias would exceed int32
         self._seen: Tensor | None = None  # the values, if a guard needs them
         self.register_buffer("codes", torch.tensor([float(self.qmin), float(self.qmax)]))
         self.keep("zero_point", torch.zeros(()))
@@ -104,7 +104,7 @@ class Quantizer(nn.Module):
     """Whether its levels are symmetric around zero. Then formats with a zero point are rejected."""
 
     minifloats: ClassVar[bool] = False
-    """Whether it supports small floating-point formats, and only those."""
+    """Whether it supports only small floating-point formats."""
 
     signed_scales: ClassVar[bool] = False
     """Whether it supports `full` formats, which have negative scales."""
@@ -117,7 +117,7 @@ class Quantizer(nn.Module):
 
     @classmethod
     def mismatch(cls, format: Format, *, where: str) -> Problem:
-        """The problem of a format of another kind than the quantizer's."""
+        """The problem of a format that this kind of quantizer doesn't support."""
         if cls.minifloats:
             fix = "use fp8e4m3, mxfp4e2m1, … here"
         elif format.minifloat is not None:
@@ -133,7 +133,7 @@ class Quantizer(nn.Module):
 
     @classmethod
     def refusal(cls, format: Format, *, where: str) -> Problem:
-        """The problem of an asymmetric format, with a suitable one."""
+        """The problem of an asymmetric format. Its fix suggests a symmetric one."""
         near = replace(format, name=f"int{format.bits}", signed=True, symmetric=True)
         fix = f"use {near}, or {replace(near, adasign=True)}"
         return Problem(
@@ -430,7 +430,7 @@ class Quantizer(nn.Module):
         scale, zero_point = self.layout.spread(grid.scale, x), self.layout.spread(grid.zero_point, x)
         return torch.clamp(torch.round(x / scale) + zero_point, grid.qmin, grid.qmax).to(torch.int32)
 
-    # -- float32, always -----------------------------------------------------------------------------------
+    # -- float32 in models of any dtype ----------------------------------------------------------------------
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Quantizer:
         def keep_float32(tensor: Tensor) -> Tensor:

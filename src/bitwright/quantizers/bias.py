@@ -11,8 +11,8 @@ from bitwright.core.errors import CalibrationError
 from bitwright.quantizers.base import Quantizer
 from bitwright.quantizers.grid import LARGEST, SMALLEST, Grid, product_problem
 
-_FINE = 2.0**10  # the minimum number of steps for the bias
-_ROOM = 2.0**30  # accumulators are int32: the bias may use half of the range
+_MIN_STEPS = 2.0**10  # the minimum number of steps for the bias
+_MAX_BIAS_CODE = 2.0**30  # accumulators are int32: the bias may use half of the range
 
 
 def _choose_for_zeros(data: Quantizer, weight: Quantizer, largest: Tensor) -> None:
@@ -25,11 +25,11 @@ def _choose_for_zeros(data: Quantizer, weight: Quantizer, largest: Tensor) -> No
         if not grid.scale.dim():
             most, by = most.amax(), by.amax()
         product = grid.scale.double() * by
-        coarse, small = (most > 0) & (product > most / _FINE), product < SMALLEST
-        scale = torch.where(coarse, most / _FINE / by, torch.where(small, SMALLEST / by, grid.scale.double()))
+        coarse, small = (most > 0) & (product > most / _MIN_STEPS), product < SMALLEST
+        scale = torch.where(coarse, most / _MIN_STEPS / by, torch.where(small, SMALLEST / by, grid.scale.double()))
         scale = torch.where(factor.zeros, scale, grid.scale.double()).clamp(max(SMALLEST, factor.finest), LARGEST)
         factor.set_grid(Grid(scale.float(), grid.zero_point, grid.qmin, grid.qmax))
-    data.finest = max(data.finest, float((largest.double() / (weight.grid().scale.double() * _ROOM)).max()))
+    data.finest = max(data.finest, float((largest.double() / (weight.grid().scale.double() * _MAX_BIAS_CODE)).max()))
 
 
 class Product(Quantizer):
@@ -71,7 +71,7 @@ class Product(Quantizer):
         largest = largest if weight.grid().scale.dim() else largest.amax()
         _choose_for_zeros(data, weight, largest)
         grid, by = weight.grid(), data.grid().scale.double()
-        needed = (largest.double() / (by * _ROOM)).clamp(max=LARGEST).float()
+        needed = (largest.double() / (by * _MAX_BIAS_CODE)).clamp(max=LARGEST).float()
         raised = torch.maximum(grid.scale, needed)
         problem = product_problem(by, raised, where=self.site)
         if problem is not None:
@@ -89,4 +89,4 @@ class Product(Quantizer):
         return torch.clamp(codes, self.qmin, self.qmax).to(torch.int32)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        """Save nothing, because it has no own state."""
+        """Save nothing, because the scale is derived."""

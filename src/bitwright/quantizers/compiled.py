@@ -68,7 +68,7 @@ class CompiledKernel:
         if not _broken:
             try:
                 return twin(*inputs)
-            except Exception as error:  # compilers raise many types; the function itself raises errors of its inputs
+            except Exception as error:  # compilers raise many types; the function itself reports invalid inputs
                 give_up(error)
         return self.function(*inputs)
 

@@ -24,7 +24,7 @@ class Dynamic(Quantizer):
         return format.dynamic and format.minifloat is None
 
     def grid(self) -> Grid:
-        """There is no grid without values."""
+        """Raise an error, because the grid depends on the values."""
         raise UncalibratedError(
             "a dynamic site has no stored grid: its scales depend on each input",
             where=self.site,

@@ -87,7 +87,7 @@ def align(usual: Route, exported: Route) -> dict[Scope, list[int | None]]:
 
 
 def _match(usual: Sequence[CallKey], exported: Sequence[CallKey]) -> list[int | None]:
-    """Match calls by instruction; between matches, by order if equally many have the same kinds of tensors."""
+    """Match calls by instruction. Between matches, pair calls in order if both sides have the same kinds of tensors."""
     result: list[int | None] = [None] * len(exported)
     matcher = SequenceMatcher(None, [where for where, _ in usual], [where for where, _ in exported], autojunk=False)
     for tag, i, i_end, j, j_end in matcher.get_opcodes():

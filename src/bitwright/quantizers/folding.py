@@ -2,7 +2,7 @@
 
 In eval mode, all strategies run the operator with w·γ/σ and the corresponding bias, and the norm returns its input, as
 in a deployed graph. A strategy defines what happens in training; MQBench numbers the strategies in the same way. The
-parameters and keys of the float model stay.
+parameters and keys of the float model don't change.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from bitwright.quantizers.export_sites import site_marker, snapshot
 
 __all__ = ["BY_STRATEGY", "Fold", "make_fold"]
 
-# An operator can't take a process group as argument, but its name. "" is the default group.
+# A custom operator can't take a process group as an argument, so it takes the group's name. "" is the default group.
 _GROUPS: dict[str, Any] = {}
 
 
@@ -118,8 +118,8 @@ class Fold:
         self.axis = channel_axis(kind, "weight")
         self.marking = False
         self.bias: Tensor | None = None  # the last folded bias, kept during export
-        self.holding = False  # while weights are constant and unquantized: fold once,
-        self.held: tuple[Tensor, Tensor] | None = None  # to this weight and bias
+        self.holding = False  # while weights are constant and unquantized, fold only once
+        self.held: tuple[Tensor, Tensor] | None = None  # the weight and bias that were folded once
 
     # -- defined by strategies -----------------------------------------------------------------------------
 
@@ -302,7 +302,7 @@ class StaticFold(FrozenFold):
     def attached(self) -> None:
         """Disable gradients, for optimizers and for DDP, which waits for the gradient of every trainable parameter."""
         super().attached()
-        self.trained = [p for p in self._own() if p.requires_grad]
+        self.trained = [p for p in self._affine_parameters() if p.requires_grad]
         for parameter in self.trained:
             parameter.requires_grad_(False)
 
@@ -311,7 +311,7 @@ class StaticFold(FrozenFold):
         for parameter in self.trained:
             parameter.requires_grad_(True)
 
-    def _own(self) -> list[nn.Parameter]:
+    def _affine_parameters(self) -> list[nn.Parameter]:
         return list(self.norm.parameters(recurse=False))
 
 
@@ -333,7 +333,7 @@ class BatchFold(Fold):
         norm: Any = self.norm
         mean, variance, count = batch_statistics(norm, call(call.weight, None), sync=self.sync)
         if call.bias is not None:
-            # it cancels in the output, but the running mean includes it, and DDP waits for its (zero) gradient
+            # the bias cancels in the output, but the running mean includes it, and DDP waits for its (zero) gradient
             mean = mean + call.bias
         update_running(norm, mean, variance, count, counted=False)
         return mean, variance

@@ -64,7 +64,7 @@ class NonUniformQuantizer(Quantizer):
 class UnitRangeQuantizer(Sized):
     """Rounds `squeeze(x)` to the grid of [−1, 1], or [0, 1] if no input was negative; straight-through gradient.
 
-    The result has another magnitude than the input. A norm after the operator, or training, compensates for this. A
+    The result has a different magnitude than the input. A norm after the operator, or training, compensates for this. A
     weight with a folded norm is rescaled to its original magnitude, and the scale is updated with it.
     """
 
@@ -105,7 +105,7 @@ class UnitRangeQuantizer(Sized):
             if self.spec.guard is not None:
                 scale = guarded_scale(self.spec.guard, scale, values, kind=self.kind, layout=layout)
             grid = Grid(scale, self.zero_point.detach(), self.qmin, self.qmax)
-            if self.spec.format.pot:  # the scale can't match exactly; it isn't updated in each step either
+            if self.spec.format.pot:  # the scale can't match exactly, and it isn't updated in each step
                 return values, grid
             more = layout.fold(ratio(x, round_to_grid(values, grid, layout), layout), x.shape)
         return values * layout.spread(more, x), replace(grid, scale=scale * more)

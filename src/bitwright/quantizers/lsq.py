@@ -34,11 +34,9 @@ class Lsq(Quantizer):
         return round_to_grid(x, grid, self.layout, learned=self.scale, factor=factor, relu=relu, fused=self.compiled)
 
     def quantize_relu(self, x: Tensor) -> Tensor:
-        """In one pass."""
         return self.quantize(x, relu=True)
 
     def quantize_folded(self, weight: Tensor, factor: Tensor) -> Tensor | None:
-        """In one pass."""
         return round_folded(self, weight, factor) if can_fold(self, weight) else None
 
     def grid(self) -> Grid:

@@ -16,7 +16,7 @@ from bitwright.quantizers.rounding import with_gradient_of
 class Minifloat(NonUniformQuantizer):
     """The nearest number of the format: ties to even, saturating. The gradient is 1 where nothing is clipped.
 
-    FP8: x/s with s such that the observed range (dynamic: that of the values) ends at the largest number. MX:
+    FP8: x/s, where s maps the end of the observed range (dynamic: of the values) to the largest number. MX:
     s = 2^(⌊log2 max|x|⌋ − e) of each block of 32, with e the exponent of the largest number.
     """
 

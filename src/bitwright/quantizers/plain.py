@@ -19,5 +19,4 @@ class Plain(Quantizer):
         return round_to_grid(x, self.grid(), self.layout, relu=relu, half=True, fused=self.compiled)
 
     def quantize_relu(self, x: Tensor) -> Tensor:
-        """In one pass."""
         return self.quantize(x, relu=True)

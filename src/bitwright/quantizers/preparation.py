@@ -409,7 +409,7 @@ class _Builder:
     def _link(self, quantizer: Quantizer) -> None:
         known = self.attachment.quantizers
         missing = [site for site in quantizer.of if site not in known]
-        for site in (site for site in missing if site not in self.refused):  # those are reported already
+        for site in (site for site in missing if site not in self.refused):  # already reported
             self.problems.append(
                 Problem(
                     what="is derived from a site without a quantizer",

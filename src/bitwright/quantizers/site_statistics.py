@@ -24,9 +24,9 @@ from bitwright.workload import call
 class Histogram(ResultModel):
     """Counts of values between `low` and `high`, in bins of equal width.
 
-    The range is that of the grid, extended by at least one eighth and at most its full span, as far as the first batch
-    reaches. If the grid is much wider than the values, it is that of the values. The outermost bins include values
-    outside the range.
+    The range is that of the grid, extended at both ends towards the extremes of the first batch: by at least one eighth
+    and at most all of the grid's span. If the grid is much wider than the values, the range is that of the values. The
+    outermost bins include values outside the range.
     """
 
     low: float
@@ -135,7 +135,7 @@ def _ends(grid: Grid) -> tuple[float, float]:
 def _binned(low: float, high: float, least: float, most: float) -> tuple[float, float]:
     """The range of a histogram: the grid, extended to the range of the first batch by 1/8 to 1 of the grid's span.
 
-    The grid of an accumulator is far wider than its numbers, so the range is that of the numbers.
+    If the grid is far wider than the values (as for accumulators), the range is that of the values.
     """
     span = (high - low) or 1.0
     if most - least < span / 64 and low <= least <= most <= high:

@@ -25,13 +25,17 @@ def state_problems(quantizer: Quantizer, state: Mapping[str, Tensor]) -> list[Pr
     known = {**quantizer._parameters, **quantizer._buffers}
     wrong: list[tuple[str, str, object, str]] = [
         *((name, "is missing from the checkpoint", None, "state-incomplete") for name in known if name not in state),
-        *((name, "is not a state of this quantizer", None, "state-unknown") for name in state if name not in known),
+        *(
+            (name, "is not part of this quantizer's state", None, "state-unknown")
+            for name in state
+            if name not in known
+        ),
     ]
     for name, value in state.items():
         if name in known:
-            wrong += [(name, *found) for found in _about(quantizer, name, value, state.get("scale"))]
+            wrong += [(name, *found) for found in _tensor_problems(quantizer, name, value, state.get("scale"))]
     if not wrong:
-        wrong = [(name, *found) for name, found in _about_grid(quantizer, state)]
+        wrong = [(name, *found) for name, found in _grid_problems(quantizer, state)]
     return [
         Problem(what=f"{name} {what}", where=quantizer.site, value=value, fix=_FIX, code=code)
         for name, what, value, code in wrong
@@ -62,7 +66,7 @@ def parameter_problems(sites: Iterable[str], named: Iterable[tuple[str, Tensor]]
 _Found = tuple[str, object, str]
 
 
-def _about(quantizer: Quantizer, name: str, value: Tensor, scale: Tensor | None) -> list[_Found]:
+def _tensor_problems(quantizer: Quantizer, name: str, value: Tensor, scale: Tensor | None) -> list[_Found]:
     """Problems of one tensor: dtype, shape, values."""
     if value.dtype != torch.float32:
         return [("is not float32", str(value.dtype), "state-dtype")]
@@ -77,13 +81,13 @@ def _about(quantizer: Quantizer, name: str, value: Tensor, scale: Tensor | None)
     if not fits:
         return [("has an invalid shape", shape, "state-shape")]
     if not bool(value.isfinite().all()):
-        return [("is not finite", _odd(value, ~value.isfinite()), "state-not-finite")]
+        return [("is not finite", _first_invalid(value, ~value.isfinite()), "state-not-finite")]
     if name == "codes":
         return [] if tuple(value.tolist()) in _codes(quantizer) else [("don't match the format", shape, "codes")]
     if name == "scale":
         # a learned scale is used as |s|, or with its sign in a full format
         bad = value == 0 if quantizer.learns(name) else _size(quantizer, value) < SMALLEST
-        return [(_not_normal(quantizer), _odd(value, bad), "scale-range")] if bool(bad.any()) else []
+        return [(_not_normal(quantizer), _first_invalid(value, bad), "scale-range")] if bool(bad.any()) else []
     return []
 
 
@@ -107,7 +111,7 @@ def _codes(quantizer: Quantizer) -> set[tuple[float, float]]:
     return {(float(low), float(high)) for low, high in found}
 
 
-def _about_grid(quantizer: Quantizer, state: Mapping[str, Tensor]) -> list[tuple[str, _Found]]:
+def _grid_problems(quantizer: Quantizer, state: Mapping[str, Tensor]) -> list[tuple[str, _Found]]:
     """Problems of the resulting grid."""
     probe: Quantizer = object.__new__(type(quantizer))  # leaves the quantizer itself unchanged
     probe.__dict__.update(quantizer.__dict__)
@@ -124,7 +128,7 @@ def _about_grid(quantizer: Quantizer, state: Mapping[str, Tensor]) -> list[tuple
     scale, zero_point = grid.scale, grid.zero_point
     size = _size(quantizer, scale)
     if not bool(((size >= SMALLEST) & (size <= LARGEST)).all()):
-        found.append(("scale", (_not_normal(quantizer), _odd(scale, ~(size >= SMALLEST)), "scale-range")))
+        found.append(("scale", (_not_normal(quantizer), _first_invalid(scale, ~(size >= SMALLEST)), "scale-range")))
     ends = torch.maximum((low - zero_point).abs(), (high - zero_point).abs()) * size
     if not bool(ends.isfinite().all()):
         found.append(("scale", ("is so large that codes represent infinity", _first(scale), "scale-overflow")))
@@ -132,11 +136,13 @@ def _about_grid(quantizer: Quantizer, state: Mapping[str, Tensor]) -> list[tuple
     if quantizer.spec.format.symmetric:
         inside &= zero_point == 0
     if not bool(inside.all()):
-        found.append(("zero_point", ("is not a code of the format", _odd(zero_point, ~inside), "zero-point-range")))
+        found.append(
+            ("zero_point", ("is not a code of the format", _first_invalid(zero_point, ~inside), "zero-point-range"))
+        )
     return found
 
 
-def _odd(value: Tensor, where: Tensor) -> float:
+def _first_invalid(value: Tensor, where: Tensor) -> float:
     return _first(value[where]) if bool(where.any()) else _first(value)
 
 
@@ -144,7 +150,7 @@ def _first(value: Tensor) -> float:
     return float(value.reshape(-1)[0])
 
 
-_SUMS = 64  # of a fingerprint, along memory and across it
+_SUMS = 64  # the number of sums in a fingerprint, along the memory order and across it
 _SAME = 0.01  # relative to a weight's norm; rounding to bfloat16 changes it by 0.002
 _SAMPLED = 8
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer)
@@ -212,7 +218,7 @@ def identify_weight(quantizer: Quantizer, x: Tensor) -> Problem | None:
         tracked.known[key] = one = _Known(_version(x), mark, alike.grid)
         _use(quantizer, tracked, one)
         return None
-    return _meet(quantizer, tracked, key, x, mark, changed=entry is not None and stored)
+    return _handle_new_weight(quantizer, tracked, key, x, mark, changed=entry is not None and stored)
 
 
 def _while_observing(quantizer: Quantizer, tracked: Tracked, key: Key, x: Tensor, mark: Tensor | None) -> None:
@@ -231,7 +237,9 @@ def _use(quantizer: Quantizer, tracked: Tracked, entry: _Known) -> None:
         quantizer.set_grid(tracked.calibrated if entry.grid is None else entry.grid)
 
 
-def _meet(quantizer: Quantizer, tracked: Tracked, key: Key, x: Tensor, mark: Tensor, *, changed: bool) -> Problem:
+def _handle_new_weight(
+    quantizer: Quantizer, tracked: Tracked, key: Key, x: Tensor, mark: Tensor, *, changed: bool
+) -> Problem:
     if changed or quantizer.fold is not None or key[0] == "values" or not quantizer.ranges_weights:
         problem = Problem(
             what="the weight was changed or replaced after calibration, so its range is not valid",
@@ -253,7 +261,7 @@ def _meet(quantizer: Quantizer, tracked: Tracked, key: Key, x: Tensor, mark: Ten
     quantizer.set_range(*observer.range(), x.shape, wide)
     tracked.known[key] = _Known(_version(x), mark, _grid(quantizer))
     return Problem(
-        what="this operator reads another weight than during calibration; the weight gets its own range, but "
+        what="this operator reads a different weight than during calibration; the weight gets its own range, but "
         "activation ranges may not fit",
         where=quantizer.site,
         value=tuple(x.shape),

@@ -15,7 +15,7 @@ _CLIPPED, _WORSE = 0.01, 4.0  # reject ranges that clip more than this share and
 
 
 class Kl(HistogramObserver):
-    """Tries thresholds on |x| and chooses the smallest divergence. Values beyond a threshold count into the last bin.
+    """Tries thresholds on |x| and chooses the smallest divergence. Values beyond a threshold count in the last bin.
 
     With few values, the histogram has more bins than values. Then a threshold below nearly all values can have zero
     divergence. A range that loses much more than the full range is not used.

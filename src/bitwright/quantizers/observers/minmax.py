@@ -1,4 +1,4 @@
-"""Minimum and maximum: over all batches, or averaged over the batches, also of their ranges without outliers."""
+"""Minimum and maximum over all batches, or averages of the batches' ranges, with or without outliers."""
 
 from __future__ import annotations
 
@@ -42,14 +42,13 @@ class AverageMinMax(Observer):
         self.high: Tensor | None = None
 
     def observe(self, rows: Tensor) -> None:
-        """Update the means."""
         low, high = extremes(rows)
         self.batches += 1
         self.low = low if self.low is None else _moved(self.low, low, self.batches)
         self.high = high if self.high is None else _moved(self.high, high, self.batches)
 
     def range(self) -> tuple[Tensor, Tensor]:
-        """The means."""
+
         assert self.low is not None
         assert self.high is not None
         return self.low, self.high
@@ -67,7 +66,6 @@ class EmaMinMax(Observer):
         self.high: Tensor | None = None
 
     def observe(self, rows: Tensor) -> None:
-        """Update the average."""
         low, high = extremes(rows)
         if self.low is None or self.high is None:
             self.low, self.high = low, high
@@ -76,7 +74,6 @@ class EmaMinMax(Observer):
             self.high = self.momentum * self.high + (1 - self.momentum) * high
 
     def range(self) -> tuple[Tensor, Tensor]:
-        """The averages."""
         assert self.low is not None
         assert self.high is not None
         return self.low, self.high
@@ -92,7 +89,6 @@ class EmaQuantile(EmaMinMax):
         self.quantile = quantile
 
     def observe(self, rows: Tensor) -> None:
-        """Update the averages."""
         magnitudes = rows.abs()
         limit = magnitudes.kthvalue(max(1, ceil(self.quantile * rows.shape[1])), dim=1, keepdim=True).values
         super().observe(torch.maximum(torch.minimum(rows, limit), -limit))
@@ -107,7 +103,6 @@ class EmaMse(EmaMinMax):
         Mse(format=format, p=p)  # validates p
 
     def observe(self, rows: Tensor) -> None:
-        """Update the averages."""
         batch = Mse(format=self.format, p=self.p)
         batch.observe(rows)
         super().observe(torch.stack(batch.range(), dim=1))

@@ -21,7 +21,7 @@ _TRIED = 5  # number of exponents
 
 
 def best_exponent(values: Tensor, counts: Tensor, low: Tensor, high: Tensor, format: Format) -> Tensor:
-    """The exponent e per row, from ⌈log2 s⌉ to ⌈log2 s⌉ − 4, with the smallest squared error. s covers everything."""
+    """The exponent e per row, from ⌈log2 s⌉ to ⌈log2 s⌉ − 4, with the smallest squared error. s covers all values."""
     # Negative numbers at an unsigned symmetric site are reported by the quantizer, which knows the site.
     low = low if format.signed or not format.symmetric else low.clamp(min=0.0)
     fraction, exponents = torch.frexp(grid_from_range(low, high, replace(format, pot=False)).scale)
