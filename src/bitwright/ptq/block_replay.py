@@ -193,7 +193,7 @@ class Replay:
     def forget(self, *kinds: str) -> None:
         """Discard the stored tensors of these kinds."""
         for index, kind in [key for key in self._held if key[1] in kinds]:
-            self._let_go(index, kind)
+            self._discard(index, kind)
 
     def close(self) -> None:
         """Remove the temporary files."""
@@ -204,7 +204,7 @@ class Replay:
 
     def keep(self, index: int, kind: str, values: Values) -> None:
         """Store tensors of a piece, in memory if the limit allows, otherwise in a file."""
-        self._let_go(index, kind)
+        self._discard(index, kind)
         size = _size(values)
         if self._bytes + size <= self.work.memory * _MIB:
             self._held[index, kind] = values
@@ -215,7 +215,7 @@ class Replay:
             save_file({_name(s): t.contiguous().clone() for s, t in values.items()}, path)
         self._held[index, kind] = path
 
-    def _let_go(self, index: int, kind: str) -> None:
+    def _discard(self, index: int, kind: str) -> None:
         before = self._held.pop((index, kind), None)
         if isinstance(before, Path):
             before.unlink()

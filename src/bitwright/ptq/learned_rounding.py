@@ -26,7 +26,7 @@ from bitwright.quantizers import Grid, Quantizer, in_mode, round_to_grid, usable
 
 _LOW, _HIGH = -0.1, 1.1  # the range exceeds [0, 1], so that the sigmoid can reach 0 and 1
 _TINY = 1e-30
-_ROOM = 127 / 126  # guards assume rounding to nearest; rounding up can add another half code
+_GUARD_MARGIN = 127 / 126  # guards assume rounding to nearest; rounding up can add another half code
 
 
 class Reconstruct(Step):
@@ -35,11 +35,11 @@ class Reconstruct(Step):
     iterations: int = Field(default=1000, ge=1, description="Optimizer steps for each layer or block.")
     batch: int = Field(default=32, ge=1, description="Samples per optimizer step.")
     lr: float = Field(default=0.01, gt=0, description="Adam's learning rate for the rounding.")
-    weight: float = Field(default=0.01, gt=0, description="λ: weight of the penalty that drives values to up or down.")
+    weight: float = Field(default=0.01, gt=0, description="λ: weight of the penalty that drives h to 0 or 1.")
     warmup: float = Field(default=0.2, ge=0, lt=1, description="Share of the iterations without this penalty.")
     start: float = Field(default=20.0, gt=0, le=1000, description="β at the end of the warm-up.")
     end: float = Field(default=2.0, gt=0, le=1000, description="β at the last iteration.")
-    decay: Literal["cosine", "linear"] = Field(default="cosine", description="How β goes from start to end.")
+    decay: Literal["cosine", "linear"] = Field(default="cosine", description="How β changes from start to end.")
     activation_lr: float = Field(default=0.0, ge=0, description="Adam's learning rate for activation scales; 0: fixed.")
     activation_scale: Literal["log", "linear"] = Field(
         default="log", description="What Adam changes: the logarithm of an activation scale, or the scale itself."
@@ -157,7 +157,7 @@ class _LearnedRounding:
         folded = context.folded(weight)
         grid = self.quantizer.grid()
         if self.quantizer.spec.guard is not None:
-            grid = Grid(grid.scale * _ROOM, grid.zero_point, grid.qmin, grid.qmax)
+            grid = Grid(grid.scale * _GUARD_MARGIN, grid.zero_point, grid.qmin, grid.qmax)
             self.quantizer.set_grid(grid)
         spread = self.quantizer.layout.spread
         self.scale, zero = spread(grid.scale, folded), spread(grid.zero_point, folded)

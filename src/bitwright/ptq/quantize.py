@@ -205,7 +205,7 @@ def quantize(
       `keep_state` leaves the folder in place after the last step.
     - `example`: the call to export (default: the first batch). `graph`: an earlier capture. `name`: of the model.
     - `artefact`: raise before calibration if a quantizer can't be exported. `measure`: compare the result with the
-      float model on a few samples (`distance`, `warnings`). `on_start` gets the prepared model before it changes.
+      float model on a few samples (`distance`, `warnings`). `on_start` is called with the unchanged prepared model.
 
     If anything fails, the model is restored.
 
@@ -243,7 +243,7 @@ def quantize(
     if wanted:
         require_rereadable(data)
     if find_attachment(model) is not None:
-        raise BitwrightError("this model is quantized already", fix="strip(model) first", code="already-prepared")
+        raise BitwrightError("this model is already quantized", fix="strip(model) first", code="already-prepared")
     seen = CalibrationData()
     stream = map(seen.see, data)
     first = list(islice(stream, 1))
@@ -272,7 +272,7 @@ def quantize(
     try:
         problems = unexportable(model) if artefact else []
         if problems:
-            raise PlanError(problems, title="no artefact can have these levels")
+            raise PlanError(problems, title="no artefact can represent these levels")
         if on_start is not None:
             with in_mode(model, "float"):
                 on_start(model)
@@ -291,8 +291,8 @@ def quantize(
     distance = measure_distance(model, measured) if measure else None
     noted = (*seen.warnings(), *(() if distance is None else distance.warnings))
     log_warnings(noted)
-    noted = (*known, *noted)  # those that are known before calibration were logged then
-    noted += warnings_of(model) if find_attachment(model) is not None else ()  # logged when they came up
+    noted = (*known, *noted)  # the known ones were logged before calibration
+    noted += warnings_of(model) if find_attachment(model) is not None else ()  # already logged
     return Quantized(
         model=model,
         plan=plan,
@@ -306,11 +306,11 @@ def quantize(
 
 
 def _nothing_to_quantize(plan: Plan, backend: str) -> PlanError:
-    """The error if every operator stays in float, with all reasons."""
+    """The error for a plan that leaves every operator in float, with all reasons."""
     reasons: dict[str, list[str]] = {}
     for operator, why in plan.float.items():
         reasons.setdefault(why, []).append(operator)
-    fix = "take another backend or plan, or export the float model as it is: export_float(model, path, inputs)"
+    fix = "use another backend or plan, or export the float model: export_float(model, path, inputs)"
     problems = [
         Problem(what=why, where=", ".join(operators), fix=fix, code="nothing-to-quantize")
         for why, operators in reasons.items()
