@@ -57,9 +57,9 @@ class Check(Summarized):
     outputs: tuple[OutputCheck, ...]
     sites: tuple[SiteCheck, ...] = ()
     unseen: tuple[str, ...] = ()
-    """Sites without codes of their own in the artefact: their tensor passes the same quantizer elsewhere."""
+    """Sites without separate codes in the artefact, because their tensor is quantized at another site."""
     probe: ProbeInfo | None = None
-    """How the sites were seen."""
+    """How the codes at the sites were obtained."""
     distance: Distance | None = None
     """How far the simulated model is from the float model on the same data; `passed` doesn't depend on it."""
     warnings: tuple[Problem, ...] = ()
@@ -80,7 +80,7 @@ class Check(Summarized):
 
     @property
     def passed(self) -> bool:
-        """All outputs agree, or differ only by rounding that grows; and the artefact stores the model's numbers."""
+        """Whether the artefact stores the model's values, and all outputs agree or only rounding differences grow."""
         intact = not self.damages and not any(site.damaged for site in self.sites)
         return intact and (all(output.passed for output in self.outputs) or self._only_rounding)
 
@@ -110,11 +110,11 @@ class Check(Summarized):
             yield from self._site_summary()
 
     def failures(self) -> list[str]:
-        """Damages of the artefact and the first site that diverges."""
+        """Damaged values of the artefact and the first site that diverges."""
         if self.passed:
             return []
         where = self.first_divergence or "no single site: only the output differs"
-        damages = [f"the artefact is not the model's: {damage.site}: {damage.what}" for damage in self.damages]
+        damages = [f"the artefact differs from the model: {damage.site}: {damage.what}" for damage in self.damages]
         return [*damages, f"{self.runtime} diverges; first diverging site: {where}"]
 
     def _site_summary(self) -> Iterator[Table | str]:
@@ -133,7 +133,7 @@ class Check(Summarized):
             ],
         )
         if self.unseen:
-            yield f"sites without own codes in the artefact: {', '.join(self.unseen)}"
+            yield f"sites without separate codes in the artefact: {', '.join(self.unseen)}"
         if self.probe is not None:
             identical = "equal those of the artefact"
             fused = "differ, because the runtime fuses operators differently there"
@@ -208,7 +208,7 @@ def check(
                     _compare(model, real, args, kwargs, sums, growth)
         if first is None or not sums:
             what = "there is no batch to check with" if first is None else "all batches to check with are empty"
-            raise WorkloadError(what, fix="give at least one batch with a sample in it", code="no-data")
+            raise WorkloadError(what, fix="give at least one batch that isn't empty", code="no-data")
         sites = check_sites(model, real, artefact, *first) if per_site else None
         looked, damages = _look(model, real, artefact, *first)
     outputs = tuple(sum_.result(name) for name, sum_ in sums.items())
@@ -220,7 +220,7 @@ def check(
     if not type(real).has_digests(artefact):
         noted.append(_no_digests(artefact))
     log_warnings(noted)
-    noted += warnings_of(model)  # logged when they came up
+    noted += warnings_of(model)  # already logged
     return Check(
         runtime=runtime,
         samples=samples,
@@ -245,7 +245,7 @@ def _no_digests(artefact: Path) -> Problem:
 
 
 def default_runtime(name: str | None, artefact: Path) -> tuple[str, Problem | None]:
-    """The runtime of a backend if it can read the file here, else one that can, with the reason."""
+    """The backend's runtime if it can read the file here. Otherwise another runtime that can, and the reason."""
     usable = readers(artefact)
     table = None if name is None else backend(name)
     if table is not None and table.runtime in usable:
@@ -259,7 +259,7 @@ def default_runtime(name: str | None, artefact: Path) -> tuple[str, Problem | No
     else:
         problem = "it is not registered" if kind is None else kind.missing()
         reason, fix = f"can't be used here ({problem})", f"pip install 'bitwright[{table.runtime}]'"
-    what = f"checked on {chosen}, not on {table.runtime}, for which the model was quantized: {table.runtime} {reason}"
+    what = f"checked on {chosen} instead of {table.runtime}, the backend's runtime: {table.runtime} {reason}"
     return chosen, Problem(what=what, where=str(artefact), fix=fix, code="other-runtime")
 
 

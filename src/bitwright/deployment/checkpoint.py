@@ -70,7 +70,7 @@ def _sort_metadata(path: Path, metadata: Mapping[str, str]) -> None:
     with path.open("r+b") as file:
         start = b'{"__metadata__":'
         head = file.read(8 + len(start) + len(text))
-        with suppress(ValueError):  # a layout that we don't know stays as it is
+        with suppress(ValueError):  # leave an unknown layout unchanged
             if head[8:].startswith(start) and json.loads(head[8 + len(start) :]) == metadata:
                 file.seek(8 + len(start))
                 file.write(text)
@@ -80,7 +80,7 @@ def _sort_metadata(path: Path, metadata: Mapping[str, str]) -> None:
 def load_checkpoint(model: nn.Module, path: str | Path) -> None:
     """Load a file of `save_checkpoint` into a model that is prepared with the same plan.
 
-    A float checkpoint loads too; the quantizers then have no range yet. It may be a state dict that `torch.save` wrote
+    A float checkpoint also loads, but leaves quantizers without ranges. It may be a state dict that `torch.save` wrote
     (.pth, .pt, .tar, .bin). Names and shapes are compared first: either everything is loaded, or nothing is and the
     error lists every difference.
 
@@ -95,7 +95,7 @@ def load_checkpoint(model: nn.Module, path: str | Path) -> None:
 
 
 def load_state(model: nn.Module, state: dict[str, Tensor], *, where: str) -> None:
-    """Load a state dict if all its names and shapes are those of the model; otherwise report every difference."""
+    """Load a state dict if all its names and shapes match the model; otherwise report every difference."""
     for name, tensor in model.state_dict().items():
         if name.endswith(".num_batches_tracked"):  # batch norms of old checkpoints don't count their batches
             state.setdefault(name, torch.zeros_like(tensor))
@@ -175,7 +175,7 @@ def _read_pickled(path: Path) -> dict[str, Tensor]:
         raise CheckpointError(
             f"the checkpoint can't be read: {shortened(str(error))}",
             where=str(path),
-            fix="save model.state_dict() again, best as .safetensors",
+            fix="save model.state_dict() again, preferably as .safetensors",
             code="damaged-checkpoint",
         ) from error
     for key in _CONTAINERS:

@@ -79,7 +79,7 @@ class Distance:
 
     @property
     def far(self) -> bool:
-        """Whether the model lost its function; the limits are `FAR_DB`, `FAR_TOP1` and `FAR_TOP1_DB`."""
+        """Whether quantization changed the outputs too much; the limits are `FAR_DB`, `FAR_TOP1` and `FAR_TOP1_DB`."""
         agreement = self.top1_agreement
         lost = agreement is not None and agreement < FAR_TOP1 and self.sqnr_db < FAR_TOP1_DB
         return self.sqnr_db < FAR_DB or lost

@@ -35,7 +35,7 @@ _EXACT_DB = 60.0  # minimum agreement of the float program with the float model,
 _SPREAD_DB = (
     15.0  # or that of the traced size minus this, for half precision and outputs that are mostly rounding error
 )
-_SEARCHED = 256  # sizes among which one that violates a condition of the program is searched
+_SEARCHED = 256  # the largest size that is tried to violate a condition of the program
 _NO_WORSE = 4.0  # maximum error relative to that of the traced size
 
 

@@ -96,7 +96,7 @@ class DynamicWriter:
         result.name = name
 
     def _one(self, insert: _Inserter, scale: ir.Value) -> ir.Value:
-        """1 as a value of run time: a constant would be folded into the scales before ONNX Runtime fuses operators."""
+        """1 as a run-time value: a constant would be folded into the scales before ONNX Runtime fuses operators."""
         if scale not in self.ones:
             highest = insert.node("ReduceMax", [scale], "highest", _FLOAT, keepdims=0)
             self.ones[scale] = insert.node("Div", [highest, highest], "one", _FLOAT)

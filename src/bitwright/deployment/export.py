@@ -255,7 +255,7 @@ def unexportable(model: nn.Module, artefact: str | None = None) -> list[Problem]
             sites.setdefault(quantizer.spec.quantizer, []).append(site)
     return [
         Problem(
-            what=f"this quantizer has levels that {'QuantizeLinear' if sidecar is None else kind} can't write",
+            what=f"this quantizer has levels that {'QuantizeLinear' if sidecar is None else kind} can't represent",
             where=", ".join(where),
             value=name,
             fix="use evenly spaced levels here (plain, lsq, lsqplus, pact, dsq, tqt), or keep these sites in float"
@@ -276,8 +276,8 @@ def _translate(program: torch.export.ExportedProgram) -> ir.Model:
         except Exception as error:
             raise ExportError(
                 f"torch.onnx can't translate the program: {reason_of(error)}",
-                fix="replace the operator that it names, or export the part of the model without it; "
-                "torch.onnx.export(model, inputs, dynamo=True) on the float model shows whether it is the model's own",
+                fix="replace the operator that the message names, or export the part of the model without it; "
+                "check whether torch.onnx.export(model, inputs, dynamo=True) also fails for the float model",
                 code="torch-onnx-failed",
             ) from error
     assert exported is not None

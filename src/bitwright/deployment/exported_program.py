@@ -226,14 +226,14 @@ def _load(path: Path) -> tuple[torch.export.ExportedProgram, dict[str, Any]]:
             warnings.simplefilter("ignore")
             program = torch.export.load(path, extra_files=files)
         return program, json.loads(files[_SITES] or "{}")
-    except Exception as error:  # torch has no type for a file that it can't read
+    except Exception as error:  # torch raises different types for unreadable files
         what = f"the program can't be read: {type(error).__name__}: {shortened(str(error))}"
         fix = "export it again, with this version of torch"
         raise ArtefactError(what, where=str(path), fix=fix, code="damaged-artefact") from error
 
 
 def _refuse_changed_bytes(path: Path) -> None:
-    """The file is an archive: a checksum for each of its members finds every changed bit."""
+    """Raise an error if a bit of the file changed: it is an archive with a checksum for each member."""
     try:
         with zipfile.ZipFile(path) as archive:
             changed = archive.testzip()
@@ -244,7 +244,7 @@ def _refuse_changed_bytes(path: Path) -> None:
     except Exception as error:  # zipfile raises several types for a damaged directory
         changed = f"{type(error).__name__}: {error}"
     if changed is not None:
-        what, fix = "the program isn't the one that was exported: its bytes were changed", "export it again"
+        what, fix = "the program's file changed after the export", "export it again"
         raise ArtefactError(what, where=str(path), value=changed, fix=fix, code="damaged-artefact")
 
 

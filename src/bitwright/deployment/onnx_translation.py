@@ -260,7 +260,7 @@ _NAMES = {
 def to_float32(model: ir.Model, source: nn.Module, inputs: Any) -> tuple[Problem, ...]:
     """Convert all tensors of other float types to float32, in place; returns a warning that lists these types.
 
-    Double precision inside a float32 model (a sum, a position) stays: parameters and inputs define the model's type.
+    Double precision inside a float32 model (a sum, a position) isn't converted: parameters and inputs define its type.
     """
     others = _meant(source, inputs)
     everywhere = [value for graph in model.graphs() for value in _values(graph)]

@@ -130,7 +130,10 @@ def refuse_nan(path: str, *, simulated: NDArray[Any], real: NDArray[Any], exact:
     elif has_nan.get("simulated"):
         what, fix = "the quantized model returns NaN where the float model doesn't", "keep the sites before it in float"
     else:
-        what, fix = f"{runtime} returns NaN where the simulated model doesn't", "check with per_site=True for the site"
+        what, fix = (
+            f"{runtime} returns NaN where the simulated model doesn't",
+            "check with per_site=True to find the site",
+        )
     raise ArtefactError(what, where=path or "output", fix=fix, code="nan-output")
 
 

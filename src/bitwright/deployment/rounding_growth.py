@@ -1,8 +1,8 @@
-"""Tell the growth of rounding from wrong arithmetic: rerun the simulation with the runtime's codes at every site.
+"""Distinguish growing rounding differences from wrong arithmetic: simulate with the runtime's codes at every site.
 
 Float kernels add in different orders, so a value next to a rounding boundary may get another code. In some models such
 a difference grows from layer to layer, until the outputs differ although every operator is correct. If the runtime's
-codes replace those of the simulation at each site, differences can't accumulate, and only a wrong operator is left.
+codes replace those of the simulation at each site, differences can't accumulate, and only wrong operators still differ.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ class RoundingGrowth:
 
     def warning(self) -> Problem:
         """The warning of a check that passed because only rounding differs."""
-        growth = f"it begins at {self.begins} ({percent(self.begins_share)} of the codes differ)"
-        peak = f"and is largest at {self.largest} ({as_decibels(self.largest_db)})"
+        growth = f"they begin at {self.begins} ({percent(self.begins_share)} of the codes differ)"
+        peak = f"and are largest at {self.largest} ({as_decibels(self.largest_db)})"
         return Problem(
-            what=f"differences of rounding grow in this model: {growth} {peak}. With the same codes at each site, "
+            what=f"rounding differences grow in this model: {growth} {peak}. With the same codes at each site, "
             f"runtime and simulation agree to {as_decibels(self.sqnr_db)}",
             where=self.begins,
             fix="compare the accuracy on the runtime; outputs of single samples depend on the order of float sums. "
-            "More bits, or float, between these sites reduce it",
+            "More bits, or float, between these sites reduce the differences",
             code="rounding-grows",
         )
 
@@ -80,7 +80,7 @@ class GrowthProbe:
     ) -> None:
         """Examine one batch with the outputs of the runtime and the float model. One wrong batch decides the result.
 
-        There is no result if the runtime doesn't expose its sites, or computes something else when it does.
+        There is no result if the runtime doesn't expose its sites, or if its results change when it does.
         """
         if self._hidden or (self.result is not None and not self.result.explains):
             return

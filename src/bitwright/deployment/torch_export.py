@@ -78,7 +78,7 @@ def trace(
         raise ExportError(
             f"the exported program doesn't reach {len(missing)} of the model's {len(recorded.passed)} quantizers",
             where=", ".join(sorted(missing)[:8]),
-            fix="the model calls other operators there under torch.export: keep these sites in float",
+            fix="keep these sites in float: the model calls different operators there under torch.export",
             code="export-path-differs",
         )
     return Traced(program=program, recorded=recorded, exported=exported)
@@ -300,7 +300,7 @@ def advice_for(error: BaseException) -> str:
         )
     return (
         "change the code there, or export the part of the model without it; "
-        "torch.export.export(model, inputs, strict=False) on the float model shows whether it is the model's own"
+        "check whether torch.export.export(model, inputs, strict=False) also fails for the float model"
     )
 
 

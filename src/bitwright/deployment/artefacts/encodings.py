@@ -47,14 +47,12 @@ class Encodings(Sidecar):
         return None
 
     def write(self, grids: Sequence[TensorGrid]) -> str:
-        """Write activations and parameters separately."""
         return EncodingsFile(
             activation_encodings={g.tensor: _encodings(g.grid) for g in grids if not g.weight},
             param_encodings={g.tensor: _encodings(g.grid) for g in grids if g.weight},
         ).model_dump_json(indent=1)
 
     def read(self, text: str) -> dict[str, StoredGrid]:
-        """Read activations and parameters."""
         file: EncodingsFile = self.parse(text)
         return {name: _grid(e) for name, e in (file.activation_encodings | file.param_encodings).items()}
 

@@ -37,7 +37,6 @@ class FixPositions(Sidecar):
         return None
 
     def write(self, grids: Sequence[TensorGrid]) -> str:
-        """Write parameters and activations separately."""
         positions = {g.tensor: (g.weight, (g.grid.bits, 1 - int(np.frexp(g.grid.scale)[1]))) for g in grids}
         return FixPositionsFile(
             param={name: position for name, (weight, position) in positions.items() if weight},
@@ -45,7 +44,6 @@ class FixPositions(Sidecar):
         ).model_dump_json(indent=1)
 
     def read(self, text: str) -> dict[str, StoredGrid]:
-        """Read parameters and activations."""
         file: FixPositionsFile = self.parse(text)
         return {
             name: StoredGrid(

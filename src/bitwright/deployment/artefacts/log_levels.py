@@ -58,7 +58,6 @@ class LogLevels(Sidecar):
         )
 
     def write(self, grids: Sequence[TensorGrid]) -> str:
-        """Write activations and weights separately."""
         levels = {
             g.tensor: (g.weight, Level(largest=float(g.grid.scale), offset=int(g.grid.zero_point))) for g in grids
         }
@@ -68,7 +67,6 @@ class LogLevels(Sidecar):
         ).model_dump_json(indent=1)
 
     def read(self, text: str) -> dict[str, StoredGrid]:
-        """Read activations and weights."""
         file: LogLevelsFile = self.parse(text)
         return {
             name: StoredGrid(

@@ -39,14 +39,12 @@ class Ranges(Sidecar):
     document = RangesFile
 
     def write(self, grids: Sequence[TensorGrid]) -> str:
-        """Write activations and weights separately."""
         return RangesFile(
             activations={g.tensor: _range(g) for g in grids if not g.weight},
             weights={g.tensor: _range(g) for g in grids if g.weight},
         ).model_dump_json(indent=1, exclude_none=True)
 
     def read(self, text: str) -> dict[str, StoredGrid]:
-        """Read activations and weights."""
         file: RangesFile = self.parse(text)
         return {
             name: StoredGrid.of_ends(np.array(r.min), np.array(r.max), r.qmin, r.qmax)
@@ -89,7 +87,6 @@ class ClipRanges(Sidecar):
         return None
 
     def write(self, grids: Sequence[TensorGrid]) -> str:
-        """Write activations and weights separately."""
         ends = {g.tensor: (g.weight, g.grid.ends()[1].tolist()) for g in grids}
         return ClipRangesFile(
             tensorrt=Thresholds(
@@ -99,7 +96,6 @@ class ClipRanges(Sidecar):
         ).model_dump_json(indent=1)
 
     def read(self, text: str) -> dict[str, StoredGrid]:
-        """Read activations and weights."""
         file: ClipRangesFile = self.parse(text)
         return {
             name: StoredGrid.of_ends(-np.array(end), np.array(end), -_CODES, _CODES)

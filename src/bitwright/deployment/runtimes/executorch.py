@@ -26,7 +26,7 @@ from bitwright.deployment.runtimes.base import Runtime, input_error
 
 
 class ExecuTorch(Runtime):
-    """Runs .pte files. The program that each was made from (.pt2) is stored next to it, because a .pte has no sites."""
+    """Runs .pte files. A .pte has no sites, so the program that it was made from (.pt2) is stored next to it."""
 
     name = "executorch"
     suffix: ClassVar[str] = ".pte"
@@ -35,7 +35,6 @@ class ExecuTorch(Runtime):
 
     @staticmethod
     def missing() -> str | None:
-        """Check that the package is installed."""
         return None if find_spec("executorch") else "the package executorch is not installed"
 
     @classmethod
@@ -43,14 +42,14 @@ class ExecuTorch(Runtime):
         """Write the program lowered to XNNPACK; convolutions and linear operators in float are an error."""
         quantized = quantized_program(model, inputs)
         _lower(quantized.program, path, integer=True)
-        program_file.save_program(_beside(path), quantized.program, quantized, beside=path)
+        program_file.save_program(_program_path(path), quantized.program, quantized, beside=path)
 
     @classmethod
     def write_float(cls, model: nn.Module, path: Path, inputs: Any) -> None:
         """Write the float program lowered to XNNPACK."""
         program = program_file.float_program(model, inputs)
         _lower(program, path, integer=False)
-        program_file.save_program(_beside(path), program)
+        program_file.save_program(_program_path(path), program)
 
     def __init__(self, path: Path, *, threads: int | None = None) -> None:
         with _quiet():
@@ -60,7 +59,7 @@ class ExecuTorch(Runtime):
             if threads is not None:
                 portable_lib._unsafe_reset_threadpool(threads)  # there is one pool per process
             self.method = Engine.get().load_program(path).load_method("forward")
-        program, _ = program_file.load_program(_beside(path))
+        program, _ = program_file.load_program(_program_path(path))
         self.path = path
         self.inputs = program_file.input_names(program)
         self.outputs = tuple(f"output_{index}" for index in range(self.method.metadata.num_outputs()))
@@ -81,7 +80,7 @@ class ExecuTorch(Runtime):
 
     def executed(self) -> dict[str, int]:
         """The operators in the delegate; `write` rejects products outside of it."""
-        program, quantized = program_file.load_program(_beside(self.path))
+        program, quantized = program_file.load_program(_program_path(self.path))
         products = sum(_is_product(node) for node in program.graph.nodes)
         integer = 0 if quantized is None else sum(_is_product(n) and _integer(n) for n in program.graph.nodes)
         return {"int8": integer, "float": products - integer}
@@ -93,17 +92,17 @@ class ExecuTorch(Runtime):
     @classmethod
     def stored(cls, path: Path) -> dict[str, NDArray[Any]]:
         """The tensors of the program next to the artefact."""
-        return program_file.stored_in(program_file.load_quantized(_beside(path)))
+        return program_file.stored_in(program_file.load_quantized(_program_path(path)))
 
     @classmethod
     def damages(cls, path: Path) -> list[Damage]:
         """Check the digests in the program's file."""
-        return program_file.damages_of(_beside(path))
+        return program_file.damages_of(_program_path(path))
 
     @classmethod
     def probing(cls, path: Path, sites: Iterable[str]) -> Runtime:
         """Lower a program with additional outputs."""
-        return _ExecuTorchProbe.of(program_file.load_quantized(_beside(path)), sites)
+        return _ExecuTorchProbe.of(program_file.load_quantized(_program_path(path)), sites)
 
 
 class _ExecuTorchProbe(ExecuTorch):
@@ -121,7 +120,7 @@ class _ExecuTorchProbe(ExecuTorch):
         with scratch_folder() as folder:
             path = folder / "probe.pte"
             _lower(program, path, integer=True)
-            program_file.save_program(_beside(path), program)
+            program_file.save_program(_program_path(path), program)
             probe = cls(path)
         probe.inputs = program_file.input_names(quantized.program)
         probe.outputs = outputs
@@ -140,7 +139,7 @@ class _ExecuTorchProbe(ExecuTorch):
         return codes.astype(np.int32)
 
 
-def _beside(path: Path) -> Path:
+def _program_path(path: Path) -> Path:
     return path.with_suffix(".pt2")
 
 

@@ -1,6 +1,6 @@
-"""LiteRT (TensorFlow Lite), with its optimized kernels, and with its reference kernels, as TensorFlow Lite Micro uses.
+"""LiteRT (TensorFlow Lite), with its optimized kernels or the reference kernels that TensorFlow Lite Micro uses.
 
-`write` converts our Q/DQ graph to a .tflite file with int8 operators, without a converter of TensorFlow. The metadata
+`write` converts our Q/DQ graph to a .tflite file with int8 operators, without TensorFlow's converter. The metadata
 of the file maps our sites to its tensors.
 """
 
@@ -89,9 +89,9 @@ class TfliteFile:
         own, structure = digests.pop(OWN, None), digests.pop(STRUCTURE, None)
         found = [Damage(site=one.site.split("~")[0], what=one.what) for one in compare_digests(digests, self.constants)]
         if own != own_digest(self.notes.model_dump(mode="json")):
-            found.append(Damage(site=NOTES, what="the metadata has other values than were exported"))
+            found.append(Damage(site=NOTES, what="the metadata changed after the export"))
         if structure != self.structure:
-            found.append(Damage(site=STRUCTURE, what="tensors or operators differ from those that were exported"))
+            found.append(Damage(site=STRUCTURE, what="tensors or operators changed after the export"))
         return found
 
     def stored(self) -> dict[str, NDArray[Any]]:
@@ -115,7 +115,7 @@ class TfliteFile:
 
     @property
     def sited(self) -> Notes:
-        """The notes; an error if there are none, or no sites."""
+        """The notes. Raises an error if the file has no notes or no sites."""
         if self.notes is None or not (self.notes.sites or self.notes.weights):
             fix = "pass the artefact of the quantized model"
             raise ArtefactError("this artefact has no sites", where=str(self.path), fix=fix, code="no-sites")
@@ -167,7 +167,6 @@ class LiteRt(Runtime):
 
     @staticmethod
     def missing() -> str | None:
-        """Check that the package is installed."""
         return None if find_spec("ai_edge_litert") else "the package ai-edge-litert is not installed"
 
     @classmethod
@@ -301,7 +300,7 @@ class _Probe(LiteRt):
 
 
 class _ReferenceProbe(_Probe):
-    """The same with the reference kernels."""
+    """A probe that runs the reference kernels."""
 
     name = LiteRtReference.name
     deploys = False

@@ -2,7 +2,7 @@
 
 The simulation computes sums in float32, so a sum next to a tie may get another code than on LiteRT. Such differences
 grow from layer to layer. Here each quantizer recovers the integer sum from the operator's float32 result, and rescales
-it as LiteRT's kernel does. Operators without an own rule keep the simulation's rounding.
+it as LiteRT's kernel does. Operators without a rule in this module keep the simulation's rounding.
 """
 
 from __future__ import annotations

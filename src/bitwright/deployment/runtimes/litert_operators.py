@@ -61,7 +61,7 @@ def _bias(writer: GraphWriter, value: ir.Value | None, outputs: int, *, integer:
     found = writer.weight(value)
     if integer:
         if found is None or found.codes.dtype != np.int32:
-            raise Unsupported("an integer product needs a bias of int32", "use the backend tflitemicro, or bias: int32")
+            raise Unsupported("an integer product needs an int32 bias", "use the backend tflitemicro, or bias: int32")
         return writer.keep(found, found.codes.reshape(-1))
     numbers = writer.array(value)
     if numbers is None:
@@ -363,7 +363,7 @@ def _aligned(writer: GraphWriter, tensors: Sequence[FileTensor], constants: Sequ
 
 
 def _binary(kind: str, options: str | None, *, fused: bool = False, integer: bool = False) -> Translation:
-    """An operator of two broadcast operands; `integer` if it has an int8 kernel with scales of their own."""
+    """An operator of two broadcast operands; `integer` if it has an int8 kernel with a scale per operand."""
 
     def write(writer: GraphWriter, node: ir.Node) -> None:
         value = node.outputs[0]
@@ -737,7 +737,7 @@ def _cut(writer: GraphWriter, x: FileTensor, cuts: dict[int, tuple[int, int, int
     if all(cut == (0, x.shape[axis], 1) for axis, cut in cuts.items()):
         return x
     if x.rank > 5:
-        raise Unsupported("LiteRT cuts at most five axes")
+        raise Unsupported("LiteRT slices at most five axes")
     begins, ends, steps, shape = [0] * x.rank, list(x.stored_shape), [1] * x.rank, list(x.shape)
     for axis, (begin, end, step) in cuts.items():
         at = x.axis(axis)

@@ -371,7 +371,7 @@ class GraphWriter:
     def _result(self, value: ir.Value) -> FileTensor:
         tensor = self.layout(self.real(value), last=False)
         if tensor.index in {index for one in self.graph.inputs for index in [self.forms[str(one.name)].real.index]}:  # type: ignore[union-attr]
-            what, fix = "an output is an input", "leave it out of the model's outputs"
+            what, fix = "an output of the model is also an input", "leave it out of the model's outputs"
             problem = Problem(what=what, where=str(value.name), fix=fix, code="output-is-input")
             raise PlanError([problem], title="can't write the model")
         return tensor
@@ -459,7 +459,7 @@ class GraphWriter:
             return None
         site = str(node.inputs[0].name).removesuffix(".codes")
         if "block_size" in node.attributes and node.attributes["block_size"].as_int():
-            raise Unsupported("LiteRT has no scales in groups", "use int8/channel/sym or int8/tensor/sym")
+            raise Unsupported("LiteRT doesn't support scales per group", "use int8/channel/sym or int8/tensor/sym")
         third = node.inputs[2] if len(node.inputs) > 2 else None
         zero = np.zeros(scale.shape, np.int64) if third is None else self.constants[str(third.name)].astype(np.int64)
         axis = node.attributes["axis"].as_int() % codes.ndim if scale.ndim and scale.size > 1 else None
@@ -645,7 +645,7 @@ class GraphWriter:
         site = str(node.outputs[0].name).removesuffix(".codes")
         int8 = "use int8/tensor/sym or int8/tensor/asym for this site, as the backend tflitemicro does"
         if scale is None or zero is None or scale.size != 1:
-            raise Unsupported("LiteRT has one constant scale for an activation", int8)
+            raise Unsupported("LiteRT supports only one constant scale per activation", int8)
         if zero.dtype != np.int8:
             raise Unsupported(f"LiteRT's integer kernels have int8 activations, but {site} has {zero.dtype}", int8)
         assert node.inputs[1] is not None

@@ -83,7 +83,7 @@ class Files(Strict):
     sites: dict[str, SiteBlob]
     pieces: dict[str, Piece]
     scales: dict[str, list[float]]
-    """Scales of weights; ncnn's files contain their reciprocals, from which not every scale can be recovered."""
+    """Scales of weights. ncnn's files contain their reciprocals, which don't always determine the scale exactly."""
 
     digests: dict[str, str] = Field(default_factory=dict)
     """Digests of all pieces by site, of the .param and .bin files, and of the rest of this file.
@@ -238,7 +238,6 @@ class Ncnn(Runtime):
 
     @staticmethod
     def missing() -> str | None:
-        """Check that the package is installed."""
         return None if find_spec("ncnn") else "the package ncnn is not installed"
 
     @classmethod

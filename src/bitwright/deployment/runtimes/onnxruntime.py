@@ -34,7 +34,6 @@ class OnnxRuntime(OnnxReader):
 
     @staticmethod
     def missing() -> str | None:
-        """Check that the package is installed."""
         return None if find_spec("onnxruntime") else "the package onnxruntime is not installed"
 
     def __init__(self, path: Path, *, threads: int | None = None) -> None:

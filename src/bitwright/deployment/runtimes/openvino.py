@@ -37,7 +37,6 @@ class OpenVino(OnnxReader):
 
     @staticmethod
     def missing() -> str | None:
-        """Check that the package is installed."""
         return None if find_spec("openvino") else "the package openvino is not installed"
 
     def __init__(self, path: Path, *, threads: int | None = None) -> None:
