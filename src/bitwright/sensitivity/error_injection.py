@@ -151,7 +151,7 @@ class _RecordedProduct(torch.autograd.Function):
         """Use differentiable functions only, so that errors here are errors of the gradients."""
         left, right, zero = ctx.saved_tensors
         seen: OperatorCall = ctx.seen
-        # the second backward pass runs through here again; it adds no error
+        # the second backward pass calls this function again, but adds no error
         first_pass = seen.grad is None
         if first_pass:
             seen.grad = grad.detach()

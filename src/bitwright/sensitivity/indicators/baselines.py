@@ -1,4 +1,4 @@
-"""Baselines for other indicators: random numbers, and the variance that rounding changes in an operator's weight."""
+"""Baselines for other indicators: random numbers, and how much rounding changes the variance of a weight."""
 
 from __future__ import annotations
 
