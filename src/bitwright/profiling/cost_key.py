@@ -22,7 +22,7 @@ from bitwright.graph.operators import is_inplace, locate
 _SHORT = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "float64": "f64", "int64": "i64", "int32": "i32"}
 _BYTES = {"float64": 8, "int64": 8, "complex64": 8, "float16": 2, "bfloat16": 2, "int16": 2, "int8": 1, "uint8": 1}
 FLOATS = ("float32", "bfloat16", "float16", "float64")
-LOSS = "loss:"  # how the text of a loss begins
+LOSS = "loss:"  # the prefix of the key of a loss
 _TOKEN = re.compile(r"«([0-9]{1,6})»")
 
 
@@ -49,7 +49,7 @@ class TensorSpec:
 
     @property
     def elements(self) -> int:
-        """How many numbers."""
+        """The number of elements."""
         return prod(self.shape)
 
     @property
@@ -202,7 +202,7 @@ class CallSpec:
 
 
 def describe(kind: str, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallSpec:
-    """Say what a call is.
+    """Describe a call by its kind, tensors and other arguments.
 
     >>> import torch
     >>> print(describe("add", torch.add, (torch.ones(2, 3), 1.0), {}).key())

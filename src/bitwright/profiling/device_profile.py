@@ -32,7 +32,7 @@ class OperatorTime(Strict):
 
     seconds: float = Field(ge=0, le=MOST_SECONDS)
     low: float | None = Field(default=None, ge=0, le=MOST_SECONDS, description="Lower end of the confidence interval.")
-    high: float | None = Field(default=None, ge=0, le=MOST_SECONDS, description="Its upper end.")
+    high: float | None = Field(default=None, ge=0, le=MOST_SECONDS, description="Upper end of the confidence interval.")
     repetitions: int = Field(default=1, ge=0, le=MOST_COUNT, description="0: not measured here (published or derived).")
 
 
@@ -62,7 +62,7 @@ class Line(Strict):
     per_element: float = Field(ge=0, le=MOST_SECONDS)
     fixed: float = Field(ge=0, le=MOST_SECONDS)
     start: int = Field(default=0, ge=0, le=MOST_BYTES)
-    r2: float | None = Field(default=None, description="Of all sizes.")
+    r2: float | None = Field(default=None, description="R² of the fit at all sizes.")
     held_out: float | None = Field(
         default=None, description="Largest relative error at sizes that were left out of the fit."
     )
@@ -141,7 +141,7 @@ class Host(Strict):
         default=0.0, ge=0, le=MOST_SECONDS, description="Seconds to set the learning rate at each step."
     )
     floor: float = Field(
-        default=0.0, ge=0, le=MOST_SECONDS, description="What the host needs for a step, however fast its device is."
+        default=0.0, ge=0, le=MOST_SECONDS, description="Seconds that the host needs for a step, even on a fast device."
     )
     yardstick: float = Field(
         default=0.0,

@@ -88,7 +88,7 @@ class OperatorUnderPlan:
 
 
 class Implementation(Protocol):
-    """Says how operators run; a kernel registers one."""
+    """Defines how operators run. A kernel registers an implementation."""
 
     def execution(self, operator: OperatorUnderPlan) -> Execution | None:
         """Return how it runs this operator; None if it doesn't."""
@@ -166,7 +166,7 @@ class Implementations:
     def register(self, name: str, implementation: Implementation) -> None:
         """Add an implementation, which is asked before the existing ones."""
         if name in self._known:
-            raise ValueError(f"the implementation {name!r} exists already")
+            raise ValueError(f"the implementation {name!r} already exists")
         self._known = {name: implementation, **self._known}
 
     def unregister(self, name: str) -> None:

@@ -177,8 +177,8 @@ def _small_net() -> nn.Module:
     return nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.LayerNorm(64), nn.ReLU())))
 
 
-def _elsewhere() -> None:
-    """Run a forward and a backward pass, because in a step the optimizer doesn't run after itself, either."""
+def _run_other_work() -> None:
+    """Run a forward and a backward pass, as a training step does between two runs of the optimizer."""
     data = torch.ones(64, 64)
     F.cross_entropy(_small_net()(data), data.argmax(1)).backward()
     _small_net().zero_grad()
@@ -190,7 +190,7 @@ def _within_a_step(run: Callable[[], float], between: int) -> Callable[[], float
     def run_in_step() -> float:
         if between < COLD:
             run()  # other sizes were measured since the last round
-            _elsewhere()
+            _run_other_work()
         _filler()[: between // 4].add_(1.0)
         return run()
 
@@ -268,7 +268,7 @@ def zero_grad_cost(clock: Clock, rounds: int = 9, between: int = COLD) -> Tensor
 
 WIDTH, BATCH = 768, 1024
 _FEW = 64  # samples of the first measurement
-_HOPELESS = 4.0  # ratio to FP32 on few samples above which the kernel isn't measured further
+_TOO_SLOW = 4.0  # ratio to FP32 on few samples above which the kernel isn't measured further
 _TURNS, _MORE = 5, 15  # turns, and the total if the first ones differ too much
 _UNSURE = 0.5  # interquartile range of ratios, relative to the median, that is too wide
 TOO_BUSY = "this machine is too busy to tell"
@@ -338,7 +338,7 @@ def _measure_kernels(batch: int, width: int) -> list[KernelSpeed]:
                 step(run, 1)  # the first call compiles and packs
                 first = [look(run, min(_FEW, batch)) for _ in range(_TURNS)]
                 found[name] = judge(name, first)
-                if statistics.median(first) < _HOPELESS or found[name].doubt is not None:
+                if statistics.median(first) < _TOO_SLOW or found[name].doubt is not None:
                     runs[name] = run
         except Exception as error:  # a plugin that can't be imported must not hide the others
             found[name] = KernelSpeed(kernel=name, problem=f"{type(error).__name__}: {error}")

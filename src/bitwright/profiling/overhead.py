@@ -117,7 +117,7 @@ _LAYERS = 30
 _MESSAGES = 4  # of 4 MB, while contention is measured
 
 
-def _place() -> torch.device:
+def _device() -> torch.device:
     """The device of the group's tensors."""
     if dist.get_backend() == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
@@ -138,7 +138,7 @@ class Collectives:
         self.taken: dict[tuple[str, int], list[float]] = {
             (operation, size): [] for operation in ("all_reduce", "broadcast") for size in _MESSAGE_SIZES
         }
-        self.tensors = {size: torch.zeros(size // 4, device=_place()) for size in _MESSAGE_SIZES}
+        self.tensors = {size: torch.zeros(size // 4, device=_device()) for size in _MESSAGE_SIZES}
         self.times: dict[tuple[str, int], int] = {}
         """Consecutive runs of each: after a pause, the first run may be faster, because CPU quota was left over."""
 
@@ -154,7 +154,7 @@ class Collectives:
                 _run_collective(operation, self.tensors[size])
             taken.append((_now() - start) / times)
             if (operation, size) not in self.times:
-                slowest = torch.tensor(taken[-1], device=_place())
+                slowest = torch.tensor(taken[-1], device=_device())
                 dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
                 seconds = float(slowest)
                 # on a slow link, smaller messages are enough for a fit
@@ -185,7 +185,7 @@ class Collectives:
 
     def _of_last(self, operation: str, size: int, warm: int) -> float:
         """Seconds as measured by the last rank to arrive, which doesn't wait."""
-        taken = torch.tensor(self.taken[(operation, size)][warm:], device=_place())
+        taken = torch.tensor(self.taken[(operation, size)][warm:], device=_device())
         # the root of a broadcast only sends; the broadcast ends when all ranks have received it
         dist.all_reduce(taken, op=dist.ReduceOp.MIN if operation == "all_reduce" else dist.ReduceOp.MAX)
         return typical(taken.tolist())
@@ -295,7 +295,7 @@ def group_lacks(facts: Mapping[str, Any]) -> bool:
     """Whether a rank lacks facts about this process group; the result is the same on all ranks."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() < 2:
         return False
-    lacks = torch.tensor(float(group_fact("collectives") not in facts), device=_place())
+    lacks = torch.tensor(float(group_fact("collectives") not in facts), device=_device())
     dist.all_reduce(lacks, op=dist.ReduceOp.MAX)
     return bool(lacks)
 

@@ -105,7 +105,7 @@ class TimedStep(TrainingStep):
         self.since = now
 
     def settled(self) -> dict[str, float]:
-        """Run a step after other steps of the same model, as in a training run. Short steps follow several."""
+        """Run a step after other steps of the same model, as in training. A short step runs after several others."""
         spent, steps = 0.0, 0
         while steps < 1 or (spent < _SETTLED and steps < 20):
             spent += sum(self().values())

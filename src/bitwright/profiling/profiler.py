@@ -117,7 +117,7 @@ def profile_variants(
     store = store or open_store(None, clock)
     tell = progress or (lambda words, done, total: None)
     facts = store.facts
-    if "process" not in facts:  # later, memory of steps would be counted twice
+    if "process" not in facts:  # measured first; later, the memory of steps would be counted twice
         store.add({"facts": {"process": _process_bytes(variants)}})
     if "compiler" not in facts and any(find_attachment(variant.model) is not None for variant in variants):
         store.add({"facts": {"compiler": compiler_bytes()}})
@@ -141,7 +141,7 @@ def profile_variants(
         tell("optimizers", 0, 1)
         costs = measure_tensors(clock, rounds=min(rounds, 9), between=between)
         store.add({"facts": {f"tensors {between}": [cost.model_dump() for cost in costs]}})
-    if facts.get("tensors") != facts[f"tensors {between}"]:  # those of the current model
+    if facts.get("tensors") != facts[f"tensors {between}"]:  # use the costs for the current model
         store.add({"facts": {"tensors": facts[f"tensors {between}"]}})
     wanted = [*casts, *DTYPES] if fit_casts else []
     for number, cast in enumerate(wanted):
@@ -196,7 +196,7 @@ def check_device(model: nn.Module) -> None:
 def training_peak(model: nn.Module, batch: Batch, loss: Loss, *, steps: int = 5) -> int:
     """The peak memory of this process within a few steps, without the weights. 0 if it can't be measured.
 
-    The model is restored afterwards. Call this before other measurements: the heap that other steps leave would count
+    The model is restored afterwards. Call this before other measurements, because the heap that they leave would count
     (INT8 steps after float steps needed 7 % more than in their own process). Several steps are needed because the heap
     grows by gaps between blocks of different sizes.
     """

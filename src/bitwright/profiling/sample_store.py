@@ -132,7 +132,7 @@ class SampleStore:
         if head != wanted:
             wrong = next((key for key in wanted if head.get(key) != wanted[key]), "bitwright_samples")
             raise BitwrightError(
-                f"these samples were taken under other circumstances ({wrong})",
+                f"these samples were taken under different circumstances ({wrong})",
                 where=str(self.path),
                 value=head.get(wrong),
                 fix=f"this run has {wanted.get(wrong)!r}: use another file for it",

@@ -1,8 +1,8 @@
 """Time every operator and quantizer of a training step, forward and backward.
 
 Timestamps are taken within real steps, because an operator that is timed alone runs with warm caches. A forward call
-has two timestamps. In backward, each autograd node has one, before it runs; the time until the next one belongs to the
-node, including the work of the engine for it. So the parts add up to the whole.
+has two timestamps. In backward, a timestamp is taken before each autograd node runs. The time until the next timestamp
+belongs to this node, including the engine's work for it. So the parts add up to the whole.
 """
 
 from __future__ import annotations
