@@ -199,9 +199,13 @@ class Cluster(Strict):
         sizes = sorted({cost.world for cost in measured})
         raise BitwrightError(
             f"unknown cost of {operation} among {world} devices: "
-            + ("no profile has it measured" if not sizes else f"it was measured among {', '.join(map(str, sizes))}"),
+            + (
+                "no profile contains a measurement"
+                if not sizes
+                else f"it was measured among {', '.join(map(str, sizes))}"
+            ),
             where=f"cluster, {', '.join(without)}",
-            fix=f"give the cluster a `link`, or one to {', '.join(without)}; or profile a process group of this size "
+            fix=f"add a `link` to the cluster or to {', '.join(without)}, or profile a process group of this size "
             f"with {self.backend}",
             code="unknown-link",
         )

@@ -99,7 +99,7 @@ class ClusterCostModel:
 
     @cached_property
     def kinds(self) -> Mapping[str, int]:
-        """Of the cluster."""
+
         return {name: kind.count for name, kind in self.cluster.devices.items()}
 
     @cached_property
@@ -110,7 +110,7 @@ class ClusterCostModel:
 
     @property
     def batch(self) -> int:
-        """As recorded."""
+
         return self.graph.samples
 
     def formats(self, kind: str, operator: str) -> Sequence[str]:
@@ -208,12 +208,12 @@ class ClusterCostModel:
         for op in self.graph.ops:
             sources = [source.removeprefix("op:") for source in op.sources if source.startswith("op:")]
             reached = {name for source in sources for name in behind.get(source, ())}
-            behind[op.name] = reached if op.name not in choices else {op.name} if self._tells(op) else set()
+            behind[op.name] = reached if op.name not in choices else {op.name} if self._affects_readers(op) else set()
             if op.name in choices:
                 found[op.name] = sorted(reached, key=lambda name: self.graph.position[name])
         return found
 
-    def _tells(self, op: StepOp) -> bool:
+    def _affects_readers(self, op: StepOp) -> bool:
         """Whether an operator's format changes the dtype or strides of its result."""
         executions = [
             self._execution(op, format) for format in {f for kind in self.kinds for f in self.formats(kind, op.name)}
@@ -229,7 +229,6 @@ class ClusterCostModel:
         return IMPLEMENTATIONS.execution(OperatorUnderPlan(op.name, op.call, plan))
 
     def reads(self, operator: str) -> Sequence[str]:
-        """By the recorded graph."""
         return self._readable[operator]
 
     @cached_property
@@ -248,7 +247,6 @@ class ClusterCostModel:
         return {name: list(others) for name, others in found.items()}
 
     def shares_input_with(self, operator: str) -> Sequence[str]:
-        """By the recorded graph."""
         return self._input_sharers[operator]
 
     @cached_property

@@ -60,7 +60,7 @@ def plan_cluster(
 ) -> Plan:
     """Plan low-precision training on a cluster: one section of the plan for each kind of device.
 
-    `scores` says how much each operator loses in each format: the result of `score_operators`, or a mapping
+    `scores` contains the penalty of each operator in each format: the result of `score_operators`, or a mapping
     `{operator: {format: penalty}}`. `planner` is a registered name; see `bitwright list planners`. `profiles` gives the
     profiles of the cluster's device kinds; without it they are loaded from the files that the cluster names. Operators
     that match a pattern of `keep_float` stay in float.
@@ -199,7 +199,7 @@ def compare_planners(
 ) -> PlannerComparison:
     """Plan as `plan_cluster` does, and compare the result with other planners and with uniform precisions.
 
-    A failure of another planner is part of the result; a failure of the chosen one raises.
+    A failure of another planner is part of the result; a failure of the chosen one raises an error.
     """
     PLANNERS.get(planner)
     model = _cost_model(workload, cluster, scores, **options)
@@ -278,7 +278,9 @@ def _check(
     scored = [name for name in penalties if name in names]
     if model.operators:
         if unknown:
-            log.warning("the scores name %s, which the model doesn't have: wrong or old scores?", _some(unknown))
+            log.warning(
+                "the scores contain %s, which the model doesn't have: they may belong to another model", _some(unknown)
+            )
         if model.unscored:
             log.warning("%s stay in float: the scores don't include them", _some(model.unscored))
         proportional = ", ".join(kind for kind in model.kinds if kind not in model.predictor.smaller)
@@ -287,7 +289,7 @@ def _check(
             log.warning("the times of %s are assumed to be proportional to the batch size: %s", proportional, fix)
     elif not scored:
         raise BitwrightError(
-            f"the scores are of another model: they name {_some(unknown)}, the model has {_some(sorted(names))}",
+            f"the scores belong to another model: they contain {_some(unknown)}, the model has {_some(sorted(names))}",
             where="scores",
             fix="compute them for this model: bitwright score WORKLOAD --indicator gradient-variance --formats int8",
             code="scores-of-another-model",

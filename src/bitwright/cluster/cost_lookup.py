@@ -114,7 +114,7 @@ class Costs:
         return known.seconds(elements, tensors)
 
     def scaling(self, elements: int, tensors: int) -> float:
-        """Seconds of fp16 loss scaling; 0 if the profile doesn't have it, as imported ones."""
+        """Seconds of fp16 loss scaling; 0 if the profile doesn't contain it, like imported profiles."""
         known = self.profile.by_name.get("scaling")
         return known.seconds(elements, tensors) if known is not None else 0.0
 

@@ -114,7 +114,7 @@ class TableCostModel:
         return list(self.costs[kind][operator])
 
     def penalty(self, operator: str, format: str) -> float:
-        """Float is free."""
+
         return 0.0 if format == FLOAT else self.penalties[operator][format]
 
     def work(self, kind: str, assignment: Assignment, batch: int) -> float:
@@ -153,7 +153,7 @@ class TableCostModel:
         return list(self.operators)[max(0, index - 1) : index]
 
     def shares_input_with(self, operator: str) -> Sequence[str]:
-        """None: in a table, operators share no tensors."""
+        """Empty, because operators in a table share no tensors."""
         return ()
 
     def cost_key(self, kind: str, operator: str) -> Hashable:

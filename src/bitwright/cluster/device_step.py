@@ -111,12 +111,12 @@ class PlacedOperator:
 
     @cached_property
     def forward(self) -> float:
-        """Seconds, without the overhead of the host."""
+        """Seconds, excluding the overhead of the host."""
         return self.cost.forward + sum(placed.cost.forward for placed in self.casts)
 
     @cached_property
     def backward(self) -> float:
-        """Seconds, gradients taken."""
+        """Seconds, including the accumulation of gradients."""
         return self.cost.backward + sum(placed.cost.backward for placed in self.casts) + self.accumulation
 
 
@@ -167,7 +167,7 @@ class DeviceStep:
             )
         local = DeviceStep(self.graph, plan, self.costs.fresh(), self.settings, list(self.blocks), casts=self.casts)
         gives = _Given(local)
-        waiting = sorted(self.graph.position[name] for name in changed | self._with_them(plan, changed))
+        waiting = sorted(self.graph.position[name] for name in changed | self._with_affected_operators(plan, changed))
         seen = set(waiting)
         same = True
         while waiting:
@@ -188,7 +188,7 @@ class DeviceStep:
         local.costs.complain()
         return local
 
-    def _with_them(self, plan: Plan, changed: set[str]) -> set[str]:
+    def _with_affected_operators(self, plan: Plan, changed: set[str]) -> set[str]:
         """Operators that the plans treat differently because of others: folded norms, shared quantizers."""
         found: set[str] = set()
         before, now = self.plan.folds, plan.folds
@@ -300,7 +300,7 @@ class DeviceStep:
 
     @cached_property
     def backward_seconds(self) -> float:
-        """Of one batch."""
+        """Seconds of one batch."""
         return self.backward_offsets[-1] if self.blocks else 0.0
 
     @cached_property
@@ -323,7 +323,9 @@ class DeviceStep:
         scaling = costs.scaling(elements, tensors) if settings.amp == "fp16" else 0.0
         return {
             "accumulate": again * costs.on_all("accumulate", elements, tensors) if again else 0.0,
-            "clip": costs.on_all("clip", elements, tensors) + scaling if clips else 0.0,  # gradients that are unscaled
+            "clip": costs.on_all("clip", elements, tensors) + scaling
+            if clips
+            else 0.0,  # clipping needs unscaled gradients
             "optimizer": costs.optimizer(settings, elements, tensors) + (0.0 if clips else scaling),
             "other": host.step
             + costs.on_all("zero_grad", elements, tensors)
@@ -371,7 +373,7 @@ class DeviceStep:
 
     @property
     def seconds(self) -> float:
-        """Memory of one step of a single device."""
+        """Seconds of one step of a single device."""
         return sum(self.phases.values())
 
 

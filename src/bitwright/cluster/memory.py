@@ -202,7 +202,7 @@ class _Walk:
 
 
 class _Errors:
-    """Gradients of activations. Each exists from its last reader's backward to the backward of the operator before."""
+    """Gradients of activations. Each exists from the backward of its last reader to that of its producer."""
 
     def __init__(self, blocks: list[PlacedOperator]) -> None:
         self.blocks = blocks
@@ -276,7 +276,7 @@ def describe_limits(limits: Mapping[str, MemoryLimit | None]) -> str:
     for name, limit in limits.items():
         alike.setdefault("unknown" if limit is None else str(limit), []).append(name)
     reserved = any(limit is not None and limit.reserve for limit in limits.values())
-    why = "; predictions are some percent wrong (memory_reserve in cluster.yaml)" if reserved else ""
+    why = "; the reserve covers errors of predictions (memory_reserve in cluster.yaml)" if reserved else ""
     return ", ".join(f"{' and '.join(names)} {text}" for text, names in alike.items()) + why
 
 

@@ -139,7 +139,7 @@ def _predictor(
 
 
 def uses_channels_last(plan: Plan, *, channels_last: bool = False) -> bool:
-    """Return whether images are NHWC: the caller or a device of the plan asks for it."""
+    """Return whether images are NHWC, because the caller or a device of the plan requests it."""
     return channels_last or any(device.channels_last for device in plan.devices.values())
 
 

@@ -95,7 +95,11 @@ def _summing(kinds: Mapping[str, int], most: Mapping[str, int], total: int) -> d
 
 def _too_many(costs: CostModel, plans: Plans, caps: Mapping[str, int], total: int) -> list[Problem]:
     held = sum(count * caps[kind] for kind, count in costs.kinds.items())
-    what = f"all devices together hold {held}" if held < total else "no whole numbers of samples within this sum up to"
+    what = (
+        f"all devices together hold {held}"
+        if held < total
+        else "no whole numbers of samples within these limits add up to"
+    )
     whole = Problem(
         what=f"{what} of {total} samples" if held < total else f"{what} {total}",
         where="batch",
