@@ -103,7 +103,7 @@ class History(Callback):
         self._add({"step": run.step, "epoch": run.epoch, "metrics": values})
 
     def discard(self, run: TrainingRun) -> None:
-        """Remove the file, unless it was there before."""
+        """Remove the file, unless it existed before."""
         if self._new:
             self.path.unlink(missing_ok=True)
 
@@ -131,7 +131,7 @@ class TensorBoard(Callback):
         if problem is not None:
             raise BitwrightError(problem, fix='pip install "bitwright[tensorboard]"', code="missing-tensorboard")
         self.writer: Any = None
-        self._before: frozenset[Path] | None = None  # files that were there before; None: not even the folder was
+        self._before: frozenset[Path] | None = None  # files that existed before; None if the folder didn't exist
 
     def on_start(self, run: TrainingRun) -> None:
         """Open the files and purge the steps that a resumed run repeats."""

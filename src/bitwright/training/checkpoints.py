@@ -121,7 +121,7 @@ class SavedCheckpoint:
             if name_problem(name) is not None or not path.is_file():
                 found.append(self.damaged(path, "a file of the checkpoint is missing"))
             elif file_fingerprint(path) != written:
-                found.append(self.damaged(path, "its contents are not those that were saved"))
+                found.append(self.damaged(path, "its contents changed after it was saved"))
         if len(found) == 1:
             raise found[0]
         if found:

@@ -136,7 +136,7 @@ class TrainConfig(BaseModel):
 
 @strict
 class StepSettings(BaseModel):
-    """The settings of one training step. They have the names of `TrainConfig`.
+    """The settings of one training step. They have the same names as in `TrainConfig`.
 
     >>> StepSettings(optimizer="adamw", clip=1.0).accumulate
     1
@@ -160,7 +160,7 @@ class StepSettings(BaseModel):
 
     @property
     def uses_foreach(self) -> bool:
-        """Whether the optimizer processes all tensors at once; on CPUs, torch does so only if it is told to.
+        """Whether the optimizer processes all tensors at once; on CPUs, torch does so only on request.
 
         Profiles of GPUs come from traces and data sheets, and have the same cost for both.
         """

@@ -66,7 +66,7 @@ class TrainingData:
         where = f"workload {workload.name!r}"
         assert workload.training is not None  # checked by the trainer
         self.name = workload.name
-        with self._owners_code("training"):
+        with self._in_user_code("training"):
             source = workload.training()
         self.collate = workload.collate or default_collate
         if isinstance(source, DataLoader):
@@ -183,7 +183,7 @@ class TrainingData:
         )
         loading = iter(loader)
         while True:
-            with self._owners_code("the training set"):
+            with self._in_user_code("the training set"):
                 batch = next(loading, _END)
             if batch is _END:
                 return
@@ -197,7 +197,7 @@ class TrainingData:
                 )
             yield batch[0], batch[1]
 
-    def _owners_code(self, what: str) -> AbstractContextManager[None]:
+    def _in_user_code(self, what: str) -> AbstractContextManager[None]:
         fix = "check training()[0] in Python; items of different sizes need Workload(collate=…)"
         return user_code(self.name, what, expected=_EXPECTED, fix=fix)
 
@@ -252,7 +252,7 @@ class IterationData(TrainingData):
                 parts = [torch.randperm(self.size, generator=generator) for _ in range(passes)]
                 self._whole = torch.cat(parts)[:total].to(kind)
             else:
-                # every sample as often as the others, or once less; the order is that of the whole run
+                # each sample occurs as often as the others or once less, in an order for the whole run
                 mixed = torch.randperm(total, generator=generator).to(kind)
                 self._whole = mixed.remainder_(self.size)
         return [int(index) for index in self._whole[start:end]]

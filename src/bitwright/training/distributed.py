@@ -65,7 +65,7 @@ def leave_group() -> None:
 
 @contextmanager
 def joined_group(backend: str, **options: Any) -> Iterator[None]:
-    """`init_process_group(backend, **options)`, left again at the end."""
+    """Call `init_process_group(backend, **options)`, and leave the group at the end."""
     dist.init_process_group(backend, **options)
     try:
         yield

@@ -108,7 +108,7 @@ class Qat:
 
     @classmethod
     def of(cls, quantized: Quantized, *, fuse: bool = True) -> Qat:
-        """Train a model that is quantized and calibrated already."""
+        """Train a model that is already quantized and calibrated."""
         self = cls.__new__(cls)
         self.notes = []
         self.quantized = quantized

@@ -1,6 +1,6 @@
 """The training step: forward, loss, backward, clipping and the optimizer. The profiler measures the same step.
 
-The loss, the device and the averaged weights of a step are here, too.
+This module also contains the loss, the device placement and the averaged weights.
 """
 
 from __future__ import annotations
