@@ -139,7 +139,7 @@ class Kernel(ABC):
     name: ClassVar[str]
     kinds: ClassVar[tuple[str, ...]]
     named_kinds: ClassVar[tuple[str, ...]] = ()
-    """More kinds that it runs where a plan names the operator. Patterns and planners leave these in float."""
+    """Additional kinds, which it runs only if a plan names the operator. Patterns and planners leave them in float."""
     compiles: ClassVar[bool] = True
     """Whether torch.compile of the complete model can trace it."""
     has_compiled_arithmetic: ClassVar[bool] = False

@@ -55,7 +55,7 @@ class _LowFloat(Kernel):
         wide = tensors[0].dtype if tensors else torch.float32
         device = tensors[0].device if tensors else torch.device("cpu")
         simulate = self.simulate or self.missing_for(str(kind), device) is not None
-        # a batch norm updates its statistics in place, and accepts 16-bit inputs beside them
+        # a batch norm updates its statistics in place, and accepts 16-bit inputs with float32 statistics
         narrowed = tensors[:1] if kind == "batch_norm" else tensors
 
         def narrow(tensor: Tensor) -> Tensor:
