@@ -99,7 +99,7 @@ def test_unknown_execution_types_are_reported_as_unknown(workload: bw.Workload) 
     def said(executed: dict[str, int] | None, names: tuple[str, ...] | None) -> str:
         return row.model_copy(update={"executed": executed, "left_in_float": names}).executed_text
 
-    assert said(None, None) == "onnxruntime doesn't tell"
+    assert said(None, None) == "onnxruntime doesn't report it"
     assert said({"int8": 2, "float": 0}, None) == "2 int8"
     assert said({"int8": 2, "float": 1}, None) == "2 int8, 1 float (onnxruntime doesn't name them)"
     assert said({"int8": 2, "float": 1}, ("head",)) == "2 int8, 1 float (head)"

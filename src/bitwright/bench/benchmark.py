@@ -185,8 +185,8 @@ def benchmark(
     """Quantize the workload's model for each runtime with that runtime's backend, and measure all of them in turns.
 
     `saved` is an output folder of `Quantized.save` or `bitwright quantize`: its model is measured instead, by default
-    on the runtime of its plan. `instances` processes run at the same time, each on `cores` of its own; the result then
-    has `together` instead of timings.
+    on the runtime of its plan. `instances` processes run at the same time, each on its own `cores` cores. The result
+    then has `together` instead of timings.
 
     Runtimes that are not available are in the result's `skipped` with the reason. `samples` limits calibration and
     check, but not the evaluation. ``evaluate=False`` omits accuracies, ``time=False`` omits latencies. The workload's
@@ -265,7 +265,7 @@ def _refuse(workload: Workload, *, threads: int | None, several: bool, evaluate:
         )
     if several and threads is not None:
         raise BitwrightError(
-            "an instance has as many threads as cores",
+            "threads can't be combined with instances, which use one thread per core",
             where="threads",
             value=threads,
             fix="use only --cores",
@@ -370,5 +370,5 @@ def _fastest(
 
 
 def _cost(row: LatencyRow | Together) -> float:
-    """What is less where it is faster: milliseconds of one process, seconds per sample of several."""
+    """The cost to minimize: milliseconds of one process, or seconds per sample of several."""
     return row.median_ms if isinstance(row, LatencyRow) else 1 / row.throughput

@@ -178,7 +178,7 @@ class OnRuntime(ResultModel):
     def executed_text(self) -> str:
         """The types in which the runtime multiplied, and the operators that it left in float."""
         if self.executed is None:
-            return f"{self.runtime} doesn't tell"
+            return f"{self.runtime} doesn't report it"
         kinds = ", ".join(f"{count} {kind}" for kind, count in self.executed.items() if count) or "no products"
         if not self.executed.get("float"):
             return kinds
@@ -213,7 +213,7 @@ class Together(ResultModel):
     variant: Literal["float", "quantized"]
     batch: int
     pinned: bool = Field(description="Whether the processes were bound to their cores.")
-    runs: int = Field(description="Of each instance.")
+    runs: int = Field(description="Runs of each instance.")
     median_ms: float = Field(description="p50 over all runs of all instances.")
     p90_ms: float
     p99_ms: float
@@ -251,7 +251,9 @@ class Fastest(ResultModel):
     runtime: str
     variant: Literal["float", "quantized"]
     median_ms: float
-    throughput: float | None = Field(default=None, description="Of several instances; by it they are compared.")
+    throughput: float | None = Field(
+        default=None, description="Throughput of several instances, which are compared by it."
+    )
 
 
 @strict

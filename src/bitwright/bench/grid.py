@@ -208,7 +208,7 @@ class GridConfig(_Strict):
         if foreign is not None:
             data = foreign
         elif given:
-            what = "only files of MQBench have this setting; a grid has its own"
+            what = "only MQBench files accept this setting; a grid file contains its own"
             problem = Problem(what=what, where=given[0], fix="change the grid's file", code="ignored-argument")
             raise PlanError([problem], title=f"{where} has problems")
         elif workload is not None:
@@ -217,13 +217,13 @@ class GridConfig(_Strict):
             config = GridConfig.model_validate(data)
         except ValidationError as error:
             raise PlanError(_all_problems(data, error, folder), title=f"{where} has problems") from error
-        config = config._beside(folder)
+        config = config._with_absolute_paths(folder)
         problems = list(config.problems())
         if problems:
             raise PlanError(problems, title=f"{where} has problems")
         return config
 
-    def _beside(self, folder: Path) -> GridConfig:
+    def _with_absolute_paths(self, folder: Path) -> GridConfig:
         """Resolve paths relative to the folder of the file."""
 
         def code(ref: str) -> str:
@@ -402,7 +402,7 @@ def _all_problems(data: dict[str, Any], error: ValidationError, folder: Path) ->
     places = {problem.where for problem in found}
     lists = {str(one["loc"][0]) for one in error.errors()}  # they contain examples, perhaps twice
     try:
-        rest = GridConfig.model_validate(_without_invalid_parts(data, error))._beside(folder).problems()
+        rest = GridConfig.model_validate(_without_invalid_parts(data, error))._with_absolute_paths(folder).problems()
     except (ValidationError, LookupError, TypeError, AttributeError):  # the data is too different from a grid
         return found
     return [*found, *(one for one in rest if one.where not in {*places, *lists})]

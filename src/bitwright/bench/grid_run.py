@@ -84,7 +84,7 @@ def run_grid(
     study = open_grid(config)
     try:
         if work:
-            folder = Path(starts) if starts is not None else _beside(config)
+            folder = Path(starts) if starts is not None else _default_folder(config)
             floats = FloatNetworks(folder, study)
             floats.check([task for task in config.tasks() if study.known(task) is None])
             try:
@@ -118,7 +118,7 @@ def open_grid(config: GridConfig) -> GridStudy:
     return open_study(store, config.name, {"grid": config.version}, resume=True, kind=RowOutcome, gave_up=gave_up)
 
 
-def _beside(config: GridConfig) -> Path:
+def _default_folder(config: GridConfig) -> Path:
     store = config.store or f"{config.name}.db"
     return Path(f"{config.name}.starts") if is_address(store) else Path(store).with_suffix(".starts")
 
@@ -377,7 +377,7 @@ def _log_other_machines(board: Leaderboard, rows: Sequence[Row]) -> None:
 
 
 def ran_elsewhere(board: Leaderboard, row: Row) -> str | None:
-    """The environment variables that a row needs for the same result here; None: nothing is known to differ."""
+    """The environment variables that a row needs for the same result here; None if no difference is known."""
     was = board.machines.get(row.machine or "")
     return None if was is None else other_instructions(was, machine())
 
