@@ -70,7 +70,7 @@ def write_leaderboard_page(
 def report_links(board: Leaderboard, path: Path, reports: Path) -> dict[str, str]:
     """Relative addresses of the reports that exist, by row."""
     if not reports.is_dir():
-        what, fix = "there is no such folder", f"run bitwright grid run grid.yaml --reports {reports}"
+        what, fix = "the folder doesn't exist", f"run bitwright grid run grid.yaml --reports {reports}"
         raise BitwrightError(what, where="--reports", value=str(reports), fix=fix, code="no-such-folder")
     found = {}
     for one in board.rows:
@@ -105,7 +105,9 @@ def leaderboard_page(
 def _cards(board: Leaderboard) -> list[Card]:
     states = Counter(row.status for row in board.rows)
     left = ", ".join(f"{count} {state}" for state, count in states.most_common() if state != "done")
-    found = [Card(title="Rows done", value=f"{states['done']} of {len(board.rows)}", lines=[left or "nothing is left"])]
+    found = [
+        Card(title="Rows done", value=f"{states['done']} of {len(board.rows)}", lines=[left or "no rows left"])
+    ]
     found += [_width_card(board, bits) for bits in sorted({row.bits for row in board.rows}, reverse=True)]
     gaps = [(row.device.gap, row) for row in board.rows if row.device is not None and row.device.gap is not None]
     if gaps:

@@ -162,7 +162,7 @@ def _sites(record: Record) -> Iterable[str]:
             (s.step, str(s.units), f"{s.seconds:.1f} s", "; ".join(f"{k}: {v}" for k, v in s.skipped.items()))
             for s in record.steps
         ]
-        yield table(["step", "#units", "#time", "left alone"], ran)
+        yield table(["step", "#units", "#time", "skipped"], ran)
 
 
 def _verbs(record: Record) -> Iterable[str]:

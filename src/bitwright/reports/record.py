@@ -33,7 +33,7 @@ class FloatDistance(ResultModel):
     """Outputs of the simulated model compared with those of the float model."""
 
     samples: int
-    sqnr_db: float | None = Field(description="Of the output with the largest deviation. None: no deviation.")
+    sqnr_db: float | None = Field(description="SQNR of the output with the largest deviation. None: no deviation.")
     top1_agreement: float | None
     far: bool = Field(description="Whether the result is unusable.")
     worst: dict[str, float | None] = Field(description="SQNR of the sites with the largest errors.")
@@ -61,7 +61,7 @@ class StepRow(ResultModel):
 
     step: str
     units: int = Field(description="Number of layers, blocks or pairs.")
-    seconds: float = Field(description="In the process that finished the step.")
+    seconds: float = Field(description="Time in the process that finished the step.")
     skipped: dict[str, str] = Field(default_factory=dict, description="Skipped layers, with the reason.")
 
 
@@ -116,12 +116,12 @@ class Record(ResultModel):
     folds: dict[str, str] = Field(default_factory=dict)
     steps: tuple[StepRow, ...] = ()
     graph: tuple[Node, ...] = Field(default=(), description="The model's operators in the order of execution.")
-    sensitivity: Sensitivity | None = Field(default=None, description="By `bitwright score`.")
-    forecasts: tuple[Forecast, ...] = Field(default=(), description="By `bitwright predict`.")
-    tuning: TuningRecord | None = Field(default=None, description="By `bitwright tune`.")
-    training: TrainingRecord | None = Field(default=None, description="By `bitwright train`.")
-    comparison: Comparison | None = Field(default=None, description="By `bitwright bench`.")
-    row: GridRow | None = Field(default=None, description="By a grid of `bitwright bench`.")
+    sensitivity: Sensitivity | None = Field(default=None, description="The result of `bitwright score`.")
+    forecasts: tuple[Forecast, ...] = Field(default=(), description="The results of `bitwright predict`.")
+    tuning: TuningRecord | None = Field(default=None, description="The result of `bitwright tune`.")
+    training: TrainingRecord | None = Field(default=None, description="The result of `bitwright train`.")
+    comparison: Comparison | None = Field(default=None, description="The result of `bitwright bench`.")
+    row: GridRow | None = Field(default=None, description="The row of a grid.")
     distance: FloatDistance | None = Field(default=None, description="None: not measured.")
     warnings: tuple[WarningRow, ...] = ()
     others: tuple[RunRow, ...] = Field(default=(), description="Runs that `bitwright report` joined with this one.")
@@ -319,7 +319,7 @@ class Node(ResultModel):
     name: str
     kind: str
     inputs: tuple[str, ...] = Field(description="Operators that produce its inputs.")
-    shape: tuple[int, ...] = Field(description="Of its first result.")
+    shape: tuple[int, ...] = Field(description="The shape of its first result.")
     macs: int
     level: int = Field(description="Length of the longest path from the inputs.")
     lane: int = Field(description="Its position among the operators of its level; 0 is the main path.")

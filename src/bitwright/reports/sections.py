@@ -28,7 +28,7 @@ class SiteSensitivity(ResultModel):
 
     site: str
     format: str
-    sqnr_db: float | None = Field(description="Of the numbers at the site. None: no error.")
+    sqnr_db: float | None = Field(description="SQNR of the values at the site. None: no error.")
     output_error: float
     cosine_distance: float
     loss_change: float | None = Field(description="None: the workload has no loss.")
@@ -93,12 +93,12 @@ class TrainingRecord(ResultModel):
 
     metric: str
     precision: str
-    metrics: tuple[dict[str, float], ...] = Field(description="After each epoch.")
+    metrics: tuple[dict[str, float], ...] = Field(description="The metrics after each epoch.")
     best_epoch: int | None = Field(description="From 1.")
     steps: int
     processes: int
     config_hash: str
-    settings: dict[str, str] = Field(description="Those that differ from the defaults.")
+    settings: dict[str, str] = Field(description="The settings that differ from the defaults.")
     init: str | None = Field(description="The initial weights.")
     notes: tuple[str, ...]
 
@@ -165,7 +165,7 @@ class TrialRow(ResultModel):
     failed: str | None = Field(description="Why it could not be measured.")
     latency_ratio: float | None = Field(description="Relative to float in the same run.")
     size: int | None
-    pareto: bool = Field(description="On the Pareto front of metric, latency and size.")
+    pareto: bool = Field(description="Whether it is on the Pareto front of metric, latency and size.")
     best: bool
     seconds: float
 
@@ -180,7 +180,7 @@ class TuningRecord(ResultModel):
     limit: float | None = Field(description="The worst value of the metric that meets the goal.")
     met_goal: bool | None
     stopped_because: str
-    float_metrics: dict[str, float] = Field(description="Of the float model; empty: not measured.")
+    float_metrics: dict[str, float] = Field(description="The metrics of the float model; empty: not measured.")
     float_size: int | None
     full_evaluations: int
     notes: tuple[str, ...]
@@ -258,7 +258,7 @@ class ForecastDevice(ResultModel):
     name: str
     count: int
     computing_ms: float
-    busy: float = Field(description="Share of the step.")
+    busy: float = Field(description="Share of the step during which it computes.")
     communicating: float
     waiting: float
     phases_ms: dict[str, float] = Field(description="Predicted, in the order of a step.")
