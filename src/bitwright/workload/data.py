@@ -42,7 +42,7 @@ def split(stream: Iterable[Any], size: int) -> Iterator[Any]:
 
 
 def rebatched(stream: Iterable[Any], size: int | None) -> Iterator[Any]:
-    """Batches of exactly `size` samples. Incomplete rests of batches are dropped."""
+    """Batches of exactly `size` samples. Incomplete batches are dropped."""
     for batch in stream:
         whole = batch_size(batch)
         if size is None or whole == size:

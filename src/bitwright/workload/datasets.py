@@ -43,11 +43,14 @@ class Dataset(Strict):
     resize: int | None = Field(default=None, gt=0, le=10_000, description="Length of the shorter side of images.")
     crop: int | None = Field(default=None, gt=0, le=6_000, description="Size of the center crop of images.")
     random_crop: int | None = Field(
-        default=None, gt=0, le=6_000, description="Size of a random part of images, as torchvision's RandomResizedCrop."
+        default=None,
+        gt=0,
+        le=6_000,
+        description="Size of a random part of images, like torchvision's RandomResizedCrop.",
     )
     flip: bool = Field(default=False, description="Mirror every second image, at random.")
     shuffle: bool = Field(default=False, description="Read images in random order.")
-    seed: int = Field(default=0, ge=0, lt=2**32, description="Of random parts, mirroring and the order.")
+    seed: int = Field(default=0, ge=0, lt=2**32, description="Seed of random parts, mirroring and the order.")
     interpolation: Literal["nearest", "bilinear", "bicubic"] = Field(
         default="bicubic", description="The filter that resizes images."
     )
@@ -185,7 +188,7 @@ def random_part(
 ) -> tuple[int, int, int, int]:
     """A random rectangle (left, top, right, bottom), by default with 8 to 100 % of the area and a ratio near 1.
 
-    As torchvision's RandomResizedCrop: ten tries, then the largest central part with an allowed ratio.
+    Like torchvision's RandomResizedCrop: ten tries, then the largest central part with an allowed ratio.
     """
     width, height = size
     for _ in range(10):

@@ -139,7 +139,7 @@ class TransformedImages(Dataset[tuple[Tensor, int]]):
 
 
 def color_jitter(picture: Any, generator: np.random.Generator, strengths: Sequence[float] = _STRENGTHS) -> Any:
-    """Change brightness, contrast, saturation and hue at random, in a random order, as torchvision's ColorJitter."""
+    """Change brightness, contrast, saturation and hue at random, in a random order, like torchvision's ColorJitter."""
     from PIL import Image, ImageEnhance
 
     def enhanced(kind: Callable[[Any], Any], strength: float) -> Callable[[Any], Any]:

@@ -34,7 +34,7 @@ SCHEMES = ("hf", "gguf")
 _OPTIONS = {"text": "FILE", "sequence": "256", "samples": "32", "batch": "4"}
 _OPTION = re.compile(rf",({'|'.join(_OPTIONS)})=")
 _LARGEST = 1 << 20
-_CHARACTERS = 16  # per token, at most: only the beginning of a long text is read
+_CHARACTERS = 16  # the maximum per token; only the beginning of a long text is read
 _EXAMPLE = (2, 16)  # samples and tokens of the example call
 
 
@@ -67,7 +67,7 @@ class TextModel:
         if not path or (unknown is not None and not Path(path).expanduser().exists()):
             example = ",".join(f"{name}={value}" for name, value in _OPTIONS.items())
             raise WorkloadError(
-                "the reference names no model" if unknown is None else "unknown option of a language model",
+                "the reference contains no model" if unknown is None else "unknown option of a language model",
                 value=ref if unknown is None else unknown[1],
                 fix=f"write {scheme}:PATH,{example}" if unknown is None else did_you_mean(unknown[1], _OPTIONS),
                 code="invalid-reference" if unknown is None else "unknown-name",

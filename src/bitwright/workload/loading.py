@@ -45,7 +45,7 @@ def load_workload(
     reference: ``hf:FOLDER,text=wiki.txt,sequence=512,samples=8,batch=2``.
 
     ``config.yaml:FOLDER`` is the network that another system's file names, with the data in a folder. Without FOLDER,
-    the data is where the file says.
+    the file defines where the data is.
 
     `bitwright list workloads` shows all names.
 
@@ -86,7 +86,7 @@ def _imported(file: Path, data: str | None) -> Workload:
 
 
 def open_workload(ref: str) -> Workload:
-    """Load a workload and call its model once, so that a model that fails on its own inputs is reported as such."""
+    """Load a workload and call its model once, so that a model that fails on its example inputs is reported clearly."""
     workload = load_workload(ref)
     where = f"workload {workload.name!r}"
     try:
@@ -117,7 +117,7 @@ def load_object(ref: str) -> Any:
     path, colon, function = ref.rpartition(":")
     if not colon:
         raise WorkloadError(
-            "the reference names no function", value=ref, fix=f"write {ref}:function", code="invalid-reference"
+            "the reference contains no function name", value=ref, fix=f"write {ref}:function", code="invalid-reference"
         )
     file = Path(path).expanduser().resolve()
     if not file.is_file():

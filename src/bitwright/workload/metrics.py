@@ -124,7 +124,7 @@ def make_evaluate(wanted: dict[str, dict[str, Any]], data: Callable[[], Iterable
             METRICS[name][0](**options)
         except TypeError as error:
             raise WorkloadError(
-                f"the options of the metric are wrong: {error}", where=name, value=options, code="invalid-options"
+                f"invalid options of the metric: {error}", where=name, value=options, code="invalid-options"
             ) from error
 
     def evaluate(predict: Callable[..., Any]) -> dict[str, float]:
