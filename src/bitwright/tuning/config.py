@@ -94,9 +94,9 @@ class TuneConfig(Strict, populate_by_name=True):
         data = read_settings(file, "a search", "workload: …")
         ours = translated(data, "tune", where=str(file)) or data
         config = validated(TuneConfig, ours, title=f"{file} has problems")
-        return config._beside(file.parent)
+        return config._with_absolute_paths(file.parent)
 
-    def _beside(self, folder: Path) -> TuneConfig:
+    def _with_absolute_paths(self, folder: Path) -> TuneConfig:
         """Resolve paths relative to the folder of the file."""
 
         def of(data: Dataset | None) -> Dataset | None:
