@@ -37,13 +37,13 @@ def check(
     runtime: Annotated[
         str | None, option("A runtime, or `all` that can be used here (default: that of the plan's backend).")
     ] = None,
-    per_site: Annotated[bool, option("Compare the codes at every site too.", "--per-site")] = False,
+    per_site: Annotated[bool, option("Also compare the codes at every site.", "--per-site")] = False,
     samples: SamplesOption = None,
 ) -> None:
     """Run an artefact on the real runtime and compare it with the simulated model and with the float model.
 
-    Exits with 1 if an output diverges, or if the weights or scales of the file are not those of the model, and names
-    the first such site. A large distance from the float model is only a warning.
+    Exits with 1 if an output diverges, or if weights or scales of the file differ from the model's, and names the
+    first such site. A large distance from the float model is only a warning.
     """
     from bitwright.workflows import check_workload
 

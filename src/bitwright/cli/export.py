@@ -26,11 +26,11 @@ def export(
     model: ModelOption = None,
     plan: PlanOption = None,
     checkpoint: CheckpointOption = None,
-    artefact: Annotated[str | None, option("Another artefact than the backend's first.")] = None,
+    artefact: Annotated[str | None, option("Kind of artefact (default: the backend's first).")] = None,
     as_float: Annotated[bool, option("Export the float model.", "--float")] = False,
     static_batch: Annotated[bool, option("Fix the batch to that of the example inputs.", "--static-batch")] = False,
 ) -> None:
-    """Write the artefact of a quantized model, or the float model. The suffix chooses the runtime.
+    """Write the artefact of a quantized model, or the float model. The suffix determines the runtime.
 
     .onnx: Q/DQ with integer weights, or float with a file of quantization parameters; .pt2: a torch.export program for
     inductor; .pte: ExecuTorch; .param: ncnn, with the weights in .bin; .tflite: LiteRT. .pt2, .pte and .tflite have the

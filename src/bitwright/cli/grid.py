@@ -35,7 +35,7 @@ def grid_run(
     workload: GridWorkloadOption = None,
     data: DataOption = None,
     iterations: IterationsOption = None,
-    attempts: Annotated[int | None, option("How often a failing row is tried in total.", min=1)] = None,
+    attempts: Annotated[int | None, option("Total number of attempts for a failing row.", min=1)] = None,
     starts: StartsOption = None,
     output: BoardOption = None,
     reports: ReportsOption = None,

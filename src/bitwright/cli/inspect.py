@@ -22,7 +22,8 @@ def inspect(
     out: Out,
     workload: WorkloadArg,
     batches: Annotated[
-        int, option("Record so many calibration batches too: paths of the code may differ.", min=0, show_default=True)
+        int,
+        option("Also record this many calibration batches, because code paths may differ.", min=0, show_default=True),
     ] = 0,
 ) -> None:
     """Show the operators of a model: names, shapes, parameters, multiply-accumulates."""

@@ -21,7 +21,7 @@ def option(help: str, *flags: str, **settings: Any) -> Any:
     return typer.Option(*flags, help=help, **{"show_default": False, **settings})
 
 
-_WORKLOAD = "file.py:function, hf:FOLDER, gguf:FILE, or a name that `bitwright list workloads` has."
+_WORKLOAD = "file.py:function, hf:FOLDER, gguf:FILE, or a name from `bitwright list workloads`."
 WorkloadArg = Annotated[str, typer.Argument(metavar="WORKLOAD", help=_WORKLOAD)]
 OptionalWorkloadArg = Annotated[str | None, typer.Argument(metavar="WORKLOAD", help=_WORKLOAD, show_default=False)]
 FolderOption = Annotated[Path, option("Output folder.", "--output", "-o")]

@@ -45,7 +45,7 @@ def predict_(
     batch: BatchOption = None,
     channels_last: ChannelsLastOption = False,
     graph: Annotated[Path | None, option("Use this recorded step (`profile --graph`).")] = None,
-    exact: Annotated[bool, option("Simulate each device by itself.", "--exact")] = False,
+    exact: Annotated[bool, option("Simulate each device separately.", "--exact")] = False,
     trace: Annotated[Path | None, option("Write a Chrome trace of the step to this file.")] = None,
     steps: Annotated[int | None, option("Also run this many real steps and compare.", "--compare", min=3)] = None,
     report: ReportOption = None,

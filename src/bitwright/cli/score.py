@@ -32,7 +32,7 @@ def score(
     samples: Annotated[int, option("Samples to score with.", min=1, show_default=True)] = 128,
     top: Annotated[int, option("Sites to show.", min=1, show_default=True)] = 20,
     most: Annotated[
-        int, option("Operators to keep in float at most, in the suggestion.", min=1, show_default=True)
+        int, option("Maximum number of operators that the suggestion keeps in float.", min=1, show_default=True)
     ] = 5,
     output: Annotated[
         Path | None, option("Write the suggested plan (with --indicator: the scores) here.", "--output", "-o")
@@ -51,7 +51,7 @@ def score(
     """
     from bitwright.workflows import score_workload, score_workload_operators
 
-    if indicator is not None:  # it looks at the float model
+    if indicator is not None:  # indicators use the float model
         given = {f"--{name.replace('_', '-')}": value for name, value in choices.items()}
         exclude("--indicator", {"--backend": backend, "--plan": plan, **given, "--report": report})
     found = open_workload(out, workload)

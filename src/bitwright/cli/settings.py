@@ -108,7 +108,7 @@ def _with_options(function: Function, run: Function, replaced: tuple[str, ...], 
     more = [inspect.Parameter(name, keyword, default=None, annotation=kind) for name, kind in added.items()]
     wrapped = functools.wraps(function)(run)
     wrapped.__signature__ = inspect.Signature([*kept, *more])  # type: ignore[attr-defined]
-    del wrapped.__wrapped__  # or inspect would look through
+    del wrapped.__wrapped__  # otherwise inspect would use the original signature
     return wrapped
 
 

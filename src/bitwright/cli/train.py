@@ -73,8 +73,8 @@ def train(
 ) -> None:
     """Train a workload, in float, with quantizers (--precision, --plan) or with low-precision kernels (--plan).
 
-    Quantizers are in place before DDP, the optimizer and the compiler. Several processes: start it with torchrun.
-    Rerun the same command after an interruption or a kill: it resumes from the last checkpoint, to the bit.
+    Quantizers are added before DDP, the optimizer and the compiler. Start several processes with torchrun. After an
+    interruption, rerun the command to resume from the last checkpoint; the result is bit-identical.
     A config.yaml of MQBench sets the network, its quantizers and the whole training; --iterations shortens it.
     """
     from bitwright.importers.mqbench import train_mqbench

@@ -29,7 +29,7 @@ def tune(
     drop: Annotated[str | None, option("Allowed loss: 1% of the float metric, or 0.5 in its units.")] = None,
     lower_is_better: Annotated[bool, option("Smaller values of the metric are better.", "--lower-is-better")] = False,
     minutes: Annotated[float | None, option("Time to spend.", min=0)] = None,
-    trials: Annotated[int | None, option("Candidates to try at most.", min=1)] = None,
+    trials: Annotated[int | None, option("Maximum number of candidates.", min=1)] = None,
     first: Annotated[bool, option("Stop at the first model that passes.", "--first")] = False,
     strategy: Annotated[str | None, option("A name of `bitwright list strategies`.")] = None,
     backend: BackendOption = None,
@@ -44,7 +44,7 @@ def tune(
     """Find the fastest quantized model that loses no more than the goal allows; write it with a report.
 
     The whole budget is spent to find a faster one, unless --first is given. If no candidate meets the goal, the best
-    one is written and the exit code is 1. After an interruption or a kill, rerun the same command: it resumes. Several
+    one is written and the exit code is 1. After an interruption, rerun the command to resume. Several
     processes, on several machines, can work on one study in PostgreSQL (--store, --resume), each with its own -o.
     """
     from bitwright.core.errors import WorkloadError
@@ -70,9 +70,9 @@ def tune(
     found = config.make_workload(given)
     if drop is not None and not can_measure(found):
         raise WorkloadError(
-            "--drop needs a metric, and the workload has none",
+            "--drop needs a metric, but the workload has none",
             where=f"workload {found.name!r}",
-            fix="give the Workload evaluation= or evaluate=, or leave --drop out: the model is quantized once",
+            fix="give the Workload evaluation= or evaluate=, or omit --drop to quantize the model once",
             code="no-evaluation-data",
         )
     with out.progress() as progress:

@@ -84,7 +84,7 @@ def _tell_interrupt(out: Out, error: BaseException, stop: Stop) -> None:
         return
     cause = f"interrupted by {stop.asked}" if stop.received else "interrupted"
     shown = ", ".join(map(str, written[:3])) + (f" and {len(written) - 3} more" if len(written) > 3 else "")
-    out.error(f"{cause}: {f'what was complete is kept: {shown}' if written else 'nothing was written'}", [])
+    out.error(f"{cause}: {f'complete files are kept: {shown}' if written else 'nothing was written'}", [])
 
 
 @contextmanager

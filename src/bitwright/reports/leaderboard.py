@@ -105,9 +105,7 @@ def leaderboard_page(
 def _cards(board: Leaderboard) -> list[Card]:
     states = Counter(row.status for row in board.rows)
     left = ", ".join(f"{count} {state}" for state, count in states.most_common() if state != "done")
-    found = [
-        Card(title="Rows done", value=f"{states['done']} of {len(board.rows)}", lines=[left or "no rows left"])
-    ]
+    found = [Card(title="Rows done", value=f"{states['done']} of {len(board.rows)}", lines=[left or "no rows left"])]
     found += [_width_card(board, bits) for bits in sorted({row.bits for row in board.rows}, reverse=True)]
     gaps = [(row.device.gap, row) for row in board.rows if row.device is not None and row.device.gap is not None]
     if gaps:

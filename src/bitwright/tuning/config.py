@@ -81,7 +81,7 @@ class TuneConfig(Strict, populate_by_name=True):
     samples: int | None = Field(default=None, gt=0, le=10**12, description="Number of calibration samples.")
     measuring: Measuring = Measuring()
     data: SkipJsonSchema[InstanceOf[FileData] | None] = Field(
-        default=None, description="Of another system's file: an object, not a setting that a file can have."
+        default=None, description="Data and training of another system's file; set by importers only."
     )
     early: bool = Field(
         default=True, description="Stop evaluating candidates that can't pass after a part of the data."

@@ -154,7 +154,7 @@ def deploy(
     begin = phases(progress)
     folder = Path(run)
     if not (folder / "checkpoint.safetensors").is_file() or not (folder / "plan.yaml").is_file():
-        what = "there is no such folder" if not folder.is_dir() else "this is not the folder of a quantized run"
+        what = "the folder doesn't exist" if not folder.is_dir() else "this is not the folder of a quantized run"
         fix = "give the output folder of `bitwright train --precision …` or `bitwright quantize`"
         raise BitwrightError(what, where=str(run), fix=fix, code="no-saved-model")
     saved = SavedModel.read(folder)
@@ -303,7 +303,7 @@ def _warnings(
 
 
 def _check_same_model(workload: Workload, plan: Plan, run: Path) -> None:
-    """Report a run of another workload as such, and not tensor by tensor."""
+    """Report one problem for a run of another workload, instead of one for each tensor."""
     if plan.model in (None, workload.name):
         return
     try:

@@ -292,7 +292,7 @@ def _entries(registry: Registry) -> Iterator[Plugin]:
 
 
 def _problem(registry: Registry, found: Any) -> str | None:
-    """A workload is not built to find out: it may train for hours."""
+    """Workloads are not loaded for this, because loading one may train for hours."""
     if registry is RUNTIMES:
         reason: str | None = found.missing()
         return reason

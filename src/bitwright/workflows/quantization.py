@@ -137,7 +137,7 @@ def _resume_hint(state: Path) -> str | None:
 
 
 def _note_overwritten(output: Path, workload: str) -> None:
-    """Log it if the folder has the results of another workload."""
+    """Log a note if the folder has the results of another workload."""
     with suppress(BitwrightError):  # no report, or a damaged one
         before = read_json(output / "report.json").workload
         if before != workload:

@@ -164,7 +164,7 @@ def score_workload_operators(
         what, fix = "an indicator needs inputs with targets", "give the Workload evaluation= or training="
         raise WorkloadError(what, where=where, fix=fix, code="no-evaluation-data")
     if workload.evaluation is None:
-        log.info("there is no evaluation=: the indicator looks at training data")
+        log.info("the workload has no evaluation data, so the indicator uses training data")
     data = split(labelled(workload, samples), _BATCH)
     return score_operators(workload.model, data, loss_of(workload), indicator=indicator, formats=list(formats))
 
