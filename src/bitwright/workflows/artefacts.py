@@ -65,8 +65,9 @@ def export_workload(
 ) -> ExportedFile:
     """Write the artefact of a saved model of a workload, or without `saved` the float model.
 
-    The suffix of `path` determines the runtime: .onnx, .pt2 (inductor), .pte (ExecuTorch), .param (ncnn) or
-    .tflite (LiteRT). `artefact` is the kind of ONNX artefact, by default the backend's first. Without `dynamic_batch`, the batch is that of the example inputs.
+    The suffix of `path` determines the runtime: .onnx, .pt2 (inductor), .pte (ExecuTorch), .param (ncnn) or .tflite
+    (LiteRT). `artefact` is the kind of ONNX artefact, by default the backend's first. Without `dynamic_batch`, the
+    batch is that of the example inputs.
 
     >>> import tempfile, torch
     >>> from bitwright import Workload, export_workload
