@@ -377,12 +377,12 @@ def test_bench_refuses_what_contradicts_itself(run, small, tmp_path):
         ("--plan", tmp_path / "plan.yaml"): "option-missing",
         ("--model", tmp_path, "--plan", tmp_path / "plan.yaml"): "ignored-option",
         ("--model", tmp_path): "no-saved-model",
+        ("--cores", 1, "--threads", 1): "contradicting-arguments",
     }.items():
         ran = run("bench", small, *options)
         assert (ran.code, ran.codes) == (2, [code]), ran.err
     for options, words in {
         ("--instances", 1000): "1000 × 1",
-        ("--cores", 1, "--threads", 1): "as many threads as cores",
         ("--mode", "speed"): "accuracy",
     }.items():
         ran = run("bench", small, *options)
