@@ -255,7 +255,7 @@ def unexportable(model: nn.Module, artefact: str | None = None) -> list[Problem]
             sites.setdefault(quantizer.spec.quantizer, []).append(site)
     return [
         Problem(
-            what=f"this quantizer has levels that {'QuantizeLinear' if sidecar is None else kind} can't represent",
+            what=f"this quantizer has levels that {'QuantizeLinear' if sidecar is None else kind} can't write",
             where=", ".join(where),
             value=name,
             fix="use evenly spaced levels here (plain, lsq, lsqplus, pact, dsq, tqt), or keep these sites in float"
