@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from bitwright.quantizers import compile_arithmetic, prepare, quantizers_of, set_mode, strip
     from bitwright.reports.files import report
     from bitwright.reports.record import Record
-    from bitwright.sensitivity import OperatorScores, score, score_operators, suggest
+    from bitwright.sensitivity import OperatorScores, score, score_operators, suggest, weight_costs
     from bitwright.training import Qat, TrainConfig, Trainer
     from bitwright.tuning import Budget, Goal, Space, TuneConfig, Tuned, tune
     from bitwright.workflows import (
@@ -117,6 +117,7 @@ _HOMES = {
         "score_operators",
         "score",
         "suggest",
+        "weight_costs",
     ),
     "bitwright.training": (
         "Qat",
@@ -223,4 +224,5 @@ __all__ = [
     "suggest",
     "tune",
     "tune_workload",
+    "weight_costs",
 ]

@@ -392,6 +392,7 @@ def test_bench_refuses_what_contradicts_itself(run, small, tmp_path):
 def test_steps_are_listed_and_run(run, small, tmp_path):
     rows = run("list", "steps", "--json").json["steps"]
     names = {"equalize", "smoothquant", "awq", "bias-correction", "gptq", "token-clip", "adaround", "brecq", "qdrop"}
+    names |= {"hqq", "imatrix", "rotate", "signround"}
     assert names <= {row["name"] for row in rows}
     assert all(row["about"] and row["problem"] is None for row in rows)
     out = tmp_path / "out"

@@ -1,5 +1,6 @@
 """Hardware targets as tables, and the placement of quantizers by their rules."""
 
+from bitwright.backends.bit_budget import FormatCost, WeightCosts
 from bitwright.backends.choices import (
     Choices,
     choice_problems,
@@ -23,6 +24,8 @@ __all__ = [
     "DEFAULT_RUNTIME",
     "BackendTable",
     "Choices",
+    "FormatCost",
+    "WeightCosts",
     "backend",
     "check_plan",
     "choice_problems",

@@ -6,10 +6,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Unpack
 
+from bitwright.backends.bit_budget import WeightCosts, budget_choices, with_budget
 from bitwright.backends.choices import Choices, choice_problems, patterns_of
 from bitwright.backends.choices import weight_format as format_of_weights
 from bitwright.backends.decisions import Decisions
-from bitwright.backends.table import DEFAULT_BACKEND, BackendTable, Guard, backend, dynamic_table
+from bitwright.backends.table import DEFAULT_BACKEND, BackendTable, Guard, backend, check_plan, dynamic_table
 from bitwright.backends.token_models import HEAD
 from bitwright.core.arguments import strict
 from bitwright.core.errors import PlanError, Problem
@@ -437,9 +438,16 @@ def make_plan(
     *,
     model: str | None = None,
     precision: str | None = None,
+    bits: float | None = None,
+    size: int | str | None = None,
+    costs: WeightCosts | None = None,
     **choices: Unpack[Choices],
 ) -> Plan:
     """Choose the format of every site by the rules of a backend.
+
+    With `bits` per weight, or the `size` of all parameters (bytes, or "60MB"), each weight gets the format of `costs`
+    (from `bitwright.weight_costs`) with which the loss is expected to increase least within this budget. Activations
+    stay in float unless `activations` says otherwise.
 
     `precision` is a name such as `w4a8`, or `qsync-int8` for low-precision kernels, which need no backend.
 
@@ -455,6 +463,7 @@ def make_plan(
     int8/channel/sym - weight of linear
     """
     refuse_module_names(op.module for op in graph.ops)
+    choices = budget_choices(costs, choices, bits=bits, size=size, precision=precision)
     if precision is not None:
         from bitwright.backends.precisions import KERNEL_PRECISIONS, kernel_precision, resolve
 
@@ -470,4 +479,10 @@ def make_plan(
         from bitwright.deployment.measurement import saturates  # runs a model on the runtime
 
         choices["saturating"] = saturates(table.runtime)
-    return place(graph, target, model=model, **choices)
+    plan = place(graph, target, model=model, **choices)
+    if costs is None:
+        return plan
+    plan = with_budget(plan, costs, bits=bits, size=size)
+    if problems := check_plan(plan, table, graph):
+        raise PlanError(problems)
+    return plan

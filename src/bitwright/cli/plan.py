@@ -13,6 +13,8 @@ from bitwright.cli.settings import with_choices
 from bitwright.cli.verb import verb
 from bitwright.core.errors import visible_text
 
+_SAMPLES = 32  # of the calibration data, each with its gradient
+
 
 @verb(
     "plan",
@@ -20,6 +22,7 @@ from bitwright.core.errors import visible_text
     examples="""
     bitwright plan digits -o plan.yaml
     bitwright plan digits --weights int4/group8/sym --keep-float head
+    bitwright plan digits --bits 5 --candidate int4/channel --candidate int8/channel -o plan.yaml
     bitwright plan digits --plan edited.yaml --against plan.yaml
     bitwright plan my_workload.py:net --precision qsync-int8 -o plan.yaml
     bitwright plan my_workload.py:net --mapper qsync.npy --keep-float "classifier*" -o plan.yaml
@@ -35,6 +38,18 @@ def plan(
     plan: Any,
     choices: Any,
     precision: PrecisionOption = None,
+    bits: Annotated[
+        float | None, option("Choose the formats of weights with this mean number of bits.", "--bits", metavar="N")
+    ] = None,
+    size: Annotated[
+        str | None, option("Choose the formats of weights with this size of all parameters (60MB).", "--size")
+    ] = None,
+    candidate: Annotated[
+        list[str] | None, option("A format to choose from, with --bits or --size; repeat it.", metavar="FORMAT")
+    ] = None,
+    samples: Annotated[
+        int | None, option("Calibration samples for --bits or --size (default: 32).", "--samples", min=1, metavar="N")
+    ] = None,
     against: Annotated[Path | None, option("Show the changes from this plan to the new one.")] = None,
     output: Annotated[Path | None, option("Write here, not to stdout.", "--output", "-o")] = None,
     schema: Annotated[bool, option("Print the JSON Schema of plan files.", "--schema")] = False,
@@ -50,6 +65,8 @@ def plan(
     from bitwright.graph import capture
     from bitwright.importers.qsync import load_mapper, plan_of_mapper, summarize_mapper
     from bitwright.plan import Plan, json_schema
+    from bitwright.sensitivity.weight_costs import CANDIDATES, weight_costs
+    from bitwright.workload.data import calibration, first
 
     if schema:
         out.result(json.dumps(json_schema(), indent=1))
@@ -63,15 +80,29 @@ def plan(
     other = None if against is None else Plan.load(against)
     target = backend or (plan.backend if plan is not None else None) or DEFAULT_BACKEND
     table = find_backend(target)  # reject an unknown name before loading the workload
+    budget = bits is not None or size is not None
+    if budget:
+        exclude("--bits and --size", {"--plan": plan, "--mapper": mapper, "--precision": precision})
+        exclude("--bits", {"--size": size if bits is not None else None})
+    else:
+        require("--bits or --size", not (candidate or samples), "to which --candidate and --samples belong")
     found = open_workload(out, str(workload))
     graph = capture(found.model, found.inputs)
+    costs = None
+    if budget:
+        data = first(calibration(found), samples or _SAMPLES)
+        keep = choices.get("keep_float", ())
+        formats = candidate or CANDIDATES
+        costs = weight_costs(found.model, data, target, graph=graph, keep_float=keep, formats=formats)
     if mapper is not None:
-        bits = load_mapper(mapper)
-        made = plan_of_mapper(bits, graph, model=found.model, exclude=choices.get("keep_float", ()))
+        mapped = load_mapper(mapper)
+        made = plan_of_mapper(mapped, graph, model=found.model, exclude=choices.get("keep_float", ()))
         made = replace(made, model=found.name)
-        out.note(f"{mapper.name}: {summarize_mapper(bits)}")
+        out.note(f"{mapper.name}: {summarize_mapper(mapped)}")
     elif plan is None:
-        made = make_plan(graph, target, model=found.name, precision=precision, **choices)
+        made = make_plan(
+            graph, target, model=found.name, precision=precision, bits=bits, size=size, costs=costs, **choices
+        )
     else:
         made = resolve_for_backend(plan, table, graph, name=found.name)
     log_warnings(plan_warnings(graph, made))

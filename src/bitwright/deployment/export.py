@@ -23,6 +23,7 @@ from bitwright.core.files import write_text
 from bitwright.core.registry import ARTEFACTS
 from bitwright.core.tensor_tree import as_call, batch_size, eval_mode
 from bitwright.deployment.artefacts.base import KEYS, KIND, QDQ, Sidecar, write_plain
+from bitwright.deployment.artefacts.weights import WeightFile, integer_weights
 from bitwright.deployment.dynamic_axes import frozen_size
 from bitwright.deployment.onnx_files import replacing_onnx, save_onnx, stored_bytes, text_digest, write_digests
 from bitwright.deployment.onnx_translation import fold_constants, to_float32, translations
@@ -96,6 +97,8 @@ def export(
     path = Path(path)
     attachment = attachment_of(model)
     kind = artefact or default_artefact(attachment)
+    if kind != QDQ and isinstance(writer := ARTEFACTS.get(kind)(), WeightFile):
+        return _export_weights(model, path, kind, writer)
     sidecar = _sidecar(kind)
     for problem in unexportable(model, kind):
         raise ExportError(problem.what, where=problem.where, value=problem.value, fix=problem.fix, code=problem.code)
@@ -120,6 +123,27 @@ def export(
         kind=kind,
         sidecar=None if sidecar is None else sidecar.path(path),
         warnings=noted,
+    )
+
+
+def _export_weights(model: nn.Module, path: Path, kind: str, writer: WeightFile) -> Artefact:
+    """Write integer weights without a graph."""
+    if problems := writer.problems(model):
+        raise PlanError(problems, title=f"the artefact {kind} can't store this model")
+    refuse_odd_state(model, attachment_of(model))
+    weights = integer_weights(model)
+    writer.write(model, weights, path)
+    files = [file for file in path.rglob("*") if file.is_file()] if path.is_dir() else [path]
+    return Artefact(
+        path=path,
+        bytes=sum(file.stat().st_size for file in files),
+        activation_pairs=0,
+        weights=len(weights),
+        int32_biases=0,
+        dynamic_batch=True,
+        inputs=(),
+        outputs=(),
+        kind=kind,
     )
 
 
@@ -248,6 +272,8 @@ def unexportable(model: nn.Module, artefact: str | None = None) -> list[Problem]
     """Quantizers that the artefact can't represent, with their sites. The model needs no calibration for this."""
     attachment = attachment_of(model)
     kind = artefact or default_artefact(attachment)
+    if kind != QDQ and isinstance(writer := ARTEFACTS.get(kind)(), WeightFile):
+        return writer.problems(model)
     sidecar = _sidecar(kind)
     sites: dict[str, list[str]] = {}
     for site, quantizer in attachment.quantizers.items():

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from math import cos, pi
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from pydantic import Field
@@ -74,18 +74,18 @@ class Reconstruct(Step):
             kept["ranges"] = _first_passed(context, kept["blocks"].values()) if self.learns_ranges else {}
             kept["replay"] = Replay(context, self.batch)
             if self.uses_fisher:
-                with eval_mode(context.model), _frozen(context.model):
+                with eval_mode(context.model), frozen(context.model):
                     kept["fisher"] = fisher(context, kept["replay"], list(kept["blocks"].values()))
         block: ReconstructionBlock = kept["blocks"][unit]
         replay: Replay = kept["replay"]
         replay.advance(block.start)
         softs = [_LearnedRounding(context, weight) for weight in block.weights]
         ranges = [_LearnedScale(self, context, quantizer) for quantizer in kept["ranges"].get(unit, [])]
-        with eval_mode(context.model), in_mode(context.model, "quantize"), _frozen(context.model):
+        with eval_mode(context.model), in_mode(context.model, "quantize"), frozen(context.model):
             with torch.no_grad():
                 for index in range(len(replay)):
                     replay.keep(index, "target", {block.output: replay.float(index, block.stop)[block.output]})
-            with _replaced_quantizers([*softs, *ranges]), _outputs_off(context, block, off=not self.learns_ranges):
+            with replaced_quantizers([*softs, *ranges]), outputs_off(context, block, off=not self.learns_ranges):
                 self._fit(context, replay, block, softs, ranges)
         for soft in softs:
             soft.harden(context)
@@ -147,6 +147,15 @@ class Reconstruct(Step):
         replay = context.cache.pop("replay", None)
         if replay is not None:
             replay.close()
+
+
+class StandIn(Protocol):
+    """Replaces a quantizer during a fit."""
+
+    quantizer: Quantizer
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Round `x`."""
 
 
 class _LearnedRounding:
@@ -242,7 +251,7 @@ def _first_passed(context: PtqContext, blocks: Any) -> dict[str, list[Quantizer]
 
 
 @contextmanager
-def _outputs_off(context: PtqContext, block: ReconstructionBlock, *, off: bool) -> Iterator[None]:
+def outputs_off(context: PtqContext, block: ReconstructionBlock, *, off: bool) -> Iterator[None]:
     """Disable output quantizers: a layer's weight is fitted to its own error."""
     hooks = [context.attachment.hooks_at(call.op) for call in context.tape.calls[block.start : block.stop] if off]
     outputs = [(hook, hook.output) for hook in hooks if hook is not None]
@@ -256,7 +265,8 @@ def _outputs_off(context: PtqContext, block: ReconstructionBlock, *, off: bool) 
 
 
 @contextmanager
-def _replaced_quantizers(parts: list[_LearnedRounding | _LearnedScale]) -> Iterator[None]:
+def replaced_quantizers(parts: Sequence[StandIn]) -> Iterator[None]:
+    """Use the stand-ins instead of their quantizers."""
     for part in parts:
         part.quantizer.stand_in = part
     try:
@@ -267,7 +277,7 @@ def _replaced_quantizers(parts: list[_LearnedRounding | _LearnedScale]) -> Itera
 
 
 @contextmanager
-def _frozen(model: nn.Module) -> Iterator[None]:
+def frozen(model: nn.Module) -> Iterator[None]:
     """Disable gradients of the model's parameters."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for parameter in trained:

@@ -36,7 +36,7 @@ from bitwright.graph.interception import bare
 from bitwright.plan import Plan
 from bitwright.ptq.calibration import find_ranges
 from bitwright.ptq.step import MEMORY, Data, PtqContext, Step, read_steps, require_rereadable
-from bitwright.ptq.step_runner import StepResult, run_steps
+from bitwright.ptq.step_runner import Backup, StepResult, run_steps
 from bitwright.quantizers import find_attachment, in_mode, prepare, strip, warnings_of, weights_may_change
 from bitwright.workload import Workload, evaluate, load_workload
 from bitwright.workload.data import CalibrationData
@@ -265,7 +265,7 @@ def quantize(
     )
     known = plan_warnings(graph, plan)
     log_warnings(known)
-    before = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()} if wanted else {}
+    backup = Backup(model) if wanted else None
     prepare(model, plan, graph=graph)
     if find_attachment(model) is None:
         raise _nothing_to_quantize(plan, backend)
@@ -286,8 +286,12 @@ def quantize(
             find_ranges(model, chain(first, stream), progress=progress)
     except BaseException:
         strip(model)
-        put_back(model, before)
+        if backup is not None:
+            backup.restore(model)
         raise
+    finally:
+        if backup is not None:
+            backup.close()
     distance = measure_distance(model, measured) if measure else None
     noted = (*seen.warnings(), *(() if distance is None else distance.warnings))
     log_warnings(noted)

@@ -192,6 +192,9 @@ class Step(BaseModel):
     needs_ranges: ClassVar[bool] = True
     """Whether the step runs after calibration; otherwise it runs before, on float weights."""
 
+    needs_reference: ClassVar[bool] = True
+    """Whether the step compares with the float weights from before the first step that needs ranges (a copy)."""
+
     def __init__(self, **settings: Any) -> None:
         """Validate all settings at once."""
         try:

@@ -7,11 +7,13 @@ import json
 import shutil
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from logging import getLogger
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -19,7 +21,7 @@ from torch import Tensor, nn
 from bitwright.core.arrays import read_tensors
 from bitwright.core.documents import read_json
 from bitwright.core.errors import BitwrightError, CheckpointError, PlanError, Problem
-from bitwright.core.files import file_fingerprint, fingerprint, replacing, write_text
+from bitwright.core.files import file_fingerprint, fingerprint, replacing, scratch_folder, write_text, writing
 from bitwright.core.interrupts import safe_point, uninterrupted
 from bitwright.core.progress import Progress
 from bitwright.core.tensor_tree import tensors_in
@@ -44,6 +46,34 @@ class StepResult:
     """Time in this process, without units finished by an earlier one."""
     skipped: dict[str, str] = field(default_factory=dict)
     """Skipped operators or sites, with the reason."""
+
+
+class Backup:
+    """The parameters and buffers of a model in temporary files, so that keeping them needs no memory."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._files = ExitStack()
+        folder = self._files.enter_context(scratch_folder())
+        self._paths: dict[str, Path] = {}
+        for number, (name, tensor) in enumerate(_untied(model).items()):
+            self._paths[name] = path = folder / str(number)
+            data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+            with writing(path, needed=data.numel()):
+                data.numpy().tofile(path)
+
+    @torch.no_grad()
+    def restore(self, model: nn.Module) -> None:
+        """Copy the saved values into the model."""
+        state = model.state_dict()
+        for name, path in self._paths.items():
+            data = np.fromfile(path, np.uint8)
+            if data.size:
+                tensor = state[name]
+                tensor.copy_(torch.from_numpy(data).view(tensor.dtype).reshape(tensor.shape))
+
+    def close(self) -> None:
+        """Remove the files."""
+        self._files.close()
 
 
 def run_steps(
@@ -85,7 +115,7 @@ def run_steps(
     for index, (step, names) in enumerate(zip(steps, units, strict=True)):
         if step.needs_ranges and not calibrated:
             calibrated = True
-            _calibrate(context, state, progress, resumed=done > early)
+            _calibrate(context, state, progress, steps, resumed=done > early)
         context.skipped = {}
         context.cache = {}
         step.units(context)  # fills `skipped`
@@ -116,11 +146,14 @@ def run_steps(
     return tuple(results)
 
 
-def _calibrate(context: PtqContext, state: _State, progress: Progress | None, *, resumed: bool) -> None:
-    """Set ranges, and store the current float model as the reference of later steps."""
+def _calibrate(
+    context: PtqContext, state: _State, progress: Progress | None, steps: Sequence[Step], *, resumed: bool
+) -> None:
+    """Set ranges, and store the current float model as the reference of later steps that need it."""
     if resumed:
         state.load(context.model, _FLOAT)
-    context.reference = {source: tensor.detach().clone() for source, tensor in context.current_tensors().items()}
+    if any(step.needs_ranges and step.needs_reference for step in steps):
+        context.reference = {source: tensor.detach().clone() for source, tensor in context.current_tensors().items()}
     if not resumed:
         state.keep_float(context.model)
     find_ranges(context.model, context.data, progress=progress)
@@ -255,7 +288,7 @@ class _State:
         state = _untied(model)
         needed = sum(tensor.numel() * tensor.element_size() for tensor in state.values())
         with replacing(self.folder / name, needed=needed) as temporary:
-            save_file(state, temporary)
+            save_file({key: tensor.clone().contiguous() for key, tensor in state.items()}, temporary)
             self.files[name] = file_fingerprint(Path(temporary))
 
 
@@ -280,7 +313,7 @@ def _untied(model: nn.Module) -> dict[str, Tensor]:
         key = (tensor.data_ptr(), tensor.shape)
         if tensor.numel() == 0 or key not in seen:
             seen.add(key)
-            found[name] = tensor.detach().clone().contiguous()
+            found[name] = tensor.detach()
     return found
 
 

@@ -23,6 +23,7 @@ class TokenClip(Step):
     """Clip activations to a range that few tokens exceed (transformers); one pass over the data."""
 
     name: ClassVar[str] = "token-clip"
+    needs_reference: ClassVar[bool] = False
 
     grid: int = Field(default=20, ge=2, description="Number of quantiles to try.")
     lowest: float = Field(default=0.7, gt=0, lt=1, description="The lowest quantile; the highest is 1 (no clipping).")

@@ -4,6 +4,7 @@ from bitwright.sensitivity.indicators.hessian import hessian_traces
 from bitwright.sensitivity.operator_scores import OperatorScores, Subject, score_operators, spec_of
 from bitwright.sensitivity.score import Scores, SiteScore, score
 from bitwright.sensitivity.suggestions import FloatTrial, Suggestion, errors_without, suggest
+from bitwright.sensitivity.weight_costs import weight_costs
 
 __all__ = [
     "FloatTrial",
@@ -18,4 +19,5 @@ __all__ = [
     "score_operators",
     "spec_of",
     "suggest",
+    "weight_costs",
 ]
