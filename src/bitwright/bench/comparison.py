@@ -116,7 +116,7 @@ def timing(
     *,
     yardstick: Latency,
 ) -> LatencyRow:
-    """One row; the ratio is relative to `yardstick`, the float artefact of the same run."""
+    """One row; the ratio is relative to `yardstick`, the latency of the float artefact in the same run."""
     return LatencyRow(
         runtime=runtime,
         variant=variant,

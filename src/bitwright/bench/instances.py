@@ -133,7 +133,7 @@ def run_together(
         for process in processes:
             process.tell({**order, "jobs": described})
         cores = [process.hear()["cores"] for process in processes]
-        times: list[list[list[float]]] = [[[] for _ in places] for _ in jobs]  # by job and instance
+        times: list[list[list[float]]] = [[[] for _ in places] for _ in jobs]  # indexed by job and instance
         spans = [0.0] * len(jobs)
         turns, shuffler = list(range(len(jobs))), random.Random(0)
         done = 0

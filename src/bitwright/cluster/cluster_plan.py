@@ -98,7 +98,7 @@ class PlannerComparison(Summarized):
     plan: Plan
     """The plan of the chosen planner."""
     allocations: Mapping[str, Allocation]
-    """By planner, or `all FORMAT` for a uniform precision."""
+    """Results by planner, or by `all FORMAT` for a uniform precision."""
     failed: Mapping[str, PlanError]
     """Planners that found no plan that fits."""
     limits: Mapping[str, MemoryLimit | None]

@@ -157,7 +157,7 @@ class TableCostModel:
         return ()
 
     def cost_key(self, kind: str, operator: str) -> Hashable:
-        """By its costs."""
+        """Its costs, because equal costs define equal operators in a table."""
         return tuple(self.costs[kind][operator].items())
 
     def with_limits(self, **limits: int) -> TableCostModel:

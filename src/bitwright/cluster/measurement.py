@@ -108,7 +108,9 @@ def profile(
     peak = 0
     if published is None:
         check_device(workload.model)
-        peak = training_peak(workload.model, step.batch, step.loss)  # first: later measurements leave memory behind
+        peak = training_peak(
+            workload.model, step.batch, step.loss
+        )  # first, because later measurements leave memory allocated
     recorded = step.record()
     found: list[Plan | None] = [None, *(resolve_plan(workload, plan) for plan in plans)]
     found += [kernel_plan(workload, format) for format in kernels]

@@ -227,7 +227,7 @@ class _Errors:
 
 
 def _scaled(bytes: int, spec: TensorSpec, gives: str) -> int:
-    """Memory of a tensor that has another type than the recorded one."""
+    """Memory of a tensor whose type differs from the recorded one."""
     if not spec.is_float or gives == spec.dtype or gives not in ("float32", "bfloat16", "float16", "float64"):
         return bytes
     return bytes * spec.with_(dtype=gives).bytes // max(spec.bytes, 1)

@@ -42,7 +42,7 @@ LOCK = ".bitwright.lock"
 _COMMIT = f"{PREFIX}commit"
 _WAIT = 1.0  # seconds; a process that was just killed may still hold its lock
 _UNSUPPORTED = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
-_held: dict[Path, _Held] = {}  # by lock file
+_held: dict[Path, _Held] = {}  # lock file → lock
 
 
 @dataclasses.dataclass

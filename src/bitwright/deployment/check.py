@@ -304,7 +304,7 @@ def _compare(
     for (path, tensor), array, truth in zip(simulated, results, exact, strict=True):
         if tuple(array.shape) != tuple(tensor.shape):
             raise ArtefactError(
-                "the artefact's output has another shape than the model's",
+                "the artefact's output has a different shape than the model's",
                 where=path or "output",
                 value=f"{tuple(array.shape)} against {tuple(tensor.shape)}",
                 fix="export the artefact from this model",

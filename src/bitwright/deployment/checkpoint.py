@@ -189,7 +189,7 @@ def _read_pickled(path: Path) -> dict[str, Tensor]:
             fix="save model.state_dict()",
             code="damaged-checkpoint",
         )
-    wrapped = all(str(name).startswith("module.") for name in data)  # by DataParallel
+    wrapped = all(str(name).startswith("module.") for name in data)  # saved by DataParallel
     return {str(name).removeprefix("module.") if wrapped else str(name): value for name, value in data.items()}
 
 

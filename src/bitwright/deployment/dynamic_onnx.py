@@ -36,10 +36,10 @@ class DynamicWriter:
 
     def __init__(self, graph: ir.Graph, constant: Constant, unique: Callable[[str], str]) -> None:
         self.graph, self.constant, self.unique = graph, constant, unique
-        self.values: dict[ir.Value, DynamicValue] = {}  # by the dequantized value
+        self.values: dict[ir.Value, DynamicValue] = {}  # dequantized value → its codes
         self.written: dict[tuple[str, str], ir.Value] = {}  # (source, format) → the dequantized value
         self.quantize_linears = 0
-        self.ones: dict[ir.Value, ir.Value] = {}  # by the scales of tokens
+        self.ones: dict[ir.Value, ir.Value] = {}  # scales of tokens → run-time 1
 
     def quantize(self, before: ir.Node, source: ir.Value, site: str, quantizer: Quantizer) -> ir.Value:
         """Insert operators that quantize `source`; returns the dequantized value. Equal sites share them."""
@@ -115,7 +115,7 @@ class _StoredMatrix:
 
 
 def _stored_matrix(node: ir.Node, weight: ir.Value) -> _StoredMatrix | None:
-    """The 8-bit weights behind a DequantizeLinear, per tensor or per output channel."""
+    """The 8-bit weights before a DequantizeLinear, with scales per tensor or per output channel."""
     producer = weight.producer()
     if producer is None or producer.op_type != "DequantizeLinear" or "block_size" in producer.attributes:
         return None

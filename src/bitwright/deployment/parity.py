@@ -23,7 +23,7 @@ from bitwright.quantizers import Quantizer, in_mode, quantizers_of, tapped
 MIN_SQNR = 30.0
 # Codes may differ by one if a sum is near a rounding boundary, and such flips propagate through a deep network. Real
 # differences in arithmetic (saturation, another scale) cause a larger error than quantization itself.
-MAX_SHARE = 0.5  # of the quantization error, for an output; a single site may differ by the whole quantization error
+MAX_SHARE = 0.5  # limit for an output, relative to the quantization error; a single site may differ by all of it
 
 
 def decibels(signal: float, error: float) -> float:

@@ -176,7 +176,9 @@ class ForwardShim:
         self.path = path
         self.interceptor = interceptor
         self.inner: Callable[..., Any] | None = module.__dict__.get("forward")  # an override by other code
-        self.compiled = bare(module) is not module  # by torch.compile: its operators can't be intercepted
+        self.compiled = (
+            bare(module) is not module
+        )  # whether torch.compile compiles it: its operators can't be intercepted
         self.stand_in: type[nn.Module] | None = None  # a class with a forward that replaces the module's
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:

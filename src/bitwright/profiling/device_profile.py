@@ -113,7 +113,10 @@ class Host(Strict):
         description="Seconds per operator that a float model takes beyond the measured times of its operators.",
     )
     prepared_gap: float = Field(
-        default=0.0, ge=-MOST_SECONDS, le=MOST_SECONDS, description="The same for a prepared model."
+        default=0.0,
+        ge=-MOST_SECONDS,
+        le=MOST_SECONDS,
+        description="Seconds per operator that a prepared model takes beyond the times of its operators.",
     )
     seen: float = Field(
         default=0.0,
@@ -122,7 +125,7 @@ class Host(Strict):
         description="Seconds that interception adds to an operator of a prepared model.",
     )
     hooked: float = Field(
-        default=0.0, ge=0, le=MOST_SECONDS, description="The same for an operator that has quantizers."
+        default=0.0, ge=0, le=MOST_SECONDS, description="Seconds that interception adds to an operator with quantizers."
     )
     hook: float = Field(
         default=0.0,
@@ -134,7 +137,10 @@ class Host(Strict):
         default=0.0, ge=0, le=MOST_SECONDS, description="Seconds from the call of backward to its first node."
     )
     engine_operator: float = Field(
-        default=0.0, ge=0, le=MOST_SECONDS, description="The same, per operator of the model."
+        default=0.0,
+        ge=0,
+        le=MOST_SECONDS,
+        description="Additional seconds before the first node for each operator of the model.",
     )
     step: float = Field(default=0.0, ge=0, le=MOST_SECONDS, description="Fixed work of a step, without the scheduler.")
     schedule: float = Field(

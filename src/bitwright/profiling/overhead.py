@@ -114,7 +114,7 @@ _MESSAGE_SIZES = (1 << 10, 1 << 13, 1 << 16, 1 << 18, 1 << 20, 1 << 21, 1 << 22,
 _LONG, _TOO_LONG = 0.03, 0.5  # seconds
 _ENOUGH = 1 << 20  # bytes
 _LAYERS = 30
-_MESSAGES = 4  # of 4 MB, while contention is measured
+_MESSAGES = 4  # number of messages of 4 MB while contention is measured
 
 
 def _device() -> torch.device:

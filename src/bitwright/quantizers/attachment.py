@@ -53,7 +53,7 @@ class OpHooks:
 
 # path → per call of that module → kind → per occurrence
 HookTable = dict[str, list[OpHooks]]
-# the same for recorded operators: kind → count
+# recorded operators: kind → count
 OperatorCounts = dict[str, int]
 
 # a running module call: its hooks, operator counts by kind, path, call, recorded counts
@@ -107,13 +107,13 @@ class Attachment(Interceptor):
         self.plan = plan
         self.quantizers: dict[str, Quantizer] = {}
         self.shared: dict[str, str] = {}  # site → the site with its quantizer
-        self.folds: dict[str, Fold] = {}  # by the site of the folded bias
-        self.kernels: dict[str, Any] = {}  # by operator
+        self.folds: dict[str, Fold] = {}  # site of the folded bias → fold
+        self.kernels: dict[str, Any] = {}  # operator → kernel
         self.tables: dict[str, list[HookTable]] = {}
-        self.recorded: dict[str, list[OperatorCounts]] = {}  # by path and call; other modules are not checked
+        self.recorded: dict[str, list[OperatorCounts]] = {}  # path → counts of each call; other modules are not checked
         self.watching = True  # whether weights are compared with those of calibration
-        self.warnings: dict[tuple[str, str], Problem] = {}  # by code and location, each logged once
-        self.root: ForwardShim | None = None  # of the model itself, without wrappers of a trainer
+        self.warnings: dict[tuple[str, str], Problem] = {}  # (code, location) → warning; each is logged once
+        self.root: ForwardShim | None = None  # the shim of the model itself, inside the wrappers of a trainer
         self.calls: dict[str, int] = {}
         self.frame: CallFrame | None = None
         self.route: Route | None = None  # while comparing a forward with an exported one

@@ -98,7 +98,7 @@ class Quantizer(nn.Module):
     """Whether torch.compile and torch.export can trace `quantize`."""
 
     other_shapes: ClassVar[tuple[tuple[int, ...], ...]] = ()
-    """Shapes that learned state may have besides that of the scale."""
+    """Shapes that learned state may have in addition to the shape of the scale."""
 
     symmetric_only: ClassVar[bool] = False
     """Whether its levels are symmetric around zero. Then formats with a zero point are rejected."""

@@ -63,7 +63,7 @@ class Product(Quantizer):
 
     @torch.no_grad()
     def update_grid(self) -> None:
-        """Increase the weight scale of a channel if its bias doesn't fit; such a weight contributes little."""
+        """Increase the weight scale of a channel if its bias doesn't fit. Such weights contribute little."""
         largest = self.__dict__.pop("largest", None)
         if largest is None:
             return

@@ -113,7 +113,7 @@ class Fold:
     def __init__(self, norm: nn.Module, kind: str, site: str, *, sync: bool = False) -> None:
         self.norm = norm
         self.kind = kind
-        self.site = site  # of the folded bias, for the artefact
+        self.site = site  # the site of the folded bias, for the artefact
         self.sync = sync or isinstance(norm, nn.SyncBatchNorm)
         self.axis = channel_axis(kind, "weight")
         self.marking = False

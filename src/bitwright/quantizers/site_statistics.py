@@ -59,7 +59,7 @@ class SiteRow(ResultModel):
 
 
 _BINS = 64
-_NO_GRID = Grid(torch.zeros(()), torch.zeros(()), 0, 0)  # of a dynamic site that no batch reached
+_NO_GRID = Grid(torch.zeros(()), torch.zeros(()), 0, 0)  # placeholder for a dynamic site that no batch reached
 _MOST_NUMBERS = 1 << 18  # numbers per site in a histogram
 
 

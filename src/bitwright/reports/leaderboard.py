@@ -39,7 +39,7 @@ _KEYS = ("algorithm", "backend", "bits", "model")
 
 
 def write_leaderboard(board: Leaderboard, path: str | Path) -> Path:
-    """Write a leaderboard as JSON, and as Markdown beside it; both or none."""
+    """Write a leaderboard as JSON, and as Markdown next to it; both or none."""
     path = check_leaderboard_path(path)
     with replacing_with_siblings(path) as temporary:
         board.save(temporary)

@@ -114,7 +114,7 @@ def _executed(record: Record) -> Iterable[str]:
     if record.row is None:
         return
     yield "## What ran"
-    heads = ["role", "quantizer", "format in force", "#sites", "#levels counted"]
+    heads = ["role", "quantizer", "effective format", "#sites", "#levels counted"]
     found = executed_sites(record.row)
     yield table(heads, [(role, o.quantizer, o.format, str(o.sites), str(o.levels)) for role, o in found])
     yield table(["what", "value"], row_facts(record.row))

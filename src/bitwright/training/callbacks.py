@@ -50,7 +50,7 @@ class EpochLog(Callback):
 
     def __init__(self, progress: Progress | None = None) -> None:
         self.progress = progress
-        self.losses: list[tuple[int, float]] = []  # of this epoch: the step, and the mean loss since the previous entry
+        self.losses: list[tuple[int, float]] = []  # this epoch's (step, mean loss since the previous entry)
         self.begun = 0
 
     def on_start(self, run: TrainingRun) -> None:

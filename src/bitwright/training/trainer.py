@@ -42,8 +42,8 @@ class TrainResult(Summarized):
 
     model: nn.Module
     quantized: Quantized | None  # None after a float run
-    metric: str  # of the workload
-    metrics: list[dict[str, float]]  # of each epoch
+    metric: str  # the workload's metric
+    metrics: list[dict[str, float]]  # the metrics of each epoch
     best: dict[str, float] | None
     kept_epoch: int  # the epoch of the weights
     steps: int

@@ -138,7 +138,7 @@ CandidateBatch = Sequence[Candidate]
 CandidateGenerator = Generator[CandidateBatch, list[TrialOutcome], None]
 """A strategy yields candidates that may be evaluated in parallel, and receives their outcomes in the same order."""
 Strategy = Callable[["Search"], CandidateGenerator]
-_SAMPLES, _BATCH = 64, 32  # for a ranking
+_SAMPLES, _BATCH = 64, 32  # samples and batch size for a ranking
 _LABELLED = 256  # samples for Hessian traces
 
 

@@ -23,7 +23,7 @@ _NUMBERED = re.compile(r"\d+_(\d+)\.(?:jpe?g|png|bmp)")  # number of the image, 
 _MOST_PIXELS = 40_000_000
 _MOST_RANDOM = 2**30
 _FILTERS = {"nearest": 0, "bilinear": 2, "bicubic": 3}  # Pillow's Resampling
-_AREAS, _RATIOS = (0.08, 1.0), (3 / 4, 4 / 3)  # of random parts
+_AREAS, _RATIOS = (0.08, 1.0), (3 / 4, 4 / 3)  # ranges of random parts
 
 
 class Dataset(Strict):

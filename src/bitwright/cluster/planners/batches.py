@@ -13,7 +13,7 @@ from bitwright.cluster.planners.precision import SLACK, Allocation, allocation, 
 from bitwright.core.arguments import strict
 from bitwright.core.errors import PlanError, Problem
 
-_HALVINGS = 24  # of the interval of the step time
+_HALVINGS = 24  # how often the interval of the step time is halved
 
 
 def split_batch(costs: CostModel, plans: Plans) -> dict[str, int]:
@@ -62,7 +62,7 @@ def split_batch(costs: CostModel, plans: Plans) -> dict[str, int]:
 
 
 def _summing(kinds: Mapping[str, int], most: Mapping[str, int], total: int) -> dict[str, int] | None:
-    """Return batch sizes between 1 and `most` whose sum over all devices is `total`; None if there are none.
+    """Return batch sizes between 1 and `most` whose sum over all devices is `total`; None if that is impossible.
 
     The reachable sums after each kind are the bits of an integer.
     """

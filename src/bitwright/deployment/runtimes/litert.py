@@ -76,7 +76,7 @@ class TfliteFile:
     path: Path
     model: Any
     constants: dict[str, NDArray[Any]]
-    """By the name of their tensor."""
+    """Constants by the name of their tensor."""
     structure: str
     """The digest of tensors and operators."""
     notes: Notes | None

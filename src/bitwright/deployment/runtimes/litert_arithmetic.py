@@ -117,7 +117,7 @@ class LiteRtRounding:
         axis = 1 if x.ndim == 4 else x.ndim - 1
         if factors.size > 1:
             if x.shape[axis] != factors.size:
-                return None  # moved behind the product
+                return None  # a later operator moved the channels
             factors = factors.reshape([-1 if i == axis else 1 for i in range(x.ndim)])
         sums = np.rint(x / factors).astype(np.int64)
         return _rescaled(sums, *_fixed_point(factors / scale)) + zero

@@ -54,7 +54,7 @@ def _int8(codes: NDArray[Any]) -> NDArray[np.int8]:
 
 
 def _bias(writer: GraphWriter, value: ir.Value | None, outputs: int, *, integer: bool) -> FileTensor:
-    """The bias, int32 or float; zeros if there is none."""
+    """The bias, int32 or float. Zeros if the operator has no bias."""
     if value is None:
         kind = np.int32 if integer else np.float32
         return writer.constant("no_bias", np.zeros(outputs, kind))
@@ -79,7 +79,7 @@ def _same(size: int, kernel: int, stride: int, dilation: int) -> tuple[int, int]
 def _padding(
     writer: GraphWriter, x: FileTensor, pads: Sequence[tuple[int, int]], same: bool, *, fill: float = 0.0
 ) -> tuple[FileTensor, int]:
-    """The input and the number of TFLite's padding: SAME or VALID, if needed behind a PAD."""
+    """The input, padded by a PAD operator if necessary, and the number of TFLite's padding: SAME or VALID."""
     if same and any(sum(pair) for pair in pads):
         return x, writer.file.enumerated("Padding", "SAME")
     if any(sum(pair) for pair in pads):

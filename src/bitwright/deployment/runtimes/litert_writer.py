@@ -125,7 +125,7 @@ class WeightCodes:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Target:
-    """The grid of an operator's result, behind activations that LiteRT computes in the same operator."""
+    """The grid of an operator's result, after activations that LiteRT computes in the same operator."""
 
     grid: CodeGrid
     end: ir.Value
@@ -667,7 +667,7 @@ class GraphWriter:
         self.grids.setdefault(grid.owner, (grid.scale, grid.zero_point))
 
     def target(self, value: ir.Value) -> Target | None:
-        """The grid that all readers of a value expect, behind activations and moves; None if one reads numbers."""
+        """The grid that all readers of a value expect, after activations and moves; None if a reader needs floats."""
         low, high, end = -math.inf, math.inf, value
         skipped: list[ir.Node] = []
         moved = False

@@ -101,7 +101,7 @@ class Files(Strict):
         found = compare_digests(stored, pieces)
         if own is not None and own != self.own_digest():
             name = notes_of(path).name
-            found.append(Damage(site=name, what=f"{name} has other values than were exported"))
+            found.append(Damage(site=name, what=f"the values of {name} changed after the export"))
         for suffix, file in files.items():
             if not found and file_digest(file) != self.digests[suffix]:
                 found.append(Damage(site=file.name, what=f"the contents of {file.name} changed after the export"))

@@ -357,7 +357,7 @@ def _slice(writer: LayerWriter, node: ir.Node) -> None:
     if len(by_axis.pop(0, range(1))) != 1:
         raise UnsupportedOperator("Slice along the batch")
     if any(found.step > 1 and (len(shape) != 4 or axis == 1) for axis, found in by_axis.items()):
-        raise UnsupportedOperator("Slice with steps along another axis than rows or columns of an image")
+        raise UnsupportedOperator("Slice with steps along an axis other than rows or columns of an image")
     blob = writer.blob(node.inputs[0])
     last = {axis: found[-1] + 1 for axis, found in by_axis.items()}
     cut = [axis for axis, found in by_axis.items() if found[0] > 0 or shape[axis] - last[axis] >= found.step]

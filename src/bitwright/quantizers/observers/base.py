@@ -69,7 +69,7 @@ class MomentsObserver(RangeObserver):
     def __init__(self, *, format: Format) -> None:
         super().__init__(format=format)
         self.count = 0
-        self.sums: Tensor | None = None  # of |x|, x, x²; one column per row of data
+        self.sums: Tensor | None = None  # sums of |x|, x and x²; one column per row of data
 
     def observe(self, rows: Tensor) -> None:
         super().observe(rows)
