@@ -25,7 +25,7 @@ _SECONDS = 20.0  # time limit of the program; the best choice found until then i
 
 @dataclass(frozen=True, kw_only=True)
 class FormatCost:
-    """What one format costs at one weight."""
+    """The cost of one format at one weight."""
 
     format: str
     bits: float
@@ -36,13 +36,13 @@ class FormatCost:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightCosts(display.Summarized):
-    """The costs of candidate formats for each weight, and what the other parameters need."""
+    """The costs of candidate formats for each weight, and the size of the other parameters."""
 
     sites: Mapping[str, tuple[FormatCost, ...]]
     elements: Mapping[str, int]
     """The number of weights at each site."""
     other_bytes: int
-    """Bytes of the parameters that stay as they are."""
+    """Bytes of the parameters that aren't quantized."""
     samples: int
 
     def __repr__(self) -> str:
@@ -194,7 +194,7 @@ def with_budget(plan: Plan, costs: WeightCosts, *, bits: float | None, size: int
     known = {site: spec for site, spec in plan.quantized if spec.share is None}
     strange = [
         Problem(
-            what="the costs are of a weight that this plan doesn't quantize",
+            what="the costs contain a weight that this plan doesn't quantize",
             where=site,
             fix=f"{did_you_mean(site, known)}; compute the costs with the same backend and keep_float",
             code="unknown-site",

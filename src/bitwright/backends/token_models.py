@@ -19,7 +19,7 @@ _HEADS = ("linear", "matmul", "addmm")
 _PASSING = ("to", "float", "type", "type_as", "mul", "div", "truediv", "tanh", "view", "reshape", "add", "getitem")
 _CHOOSING = (*_PASSING, "softmax", "sigmoid", "masked_fill", "sum", "squeeze", "unsqueeze")
 _NORMS = ("layer_norm", "rms_norm")
-_LONGEST = 12  # operators that are followed backwards
+_LONGEST = 12  # maximum number of operators that are followed backwards
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from bitwright.cli.settings import with_choices
 from bitwright.cli.verb import verb
 from bitwright.core.errors import visible_text
 
-_SAMPLES = 32  # of the calibration data, each with its gradient
+_SAMPLES = 32  # calibration samples; each needs a gradient
 
 
 @verb(
@@ -45,7 +45,7 @@ def plan(
         str | None, option("Choose the formats of weights with this size of all parameters (60MB).", "--size")
     ] = None,
     candidate: Annotated[
-        list[str] | None, option("A format to choose from, with --bits or --size; repeat it.", metavar="FORMAT")
+        list[str] | None, option("A format to choose from, with --bits or --size; can be repeated.", metavar="FORMAT")
     ] = None,
     samples: Annotated[
         int | None, option("Calibration samples for --bits or --size (default: 32).", "--samples", min=1, metavar="N")
@@ -85,7 +85,11 @@ def plan(
         exclude("--bits and --size", {"--plan": plan, "--mapper": mapper, "--precision": precision})
         exclude("--bits", {"--size": size if bits is not None else None})
     else:
-        require("--bits or --size", not (candidate or samples), "to which --candidate and --samples belong")
+        require(
+            "--bits or --size",
+            not (candidate or samples),
+            "add one of them, because --candidate and --samples apply only to a budget",
+        )
     found = open_workload(out, str(workload))
     graph = capture(found.model, found.inputs)
     costs = None

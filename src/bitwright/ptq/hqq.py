@@ -1,8 +1,8 @@
 """Half-quadratic quantization (HQQ): fit scales and zero points to Σ|ŵ − w|^p with p < 1, which ignores outliers.
 
-The problem is split: an error e takes over the part of ŵ − w that the norm tolerates (a shrinkage with a closed form),
-and scale and zero point are fitted to w − e by least squares. Both alternate, with an increasing penalty β between
-them. It needs no data.
+The problem is split: an error term e contains the part of ŵ − w that the norm tolerates (a shrinkage with a closed
+form), and scale and zero point are fitted to w − e by least squares. Both alternate, with an increasing penalty β
+between them. It needs no data.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Importance-weighted scales (llama.cpp's imatrix): choose scales by the error that inputs of this size multiply.
+"""Importance-weighted scales (llama.cpp's imatrix): choose scales by the rounding error, weighted by the inputs.
 
 The expected squared error of an output is Σ E[x²]·(ŵ − w)² if inputs are uncorrelated. One pass over the data measures
 E[x²] of each input, and each scale minimizes this sum.

@@ -1,11 +1,11 @@
 """Exact Hadamard rotations (QuaRot, SpinQuant): spread outliers over all channels without changing the function.
 
-R1 rotates the residual stream: the scales of RMS norms move into the linear layers after them, whatever writes to the
-stream is multiplied by an orthogonal matrix, and whatever reads it by the transpose. An RMS norm without scale commutes
-with a rotation. R2 rotates the channels of each attention head between the value and the output projection.
+R1 rotates the residual stream: the scales of RMS norms move into the linear layers after them, layers that write to the
+stream are multiplied by an orthogonal matrix, and layers that read it by the transpose. An RMS norm without scale
+commutes with a rotation. R2 rotates the channels of each attention head between the value and the output projection.
 
 Layers are found by the names that Llama-like models of transformers use. Each rotation is kept only if the model's
-outputs stay the same on a batch; otherwise the weights are restored and the step says so.
+outputs stay the same on a batch; otherwise the weights are restored and the reason is reported.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _stream_changes(context: PtqContext) -> list[_Change] | str:
     blocks = [module for module in model.modules() if isinstance(module, nn.ModuleList) and _are_layers(module)]
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     if len(blocks) != 1 or len(embeddings) != 1:
-        return "there isn't one list of decoder layers with norms, and one embedding"
+        return "the model doesn't have exactly one embedding and one list of decoder layers with norms"
     embedding = embeddings[0]
     width = embedding.embedding_dim
     heads = [
@@ -101,7 +101,7 @@ def _stream_changes(context: PtqContext) -> list[_Change] | str:
     inner = {id(module) for module in blocks[0].modules()}
     finals = [m for m in model.modules() if _is_norm(m, width) and id(m) not in inner]
     if len(finals) != 1 or len(heads) != 1:
-        return "there isn't one final norm and one head"
+        return "the model doesn't have exactly one final norm and one head"
     head = heads[0][1]
     if head.weight is embedding.weight:
         return "the head shares its weight with the embedding, so it can't hold the scale of the final norm"
@@ -113,7 +113,7 @@ def _stream_changes(context: PtqContext) -> list[_Change] | str:
         readers = [_named(layer, names) for names in (_QUERY_SIDE, _UP_SIDE)]
         writers = _named(layer, _OUTPUTS)
         if len(own) != 2 or not all(readers) or not writers:
-            return "its decoder layers aren't an attention and an MLP, each after one norm"
+            return "its decoder layers don't consist of an attention and an MLP, each after one norm"
         linear = [m for m in layer.modules() if isinstance(m, nn.Linear)]
         if len(linear) != sum(map(len, readers)) + len(writers):
             return "its decoder layers have other linear layers"

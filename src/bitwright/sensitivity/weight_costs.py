@@ -1,4 +1,4 @@
-"""`weight_costs(model, batches)`: what each candidate format costs at each weight, from one pass with gradients.
+"""`weight_costs(model, batches)`: the cost of each candidate format at each weight, from one pass with gradients.
 
 To second order, rounding a weight adds ½ Σ h·(ŵ − w)² to the loss, where h is the diagonal of its Hessian. It is
 estimated by the Fisher information: the squared gradient of the likelihood of labels that are drawn from the model's

@@ -32,11 +32,11 @@ class CompressedTensors(WeightFile):
     def refusal(self, format: Format, shape: torch.Size) -> tuple[str, str] | None:
         """Integers of up to 8 bits per channel or group."""
         if format.minifloat is not None or format.dynamic or format.bits > 8:
-            return "weights are integers of at most 8 bits", "use int4/group32 or int8/channel/sym"
+            return "it stores only integers of at most 8 bits", "use int4/group32 or int8/channel/sym"
         if format.granularity not in ("channel", "group"):
-            return "scales are per channel or group", "use int8/channel/sym"
+            return "it stores only scales per channel or group", "use int8/channel/sym"
         if not format.signed and format.symmetric:
-            return "symmetric weights are signed", f"use int{format.bits}/…/sym, or asym"
+            return "symmetric weights must be signed", f"use int{format.bits}/…/sym, or asym"
         return None
 
     def write(self, model: nn.Module, weights: Sequence[IntegerWeight], path: Path) -> None:

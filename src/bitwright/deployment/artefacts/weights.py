@@ -107,7 +107,7 @@ def integer_weights(model: nn.Module) -> list[IntegerWeight]:
     found = []
     for site, quantizer in attachment_of(model).quantizers.items():
         linear = linear_at(model, quantizer)
-        assert linear is not None  # `problems` comes first
+        assert linear is not None  # checked by `problems`
         module = site.rpartition(":")[0]
         codes = quantizer.integers(linear.weight.detach())
         found.append(
@@ -117,7 +117,7 @@ def integer_weights(model: nn.Module) -> list[IntegerWeight]:
 
 
 def float_state(model: nn.Module, weights: Sequence[IntegerWeight]) -> dict[str, Tensor]:
-    """All tensors of the model that stay as they are."""
+    """All tensors of the model that aren't quantized."""
     stored = {f"{weight.module}.weight" for weight in weights}
     state = model.state_dict()
     return {name: t for name, t in state.items() if name not in stored and not name.startswith(f"{CONTAINER}.")}
@@ -128,7 +128,7 @@ def config_of(model: nn.Module, kind: str) -> Any:
     config = getattr(model, "config", None)
     if config is None or not hasattr(config, "save_pretrained"):
         problem = Problem(
-            what=f"{kind} stores models of transformers, and this one has no configuration",
+            what=f"{kind} stores only models of transformers, and this model has no configuration",
             where="model",
             value=type(model).__name__,
             fix="export the artefact qdq (ONNX) instead",
