@@ -89,9 +89,9 @@ def test_a_killed_search_resumes(configured: Path) -> None:
     after = finished_trials(out)
     assert before.items() <= after.items()
     assert len(after) > len(before)
-    again = bitwright(*arguments, "--json")
-    assert again.returncode == 2
-    assert [problem["code"] for problem in json.loads(again.stdout)["problems"]] == ["study-exists"]
+    again = bitwright(*arguments)  # as after a kill in the last moment
+    assert again.returncode == 0, again.stderr
+    assert finished_trials(out) == after
 
 
 def finished_trials(output: Path) -> dict[int, datetime | None]:

@@ -335,3 +335,29 @@ def test_constants_of_every_rank_in_products(
     onnx.checker.check_model(onnx.load(artefact.path), full_check=True)
     for runtime in ("onnxruntime", "openvino"):
         assert quantized.check(artefact.path, batches, runtime=runtime, per_site=True).passed
+
+
+class MovesCodes(nn.Module):
+    """A site is moved by MaxPool, Reshape and Transpose to operators in float, and to another site."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 8, 3, padding=1)
+        self.second = nn.Conv2d(8, 8, 3, padding=1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        x = torch.relu(self.first(x))
+        pooled = torch.max_pool2d(x, 2)
+        flat = x.transpose(1, 2).reshape(x.shape[0], -1)
+        return torch.sin(pooled), torch.sin(flat), self.second(x), self.second(pooled), pooled
+
+
+@pytest.mark.parametrize("weights", ["int8/channel/sym", "int4/channel/sym"])
+@pytest.mark.parametrize("activations", ["int8/tensor/sym", "int8/tensor/sym/narrow", "int8/tensor/asym"])
+def test_signed_codes_may_be_moved_to_float(tmp_path: Path, weights: str, activations: str) -> None:
+    torch.manual_seed(0)
+    batches = [torch.randn(4, 3, 8, 8) for _ in range(2)]
+    quantized = bw.quantize(MovesCodes().eval(), batches, weights=weights, activations=activations)
+    artefact = quantized.export(tmp_path / "model.onnx")
+    onnx.checker.check_model(artefact.path, full_check=True)
+    assert quantized.check(artefact.path, batches).passed

@@ -17,7 +17,6 @@ from bitwright.cli.verb import verb
     bitwright tune digits --drop 1% --minutes 10 -o digits-tuned
     bitwright tune config.yaml -o tuned
     bitwright tune config.yaml --workload my_workload.py:small --strategy tpe --trials 200 -o tuned
-    bitwright tune digits -o tuned --resume
     bitwright tune digits -o tuned --store postgresql://user@host/bitwright --resume
     """,
 )
@@ -36,7 +35,7 @@ def tune(
     store: Annotated[str | None, option("Where trials are stored: a file, or postgresql://… (default: in -o).")] = None,
     name: Annotated[str | None, option("Name of the study in the store.")] = None,
     resume: Annotated[
-        bool, option("Continue or join an existing study; not needed for one in -o.", "--resume")
+        bool, option("Continue or join a study in --store; a study in -o is always continued.", "--resume")
     ] = False,
     seed: Annotated[int | None, option("Random seed.", min=0)] = None,
     samples: SamplesOption = None,

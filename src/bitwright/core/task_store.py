@@ -327,7 +327,7 @@ def _refuse_changes(known: Mapping[str, Any], now: Mapping[str, Any]) -> None:
         Problem(
             what=f"was {_short(before.get(key))}, is {_short(after.get(key))}",
             where=key,
-            fix="undo the change, or start another study (another name or store)",
+            fix="undo the change, or start another study (another output folder, name or store)",
             code="study-changed",
         )
         for key in sorted({*before, *after})

@@ -27,14 +27,12 @@ from bitwright.deployment.artefacts.weights import WeightFile, integer_weights
 from bitwright.deployment.dynamic_axes import frozen_size
 from bitwright.deployment.onnx_files import replacing_onnx, save_onnx, stored_bytes, text_digest, write_digests
 from bitwright.deployment.onnx_translation import fold_constants, to_float32, translations
-from bitwright.deployment.qdq import Counts, Recorded, write_qdq
+from bitwright.deployment.qdq import OPSET, Counts, Recorded, write_qdq
 from bitwright.deployment.torch_export import Exported, export_program, fixed_batch, reason_of, trace
 from bitwright.quantizers import Attachment, attachment_of
 from bitwright.quantizers.state import parameter_problems, state_problems
 
 _Rest = TypeVarTuple("_Rest")  # further results of writing a file
-
-OPSET = 21
 
 
 @strict
@@ -81,7 +79,7 @@ class Artefact:
 def export(
     model: nn.Module, path: str | Path, inputs: Any, *, dynamic_batch: bool = True, artefact: str | None = None
 ) -> Artefact:
-    """Write a prepared, calibrated model as ONNX (opset 21); `inputs` is one example call.
+    """Write a prepared, calibrated model as ONNX (opset 20 or 21); `inputs` is one example call.
 
     The table of the plan's backend determines which `artefact` is written: Q/DQ pairs with integer weights, or a float
     model with a file of grids next to it (docs/backends/artefacts.md). The exported program must contain all quantizers

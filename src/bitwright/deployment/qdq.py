@@ -33,6 +33,9 @@ _TYPES: dict[tuple[bool, int], ir.DataType] = {
     (False, 16): ir.DataType.UINT16,
     (True, 32): ir.DataType.INT32,
 }
+OPSET = 21
+_MOVING = ("MaxPool", "Reshape", "Transpose", "Squeeze", "Unsqueeze", "Slice")  # they keep the codes of their input
+_OPSET_21 = {ir.DataType.INT4, ir.DataType.UINT4, ir.DataType.INT16, ir.DataType.UINT16}  # types of codes since 21
 _NUMPY = {
     ir.DataType.INT4: ml_dtypes.int4,
     ir.DataType.UINT4: ml_dtypes.uint4,
@@ -98,7 +101,68 @@ def write_qdq(model: ir.Model, attachment: Attachment, recorded: Recorded) -> Co
     if writer.dynamic.values:
         writer.dynamic.use_integers()
         passes.RemoveUnusedNodesPass()(model)
+    _keep_signed_codes(model)
     return writer.counts
+
+
+def _keep_signed_codes(model: ir.Model) -> None:
+    """Make sure that ONNX Runtime loads models in which a signed site is moved to an operator in float.
+
+    On x86, ONNX Runtime changes signed codes to unsigned ones, and inserts quantizers behind operators such as MaxPool
+    and Reshape. In opset 21 these have the attribute `output_dtype`, which then contradicts the new type: loading
+    fails. Opset 20 has no such attribute. Models that need opset 21 get the quantizers here, without the attribute.
+    """
+    signed = [node for node in model.graph if node.op_type == "DequantizeLinear" and _is_signed_activation(node)]
+    if not signed or model.opset_imports.get("") != OPSET:
+        return
+    if _fits_opset_20(model):
+        model.opset_imports[""] = 20
+        return
+    while signed:
+        dequantize = signed.pop()
+        for node, index in tuple(dequantize.outputs[0].uses()):
+            if index == 0 and not node.domain and node.op_type in _MOVING:
+                signed += _quantize_behind(model.graph, dequantize, node)
+
+
+def _is_signed_activation(node: ir.Node) -> bool:
+    codes, zero_point = node.inputs[0], node.inputs[2] if len(node.inputs) > 2 else None
+    producer = codes.producer() if codes is not None else None
+    constant = zero_point.const_value if zero_point is not None else None
+    return (
+        producer is not None
+        and producer.op_type == "QuantizeLinear"
+        and (constant is not None and constant.dtype == ir.DataType.INT8)
+    )
+
+
+def _fits_opset_20(model: ir.Model) -> bool:
+    """Whether opset 20 has all operators and types of the model with the same meaning."""
+    if model.functions:
+        return False
+    constants = [value.const_value for value in model.graph.initializers.values()]
+    for node in ir.traversal.RecursiveGraphIterator(model.graph):
+        if node.op_type == "GroupNormalization" or {"block_size", "output_dtype"} & set(node.attributes):
+            return False
+        constants += [one.value for one in node.attributes.values() if isinstance(one.value, ir.TensorProtocol)]
+        if any(one.name in ("to", "dtype") and one.value in _OPSET_21 for one in node.attributes.values()):
+            return False
+    return not any(constant is not None and constant.dtype in _OPSET_21 for constant in constants)
+
+
+def _quantize_behind(graph: ir.Graph, dequantize: ir.Node, node: ir.Node) -> list[ir.Node]:
+    """Quantize the output of a node whose values lie on the grid of its input, for its users in float."""
+    output, parameters = node.outputs[0], dequantize.inputs[1:]
+    users = [(user, index) for user, index in output.uses() if user.op_type != "QuantizeLinear"]
+    if not users:
+        return []
+    quantize = ir.node("QuantizeLinear", [output, *parameters])
+    behind = ir.node("DequantizeLinear", [quantize.outputs[0], *parameters])
+    quantize.outputs[0].name, behind.outputs[0].name = f"{output.name}.moved_codes", f"{output.name}.moved"
+    graph.insert_after(node, [quantize, behind])
+    for user, index in users:
+        user.replace_input_with(index, behind.outputs[0])
+    return [behind]
 
 
 def _float32(tensor: Tensor) -> NDArray[np.generic]:

@@ -30,7 +30,7 @@ from bitwright.tuning.baseline import Baseline, measure_float
 from bitwright.tuning.candidate import Candidate, TrialOutcome
 from bitwright.tuning.evaluation import Evaluator, Measuring, load_calibration, quantize_candidate
 from bitwright.tuning.goal import ERROR, Budget, Goal, Paired, mcnemar
-from bitwright.tuning.result import TUNING, Tuned
+from bitwright.tuning.result import Tuned
 from bitwright.tuning.search import (
     Search,
     Strategy,
@@ -79,8 +79,9 @@ def tune(
     Afterwards the workload's model is the best one, prepared and calibrated (`strip` restores float). If no candidate
     meets the goal, the result is the best one found, with `met_goal=False`. `output` is a folder in which everything is
     saved, with the artefact and a report. `store` keeps the trials: a file or postgresql://…; by default a file in
-    `output`, if there is one. With `resume`, one or many processes continue an existing study; "auto" continues only an
-    unfinished study in `output`.
+    `output`, if there is one. With `resume`, one or many processes continue an existing study; "auto" continues only a
+    study in `output`. Trials that are already in the study count against `Budget(trials=…)`.
+
     Each process needs its own `output`, even if they share a store. `on_result` may add files to the folder that
     becomes `output`, so that all files appear together. With `early`, the evaluation of a candidate stops after a
     random part of the data if the candidate can't pass. If the search fails, the model is restored to float.
@@ -118,7 +119,7 @@ def tune(
         if place is not None:
             stack.enter_context(locked(place))
             recover(place)
-            if resume == "auto" and (store is not None or (place / TUNING).is_file()):
+            if resume == "auto" and store is not None:  # others may use it
                 resume = False
             reporters = [TUNING_REPORTERS.get(one) for one in TUNING_REPORTERS.names()]
             writers = [make_writer(workload, backend, seed=seed, progress=progress) for make_writer in reporters]

@@ -28,24 +28,23 @@ INT8 = ComputeSpec(format="int8", backward=("input", "weight"))
 PENALTIES = {"0": {"int8": 3.0}, "2": {"int8": 1.0}, "4": {"int8": 0.1}, "6": {"int8": 9.0}}
 
 
-def _scaled(timing: OperatorTime | None, factor: float) -> OperatorTime | None:
+def _chosen(timing: OperatorTime | None, seconds: float) -> OperatorTime | None:
     if timing is None:
         return None
-    return timing.model_copy(
-        update={"seconds": timing.seconds * factor, "low": timing.low * factor, "high": timing.high * factor}
-    )
+    return timing.model_copy(update={"seconds": seconds, "low": seconds, "high": seconds})
 
 
 def _with(own: DeviceProfile, factor: float, low: float) -> DeviceProfile:
-    """A device `factor` times as slow, on which kernels take `low` of float's time: chosen, not measured."""
-    floats = {cost.operator: cost for cost in own.operators if cost.format == "float32"}
+    """A device `factor` times as slow, on which kernels take `low` of float's time.
+
+    Only the operators and the fixed costs of this machine are used: times of operators depend on its load.
+    """
     operators: list[OperatorCost] = []
     for cost in own.operators:
-        base = floats[cost.operator] if cost.format.startswith("kernel") else cost
-        times = factor * (low if cost.format.startswith("kernel") else 1.0)
-        operators.append(
-            cost.model_copy(update={"forward": _scaled(base.forward, times), "backward": _scaled(base.backward, times)})
-        )
+        seconds = factor * (1e-3 if "linear" in cost.operator else 1e-5)
+        seconds *= low if cost.format.startswith("kernel") else 1.0
+        update = {"forward": _chosen(cost.forward, seconds), "backward": _chosen(cost.backward, 2 * seconds)}
+        operators.append(cost.model_copy(update=update))
     return own.model_copy(update={"operators": operators})
 
 
