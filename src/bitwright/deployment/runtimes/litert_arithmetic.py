@@ -42,6 +42,13 @@ def _rescaled(x: Codes64, multiplier: Codes64, exponent: Codes64) -> Codes64:
     return result
 
 
+def _rescaled_once(x: Codes64, multiplier: Codes64, exponent: Codes64) -> Codes64:
+    """The same with one rounding, ties upwards."""
+    right = 31 - exponent
+    result: Codes64 = (x * multiplier + (np.int64(1) << (right - 1))) >> right
+    return result
+
+
 class LiteRtRounding:
     """Replaces the quantizers' rounding in one run of the simulation."""
 
@@ -100,7 +107,8 @@ class LiteRtRounding:
         scale, zero = self._grid(index)
         found: Codes64 | None = None
         if kind in _PRODUCTS:
-            found = self._product(operator, x, scale, zero)
+            rescale = _rescaled_once if kind == "FULLY_CONNECTED" else _rescaled
+            found = self._product(operator, x, scale, zero, rescale)
         elif kind == "AVERAGE_POOL_2D" and operator.builtinOptions.padding == 1:
             found = self._average(operator, x, scale, zero)
         elif kind == "MEAN":
@@ -111,7 +119,14 @@ class LiteRtRounding:
             found = None if found is None else np.maximum(found, np.int64(zero) if low >= zero else -128)
         return None if found is None else np.clip(found, -128, 127)
 
-    def _product(self, operator: Any, x: NDArray[np.float64], scale: float, zero: int) -> Codes64 | None:
+    def _product(
+        self,
+        operator: Any,
+        x: NDArray[np.float64],
+        scale: float,
+        zero: int,
+        rescale: Callable[[Codes64, Codes64, Codes64], Codes64],
+    ) -> Codes64 | None:
         source, weight = (self.tensors[int(index)].quantization for index in operator.inputs[:2])
         factors = np.asarray(weight.scale, np.float32).astype(np.float64) * float(source.scale[0])
         axis = 1 if x.ndim == 4 else x.ndim - 1
@@ -120,7 +135,7 @@ class LiteRtRounding:
                 return None  # a later operator moved the channels
             factors = factors.reshape([-1 if i == axis else 1 for i in range(x.ndim)])
         sums = np.rint(x / factors).astype(np.int64)
-        return _rescaled(sums, *_fixed_point(factors / scale)) + zero
+        return rescale(sums, *_fixed_point(factors / scale)) + zero
 
     def _average(self, operator: Any, x: NDArray[np.float64], scale: float, zero: int) -> Codes64:
         options = operator.builtinOptions
