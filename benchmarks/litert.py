@@ -15,7 +15,6 @@ import os
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -59,7 +58,9 @@ def predictions(name: str, folder: Path, part: range) -> dict[str, NDArray[np.in
     workload = bw.load_workload(name)
     assert workload.evaluation is not None
     float_model = workload.model.eval()
-    pairs = [(image, label) for images, labels in workload.evaluation() for image, label in zip(images, labels)]
+    pairs = [
+        (image, label) for images, labels in workload.evaluation() for image, label in zip(images, labels, strict=True)
+    ]
     simulated = bw.load(folder / "model", bw.load_workload(name)).model
     opened = {runtime: bw.open_runtime(runtime, folder / "model.tflite", threads=1) for runtime in RUNTIMES}
     found: dict[str, list[Any]] = {"label": []}
@@ -109,8 +110,8 @@ def measure(name: str, images: int | None, workers: int) -> dict[str, Any]:
 
 def table(results: dict[str, dict[str, Any]]) -> str:
     """The rows of all models in Markdown, and whether they meet the limits."""
-    lines = ["| model | images | float | INT8 | change (limit) | agreement (limit) | XNNPACK: INT8 | XNNPACK: agreement |"]
-    lines.append("|---" * 8 + "|")
+    heads = ["model", "images", "float", "INT8", "change (limit)", "agreement (limit)", "XNNPACK", "its agreement"]
+    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
     for name, row in results.items():
         top1, same = row["top1"], row["agreement"]
         change = top1["litert_reference"] - top1["float"]
@@ -136,8 +137,8 @@ _HEAD = """\
 # INT8 on LiteRT
 
 Weights int8 per channel, activations int8 per tensor with a zero point. All numbers are top-1 accuracy or shares of
-images, in percent. INT8 and agreement are those of `litert_reference`, whose fixed-point rounding `check` simulates; the
-last columns are those of `litert` (XNNPACK), compared with the float32 simulation.
+images, in percent. INT8 and agreement are those of `litert_reference`, whose fixed-point rounding `check` simulates.
+The last columns are those of `litert` (XNNPACK), compared with the float32 simulation.
 
 """
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from bitwright.deployment import Artefact, Check, check, export, export_float, measure_latency, open_runtime
     from bitwright.deployment.checkpoint import load_checkpoint, save_checkpoint
     from bitwright.graph import Graph, capture
+    from bitwright.importers.tables import list_keys
     from bitwright.plan import Plan, SiteSpec
     from bitwright.profiling import DeviceProfile
     from bitwright.ptq import calibrate
@@ -132,6 +133,7 @@ _HOMES = {
         "Tuned",
         "tune",
     ),
+    "bitwright.importers.tables": ("list_keys",),
     "bitwright.workflows.doctor": ("diagnose", "list_plugins"),
     "bitwright.workload": (
         "Workload",
@@ -198,6 +200,7 @@ __all__ = [
     "export",
     "export_float",
     "export_workload",
+    "list_keys",
     "list_plugins",
     "load",
     "load_checkpoint",

@@ -269,13 +269,24 @@ def test_check_names_the_first_site_that_diverges(run, small, made, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "kind", ["observers", "quantizers", "backends", "artefacts", "runtimes", "workloads", "steps", "formats"]
+    "kind",
+    ["observers", "quantizers", "backends", "artefacts", "runtimes", "workloads", "steps", "formats", "importers"],
 )
 def test_list(run, kind):
     entries = run("list", kind, "--json").json[kind]
     assert entries
     assert all(entry["name"] and entry["about"] for entry in entries)
     assert entries[0]["name"] in run("list").out
+
+
+def test_list_the_keys_of_an_importer(run):
+    found = {row["key"]: row["handling"] for row in run("list", "importers", "lpot", "--json").json["keys"]}
+    assert found["tuning.accuracy_criterion.relative"] == "honoured"
+    assert found["tuning.tensorboard"] == "noted"
+    assert found["pruning"] == "rejected"
+    assert "evaluation.performance.configs.kmp_blocktime" in run("list", "importers", "lpot").out
+    assert run("list", "importers", "nothing").code == 2
+    assert run("list", "backends", "lpot").code == 2
 
 
 def test_doctor(run, monkeypatch):

@@ -292,7 +292,7 @@ def rows(model: type[Section], path: str = "", *, seen: dict[Any, str] | None = 
                 yield _named_row(f"{place}.{own}", option)
                 if isinstance(option.about, Honoured | Noted):
                     yield from rows(option, f"{place}.{own}", seen=seen)
-        elif inner is not None and not isinstance(marker, Rejected):
+        elif inner is not None and not isinstance(marker, Rejected | Noted):
             below = place if container is None else f"{place}.*"
             if seen is None or inner not in seen:
                 if seen is not None:

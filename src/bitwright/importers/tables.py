@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
 
+from bitwright.core.arguments import strict
+from bitwright.core.display import Summarized, Table
+from bitwright.core.errors import UnknownName, did_you_mean
 from bitwright.importers.key_table import KeyRow, Section, rows
 from bitwright.importers.lpot import LpotConfig
 from bitwright.importers.mqbench import HuggingFaceConfig, ToolkitConfig, ZooConfig
 
-__all__ = ["TABLES", "key_rows", "keys_page"]
+__all__ = ["TABLES", "Keys", "key_rows", "keys_page", "list_keys"]
 
 TABLES: dict[str, tuple[str, type[Section]]] = {
     "lpot": ("LPOT and Neural Compressor 1.x", LpotConfig),
@@ -36,6 +42,39 @@ every honoured key of the paper's zoo.
 def key_rows(name: str) -> list[KeyRow]:
     """The rows of a table by its name in `TABLES`. Sections that occur several times are listed once."""
     return list(rows(TABLES[name][1], seen={}))
+
+
+@dataclass(frozen=True)
+class Keys(Summarized):
+    """The keys of a kind of file, and how each is handled."""
+
+    title: str
+    rows: list[KeyRow]
+
+    def __repr__(self) -> str:
+        return f"<Keys of {self.title}: {len(self.rows)}>"
+
+    def summary(self) -> Iterator[Table]:
+        """One row for each key."""
+        yield Table(
+            ["key", "handling", "", "fix"], [tuple(asdict(row).values()) for row in self.rows], title=self.title
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The rows as plain data."""
+        return {"title": self.title, "keys": [asdict(row) for row in self.rows]}
+
+
+@strict
+def list_keys(table: str) -> Keys:
+    """List the keys that files of another system may have: honoured, noted, in code or rejected.
+
+    >>> list_keys("mqbench-text")
+    <Keys of MQBench: the toolkit's text example: 38>
+    """
+    if table not in TABLES:
+        raise UnknownName("unknown importer", value=table, fix=did_you_mean(table, TABLES), code="unknown-name")
+    return Keys(TABLES[table][0], key_rows(table))
 
 
 def keys_page() -> str:

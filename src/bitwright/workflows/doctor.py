@@ -24,6 +24,7 @@ from bitwright.core.formats import FLOATS, MINIFLOATS
 from bitwright.core.progress import Progress, phases
 from bitwright.core.registry import BACKENDS, RUNTIMES, Registry, registries
 from bitwright.deployment import available_runtimes, saturates
+from bitwright.importers.tables import TABLES
 from bitwright.profiling import microbenchmarks
 
 __all__ = ["KINDS", "Diagnosis", "Plugin", "Plugins", "diagnose", "list_plugins"]
@@ -33,10 +34,6 @@ _NOT_OFFERED = {
     "tvm": {
         "tried": "apache-tvm 0.27.0.post1",
         "why": "reads QDQ files, but runs their convolutions in float32: no integer lowering",
-    },
-    "litert": {
-        "tried": "ai-edge-litert 2.3.0, litert-torch 0.10.0",
-        "why": "its converter refuses integer weights, or leaves convolutions in float between Q and DQ",
     },
 }
 #: Extras for developing Bitwright.
@@ -234,8 +231,8 @@ def _version(package: str) -> str | None:
         return None
 
 
-_FORMATS = "formats"
-KINDS = (*registries(), _FORMATS)
+_FORMATS, _IMPORTERS = "formats", "importers"
+KINDS = (*registries(), _FORMATS, _IMPORTERS)
 """What can be listed."""
 
 
@@ -276,7 +273,8 @@ def list_plugins(kinds: Sequence[str] = KINDS) -> Plugins:
     for kind in kinds:
         if kind not in KINDS:
             raise UnknownName("unknown kind", value=kind, fix=did_you_mean(kind, KINDS), code="unknown-name")
-    return Plugins({kind: list(_formats() if kind == _FORMATS else _entries(known[kind])) for kind in kinds})
+    others = {_FORMATS: _formats, _IMPORTERS: _importers}
+    return Plugins({kind: list(others[kind]() if kind in others else _entries(known[kind])) for kind in kinds})
 
 
 def _entries(registry: Registry) -> Iterator[Plugin]:
@@ -302,6 +300,11 @@ def _problem(registry: Registry, found: Any) -> str | None:
             return "plans and artefacts only; no runtime to check them on"
         return None if runtime in RUNTIMES and RUNTIMES.get(runtime).missing() is None else f"no {runtime} here"
     return None
+
+
+def _importers() -> Iterator[Plugin]:
+    for name, (title, _) in TABLES.items():
+        yield Plugin(name=name, about=f"{title}; list_keys({name!r}) or `bitwright list importers {name}`: its keys")
 
 
 def _formats() -> Iterator[Plugin]:

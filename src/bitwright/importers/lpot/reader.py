@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from bitwright.core.errors import PlanError, Problem, log_warnings
-from bitwright.importers.key_table import Imported, read
+from bitwright.importers.key_table import Imported, InCode, read
 from bitwright.importers.lpot.schema import ActivationRule, LpotConfig, OpRule, WeightRule
 from bitwright.importers.lpot.workload import LpotData
 
@@ -88,9 +88,14 @@ def tune_settings(config: LpotConfig, *, where: str = "the LPOT file") -> dict[s
 def _not_runnable(config: LpotConfig) -> Iterator[Problem]:
     """The settings that the search has no counterpart for. Nothing is dropped silently."""
     quantization, tuning, accuracy = config.quantization, config.tuning, config.evaluation.accuracy
-    if quantization.train is not None and any(one.reduce == "none" for one in quantization.train.criterion):
+    train = quantization.train
+    if train is not None and any(one.reduce == "none" for one in train.criterion):
         where = "quantization.train.criterion.reduction"
         yield _cannot("one loss per sample can't be minimized", where, "none", "use mean or sum")
+    for step in () if train is None or train.postprocess is None else train.postprocess.transform:
+        if isinstance(step.about, InCode):
+            where = "quantization.train.postprocess.transform"
+            yield _cannot(step.about.reason, where, step.name, "set q_func of Quantization(conf) in Python")
     unused = {
         "quantization.recipes.weight_correction": (quantization.recipes.weight_correction, False),
         "quantization.recipes.last_conv_or_matmul_quantization": (
@@ -108,7 +113,7 @@ def _not_runnable(config: LpotConfig) -> Iterator[Problem]:
     if "accuracy" in objectives:
         yield _cannot("accuracy is a limit, not an objective", "tuning.objective", "accuracy", "use performance")
     for metric in accuracy.metrics:
-        if not metric.model_dump().get("compare_label", True):
+        if not getattr(metric, "compare_label", True):
             what, fix = "metrics compare with labels, not with the float model", "pass evaluate= to the workload"
             yield _cannot(what, "evaluation.accuracy.metric", metric.name, fix)
     if len(accuracy.multi_metrics) > len(accuracy.metrics):

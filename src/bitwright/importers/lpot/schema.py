@@ -295,10 +295,12 @@ class Instances(Section):
 
     cores_per_instance: Annotated[Count | None, Honoured(_INSTANCES + " Cores of each process.")] = None
     num_of_instance: Annotated[Count, Honoured(_INSTANCES + " Number of processes.")] = 1
-    inter_num_of_threads: Annotated[Count | None, Honoured(_INSTANCES + " Threads between operators.")] = None
-    intra_num_of_threads: Annotated[Count | None, Honoured(_INSTANCES + " Threads within an operator.")] = None
+    inter_num_of_threads: Annotated[Count | None, Noted("Operators run one after the other.")] = None
+    intra_num_of_threads: Annotated[
+        Count | None, Honoured(_INSTANCES + " Threads of an operator; with cores_per_instance, one per core.")
+    ] = None
     kmp_blocktime: Annotated[
-        int | None, Field(ge=0, le=10**9), Honoured(_INSTANCES + " Milliseconds that idle OpenMP threads spin.")
+        int | None, Field(ge=0, le=10**9), Noted("ONNX Runtime has its own threads, not those of OpenMP.")
     ] = None
     kmp_affinity: Annotated[str | None, Noted("Instances are pinned to their cores.")] = None
 
@@ -310,7 +312,7 @@ class _Accuracy(Section):
         Named({"weight": Weights, "higher_is_better": HigherIsBetter, **METRICS}),
         Honoured("Several metrics."),
     ] = ()
-    configs: Instances | None = None
+    configs: Annotated[Instances | None, Noted("All instances have the same accuracy, so one measures it.")] = None
     iteration: Annotated[int, Field(ge=-1, le=10**9), Honoured("Batches; -1: all.")] = -1
     dataloader: Loader | None = None
     postprocess: Postprocess | None = None
@@ -336,7 +338,7 @@ class _Performance(Section):
     iteration: Annotated[int, Field(ge=-1, le=10**7), Honoured("Runs of a measurement; -1: all.")] = -1
     configs: Instances = Instances()
     dataloader: Loader | None = None
-    postprocess: Postprocess | None = None
+    postprocess: Annotated[Postprocess | None, Noted("Only the model is timed.")] = None
 
 
 class _Evaluation(Section):

@@ -24,6 +24,7 @@ Count = Annotated[int, Field(ge=1, le=10**7)]
 
 class _Optimizer(Option):
     about: ClassVar[Marker] = Honoured("")
+    weight_decay: Annotated[float, Field(ge=0, le=1e6), Honoured("The weight decay.")] = 0.0
 
     def make(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         """The optimizer for these parameters."""
@@ -31,7 +32,6 @@ class _Optimizer(Option):
 
 
 _LR = Annotated[float, Field(ge=0, le=1e6), Honoured("The learning rate.")]
-_DECAY = Annotated[float, Field(ge=0, le=1e6), Honoured("The weight decay.")]
 
 
 class SGD(_Optimizer):
@@ -40,7 +40,6 @@ class SGD(_Optimizer):
     learning_rate: _LR
     momentum: Annotated[float, Field(ge=0, lt=1), Honoured("The momentum.")] = 0.0
     nesterov: Annotated[bool, Honoured("Nesterov's momentum.")] = False
-    weight_decay: _DECAY = 0.0
 
     @model_validator(mode="after")
     def _momentum(self) -> SGD:
@@ -61,7 +60,6 @@ class Adam(_Optimizer):
     beta_2: Annotated[float, Field(ge=0, lt=1), Honoured("The second β.")] = 0.999
     epsilon: Annotated[float, Field(gt=0, le=1), Honoured("ε.")] = 1e-07
     amsgrad: Annotated[bool, Honoured("The AMSGrad variant.")] = False
-    weight_decay: _DECAY = 0.0
     kind: ClassVar[type[torch.optim.Adam]] = torch.optim.Adam
 
     def make(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
@@ -155,9 +153,9 @@ class Train(Section):
         optimizer, (criterion,) = self.optimizer[0], self.criterion
         own = {p for module in model.modules() if isinstance(module, Quantizer) for p in module.parameters()}
         trained = [p for p in model.parameters() if p.requires_grad]
-        decay = optimizer.model_dump()["weight_decay"]
+        shift = 0 if self.postprocess is None else self.postprocess.label_shift
         groups = [
-            {"params": [p for p in trained if p not in own], "weight_decay": decay},
+            {"params": [p for p in trained if p not in own], "weight_decay": optimizer.weight_decay},
             {"params": [p for p in trained if p in own], "weight_decay": 0.0},
         ]
         steps = optimizer.make([group for group in groups if group["params"]])
@@ -169,7 +167,7 @@ class Train(Section):
                     break
                 steps.zero_grad()
                 inputs = map_tensors(inputs, lambda tensor: tensor.to(device))
-                loss = criterion.loss(call(model, inputs), target.to(device))
+                loss = criterion.loss(call(model, inputs), target.to(device) - shift)
                 if not loss.isfinite():
                     what, fix = "the loss is not finite", "lower the learning rate"
                     where = f"epoch {epoch}, batch {number}"

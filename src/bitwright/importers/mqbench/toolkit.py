@@ -206,6 +206,8 @@ class _TextQuantization(Section):
 
 
 _HUB = Noted("Models and tokenizers are read from local folders.")
+_PREDICTIONS = Noted("MQBench's text example predicts nothing without labels.")
+_ANSWERS = Noted("Only answers to questions need it; the model classifies texts.")
 _LIMIT = Annotated[int | None, Field(ge=1, le=10**9), Honoured("Use only so many samples.")]
 
 
@@ -222,22 +224,22 @@ class _TextModel(Section):
 class _TextData(Section):
     task_name: Annotated[str | None, Honoured("The task of GLUE.")] = None
     dataset_name: Annotated[str | None, Honoured("The local folder of the data set.")] = None
-    dataset_config_name: Annotated[str | None, Honoured("The part of the data set.")] = None
+    dataset_config_name: Annotated[str | None, Noted("A local folder has one data set.")] = None
     train_file: Annotated[str | None, Honoured("The training data.")] = None
     validation_file: Annotated[str | None, Honoured("The evaluation data.")] = None
-    test_file: Annotated[str | None, Honoured("The test data.")] = None
+    test_file: Annotated[str | None, _PREDICTIONS] = None
     max_seq_length: Annotated[int, Field(ge=1, le=10**6), Honoured("The length in tokens.")] = 128
     pad_to_max_length: Annotated[bool, Honoured("Pad all texts to this length.")] = True
     overwrite_cache: Annotated[bool, Noted("There is no cache of tokens.")] = False
     preprocessing_num_workers: Annotated[Count | None, Noted(_WORKERS)] = None
     max_train_samples: _LIMIT = None
     max_eval_samples: _LIMIT = None
-    max_predict_samples: _LIMIT = None
-    doc_stride: Annotated[int, Field(ge=1, le=10**6), Honoured("Overlap of parts of long texts.")] = 128
-    n_best_size: Annotated[int, Field(ge=1, le=10**6), Honoured("Answers that are considered.")] = 20
-    max_answer_length: Annotated[int, Field(ge=1, le=10**6), Honoured("Longest answer in tokens.")] = 30
-    null_score_diff_threshold: Annotated[float, Honoured("Threshold of no answer.")] = 0.0
-    version_2_with_negative: Annotated[bool, Honoured("Whether questions may have no answer.")] = False
+    max_predict_samples: Annotated[int | None, Field(ge=1, le=10**9), _PREDICTIONS] = None
+    doc_stride: Annotated[int, Field(ge=1, le=10**6), _ANSWERS] = 128
+    n_best_size: Annotated[int, Field(ge=1, le=10**6), _ANSWERS] = 20
+    max_answer_length: Annotated[int, Field(ge=1, le=10**6), _ANSWERS] = 30
+    null_score_diff_threshold: Annotated[float, _ANSWERS] = 0.0
+    version_2_with_negative: Annotated[bool, _ANSWERS] = False
 
 
 class HuggingFaceConfig(Section):

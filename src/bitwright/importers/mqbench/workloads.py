@@ -323,9 +323,20 @@ def _pretrained(config: HuggingFaceConfig, checkpoint: Path | None) -> tuple[Any
         )
     try:
         settings = AutoConfig.from_pretrained(own.config_name or folder, local_files_only=True)
+        answers = any(name.endswith("ForQuestionAnswering") for name in settings.architectures or ())
+        if answers:
+            raise BitwrightError(
+                "the model answers questions; only classifiers of texts run from a file",
+                where=where,
+                value=str(folder),
+                fix="give a ForSequenceClassification model, or write a workload with evaluate= and use `quantize`",
+                code="cannot-run",
+            )
         model = AutoModelForSequenceClassification.from_pretrained(folder, config=settings, local_files_only=True)
         words = own.tokenizer_name or folder
         return model, AutoTokenizer.from_pretrained(words, use_fast=own.use_fast_tokenizer, local_files_only=True)
+    except BitwrightError:
+        raise
     except Exception as error:  # transformers raises many types
         raise BitwrightError(
             f"the model can't be loaded: {shortened(' '.join(str(error).split()))}",

@@ -276,7 +276,7 @@ class _Data(Section):
 
 
 class _Ignore(Section):
-    key: Annotated[Names, Honoured("Parts of the checkpoint that are not loaded.")] = ()
+    key: Annotated[Names, Noted("Only the weights of the checkpoint are loaded.")] = ()
     model: Annotated[Names, Honoured("Parameters that are not loaded.")] = ()
 
 
@@ -303,7 +303,7 @@ class ZooConfig(Section):
         Honoured("The backend with the same name; academic_fold for bnfold_ablation, which folds norms by bnfold."),
     ]
     bnfold: Annotated[int, Field(ge=-1, le=4), Honoured("How batch norms are folded. academic doesn't fold.")] = 1
-    freeze_step: Annotated[Count | None, Honoured("The iteration from which batch norms are frozen.")] = None
+    freeze_step: Annotated[Any, Rejected("batch norms can't be frozen at an iteration", "remove it")] = None
     optimizer: Optimizer = Optimizer()
     lr_scheduler: Schedule = Schedule()
     label_smooth: Annotated[Share, Honoured("Label smoothing.")] = 0.0
