@@ -13,8 +13,10 @@ from __future__ import annotations
 import argparse
 import os
 import tempfile
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ import numpy as np
 import torch
 from common import environment, save
 from numpy.typing import NDArray
+from torch import Tensor
 
 import bitwright as bw
 from bitwright.core.registry import RUNTIMES as KERNELS
@@ -56,16 +59,11 @@ def predictions(name: str, folder: Path, part: range) -> dict[str, NDArray[np.in
     """The labels of some images, and the classes that each side predicts for them."""
     torch.set_num_threads(1)
     workload = bw.load_workload(name)
-    assert workload.evaluation is not None
     float_model = workload.model.eval()
-    pairs = [
-        (image, label) for images, labels in workload.evaluation() for image, label in zip(images, labels, strict=True)
-    ]
     simulated = bw.load(folder / "model", bw.load_workload(name)).model
     opened = {runtime: bw.open_runtime(runtime, folder / "model.tflite", threads=1) for runtime in RUNTIMES}
     found: dict[str, list[Any]] = {"label": []}
-    for start in range(part.start, part.stop, _CHUNK):
-        chunk = pairs[start : min(start + _CHUNK, part.stop)]
+    for chunk in _chunks(workload, part):
         images = torch.stack([image for image, _ in chunk])
         found["label"] += [int(label) for _, label in chunk]
         with torch.no_grad():
@@ -78,6 +76,15 @@ def predictions(name: str, folder: Path, part: range) -> dict[str, NDArray[np.in
     return {side: np.array(values) for side, values in found.items()}
 
 
+def _chunks(workload: bw.Workload, part: range) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """The images of this part with their labels, a few at a time."""
+    assert workload.evaluation is not None
+    pairs = (pair for images, labels in workload.evaluation() for pair in zip(images, labels, strict=True))
+    left = islice(pairs, part.start, part.stop)
+    while chunk := list(islice(left, _CHUNK)):
+        yield chunk
+
+
 def measure(name: str, images: int | None, workers: int) -> dict[str, Any]:
     """The row of one model."""
     with tempfile.TemporaryDirectory() as temporary:
@@ -87,7 +94,7 @@ def measure(name: str, images: int | None, workers: int) -> dict[str, Any]:
         assert workload.evaluation is not None
         count = sum(len(labels) for _, labels in workload.evaluation())
         count = count if images is None else min(count, images)
-        size = -(-count // (4 * workers * _CHUNK)) * _CHUNK
+        size = -(-count // (workers * _CHUNK)) * _CHUNK
         parts = [range(start, min(start + size, count)) for start in range(0, count, size)]
         with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
             done = list(pool.map(partial(predictions, name, folder), parts))

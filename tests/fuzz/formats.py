@@ -379,6 +379,21 @@ def _read_onnx(folder: Path) -> None:
         raise wrong
 
 
+def _make_litert(folder: Path) -> None:
+    quantized = bitwright.quantize(model(), [inputs()], backend="tflitemicro", measure=False)
+    RUNTIMES.get("litert").write(quantized.model, folder / "seed.tflite", inputs())
+
+
+def _read_litert(folder: Path) -> None:
+    """Open the file and run it: its tensors have places in memory."""
+    path = folder / "seed.tflite"
+    runtime = RUNTIMES.get("litert_reference")
+    runtime.stored(path)
+    runtime.damages(path)
+    opened = open_runtime("litert_reference", path, threads=1)
+    opened(inputs())
+
+
 def _make_sidecars(folder: Path) -> None:
     fine = StoredGrid(scale=np.float32([0.5, 0.25]), zero_point=np.zeros(2, np.int64), qmin=-127, qmax=127)
     coarse = StoredGrid(scale=np.array(0.5, np.float32), zero_point=np.array(0), qmin=-127, qmax=127)
@@ -546,6 +561,7 @@ FORMATS: dict[str, Format] = {
     "trace": Format(_make_trace, _read_trace, ("trace.json", "trace.json.gz", "graph.json")),
     "checkpoint": Format(_make_checkpoint, _read_checkpoint, ("model.safetensors", "tied.safetensors")),
     "ONNX artefact": Format(_make_onnx, _read_onnx, ("seed.onnx",)),
+    "LiteRT artefact": Format(_make_litert, _read_litert, ("seed.tflite",)),
     "sidecars": Format(_make_sidecars, _read_sidecars, tuple(_sidecar(name) for name in ARTEFACTS.names())),
     "npz data": Format(_make_npz, _read_npz, ("data.npz",)),
     "image archive": Format(_make_archive, _read_archive, ("images.npz",)),

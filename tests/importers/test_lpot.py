@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -12,11 +12,24 @@ from torch import nn
 from bitwright import Workload, tune
 from bitwright.core.documents import parse_yaml, read_yaml
 from bitwright.core.errors import BitwrightError, PlanError
+from bitwright.core.formats import Format
 from bitwright.importers.key_table import rows
 from bitwright.importers.lpot import LpotConfig, is_lpot, read_lpot, tune_settings
 from bitwright.tuning import TuneConfig
 from bitwright.tuning.evaluation import Measuring
 
+STRATEGY_NAMES = (
+    "basic",
+    "mse",
+    "mse_v2",
+    "hawq_v2",
+    "bayesian",
+    "tpe",
+    "random",
+    "exhaustive",
+    "conservative",
+    "auto",
+)
 STATIC = """\
 version: 1.0
 model: {name: "net ", framework: pytorch_ipex, inputs: input, outputs: "a, b"}
@@ -150,6 +163,7 @@ def test_keys_without_effect_are_noted_with_their_paths() -> None:
         "quantization.calibration.dataloader.transform",
         "tuning.tensorboard",
         "tuning.diagnosis.diagnosis_after_tuning",
+        "evaluation.performance.configs.kmp_blocktime",
         "evaluation.performance.dataloader.dataset.dummy.label",
     }
 
@@ -329,6 +343,48 @@ def test_wrong_values_have_their_path(text: str, where: str, code: str) -> None:
 )
 def test_what_the_search_cannot_apply_is_not_dropped(text: str, where: str) -> None:
     assert list(cannot_run(text)) == [where]
+
+
+_FORMATS = {"int8 sym": "int8", "int8 asym": "int8", "uint8 sym": "int8", "uint8 asym": "uint8"}
+
+
+@pytest.mark.parametrize("granularity", ["per_tensor", "per_channel"])
+@pytest.mark.parametrize("kind", _FORMATS)
+@pytest.mark.parametrize("role", ["weight", "activation"])
+def test_formats_keep_their_meaning(role: str, kind: str, granularity: str) -> None:
+    dtype, scheme = kind.split()
+    rule = f"{{dtype: [{dtype}, fp32], scheme: [{scheme}], granularity: {granularity}, algorithm: [minmax, kl]}}"
+    space = tune_settings(config_of(f"quantization: {{op_wise: {{conv1: {{{role}: {rule}}}}}}}"))["space"]
+    found = space["operators"]["conv1"][f"{role}s"]
+    assert found == [f"{_FORMATS[kind]}/{granularity.removeprefix('per_')}/{scheme}"]
+    assert all(str(Format.parse(text)) == text for text in found)
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        *(f"tuning: {{strategy: {{name: {name}}}}}" for name in STRATEGY_NAMES),
+        *(f"tuning: {{objective: {name}}}" for name in ("performance", "modelsize", "footprint")),
+        "tuning: {multi_objectives: {objective: [performance, footprint], weight: [0.7, 0.3]}}",
+        *(f"model: {{name: a, framework: {name}}}" for name in ("pytorch", "pytorch_fx", "pytorch_ipex")),
+        *(f"version: {number}" for number in ("1.0", "'1.0'", "1", "1.14")),
+        *(f"quantization: {{approach: post_training_{name}_quant}}" for name in ("static", "dynamic", "auto")),
+        "quantization: {optype_wise: {Conv2d: {weight: {dtype: [fp32]}}, Linear: {activation: {algorithm: kl}}}}",
+        "quantization: {calibration: {sampling_size: '50, 100'}}",
+        "tuning: {accuracy_criterion: {relative: 0.01, higher_is_better: false}, exit_policy: {timeout: 3600}}",
+        "evaluation: {performance: {configs: {cores_per_instance: 7, inter_num_of_threads: 1, kmp_blocktime: 1}}}",
+    ],
+)
+def test_every_value_becomes_a_search(section: str) -> None:
+    search = TuneConfig(**tune_settings(config_of(section)))
+    assert search.space is not None
+
+
+def test_every_strategy_of_the_table_is_tried() -> None:
+    (named,) = [row for row in rows(LpotConfig) if row.key == "tuning.strategy.name"]
+    assert named.handling == "honoured"
+    strategy = LpotConfig().tuning.strategy
+    assert set(STRATEGY_NAMES) == set(get_args(type(strategy).model_fields["name"].annotation))
 
 
 def test_several_metrics_have_weights_and_directions() -> None:

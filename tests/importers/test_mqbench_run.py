@@ -17,12 +17,15 @@ from torch import nn
 from typer.testing import CliRunner
 
 from bitwright import GridConfig, TrainConfig, load_workload, run_grid
+from bitwright.backends import backend
+from bitwright.bench.grid_row import plan_of
 from bitwright.cli import app
 from bitwright.core.documents import parse_yaml
 from bitwright.core.errors import BitwrightError
 from bitwright.core.registry import NETWORKS
+from bitwright.graph import capture
 from bitwright.importers.mqbench import read_mqbench, train_mqbench
-from bitwright.importers.mqbench.workload import zoo_network
+from bitwright.importers.mqbench.workload import zoo_network, zoo_workload
 
 CONFIG = """\
 model: {type: tiny-images, kwargs: {num_classes: 4, bn: {use_sync_bn: false, kwargs: {}}}}
@@ -212,6 +215,42 @@ def test_norms_have_the_files_options(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def zoo_files(data_dir: Path) -> list[Path]:
     return sorted((data_dir / "peers" / "mqbench" / "zoo").glob("*.yaml"))
+
+
+BACKENDS = ("academic", "acl", "fbgemm", "snpe", "tensorrt", "tvm", "tflitemicro", "bnfold_ablation")
+
+
+@pytest.mark.parametrize("backend_name", BACKENDS)
+def test_every_method_and_bit_width_has_a_plan(folder: Path, backend_name: str) -> None:
+    network = Tiny(classes=4, image_size=32)
+    graph = capture(network, torch.zeros(1, 3, 32, 32))
+    for method in ("lsq", "qil", "dsq", "dorefa", "pact", "apot"):
+        for bits in (2, 3, 4, 8):
+            text = CONFIG.replace(
+                "w_method: lsq, a_method: lsq, bit: 4", f"w_method: {method}, a_method: {method}, bit: {bits}"
+            )
+            (folder / "config.yaml").write_text(text.replace("fbgemm", backend_name))
+            (task,) = GridConfig.load(folder / "config.yaml").tasks()
+            table = backend(task.backend)
+            plan, _ = plan_of(task, table, graph, "tiny")
+            spec = plan.sites["conv2:weight"]
+            assert (spec.quantizer, spec.format.bits) == ("dorefa" if method == "pact" else method, bits)
+
+
+@pytest.mark.parametrize("sampler", ["distributed_iteration", "distributed_epoch", "distributed"])
+@pytest.mark.parametrize("transforms", ["STANDARD", "LINEAR", "ONECROP"])
+def test_every_sampler_and_transform_reads_the_images(folder: Path, sampler: str, transforms: str) -> None:
+    text = CONFIG.replace("{type: distributed_iteration}", f"{{type: {sampler}}}").replace(
+        "type: STANDARD", f"type: {transforms}"
+    )
+    (folder / "config.yaml").write_text(text)
+    (task,) = GridConfig.load(folder / "config.yaml").tasks()
+    assert task.training.recipe is not None
+    assert task.training.recipe.sampler == ("iterations" if sampler == "distributed_iteration" else "epochs")
+    workload = zoo_workload(read_mqbench(parse_yaml(text, where="a"), where="a").config, folder=folder)
+    assert workload.training is not None
+    pixels, label = workload.training()[0]
+    assert (pixels.shape, label) == ((3, 32, 32), 0)
 
 
 @cache

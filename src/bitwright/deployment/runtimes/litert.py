@@ -94,9 +94,16 @@ class TfliteFile:
             found.append(Damage(site=STRUCTURE, what="tensors or operators changed after the export"))
         return found
 
+    def refuse_changes(self) -> None:
+        """Raise an error if tensors, operators or the notes differ from those that were exported."""
+        changed = next((one for one in self.damages() if one.site in (STRUCTURE, NOTES)), None)
+        if changed is not None:
+            raise ArtefactError(changed.what, where=str(self.path), fix=_FIX, code="damaged-artefact")
+
     def stored(self) -> dict[str, NDArray[Any]]:
         """Codes, scales and zero points by site."""
         notes = self.sited
+        self.refuse_changes()
         tensors = {tensor.name.decode(): tensor for tensor in self.model.subgraphs[0].tensors}
         found: dict[str, NDArray[Any]] = {}
         for site, weight in notes.weights.items():
@@ -185,9 +192,7 @@ class LiteRt(Runtime):
 
     def __init__(self, path: Path, *, threads: int | None = None) -> None:
         file = load(path)
-        changed = next((one for one in file.damages() if one.site in (STRUCTURE, NOTES)), None)
-        if changed is not None:  # kernels could read beyond the end of a tensor
-            raise ArtefactError(changed.what, where=str(path), fix=_FIX, code="damaged-artefact")
+        file.refuse_changes()  # kernels could read beyond the end of a tensor
         self.path, self.file = path, file
         self._open(path.read_bytes(), threads)
         graph = file.model.subgraphs[0]

@@ -239,7 +239,8 @@ def _formats(tensor: WeightRule | ActivationRule, *, weight: bool) -> list[str]:
         return []
     schemes = dict.fromkeys(scheme.removesuffix("_float") for scheme in tensor.scheme)
     return [
-        f"{kind}{bits}/{'channel' if size == 'per_channel' else 'tensor'}/{scheme}"
+        # PyTorch's symmetric uint8 has the zero point 128: the numbers of int8
+        f"{'int' if scheme == 'sym' else kind}{bits}/{'channel' if size == 'per_channel' else 'tensor'}/{scheme}"
         for kind in kinds or (["int"] if weight else ["uint"])
         for bits in [int(bit) + 1 for bit in tensor.bit] or [8]
         for size in tensor.granularity or (("per_channel",) if weight else ("per_tensor",))

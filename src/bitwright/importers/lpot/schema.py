@@ -75,7 +75,7 @@ class TensorRule(Section):
     dtype: Annotated[
         tuple[Literal["int8", "uint8", "fp32", "bf16"], ...],
         BeforeValidator(listed),
-        Honoured("Types to try. fp32 alone keeps the operator in float."),
+        Honoured("Types to try. fp32 alone keeps the operator in float. uint8 with sym: as int8, shifted by 128."),
     ] = ()
     bit: Annotated[
         tuple[Annotated[float, Field(ge=1, le=7), AfterValidator(_magnitude_bits)], ...],
