@@ -53,6 +53,19 @@ class Pictures(nn.Module):
         return logits
 
 
+class Numbers(nn.Module):
+    """Linear layers and a sum, which is an operator without a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(16, 32), nn.Linear(32, 32), nn.Linear(32, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.first(x))
+        logits: Tensor = self.last(x + torch.relu(self.middle(x)))
+        return logits
+
+
 def small(value: Any, folder: Path) -> Any:
     """The same file with the paths of this test, smaller numbers and two candidates."""
     if isinstance(value, list):
@@ -143,7 +156,7 @@ def test_files_with_loaders_and_eval_func_in_code(
     if approach is not None:
         config["quantization"]["approach"] = approach
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4)).eval()
+    net = Numbers().eval()
     x = torch.randn(64, 16)
     with torch.no_grad():
         labels = net(x).argmax(1)
