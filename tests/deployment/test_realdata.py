@@ -74,7 +74,7 @@ def test_litert_predicts_what_the_simulation_predicts(
     )
     path = tmp_path / "model.tflite"
     RUNTIMES.get("litert").write(quantized.model, path, images[:10])
-    (output,) = quantized.check(path, [images], runtime="litert_reference", measure=False).outputs
+    (output,) = quantized.check(path, images.split(10), runtime="litert_reference", measure=False).outputs
     assert output.top1_agreement == 1.0
     assert output.max_error == 0.0  # the simulation rounds as these kernels do
     found = bw.open_runtime("litert_reference", path)(images).argmax(1)

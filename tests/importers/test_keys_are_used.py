@@ -20,9 +20,9 @@ from bitwright.core.registry import NETWORKS
 from bitwright.importers.key_table import Honoured, Named, Noted, Rejected, Section, _marker, _section
 from bitwright.importers.lpot import Benchmark, experimental, read_lpot, tune_settings
 from bitwright.importers.lpot.datasets import DATASETS
-from bitwright.importers.lpot.schema import LpotConfig
 from bitwright.importers.lpot.metrics import METRICS
 from bitwright.importers.lpot.reader import _notes
+from bitwright.importers.lpot.schema import LpotConfig
 from bitwright.importers.lpot.training import Train
 from bitwright.importers.lpot.transforms import TRANSFORMS
 from bitwright.importers.lpot.workload import LpotData

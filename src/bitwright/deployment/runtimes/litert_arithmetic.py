@@ -142,8 +142,9 @@ class LiteRtRounding:
         ties = np.nonzero(np.abs(numbers - codes) > 0.5 - margin)
         found: Codes64 = codes.astype(np.int64)
         if ties[0].size:
-            own = [np.broadcast_to(one, x.shape)[ties] for one in (factors, multiplier, exponent)]
-            found[ties] = rescale(np.rint(x[ties] / own[0]).astype(np.int64), own[1], own[2])
+            sums = np.rint(x[ties] / np.broadcast_to(factors, x.shape)[ties]).astype(np.int64)
+            own = (np.broadcast_to(one, x.shape)[ties] for one in (multiplier, exponent))
+            found[ties] = rescale(sums, *own)
         return found + zero
 
     def _average(self, operator: Any, x: NDArray[np.float64], scale: float, zero: int) -> Codes64:
